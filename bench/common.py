@@ -35,4 +35,7 @@ def paw(*words: object) -> str:
 def evaluate(model: Path | str, *words: object) -> dict[str, float]:
     """Success of a model on its evaluation games, with its interval."""
     found = json.loads(paw("eval", model, *words, "--json"))
-    return {name: round(found[name], 4) for name in ("temperature", "success", "ci_low", "ci_high", "games")}
+    return {
+        name: round(found[name], 4)
+        for name in ("temperature", "success", "ci_low", "ci_high", "games")
+    }

@@ -4,9 +4,10 @@
     python bench/conversations.py --time   renews bench/results/conversations_time_cpu.csv: the same conversations, some
                                            episodes, through a model of SmolLM2-135M's shape, a row a turn or an episode
 
-The same tasks, actions and observations in each style, played by a script: questions of the generated world by its
-oracle, and tests/unit/tau2_stand_in, whose policy is a line. SmolLM2's vocabulary, a template of Qwen2.5's shape; no
-model runs. `paw`: what PaW adds to the tokens of an update, in per cent, at the paper's alpha and random entropies.
+The same tasks, actions and observations in each style, played by a script: questions of the
+generated world by its oracle, and tests/unit/tau2_stand_in, whose policy is a line. SmolLM2's
+vocabulary, a template of Qwen2.5's shape; no model runs. `paw`: what PaW adds to the tokens of an
+update, in per cent, at the paper's alpha and random entropies.
 """
 
 import random
@@ -36,9 +37,18 @@ from paw.state.record import code_commit
 from paw.types import Reply, ToolCall
 
 TESTS, QUESTIONS = ROOT / "tests" / "unit", 64
-SERVICE = [("find", "which order it is"), ("", "May I cancel it?"), ("cancel", "now it goes"), ("", "It is cancelled.")]
+SERVICE = [
+    ("find", "which order it is"),
+    ("", "May I cancel it?"),
+    ("cancel", "now it goes"),
+    ("", "It is cancelled."),
+]
 NO_FILES = {"env.data": "none", "env.corpus": "none", "env.retriever": "bm25"}
-KEYS = {"model.path": "-", "rollout.max_prompt_tokens": "16000", "rollout.max_response_tokens": "512"}
+KEYS = {
+    "model.path": "-",
+    "rollout.max_prompt_tokens": "16000",
+    "rollout.max_response_tokens": "512",
+}
 
 
 class Script:
@@ -55,7 +65,9 @@ class Script:
 
     def step(self) -> list[Completion]:
         queue, self._queue = self._queue, []
-        return [Completion(request.key, self.ids, [-1.0] * len(self.ids), None) for request in queue]
+        return [
+            Completion(request.key, self.ids, [-1.0] * len(self.ids), None) for request in queue
+        ]
 
 
 def make_chat() -> Chat:
@@ -73,13 +85,18 @@ def served(env: Any, style: str, turn: int, order: str) -> str:
     if style == "paper":
         action = text if not name else f'{{"name": "{name}", "arguments": {{"order": "{order}"}}}}'
         return f"<think>I know what to do.</think><action>{action}</action>"
-    return Reply.of("", ToolCall(name, {"order": order}, f"call{turn:05}")) if name else Reply.of(text)
+    return (
+        Reply.of("", ToolCall(name, {"order": order}, f"call{turn:05}")) if name else Reply.of(text)
+    )
 
 
 def play(chat: Chat, name: str, style: str) -> list[Any]:
     """The samples of all episodes."""
     keys = KEYS | {"env.style": style, "env.invalid_penalty": "0.0"}
-    config = load("search-grpo-paw" if name == "search" else "tau2-grpo", keys | (NO_FILES if name == "search" else {}))
+    config = load(
+        "search-grpo-paw" if name == "search" else "tau2-grpo",
+        keys | (NO_FILES if name == "search" else {}),
+    )
     factory, engine = make_factory(config), Script()
 
     async def agent(env: Any, model: Any) -> None:
@@ -96,13 +113,18 @@ def play(chat: Chat, name: str, style: str) -> list[Any]:
 
     rollouts = Rollouts(factory, engine, chat, config, agent=agent)
     groups = []
-    for task in eval_tasks(factory, config.env.eval_split, QUESTIONS, 0):  # one at a time: the script answers one
+    for task in eval_tasks(
+        factory, config.env.eval_split, QUESTIONS, 0
+    ):  # one at a time: the script answers one
         played, stats = rollouts.play([task], group_size=1, temperature=1.0, seed=0, stream="bench")
         assert not stats.failures and played[0].trajectories[0].won, stats.failures
         groups += played
     rollouts.close()
     samples = to_samples(
-        groups, separator_ids=chat.separator_ids, encode_observation=chat.observation_ids, invalid_penalty=0.0
+        groups,
+        separator_ids=chat.separator_ids,
+        encode_observation=chat.observation_ids,
+        invalid_penalty=0.0,
     )
     for sample in samples:
         sample.wm_weight = 1.0 * bool(sample.observation_ids)
@@ -110,7 +132,9 @@ def play(chat: Chat, name: str, style: str) -> list[Any]:
 
 
 def tokens(samples: list[Any], *, with_observation: bool) -> int:
-    batches = micro_batches(samples, budget=10**6, with_observation=with_observation, device=torch.device("cpu"))
+    batches = micro_batches(
+        samples, budget=10**6, with_observation=with_observation, device=torch.device("cpu")
+    )
     return sum(sum(batch.lengths) for batch in batches)
 
 
@@ -131,19 +155,29 @@ def timed(chat: Chat, *, episodes: int = 1, rounds: int = 2) -> list[dict[str, A
     folder, rows = update.make_folder("SmolLM2-135M", ROOT / "runs" / "bench" / "SmolLM2-135M"), []
     with update.trainer(folder) as (run, meter):
         for name in ("search", "tau2"):
-            samples = [sample for sample in play(chat, name, "chat") if sample.trajectory < episodes]
+            samples = [
+                sample for sample in play(chat, name, "chat") if sample.trajectory < episodes
+            ]
             continues = [sample.continues for sample in samples]
             for number in range(rounds):
                 for rows_of in ("episodes", "turns")[:: 1 if number % 2 else -1]:
                     for sample, own in zip(samples, continues, strict=True):
-                        sample.continues, sample.advantage = own and rows_of == "episodes", (-1.0) ** sample.trajectory
+                        sample.continues, sample.advantage = (
+                            own and rows_of == "episodes",
+                            (-1.0) ** sample.trajectory,
+                        )
 
                     def step(samples: list[Any] = samples) -> dict[str, float]:
                         update.score(run, samples)
                         return update.update(run, samples, paw=True)
 
                     found = {key: round(value, 5) for key, value in meter.measure(step).items()}
-                    row = {"environment": name, "rows": rows_of, "round": number, "episodes": episodes}
+                    row = {
+                        "environment": name,
+                        "rows": rows_of,
+                        "round": number,
+                        "episodes": episodes,
+                    }
                     for what in ("scoring", "update"):
                         row[what] = tokens(samples, with_observation=what == "update")
                     row |= found | {"device": cpu_name(), "threads": 2, "torch": torch.__version__}
@@ -151,7 +185,10 @@ def timed(chat: Chat, *, episodes: int = 1, rounds: int = 2) -> list[dict[str, A
                     print(rows[-1], flush=True)
             own = [row for row in rows if row["environment"] == name]
             for key in ("seconds", "cpu_s"):
-                pairs = [[row[key] for row in own if row["rows"] == which] for which in ("turns", "episodes")]
+                pairs = [
+                    [row[key] for row in own if row["rows"] == which]
+                    for which in ("turns", "episodes")
+                ]
                 print(name, key, f"{median(a / b for a, b in zip(*pairs, strict=True)):.2f}")
     return rows
 

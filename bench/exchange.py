@@ -2,10 +2,11 @@
 
     python bench/exchange.py [--tokens 10000000]
 
-Random rows of the sizes that ALFWorld has under the paper's limits: prompts of 450 tokens, responses of 100,
-observations of 20, 50 turns an episode, 4 characters a token in texts. Two processes over gloo, which end after each of
-the two ways. Writes bench/results/exchange_cpu.csv: of each rank the seconds from a common start, by the clock and of
-a processor, and GiB of the process without any episode, at most, and in the end with everybody's episodes.
+Random rows of the sizes that ALFWorld has under the paper's limits: prompts of 450 tokens,
+responses of 100, observations of 20, 50 turns an episode, 4 characters a token in texts. Two
+processes over gloo, which end after each of the two ways. Writes bench/results/exchange_cpu.csv: of
+each rank the seconds from a common start, by the clock and of a processor, and GiB of the process
+without any episode, at most, and in the end with everybody's episodes.
 """
 
 import argparse
@@ -37,15 +38,25 @@ WAYS = ("json", "arrays")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=10_000_000, help="prompts and responses, of both ranks")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=10_000_000, help="prompts and responses, of both ranks"
+    )
     parser.add_argument("--way", choices=WAYS, help="one of the ranks")
     options = parser.parse_args()
     if options.way:
         return measure(options.way, options.tokens)
     rows = []
     for way in WAYS:
-        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", __file__]
+        start = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={RANKS}",
+            __file__,
+        ]
         words = [sys.executable, *start, "--way", way, "--tokens", str(options.tokens)]
         told = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
         rows += sorted(map(json.loads, told.splitlines()), key=lambda row: row["rank"])
@@ -56,7 +67,9 @@ def main() -> None:
 
 def measure(way: str, tokens: int) -> None:
     """In one of the ranks: make its episodes, exchange them, print a line."""
-    tasks = [Task(f"task/{i}") for i in range(round(tokens / (PROMPT + RESPONSE) / TURNS / MEMBERS))]
+    tasks = [
+        Task(f"task/{i}") for i in range(round(tokens / (PROMPT + RESPONSE) / TURNS / MEMBERS))
+    ]
     ranks = join_ranks(torch.device("cpu"), episodes=len(tasks) * MEMBERS)
     base = resident_gib()
     own = episodes(tasks[ranks.rank :: RANKS], ranks.rank), RolloutStats()
@@ -70,7 +83,13 @@ def measure(way: str, tokens: int) -> None:
     gc.collect()
     assert turns_of(parts[ranks.rank])[-1].sampled_logp == last
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    sizes = {"wall_s": seconds, "cpu_s": cpu, "base_gib": base, "peak_gib": peak, "end_gib": resident_gib()}
+    sizes = {
+        "wall_s": seconds,
+        "cpu_s": cpu,
+        "base_gib": base,
+        "peak_gib": peak,
+        "end_gib": resident_gib(),
+    }
     found = {"way": way, "rank": ranks.rank, "tokens": sum(ranks.gather(count))}
     found |= {name: round(size, 2) for name, size in sizes.items()}
     os.write(1, f"{json.dumps(found)}\n".encode())
@@ -99,12 +118,18 @@ def episodes(tasks: list[Task], seed: int) -> list[Group]:
         )
 
     return [
-        Group(task, [Trajectory(task, m, [turn() for _ in range(TURNS)]) for m in range(MEMBERS)]) for task in tasks
+        Group(task, [Trajectory(task, m, [turn() for _ in range(TURNS)]) for m in range(MEMBERS)])
+        for task in tasks
     ]
 
 
 def turns_of(played: Played) -> list[Turn]:
-    return [turn for group in played[0] for trajectory in group.trajectories for turn in trajectory.turns]
+    return [
+        turn
+        for group in played[0]
+        for trajectory in group.trajectories
+        for turn in trajectory.turns
+    ]
 
 
 def resident_gib() -> float:

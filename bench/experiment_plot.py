@@ -19,7 +19,9 @@ TEXT = ("variant", "stage", "class", "loss", "commit", "paw", "torch", "device")
 
 def records(name: str) -> list[dict[str, Any]]:
     lines = read(RESULTS / f"{name}.csv")
-    return [{k: v if k in TEXT else float(v) if v else None for k, v in line.items()} for line in lines]
+    return [
+        {k: v if k in TEXT else float(v) if v else None for k, v in line.items()} for line in lines
+    ]
 
 
 def main() -> None:

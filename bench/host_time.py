@@ -2,9 +2,10 @@
 
     python bench/host_time.py [--repeats 5]
 
-One rank, episodes of ALFWorld's sizes (`paw.tools.plan.Play`): 16 groups of eight. Prompts are text of docs/, encoded
-by a byte-level BPE of 32,000 tokens that is trained on it, as no pretrained tokenizer is at hand. Writes
-bench/results/host_cpu.csv; HOST_S of `paw plan` is the sum of the medians.
+One rank, episodes of ALFWorld's sizes (`paw.tools.plan.Play`): 16 groups of eight. Prompts are text
+of docs/, encoded by a byte-level BPE of 32,000 tokens that is trained on it, as no pretrained
+tokenizer is at hand. Writes bench/results/host_cpu.csv; HOST_S of `paw plan` is the sum of the
+medians.
 """
 
 import argparse
@@ -36,7 +37,9 @@ def make_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=32_000, show_progress=False))
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=32_000, show_progress=False)
+    )
     return tokenizer
 
 
@@ -48,13 +51,18 @@ def make_groups(play: Play, rng: random.Random) -> list[Group]:
         response = ids(play.response)
         outcome = Outcome(" ".join(map(str, ids(20))), 0.0, False, False, "")
         logp = [-0.5] * len(response)
-        return Turn(ids(play.prompt), response, logp, logp, "", "", outcome, f"anchor {step % 7}", version=0)
+        return Turn(
+            ids(play.prompt), response, logp, logp, "", "", outcome, f"anchor {step % 7}", version=0
+        )
 
     limits = CONFIG.rollout
     return [
         Group(
             task := Task(f"task {place}", "kind"),
-            [Trajectory(task, i, [turn(step) for step in range(round(play.turns))]) for i in range(limits.group_size)],
+            [
+                Trajectory(task, i, [turn(step) for step in range(round(play.turns))])
+                for i in range(limits.group_size)
+            ],
             place,
         )
         for place in range(limits.tasks)
@@ -66,7 +74,9 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats
     torch.set_num_threads(1)
@@ -83,19 +93,36 @@ def main() -> None:
         encoded = sum(len(tokenizer.encode(text[cut : cut + size])) for cut in cuts)
         encode = (time.process_time() - began) / encoded
         began = time.process_time()
-        samples = to_samples(groups, separator_ids=[1, 2, 3, 4], encode_observation=numbers, invalid_penalty=0.1)
+        samples = to_samples(
+            groups, separator_ids=[1, 2, 3, 4], encode_observation=numbers, invalid_penalty=0.1
+        )
         for sample, advantage in zip(samples, gigpo(samples), strict=True):
             sample.advantage = advantage
-        chosen = select(samples, alpha=0.75, weight="adaptive", reward_max=10.0, n_groups=len(groups))
+        chosen = select(
+            samples, alpha=0.75, weight="adaptive", reward_max=10.0, n_groups=len(groups)
+        )
         for sample, weight in zip(samples, chosen.weights, strict=True):
             sample.wm_weight = weight
-        options = {"budget": CONFIG.optim.micro_batch_tokens, "with_observation": True, "device": cpu}
+        options = {
+            "budget": CONFIG.optim.micro_batch_tokens,
+            "with_observation": True,
+            "device": cpu,
+        }
         packed = 0
         for minibatch in minibatches(samples, size=CONFIG.optim.minibatch_samples, seed=0):
             packed += sum(len(batch.input_ids) for batch in micro_batches(minibatch, **options))
         pack = (time.process_time() - began) / packed
-        row = {"date": datetime.now(UTC).date(), "cpu": cpu_name(), "torch": torch.__version__, "repeat": repeat}
-        row |= {"tokens": packed, "encode_us": round(1e6 * encode, 4), "pack_us": round(1e6 * pack, 4)}
+        row = {
+            "date": datetime.now(UTC).date(),
+            "cpu": cpu_name(),
+            "torch": torch.__version__,
+            "repeat": repeat,
+        }
+        row |= {
+            "tokens": packed,
+            "encode_us": round(1e6 * encode, 4),
+            "pack_us": round(1e6 * pack, 4),
+        }
         print(row, flush=True)
         rows.append(row)
     write(RESULTS / "host_cpu.csv", rows)

@@ -6,14 +6,16 @@
     python bench/kernels.py --resume           # leaves out what the file has already
     python bench/kernels.py --plot bench/results/kernels_cpu.csv   # draw again, measure nothing
 
-Rows are appended to bench/results/kernels_<device>.csv as they come, so a run may be stopped at any time; then the
-plots in docs/ are drawn. A case that fails is a row with its error. From a plain checkout: PYTHONPATH=.:kernels.
+Rows are appended to bench/results/kernels_<device>.csv as they come, so a run may be stopped at any
+time; then the plots in docs/ are drawn. A case that fails is a row with its error. From a plain
+checkout: PYTHONPATH=.:kernels.
 
-Per case: median and 20th / 80th percentile of timed calls after a warm-up, in turns with the cases it is compared with,
-CUDA events on a GPU, inputs that are random and not in the cache; `share` is the time of the bare matmuls that the case
-needs (1 + 2f passes, timed here on up to 4,096 rows) over its time; `peak_mib` is what torch's allocator held above the
-inputs, `beside_dw_mib` the same without a float32 dW (4 V D bytes); errors are against float64
-(bench/kernels_problem.py), `passes`: at most twice those of plain torch in the same dtype, plus 1e-4.
+Per case: median and 20th / 80th percentile of timed calls after a warm-up, in turns with the cases
+it is compared with, CUDA events on a GPU, inputs that are random and not in the cache; `share` is
+the time of the bare matmuls that the case needs (1 + 2f passes, timed here on up to 4,096 rows)
+over its time; `peak_mib` is what torch's allocator held above the inputs, `beside_dw_mib` the same
+without a float32 dW (4 V D bytes); errors are against float64 (bench/kernels_problem.py), `passes`:
+at most twice those of plain torch in the same dtype, plus 1e-4.
 """
 
 import argparse
@@ -36,7 +38,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.kernels_cases import Case, Group, Prepared, Row, bare_matmuls, cases, groups, prepare, without_matmul
+from bench.kernels_cases import (
+    Case,
+    Group,
+    Prepared,
+    Row,
+    bare_matmuls,
+    cases,
+    groups,
+    prepare,
+    without_matmul,
+)
 from bench.kernels_measure import in_turns
 from bench.kernels_problem import Problem, make_problem
 
@@ -46,7 +58,18 @@ RESULTS = ROOT / "bench" / "results"
 COLUMNS = (
     *("kind", "date", "commit", "device", "threads", "load", "python", "torch", "triton", "cuda"),
     *("head", "T", "D", "V", "dtype", "live", "dead", "implementation", "version", "mode"),
-    *("ms", "ms_low", "ms_high", "runs", "tflops", "bound_ms", "share", "gb_s", "peak_mib", "beside_dw_mib"),
+    *(
+        "ms",
+        "ms_low",
+        "ms_high",
+        "runs",
+        "tflops",
+        "bound_ms",
+        "share",
+        "gb_s",
+        "peak_mib",
+        "beside_dw_mib",
+    ),
     *("error_loss", "error_logp", "error_d_hidden", "error_d_weight", "passes", "error"),
 )
 KEY = ("head", "T", "live", "dead", "implementation", "mode")
@@ -71,17 +94,28 @@ class Table:
 
     def add(self, row: Row) -> None:
         with self.path.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n").writerow({**self.common, **row})
+            csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n").writerow(
+                {**self.common, **row}
+            )
 
 
 def run(options: argparse.Namespace, device: torch.device) -> Path:
     """Measure the cases that the options choose; returns the CSV file."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     about = environment(device)
-    named = [case.label() for group in groups(device, options.quick) for case in cases(group, device, dtype)]
-    named += [f"{columns['mode']} {columns['implementation']}" for columns, _ in without_matmul(device, 0.0)]
+    named = [
+        case.label()
+        for group in groups(device, options.quick)
+        for case in cases(group, device, dtype)
+    ]
+    named += [
+        f"{columns['mode']} {columns['implementation']}"
+        for columns, _ in without_matmul(device, 0.0)
+    ]
     if not any(all(word in name for word in options.only) for name in named):
-        raise SystemExit(f"--only {' '.join(options.only)}: no case has all of that in its name, as in '{named[0]}'")
+        raise SystemExit(
+            f"--only {' '.join(options.only)}: no case has all of that in its name, as in '{named[0]}'"
+        )
     name = "cpu" if device.type == "cpu" else str(about["device"]).lower().replace(" ", "_")
     table = Table(options.out or RESULTS / f"kernels_{name}.csv", about, keep=options.resume)
     seconds = options.seconds or (0.2 if options.quick else 0.5)
@@ -90,7 +124,9 @@ def run(options: argparse.Namespace, device: torch.device) -> Path:
         return all(word in label for word in options.only) and not table.has(columns)
 
     plan = {
-        group: [case for case in cases(group, device, dtype) if wanted(case.label(), case.columns())]
+        group: [
+            case for case in cases(group, device, dtype) if wanted(case.label(), case.columns())
+        ]
         for group in groups(device, options.quick)
     }
     total = sum(len(chosen) for chosen in plan.values())
@@ -161,7 +197,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def problem_of(case: Case, dtype: torch.dtype, device: torch.device) -> Problem:
     _, T, D, V = case.group
-    return make_problem(T, D, V, live=case.live, known=case.dead == "known", dtype=dtype, device=device)
+    return make_problem(
+        T, D, V, live=case.live, known=case.dead == "known", dtype=dtype, device=device
+    )
 
 
 def attempt(measurement: Callable[[], Result], device: torch.device) -> Result | Row:
@@ -184,7 +222,9 @@ def free(device: torch.device) -> None:
 
 
 def environment(device: torch.device) -> Row:
-    triton = [distribution.version for distribution in importlib.metadata.distributions(name="triton")]
+    triton = [
+        distribution.version for distribution in importlib.metadata.distributions(name="triton")
+    ]
     return {
         "kind": "measured",
         "date": datetime.date.today().isoformat(),
@@ -243,13 +283,23 @@ def describe(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--quick", action="store_true", help="fewer shapes, shorter timing")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose name contains every word")
-    parser.add_argument("--resume", action="store_true", help="leave out the cases that the file has")
-    parser.add_argument("--seconds", type=float, help="time spent on timing one case (default: 0.5, quick 0.2)")
     parser.add_argument(
-        "--out", type=Path, help="CSV file, with its plot beside it (default: in bench/results, its plot in docs)"
+        "--only", nargs="+", default=[], metavar="WORD", help="cases whose name contains every word"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out the cases that the file has"
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="time spent on timing one case (default: 0.5, quick 0.2)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="CSV file, with its plot beside it (default: in bench/results, its plot in docs)",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="only draw the plots of this CSV")
     options = parser.parse_args()

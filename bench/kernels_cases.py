@@ -94,7 +94,8 @@ def cases(group: Group, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
         for name in (*ours, "naive", "torch_compile"):
             yield Case(group, live=1.0, dead="", name=name, mode=STATISTICS)
 
-    # Dense work takes the same time whatever the rows are, so peers are timed only if that is cheap.
+    # Dense work takes the same time whatever the rows are, so peers are timed only if that is
+    # cheap.
     large = device.type == "cpu" and group.V > 100_000
     peers_if_found = theirs if group.T <= 8192 and not large else []
     peers_if_known = theirs if group.T in (512, 2048, 4096, 32_768) else []
@@ -155,7 +156,9 @@ def _paw_implementation(case: Case, problem: Problem, index: Tensor | None) -> I
     def statistics(hidden: Tensor, weight: Tensor) -> tuple[None, Tensor]:
         return None, token_stats(hidden, weight, problem.target, backend=backend).logp
 
-    return Implementation(both=fused, forward=statistics, slope=slope_of_rows(problem), want=loss_of_rows(problem))
+    return Implementation(
+        both=fused, forward=statistics, slope=slope_of_rows(problem), want=loss_of_rows(problem)
+    )
 
 
 def _peer_implementation(case: Case, problem: Problem, index: Tensor | None) -> Implementation:
@@ -207,7 +210,10 @@ class Prepared:
         group = self.case.group
         forward_rows = self.live if self.case.dead == "known" else group.T
         backward_rows = 0 if self.case.mode == FORWARD else self.live
-        bound = matmuls["logits"] * forward_rows + (matmuls["d_hidden"] + matmuls["d_weight"]) * backward_rows
+        bound = (
+            matmuls["logits"] * forward_rows
+            + (matmuls["d_hidden"] + matmuls["d_weight"]) * backward_rows
+        )
         flops = 2 * group.D * group.V * (forward_rows + 2 * backward_rows)
         return {
             **timing(measured, flops=flops),
@@ -266,7 +272,9 @@ def timing(measured: Times, *, flops: int = 0, moved: int = 0) -> Row:
     }
 
 
-def bare_matmuls(group: Group, dtype: torch.dtype, device: torch.device, seconds: float) -> dict[str, Row]:
+def bare_matmuls(
+    group: Group, dtype: torch.dtype, device: torch.device, seconds: float
+) -> dict[str, Row]:
     """The three products of up to 4,096 rows, each written in `dtype`."""
     n = min(group.T, MATMUL_ROWS)
     D = group.D
@@ -306,7 +314,13 @@ def without_matmul(device: torch.device, seconds: float) -> Iterator[tuple[Row, 
     if why_not_backend(device.type, device, torch.float32) is None:
         names.append(f"paw[{device.type}]")
     for name in names:
-        columns: Row = {"T": rows, "V": V, "dtype": "float32", "implementation": name, "mode": "row statistics"}
+        columns: Row = {
+            "T": rows,
+            "V": V,
+            "dtype": "float32",
+            "implementation": name,
+            "mode": "row statistics",
+        }
         yield columns, partial(_row_statistics, name, rows, V, device, seconds)
 
 

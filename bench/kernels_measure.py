@@ -64,10 +64,14 @@ def in_turns(calls: Sequence[tuple[Call, Sequence[Tensor]]], seconds: float) -> 
             calls_per_turn.append(max(1, min(MAX_CALLS // TURNS, fitting)))
 
     for _ in range(TURNS):
-        for (call, inputs), count, samples_of_call in zip(calls, calls_per_turn, samples, strict=True):
+        for (call, inputs), count, samples_of_call in zip(
+            calls, calls_per_turn, samples, strict=True
+        ):
             if count == 0:
                 continue
-            if count > 1:  # the first call of a turn finds caches and allocator as another case left them
+            if (
+                count > 1
+            ):  # the first call of a turn finds caches and allocator as another case left them
                 _timed(call, inputs[:1])
             samples_of_call += _timed(call, [inputs[i % len(inputs)] for i in range(count)])
     return [_summary(samples_of_call) for samples_of_call in samples]
@@ -77,7 +81,9 @@ def _summary(samples: list[float]) -> Times:
     if len(samples) == 1:
         return Times(median=samples[0], low=samples[0], high=samples[0], runs=1)
     quintiles = statistics.quantiles(samples, n=5, method="inclusive")
-    return Times(median=statistics.median(samples), low=quintiles[0], high=quintiles[3], runs=len(samples))
+    return Times(
+        median=statistics.median(samples), low=quintiles[0], high=quintiles[3], runs=len(samples)
+    )
 
 
 def _timed(call: Call, inputs: Sequence[Tensor]) -> list[float]:
@@ -102,8 +108,8 @@ def _timed(call: Call, inputs: Sequence[Tensor]) -> list[float]:
 def peak_bytes(call: Call, x: Tensor) -> int:
     """The most that torch's allocator held during the call, above what it held before.
 
-    On the GPU its own counter; on the CPU the running sum of the profiler's allocation events, which sees inside
-    operators. Neither sees workspaces that a library takes from the system.
+    On the GPU its own counter; on the CPU the running sum of the profiler's allocation events,
+    which sees inside operators. Neither sees workspaces that a library takes from the system.
     """
     if x.is_cuda:
         torch.cuda.synchronize()
@@ -113,7 +119,9 @@ def peak_bytes(call: Call, x: Tensor) -> int:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         call(x)
     held = 0
     peak = 0

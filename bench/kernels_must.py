@@ -2,8 +2,8 @@
 
     python bench/kernels_must.py        # puts them into docs/kernels.md and prints the first
 
-Predicted: from bench/roofline.py, on its best and its cautious machine. Measured: the fastest of our backends in the
-tables of bench/kernels.py; "open" if no GPU has written one yet.
+Predicted: from bench/roofline.py, on its best and its cautious machine. Measured: the fastest of
+our backends in the tables of bench/kernels.py; "open" if no GPU has written one yet.
 """
 
 import sys
@@ -146,7 +146,9 @@ def matches(row: dict[str, str], columns: dict[str, str]) -> bool:
     return all(row[name] == value for name, value in columns.items())
 
 
-def best(rows: Rows, head: str, T: int, live: float, column: str, *, largest: bool = False) -> float | None:
+def best(
+    rows: Rows, head: str, T: int, live: float, column: str, *, largest: bool = False
+) -> float | None:
     """The smallest (or largest) value of our backends, forward + backward, if the forward finds the dead rows.
 
     None if no row that passes is there.
@@ -154,7 +156,11 @@ def best(rows: Rows, head: str, T: int, live: float, column: str, *, largest: bo
     columns = {"head": head, "T": str(T), "live": str(live), "mode": BOTH}
     values = []
     for row in rows:
-        is_ours = row["implementation"].startswith("paw[") and row["dead"] != "known" and row["passes"] == "yes"
+        is_ours = (
+            row["implementation"].startswith("paw[")
+            and row["dead"] != "known"
+            and row["passes"] == "yes"
+        )
         if is_ours and matches(row, columns):
             values.append(float(row[column]))
     if not values:
@@ -179,7 +185,9 @@ def over_best_peer(rows: Rows, T: int) -> float | None:
     columns = {"head": HEAD, "T": str(T), "mode": BOTH, "live": "0.4", "dead": "found"}
     peers = []
     for row in rows:
-        is_peer = row["ms"] and row["implementation"] != "matmul" and "paw[" not in row["implementation"]
+        is_peer = (
+            row["ms"] and row["implementation"] != "matmul" and "paw[" not in row["implementation"]
+        )
         if is_peer and matches(row, columns):
             peers.append(float(row["ms"]))
     ms = ours(rows, T, 0.4)
@@ -200,7 +208,11 @@ def memory_of(head: str) -> Callable[[Rows, Rows], float | None]:
 
 def row_op(_: Rows, cpu: Rows) -> float | None:
     """Torch's milliseconds for the row statistics over ours on a CPU; None if either is missing."""
-    ms = {row["implementation"]: float(row["ms"]) for row in cpu if row["mode"] == "row statistics" and row["ms"]}
+    ms = {
+        row["implementation"]: float(row["ms"])
+        for row in cpu
+        if row["mode"] == "row statistics" and row["ms"]
+    }
     if "torch" not in ms or "paw[cpu]" not in ms:
         return None
     return ms["torch"] / ms["paw[cpu]"]
@@ -292,7 +304,11 @@ def cpu_markdown() -> str:
 
 def both_modes(rows: Rows) -> Rows:
     """The timed rows of forward + backward and of statistics + backward, without those whose dead rows are known."""
-    return [row for row in rows if row["mode"] in (BOTH, STATISTICS) and row["dead"] != "known" and row["ms"]]
+    return [
+        row
+        for row in rows
+        if row["mode"] in (BOTH, STATISTICS) and row["dead"] != "known" and row["ms"]
+    ]
 
 
 def time_and_memory(row: dict[str, str]) -> str:

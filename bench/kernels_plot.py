@@ -45,7 +45,12 @@ def draw(path: Path, folder: Path) -> list[Path]:
     """Draws what the table has data for; returns the pictures."""
     rows = read(path)
     if "tile" in rows[0]:
-        return [save(tiles(read(path.with_name("triton_aot_before.csv")), rows), folder / "kernels_tile.png")]
+        return [
+            save(
+                tiles(read(path.with_name("triton_aot_before.csv")), rows),
+                folder / "kernels_tile.png",
+            )
+        ]
     timed = [row for row in rows if row.get("ms")]
     measured = [row for row in timed if row["kind"] == "measured"]
     if measured and not measured[0]["cuda"]:
@@ -53,7 +58,10 @@ def draw(path: Path, folder: Path) -> list[Path]:
     predicted = timed if not measured else read(path.with_name("kernels_predicted.csv"))
     predicted = [row for row in predicted if row["kind"] == "prediction" and row["ms"]]
     pictures = {"time": time, "memory": memory, "live": live}
-    return [save(plot(measured, predicted), folder / f"kernels_{name}.png") for name, plot in pictures.items()]
+    return [
+        save(plot(measured, predicted), folder / f"kernels_{name}.png")
+        for name, plot in pictures.items()
+    ]
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -80,14 +88,20 @@ def tokens_axis(axes: Axes, ts: list[int]) -> None:
 
 
 def dense(rows: Rows, name: str) -> Rows:
-    found = [r for r in rows if r["head"] == HEAD and r["implementation"] == name and r["mode"] == BOTH]
+    found = [
+        r for r in rows if r["head"] == HEAD and r["implementation"] == name and r["mode"] == BOTH
+    ]
     return sorted((r for r in found if r["live"] == "1.0"), key=lambda r: int(r["T"]))
 
 
 def best_of_ours(rows: Rows) -> str:
     """The backend that took the least time at the reference head, over all T; "" if there is none."""
     names = {r["implementation"] for r in rows if r["implementation"].startswith("paw[")}
-    spent = {name: sum(float(r["ms"]) for r in dense(rows, name)) for name in sorted(names) if dense(rows, name)}
+    spent = {
+        name: sum(float(r["ms"]) for r in dense(rows, name))
+        for name in sorted(names)
+        if dense(rows, name)
+    }
     return min(spent, key=spent.__getitem__, default="")
 
 
@@ -102,7 +116,16 @@ def line(
     text: str | None = None,
 ) -> None:
     style: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "white"} if predicted else {}
-    axes.plot(xs, ys, marker="o", markersize=4, color=colour, linewidth=2.2 if strong else 1.3, label=text, **style)
+    axes.plot(
+        xs,
+        ys,
+        marker="o",
+        markersize=4,
+        color=colour,
+        linewidth=2.2 if strong else 1.3,
+        label=text,
+        **style,
+    )
 
 
 def label_ends(axes: Axes, ends: list[tuple[float, float, str, str]], gap: float = 0.05) -> None:
@@ -110,14 +133,28 @@ def label_ends(axes: Axes, ends: list[tuple[float, float, str, str]], gap: float
     low, high = axes.get_ylim()
     log = axes.get_yscale() == "log"
     ends = sorted(ends, key=lambda end: end[1])
-    at = [math.log(y / low) / math.log(high / low) if log else (y - low) / (high - low) for _, y, _, _ in ends]
+    at = [
+        math.log(y / low) / math.log(high / low) if log else (y - low) / (high - low)
+        for _, y, _, _ in ends
+    ]
     for _ in range(200):
         for i, (below, above) in enumerate(pairwise(at)):
             if above - below < gap:
                 at[i : i + 2] = (below + above - gap) / 2, (below + above + gap) / 2
     for (x, y, text, colour), height in zip(ends, at, strict=True):
-        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkB": 4, "relpos": (0, 0.5)}
-        place = {"xytext": (1.03, height), "textcoords": "axes fraction", "va": "center", "annotation_clip": False}
+        leader = {
+            "arrowstyle": "-",
+            "color": colour,
+            "linewidth": 0.5,
+            "shrinkB": 4,
+            "relpos": (0, 0.5),
+        }
+        place = {
+            "xytext": (1.03, height),
+            "textcoords": "axes fraction",
+            "va": "center",
+            "annotation_clip": False,
+        }
         axes.annotate(text, (x, y), color=colour, fontsize=8, arrowprops=leader, **place)
 
 
@@ -132,15 +169,29 @@ def limits(axes: Axes, values: list[float], ticks: list[float]) -> None:
 
 def time(measured: Rows, predicted: Rows) -> Figure:
     figure, axes = panel(measured, f"Forward + backward, {HEAD} head, bf16")
-    ends, drawn, ts = [], [], sorted({int(r["T"]) for r in (measured or predicted) if r["head"] == HEAD})
+    ends, drawn, ts = (
+        [],
+        [],
+        sorted({int(r["T"]) for r in (measured or predicted) if r["head"] == HEAD}),
+    )
     for rows in (predicted, measured) if measured else (predicted,):
         ours = best_of_ours(rows)
         for name in (*COLOURS, ours):
             for share in ("1.0", "0.4", "0.1") if name == ours else ("1.0",):
-                found = dense([{**r, "live": "1.0"} for r in rows if r["live"] == share and r["dead"] != "known"], name)
+                found = dense(
+                    [
+                        {**r, "live": "1.0"}
+                        for r in rows
+                        if r["live"] == share and r["dead"] != "known"
+                    ],
+                    name,
+                )
                 if not found or (rows is predicted and measured and name != ours):
                     continue
-                xs, ys = [int(r["T"]) for r in found], [1e3 * float(r["ms"]) / int(r["T"]) for r in found]
+                xs, ys = (
+                    [int(r["T"]) for r in found],
+                    [1e3 * float(r["ms"]) / int(r["T"]) for r in found],
+                )
                 colour = OURS if name == ours else COLOURS[name]
                 line(axes, xs, ys, colour, predicted=rows is predicted, strong=name == ours)
                 drawn += ys
@@ -148,7 +199,14 @@ def time(measured: Rows, predicted: Rows) -> Figure:
                     slow = [1e3 * float(r["ms_cautious"]) / int(r["T"]) for r in found]
                     axes.fill_between(xs, ys, slow, color=OURS, alpha=0.12, linewidth=0)
                 if rows is (measured or predicted):
-                    ends.append((xs[-1], ys[-1], f"{name}, f = {float(share):g}" if name == ours else name, colour))
+                    ends.append(
+                        (
+                            xs[-1],
+                            ys[-1],
+                            f"{name}, f = {float(share):g}" if name == ours else name,
+                            colour,
+                        )
+                    )
     tokens_axis(axes, ts)
     axes.set_ylabel("µs per token")
     limits(axes, drawn, [0.5, 1, 2, 3, 5, 10, 20, 30, 50, 100])
@@ -158,7 +216,11 @@ def time(measured: Rows, predicted: Rows) -> Figure:
 
 def memory(measured: Rows, predicted: Rows) -> Figure:
     figure, axes = panel(measured, f"Memory over the inputs, results included, {HEAD} head, bf16")
-    ends, drawn, ts = [], [], sorted({int(r["T"]) for r in (measured or predicted) if r["head"] == HEAD})
+    ends, drawn, ts = (
+        [],
+        [],
+        sorted({int(r["T"]) for r in (measured or predicted) if r["head"] == HEAD}),
+    )
     for rows in (predicted, measured) if measured else (predicted,):
         ours = best_of_ours(rows)
         for name in (*COLOURS, ours):
@@ -172,7 +234,10 @@ def memory(measured: Rows, predicted: Rows) -> Figure:
             if rows is (measured or predicted):
                 ends.append((xs[-1], ys[-1], name, colour))
     D, V = next((int(r["D"]), int(r["V"])) for r in predicted if r["head"] == HEAD)
-    for count, text in (([t * V for t in ts], "logits, bf16"), ([2 * D * V] * len(ts), "dW, float32")):
+    for count, text in (
+        ([t * V for t in ts], "logits, bf16"),
+        ([2 * D * V] * len(ts), "dW, float32"),
+    ):
         ys = [2 * n / 2**30 for n in count]
         axes.plot(ts, ys, ":", color="#666666", linewidth=1.3)
         ends.append((ts[-1], ys[-1], text, "#666666"))
@@ -185,12 +250,18 @@ def memory(measured: Rows, predicted: Rows) -> Figure:
 
 
 def live(measured: Rows, predicted: Rows) -> Figure:
-    figure, axes = panel(measured, f"Forward + backward against the share of rows with a gradient, {HEAD} head, bf16")
+    figure, axes = panel(
+        measured, f"Forward + backward against the share of rows with a gradient, {HEAD} head, bf16"
+    )
     axes.plot([0, 1], [1 / 3, 1], ":", color="#666666", linewidth=1.3, label="(1 + 2f) / 3")
     for rows in (predicted, measured) if measured else (predicted,):
         ours = best_of_ours(rows)
         for T, colour in (("4096", "#E69F00"), ("32768", OURS)):
-            mine = [r for r in rows if (r["head"], r["T"], r["implementation"], r["mode"]) == (HEAD, T, ours, BOTH)]
+            mine = [
+                r
+                for r in rows
+                if (r["head"], r["T"], r["implementation"], r["mode"]) == (HEAD, T, ours, BOTH)
+            ]
             by_share = {float(r["live"]): float(r["ms"]) for r in mine if r["dead"] != "known"}
             if 1.0 not in by_share:
                 continue
@@ -199,9 +270,14 @@ def live(measured: Rows, predicted: Rows) -> Figure:
             text = f"{ours}, T {int(T) // 1024}k" + (", prediction" if rows is predicted else "")
             line(axes, xs, ys, colour, predicted=rows is predicted, text=text)
     axes.axhline(1, color="#999999", linewidth=1)
-    axes.annotate("peers: dense, whatever f", (0.3, 1), xytext=(0, 4), textcoords="offset points", fontsize=8)
+    axes.annotate(
+        "peers: dense, whatever f", (0.3, 1), xytext=(0, 4), textcoords="offset points", fontsize=8
+    )
     axes.set(
-        xlim=(0, 1.02), ylim=(0, 1.1), xlabel="Share of rows with a gradient, f", ylabel="Time over its own at f = 1"
+        xlim=(0, 1.02),
+        ylim=(0, 1.1),
+        xlabel="Share of rows with a gradient, f",
+        ylabel="Time over its own at f = 1",
     )
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.legend(frameon=False, loc="lower right", fontsize=8)
@@ -212,29 +288,50 @@ def cpu(rows: Rows) -> Figure:
     """Bars: the row operation, then forward + backward of each shape that more than one implementation ran."""
     row_op = [r for r in rows if r["mode"] == "row statistics"]
     heads = list(dict.fromkeys(r["head"] for r in rows if r["mode"] == BOTH))
-    panels = [bars(row_op, f"row statistics, {row_op[0]['T']} x {int(row_op[0]['V']):,}")] if row_op else []
+    panels = (
+        [bars(row_op, f"row statistics, {row_op[0]['T']} x {int(row_op[0]['V']):,}")]
+        if row_op
+        else []
+    )
     for head in heads:
-        mine = [r for r in rows if r["head"] == head and r["mode"] == BOTH and r["dead"] != "known" and r["ms"]]
+        mine = [
+            r
+            for r in rows
+            if r["head"] == head and r["mode"] == BOTH and r["dead"] != "known" and r["ms"]
+        ]
         mine = [r for r in mine if r["live"] == "1.0" or r["implementation"].startswith("paw[cpu")]
         shape = f"T {mine[0]['T']}, D {mine[0]['D']}, V {int(mine[0]['V']):,}"
         panels.append(bars(mine, f"{BOTH}, {shape}"))
         panels.append(
-            bars([r for r in rows if r["head"] == head and r["mode"] == STATISTICS], f"{STATISTICS}, {shape}")
+            bars(
+                [r for r in rows if r["head"] == head and r["mode"] == STATISTICS],
+                f"{STATISTICS}, {shape}",
+            )
         )
     panels = [panel for panel in panels if len(panel[0]) > 1]
     heights, about = [len(names) for names, _, _ in panels], rows[0]
     # One under the other, so that a telephone shows them at a size that can be read.
     size = (4.6, 0.2 * sum(heights) + 0.4 * len(panels) + 0.5)
     figure, grid = plt.subplots(
-        len(panels), 1, figsize=size, dpi=150, layout="constrained", gridspec_kw={"height_ratios": heights}
+        len(panels),
+        1,
+        figsize=size,
+        dpi=150,
+        layout="constrained",
+        gridspec_kw={"height_ratios": heights},
     )
     threads = "1 thread" if about["threads"] == "1" else f"{about['threads']} threads"
-    figure.suptitle(f"{about['device']}, {threads}\ntorch {about['torch']}, float32: median ms", fontsize=9)
+    figure.suptitle(
+        f"{about['device']}, {threads}\ntorch {about['torch']}, float32: median ms", fontsize=9
+    )
     for axes, (names, values, title) in zip(np.atleast_1d(grid), panels, strict=True):
         colours = [OURS if name.startswith("paw") else "#BBBBBB" for name in names]
         drawn = axes.barh(names, values, color=colours)
         axes.bar_label(
-            drawn, [f"{value:,.0f}" if value >= 100 else f"{value:#.3g}" for value in values], padding=3, fontsize=8
+            drawn,
+            [f"{value:,.0f}" if value >= 100 else f"{value:#.3g}" for value in values],
+            padding=3,
+            fontsize=8,
         )
         axes.set_title(title, loc="left", fontsize=9)
         axes.set_ylim(len(names) - 0.5, -0.5)
@@ -248,7 +345,11 @@ def cpu(rows: Rows) -> Figure:
 def tiles(before: Rows, now: Rows) -> Figure:
     """Instructions that a warp spends on a tile, in both versions of the forward kernel."""
     shape = ("triton", "arch", "dtype", "kernel", "V", "D", "bias", "gradients", "softcap")
-    of = {tuple(row[key] for key in shape): int(row["tile"]) for row in now if row["table"] == "yes" and row["tile"]}
+    of = {
+        tuple(row[key] for key in shape): int(row["tile"])
+        for row in now
+        if row["table"] == "yes" and row["tile"]
+    }
     figure, axes = plt.subplots(figsize=(4.6, 4.8), dpi=150, layout="constrained")
     names, version = [], before[0]["triton"]
     for place, row in enumerate(before):
@@ -260,7 +361,9 @@ def tiles(before: Rows, now: Rows) -> Figure:
         what = ", bias" * (row["bias"] == "True") + ", no gradients" * (row["gradients"] == "False")
         names.append(f"{row['arch']}, D {row['D']},\nV {int(row['V']):,}{what}")
     axes.set_yticks(range(len(names)), names, fontsize=7)
-    axes.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, 3100), xlabel="Instructions a warp spends on a tile")
+    axes.set(
+        ylim=(len(names) - 0.5, -0.5), xlim=(0, 3100), xlabel="Instructions a warp spends on a tile"
+    )
     axes.legend(loc="lower right", frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(f"Compiled by Triton {version}, not run", loc="left", fontsize=9)
@@ -270,7 +373,9 @@ def tiles(before: Rows, now: Rows) -> Figure:
 def bars(rows: Rows, title: str) -> tuple[list[str], list[float], str]:
     rows = sorted(rows, key=lambda row: float(row["ms"]))
     names = [
-        f"{r['implementation']}, f = {float(r['live']):g}" if r["live"] not in ("", "1.0") else r["implementation"]
+        f"{r['implementation']}, f = {float(r['live']):g}"
+        if r["live"] not in ("", "1.0")
+        else r["implementation"]
         for r in rows
     ]
     return names, [float(row["ms"]) for row in rows], title

@@ -1,8 +1,9 @@
 """Head problems with a chosen share of live rows, and what they should give in float64.
 
-How a row dies after the forward: its hidden state points at its target's row of the weight, so p > rho, and CMAE masks
-it. Nothing but the forward can tell. Live rows are actions (advantage +1 or -1, on policy) and observations with p near
-1/V, in turn. Every row enters the forward; where death is known before, the live rows alone are gathered.
+How a row dies after the forward: its hidden state points at its target's row of the weight, so p >
+rho, and CMAE masks it. Nothing but the forward can tell. Live rows are actions (advantage +1 or -1,
+on policy) and observations with p near 1/V, in turn. Every row enters the forward; where death is
+known before, the live rows alone are gathered.
 """
 
 import math
@@ -31,7 +32,9 @@ def paw_loss(logp: Tensor, entropy: Tensor, batch: Tokens) -> Tensor:
     """The surrogate without a clip, which rows on policy do not reach, and CMAE."""
     p = logp.exp()
     surrogate = -batch.advantage * (logp - batch.old_logp).exp()
-    return batch.weight * torch.where(batch.observation, torch.where(p.detach() <= RHO, 1 - p, 0.0), surrogate)
+    return batch.weight * torch.where(
+        batch.observation, torch.where(p.detach() <= RHO, 1 - p, 0.0), surrogate
+    )
 
 
 HEADS = {  # name: (D, V)
@@ -78,7 +81,11 @@ class Problem:
         logp = (x @ w.t()).log_softmax(-1).gather(1, self.target[at, None]).squeeze(1)
         rows = {name: getattr(self, name)[at] for name in ("hidden", "target", "log_sum", "logp")}
         part = replace(
-            self, **rows, rows=self.rows.take(at), known=False, checked=torch.arange(at.numel(), device=at.device)
+            self,
+            **rows,
+            rows=self.rows.take(at),
+            known=False,
+            checked=torch.arange(at.numel(), device=at.device),
         )
         a = 0.7 * slope_of_mean(part)  # powers of two would round to nothing in 16 bits
         gradients = list(torch.autograd.grad((a * logp).sum(), (x, w)))
@@ -87,8 +94,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Errors:
-    """Against float64; None where an implementation does not tell. Absolute (nats) for the first two, largest of all
-    rows; for gradients the norm of the difference over the norm."""
+    """Against float64; None where an implementation does not tell. Absolute (nats) for the first
+    two, largest of all rows; for gradients the norm of the difference over the norm."""
 
     loss: float | None = None
     logp: float | None = None
@@ -97,11 +104,20 @@ class Errors:
 
 
 def make_problem(
-    T: int, D: int, V: int, *, live: float, known: bool, dtype: torch.dtype, device: torch.device, seed: int = 0
+    T: int,
+    D: int,
+    V: int,
+    *,
+    live: float,
+    known: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
 ) -> Problem:
     """round(live T) rows have a gradient; with `known` the others are of kind 0, else only the forward can tell.
 
-    Raises ValueError where D is too small for that: other rows of the weight then point the same way.
+    Raises ValueError where D is too small for that: other rows of the weight then point the same
+    way.
     """
     g = torch.Generator(device).manual_seed(seed)
 
@@ -118,7 +134,9 @@ def make_problem(
     alive, dead = order[:L].sort().values, order[L:]
     at_target = weight[target[dead]].float()
     # log V + 8 above zero, so p of about 0.99 against the noise of the V - 1 others.
-    hidden[dead] += ((math.log(V) + 8) * at_target / at_target.square().sum(1, keepdim=True)).to(dtype)
+    hidden[dead] += ((math.log(V) + 8) * at_target / at_target.square().sum(1, keepdim=True)).to(
+        dtype
+    )
     log_sum = log_sums(hidden, weight)
     logp = target_logits(hidden, weight, target) - log_sum
     if (logp[dead].exp() < 2 * RHO).any() or (logp[alive].exp() > RHO / 2).any():
@@ -138,7 +156,10 @@ def log_sums(hidden: Tensor, weight: Tensor) -> Tensor:
     """log sum_j exp(z_j), [T] float64, tile by tile."""
     found = []
     for x in hidden.split(_ROWS):
-        x, total = x.double(), torch.full((x.shape[0],), -torch.inf, dtype=torch.float64, device=x.device)
+        x, total = (
+            x.double(),
+            torch.full((x.shape[0],), -torch.inf, dtype=torch.float64, device=x.device),
+        )
         for w in weight.split(_COLUMNS):
             total = torch.logaddexp(total, torch.logsumexp(x @ w.double().t(), 1))
         found.append(total)
@@ -198,14 +219,25 @@ def d_weight(problem: Problem, a: Tensor) -> Tensor:
 
 
 def errors(
-    problem: Problem, a: Tensor, *, loss: tuple[Tensor, Tensor] | None, logp: Tensor | None, gradients: list[Tensor]
+    problem: Problem,
+    a: Tensor,
+    *,
+    loss: tuple[Tensor, Tensor] | None,
+    logp: Tensor | None,
+    gradients: list[Tensor],
 ) -> Errors:
     """`loss` is (got, wanted); `logp` of all rows, or the live ones if known; `gradients` are of hidden and weight."""
     at = problem.live if problem.known else slice(None)
-    h, w = (None, None) if not gradients else (gradients[0][problem.checked], gradients[1][problem.words])
+    h, w = (
+        (None, None)
+        if not gradients
+        else (gradients[0][problem.checked], gradients[1][problem.words])
+    )
     return Errors(
         loss=None if loss is None else (loss[0].double() - loss[1]).abs().item(),
-        logp=None if logp is None or not logp.numel() else (logp.double() - problem.logp[at]).abs().amax().item(),
+        logp=None
+        if logp is None or not logp.numel()
+        else (logp.double() - problem.logp[at]).abs().amax().item(),
         d_hidden=None if h is None else relative(h, d_hidden(problem, a)),
         d_weight=None if w is None else relative(w, d_weight(problem, a)),
     )
@@ -217,5 +249,7 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 def passes(found: Errors, plain: Errors) -> bool:
     """Every error at most twice that of plain torch, plus 1e-4: the bar of QuACK's own tests."""
-    pairs = [(getattr(found, name), getattr(plain, name)) for name in ("logp", "d_hidden", "d_weight")]
+    pairs = [
+        (getattr(found, name), getattr(plain, name)) for name in ("logp", "d_hidden", "d_weight")
+    ]
     return all(error is None or error <= 2 * bar + 1e-4 for error, bar in pairs)

@@ -1,7 +1,8 @@
-"""`make lines`: how long the house is. Lines of files, and beside them those that hold code (no blanks, comments,
-docstrings), of the core, of each package, of tests and benchmarks.
+"""`make lines`: how long the house is. Lines of files, and beside them those that hold code (no
+blanks, comments, docstrings), of the core, of each package, of tests and benchmarks.
 
-The core is what `paw train` imports on a CPU for an environment of one's own: counted by running it.
+The core is what `paw train` imports on a CPU for an environment of one's own: counted by running
+it.
 """
 
 import ast
@@ -28,7 +29,14 @@ atexit.register(report)
 from paw.cli import main
 sys.exit(main(sys.argv[1:-1]))
 """
-HIDDEN = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
+HIDDEN = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+}
 
 
 def core_files(folder: Path) -> list[Path]:
@@ -43,7 +51,9 @@ def core_files(folder: Path) -> list[Path]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     out = folder / "files.json"
     command = [sys.executable, "-c", TRAIN, "train", "quickstart", *words, str(out)]
-    subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL
+    )
     return [Path(name) for name in json.loads(out.read_text())]
 
 
@@ -64,14 +74,23 @@ def code_lines(text: str) -> int:
         if token.type not in HIDDEN:
             numbers.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             numbers.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(numbers)
 
 
 def main() -> None:
     def files(*folders: str) -> list[Path]:
-        return [path for folder in folders for path in (ROOT / folder).rglob("*.py") if "build" not in path.parts]
+        return [
+            path
+            for folder in folders
+            for path in (ROOT / folder).rglob("*.py")
+            if "build" not in path.parts
+        ]
 
     def show(name: str, paths: Iterable[Path]) -> None:
         paths = list(paths)

@@ -2,10 +2,11 @@
 
     python bench/masked.py [--recipe quickstart] [--updates 60] [--model DIR]     renews bench/results/masked_cpu.csv
 
-Trains with PaW and counts in each update, of the selected samples: those whose observation is masked in every token
-(p > rho), which only the pass itself tells; those that a rule can know before it, because the same observation was
-masked in all its places in the update before; and of these the ones where the rule is wrong. `skipped`: the tokens that
-the rule would take out of the update: separator and observation, and the whole row where it has no advantage either.
+Trains with PaW and counts in each update, of the selected samples: those whose observation is
+masked in every token (p > rho), which only the pass itself tells; those that a rule can know before
+it, because the same observation was masked in all its places in the update before; and of these the
+ones where the rule is wrong. `skipped`: the tokens that the rule would take out of the update:
+separator and observation, and the whole row where it has no advantage either.
 """
 
 import argparse
@@ -28,13 +29,20 @@ Seen = dict[tuple[int, ...], list[bool]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--recipe", default="quickstart")
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--model", help="where to start, in place of the recipe's warm-up")
     options = parser.parse_args()
     optimize, joint_loss = trainer.optimize, losses.joint_loss
-    table, before, now, counts = list[dict[str, Any]](), Seen(), defaultdict[Any, list[bool]](list), dict[str, int]()
+    table, before, now, counts = (
+        list[dict[str, Any]](),
+        Seen(),
+        defaultdict[Any, list[bool]](list),
+        dict[str, int](),
+    )
     minibatch: list[Sample] = []
 
     def token_batch(batch: Any, samples: Any, **rest: Any) -> Any:
@@ -54,16 +62,25 @@ def main() -> None:
             counts["masked"] += masked
             counts["ruled"] += ruled
             counts["wrong"] += ruled and not masked
-            alone = 0 if any(sample.advantages) else len(sample.prompt_ids) + len(sample.response_ids)
+            alone = (
+                0 if any(sample.advantages) else len(sample.prompt_ids) + len(sample.response_ids)
+            )
             counts["skipped"] += ruled * (alone + len(sample.separator_ids) + len(key))
             now[key].append(masked)
         return out
 
     def watched(run: Any, samples: Any) -> Any:
-        counts.update(dict.fromkeys(("tokens", "selected", "masked", "ruled", "wrong", "skipped"), 0))
+        counts.update(
+            dict.fromkeys(("tokens", "selected", "masked", "ruled", "wrong", "skipped"), 0)
+        )
         found = optimize(run, samples)
-        table.append({"recipe": options.recipe, "update": run.step + 1, "samples": len(samples), **counts})
-        table[-1] |= {"masked_tokens": round(found.get("wm/masked_frac", 0.0), 4), "commit": code_commit()}
+        table.append(
+            {"recipe": options.recipe, "update": run.step + 1, "samples": len(samples), **counts}
+        )
+        table[-1] |= {
+            "masked_tokens": round(found.get("wm/masked_frac", 0.0), 4),
+            "commit": code_commit(),
+        }
         before.clear()
         before.update(now)
         now.clear()
@@ -74,7 +91,12 @@ def main() -> None:
     losses.joint_loss = watched_loss
     trainer.optimize = watched
     with tempfile.TemporaryDirectory() as scratch:
-        keys = {"run.dir": scratch, "run.updates": str(options.updates), "run.threads": "1", "eval.every": "0"}
+        keys = {
+            "run.dir": scratch,
+            "run.updates": str(options.updates),
+            "run.threads": "1",
+            "eval.every": "0",
+        }
         keys |= {"model.path": options.model} if options.model else {}
         config = load(options.recipe, keys | {"wm.enabled": "true"})
         rho = config.wm.rho
@@ -82,7 +104,9 @@ def main() -> None:
     write(RESULTS / "masked_cpu.csv", table)
     for part in (table[: len(table) // 4], table[-(len(table) // 4) :]):
         total = {key: sum(row[key] for row in part) for key in counts}
-        share = {key: f"{total[key] / total['selected']:.1%}" for key in ("masked", "ruled", "wrong")}
+        share = {
+            key: f"{total[key] / total['selected']:.1%}" for key in ("masked", "ruled", "wrong")
+        }
         print(f"updates {part[0]['update']} to {part[-1]['update']}: {total['selected']:,} selected, {share}, "
               f"tokens of the update {total['skipped'] / total['tokens']:.1%}")  # fmt: skip
 

@@ -3,7 +3,8 @@
     python bench/memory.py                  # every case into bench/results/memory_plan.csv, docs/memory.md remade
     python bench/memory.py --device cuda    # and the real step of what fits on this card, in a column of its own
 
-Simulated: bench/memory_simulation.py. All tokens but the first of a row are targets, the head's most.
+Simulated: bench/memory_simulation.py. All tokens but the first of a row are targets, the head's
+most.
 """
 
 import argparse
@@ -33,7 +34,10 @@ def predicted(config: Config, shape: Shape, world: int) -> dict[str, float]:
     """The plan's figures for what a simulation sees: no reference, engine or CUDA context."""
     found = Plan(config, shape, gpus=world, gpu_gib=80.0)
     seen = ("weights", "gradients", "optimizer", "activations", "head", "step")
-    return {phase: sum(found.phases[phase].get(part, 0.0) for part in seen) for phase in ("update", "step")}
+    return {
+        phase: sum(found.phases[phase].get(part, 0.0) for part in seen)
+        for phase in ("update", "step")
+    }
 
 
 def make_config(model: str, world: int, optimizer: str, checkpointing: str, tokens: int) -> Config:
@@ -46,7 +50,13 @@ def make_config(model: str, world: int, optimizer: str, checkpointing: str, toke
 
 
 CASES = [
-    *product(("Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B"), (1, 8), ("adamw", "flash-adamw"), ("full",), (8192,)),
+    *product(
+        ("Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B"),
+        (1, 8),
+        ("adamw", "flash-adamw"),
+        ("full",),
+        (8192,),
+    ),
     ("Qwen2.5-1.5B", 1, "adamw", "none", 8192),
     ("Qwen2.5-1.5B", 1, "flash-adamw", "selective", 8192),
     ("Qwen2.5-14B", 1, "flash-adamw", "full", 16384),
@@ -71,8 +81,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: run the real step as well")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: run the real step as well"
+    )
     card = parser.parse_args().device == "cuda"
     name = torch.cuda.get_device_name() if card else f"CPU ({platform.machine()}), simulation"
     size = torch.cuda.get_device_properties(0).total_memory / GIB if card else 0.0
@@ -83,7 +97,12 @@ def main() -> None:
         plan_gib, simulated_gib = max(wanted.values()), max(found.update, found.step)
         real = measured(config, shape) if world == 1 and plan_gib < USABLE * size else None
         row = {"date": datetime.now(UTC).date(), "device": name, "torch": torch.__version__}
-        row |= {"transformers": transformers.__version__, "model": model, "gpus": world, "optimizer": optimizer}
+        row |= {
+            "transformers": transformers.__version__,
+            "model": model,
+            "gpus": world,
+            "optimizer": optimizer,
+        }
         row |= {"offload": config.optim.offload, "checkpointing": checkpointing, "tokens": tokens}
         for phase in ("update", "step"):
             row |= {f"plan_{phase}_gib": f"{wanted[phase]:.2f}"}

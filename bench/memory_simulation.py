@@ -1,10 +1,11 @@
 """An update on tensors without data: the trainer's own code, every storage counted. Used by bench/memory.py.
 
-The model is built on the meta device and made in FakeTensorMode (on the CPU: autograd of fake CUDA tensors fails in a
-CPU build of torch); FSDP2 shards it over a fake process group. `LiveBytes` adds up the storages that are alive. The
-fused head is one operator to it, so its workspace is added by `roofline.paw_memory`, a formula of the kernels' own
-benchmark. Attention is torch's varlen operator, whose fake has the outputs of the kernel on the card. flash-adamw needs
-a GPU for its kernels; here it is the tensors of its state.
+The model is built on the meta device and made in FakeTensorMode (on the CPU: autograd of fake CUDA
+tensors fails in a CPU build of torch); FSDP2 shards it over a fake process group. `LiveBytes` adds
+up the storages that are alive. The fused head is one operator to it, so its workspace is added by
+`roofline.paw_memory`, a formula of the kernels' own benchmark. Attention is torch's varlen
+operator, whose fake has the outputs of the kernel on the card. flash-adamw needs a GPU for its
+kernels; here it is the tensors of its state.
 """
 
 import sys
@@ -50,7 +51,8 @@ ROW = 2048
 class LiveBytes(TorchDispatchMode):
     """Bytes of the storages alive that operators returned (or `track` was told of), and the largest sum so far.
 
-    Seen from inside FakeTensorMode or over real tensors. FSDP frees by resizing, which no operator tells: patched.
+    Seen from inside FakeTensorMode or over real tensors. FSDP frees by resizing, which no operator
+    tells: patched.
     """
 
     def __init__(self) -> None:
@@ -78,9 +80,13 @@ class LiveBytes(TorchDispatchMode):
     def reset_peak(self) -> None:
         self.peak = self.live
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None
+    ) -> Any:
         if func is torch.ops.aten.mul.Tensor and args[0].untyped_storage()._cdata in self._head:
-            return args[0]  # backward multiplies fake gradients by the loss's, which has no value; real ones not by 1
+            return args[
+                0
+            ]  # backward multiplies fake gradients by the loss's, which has no value; real ones not by 1
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             self.track(leaf)
@@ -90,7 +96,9 @@ class LiveBytes(TorchDispatchMode):
             if hidden.dtype == torch.bfloat16:
                 memory = paw_memory(*hidden.shape, weight.shape[0])
                 results = sum(d.untyped_storage().size() for d in out[5:8])
-                self.peak = max(self.peak, self.live - results + round((memory["peak"] + memory["total"]) * GIB))
+                self.peak = max(
+                    self.peak, self.live - results + round((memory["peak"] + memory["total"]) * GIB)
+                )
         return out
 
     def __enter__(self) -> "LiveBytes":
@@ -137,7 +145,9 @@ class Peaks:
     after: float
 
 
-def make_policy(config: Config, shape: Shape, *, attention: str, head_backend: str = "torch") -> Policy:
+def make_policy(
+    config: Config, shape: Shape, *, attention: str, head_backend: str = "torch"
+) -> Policy:
     """The policy of a configuration, without data."""
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(hf_config(shape), dtype=weights_dtype(config))
@@ -161,7 +171,9 @@ def make_rows(tokens: int) -> list[Sample]:
     return [Sample(0, i, 0, [0], [1] * (length - 1), **known) for i in range(tokens // length)]
 
 
-def run_updates(policy: Policy, config: Config, live: Any, *, place: Callable[[Tensor], Tensor]) -> Peaks:
+def run_updates(
+    policy: Policy, config: Config, live: Any, *, place: Callable[[Tensor], Tensor]
+) -> Peaks:
     """Two optimizer steps of two micro-batches each, as `train.optimize` makes them; peaks of the second.
 
     `live` has reset_peak(), peak and live, in bytes.
@@ -170,13 +182,22 @@ def run_updates(policy: Policy, config: Config, live: Any, *, place: Callable[[T
     kl_coef, entropy_coef = config.policy.kl_coef, config.policy.entropy_coef
     loss = losses.joint(losses.ppo, losses.ce, kl_coef=kl_coef, entropy_coef=entropy_coef)
     with unset_fake_temporarily():
-        batch = collate(rows, [[i] for i in range(len(rows))], with_observation=False, device=torch.device("cpu"))
+        batch = collate(
+            rows,
+            [[i] for i in range(len(rows))],
+            with_observation=False,
+            device=torch.device("cpu"),
+        )
         tokens = losses.token_batch(batch, rows, update_samples=len(rows), reference=kl_coef > 0)
     batch, tokens = _placed(batch, place), _placed(tokens, place)
     flash = config.optim.name == "flash-adamw" and policy.device.type != "cuda"
-    optimizer: Any = FlashState(policy, config) if flash else make_optimizer(policy.parameters(), config.optim)
+    optimizer: Any = (
+        FlashState(policy, config) if flash else make_optimizer(policy.parameters(), config.optim)
+    )
     if config.optim.name == "adamw":
-        optimizer.param_groups[0].update(fused=True, foreach=False)  # as make_optimizer has it on a GPU
+        optimizer.param_groups[0].update(
+            fused=True, foreach=False
+        )  # as make_optimizer has it on a GPU
     update = step = 0
     for _ in range(2):
         live.reset_peak()
@@ -243,14 +264,18 @@ def _without_values() -> Iterator[None]:
 def _placed(item: Any, place: Callable[[Tensor], Tensor]) -> Any:
     """A dataclass with its tensors replaced."""
     values = {field.name: getattr(item, field.name) for field in fields(item)}
-    return replace(item, **{name: place(value) for name, value in values.items() if isinstance(value, Tensor)})
+    return replace(
+        item, **{name: place(value) for name, value in values.items() if isinstance(value, Tensor)}
+    )
 
 
 class FlashState:
     """In place of flash-adamw, whose kernels need a GPU: the tensors of its state, without the arithmetic."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
-        from paw.model.flash import in_groups  # imports Triton, whose kernels a test may want interpreted
+        from paw.model.flash import (
+            in_groups,
+        )  # imports Triton, whose kernels a test may want interpreted
 
         self._in_groups = in_groups
         self._parameters = list(policy.parameters())
@@ -291,7 +316,9 @@ def real_peak(config: Config, shape: Shape) -> float:
     policy = make_policy(config, shape, attention="sdpa").to_empty(device="cpu")
     _fill(policy)
     weights = sum(p.untyped_storage().size() for p in policy.parameters())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         run_updates(policy, config, LiveBytes(), place=lambda tensor: tensor)
     results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     events = [event for event in results.events() if event.name() == "[memory]"]
@@ -306,7 +333,9 @@ def measured(config: Config, shape: Shape) -> Peaks:
     """Peaks of the real step on this card, attention and head by their fastest kernels."""
     device = torch.device("cuda")
     kernel = pick_attention("auto", device, DTYPES[config.model.dtype])
-    policy = make_policy(config, shape, attention=kernel, head_backend="auto").to_empty(device=device)
+    policy = make_policy(config, shape, attention=kernel, head_backend="auto").to_empty(
+        device=device
+    )
     policy.device = device
     policy.lm.tie_weights()
     _fill(policy)

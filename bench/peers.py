@@ -1,9 +1,9 @@
 """What the fused head is measured against: every peer is a function (hidden [T, D], weight [V, D], target [T]) -> loss.
 
-The loss is the cross-entropy of each row ([T] float32) where the peer can tell it, else the mean over rows. Peers know
-no row without a gradient, so they work on every row they are given. Each library is imported when its peer first runs;
-`why_not` says what is missing. Read from the sources of liger-kernel 0.8.5, quack-kernels 0.6.5, cut-cross-entropy
-25.1.1, torch 2.13 and prime-rl.
+The loss is the cross-entropy of each row ([T] float32) where the peer can tell it, else the mean
+over rows. Peers know no row without a gradient, so they work on every row they are given. Each
+library is imported when its peer first runs; `why_not` says what is missing. Read from the sources
+of liger-kernel 0.8.5, quack-kernels 0.6.5, cut-cross-entropy 25.1.1, torch 2.13 and prime-rl.
 """
 
 import importlib.metadata
@@ -40,11 +40,17 @@ class Peer:
             return "needs a GPU"
         if self.name == "torch_linear_ce" and not hasattr(F, "linear_cross_entropy"):
             return f"needs torch >= 2.13, this is {torch.__version__}"
-        missing = [name for name in (self.module, self.needs) if importlib.util.find_spec(name) is None]
+        missing = [
+            name for name in (self.module, self.needs) if importlib.util.find_spec(name) is None
+        ]
         return f"{missing[0]} is not installed" if missing else None
 
     def version(self) -> str:
-        return torch.__version__ if self.package == "torch" else importlib.metadata.version(self.package)
+        return (
+            torch.__version__
+            if self.package == "torch"
+            else importlib.metadata.version(self.package)
+        )
 
 
 def naive(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -69,7 +75,9 @@ def compiled(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 def torch_linear_ce(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """torch's own chunked operator; without options it would build the full logits."""
-    return F.linear_cross_entropy(hidden, weight, target, options=torch.nn.LinearCrossEntropyOptions())
+    return F.linear_cross_entropy(
+        hidden, weight, target, options=torch.nn.LinearCrossEntropyOptions()
+    )
 
 
 def liger_triton(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -81,13 +89,18 @@ def liger_triton(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 def liger_cute(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """Hopper only; one chunk, so its buffer is [T, V]; T a multiple of 128, V of 256."""
-    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
+        liger_fused_linear_cross_entropy_sm90,
+    )
 
     return liger_fused_linear_cross_entropy_sm90(hidden, weight, target)
 
 
 def liger_grpo(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Advantages of 1 and a ratio of 1: the gradient of the mean cross-entropy. Sequences of up to 2,048 tokens."""
+    """Advantages of 1 and a ratio of 1: the gradient of the mean cross-entropy.
+
+    Sequences of up to 2,048 tokens.
+    """
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     length = 2048 if hidden.shape[0] % 2048 == 0 else hidden.shape[0]
@@ -120,7 +133,9 @@ class _TiledLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logp, entropy, log_sum = (torch.empty(hidden.shape[0], device=hidden.device) for _ in range(3))
+        logp, entropy, log_sum = (
+            torch.empty(hidden.shape[0], device=hidden.device) for _ in range(3)
+        )
         for rows in _blocks(hidden.shape[0], TOKENS):
             x, y = hidden[rows], target[rows]
             top = torch.full(y.shape, -torch.inf, device=x.device)
@@ -149,7 +164,11 @@ class _TiledLogProbs(torch.autograd.Function):
                 w = weight[columns]
                 p = ((x @ w.t()).float() - log_sum[rows, None]).exp()
                 inside, at = _within(y, columns)
-                dz = (-g[:, None] * p).scatter_add_(1, at[:, None], (g * inside)[:, None]).to(x.dtype)
+                dz = (
+                    (-g[:, None] * p)
+                    .scatter_add_(1, at[:, None], (g * inside)[:, None])
+                    .to(x.dtype)
+                )
                 d_hidden[rows] += dz @ w
                 d_weight[columns] += dz.t() @ x
         return d_hidden, d_weight, None
@@ -179,6 +198,13 @@ PEERS = (
     _liger("liger_grpo", liger_grpo, 4, is_cross_entropy=False),
     _liger("liger_triton", liger_triton, 3, gpu_only=True),
     _liger("liger_cute", liger_cute, 3, needs="cutlass", gpu_only=True),
-    Peer("cut_cross_entropy", cut_cross_entropy, 4, "cut-cross-entropy", "cut_cross_entropy", gpu_only=True),
+    Peer(
+        "cut_cross_entropy",
+        cut_cross_entropy,
+        4,
+        "cut-cross-entropy",
+        "cut_cross_entropy",
+        gpu_only=True,
+    ),
     Peer("quack", quack, 3, "quack-kernels", "quack", "cutlass", gpu_only=True),
 )

@@ -2,9 +2,10 @@
 
     python bench/plan_pages.py      # remakes both; arithmetic, nothing is run
 
-A published run is planned as it was: its model, cards, checkpointing and sequences, all tokens learnt from. Runs whose
-trainer also wrote the weights for its servers are planned with engine.transfer = "files". tests/unit/test_plan.py fails
-where one that is `held` is off by more than a quarter, and where a page is not what this makes.
+A published run is planned as it was: its model, cards, checkpointing and sequences, all tokens
+learnt from. Runs whose trainer also wrote the weights for its servers are planned with
+engine.transfer = "files". tests/unit/test_plan.py fails where one that is `held` is off by more
+than a quarter, and where a page is not what this makes.
 """
 
 import contextlib
@@ -25,8 +26,9 @@ from paw.tools.shapes import SHAPES
 
 MEMORY, SCALE = ROOT / "docs" / "memory.md", ROOT / "docs" / "scale.md"
 TITAN, PRIME = "torchtitan", "prime-rl"
-"""pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (Tables 1 and 3, December 2024, H100 of 96 GB);
-PrimeIntellect-ai/prime-rl at 30bf494f, benchmarks/results/BENCHMARKS.md (measured 2026-01-15, H100 of 80 GB)."""
+"""pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (Tables 1 and 3, December 2024,
+H100 of 96 GB); PrimeIntellect-ai/prime-rl at 30bf494f, benchmarks/results/BENCHMARKS.md (measured
+2026-01-15, H100 of 80 GB)."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,11 @@ class Run:
         sequences = 2 * self.gpus
         batch = 2 if self.source == TITAN else 1  # sequences of a micro-batch
         tree = {
-            "model": {"path": self.model, "checkpointing": self.checkpointing, "compile": self.compile},
+            "model": {
+                "path": self.model,
+                "checkpointing": self.checkpointing,
+                "compile": self.compile,
+            },
             "lora": {"rank": self.lora},
             "engine": {"type": "server", "urls": "http://localhost:1", "transfer": "files"},
             "policy": {"kl_coef": 0.0},
@@ -59,7 +65,9 @@ class Run:
         }
         play = Play(sequences, 1, 1, prompt=0, response=self.length, observation=0)
         config, hosts = validate(tree, origin=self.model), -(-self.gpus // 8)
-        plan = Plan(config, SHAPES[self.model], gpus=self.gpus, gpu_gib=80.0, hosts=hosts, play=play)
+        plan = Plan(
+            config, SHAPES[self.model], gpus=self.gpus, gpu_gib=80.0, hosts=hosts, play=play
+        )
         seconds = plan.seconds["update"] + plan.seconds["step"] + self.files * plan.seconds["sync"]
         return sequences * self.length / seconds
 
@@ -95,7 +103,9 @@ def table() -> str:
         what = f"{run.checkpointing} checkpointing, {'compiled' if run.compile else 'eager'}"
         what += f", LoRA {run.lora}" if run.lora else ""
         what += ", weights to files" if run.files else ""
-        numbers = f"{run.published:,.0f} | {run.predicted:,.0f} | {run.predicted / run.published:.2f}"
+        numbers = (
+            f"{run.published:,.0f} | {run.predicted:,.0f} | {run.predicted / run.published:.2f}"
+        )
         name = f"**{run.source}**" if run.held else run.source
         lines.append(f"| {name} | {run.model} | {run.gpus} | {run.length:,} | {what} | {numbers} |")
     return "\n".join(lines)

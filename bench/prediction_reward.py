@@ -1,11 +1,13 @@
 """Prediction as a reward in place of a loss: what an episode predicted well adds to its score (arXiv 2607.21273).
 
-    paw experiment compare miniature --variants grpo --seeds 10 --variant "predict: wm.enabled=true wm.weight=0
-        advantage.type=bench/prediction_reward.py:grpo run.callbacks=bench/prediction_reward.py:Prediction"
+    paw experiment compare miniature --variants grpo --seeds 10 --variant "predict: wm.enabled=true
+        wm.weight=0 advantage.type=bench/prediction_reward.py:grpo
+        run.callbacks=bench/prediction_reward.py:Prediction"
 
-The score of an episode gets `bonus` times the mean probability, under the policy that played it, of the tokens of its
-observations; GRPO then divides by the standard deviation of the group as always. With `advantage.penalty_only = "keep"`
-a group that never wins learns from prediction alone, at full size.
+The score of an episode gets `bonus` times the mean probability, under the policy that played it, of
+the tokens of its observations; GRPO then divides by the standard deviation of the group as always.
+With `advantage.penalty_only = "keep"` a group that never wins learns from prediction alone, at full
+size.
 """
 
 import math
@@ -29,7 +31,11 @@ class Prediction:
 
 
 def grpo(
-    samples: Sequence[Sample], *, bonus: float = 0.5, stat: advantages.Stat = "trajectories", eps: float = 0.05
+    samples: Sequence[Sample],
+    *,
+    bonus: float = 0.5,
+    stat: advantages.Stat = "trajectories",
+    eps: float = 0.05,
 ) -> list[float]:
     """GRPO over scores that hold prediction too.
 
@@ -42,7 +48,10 @@ def grpo(
     for sample in samples:
         groups.setdefault(sample.trajectory, []).append(sample)
     bonuses = _predicted(run, samples)
-    scored = [replace(sample, score=sample.score + bonus * bonuses[sample.trajectory]) for sample in samples]
+    scored = [
+        replace(sample, score=sample.score + bonus * bonuses[sample.trajectory])
+        for sample in samples
+    ]
     return advantages.grpo(scored, stat=stat, eps=eps)
 
 

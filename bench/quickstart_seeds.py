@@ -3,11 +3,11 @@
     python bench/quickstart_seeds.py --seeds 0 1 2 3 [--runs runs/seeds] [--recipe quickstart-long]
     python bench/quickstart_seeds.py --alone runs/quickstart
 
-The second command writes the minutes of a run that had the machine to itself (`make train`) to quickstart_alone.csv.
-The first writes bench/results/quickstart.csv (one line an evaluation, with device and versions), quickstart_t04.csv
-(the same games before and after at the paper's temperature of 0.4) and docs/learning_curve.png; of the other recipe
-quickstart_long.csv and quickstart_long_t04.csv. Seeds that already have a finished run there are read, not trained
-again.
+The second command writes the minutes of a run that had the machine to itself (`make train`) to
+quickstart_alone.csv. The first writes bench/results/quickstart.csv (one line an evaluation, with
+device and versions), quickstart_t04.csv (the same games before and after at the paper's temperature
+of 0.4) and docs/learning_curve.png; of the other recipe quickstart_long.csv and
+quickstart_long_t04.csv. Seeds that already have a finished run there are read, not trained again.
 """
 
 import argparse
@@ -28,28 +28,51 @@ from paw.tools.rundir import Run, load_run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "seeds")
     parser.add_argument("--recipe", choices=["quickstart", "quickstart-long"], default="quickstart")
-    parser.add_argument("--alone", type=Path, help="directory of a run that had the machine to itself")
+    parser.add_argument(
+        "--alone", type=Path, help="directory of a run that had the machine to itself"
+    )
     options = parser.parse_args()
     if options.alone:
         run = load_run(options.alone)
-        parts = {"minutes": run.info["warmup_s"] + run.info["wall_s"], "warm-up": run.info["warmup_s"]}
-        write(RESULTS / "quickstart_alone.csv", [{k: round(v / 60, 1) for k, v in parts.items()} | described(run)])
+        parts = {
+            "minutes": run.info["warmup_s"] + run.info["wall_s"],
+            "warm-up": run.info["warmup_s"],
+        }
+        write(
+            RESULTS / "quickstart_alone.csv",
+            [{k: round(v / 60, 1) for k, v in parts.items()} | described(run)],
+        )
         return
     rows, cooler = [], []
     for seed in options.seeds:
         folder = options.runs / f"seed-{seed}"
         if not (folder / "report.html").exists():
             where = ("--run.dir", options.runs, "--run.name", folder.name)
-            paw("train", options.recipe, "--gpus", 2, *where, "--run.seed", seed, "--warmup.seed", seed)
+            paw(
+                "train",
+                options.recipe,
+                "--gpus",
+                2,
+                *where,
+                "--run.seed",
+                seed,
+                "--warmup.seed",
+                seed,
+            )
         run = load_run(folder)
         about = described(run)
         evaluated = [{"seed": seed, "update": step} for step in run.series("eval/success")[0]]
         for row in evaluated:
-            found = {name: run.at(f"eval/{name}", row["update"]) for name in ("success", "ci_low", "ci_high", "games")}
+            found = {
+                name: run.at(f"eval/{name}", row["update"])
+                for name in ("success", "ci_low", "ci_high", "games")
+            }
             row |= {name: round(value or 0.0, 4) for name, value in found.items()} | about
         for when, model in (("before", run.info["start"]), ("after", folder / "hf")):
             found = evaluate(model, "--recipe", folder / "config.toml", "--eval.temperature", 0.4)
@@ -65,7 +88,9 @@ def main() -> None:
 
 
 def described(run: Run) -> dict[str, str]:
-    return {name: run.info[name] for name in ("commit", "paw", "torch", "device")} | {"head": run.info["backend"]}
+    return {name: run.info[name] for name in ("commit", "paw", "torch", "device")} | {
+        "head": run.info["backend"]
+    }
 
 
 @styled
@@ -73,7 +98,9 @@ def draw(rows: list[dict]) -> None:
     figure, axes = plt.subplots(figsize=(6.4, 3.6), dpi=150, layout="constrained")
     for colour, seed in zip(PALETTE, sorted({row["seed"] for row in rows}), strict=False):
         mine = [row for row in rows if row["seed"] == seed]
-        updates, low, high, success = ([row[key] for row in mine] for key in ("update", "ci_low", "ci_high", "success"))
+        updates, low, high, success = (
+            [row[key] for row in mine] for key in ("update", "ci_low", "ci_high", "success")
+        )
         axes.fill_between(updates, low, high, color=colour, alpha=0.12, linewidth=0)
         axes.plot(updates, success, "o-", color=colour, markersize=3, label=f"seed {seed}")
     axes.set(xlabel="Update", ylabel="Success on unseen games", ylim=(0, 1))

@@ -5,13 +5,15 @@
     python bench/rollout.py --env-ms 20                      # environments that take 20 ms a step
     python bench/rollout.py --model qwen2.5-1.5b --envs 128  # on a GPU: that shape with random weights, or a folder
 
-Modes, interleaved in one run, each repeat with other episodes (bench/rollout_simulation.py): `reference` is the
-lock-step of the reference code, which also generates for finished episodes until the last one ends; `lock-step`
-generates for live ones; `continuous` is what training does. Exit code 1 when tokens differ from those of the repeat's
-first play, or log-probs by more than rounding; in bfloat16 they may, and the table says on how many turns.
+Modes, interleaved in one run, each repeat with other episodes (bench/rollout_simulation.py):
+`reference` is the lock-step of the reference code, which also generates for finished episodes until
+the last one ends; `lock-step` generates for live ones; `continuous` is what training does. Exit
+code 1 when tokens differ from those of the repeat's first play, or log-probs by more than rounding;
+in bfloat16 they may, and the table says on how many turns.
 
-Writes bench/results/rollout_<cpu|gpu>.csv and docs/rollout_<cpu|gpu>.png. A step of the engine is one forward pass for
-all running requests. env_steps_s: turns of live episodes a second; cpu_s: processor time of the whole process.
+Writes bench/results/rollout_<cpu|gpu>.csv and docs/rollout_<cpu|gpu>.png. A step of the engine is
+one forward pass for all running requests. env_steps_s: turns of live episodes a second; cpu_s:
+processor time of the whole process.
 """
 
 import argparse
@@ -35,7 +37,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.common import RESULTS, ROOT, read, write
 from bench.kernels import commit, cpu_name
 from bench.rollout_plot import draw, markdown
-from bench.rollout_simulation import MOST_PROMPT, MOST_RESPONSE, SHAPES, Meter, SimulatedFactory, make_chat
+from bench.rollout_simulation import (
+    MOST_PROMPT,
+    MOST_RESPONSE,
+    SHAPES,
+    Meter,
+    SimulatedFactory,
+    make_chat,
+)
 from paw.config import Config, ModelConfig, RolloutConfig
 from paw.rollouts.chat import Chat
 from paw.rollouts.engines.vllm import VllmEngine
@@ -44,12 +53,15 @@ from paw.types import Group, Turn
 
 MODES = ("reference", "lock-step", "continuous")
 CASE = ("device", "model", "dtype", "envs", "group", "env_ms")
-MEASURED = tuple(f"paw/rollouts/{name}.py" for name in ("scheduler", "episode", "chat", "engines/vllm"))
+MEASURED = tuple(
+    f"paw/rollouts/{name}.py" for name in ("scheduler", "episode", "chat", "engines/vllm")
+)
 BINS = 60
 ROUNDING = 1e-5
 """Nats: float32 kernels may sum in an order that depends on the size of the batch."""
 CONFIG = Config(
-    model=ModelConfig(path="-"), rollout=RolloutConfig(max_prompt_tokens=MOST_PROMPT, max_response_tokens=MOST_RESPONSE)
+    model=ModelConfig(path="-"),
+    rollout=RolloutConfig(max_prompt_tokens=MOST_PROMPT, max_response_tokens=MOST_RESPONSE),
 )
 
 
@@ -58,7 +70,9 @@ def main() -> int:
     parser.add_argument("--envs", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--env-ms", type=float, default=0.0)
-    parser.add_argument("--model", default="quickstart", help=f"{', '.join(SHAPES)}, or the folder of a model")
+    parser.add_argument(
+        "--model", default="quickstart", help=f"{', '.join(SHAPES)}, or the folder of a model"
+    )
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
     if not gpu:
@@ -66,10 +80,14 @@ def main() -> int:
     options.group, options.dtype = 8, "bfloat16" if gpu else "float32"
     rows, out = run(options, gpu=gpu), RESULTS / f"rollout_{'gpu' if gpu else 'cpu'}.csv"
     case = [str(rows[0][name]) for name in CASE]
-    kept = [row for row in read(out) if [row[name] for name in CASE] != case] if out.exists() else []
+    kept = (
+        [row for row in read(out) if [row[name] for name in CASE] != case] if out.exists() else []
+    )
     write(out, [*kept, *rows])
     print(markdown(out), draw(out, ROOT / "docs" / f"{out.stem}.png"), sep="\n")
-    same = all(row["same_turns"] == row["env_steps"] and row["logp_difference"] < ROUNDING for row in rows)
+    same = all(
+        row["same_turns"] == row["env_steps"] and row["logp_difference"] < ROUNDING for row in rows
+    )
     return 0 if same or gpu else 1
 
 
@@ -91,7 +109,15 @@ def run(options: argparse.Namespace, *, gpu: bool) -> list[dict[str, Any]]:
         **{name: getattr(options, name) for name in ("dtype", "envs", "group", "env_ms")},
     }
     rows = []
-    play(engine, lm, chat, SimulatedFactory(words, most_turns=2), options.envs, options.group, "continuous")  # warm-up
+    play(
+        engine,
+        lm,
+        chat,
+        SimulatedFactory(words, most_turns=2),
+        options.envs,
+        options.group,
+        "continuous",
+    )  # warm-up
     for repeat in range(options.repeats):
         first = None
         for place in range(3):
@@ -99,9 +125,23 @@ def run(options: argparse.Namespace, *, gpu: bool) -> list[dict[str, Any]]:
             factory = SimulatedFactory(words, seed=repeat, env_ms=options.env_ms)
             groups, found = play(engine, lm, chat, factory, options.envs, options.group, mode)
             first = first or groups
-            rows.append({**common, "mode": mode, "repeat": repeat, **found, **difference(first, groups)})
-            shown = ("engine_steps", "env_steps", "wall_s", "cpu_s", "env_steps_s", "cached_frac", "same_turns")
-            print(f"{mode:>10} {repeat}:", *(f"{name} {rows[-1][name]:g}" for name in shown), flush=True)
+            rows.append(
+                {**common, "mode": mode, "repeat": repeat, **found, **difference(first, groups)}
+            )
+            shown = (
+                "engine_steps",
+                "env_steps",
+                "wall_s",
+                "cpu_s",
+                "env_steps_s",
+                "cached_frac",
+                "same_turns",
+            )
+            print(
+                f"{mode:>10} {repeat}:",
+                *(f"{name} {rows[-1][name]:g}" for name in shown),
+                flush=True,
+            )
     engine.close()
     return rows
 
@@ -120,16 +160,26 @@ def make_engine(model: str, dtype: str, *, gpu: bool) -> tuple[VllmEngine, Any]:
     with tempfile.TemporaryDirectory() as folder:
         lm.config.save_pretrained(folder)
         length = MOST_PROMPT + MOST_RESPONSE
-        engine = VllmEngine(folder, end_ids=[], max_model_len=length, dtype=dtype)  # responses end where told
+        engine = VllmEngine(
+            folder, end_ids=[], max_model_len=length, dtype=dtype
+        )  # responses end where told
     return engine, lm
 
 
 def play(
-    engine: VllmEngine, lm: Any, chat: Chat, factory: SimulatedFactory, envs: int, size: int, mode: str
+    engine: VllmEngine,
+    lm: Any,
+    chat: Chat,
+    factory: SimulatedFactory,
+    envs: int,
+    size: int,
+    mode: str,
 ) -> tuple[list[Group], dict[str, Any]]:
     """Every task once from an empty prefix cache, `size` members each; what it took."""
     engine.sync(lm.named_parameters(remove_duplicate=False), version=0)
-    meter = Meter(engine, chat, factory.made if mode == "reference" else (), lock_step=mode != "continuous")
+    meter = Meter(
+        engine, chat, factory.made if mode == "reference" else (), lock_step=mode != "continuous"
+    )
     rollouts = Rollouts(factory, meter, chat, CONFIG)
     gc.collect()
     cpu, start = time.process_time(), time.perf_counter()
@@ -154,7 +204,9 @@ def play(
 
 
 def turns_of(groups: list[Group]) -> list[Turn]:
-    return [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+    return [
+        turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns
+    ]
 
 
 def difference(first: list[Group], other: list[Group]) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Simulated environments of realistic lengths, and an engine that gives every request its own.
 
-Prompts of 200 to 400 tokens, the first 160 shared by a group; responses log-normal around 55 tokens, 10 to 200;
-episodes of 5 to 50 turns, a third of them at the limit. Everything follows from seeds and the responses.
+Prompts of 200 to 400 tokens, the first 160 shared by a group; responses log-normal around 55
+tokens, 10 to 200; episodes of 5 to 50 turns, a third of them at the limit. Everything follows from
+seeds and the responses.
 """
 
 import time
@@ -21,7 +22,9 @@ SHARED, HISTORY, MOST_RESPONSE, MOST_PROMPT, MOST_TURNS = 160, 60, 200, 448, 50
 TEMPLATE = "<user> {% for m in messages %}{{ m['content'] }} <assistant> {% endfor %}"
 
 
-def qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int) -> Qwen2Config:
+def qwen2(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int
+) -> Qwen2Config:
     return Qwen2Config(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -48,7 +51,9 @@ def make_chat(words: int) -> Chat:
     vocabulary = {"<user>": 0, "<assistant>": 1, "<end>": 2} | {f"w{i}": i for i in range(3, words)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = dict(eos_token="<end>", unk_token="<end>", additional_special_tokens=["<user>", "<assistant>"])
+    names = dict(
+        eos_token="<end>", unk_token="<end>", additional_special_tokens=["<user>", "<assistant>"]
+    )
     return Chat(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, **names))
 
 
@@ -57,7 +62,9 @@ class SimulatedFactory:
 
     name, reward_max, invalid_penalty, runs_others_code = "simulated", 1.0, 0.0, True
 
-    def __init__(self, words: int, *, seed: int = 0, env_ms: float = 0.0, most_turns: int = MOST_TURNS):
+    def __init__(
+        self, words: int, *, seed: int = 0, env_ms: float = 0.0, most_turns: int = MOST_TURNS
+    ):
         self.words, self.seed, self.seconds, self.most_turns = words, seed, env_ms / 1e3, most_turns
         self.may_block = env_ms > 0
         self.made: list[SimulatedEnvironment] = []
@@ -82,7 +89,11 @@ class SimulatedEnvironment:
     def __init__(self, factory: SimulatedFactory, number: int):
         self.factory, self.number = factory, number
         rng = factory.random(2, number)
-        turns = MOST_TURNS if rng.random() < 0.35 else int(np.clip(5 + rng.gamma(2.2, 6), 5, MOST_TURNS))
+        turns = (
+            MOST_TURNS
+            if rng.random() < 0.35
+            else int(np.clip(5 + rng.gamma(2.2, 6), 5, MOST_TURNS))
+        )
         self.turns = min(turns, factory.most_turns)
         self.seen = rng.integers(40, 121, MOST_TURNS + 1).tolist()
 
@@ -111,9 +122,9 @@ class SimulatedEnvironment:
 class Meter(Engine):
     """An engine that gives every request its own length, around `median` tokens, and notes what runs when.
 
-    In `lock_step` each step works until nothing is left, so that episodes wait for each other's turn. With `everybody`,
-    the environments of such a play, each turn also samples one for those whose episodes are over and throws it away, as
-    the reference code does.
+    In `lock_step` each step works until nothing is left, so that episodes wait for each other's
+    turn. With `everybody`, the environments of such a play, each turn also samples one for those
+    whose episodes are over and throws it away, as the reference code does.
     """
 
     def __init__(
@@ -133,7 +144,9 @@ class Meter(Engine):
 
     def submit(self, request: Request) -> None:
         rng = np.random.default_rng(request.seed)
-        length = int(np.clip(self.median * rng.lognormal(0, 0.65), self.median / 5.5, MOST_RESPONSE))
+        length = int(
+            np.clip(self.median * rng.lognormal(0, 0.65), self.median / 5.5, MOST_RESPONSE)
+        )
         self.generated += length
         self.engine.submit(replace(request, max_tokens=length))
 

@@ -2,18 +2,20 @@
 
     python bench/roofline.py        # writes bench/results/kernels_predicted.csv; bench/kernels_must.py reads the model
 
-A pass is a list of terms, each with its floating-point operations, the bytes it must move and the times the host waits.
-Two machines bound what one real machine will do:
+A pass is a list of terms, each with its floating-point operations, the bytes it must move and the
+times the host waits. Two machines bound what one real machine will do:
 
     best      every matmul at cuBLAS's rate, its bytes hidden behind its arithmetic
     cautious  the fused logits matmul at 90 % of that rate, its epilogue at half of the instructions a cycle, and bytes
               written by a matmul's epilogue not hidden
 
-The epilogue of the fused matmul has as many instructions whatever D is, and the tensor cores idle meanwhile: 3 % of a
-tile's time at D 4,096 and 14 % at 896. What the host takes to start every operation is the least that a pass takes.
+The epilogue of the fused matmul has as many instructions whatever D is, and the tensor cores idle
+meanwhile: 3 % of a tile's time at D 4,096 and 14 % at 896. What the host takes to start every
+operation is the least that a pass takes.
 
-Rates are ceilings read elsewhere on an H200 (bf16 product of 8,192^3 random numbers: 769 to 798 TFLOP/s; copy, bytes
-read plus written: 4.3 TB/s), not measurements of this code; 90 %, a half, the wait and the launch are assumptions.
+Rates are ceilings read elsewhere on an H200 (bf16 product of 8,192^3 random numbers: 769 to 798
+TFLOP/s; copy, bytes read plus written: 4.3 TB/s), not measurements of this code; 90 %, a half, the
+wait and the launch are assumptions.
 """
 
 import csv
@@ -88,7 +90,9 @@ class Term(NamedTuple):
     def ms(self, on: Machine) -> float:
         rate = on.fused if self.tiles else 1.0
         arithmetic = self.flops / (on.tflops * 1e9 * rate)
-        arithmetic += self.tiles * TILE_INSTRUCTIONS * TILE_WARPS / (SCHEDULERS * on.issue * GHZ * 1e6)
+        arithmetic += (
+            self.tiles * TILE_INSTRUCTIONS * TILE_WARPS / (SCHEDULERS * on.issue * GHZ * 1e6)
+        )
         read = self.read / (on.gb_s * 1e6)
         written = self.written / (on.gb_s * 1e6)
         waiting = self.waits * on.wait_us / 1e3
@@ -104,7 +108,9 @@ def total(terms: list[Term], on: Machine) -> float:
     return max(gpu_ms, host_ms)
 
 
-def matmul_bound(T: int, D: int, V: int, live: float, on: Machine = BEST, *, backward: bool = True) -> float:
+def matmul_bound(
+    T: int, D: int, V: int, live: float, on: Machine = BEST, *, backward: bool = True
+) -> float:
     """Milliseconds of the bare 1 + 2 live passes."""
     return 2 * T * D * V * (1 + 2 * live * backward) / (on.tflops * 1e9)
 
@@ -132,7 +138,9 @@ def chunk_rows(T: int, D: int, V: int, *, backward: bool = True) -> int:
     return ceil_div(tiles, number_of_chunks) * TILE_ROWS
 
 
-def paw(T: int, D: int, V: int, live: float, *, backward: bool = True, known: bool = False) -> list[Term]:
+def paw(
+    T: int, D: int, V: int, live: float, *, backward: bool = True, known: bool = False
+) -> list[Term]:
     """The FS path in bf16: `live` of the T rows have a gradient; with `known` only they enter the forward."""
     forward_rows = round(live * T) if known else T
     share = 1.0 if known else live  # of the forward's rows: those with a gradient
@@ -167,8 +175,12 @@ def paw(T: int, D: int, V: int, live: float, *, backward: bool = True, known: bo
             Term("wait", waits=1, launches=CHUNK_LAUNCHES),  # for the number of live rows
             Term("gradient", read=2 * L * V + statistics * L, written=2 * L * V),
             Term("d_hidden", flops=2 * L * D * V, read=2 * (L * V + V * D), written=2 * L * D),
-            Term("copies", read=4 * L * D, written=4 * L * D),  # live rows gathered, their gradients scattered
-            Term("d_weight", flops=2 * L * D * V, read=2 * (L * V + L * D), written=dw_bytes * V * D),
+            Term(
+                "copies", read=4 * L * D, written=4 * L * D
+            ),  # live rows gathered, their gradients scattered
+            Term(
+                "d_weight", flops=2 * L * D * V, read=2 * (L * V + L * D), written=dw_bytes * V * D
+            ),
         ]
     if backward:
         terms.append(Term("copies", written=2 * T * D))  # zeros of d_hidden
@@ -193,7 +205,8 @@ class PeerModel(NamedTuple):
 
 
 PEERS = {
-    # log-softmax reads twice and writes; backward writes zeros for the gather, reads two tensors twice and writes.
+    # log-softmax reads twice and writes; backward writes zeros for the gather, reads two tensors
+    # twice and writes.
     "naive": PeerModel(False, 0, 2 * (3 + 1 + 5), 2, False),
     "naive_fp32": PeerModel(False, 0, 4 * (3 + 1 + 5) + 2 * 6, 2, False),  # and the casts
     "quack": PeerModel(False, 4096, 4, 4, False),  # the pipeline that QUACK_MS was measured with
@@ -228,7 +241,9 @@ def peer(name: str, T: int, D: int, V: int) -> list[Term]:
         terms += [
             Term("gradient", read=half_moved, written=half_moved),
             Term("d_hidden", flops=2 * n * D * V, read=2 * V * D + stored, written=2 * n * D),
-            Term("d_weight", flops=2 * n * D * V, read=2 * n * D + stored, written=dw_bytes * V * D),
+            Term(
+                "d_weight", flops=2 * n * D * V, read=2 * n * D + stored, written=dw_bytes * V * D
+            ),
         ]
     if model.scale:
         terms.append(Term("cast", read=2 * V * D + 2 * T * D, written=2 * V * D + 2 * T * D))
@@ -244,7 +259,9 @@ def paw_memory(T: int, D: int, V: int) -> dict[str, float]:
     several_chunks = n < T
     chunk = n * (TILE_BYTES * ceil_div(V, TILE_COLS) + 2 * V + 6 * D) / GIB
     d_hidden = 2 * T * D / GIB
-    cast = 2 * V * D / GIB if several_chunks else 0  # dW in bf16, allocated when the last chunk is freed
+    cast = (
+        2 * V * D / GIB if several_chunks else 0
+    )  # dW in bf16, allocated when the last chunk is freed
     dw_bytes = 4 if several_chunks else 2
     return {
         "chunk": chunk,
@@ -255,7 +272,8 @@ def paw_memory(T: int, D: int, V: int) -> dict[str, float]:
     }
 
 
-# --- every case -------------------------------------------------------------------------------------------------------
+# --- every case
+# -------------------------------------------------------------------------------------------------------
 
 TERMS = ("logits", "merge", "wait", "gradient", "d_hidden", "d_weight", "copies", "cast")
 CASE_COLUMNS = ("head", "T", "D", "V", "live", "dead", "implementation", "mode")

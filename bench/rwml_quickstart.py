@@ -2,10 +2,10 @@
 
     python bench/rwml_quickstart.py [--folder runs/rwml]
 
-Writes bench/results/rwml_quickstart.csv, and rwml_filter.txt, the easy filter's output. From one warmed-up quickstart
-model: `start`, fine-tuned on a tenth of its triplets (it was never asked for next states before); `rwml`, GRPO on next
-states from there; `wm-sft`, the baseline, fine-tuned on all training triplets. What the folder holds already is not
-made again.
+Writes bench/results/rwml_quickstart.csv, and rwml_filter.txt, the easy filter's output. From one
+warmed-up quickstart model: `start`, fine-tuned on a tenth of its triplets (it was never asked for
+next states before); `rwml`, GRPO on next states from there; `wm-sft`, the baseline, fine-tuned on
+all training triplets. What the folder holds already is not made again.
 """
 
 import argparse
@@ -21,11 +21,15 @@ RECIPE = ("--recipe", "rwml-quickstart")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "rwml")
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
-    triplets, kept, start, tuned = (folder / name for name in ("triplets.jsonl", "kept.jsonl", "start", "wm-sft"))
+    triplets, kept, start, tuned = (
+        folder / name for name in ("triplets.jsonl", "kept.jsonl", "start", "wm-sft")
+    )
     model = Path(paw("warmup", "quickstart-long").strip())
     learner = ("--model", model, *RECIPE)
     games = ("--recipe", "quickstart", "--tasks", 200, "--rwml.dedup", "true")
@@ -40,15 +44,24 @@ def main() -> None:
     if not (folder / "run" / "report.html").exists():
         where = ("--run.dir", folder, "--run.name", "run", "--eval.games", 0)
         paw("train", "rwml-quickstart", "--env.triplets", kept, "--model.path", start, *where)
-    (RESULTS / "rwml_filter.txt").write_text((folder / "kept.log").read_text().replace(f": {kept}", ""))
+    (RESULTS / "rwml_filter.txt").write_text(
+        (folder / "kept.log").read_text().replace(f": {kept}", "")
+    )
     about = json.loads((folder / "run" / "run.json").read_text())
     rows = []
-    for name, path in {"warm-up": model, "start": start, "rwml": folder / "run" / "hf", "wm-sft": tuned}.items():
+    for name, path in {
+        "warm-up": model,
+        "start": start,
+        "rwml": folder / "run" / "hf",
+        "wm-sft": tuned,
+    }.items():
         states = evaluate(path, *RECIPE, "--env.triplets", triplets, "--eval.games", 0)
         played = evaluate(path, "--recipe", "quickstart")
         shares = {f"{kind}_{key}": found[key] for kind, found in {"next_state": states, "task": played}.items()
                   for key in ("success", "ci_low", "ci_high", "games")}  # fmt: skip
-        rows.append({"model": name, **shares, **{key: about[key] for key in ("paw", "torch", "device")}})
+        rows.append(
+            {"model": name, **shares, **{key: about[key] for key in ("paw", "torch", "device")}}
+        )
     write(RESULTS / "rwml_quickstart.csv", rows)
 
 

@@ -2,9 +2,10 @@
 
     python bench/speed.py
 
-Processor seconds, so that other work on the machine counts little. `paw --help` should stay under half a second, and a
-household should make more than 20,000 steps a second; the tests hold what that rests on (no library is imported), not
-the seconds, which differ from machine to machine. Ends with code 1 if one of them is missed.
+Processor seconds, so that other work on the machine counts little. `paw --help` should stay under
+half a second, and a household should make more than 20,000 steps a second; the tests hold what that
+rests on (no library is imported), not the seconds, which differ from machine to machine. Ends with
+code 1 if one of them is missed.
 """
 
 import os

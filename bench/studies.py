@@ -3,14 +3,15 @@
     python bench/studies.py noise-gradient runs/quickstart --tasks 16     # Figure 2c and A.4 of arXiv 2606.02388
     python bench/studies.py dynamics study                                # Figures 10 and 11
 
-`noise-gradient`: which share of the gradient is on tokens that nobody can predict. The paper compares cross-entropy
-with MAE, before the mask, on WebShop. With p the probability of an observation token y, e_y its one-hot vector and z
-the logits, each loss has
+`noise-gradient`: which share of the gradient is on tokens that nobody can predict. The paper
+compares cross-entropy with MAE, before the mask, on WebShop. With p the probability of an
+observation token y, e_y its one-hot vector and z the logits, each loss has
 
     |dL/dlog p| = g,    ||dL/dz|| = g ||e_y - softmax(z)||,    g = 1 (ce), p^q (gce), p (mae), p [p <= rho] (cmae)
 
-Both are summed over tokens, all of equal weight: 1/|o|, lambda and the selection by entropy are left out. Which of the
-two the figure shows, and its values, are in no public text we found, nor are the exact rules of A.4.
+Both are summed over tokens, all of equal weight: 1/|o|, lambda and the selection by entropy are
+left out. Which of the two the figure shows, and its values, are in no public text we found, nor are
+the exact rules of A.4.
 """
 
 import argparse
@@ -118,7 +119,9 @@ def noise_gradient(options: argparse.Namespace, overrides: dict[str, str]) -> No
     pooled: dict[str, list[Token]] = {}
     for (model, config, path), rule in zip(opened, rules, strict=True):
         is_run = (model / "config.toml").is_file()
-        stages = {"start": start_model(model, config), "trained": path} if is_run else {"model": path}
+        stages = (
+            {"start": start_model(model, config), "trained": path} if is_run else {"model": path}
+        )
         for stage, weights in stages.items():
             to_stderr(f"{stage}: {weights}")
             tokens = measure(weights, config, rule, options.tasks, options.rollouts)
@@ -136,9 +139,14 @@ def noise_gradient(options: argparse.Namespace, overrides: dict[str, str]) -> No
 
 
 def find_rule(name: str) -> Rule:
-    """The rule of an environment, or the function FILE.py:FUNCTION. Raises UserError if there is none."""
+    """The rule of an environment, or the function FILE.py:FUNCTION.
+
+    Raises UserError if there is none.
+    """
     if name not in RULES and ":" not in name:
-        raise UserError(f"no noise rule '{name}': there are {', '.join(RULES)}, or give --rule FILE.py:FUNCTION")
+        raise UserError(
+            f"no noise rule '{name}': there are {', '.join(RULES)}, or give --rule FILE.py:FUNCTION"
+        )
     return RULES.get(name) or load("rules", name)
 
 
@@ -147,7 +155,9 @@ def noisy(tokens: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[b
     return [any(start < last and first < end for first, last in spans) for start, end in tokens]
 
 
-def measure(path: str, config: Config, rule: Rule, tasks: int, rollouts: Path | None) -> list[Token]:
+def measure(
+    path: str, config: Config, rule: Rule, tasks: int, rollouts: Path | None
+) -> list[Token]:
     """Every observation token of the model's episodes, or of those in a file, at the temperature of training."""
     groups = []
     if not rollouts:
@@ -163,8 +173,12 @@ def measure(path: str, config: Config, rule: Rule, tasks: int, rollouts: Path | 
 
     max_tokens = config.wm.max_tokens
     encode = partial(chat.observation_ids, max_tokens=max_tokens)
-    samples = to_samples(groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0)
-    turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+    samples = to_samples(
+        groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0
+    )
+    turns = [
+        turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns
+    ]
     noise: list[list[bool]] = []  # of each sample's observation tokens
     for sample, turn in zip(samples, turns, strict=True):
         sample.wm_weight = 1.0
@@ -190,11 +204,16 @@ def measure(path: str, config: Config, rule: Rule, tasks: int, rollouts: Path | 
 
 
 def p_and_spread(policy: Any, batch: Any, temperature: float) -> list[tuple[float, float]]:
-    """(p, ||e_y - softmax(z)||) of each observation token of a batch. Only inside a call of the policy."""
+    """(p, ||e_y - softmax(z)||) of each observation token of a batch.
+
+    Only inside a call of the policy.
+    """
     pairs = []
     target = batch.target[batch.observation]
     hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position[batch.observation]]
-    for x, y in zip(hidden.split(256), target[:, None].split(256), strict=True):  # few rows of V at a time
+    for x, y in zip(
+        hidden.split(256), target[:, None].split(256), strict=True
+    ):  # few rows of V at a time
         z = policy.transform(torch.nn.functional.linear(x, policy.head_weight, policy.head_bias))
         p = (z / temperature).softmax(-1)
         p_of_target = p.gather(1, y)
@@ -212,7 +231,9 @@ def table(tokens: list[Token], rho: float, q: float) -> list[Record]:
     for kind in ("noise", "rest"):
         members = [token for token in tokens if token.noise == (kind == "noise")]
         if not members:
-            raise UserError(f"no token of class '{kind}' among {len(tokens)}: give more --tasks or another --rule")
+            raise UserError(
+                f"no token of class '{kind}' among {len(tokens)}: give more --tasks or another --rule"
+            )
         mean_p = fmean(token.p for token in members)
         live = fmean(token.p <= rho for token in members)
         for loss, slope in SLOPES.items():
@@ -242,7 +263,15 @@ def report(lines: list[Record], rho: float, q: float) -> str:
     for line in lines:
         if line["loss"] == "ce":  # the columns of a class are the same for every loss
             size = [line["tokens"], percent(line["token_share"])]
-            classes.append([line["stage"], line["class"], *size, f"{line['mean_p']:.3g}", percent(line["live"])])
+            classes.append(
+                [
+                    line["stage"],
+                    line["class"],
+                    *size,
+                    f"{line['mean_p']:.3g}",
+                    percent(line["live"]),
+                ]
+            )
         if line["class"] == "noise":
             values = [percent(line["by_logp"]), percent(line["by_logits"])]
             shares.append([line["stage"], line["loss"], *values, None])
@@ -262,7 +291,9 @@ def on_noise(lines: Sequence[Record]) -> Figure:
     width = 0.8 / len(stages)
     figure = Figure((7.2, 2.9))
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, key, label in zip(panels, ("by_logp", "by_logits"), ("dL / dlog p", "dL / dlogits"), strict=True):
+    for axes, key, label in zip(
+        panels, ("by_logp", "by_logits"), ("dL / dlog p", "dL / dlogits"), strict=True
+    ):
         for k, stage in enumerate(stages):
             of_stage = [line for line in noise if line["stage"] == stage]
             heights = [100 * of_stage[0]["token_share"]]
@@ -351,7 +382,10 @@ def first_to_last(runs: Sequence[Run], key: str, window: int, factor: int) -> st
 
 
 def read(folders: list[Path]) -> dict[str, list[Run]]:
-    """Runs by group: an experiment's by variant, any other run on its own. Raises UserError if a folder has none."""
+    """Runs by group: an experiment's by variant, any other run on its own.
+
+    Raises UserError if a folder has none.
+    """
     groups: dict[str, list[Run]] = {}
     for folder in folders:
         if not (folder / "runs").is_dir():
@@ -387,20 +421,37 @@ def curves(panels: Mapping[str, Mapping[str, Curve]]) -> Figure:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
+    )
     studies = parser.add_subparsers(required=True, metavar="STUDY")
-    noise = studies.add_parser("noise-gradient", epilog="any key of the configuration can be set: --rollout.tasks 4")
+    noise = studies.add_parser(
+        "noise-gradient", epilog="any key of the configuration can be set: --rollout.tasks 4"
+    )
     add = noise.add_argument
     add("models", nargs="+", metavar="MODEL", help="run directory (its start model too) or model")
     add("--recipe", help="environment and sampling (default: the run's own configuration)")
-    add("--tasks", type=int, default=16, help="training tasks to play in groups (default: %(default)s)")
-    add("--rollouts", type=Path, metavar="FILE", help="episodes of `paw rollout` instead of playing")
-    add("--rule", help="what is noise: alfworld, webshop or FILE.py:FUNCTION (default: by environment)")
+    add(
+        "--tasks",
+        type=int,
+        default=16,
+        help="training tasks to play in groups (default: %(default)s)",
+    )
+    add(
+        "--rollouts", type=Path, metavar="FILE", help="episodes of `paw rollout` instead of playing"
+    )
+    add(
+        "--rule",
+        help="what is noise: alfworld, webshop or FILE.py:FUNCTION (default: by environment)",
+    )
     add("--out", type=Path, default=Path("noise"), help="folder to write (default: %(default)s)")
     noise.set_defaults(study=noise_gradient)
     curves_parser = studies.add_parser("dynamics")
     curves_parser.add_argument(
-        "runs", nargs="+", type=Path, help="run directories, or an experiment's folder (with runs/ in it)"
+        "runs",
+        nargs="+",
+        type=Path,
+        help="run directories, or an experiment's folder (with runs/ in it)",
     )
     curves_parser.add_argument(
         "--out", type=Path, default=Path("dynamics"), help="folder to write (default: %(default)s)"

@@ -23,7 +23,8 @@ from paw_kernels import why_not_backend
 CPU = torch.device("cpu")
 SMALL = Group("small", 512, 128, 32_000)
 needs_cpu_op = pytest.mark.skipif(
-    why_not_backend("cpu", CPU, torch.float32) is not None, reason="the C++ row operations are not built"
+    why_not_backend("cpu", CPU, torch.float32) is not None,
+    reason="the C++ row operations are not built",
 )
 
 
@@ -32,13 +33,18 @@ needs_cpu_op = pytest.mark.skipif(
 def test_bench_row_statistics(benchmark, how):
     z, target = row_problem(256, 151_936, CPU)
     benchmark.pedantic(
-        plain_row_statistics if how == "torch" else native_row_statistics, (z, target), rounds=5, warmup_rounds=1
+        plain_row_statistics if how == "torch" else native_row_statistics,
+        (z, target),
+        rounds=5,
+        warmup_rounds=1,
     )
 
 
 @pytest.mark.benchmark(group="loss + gradients, T 512, D 128, V 32,000")
 @pytest.mark.parametrize("live", [1.0, 0.4, 0.1])
-@pytest.mark.parametrize("name", ["naive", "paw[torch]", pytest.param("paw[cpu]", marks=needs_cpu_op)])
+@pytest.mark.parametrize(
+    "name", ["naive", "paw[torch]", pytest.param("paw[cpu]", marks=needs_cpu_op)]
+)
 def test_bench_loss(benchmark, name, live):
     problem = make_problem(*SMALL[1:], live=live, known=False, dtype=torch.float32, device=CPU)
     run = implementation(Case(SMALL, live, "" if live == 1 else "found", name, BOTH), problem)

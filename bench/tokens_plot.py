@@ -27,7 +27,10 @@ WINDOW = 5
 
 def conversations(figure: Figure) -> None:
     """Tokens of an update with each layout of the same episodes, and what PaW adds to them."""
-    rows = {(row["environment"], row["style"], row["rows"]): row for row in read(RESULTS / "conversations.csv")}
+    rows = {
+        (row["environment"], row["style"], row["rows"]): row
+        for row in read(RESULTS / "conversations.csv")
+    }
     for axes, name in zip(figure.subplots(2, 1, sharex=True), ("search", "tau2"), strict=True):
         found = [rows[name, *layout] for layout in LAYOUTS]
         alone = [int(row["scoring"]) / 1000 for row in found]
@@ -36,7 +39,13 @@ def conversations(figure: Figure) -> None:
         axes.barh(names, alone, 0.62, color=BLUE, label="without the world model")
         axes.barh(names, added, 0.62, alone, color=VERMILLION, label="added by PaW")
         for place, (of, more, row) in enumerate(zip(alone, added, found, strict=True)):
-            axes.text(of + more, place, f" {of + more:.0f}k (+{float(row['paw']):.1f} %)", va="center", color=INK)
+            axes.text(
+                of + more,
+                place,
+                f" {of + more:.0f}k (+{float(row['paw']):.1f} %)",
+                va="center",
+                color=INK,
+            )
         axes.set(title=f"{name}, {found[0]['episodes']} episodes", xlim=(0, 140))
         axes.invert_yaxis()
         axes.grid(visible=False)
@@ -83,9 +92,14 @@ def known(figure: Figure) -> None:
         shares = [100 * int(row[key]) / int(row["selected"]) for row in rows]
         smooth = [mean(shares[max(0, at - WINDOW + 1) : at + 1]) for at in range(len(shares))]
         axes.plot(updates, smooth, color=colour, label=label)
-    axes.set(xlabel=f"Update of the quickstart (mean of {WINDOW})", ylabel="% of the selected observations")
+    axes.set(
+        xlabel=f"Update of the quickstart (mean of {WINDOW})",
+        ylabel="% of the selected observations",
+    )
     axes.set_ylim(0, None)
-    axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.45, 1), handlelength=1, columnspacing=1)
+    axes.legend(
+        ncols=3, loc="lower center", bbox_to_anchor=(0.45, 1), handlelength=1, columnspacing=1
+    )
 
 
 @styled

@@ -3,9 +3,10 @@
     python bench/triton_aot.py            compile the tabled configurations and the candidates, write the CSV
     python bench/triton_aot.py --tabled   only what the table uses, as JSON lines on the standard output
 
-The backend runs on tensors without data; its launches are recorded and compiled ahead of time for each architecture,
-with the specialisations that a real launch would have. bench/results/triton_aot.csv gets a line for each kernel, and
-keeps the lines of other versions of Triton.
+The backend runs on tensors without data; its launches are recorded and compiled ahead of time for
+each architecture, with the specialisations that a real launch would have.
+bench/results/triton_aot.csv gets a line for each kernel, and keeps the lines of other versions of
+Triton.
 """
 
 import argparse
@@ -33,7 +34,15 @@ from paw_kernels._triton import Tiles, TritonRows
 
 CSV = Path(__file__).parent / "results" / "triton_aot.csv"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-SIZES = {"dtype": "bfloat16", "n": 4096, "V": 128_256, "D": 4096, "bias": False, "gradients": True, "softcap": None}
+SIZES = {
+    "dtype": "bfloat16",
+    "n": 4096,
+    "V": 128_256,
+    "D": 4096,
+    "bias": False,
+    "gradients": True,
+    "softcap": None,
+}
 """Llama 3.1 8B; one chunk."""
 QWEN = {"V": 151_936, "D": 2048, "bias": True}
 """Half a tile of columns is left over; the gradient with entropy."""
@@ -44,7 +53,16 @@ SMALL = {"V": 151_936, "D": 64, "bias": True}
 FLOAT32 = {"dtype": "float32", "n": 2048}
 CASES = {
     "sm_80": [{}, {"gradients": False}, QWEN, FLOAT32, GEMMA],
-    "sm_90": [{}, {"gradients": False}, QWEN, SMALL, FLOAT32, {"dtype": "float16"}, {"D": 4095}, GEMMA],
+    "sm_90": [
+        {},
+        {"gradients": False},
+        QWEN,
+        SMALL,
+        FLOAT32,
+        {"dtype": "float16"},
+        {"D": 4095},
+        GEMMA,
+    ],
     "sm_100": [{}, {"gradients": False}, QWEN, SMALL, {"D": 64}, FLOAT32, GEMMA],
     "other": [{}, FLOAT32],
 }
@@ -53,8 +71,12 @@ CAPABILITY = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "other": 89}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tabled", action="store_true", help="only the table, JSON lines to the standard output")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--tabled", action="store_true", help="only the table, JSON lines to the standard output"
+    )
     options = parser.parse_args()
     if options.tabled:
         for row in tabled():
@@ -63,10 +85,15 @@ def main() -> None:
     rows = [{"table": "yes", **row} for row in tabled()]
     for arch, number in CAPABILITY.items():
         for tiles in _triton.candidates(divmod(number, 10))[1:]:
-            rows += [{"table": "no", **row} for row in compiled(arch, tiles, {}, kernels=("forward_kernel",))]
+            rows += [
+                {"table": "no", **row}
+                for row in compiled(arch, tiles, {}, kernels=("forward_kernel",))
+            ]
     if CSV.exists():  # of other versions of Triton
         with CSV.open(newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if row["triton"] != triton.__version__] + rows
+            rows = [
+                row for row in csv.DictReader(file) if row["triton"] != triton.__version__
+            ] + rows
     with CSV.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[-1])
         writer.writeheader()
@@ -79,7 +106,9 @@ def tabled() -> Iterator[dict[str, Any]]:
     for arch, cases in CASES.items():
         for case in cases:
             size = {**SIZES, **case}
-            weight = torch.empty(size["V"], size["D"], dtype=getattr(torch, size["dtype"]), device="meta")
+            weight = torch.empty(
+                size["V"], size["D"], dtype=getattr(torch, size["dtype"]), device="meta"
+            )
             yield from compiled(arch, _triton.tiles_for(weight, size["softcap"], arch), case)
 
 
@@ -91,16 +120,31 @@ def compiled(
         if kernels is None or kernel.__name__ in kernels:
             forward = kernel.__name__ == "forward_kernel"
             how = {f: value if forward else "" for f, value in tiles._asdict().items()}
-            yield {**about, "kernel": kernel.__name__, **how, **resources(kernel, arguments, options, CAPABILITY[arch])}
+            yield {
+                **about,
+                "kernel": kernel.__name__,
+                **how,
+                **resources(kernel, arguments, options, CAPABILITY[arch]),
+            }
 
 
 def launches(
-    tiles: Tiles, *, dtype: str, n: int, V: int, D: int, bias: bool, gradients: bool, softcap: float | None
+    tiles: Tiles,
+    *,
+    dtype: str,
+    n: int,
+    V: int,
+    D: int,
+    bias: bool,
+    gradients: bool,
+    softcap: float | None,
 ) -> list[tuple[Any, tuple, dict[str, Any]]]:
     """(kernel, arguments, options) of one chunk of n rows."""
     recorded = []
     launch = _triton._launch
-    _triton._launch = lambda kernel, programs, *arguments, **options: recorded.append((kernel, arguments, options))
+    _triton._launch = lambda kernel, programs, *arguments, **options: recorded.append(
+        (kernel, arguments, options)
+    )
     try:
         with torch.device("meta"):
             of = {"dtype": getattr(torch, dtype)}
@@ -115,9 +159,13 @@ def launches(
     return recorded
 
 
-def resources(kernel: Any, arguments: tuple, options: dict[str, Any], capability: int) -> dict[str, Any]:
+def resources(
+    kernel: Any, arguments: tuple, options: dict[str, Any], capability: int
+) -> dict[str, Any]:
     """Compiles as a launch would; what the machine code takes and which instructions it holds."""
-    given = dict(zip(kernel.arg_names, arguments, strict=False)) | {k: options[k] for k in options if k.isupper()}
+    given = dict(zip(kernel.arg_names, arguments, strict=False)) | {
+        k: options[k] for k in options if k.isupper()
+    }
     settings = {k: v for k, v in options.items() if not k.isupper()}
     types, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
@@ -135,7 +183,11 @@ def resources(kernel: Any, arguments: tuple, options: dict[str, Any], capability
     source = ASTSource(kernel, signature=types, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
     made = triton.compile(source, target=target, options={**settings, "enable_fp_fusion": True})
-    return {**machine_code(made.asm["cubin"]), **instructions(made.asm), "shared": made.metadata.shared}
+    return {
+        **machine_code(made.asm["cubin"]),
+        **instructions(made.asm),
+        "shared": made.metadata.shared,
+    }
 
 
 @cache  # cases share kernels
@@ -146,7 +198,10 @@ def machine_code(cubin: bytes) -> dict[str, int | None]:
         command = [TOOLS / "cuobjdump", "-res-usage", "-sass", file.name]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", told)}
-    code = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", told, re.MULTILINE)]
+    code = [
+        (int(at, 16), text)
+        for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", told, re.MULTILINE)
+    ]
     return {
         "registers": found["REG"],
         "stack": found["STACK"],
@@ -159,7 +214,8 @@ def machine_code(cubin: bytes) -> dict[str, int | None]:
 def shortest_loop(code: list[tuple[int, str]], through: str) -> int | None:
     """Instructions of the shortest way from the first of that name back to it, None if there is none.
 
-    In the forward kernel a warp's work on a tile that holds no target and is not the last, with one step of depth.
+    In the forward kernel a warp's work on a tile that holds no target and is not the last, with one
+    step of depth.
     """
     place = {at: i for i, (at, _) in enumerate(code)}
     nexts: list[list[int]] = []

@@ -1,7 +1,7 @@
 """The trainer's own update, `paw.trainer.optimize`, on samples of one's own: seconds of each part, peak memory.
 
-The learning rate is 0: AdamW does all its work and every update sees the same weights. Weights are random, of a shape
-that `paw.tools.shapes` knows; nothing is downloaded.
+The learning rate is 0: AdamW does all its work and every update sees the same weights. Weights are
+random, of a shape that `paw.tools.shapes` knows; nothing is downloaded.
 """
 
 import sys
@@ -39,7 +39,9 @@ class Meter:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.parts = device, dict[str, float]()
-        self.base_gib = _status("VmRSS") if device.type == "cpu" else torch.cuda.memory_allocated() / 2**30
+        self.base_gib = (
+            _status("VmRSS") if device.type == "cpu" else torch.cuda.memory_allocated() / 2**30
+        )
 
     def watch(self, owner: Any, name: str, part: str) -> None:
         """Count each call of owner.name, which stays a function of the same arguments, as `part`."""
@@ -62,11 +64,17 @@ class Meter:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         else:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins at VmRSS again
+            Path("/proc/self/clear_refs").write_text(
+                "5", encoding="ascii"
+            )  # VmHWM begins at VmRSS again
         began, cpu = self._now(), time.process_time()
         found = step()
         found |= {"seconds": self._now() - began, "cpu_s": time.process_time() - cpu}
-        peak = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else _status("VmHWM")
+        peak = (
+            torch.cuda.max_memory_allocated() / 2**30
+            if self.device.type == "cuda"
+            else _status("VmHWM")
+        )
         parts = {f"{part}_s": value for part, value in self.parts.items()}
         return found | {"peak_gib": peak - self.base_gib} | parts
 
@@ -78,7 +86,10 @@ class Meter:
 
 def _status(key: str) -> float:
     """GiB of this process, by Linux's own account."""
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
+    lines = dict(
+        line.split(":")
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    )
     return int(lines[key].split()[0]) / 2**20
 
 
@@ -97,9 +108,14 @@ def trainer(
     """A run with that model that updates are measured on, and the meter, which began before the model was there."""
     torch.set_num_threads(threads)
     meter = Meter(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    keys = {"model.path": folder, "model.dtype": dtype, "optim.micro_batch_tokens": "4096"} | (keys or {})
+    keys = {"model.path": folder, "model.dtype": dtype, "optim.micro_batch_tokens": "4096"} | (
+        keys or {}
+    )
     with ExitStack() as stack:
-        keys |= {"run.threads": str(threads), "run.dir": stack.enter_context(tempfile.TemporaryDirectory())}
+        keys |= {
+            "run.threads": str(threads),
+            "run.dir": stack.enter_context(tempfile.TemporaryDirectory()),
+        }
         config = load("alfworld-grpo-paw", KEYS | keys)
         config = config.model_copy(update={"optim": config.optim.model_copy(update={"lr": 0.0})})
         run = stack.enter_context(open_run(config))
@@ -114,7 +130,9 @@ def trainer(
 
 def warm(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer, with its state."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    for parameter in (
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
@@ -123,7 +141,9 @@ def warm(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def score(run: Run, samples: Sequence[Sample]) -> None:
     """The log-prob pass: what the sampler would have said, and the entropies for the selection."""
-    for sample, (logp, entropy) in zip(samples, run.log_probs(run.policy, list(samples)), strict=True):
+    for sample, (logp, entropy) in zip(
+        samples, run.log_probs(run.policy, list(samples)), strict=True
+    ):
         sample.sampled_logp = sample.old_logp = logp
         sample.entropy = entropy
 
@@ -140,5 +160,7 @@ def update(run: Run, samples: Sequence[Sample], *, paw: bool) -> dict[str, float
     """One update, with the world model or without; loss and norm of the gradient."""
     own = [replace(sample, wm_weight=sample.wm_weight * paw) for sample in samples]
     config = run.config.model_copy(update={"wm": run.config.wm.model_copy(update={"enabled": paw})})
-    found = paw.trainer.optimize(replace(run, config=config, metrics={"health/sampler_mismatch": 0.0}), own)
+    found = paw.trainer.optimize(
+        replace(run, config=config, metrics={"health/sampler_mismatch": 0.0}), own
+    )
     return {"loss": found["policy/loss"], "grad_norm": found["optim/grad_norm"]}

@@ -21,9 +21,13 @@ class Guess:
         found = re.search(r"[0-9]{1,2}", response)
         guess = int(found[0]) if found else 0
         won, more = guess == self.secret, guess < self.secret
-        self.low, self.high = (max(self.low, guess + 1), self.high) if more else (self.low, min(self.high, guess - 1))
+        self.low, self.high = (
+            (max(self.low, guess + 1), self.high) if more else (self.low, min(self.high, guess - 1))
+        )
         text = "That is it." if won else f"It is {'more' if more else 'less'} than {guess}."
-        return Outcome(text, reward=float(won), done=won, won=won, action=str(guess), valid=found is not None)
+        return Outcome(
+            text, reward=float(won), done=won, won=won, action=str(guess), valid=found is not None
+        )
 
     # Optional: a warm-up model and `paw env check` play the oracle, `paw play` lists the actions.
 

@@ -30,7 +30,10 @@ _HOMES = {
     "sft": "paw.tools.sft",
     "train": "paw.trainer",
 }
-"""The module that defines each name. They are imported when the name is used: `import paw` loads no torch."""
+"""The module that defines each name.
+
+They are imported when the name is used: `import paw` loads no torch.
+"""
 
 
 def load(recipe: str | Path, **changes: Any) -> "Config":
@@ -43,7 +46,9 @@ def load(recipe: str | Path, **changes: Any) -> "Config":
     return load_named(recipe, changes)
 
 
-if not TYPE_CHECKING:  # a type checker reads the imports above, and reports names that are not there
+if (
+    not TYPE_CHECKING
+):  # a type checker reads the imports above, and reports names that are not there
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

@@ -1,4 +1,7 @@
-"""From a configuration to the parts of a run: environment, models, engine, optimizer. Cheap checks come first."""
+"""From a configuration to the parts of a run: environment, models, engine, optimizer.
+
+Cheap checks come first.
+"""
 
 import importlib
 import os
@@ -23,7 +26,15 @@ from paw.model.attention import pick_attention
 from paw.model.check import check_path, longest_row
 from paw.model.dtype import training_dtype
 from paw.model.optim import make_optimizer
-from paw.model.policy import DTYPES, Policy, load_policy, load_tokenizer, pick_backend, pick_device, weights_dtype
+from paw.model.policy import (
+    DTYPES,
+    Policy,
+    load_policy,
+    load_tokenizer,
+    pick_backend,
+    pick_device,
+    weights_dtype,
+)
 from paw.model.ranks import Ranks
 from paw.rollouts.chat import Chat
 from paw.rollouts.engines import make_engine, wants_entropy
@@ -60,18 +71,25 @@ class Parts:
 
 
 def join_ranks(device: torch.device, *, episodes: int, peer_timeout_s: float = 600.0) -> Ranks:
-    """Meet the peers that torchrun's variables tell of. UserError where these do not fit, or outnumber an update's
-    `episodes`."""
+    """Meet the peers that torchrun's variables tell of. UserError where these do not fit, or
+    outnumber an update's `episodes`."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Ranks()
     from paw.model.parallel import DistributedRanks, read_variables
 
     variables = read_variables(episodes)
-    return DistributedRanks(*variables, device, peer_timeout_s=peer_timeout_s) if variables[1] > 1 else Ranks()
+    return (
+        DistributedRanks(*variables, device, peer_timeout_s=peer_timeout_s)
+        if variables[1] > 1
+        else Ranks()
+    )
 
 
 def check_environment(config: Config) -> EnvFactory:
-    """The environment of the run. UserError where it, or the run's agent, cannot play, or lacks the best reward."""
+    """The environment of the run.
+
+    UserError where it, or the run's agent, cannot play, or lacks the best reward.
+    """
     find_agent(config)
     factory = make_factory(config)
     if config.wm.enabled and config.wm.weight == "adaptive":
@@ -100,16 +118,23 @@ def check_memory(config: Config, device: torch.device, ranks: Ranks) -> None:
     files = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     if device.type == "cpu" and 0 < files * PLANNED < memory:
         return
-    gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
+    gib = (
+        torch.cuda.get_device_properties(device).total_memory / 2**30
+        if device.type == "cuda"
+        else None
+    )
     fit: Any = importlib.import_module("paw.tools.fit")
     fit.check_machine(config, gpus=ranks.world_size, gpu_gib=gib, on_host=ranks.on_host)
 
 
-def choose_dtype(config: Config, device: torch.device, ranks: Ranks, *, past: Path | None) -> tuple[str, list[str]]:
+def choose_dtype(
+    config: Config, device: torch.device, ranks: Ranks, *, past: Path | None
+) -> tuple[str, list[str]]:
     """(What the run is computed in, what to report about it); a call of all ranks.
 
-    "auto" is bfloat16 if that suits the machines of all ranks. A resumed run, whose directory is `past`, keeps what it
-    began with: another precision gives other numbers, and with LoRA another base model.
+    "auto" is bfloat16 if that suits the machines of all ranks. A resumed run, whose directory is
+    `past`, keeps what it began with: another precision gives other numbers, and with LoRA another
+    base model.
     """
     if config.model.dtype != "auto":
         return config.model.dtype, []
@@ -119,7 +144,9 @@ def choose_dtype(config: Config, device: torch.device, ranks: Ranks, *, past: Pa
     if began_in in ("", dtype):
         return dtype, []
     change = f"--model.dtype {dtype}, which suits this machine, changes that"
-    return began_in, [f"model.dtype = 'auto': the run began in {began_in} and goes on in it ({change})"]
+    return began_in, [
+        f"model.dtype = 'auto': the run began in {began_in} and goes on in it ({change})"
+    ]
 
 
 def build(
@@ -133,12 +160,13 @@ def build(
 ) -> Parts:
     """Load, shard and check everything, sent by rank 0; a call of all ranks. `stack` closes what has to be closed.
 
-    `run` is the directory of a run to resume, which began from its own warm-up model. `config.model.dtype` is not
-    "auto" any more.
+    `run` is the directory of a run to resume, which began from its own warm-up model.
+    `config.model.dtype` is not "auto" any more.
     """
     device = pick_device(config.model.device)
     kernels = device, config.model.dtype, config.model.path
-    # Where it is to choose, rank 0 does: what was measured on other machines may say otherwise there.
+    # Where it is to choose, rank 0 does: what was measured on other machines may say otherwise
+    # there.
     wanted = ranks.broadcast_from_rank0(lambda: pick_backend(config.model.head_backend, *kernels))
 
     def pick() -> tuple[str, str]:
@@ -160,7 +188,10 @@ def build(
         from paw.model.folder import on_this_machine
 
         path = on_this_machine(path, ranks)
-    lora, servers = config.lora if config.lora.rank and config.lora.send == "adapters" else None, None
+    lora, servers = (
+        config.lora if config.lora.rank and config.lora.send == "adapters" else None,
+        None,
+    )
     if config.engine.servers and ranks.first:
         from paw.rollouts.engines.servers import start_servers
 
@@ -193,16 +224,24 @@ def build(
         check_targets(policy.lm, config.lora)
     elif config.policy.kl_coef:
         here = alone and not config.policy.offload_reference
-        reference = load_policy(path, place=here, check=False, **options).eval().requires_grad_(False)
+        reference = (
+            load_policy(path, place=here, check=False, **options).eval().requires_grad_(False)
+        )
     models = [policy] if reference is policy else [policy, reference]
     if ppo:
         from paw.algo.critic import load_critic
 
         models.append(load_critic(path, **trained, **options))
-    buffers = [buffer for model in models for buffer in model.buffers()]  # some routers' biases are no parameters
-    dtypes = ranks.broadcast_from_rank0(lambda: [str(buffer.dtype).partition(".")[2] for buffer in buffers], list[str])
+    buffers = [
+        buffer for model in models for buffer in model.buffers()
+    ]  # some routers' biases are no parameters
+    dtypes = ranks.broadcast_from_rank0(
+        lambda: [str(buffer.dtype).partition(".")[2] for buffer in buffers], list[str]
+    )
     for buffer, dtype in zip(buffers, dtypes, strict=True):
-        buffer.data = buffer.data.to(getattr(torch, dtype))  # made without files, none was kept in float32
+        buffer.data = buffer.data.to(
+            getattr(torch, dtype)
+        )  # made without files, none was kept in float32
         ranks.broadcast(buffer, 0)
     if config.model.liger:
         from paw.model.patches import apply_liger
@@ -210,7 +249,9 @@ def build(
         for model in models:
             apply_liger(model.lm)
     apart: Any = {"lora": lora, "own_weights": not alone, "check": ranks.first}
-    engine = make_engine(config, policy=policy, chat=chat, model_path=path, ranks=ranks, servers=servers, **apart)
+    engine = make_engine(
+        config, policy=policy, chat=chat, model_path=path, ranks=ranks, servers=servers, **apart
+    )
     stack.callback(engine.close)
     if config.lora.rank:  # after the engine has copied what it needs
         from paw.model.lora import add_adapters
@@ -227,7 +268,12 @@ def build(
     check_path(policy, path)
 
     learners = [
-        Learner("", policy, make_optimizer(policy.parameters(), config.optim), UpdateGuard(config.run.max_skipped))
+        Learner(
+            "",
+            policy,
+            make_optimizer(policy.parameters(), config.optim),
+            UpdateGuard(config.run.max_skipped),
+        )
     ]
     critic = None
     if ppo:
@@ -249,7 +295,9 @@ def build(
         engine=engine,
         learners=learners,
         # environments repeat themselves
-        encode_observation=lru_cache(65536)(lambda text: chat.observation_ids(text, config.wm.max_tokens)),
+        encode_observation=lru_cache(65536)(
+            lambda text: chat.observation_ids(text, config.wm.max_tokens)
+        ),
         path=path,
         info=info,
     )

@@ -24,12 +24,14 @@ def cache_dir() -> Path:
 def stamp(file: Path) -> str:
     """A name for this state of a file: of where it lies, its size and when it was last written."""
     about = file.stat()
-    return hashlib.sha256(f"{file.resolve()} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        f"{file.resolve()} {about.st_size} {about.st_mtime_ns}".encode()
+    ).hexdigest()[:16]
 
 
 def cached(name: str, fill: Callable[[Path], object], *, home: Path | None = None) -> Path:
-    """Folder `name` of the cache, or of `home`, filled by `fill(unfinished folder)` unless it is there. Whole or not
-    there at all."""
+    """Folder `name` of the cache, or of `home`, filled by `fill(unfinished folder)` unless it is
+    there. Whole or not there at all."""
     folder = (home or cache_dir()) / name
     if folder.is_dir():
         return folder
@@ -38,7 +40,9 @@ def cached(name: str, fill: Callable[[Path], object], *, home: Path | None = Non
         if home is None:
             _sweep(folder)
         beside = {"prefix": f"{folder.name}.", "dir": folder.parent}
-        with tempfile.TemporaryDirectory(**beside, ignore_cleanup_errors=True) as made:  # by then it may be renamed
+        with tempfile.TemporaryDirectory(
+            **beside, ignore_cleanup_errors=True
+        ) as made:  # by then it may be renamed
             fill(Path(made))
             fsync_tree(Path(made))
             try:

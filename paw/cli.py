@@ -1,7 +1,7 @@
 """The command line: `paw train | eval | rollout | ...`, see `paw --help`.
 
-A command's modules are imported when it is the one: `paw --help` is quick. A user's mistake is one line on stderr and
-exit code 2.
+A command's modules are imported when it is the one: `paw --help` is quick. A user's mistake is one
+line on stderr and exit code 2.
 """
 
 import argparse
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from paw.config import Config
 
 OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (docs/keys.md has all keys)"
-SHORT = {"--agent": "agent.type", "--env": "env.name", "--endpoint": "endpoint.url", "--model": "endpoint.model"}
+SHORT = {
+    "--agent": "agent.type",
+    "--env": "env.name",
+    "--endpoint": "endpoint.url",
+    "--model": "endpoint.model",
+}
 COMMANDS = {
     "train": "train a recipe and write a run directory with a report",
     "eval": "play held-out games with a model or a run and print success with its interval",
@@ -43,7 +48,9 @@ COMMANDS = {
     "doctor": "say what is installed and what is missing, inspect a model, or check and time the kernels",
 }
 VARIABLES = {
-    **dict.fromkeys(("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_DISABLE_TELEMETRY"), "1"),  # nothing phones home
+    **dict.fromkeys(
+        ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_DISABLE_TELEMETRY"), "1"
+    ),  # nothing phones home
     "KINETO_LOG_LEVEL": "99",  # torch's profiler talks of its stages
     "GOMP_SPINCOUNT": "3000",  # OpenMP threads that wait would spin for long, and slow down a machine with other work
 }
@@ -68,7 +75,9 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"command line: {_unknown(rest[0], takes)}")
         known = (signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler)
         if options.name != "train" and signal.getsignal(signal.SIGINT) not in known:
-            signal.signal(signal.SIGINT, watcher.interrupt)  # training leaves at once until it has begun
+            signal.signal(
+                signal.SIGINT, watcher.interrupt
+            )  # training leaves at once until it has begun
         try:
             return options.command(options, overrides)
         except SystemExit as error:  # not ours: of an environment's file, or of a library
@@ -93,8 +102,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """`main` for the shell. Ranks and interrupted commands skip the interpreter's own end, in which threads of C++
-    libraries abort now and then.
+    """`main` for the shell. Ranks and interrupted commands skip the interpreter's own end, in which
+    threads of C++ libraries abort now and then.
     """
     try:
         code = main()
@@ -127,7 +136,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(words: list[str]) -> argparse.ArgumentParser:
     """All commands by name, with the arguments of the one that `words` begin with."""
-    parser = _Parser(prog="paw", description="Policy and world-model co-training for language agents.")
+    parser = _Parser(
+        prog="paw", description="Policy and world-model co-training for language agents."
+    )
     parser.add_argument("--version", action="version", version=f"paw {__version__}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for name, help in COMMANDS.items():
@@ -139,9 +150,15 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
             sub.epilog = _train_epilog()
             sub.formatter_class = argparse.RawDescriptionHelpFormatter
             sub.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
-            sub.add_argument("--resume", nargs="?", const="auto", default="", metavar="CHECKPOINT", help=resume)
-            sub.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs, or CPUs: a process each")
-            sub.add_argument("--dry-run", action="store_true", help="print the resolved configuration, and stop")
+            sub.add_argument(
+                "--resume", nargs="?", const="auto", default="", metavar="CHECKPOINT", help=resume
+            )
+            sub.add_argument(
+                "--gpus", type=int, default=1, metavar="N", help="GPUs, or CPUs: a process each"
+            )
+            sub.add_argument(
+                "--dry-run", action="store_true", help="print the resolved configuration, and stop"
+            )
             sub.set_defaults(command=_train)
         else:
             from paw.commands import add_arguments
@@ -155,7 +172,11 @@ def _train_epilog() -> str:
     from paw.recipe import recipe_names
 
     names = textwrap.fill(
-        "  ".join(recipe_names()), width=100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+        "  ".join(recipe_names()),
+        width=100,
+        initial_indent="  ",
+        subsequent_indent="  ",
+        break_on_hyphens=False,
     )
     return (
         f"{OVERRIDES}\n\nan environment of your own: paw train own-environment --env.name FILE.py:Class"
@@ -173,7 +194,12 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
     if options.dry_run:
         from paw.tools.reference import explain
 
-        print(explain(config.model_copy(update={"run": config.run.model_copy(update={"name": name})})), end="")
+        print(
+            explain(
+                config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+            ),
+            end="",
+        )
         for line in warnings(config):
             to_stderr(line)
         return 0
@@ -193,7 +219,11 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
 
         words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
         if (count := options.gpus - config.engine.gpus) < 1:
-            taken = f"engine.servers take {config.engine.gpus}, none is left" if config.engine.gpus else "at least 1"
+            taken = (
+                f"engine.servers take {config.engine.gpus}, none is left"
+                if config.engine.gpus
+                else "at least 1"
+            )
             raise UserError(f"--gpus {options.gpus}: {taken}")
         words = ["train", options.recipe, *words, *(resume and ["--resume", resume])]
         return launch(count, words, device=config.model.device)
@@ -206,8 +236,8 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def _check(config: "Config", name: str, resume: str) -> None:
-    """What needs no model, before torch is loaded, which takes seconds. Ranks look once they have met: all are to know
-    what one of them, maybe on another machine, lacks."""
+    """What needs no model, before torch is loaded, which takes seconds. Ranks look once they have
+    met: all are to know what one of them, maybe on another machine, lacks."""
     from paw.state.claim import check_free
 
     check_free(config.run.dir / name, resume=resume)
@@ -216,7 +246,9 @@ def _check(config: "Config", name: str, resume: str) -> None:
         from paw.envs import make_factory
 
         make_factory(config)  # says what is missing and how to get it
-    if config.model.path != "quickstart" and ":" not in config.env.name:  # one's own mistakes come first
+    if (
+        config.model.path != "quickstart" and ":" not in config.env.name
+    ):  # one's own mistakes come first
         from paw.hub import check_hub
 
         check_hub(config.model.path)
@@ -225,14 +257,17 @@ def _check(config: "Config", name: str, resume: str) -> None:
 def _announce_warmup(config: "Config", resume: str) -> None:
     """Say what comes before torch is loaded, which takes long on a busy machine, in as many processes as ranks.
 
-    Only of environments that generate their tasks, which are made in a moment: their mistakes come without this line.
+    Only of environments that generate their tasks, which are made in a moment: their mistakes come
+    without this line.
     """
     generates = getattr(config.env, "data", "") is None
     if config.model.path == "quickstart" and generates and not resume:
         from paw.envs import make_factory
 
         make_factory(config)
-        to_stdout("warm-up: loading PyTorch; the quickstart's model is made first, unless the cache has it")
+        to_stdout(
+            "warm-up: loading PyTorch; the quickstart's model is made first, unless the cache has it"
+        )
 
 
 def _unknown(word: str, overrides: bool) -> str:

@@ -1,19 +1,47 @@
 """One run's configuration as pydantic models: a section, a table of the recipe (`paw.recipe` reads those). No torch.
 
-`env`, `advantage` and `agent` name a plug-in (`paw.plugins`), whose settings are keys of the section too. A key with
-`Only` applies beside some values of another key, and is unknown beside the rest.
+`env`, `advantage` and `agent` name a plug-in (`paw.plugins`), whose settings are keys of the
+section too. A key with `Only` applies beside some values of another key, and is unknown beside the
+rest.
 """
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from paw.errors import UserError
 from paw.keys import flatten, keys_of, section_type
-from paw.tool_config import EndpointConfig, EngineConfig, RwmlConfig, SftConfig, TrackingConfig, WarmupConfig, listed
-from paw.values import Count, Natural, NonNegative, Only, PluginSection, Positive, Rate, Seconds, Section, Seed, Share
+from paw.tool_config import (
+    EndpointConfig,
+    EngineConfig,
+    RwmlConfig,
+    SftConfig,
+    TrackingConfig,
+    WarmupConfig,
+    listed,
+)
+from paw.values import (
+    Count,
+    Natural,
+    NonNegative,
+    Only,
+    PluginSection,
+    Positive,
+    Rate,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+)
 
 WM, CMAE, GCE = Only("wm.enabled", (True,)), Only("wm.loss", ("cmae",)), Only("wm.loss", ("gce",))
 FLASH, LORA = Only("optim.name", ("flash-adamw",)), Only("lora.rank")
@@ -50,7 +78,9 @@ class RunConfig(Section):
     @classmethod
     def _stays_in_dir(cls, name: str) -> str:
         if "/" in name or name in (".", "..") or not name.isprintable() or len(name.encode()) > 200:
-            raise ValueError("a folder's name of at most 200 bytes, without '/' and line ends; run.dir says where")
+            raise ValueError(
+                "a folder's name of at most 200 bytes, without '/' and line ends; run.dir says where"
+            )
         return name
 
 
@@ -62,8 +92,8 @@ class ModelConfig(Section):
     tool_parser: Annotated[str, Field(min_length=1)] = "auto"
     """What reads calls of tools: a parser of vLLM ("hermes", "llama3_json"), "transformers", or auto, which tries."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the forward pass; auto: bfloat16 on a GPU or a CPU with instructions for it, else float32. Gradients
-    are accumulated in what the optimizer stores."""
+    """Precision of the forward pass; auto: bfloat16 on a GPU or a CPU with instructions for it,
+    else float32. Gradients are accumulated in what the optimizer stores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto takes a GPU where there is one."""
     checkpointing: Literal["none", "selective", "full"] = "none"
@@ -71,7 +101,10 @@ class ModelConfig(Section):
     offload_activations: bool = False
     """Keep activations in host memory until the backward pass."""
     attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"
-    """Attention over packed sequences (sdpa pads them); auto takes the first that runs. All give equal log-probs."""
+    """Attention over packed sequences (sdpa pads them); auto takes the first that runs.
+
+    All give equal log-probs.
+    """
     compile: bool = False
     """torch.compile of every decoder layer."""
     shard: Literal["world", "node", "none"] = "world"
@@ -89,9 +122,19 @@ class LoraConfig(Section):
     """Rank of the adapters; 0 trains every weight."""
     alpha: Annotated[Positive, LORA] = 32.0
     """Adapters are scaled by alpha / rank."""
-    targets: Annotated[list[str], LORA] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    targets: Annotated[list[str], LORA] = [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
     """Names of the linear layers that get adapters."""
-    send: Annotated[Literal["adapters", "merged"], LORA, Only("engine.type", ("vllm", "server"))] = "adapters"
+    send: Annotated[
+        Literal["adapters", "merged"], LORA, Only("engine.type", ("vllm", "server"))
+    ] = "adapters"
     """What vLLM gets after each update: adapters alone, beside the base weights that it has, or merged weights."""
 
 
@@ -112,12 +155,13 @@ class EnvConfig(PluginSection):
     invalid_penalty: NonNegative = 0.1
     """Subtracted from the score of a turn whose response is no valid action."""
     step_timeout_s: Seconds = 60.0
-    """Seconds before a turn of an environment that blocks counts as hung, which costs its episode; also how long an
-    agent may wait for anything but model and environment."""
+    """Seconds before a turn of an environment that blocks counts as hung, which costs its episode;
+    also how long an agent may wait for anything but model and environment."""
     processes: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Processes of each rank in which environments of your own run, those of gymnasium and verifiers, and questions
-    with a score of your own: one that dies, or hangs for env.step_timeout_s, costs its episodes and is replaced. 0 runs
-    them in threads of the trainer."""
+    """Processes of each rank in which environments of your own run, those of gymnasium and
+    verifiers, and questions with a score of your own: one that dies, or hangs for
+    env.step_timeout_s, costs its episodes and is replaced. 0 runs them in threads of the
+    trainer."""
     max_text: Count = 1_000_000
     """Characters kept of a prompt (its last), of an observation or an anchor (their first)."""
 
@@ -161,7 +205,9 @@ class AdvantageConfig(PluginSection):
     KIND, KEY = "advantages", "type"
     type: str = "grpo"
     """grpo, rloo, gigpo, ppo (its baseline is a critic, see `critic`), or an estimator of your own."""
-    penalty_only: Annotated[Literal["keep", "drop"], Only("advantage.type", excluded=("ppo",))] = "keep"
+    penalty_only: Annotated[Literal["keep", "drop"], Only("advantage.type", excluded=("ppo",))] = (
+        "keep"
+    )
     """drop: groups whose returns are all equal get no advantage, instead of blowing up their penalties."""
 
 
@@ -178,8 +224,8 @@ class CriticConfig(Section):
 class PolicyConfig(PluginSection):
     KIND, KEY, WITHIN = "losses", "loss", ("ppo",)
     loss: str = "ppo"
-    """Loss of responses: ppo, cispo, gspo (with the gradient of GSPO-token), or one of your own, "module:name" or
-    "FILE.py:name" (docs/algorithm.md)."""
+    """Loss of responses: ppo, cispo, gspo (with the gradient of GSPO-token), or one of your own,
+    "module:name" or "FILE.py:name" (docs/algorithm.md)."""
     clip_low: Share = 0.2
     """Ratios below 1 - clip_low are clipped."""
     clip_high: NonNegative = 0.2
@@ -197,8 +243,8 @@ class PolicyConfig(PluginSection):
     old_logp: Literal["trainer", "engine"] = "trainer"
     """engine takes the sampler's log-probs and saves the log-prob pass where nothing else needs it."""
     tis_cap: Annotated[float, Field(gt=1.0)] | None = None
-    """Truncated importance sampling: tokens are weighted by min(pi_old / pi_sampler, cap); with old_logp = "engine"
-    min(pi / pi_sampler, cap) takes the place of PPO's clipped ratio."""
+    """Truncated importance sampling: tokens are weighted by min(pi_old / pi_sampler, cap); with
+    old_logp = "engine" min(pi / pi_sampler, cap) takes the place of PPO's clipped ratio."""
     is_mask: tuple[Positive, Positive] | None = None
     """Tokens whose pi_old / pi_sampler is not within [low, high] have no policy loss."""
     is_level: Literal["token", "response"] = "token"
@@ -216,8 +262,8 @@ class WorldConfig(PluginSection):
     alpha: Annotated[Rate, WM] = 0.75
     """Share of the update's transitions kept, those of highest action entropy."""
     loss: Annotated[str, WM] = "cmae"
-    """Per observation token of probability p: cmae [p <= rho] (1 - p), mae 1 - p, ce -log p, gce (1 - p^q) / q (arXiv
-    1805.07836), or a loss of your own."""
+    """Per observation token of probability p: cmae [p <= rho] (1 - p), mae 1 - p, ce -log p, gce (1
+    - p^q) / q (arXiv 1805.07836), or a loss of your own."""
     rho: Annotated[Rate, WM, CMAE] = 0.2
     """Tokens of a higher probability are left out."""
     q: Annotated[Rate, WM, GCE] = 0.7
@@ -277,7 +323,10 @@ class EvalConfig(Section):
 
 
 class Config(Section):
-    """A whole configuration. Raises pydantic's ValidationError for keys and values that do not go."""
+    """A whole configuration.
+
+    Raises pydantic's ValidationError for keys and values that do not go.
+    """
 
     run: RunConfig = RunConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -309,7 +358,9 @@ class Config(Section):
             return section_type(base, table.get(base.KEY)).model_validate(table)
         except UserError as error:
             name = table.get(base.KEY, base.model_fields[base.KEY].default)
-            raise _problem("plugin", str(error).removeprefix(f"'{name}': "), (base.KEY,), name) from None
+            raise _problem(
+                "plugin", str(error).removeprefix(f"'{name}': "), (base.KEY,), name
+            ) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -327,27 +378,46 @@ class Config(Section):
             instead = "use 2 or more, or advantage.type = 'ppo'"
             raise ValueError(f"rollout.group_size = 1 leaves {kind} without a baseline; {instead}")
         if self.engine.type == "server" and bool(self.engine.urls) == bool(self.engine.servers):
-            raise ValueError("engine.type = 'server' needs either engine.urls = 'http://...' or engine.servers = 1")
+            raise ValueError(
+                "engine.type = 'server' needs either engine.urls = 'http://...' or engine.servers = 1"
+            )
         if self.policy.is_mask and not self.policy.is_mask[0] < self.policy.is_mask[1]:
-            raise ValueError(f"policy.is_mask = {list(self.policy.is_mask)} is [low, high] with low < high")
-        from_engine, weighs = self.policy.old_logp == "engine", self.policy.tis_cap or self.policy.is_mask
+            raise ValueError(
+                f"policy.is_mask = {list(self.policy.is_mask)} is [low, high] with low < high"
+            )
+        from_engine, weighs = (
+            self.policy.old_logp == "engine",
+            self.policy.tis_cap or self.policy.is_mask,
+        )
         if self.policy.is_level == "response" and not weighs:
-            raise ValueError("policy.is_level says what policy.tis_cap and policy.is_mask look at: set one of them")
+            raise ValueError(
+                "policy.is_level says what policy.tis_cap and policy.is_mask look at: set one of them"
+            )
         if from_engine and (self.policy.is_mask or self.policy.is_level == "response"):
             raise ValueError("policy.is_mask and policy.is_level need policy.old_logp = 'trainer'")
         if from_engine and self.policy.tis_cap and self.policy.loss in ("cispo", "gspo"):
-            raise ValueError(f"policy.tis_cap and policy.loss = '{self.policy.loss}' need policy.old_logp = 'trainer'")
+            raise ValueError(
+                f"policy.tis_cap and policy.loss = '{self.policy.loss}' need policy.old_logp = 'trainer'"
+            )
         if self.lora.rank and kind == "ppo":
-            raise ValueError("lora.rank with advantage.type = 'ppo': the critic trains every weight, use lora.rank = 0")
+            raise ValueError(
+                "lora.rank with advantage.type = 'ppo': the critic trains every weight, use lora.rank = 0"
+            )
         if self.env.name == "next_state" and self.wm.enabled:
-            raise ValueError("env.name = 'next_state' learns the world model by RL: set wm.enabled = false")
+            raise ValueError(
+                "env.name = 'next_state' learns the world model by RL: set wm.enabled = false"
+            )
         if flash and self.lora.rank:
             raise ValueError("lora.rank trains fp32 adapters: take optim.name = 'adamw'")
         if flash and self.model.dtype == "float32":
-            raise ValueError("optim.name = 'flash-adamw' keeps bf16 weights: it needs model.dtype = 'bfloat16'")
+            raise ValueError(
+                "optim.name = 'flash-adamw' keeps bf16 weights: it needs model.dtype = 'bfloat16'"
+            )
         return self
 
 
 def _problem(kind: str, why: str, where: tuple[str, ...], value: Any) -> ValidationError:
     problem = PydanticCustomError(kind, "{why}", {"why": why})  # type: ignore[arg-type]
-    return ValidationError.from_exception_data(kind, [InitErrorDetails(type=problem, loc=where, input=value)])
+    return ValidationError.from_exception_data(
+        kind, [InitErrorDetails(type=problem, loc=where, input=value)]
+    )

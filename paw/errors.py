@@ -1,7 +1,7 @@
 """User-facing errors, and text that is safe to print.
 
-A mistake of the user ends the command with one line and exit code 2 (UserError). Whatever an environment, a model or a
-server wrote passes `clean` before it reaches a terminal or a log.
+A mistake of the user ends the command with one line and exit code 2 (UserError). Whatever an
+environment, a model or a server wrote passes `clean` before it reaches a terminal or a log.
 """
 
 import importlib
@@ -17,7 +17,9 @@ from typing import Any
 
 LINE_CHARS = 2000
 """Characters of a line on the terminal."""
-ESCAPE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|\x1b(?:[]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?")
+ESCAPE = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|\x1b(?:[]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?"
+)
 """Terminal control sequences (ECMA-48): of colours and cursors, of titles and clipboards, of a few characters."""
 
 
@@ -27,8 +29,8 @@ HIDDEN = "***"
 
 
 class UserError(Exception):
-    """A user-facing error. The message names the value, where it came from and the fix, in one line; passwords of URLs
-    in it become ***."""
+    """A user-facing error. The message names the value, where it came from and the fix, in one
+    line; passwords of URLs in it become ***."""
 
     exit_code = 2
 
@@ -45,7 +47,10 @@ class NoOracleError(Exception):
 
 
 class EnvironmentFailure(Exception):
-    """The environment broke, through no fault of the agent: its episode is dropped. One line says how."""
+    """The environment broke, through no fault of the agent: its episode is dropped.
+
+    One line says how.
+    """
 
 
 OURS = (KeyboardInterrupt, UserError)
@@ -82,18 +87,20 @@ def masked(value: Any) -> Any:
 def others_code(
     what: str, *, spare: Callable[[Exception], bool] = lambda error: False, all_theirs: bool = False
 ) -> Iterator[None]:
-    """A failure of code that is not ours, SystemExit included, is one line: an OthersCodeError that begins with `what`,
-    the key that names the code, and says where it failed.
+    """A failure of code that is not ours, SystemExit included, is one line: an OthersCodeError that
+    begins with `what`, the key that names the code, and says where it failed.
 
-    An Exception that passed no one else's code is a bug of ours, or a library's, and keeps its traceback, unless
-    nothing but their code runs inside (`all_theirs`); so does one to `spare`.
+    An Exception that passed no one else's code is a bug of ours, or a library's, and keeps its
+    traceback, unless nothing but their code runs inside (`all_theirs`); so does one to `spare`.
     """
     try:
         yield
     except OURS:
         raise
     except BaseException as error:
-        is_theirs = not isinstance(error, Exception) or ((all_theirs or place(error)) and not spare(error))
+        is_theirs = not isinstance(error, Exception) or (
+            (all_theirs or place(error)) and not spare(error)
+        )
         if not is_theirs:
             raise
         raise OthersCodeError(f"{what}: {describe(error)}{place(error)}") from error
@@ -102,8 +109,9 @@ def others_code(
 def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:
     """`value` as text that is safe to print: one line (unless `lines`) of at most `limit` characters.
 
-    Control sequences, control characters, bidirectional and zero-width controls are taken out, lone surrogates become
-    question marks, and line ends spaces, so that no text fakes a line of progress. Passwords of URLs become ***.
+    Control sequences, control characters, bidirectional and zero-width controls are taken out, lone
+    surrogates become question marks, and line ends spaces, so that no text fakes a line of
+    progress. Passwords of URLs become ***.
 
     >>> clean("it\\x1b[2J broke\\nstep 99/99\\u202e \\ud800!", 20)
     'it broke step 99/99 ...'
@@ -127,7 +135,11 @@ def place(error: BaseException) -> str:
     """ " (FILE, line N)", the last that an exception passed which is neither ours nor a library's; "" without one."""
     if isinstance(error, SyntaxError):  # which says it itself
         return ""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_no_users(frame.filename)]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not _is_no_users(frame.filename)
+    ]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
@@ -159,8 +171,8 @@ class ShortRepr(reprlib.Repr):
 
 
 def needed(module: str, what: str, extra: str, *, instead: str = "") -> Any:
-    """That module. UserError where it is not installed: `what` needs it, which extra of paw-trainer has it, and what
-    may be used `instead`."""
+    """That module. UserError where it is not installed: `what` needs it, which extra of paw-trainer
+    has it, and what may be used `instead`."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -182,7 +194,11 @@ def _print(line: str, *streams: Any) -> None:
     for stream in streams:
         with suppress(AttributeError, OSError, ValueError):
             encoding = stream.encoding or "utf-8"
-            print(clean(line, LINE_CHARS).encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+            print(
+                clean(line, LINE_CHARS).encode(encoding, "replace").decode(encoding),
+                file=stream,
+                flush=True,
+            )
             return
 
 
@@ -191,7 +207,12 @@ def progress(what: str, done: int, total: int) -> None:
     with suppress(AttributeError, OSError, ValueError):  # as above
         if sys.stderr.isatty():
             text = f"{what} {done}/{total}"
-            print(f"\r{text}" + f"\r{' ' * len(text)}\r" * (done == total), end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{text}" + f"\r{' ' * len(text)}\r" * (done == total),
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -26,7 +26,10 @@ def writing(what: object, advice: str = "") -> Iterator[None]:
     """A disk that refuses is one line: UserError "cannot write WHAT", the cause, and `advice`."""
     try:
         yield
-    except (OSError, SafetensorError) as error:  # Python ignores SIGXFSZ: a file size limit is an OSError too
+    except (
+        OSError,
+        SafetensorError,
+    ) as error:  # Python ignores SIGXFSZ: a file size limit is an OSError too
         raise UserError(f"cannot write {what}: {cause(error)}{advice}") from None
 
 
@@ -42,8 +45,8 @@ def reading(what: object, advice: str = "") -> Iterator[None]:
 def write_file(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
     """Make `content` what `path` holds: all of it, or on any failure, power loss included, what was there before.
 
-    Text is written as UTF-8; a function, such as `figure.savefig`, gets the open file. A device or a pipe, which cannot
-    be replaced, is written to directly. Raises OSError.
+    Text is written as UTF-8; a function, such as `figure.savefig`, gets the open file. A device or
+    a pipe, which cannot be replaced, is written to directly. Raises OSError.
     """
     data = content.encode() if isinstance(content, str) else content
     fill: Any = data if callable(data) else lambda file: file.write(data)

@@ -55,7 +55,9 @@ def hint(key: str, flat: Flat) -> str:
             return f"; it is '{ours}' here"
     namesakes = [known for known in keys if known.rpartition(".")[2] == leaf]
     applying = [known for known, found in keys.items() if not found.needs]
-    trained = [known for known in namesakes if not known.startswith(("sft.", "rwml."))]  # not of other commands
+    trained = [
+        known for known in namesakes if not known.startswith(("sft.", "rwml."))
+    ]  # not of other commands
     near = nearest(key, trained or namesakes or applying, cutoff=0.0 if namesakes else 0.5)
     return f"; {near}" if near else ""
 
@@ -65,4 +67,7 @@ def plugin_keys() -> Iterator[tuple[str, set[str]]]:
     for section, field in Config.model_fields.items():
         base: Any = field.annotation
         for name in built_in(base):
-            yield f"{section}.{base.KEY} = '{name}'", {key for key, _, _ in own_fields(section, base, name)}
+            yield (
+                f"{section}.{base.KEY} = '{name}'",
+                {key for key, _, _ in own_fields(section, base, name)},
+            )

@@ -1,5 +1,5 @@
-"""Code of a user's own in a run: callbacks, made by name and called at their hooks, advantages and losses. What goes
-wrong in it is one line that names it.
+"""Code of a user's own in a run: callbacks, made by name and called at their hooks, advantages and
+losses. What goes wrong in it is one line that names it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 def users_code(what: str, *, all_theirs: bool = False) -> AbstractContextManager[None]:
     """`others_code` that runs inside training, where memory may run out and another rank may end."""
-    return others_code(what, spare=lambda error: out_of_memory(error) or lost_peer(error), all_theirs=all_theirs)
+    return others_code(
+        what, spare=lambda error: out_of_memory(error) or lost_peer(error), all_theirs=all_theirs
+    )
 
 
 def users_advantages(config: Config) -> AbstractContextManager[None]:
@@ -51,8 +53,9 @@ def _make_callback(name: str) -> Any:
 
 
 def call(run: "Run", hook: str, *given: Any) -> None:
-    """Call a hook of all callbacks. Raises UserError for what one of a user's own raises, SystemExit included, and for
-    a metric that it added and no log can hold: the run's metrics then are those from before.
+    """Call a hook of all callbacks. Raises UserError for what one of a user's own raises,
+    SystemExit included, and for a metric that it added and no log can hold: the run's metrics then
+    are those from before.
     """
     for callback in run.callbacks:
         what = f"run.callbacks: {type(callback).__name__}.{hook}"
@@ -68,7 +71,10 @@ def call(run: "Run", hook: str, *given: Any) -> None:
 
 
 def call_on_end(run: "Run") -> None:
-    """Call `on_end` of all callbacks. One that fails is reported: the others are still to hear of the end."""
+    """Call `on_end` of all callbacks.
+
+    One that fails is reported: the others are still to hear of the end.
+    """
     for callback in run.callbacks:
         try:
             getattr(callback, "on_end", lambda _: None)(run)

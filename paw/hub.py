@@ -1,4 +1,7 @@
-"""The Hugging Face hub: without a network an answer at once, in place of half a minute of attempts. No torch."""
+"""The Hugging Face hub: without a network an answer at once, in place of half a minute of attempts.
+
+No torch.
+"""
 
 import os
 import socket
@@ -15,7 +18,9 @@ def check_hub(name: str) -> None:
     """UserError where `name` is no model's folder, not in the hub's cache, and the hub cannot be reached."""
     path = Path(name).expanduser()
     if path.exists() and not (path / "config.json").is_file():
-        raise UserError(f"model.path = '{name}': there is no config.json in it, so it is not a Hugging Face model")
+        raise UserError(
+            f"model.path = '{name}': there is no config.json in it, so it is not a Hugging Face model"
+        )
     if not path.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise UserError(
             f"model.path = '{name}': there is no such folder; give a model's, its name on the hub, or 'quickstart'"
@@ -28,14 +33,19 @@ def check_hub(name: str) -> None:
     with suppress(HFValidationError):
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return
-    raise UserError(f"model.path = '{name}': there is no such folder, it is not in the hub's cache, and {why}")
+    raise UserError(
+        f"model.path = '{name}': there is no such folder, it is not in the hub's cache, and {why}"
+    )
 
 
 def unreachable() -> str:
     """Why the hub cannot be reached; "" where it answers, or a proxy is asked."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return "HF_HUB_OFFLINE is set"
-    if any(os.environ.get(variable) for variable in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+    if any(
+        os.environ.get(variable)
+        for variable in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+    ):
         return ""
     url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     try:

@@ -70,7 +70,8 @@ def section_type(base: type[Section], name: Any) -> type[Section]:
 def keys_of(config: type[Section] | Section, flat: Flat) -> dict[str, Key]:
     """Every dotted key of the sections that the values choose, in order; an unknown plug-in has no keys.
 
-    `config` is a configuration, whose sections are taken as they are, or its class: then `flat` chooses the plug-ins.
+    `config` is a configuration, whose sections are taken as they are, or its class: then `flat`
+    chooses the plug-ins.
     """
     key_fields: dict[str, FieldInfo] = {}
     key_needs: dict[str, list[Only]] = {}
@@ -83,7 +84,9 @@ def keys_of(config: type[Section] | Section, flat: Flat) -> dict[str, Key]:
     for key, field in key_fields.items():
         unmet = None
         for need in key_needs[key]:
-            if need.key in key_fields and not need.holds(flat.get(need.key, key_fields[need.key].default)):
+            if need.key in key_fields and not need.holds(
+                flat.get(need.key, key_fields[need.key].default)
+            ):
                 unmet = need
                 break
         keys[key] = Key(field, unmet)

@@ -1,4 +1,7 @@
-"""How processes end: with the one that started them, and not without what they have started. No torch."""
+"""How processes end: with the one that started them, and not without what they have started.
+
+No torch.
+"""
 
 import ctypes
 import os
@@ -14,8 +17,9 @@ WATCH_S = 1.0
 def die_with_parent(parent: int) -> None:
     """Have this process end with process `parent`, which started it.
 
-    Linux kills it, whatever it is at, when the thread that started it ends: start it in one that lasts. Elsewhere a
-    thread looks every second, which code that holds the interpreter keeps from running.
+    Linux kills it, whatever it is at, when the thread that started it ends: start it in one that
+    lasts. Elsewhere a thread looks every second, which code that holds the interpreter keeps from
+    running.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -34,7 +38,8 @@ def _watch(parent: int) -> None:
 def end_tool_servers() -> None:
     """End the tool servers of verifiers before `os._exit`, which calls no exit handler.
 
-    They have sessions of their own, which neither Ctrl-C nor the end of this process's group reaches.
+    They have sessions of their own, which neither Ctrl-C nor the end of this process's group
+    reaches.
     """
     if runtimes := sys.modules.get("verifiers.v1.runtimes.base"):
         runtimes.cleanup_at_exit()

@@ -1,10 +1,11 @@
 """From a recipe and the command line to a Config.
 
-A recipe is a TOML file whose tables are the sections of `Config`; `--a.b value` on the command line overrides one key.
-`base = ["alfworld", "gigpo", "paw"]` above the first table builds on other recipes (names, or paths relative to the
-file) in that order: each overrides single keys of those before it, and the file overrides all of them. A layer that
-chooses another plug-in, or another value that keys depend on (`paw.values.Only`), drops the keys that no longer apply.
-An unknown key is an error that suggests the nearest one. No torch here.
+A recipe is a TOML file whose tables are the sections of `Config`; `--a.b value` on the command line
+overrides one key. `base = ["alfworld", "gigpo", "paw"]` above the first table builds on other
+recipes (names, or paths relative to the file) in that order: each overrides single keys of those
+before it, and the file overrides all of them. A layer that chooses another plug-in, or another
+value that keys depend on (`paw.values.Only`), drops the keys that no longer apply. An unknown key
+is an error that suggests the nearest one. No torch here.
 """
 
 import re
@@ -60,8 +61,8 @@ def base_names() -> list[str]:
 def load(recipe: str | Path | Config, overrides: dict[str, Any] | None = None) -> Config:
     """The Config of a recipe, given by name or path, with `{"a.b": value}` overrides (texts as on the command line).
 
-    A configuration can take the place of the recipe. Raises UserError if anything is unknown, malformed or out of
-    range.
+    A configuration can take the place of the recipe. Raises UserError if anything is unknown,
+    malformed or out of range.
     """
     if isinstance(recipe, Config):
         if not overrides:
@@ -81,10 +82,14 @@ def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
     return config.model_copy(update={"run": run})
 
 
-def override(flat: Flat, overrides: dict[str, Any], *, origin: str, origins: dict[str, str]) -> Config:
+def override(
+    flat: Flat, overrides: dict[str, Any], *, origin: str, origins: dict[str, str]
+) -> Config:
     """The Config of a recipe's keys with `{"a.b": value}` overrides; a plug-in's value may be the plug-in itself."""
     named_overrides = {key: named(value) for key, value in overrides.items()}
-    keys = keys_of(Config, flat | named_overrides)  # the chosen plug-ins decide which keys there are
+    keys = keys_of(
+        Config, flat | named_overrides
+    )  # the chosen plug-ins decide which keys there are
     layer: Flat = {}
     for key, value in named_overrides.items():
         table = key.rpartition(".")[0]
@@ -92,13 +97,19 @@ def override(flat: Flat, overrides: dict[str, Any], *, origin: str, origins: dic
         if key not in keys and not is_entry_of_dict:
             from paw.hints import unknown_key
 
-            raise unknown_key(key.rstrip("."), flat | named_overrides, origin="command line", dashes="--")
+            raise unknown_key(
+                key.rstrip("."), flat | named_overrides, origin="command line", dashes="--"
+            )
 
         if isinstance(value, str):
             annotation = keys[key].field.annotation if key in keys else None
             value = _parsed(value, annotation)
         # An override of a table replaces all its keys.
-        flat = {old_key: old_value for old_key, old_value in flat.items() if not old_key.startswith(f"{key}.")}
+        flat = {
+            old_key: old_value
+            for old_key, old_value in flat.items()
+            if not old_key.startswith(f"{key}.")
+        }
         layer |= flatten({key: value})
 
     origins = origins | dict.fromkeys(overrides, "command line")
@@ -124,7 +135,9 @@ def _parsed(text: str, kind: Any) -> Any:
         parsed = tomllib.loads(f"value = {text}")
         value = parsed["value"] if len(parsed) == 1 else text
 
-    if kind in (str, Path) and not isinstance(value, str):  # a name that looks like a number or a date
+    if kind in (str, Path) and not isinstance(
+        value, str
+    ):  # a name that looks like a number or a date
         return text
     return value
 
@@ -132,8 +145,9 @@ def _parsed(text: str, kind: Any) -> Any:
 def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | None = None) -> Config:
     """Build a Config from tables or dotted keys.
 
-    Raises UserError, one line, for the first problem. It begins with the origin of the key, from `origins`, or else
-    `origin`; if it is about several keys, the command line is named rather than a recipe.
+    Raises UserError, one line, for the first problem. It begins with the origin of the key, from
+    `origins`, or else `origin`; if it is about several keys, the command line is named rather than
+    a recipe.
     """
     try:
         return Config.model_validate(nested(flatten(tree)))
@@ -149,7 +163,9 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
 
         raise unknown_key(key, flatten(tree), origin=_origin_of(key, "", origins, default=origin))
     if kind == "missing" and isinstance(location[-1], str):
-        keys_below = (other for other in keys_of(Config, flatten(tree)) if other.startswith(f"{key}."))
+        keys_below = (
+            other for other in keys_of(Config, flatten(tree)) if other.startswith(f"{key}.")
+        )
         key = next(keys_below, key)
         raise UserError(f"{origin}: '{key}' is missing; set it in the recipe or with --{key} VALUE")
 
@@ -172,13 +188,16 @@ def _origin_of(key: str, message: str, origins: dict[str, str], *, default: str)
 
 def _dotted(location: tuple[int | str, ...]) -> str:
     """The key of an error, without the tags that pydantic adds for the alternatives of a union."""
-    return ".".join(str(part) for part in location if not str(part).startswith(("literal[", "constrained-")))
+    return ".".join(
+        str(part) for part in location if not str(part).startswith(("literal[", "constrained-"))
+    )
 
 
 def dump(config: Config) -> str:
     """The resolved configuration as TOML, with all keys that apply.
 
-    `load` of it gives the same Config, except for the passwords of URLs, which are *** (`check_passwords`).
+    `load` of it gives the same Config, except for the passwords of URLs, which are ***
+    (`check_passwords`).
     """
     return tomli_w.dumps(as_tree(config))
 
@@ -239,8 +258,8 @@ def layered(flat: Flat, layer: Flat) -> Flat:
 
 
 def read_recipe(recipe: str) -> tuple[Flat, dict[str, str]]:
-    """(keys, origins) of a recipe, given by name or path: its keys override those of its bases; an origin is the recipe
-    that a key comes from."""
+    """(keys, origins) of a recipe, given by name or path: its keys override those of its bases; an
+    origin is the recipe that a key comes from."""
     flat: Flat = {}
     origins: dict[str, str] = {}
     for origin, layer in _lineage(recipe):
@@ -267,12 +286,19 @@ def _lineage(recipe: str) -> list[tuple[str, Flat]]:
             identity = name
 
         if tables is None:
-            hint = nearest(name, [*recipe_names(), *base_names()]) or f"there are: {', '.join(recipe_names())}"
-            raise UserError(f"{context}unknown recipe '{clean(name)}': {hint} (or give the path of a .toml file)")
+            hint = (
+                nearest(name, [*recipe_names(), *base_names()])
+                or f"there are: {', '.join(recipe_names())}"
+            )
+            raise UserError(
+                f"{context}unknown recipe '{clean(name)}': {hint} (or give the path of a .toml file)"
+            )
         if identity in heirs:
             raise UserError(f"{context}'{name}' is itself built on this recipe")
         if len(heirs) == GENERATIONS or len(layers) >= MOST_LAYERS:
-            raise UserError(f"{recipe}: it is built on more than {GENERATIONS} recipes, one on another")
+            raise UserError(
+                f"{recipe}: it is built on more than {GENERATIONS} recipes, one on another"
+            )
 
         for base in _bases(tables, origin):
             add(base, context=f"{origin}: base: ", folder=folder, heirs=(*heirs, identity))
@@ -284,7 +310,10 @@ def _lineage(recipe: str) -> list[tuple[str, Flat]]:
 
 
 def _bases(tables: dict[str, Any], origin: str) -> list[str]:
-    """The recipes that a recipe is built on. Raises UserError if `base` is neither a text nor a list of texts."""
+    """The recipes that a recipe is built on.
+
+    Raises UserError if `base` is neither a text nor a list of texts.
+    """
     bases = tables.get("base", [])
     if isinstance(bases, str):
         bases = [bases]
@@ -297,12 +326,17 @@ def _bases(tables: dict[str, Any], origin: str) -> list[str]:
 
 
 def _tables(path: Path, context: str = "") -> dict[str, Any]:
-    """The content of a TOML file. Raises UserError, beginning with `context`, if it is not TOML or too long."""
+    """The content of a TOML file.
+
+    Raises UserError, beginning with `context`, if it is not TOML or too long.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST + 1)
         if len(content) > LARGEST:
-            raise UserError(f"{context}{clean(path)}: more than {LARGEST:,} bytes, that is no recipe")
+            raise UserError(
+                f"{context}{clean(path)}: more than {LARGEST:,} bytes, that is no recipe"
+            )
         return tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{context}{clean(path)}: not valid TOML: {clean(error)}") from None

@@ -1,6 +1,7 @@
 """A run in progress: its parts, its directory, and what happens between updates: evaluate, write, save, end.
 
-runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/step_000050/, hf/, plots/, report.html}
+runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/step_000050/, hf/,
+plots/, report.html}
 """
 
 import os
@@ -17,7 +18,15 @@ import torch
 from paw import hooks
 from paw.algo.loss import log_probs
 from paw.algo.samples import minibatches
-from paw.build import Parts, build, check_environment, check_extras, check_memory, choose_dtype, join_ranks
+from paw.build import (
+    Parts,
+    build,
+    check_environment,
+    check_extras,
+    check_memory,
+    choose_dtype,
+    join_ranks,
+)
 from paw.config import Config
 from paw.envs.base import EnvFactory
 from paw.errors import UserError, progress, to_stderr, to_stdout
@@ -53,7 +62,8 @@ class Run(Parts):
     directory: Path
     callbacks: list[Any]
     """Objects with any of four hooks, called on every rank: on_start(run), on_update(run, metrics),
-    on_evaluation(run, groups, metrics), on_end(run). The last is called however the run ends, see `failed`."""
+    on_evaluation(run, groups, metrics), on_end(run). The last is called however the run ends, see
+    `failed`."""
     signal: StopSignal
     places: list[int]
     """For each rank the lowest one that sees the same run directory."""
@@ -90,7 +100,9 @@ class Run(Parts):
     def make_rollouts(self) -> Rollouts:
         """What plays the run's episodes: each update's when it is asked for, or `rollout.ahead` updates early."""
         encode = self.encode_observation if self.config.wm.enabled else None
-        now: Any = Rollouts(self.factory, self.engine, self.chat, self.config, self.ranks, encode_observation=encode)
+        now: Any = Rollouts(
+            self.factory, self.engine, self.chat, self.config, self.ranks, encode_observation=encode
+        )
         if self.config.rollout.ahead:
             from paw.rollouts.ahead import AsyncRollouts
 
@@ -127,7 +139,9 @@ class Run(Parts):
         share = (self.ranks.rank, self.ranks.world_size)
         scored = log_probs(model, samples, temperature=temperature, budget=budget, share=share)
         entropies: dict[int, float] = {}
-        for of_rank in self.ranks.gather({i: entropy for i, (_, entropy) in scored.items()}, dict[int, float]):
+        for of_rank in self.ranks.gather(
+            {i: entropy for i, (_, entropy) in scored.items()}, dict[int, float]
+        ):
             entropies |= of_rank
         rows = self.ranks.gather_numbered({i: logp for i, (logp, _) in scored.items()})
         return [(logp, entropies[i]) for i, logp in enumerate(rows)]
@@ -156,13 +170,16 @@ class Run(Parts):
             yield from minibatches(samples, size=self.config.optim.minibatch_samples, seed=seed)
 
     def play_again(self, error: StaleWeightsError) -> None:
-        """Leave the servers out that have other weights, for good. Raises the error where no others are left, or where
-        episodes that are played ahead have tokens of them too."""
+        """Leave the servers out that have other weights, for good. Raises the error where no others
+        are left, or where episodes that are played ahead have tokens of them too."""
         if self.config.rollout.ahead or not self.engine.leave_out(error.servers):
             raise error
-        self.say(f"update {self.step + 1}: {error}; {', '.join(error.servers)} left out, its episodes are played again")
+        self.say(
+            f"update {self.step + 1}: {error}; {', '.join(error.servers)} left out, its episodes are played again"
+        )
 
-    # --- between updates ---------------------------------------------------------------------------------------------
+    # --- between updates
+    # ---------------------------------------------------------------------------------------------
 
     def catch_up(self, rollouts: Rollouts) -> None:
         """Evaluate where that is due and the newest line lacks it: before the first update, and after a stop."""
@@ -178,7 +195,11 @@ class Run(Parts):
         A run that was told to stop leaves the evaluation to the one that resumes it.
         """
         last, self.random = self.step == self.config.run.updates, rng_tensors()
-        phases = sum(value for key, value in self.metrics.items() if key.startswith("time/") and key != "time/save")
+        phases = sum(
+            value
+            for key, value in self.metrics.items()
+            if key.startswith("time/") and key != "time/save"
+        )
         self.metrics["perf/tokens_per_s"] = tokens / max(phases, 1e-9)
         self.metrics["perf/peak_gib"] = peak_gib(self.policy.device)
         if last or (self._evaluation_due and not self.stop_requested()):
@@ -190,7 +211,8 @@ class Run(Parts):
     def evaluate(self, rollouts: Rollouts) -> None:
         """Play the evaluation games once each; adds `eval/*` to the metrics.
 
-        Raises TrainingStopped where every episode failed, after the update has been written down and saved.
+        Raises TrainingStopped where every episode failed, after the update has been written down
+        and saved.
         """
         self.check_directory()
         with self.clock("eval"):
@@ -198,7 +220,9 @@ class Run(Parts):
             found = success_metrics(groups, stats.failed)
             self.metrics |= {f"eval/{name}": value for name, value in found.items()}
             if groups and stats.context_full == sum(len(group.trajectories) for group in groups):
-                self.say(f"warning: evaluation: all episodes ran out of context: {more_context(self.config)}")
+                self.say(
+                    f"warning: evaluation: all episodes ran out of context: {more_context(self.config)}"
+                )
             hooks.call(self, "on_evaluation", groups, self.metrics)
         if stats.failed and not groups:
             self._write_metrics()
@@ -214,8 +238,8 @@ class Run(Parts):
         return self.step in (0, self.config.run.updates) or bool(every and self.step % every == 0)
 
     def check_directory(self) -> None:
-        """Raises UserError if the run directory was deleted or renamed, before anything is written in its place. Log
-        files that were deleted are written anew."""
+        """Raises UserError if the run directory was deleted or renamed, before anything is written
+        in its place. Log files that were deleted are written anew."""
         if self.places[self.ranks.rank] == self.ranks.rank:
             self.held.check(self.saved)
         for note in self.log.restore() if self.log else ():
@@ -235,7 +259,8 @@ class Run(Parts):
     def save(self, *, wait: bool = True) -> None:
         """A checkpoint of weights, optimizer, random states and counters; drops the oldest beyond run.keep.
 
-        It is there when this returns, or without `wait` some time later, see `settle`: it is written in the background.
+        It is there when this returns, or without `wait` some time later, see `settle`: it is
+        written in the background.
         """
         begun = self.saving and self.saving.step == self.step
         self.settle()
@@ -265,14 +290,23 @@ class Run(Parts):
 
     def save_whole(self, error: BaseException) -> None:
         """Save an update that is over, when something fails before the next has begun to change anything."""
-        if self.logged < self.step and self.phase in ("sync", "eval"):  # its evaluation is for the resumed run
+        if self.logged < self.step and self.phase in (
+            "sync",
+            "eval",
+        ):  # its evaluation is for the resumed run
             self.random = rng_tensors() if self.phase == "sync" else self.random
             if self.log:
-                line = {key: value for key, value in self.metrics.items() if not key.startswith("eval/")}
+                line = {
+                    key: value for key, value in self.metrics.items() if not key.startswith("eval/")
+                }
                 self.log.log(self.step, line)
             self.logged = self.step
         diverged = self.phase == "score" and isinstance(error, TrainingStopped)
-        if self.saved != self.step == self.logged and self.phase not in ("start", "update", "save") and not diverged:
+        if (
+            self.saved != self.step == self.logged
+            and self.phase not in ("start", "update", "save")
+            and not diverged
+        ):
             self.save()
             self.say(f"update {self.step} is saved (--resume auto)")
 
@@ -285,19 +319,31 @@ class Run(Parts):
         whole_ones = full_parameters(self.policy.lm, once=True)  # takes all ranks
         weights = {name: tensor.cpu() for name, tensor in whole_ones if self.ranks.first}
         if self.record:
-            export(self.policy, self.tokenizer, self.directory / "hf", weights, config=self.config, step=self.step)
+            export(
+                self.policy,
+                self.tokenizer,
+                self.directory / "hf",
+                weights,
+                config=self.config,
+                step=self.step,
+            )
             whole = self.step == self.config.run.updates
             self.record.end("finished" if whole else "stopped", "" if whole else self.signal.name)
             if not whole:
                 goes_on = "the same command with --resume goes on"
-                self.say(f"stopped after update {self.step} of {self.config.run.updates}, which is saved; {goes_on}")
+                self.say(
+                    f"stopped after update {self.step} of {self.config.run.updates}, which is saved; {goes_on}"
+                )
         self.failed = False
         return self.directory / "report.html"
 
 
 @contextmanager
 def open_run(config: Config, *, resume: str = "", numbered: bool = False) -> Iterator[Run]:
-    """A run ready to train, see `train`, taken down at the end. UserError where memory runs out: what to turn."""
+    """A run ready to train, see `train`, taken down at the end.
+
+    UserError where memory runs out: what to turn.
+    """
     run: Run | None = None
     try:
         with ExitStack() as stack:
@@ -305,7 +351,9 @@ def open_run(config: Config, *, resume: str = "", numbered: bool = False) -> Ite
             try:
                 yield run
             except (Exception, SystemExit) as error:
-                if run.ranks.world_size == 1 or isinstance(error, TrainingStopped):  # which all ranks raise
+                if run.ranks.world_size == 1 or isinstance(
+                    error, TrainingStopped
+                ):  # which all ranks raise
                     with suppress(UserError):
                         run.settle()
                         run.save_whole(error)
@@ -337,12 +385,17 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     ranks = join_ranks(device, episodes=episodes, peer_timeout_s=config.run.peer_timeout_s)
     stack.callback(ranks.close)
     settings = config.model_dump_json(exclude={"run": {"dir", "name"}}) + f" resume {resume}"
-    ranks.agree(settings, "rank {} was started with other settings than rank 0: use the same recipe and options")
+    ranks.agree(
+        settings,
+        "rank {} was started with other settings than rank 0: use the same recipe and options",
+    )
     if config.model.shard == "node":
         why = "model.shard = 'node': rank {}'s machine has another number of ranks than rank 0's; start as many on each"
         ranks.agree(str(ranks.on_host), f"{why}, or use --model.shard world")
     ranks.everywhere(lambda: check_extras(config, device))
-    name, notes = ranks.broadcast_from_rank0(lambda: _take_directory(config, stack, resume=resume, numbered=numbered))
+    name, notes = ranks.broadcast_from_rank0(
+        lambda: _take_directory(config, stack, resume=resume, numbered=numbered)
+    )
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     directory = (config.run.dir / name).absolute()  # an environment may change the current folder
     places = [0]
@@ -353,7 +406,9 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
 
     dtype, kept = choose_dtype(config, device, ranks, past=directory if resume else None)
     notes = [*notes, *kept]
-    in_dtype = with_dtype(config, dtype)  # config.toml keeps "auto": another machine may choose another
+    in_dtype = with_dtype(
+        config, dtype
+    )  # config.toml keeps "auto": another machine may choose another
     if ranks.first:
         for line in remove_abandoned([None, config.engine.weights_dir]):
             to_stdout(line)
@@ -364,13 +419,26 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
 
     factory = ranks.everywhere(check)
     if ranks.world_size > 1:
-        other = "rank {} has other games than rank 0: its machine needs the same files for env.name = "
+        other = (
+            "rank {} has other games than rank 0: its machine needs the same files for env.name = "
+        )
         ranks.agree(factory.fingerprint(), f"{other}'{config.env.name}'")
     parts = build(
-        in_dtype, factory, ranks, stack, run=directory if resume else None, message=lambda text: say(text, ranks)
+        in_dtype,
+        factory,
+        ranks,
+        stack,
+        run=directory if resume else None,
+        message=lambda text: say(text, ranks),
     )
     signal = stack.enter_context(StopSignal())
-    own = {"config": config, "ranks": ranks, "directory": directory, "callbacks": callbacks, "signal": signal}
+    own = {
+        "config": config,
+        "ranks": ranks,
+        "directory": directory,
+        "callbacks": callbacks,
+        "signal": signal,
+    }
     run = Run(**vars(parts), **own, places=places, held=stack.enter_context(held(directory)))
     run.info = about(run) | began
     if resume:
@@ -378,7 +446,9 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
 
         chosen = "" if resume == "auto" else resume
         path = restore(run, directory / "checkpoints", warn=run.say, chosen=chosen)
-        run.say(f"resumed from {path}" if path else f"no checkpoint yet in {directory}: starting over")
+        run.say(
+            f"resumed from {path}" if path else f"no checkpoint yet in {directory}: starting over"
+        )
     if ranks.first:
         with writing(directory / "config.toml"):
             write_file(directory / "config.toml", dump(config))
@@ -399,7 +469,9 @@ def say(text: str, ranks: Ranks) -> None:
         to_stdout(text)
 
 
-def _take_directory(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> tuple[str, list[str]]:
+def _take_directory(
+    config: Config, stack: ExitStack, *, resume: str, numbered: bool
+) -> tuple[str, list[str]]:
     """(The run's name, what to report about it)."""
     name, held = claim(config, resume=resume, numbered=numbered)
     stack.enter_context(held)

@@ -5,7 +5,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from paw.values import Count, Natural, NonNegative, Only, Positive, Rate, Seconds, Section, Seed, Share, Url
+from paw.values import (
+    Count,
+    Natural,
+    NonNegative,
+    Only,
+    Positive,
+    Rate,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    Url,
+)
 
 SERVER, STARTED = Only("engine.type", ("server",)), Only("engine.servers")
 
@@ -19,8 +31,8 @@ class EngineConfig(Section):
     """What samples responses."""
 
     type: Literal["transformers", "vllm", "server"] = "transformers"
-    """transformers: the trainer's own weights. vllm: an engine in each rank, beside the trainer. server: servers of
-    vLLM, on devices or machines of their own (docs/scale.md)."""
+    """transformers: the trainer's own weights. vllm: an engine in each rank, beside the trainer.
+    server: servers of vLLM, on devices or machines of their own (docs/scale.md)."""
     max_batch_tokens: Annotated[Count, Only("engine.type", ("transformers",))] = 65536
     """Padded prompt tokens of one forward pass."""
     gpu_memory_utilization: Annotated[Share, Only("engine.type", ("vllm", "server"))] | None = None

@@ -1,10 +1,12 @@
 """Algorithm 1 of PaW (arXiv 2606.02388): policy and world-model co-training, as one loop.
 
-    tasks -> environments x engine -> trajectories -> samples -> advantages -> scoring pass -> selection and weights
-          -> packed micro-batches -> fused loss -> optimizer -> weights to the engine
+    tasks -> environments x engine -> trajectories -> samples -> advantages -> scoring pass ->
+          selection and weights -> packed micro-batches -> fused loss -> optimizer -> weights to the
+          engine
 
-Deviations from the reference code, on purpose: no random duplication of samples to fill a batch, no generation for
-finished episodes, denominators of the whole mini-batch instead of means of micro-batch means.
+Deviations from the reference code, on purpose: no random duplication of samples to fill a batch, no
+generation for finished episodes, denominators of the whole mini-batch instead of means of
+micro-batch means.
 """
 
 import math
@@ -43,9 +45,10 @@ PAUSES_S = (5, 10, 20, 40, 60)
 def train(config: Config, *, resume: str = "", numbered: bool = False) -> Path:
     """Train to config.run.updates and write the run directory; returns the path of the report.
 
-    `resume` continues a run: "auto" from the newest checkpoint that verifies, or from one by its name, "step_000100".
-    `numbered` takes run.name as a stem: a new run is NAME-2 where there is a NAME, and so on, and `resume` means the
-    one of the highest number. Raises UserError for a mistake of the user; checkpoints stay.
+    `resume` continues a run: "auto" from the newest checkpoint that verifies, or from one by its
+    name, "step_000100". `numbered` takes run.name as a stem: a new run is NAME-2 where there is a
+    NAME, and so on, and `resume` means the one of the highest number. Raises UserError for a
+    mistake of the user; checkpoints stay.
     """
     with open_run(config, resume=resume, numbered=numbered) as run:
         with closing(run.make_rollouts()) as rollouts:
@@ -81,15 +84,17 @@ def update(run: Run, rollouts: Rollouts) -> None:
 
 
 def rollout(run: Run, rollouts: Rollouts) -> tuple[list[Group], RolloutStats]:
-    """The update's episodes. While too many fail, as when a server that they need restarts, the run is saved and they
-    are played again after PAUSES_S; no groups where it is told to stop meanwhile.
+    """The update's episodes. While too many fail, as when a server that they need restarts, the run
+    is saved and they are played again after PAUSES_S; no groups where it is told to stop meanwhile.
 
     Raises TrainingStopped when they fail after the last pause too.
     """
     tries: list[RolloutStats] = []
     for pause in (*PAUSES_S, 0):
         with run.clock("rollout"):
-            groups, stats = rollouts.training(run.step, run.config.rollout.tasks, run.counting("episodes"))
+            groups, stats = rollouts.training(
+                run.step, run.config.rollout.tasks, run.counting("episodes")
+            )
         tries.append(stats)
         for failure in stats.failures[:3]:
             run.say(f"environment failed: {failure}")
@@ -100,13 +105,19 @@ def rollout(run: Run, rollouts: Rollouts) -> tuple[list[Group], RolloutStats]:
         if not pause:
             why = (*stats.failures, "they have no turns")[0]
             reason = f"no group has two episodes left in {len(tries)} tries ({why})"
-            raise TrainingStopped(f"stopped at update {run.step + 1}: {reason}; {what_is_saved(run.saved)}")
-        run.say(f"update {run.step + 1}: no group has two episodes left; playing them again in {pause} s")
+            raise TrainingStopped(
+                f"stopped at update {run.step + 1}: {reason}; {what_is_saved(run.saved)}"
+            )
+        run.say(
+            f"update {run.step + 1}: no group has two episodes left; playing them again in {pause} s"
+        )
         for _ in range(pause):
             if run.stop_requested():
                 return [], stats
             time.sleep(1)
-        if any(run.ranks.gather(bool(run.engine.faults))):  # a server that is back needs the weights
+        if any(
+            run.ranks.gather(bool(run.engine.faults))
+        ):  # a server that is back needs the weights
             push_weights(run.policy.lm, run.engine, version=run.step)
     return groups, RolloutStats.sum(tries)
 
@@ -136,7 +147,11 @@ def compute_advantages(run: Run, samples: list[Sample]) -> None:
         run.metrics.update(run.critic.compute_values(samples))
         return
     settings = run.config.advantage
-    found = checked(plugins.load("advantages", settings.type)(samples, **settings.settings()), samples, settings.type)
+    found = checked(
+        plugins.load("advantages", settings.type)(samples, **settings.settings()),
+        samples,
+        settings.type,
+    )
     found = drop_penalty_only(samples, found) if settings.penalty_only == "drop" else found
     for sample, advantage in zip(samples, found, strict=True):
         sample.advantage = advantage
@@ -145,7 +160,12 @@ def compute_advantages(run: Run, samples: list[Sample]) -> None:
 def select_targets(run: Run, samples: list[Sample], *, n_groups: int) -> None:
     """World-model weights of the selected samples (PaW Eqs. (8) to (11)); the others keep 0."""
     wm = run.config.wm
-    options = {"alpha": wm.alpha, "weight": wm.weight, "dedup": wm.dedup, "reward_max": run.factory.reward_max}
+    options = {
+        "alpha": wm.alpha,
+        "weight": wm.weight,
+        "dedup": wm.dedup,
+        "reward_max": run.factory.reward_max,
+    }
     selection = select(samples, n_groups=n_groups, **options)
     for sample, weight in zip(samples, selection.weights, strict=True):
         sample.wm_weight = weight
@@ -156,8 +176,8 @@ def select_targets(run: Run, samples: list[Sample], *, n_groups: int) -> None:
 def compute_log_probs(run: Run, samples: list[Sample]) -> None:
     """Fill old log-probs and action entropies from the scoring pass, or from the engine where that is asked for.
 
-    The pass is skipped when `policy.old_logp = "engine"` and the engine already gave what selection needs; `optimize`
-    compares the sampler's log-probs with the trainer's then.
+    The pass is skipped when `policy.old_logp = "engine"` and the engine already gave what selection
+    needs; `optimize` compares the sampler's log-probs with the trainer's then.
     """
     config = run.config
     from_engine = config.policy.old_logp == "engine"
@@ -167,14 +187,19 @@ def compute_log_probs(run: Run, samples: list[Sample]) -> None:
     if pass_needed:
         scored = run.log_probs(run.policy, samples)
     else:
-        scored = [(sample.sampled_logp, fmean(sample.sampled_entropy or [0.0])) for sample in samples]
+        scored = [
+            (sample.sampled_logp, fmean(sample.sampled_entropy or [0.0])) for sample in samples
+        ]
     if not all(math.isfinite(value) for logp, entropy in scored for value in (*logp, entropy)):
         raise TrainingStopped(
             f"stopped at update {run.step + 1}: the policy's log-probs are not finite, its weights have diverged; "
             "resume an earlier checkpoint with a lower optim.lr"
         )
     if pass_needed:
-        sampled, servers = [sample.sampled_logp for sample in samples], sampled_by(samples, run.step)
+        sampled, servers = (
+            [sample.sampled_logp for sample in samples],
+            sampled_by(samples, run.step),
+        )
         run.metrics.update(sampler_mismatch([logp for logp, _ in scored], sampled, servers))
     for sample, (logp, entropy) in zip(samples, scored, strict=True):
         sample.old_logp = sample.sampled_logp if from_engine else logp
@@ -191,21 +216,30 @@ def compute_log_probs(run: Run, samples: list[Sample]) -> None:
 def token_losses(config: Config) -> tuple[TokenLossFunction, TokenLossFunction]:
     """The losses of response and of observation tokens, with their settings."""
     engine_ratio = config.policy.old_logp == "engine" and config.policy.tis_cap is not None
-    policy = losses.tis if engine_ratio and config.policy.loss == "ppo" else plugins.load("losses", config.policy.loss)
+    policy = (
+        losses.tis
+        if engine_ratio and config.policy.loss == "ppo"
+        else plugins.load("losses", config.policy.loss)
+    )
     return bind(policy, config.policy), bind(plugins.load("losses", config.wm.loss), config.wm)
 
 
 def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
     """Optimizer steps over the update's samples: mini-batches, each cut into micro-batches, each one fused pass.
 
-    PPO's critic goes first, over the same mini-batches. Raises StaleWeightsError where no log-prob pass was made and
-    the first micro-batch finds that the sampler had other weights.
+    PPO's critic goes first, over the same mini-batches. Raises StaleWeightsError where no log-prob
+    pass was made and the first micro-batch finds that the sampler had other weights.
     """
     config, ranks, policy = run.config, run.ranks, run.policy
     options = config.policy
     acting, watching = token_losses(config)
-    weighing: Any = {"tis_cap": options.tis_cap if options.old_logp == "trainer" else None, "is_mask": options.is_mask}
-    loss = losses.joint(acting, watching, kl_coef=options.kl_coef, entropy_coef=options.entropy_coef, **weighing)
+    weighing: Any = {
+        "tis_cap": options.tis_cap if options.old_logp == "trainer" else None,
+        "is_mask": options.is_mask,
+    }
+    loss = losses.joint(
+        acting, watching, kl_coef=options.kl_coef, entropy_coef=options.entropy_coef, **weighing
+    )
     tally = partial(losses.tally, policy=acting, wm=watching, **weighing)
     lr = learning_rate(config.optim, update=run.step, updates=config.run.updates)
     set_learning_rate(run.optimizer, lr)
@@ -230,8 +264,12 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
         for batch in batches:
             ranks.sync_gradients(policy, config.optim.grad_sync == "each" or batch is batches[-1])
             tokens = losses.token_batch(batch, minibatch, **of_update)
-            scaled = replace(tokens, weight=ranks.world_size * tokens.weight)  # gradients are averaged over ranks
-            out = losses.joint_loss(policy, batch, scaled, loss, temperature=config.rollout.temperature)
+            scaled = replace(
+                tokens, weight=ranks.world_size * tokens.weight
+            )  # gradients are averaged over ranks
+            out = losses.joint_loss(
+                policy, batch, scaled, loss, temperature=config.rollout.temperature
+            )
             out.loss.backward()
             if unscored:
                 of_batch = [minibatch[i] for i in batch.indices]
@@ -247,7 +285,9 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
             norms.append(norm)
         run.optimizer.zero_grad(set_to_none=True)
     sums = [sum(parts) for parts in zip(*ranks.gather(sums, list[float]), strict=True)]
-    masks: Any = {"masks": config.wm.loss == "cmae"} | {key: value is not None for key, value in weighing.items()}
+    masks: Any = {"masks": config.wm.loss == "cmae"} | {
+        key: value is not None for key, value in weighing.items()
+    }
     return {
         **losses.metrics(sums, steps=steps, reference=options.kl_coef > 0.0, **masks),
         **found,
@@ -260,17 +300,29 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
 def zero_gradient(config: Config, sample: Sample) -> bool:
     """Whether a sample can have no gradient at all, so that its forward pass is not worth making."""
     options = config.policy
-    others = options.kl_coef > 0.0 or options.entropy_coef > 0.0 or options.loss not in ("ppo", "cispo", "gspo")
+    others = (
+        options.kl_coef > 0.0
+        or options.entropy_coef > 0.0
+        or options.loss not in ("ppo", "cispo", "gspo")
+    )
     return not (others or any(sample.advantages) or sample.wm_weight)
 
 
-def compare_sampler(run: Run, out: TokenLoss, tokens: losses.TokenBatch, samples: list[Sample]) -> dict[str, float]:
-    """A micro-batch's log-probs of responses, of all ranks, with what the sampler gave for them; before any step. Of
-    this rank's, the entropies too, where the sampler gives any."""
-    action, servers = ~tokens.observation, [server for part in sampled_by(samples, run.step) for server in part]
+def compare_sampler(
+    run: Run, out: TokenLoss, tokens: losses.TokenBatch, samples: list[Sample]
+) -> dict[str, float]:
+    """A micro-batch's log-probs of responses, of all ranks, with what the sampler gave for them;
+    before any step. Of this rank's, the entropies too, where the sampler gives any."""
+    action, servers = (
+        ~tokens.observation,
+        [server for part in sampled_by(samples, run.step) for server in part],
+    )
     entropy = [value for sample in samples for value in sample.sampled_entropy or []]
     rows = [out.logp[action].tolist(), tokens.sampled_logp[action].tolist()]
-    (ours, theirs), of = zip(*run.ranks.gather_rows(rows, float), strict=True), run.ranks.gather(servers)
+    (ours, theirs), of = (
+        zip(*run.ranks.gather_rows(rows, float), strict=True),
+        run.ranks.gather(servers),
+    )
     if all(math.isfinite(value) for part in ours for value in part):  # else the update is skipped
         if len(entropy) == len(servers):
             sampler_mismatch([out.entropy[action].tolist()], [entropy], [servers], what="entropies")
@@ -281,9 +333,17 @@ def compare_sampler(run: Run, out: TokenLoss, tokens: losses.TokenBatch, samples
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     """Reward and success of the episodes that were played for an update."""
     played = success_metrics(groups)
-    mixed = sum(0 < sum(t.won for t in group.trajectories) < len(group.trajectories) for group in groups)
-    lengths = [len(turn.response_ids) for group in groups for t in group.trajectories for turn in t.turns]
-    by_kind = {key.replace("_", "/", 1): share for key, share in played.items() if key.startswith("success_")}
+    mixed = sum(
+        0 < sum(t.won for t in group.trajectories) < len(group.trajectories) for group in groups
+    )
+    lengths = [
+        len(turn.response_ids) for group in groups for t in group.trajectories for turn in t.turns
+    ]
+    by_kind = {
+        key.replace("_", "/", 1): share
+        for key, share in played.items()
+        if key.startswith("success_")
+    }
     return {
         "reward/mean": played["return"],
         "success/all": played["success"],

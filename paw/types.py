@@ -1,7 +1,7 @@
 """What flows through one update, in order: Task -> Turn -> Trajectory -> Group -> Sample -> Batch.
 
-Suffix legend of the package: T tokens of a batch, N samples of an update, G groups, B of them in a micro-batch,
-L padded length, V vocabulary, D hidden size.
+Suffix legend of the package: T tokens of a batch, N samples of an update, G groups, B of them in a
+micro-batch, L padded length, V vocabulary, D hidden size.
 """
 
 import json
@@ -57,26 +57,49 @@ class Reply(str):
     """What is wrong with the calls, in one line; "" where nothing is."""
 
     def __new__(
-        cls, text: str, content: str | None = None, calls: Iterable[ToolCall] = (), problem: str = ""
+        cls,
+        text: str,
+        content: str | None = None,
+        calls: Iterable[ToolCall] = (),
+        problem: str = "",
     ) -> "Reply":
         reply = super().__new__(cls, text)
-        reply.content, reply.calls, reply.problem = text if content is None else content, [*calls], problem
+        reply.content, reply.calls, reply.problem = (
+            text if content is None else content,
+            [*calls],
+            problem,
+        )
         return reply
 
     @classmethod
     def of(cls, content: str, *calls: ToolCall) -> "Reply":
         """One that no model wrote, its text in the most common form of calls (Hermes, Qwen)."""
-        written = [json.dumps({"name": c.name, "arguments": c.arguments}, ensure_ascii=False) for c in calls]
-        text = "\n".join(part for part in (content, *(f"<tool_call>\n{one}\n</tool_call>" for one in written)) if part)
+        written = [
+            json.dumps({"name": c.name, "arguments": c.arguments}, ensure_ascii=False)
+            for c in calls
+        ]
+        text = "\n".join(
+            part
+            for part in (content, *(f"<tool_call>\n{one}\n</tool_call>" for one in written))
+            if part
+        )
         return cls(text, content, calls)
 
     def message(self) -> dict[str, Any]:
         """As a message of a conversation."""
         calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             for call in self.calls
         ]
-        return {"role": "assistant", "content": self.content, **({"tool_calls": calls} if calls else {})}
+        return {
+            "role": "assistant",
+            "content": self.content,
+            **({"tool_calls": calls} if calls else {}),
+        }
 
 
 @dataclass(frozen=True)
@@ -116,19 +139,22 @@ class Turn:
     anchor: str
     """Text of the observation the action answered; equal anchors of a group form GiGPO's clusters."""
     version: int
-    """Weight version the response was sampled from: the number of updates done. The oldest, where it changed."""
+    """Weight version the response was sampled from: the number of updates done.
+
+    The oldest, where it changed.
+    """
     versions: list[int] | None = None
     """Of each response token, where it changed."""
     observation_ids: list[int] | None = None
-    """Of the outcome's observation, where they are known: of several results, or where the rank that played it has
-    encoded it."""
+    """Of the outcome's observation, where they are known: of several results, or where the rank
+    that played it has encoded it."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """Of several results: where each stands in them, between what the template writes."""
     server: str = ""
     """URL of the server that sampled it, where there are servers."""
     separator_ids: list[int] | None = None
-    """Between the response and the observation, if that is not only what begins a user message: first the end token
-    that a response lacks which was cut, or what begins a tool's result."""
+    """Between the response and the observation, if that is not only what begins a user message:
+    first the end token that a response lacks which was cut, or what begins a tool's result."""
     shown: str | None = None
     """The observation as the next prompt writes it, where that differs (JSON)."""
 
@@ -146,7 +172,10 @@ class Trajectory:
     member: int
     turns: list[Turn] = field(default_factory=list)
     failure: str | None = None
-    """Why the environment broke, if it did. Such an episode is left out of its group, never rewarded."""
+    """Why the environment broke, if it did.
+
+    Such an episode is left out of its group, never rewarded.
+    """
 
     @property
     def episode_return(self) -> float:
@@ -172,8 +201,9 @@ class Group:
 class Sample:
     """One turn as the learner sees it: prompt h_t, response a_t, separator, observation o_{t+1}.
 
-    Example, with made-up ids: prompt [1, 5, 6], response [7, 2], separator [1], observation [8, 9] is the sequence
-    1 5 6 7 2 1 8 9, with a policy loss on 7 2, a world-model loss on 8 9, and none on the rest.
+    Example, with made-up ids: prompt [1, 5, 6], response [7, 2], separator [1], observation [8, 9]
+    is the sequence 1 5 6 7 2 1 8 9, with a policy loss on 7 2, a world-model loss on 8 9, and none
+    on the rest.
     """
 
     group: int
@@ -223,7 +253,10 @@ class Sample:
     @property
     def targets(self) -> list[tuple[int, list[int]]]:
         """(place in `observation_ids`, ids) of what the world model learns."""
-        return [(a, self.observation_ids[a:b]) for a, b in self.spans or [(0, len(self.observation_ids))]]
+        return [
+            (a, self.observation_ids[a:b])
+            for a, b in self.spans or [(0, len(self.observation_ids))]
+        ]
 
     @property
     def advantages(self) -> list[float]:

@@ -80,7 +80,11 @@ class Section(BaseModel):
     """A table of a recipe. The string below a key is its description."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
     ONLY: ClassVar[Only | None] = None
@@ -102,4 +106,8 @@ class PluginSection(Section):
     def settings(self) -> dict[str, Any]:
         """The plug-in's own keys with their values: the arguments of its function."""
         base = next(section for section in type(self).__mro__ if PluginSection in section.__bases__)
-        return {key: getattr(self, key) for key in type(self).model_fields if key not in base.model_fields}
+        return {
+            key: getattr(self, key)
+            for key in type(self).model_fields
+            if key not in base.model_fields
+        }

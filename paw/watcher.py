@@ -1,9 +1,10 @@
-"""A parent that watches a command, outside the lock of its interpreter: whatever an environment does to the process,
-the exit code is true, one line says what happened, and two signals end it.
+"""A parent that watches a command, outside the lock of its interpreter: whatever an environment
+does to the process, the exit code is true, one line says what happened, and two signals end it.
 
-The parent is a bare interpreter, the command runs in a child. The child says through a pipe that it has ended in order,
-and through another one, from the C handler of its signals, which ones have reached it. It dies with its parent. The
-ranks of `paw train --gpus` say how they end to their launcher. No torch, and nothing of what the command imports.
+The parent is a bare interpreter, the command runs in a child. The child says through a pipe that it
+has ended in order, and through another one, from the C handler of its signals, which ones have
+reached it. It dies with its parent. The ranks of `paw train --gpus` say how they end to their
+launcher. No torch, and nothing of what the command imports.
 """
 
 import os
@@ -21,10 +22,27 @@ from typing import NoReturn
 from paw.lifeline import die_with_parent
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-KEPT = {"train": "; checkpoints are kept (--resume auto)", "sft": "; the same command goes on from what it has saved"}
-WATCHED = ("train", "eval", "rollout", "profile", "experiment", "sft", "rwml", "play", "serve", "warmup", "env")
+KEPT = {
+    "train": "; checkpoints are kept (--resume auto)",
+    "sft": "; the same command goes on from what it has saved",
+}
+WATCHED = (
+    "train",
+    "eval",
+    "rollout",
+    "profile",
+    "experiment",
+    "sft",
+    "rwml",
+    "play",
+    "serve",
+    "warmup",
+    "env",
+)
 """Commands that run environments or agents."""
-VANISHED = "ended inside code that is not PaW's, with exit code {code} (os._exit? see env.processes)"
+VANISHED = (
+    "ended inside code that is not PaW's, with exit code {code} (os._exit? see env.processes)"
+)
 PIPE = "PAW_WATCHER"
 """Variable of a rank: the descriptor on which it tells its launcher how it ends."""
 MOMENT_S = 0.3
@@ -37,7 +55,10 @@ _words: int | None = None
 
 
 def watch(arguments: list[str]) -> None:
-    """Fork, and return in the child. The parent passes signals on, waits for it, and ends as it should have ended."""
+    """Fork, and return in the child.
+
+    The parent passes signals on, waits for it, and ends as it should have ended.
+    """
     if not arguments or arguments[0] not in WATCHED or {"-h", "--help"} & {*arguments}:
         return
     if "RANK" in os.environ:  # the launcher is the parent, or torchrun
@@ -83,8 +104,8 @@ def say_heard() -> None:
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """The handler of Ctrl-C in commands that need not finish anything: says that Python has heard it, and raises
-    KeyboardInterrupt.
+    """The handler of Ctrl-C in commands that need not finish anything: says that Python has heard
+    it, and raises KeyboardInterrupt.
     """
     say_heard()
     signal.default_int_handler(number, frame)
@@ -93,7 +114,9 @@ def interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 def ending(words: str) -> int | None:
     """The exit code in what a process has said, None if it has not ended in order."""
-    codes = [int(line.removeprefix("end ")) for line in words.splitlines() if line.startswith("end ")]
+    codes = [
+        int(line.removeprefix("end ")) for line in words.splitlines() if line.startswith("end ")
+    ]
     return codes[-1] if codes else None
 
 
@@ -192,7 +215,9 @@ class _Watch:
         for number in numbers:
             if number not in STOPS:
                 continue
-            again = now - self._came_at.get(number, -MOMENT_S) < MOMENT_S  # to the process, and to its group
+            again = (
+                now - self._came_at.get(number, -MOMENT_S) < MOMENT_S
+            )  # to the process, and to its group
             direct = now - self._direct.pop(number, -MOMENT_S) < MOMENT_S
             self._came_at[number] = now
             if not (again or direct):
@@ -266,7 +291,9 @@ def _pending(child: int) -> list[int]:
     """Signals that a process has been sent and not received: it had no time yet, or it is stopped."""
     masks = []
     with suppress(OSError), Path(f"/proc/{child}/status").open() as lines:
-        masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))]
+        masks = [
+            int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))
+        ]
     return [number for number in STOPS if any(mask >> (number - 1) & 1 for mask in masks)]
 
 

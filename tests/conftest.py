@@ -18,13 +18,18 @@ from typing import Any
 
 import pytest
 
-# Before torch is loaded: on a busy machine OpenMP threads that spin for their turn make a test 80 times slower.
+# Before torch is loaded: on a busy machine OpenMP threads that spin for their turn make a test 80
+# times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are taken by other workers, and by children
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import; a name that is no folder is tried for a minute else
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # the cores are taken by other workers, and by children
+os.environ.setdefault(
+    "HF_HUB_OFFLINE", "1"
+)  # read at import; a name that is no folder is tried for a minute else
 
-# Before FSDP or vLLM imports Triton, which settles whether its own functions are interpreted. The variable does not
-# stay: the children that tests start would inherit it.
+# Before FSDP or vLLM imports Triton, which settles whether its own functions are interpreted. The
+# variable does not stay: the children that tests start would inherit it.
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -113,7 +118,9 @@ def paw(paw_env: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[st
     def run(*words: Any, code: int | None = 0, env: dict[str, str] | None = None):
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             files = {"out": out.fileno(), "err": err.fileno()}
-            child = Child(command(*words)[3:], env={**paw_env, **(env or {})}, cwd=str(Path.cwd()), **files)
+            child = Child(
+                command(*words)[3:], env={**paw_env, **(env or {})}, cwd=str(Path.cwd()), **files
+            )
             try:
                 returned = child.wait()
             finally:
@@ -125,8 +132,12 @@ def paw(paw_env: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[st
     return run
 
 
-def checked(done: subprocess.CompletedProcess[str], code: int | None) -> subprocess.CompletedProcess[str]:
-    assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+def checked(
+    done: subprocess.CompletedProcess[str], code: int | None
+) -> subprocess.CompletedProcess[str]:
+    assert code is None or done.returncode == code, (
+        f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    )
     return done
 
 
@@ -152,7 +163,9 @@ def run_here(paw_env: dict[str, str]) -> Callable[..., int]:
 def paw_here(run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]):
     """`paw` in this process, without the seconds a child takes to load torch: for what needs no process of its own."""
 
-    def run(*words: Any, code: int | None = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        *words: Any, code: int | None = 0, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
         capfd.readouterr()
         returned = run_here(*words, cwd=cwd)
         return checked(subprocess.CompletedProcess(words, returned, *capfd.readouterr()), code)
@@ -162,8 +175,8 @@ def paw_here(run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]):
 
 @pytest.fixture(scope="session")
 def vllm_here() -> Iterator[Any]:
-    """vLLM in this process, its engine too: a fourth of the cache, which it fills with zeros, and no compiled rank of
-    a token, which nothing reads."""
+    """vLLM in this process, its engine too: a fourth of the cache, which it fills with zeros, and
+    no compiled rank of a token, which nothing reads."""
     with pytest.MonkeyPatch.context() as patch:
         from paw.rollouts.engines.vllm import import_vllm
 
@@ -198,11 +211,19 @@ def paw_start(paw_env: dict[str, str], tmp_path: Path) -> Iterator[Callable[...,
 
 def command(*words: Any) -> list[str]:
     """The words of a command; {"a.b": 1} becomes --a.b 1. A model of one's own has no warm-up."""
-    changes = [(key, value) for word in words if isinstance(word, dict) for key, value in word.items()]
+    changes = [
+        (key, value) for word in words if isinstance(word, dict) for key, value in word.items()
+    ]
     own_model = dict(changes).get("model.path", "quickstart") != "quickstart"
     kept = [(key, value) for key, value in changes if not (own_model and key.startswith("warmup."))]
     plain = [str(word) for word in words if not isinstance(word, dict)]
-    return [sys.executable, "-m", "paw", *plain, *(part for key, value in kept for part in (f"--{key}", str(value)))]
+    return [
+        sys.executable,
+        "-m",
+        "paw",
+        *plain,
+        *(part for key, value in kept for part in (f"--{key}", str(value))),
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -240,7 +261,10 @@ def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
 
     def read(run: Path) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
+        return [
+            {k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))}
+            for line in lines
+        ]
 
     return read
 
@@ -255,7 +279,12 @@ def write_tiny_llm(folder: Path, kind: str = "llama", *, positions: int = 4096) 
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "initializer_range": 0.1}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "initializer_range": 0.1,
+    }
     template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -264,8 +293,12 @@ def write_tiny_llm(folder: Path, kind: str = "llama", *, positions: int = 4096) 
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    backend.add_special_tokens(
+        [AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
     tokenizer.chat_template = template
     config = AutoConfig.for_model(
         kind,
@@ -291,18 +324,23 @@ def write_tiny_llm(folder: Path, kind: str = "llama", *, positions: int = 4096) 
 
 @pytest.fixture(scope="session")
 def says_only() -> Callable[..., Path]:
-    """`says_only(folder, *words)` makes that model write these words, each as often as the others, whatever it reads:
-    new tokens, or ones that it has."""
+    """`says_only(folder, *words)` makes that model write these words, each as often as the others,
+    whatever it reads: new tokens, or ones that it has."""
 
     def make(folder: Path, *says: str, template: str = "") -> Path:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+        tokenizer, model = (
+            AutoTokenizer.from_pretrained(folder),
+            AutoModelForCausalLM.from_pretrained(folder),
+        )
         words = [*map(str, says)]
         tokenizer.add_tokens(words)
         tokenizer.chat_template = template or tokenizer.chat_template
         model.resize_token_embeddings(len(tokenizer))
-        weights = model.state_dict()  # the parameters themselves; dimension 0 is the same everywhere, says the words
+        weights = (
+            model.state_dict()
+        )  # the parameters themselves; dimension 0 is the same everywhere, says the words
         weights["model.embed_tokens.weight"][:, 0] = 5.0
         weights["lm_head.weight"][:, 0] = 0.0
         weights["lm_head.weight"][tokenizer.convert_tokens_to_ids(words), 0] = 1.0
@@ -323,7 +361,9 @@ def updated() -> Callable[[Any], Any]:
         from paw.trainer import update
 
         played, rollouts = [], Rollouts(run.factory, run.engine, run.chat, run.config)
-        rollouts.share = lambda *args, share=rollouts.share: played.append(share(*args)) or played[-1]
+        rollouts.share = lambda *args, share=rollouts.share: (
+            played.append(share(*args)) or played[-1]
+        )
         push_weights(run.policy.lm, run.engine, version=0)
         update(run, rollouts)
         return played[0]

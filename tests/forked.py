@@ -23,7 +23,13 @@ from typing import IO, Any, NoReturn
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        *("paw.trainer", "paw.algo.critic", "paw.model.parallel", "paw.rollouts.ahead", "paw.rollouts.player"),
+        *(
+            "paw.trainer",
+            "paw.algo.critic",
+            "paw.model.parallel",
+            "paw.rollouts.ahead",
+            "paw.rollouts.player",
+        ),
         *("paw.rollouts.engines.transformers", "paw.tools.experiment.runs"),
     ]
 )
@@ -35,7 +41,9 @@ class Child:
     stderr: IO[str]
     returncode: int | None = None
 
-    def __init__(self, words: list[str], *, env: dict[str, str], cwd: str, out: int, err: int) -> None:
+    def __init__(
+        self, words: list[str], *, env: dict[str, str], cwd: str, out: int, err: int
+    ) -> None:
         self._process = CONTEXT.Process(
             target=run, args=(words, env, cwd, Connection(os.dup(out)), Connection(os.dup(err)))
         )
@@ -69,12 +77,21 @@ class Child:
 
 
 def run_ranks(
-    commands: Sequence[list[str]], folders: Sequence[Path], *, on_host: int, homes: Sequence[Path] = ()
+    commands: Sequence[list[str]],
+    folders: Sequence[Path],
+    *,
+    on_host: int,
+    homes: Sequence[Path] = (),
 ) -> list[tuple[int, str]]:
     """`paw` in a rank for each command, in its folder, as torchrun would start them: (exit code, standard error)."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": on_host, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {
+        "WORLD_SIZE": len(commands),
+        "LOCAL_WORLD_SIZE": on_host,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     with ExitStack() as stack:
         nowhere = stack.enter_context(Path(os.devnull).open("w"))
         errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
@@ -83,7 +100,9 @@ def run_ranks(
             own = {"RANK": rank, "LOCAL_RANK": rank % on_host, "OMP_NUM_THREADS": 1, **shared}
             own |= {"HOME": homes[rank]} if homes else {}
             env = os.environ | {name: str(value) for name, value in own.items()}
-            ranks.append(Child(words, env=env, cwd=str(folder), out=nowhere.fileno(), err=error.fileno()))
+            ranks.append(
+                Child(words, env=env, cwd=str(folder), out=nowhere.fileno(), err=error.fileno())
+            )
             stack.callback(ranks[-1].kill)
         codes = [rank.wait(200) for rank in ranks]
         for error in errors:
@@ -95,8 +114,15 @@ def call_in_ranks(function: Callable[..., None], count: int, *given: Any, on_hos
     """`function(rank, *given)` in a process for each rank, to be named by its module."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": on_host, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    children = [CONTEXT.Process(target=call, args=(function, rank, shared, given)) for rank in range(count)]
+    shared = {
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": on_host,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    children = [
+        CONTEXT.Process(target=call, args=(function, rank, shared, given)) for rank in range(count)
+    ]
     for child in children:
         child.start()
     for child in children:
@@ -104,8 +130,12 @@ def call_in_ranks(function: Callable[..., None], count: int, *given: Any, on_hos
     assert [child.exitcode for child in children] == [0] * count
 
 
-def call(function: Callable[..., None], rank: int, shared: dict[str, Any], given: tuple[Any, ...]) -> None:
-    os.environ.update({name: str(value) for name, value in {"RANK": rank, "LOCAL_RANK": 0, **shared}.items()})
+def call(
+    function: Callable[..., None], rank: int, shared: dict[str, Any], given: tuple[Any, ...]
+) -> None:
+    os.environ.update(
+        {name: str(value) for name, value in {"RANK": rank, "LOCAL_RANK": 0, **shared}.items()}
+    )
     function(rank, *given)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -188,11 +218,15 @@ def enter_with_player(entry: Callable[[], NoReturn]) -> NoReturn:
     """The command, in the process that runs it: a supervisor has to be its child."""
     from paw.rollouts import ahead
 
-    ahead.subprocess = SimpleNamespace(Popen=player(), PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+    ahead.subprocess = SimpleNamespace(
+        Popen=player(), PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
+    )
     entry()
 
 
-def serve_as_supervisor(socket_end: Connection, stdin: Connection, env: dict[str, str], **constants: float) -> None:
+def serve_as_supervisor(
+    socket_end: Connection, stdin: Connection, env: dict[str, str], **constants: float
+) -> None:
     os.setsid()
     os.environ.update(env)
     supervise(os.getppid(), os.dup(socket_end.fileno()), os.dup(stdin.fileno()), constants)
@@ -253,7 +287,9 @@ def run(words: list[str], env: dict[str, str], cwd: str, *output: Connection) ->
             module.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
         if "--rollout.ahead" in words:
             cli.entry = partial(enter_with_player, cli.entry)
-        if patch := os.environ.get("FORKED_PATCH"):  # a file of a test's own, run before the command
+        if patch := os.environ.get(
+            "FORKED_PATCH"
+        ):  # a file of a test's own, run before the command
             runpy.run_path(patch)
         from paw.__main__ import run as command
 

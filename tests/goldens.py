@@ -4,8 +4,8 @@
     python tests/goldens.py --write   renew it (say why in the commit)
     python tests/goldens.py grpo ppo  these alone
 
-Bits hold on the kind of CPU they were taken on; `--within 1e-6` compares metrics alone, where the order of float
-operations changed.
+Bits hold on the kind of CPU they were taken on; `--within 1e-6` compares metrics alone, where the
+order of float operations changed.
 """
 
 import argparse
@@ -52,7 +52,13 @@ def train(folder: Path, name: str, cache: Path, settings: dict[str, object], *wo
     for key, value in overrides.items():
         command += [key if key.startswith("--") else f"--{key}", str(value)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    env = {**os.environ, **VLLM, "PYTHONPATH": path, "PAW_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        **VLLM,
+        "PYTHONPATH": path,
+        "PAW_CACHE": str(cache),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     if done.returncode:
         sys.exit(f"{name}: exit {done.returncode}\n{done.stderr[-3000:]}")
@@ -60,18 +66,32 @@ def train(folder: Path, name: str, cache: Path, settings: dict[str, object], *wo
 
 def found(run: Path) -> dict[str, object]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [{key: value for key, value in line.items() if not key.startswith(LEFT_OUT)} for line in lines]
-    return {"metrics": kept, "weights": hashlib.sha256((run / "hf" / "model.safetensors").read_bytes()).hexdigest()}
+    kept = [
+        {key: value for key, value in line.items() if not key.startswith(LEFT_OUT)}
+        for line in lines
+    ]
+    return {
+        "metrics": kept,
+        "weights": hashlib.sha256((run / "hf" / "model.safetensors").read_bytes()).hexdigest(),
+    }
 
 
 def differences(name: str, old: dict, new: dict, within: float | None) -> list[str]:
-    faults = [] if within is not None or old["weights"] == new["weights"] else [f"{name}: weights differ"]
+    faults = (
+        []
+        if within is not None or old["weights"] == new["weights"]
+        else [f"{name}: weights differ"]
+    )
     if len(old["metrics"]) != len(new["metrics"]):
         return [*faults, f"{name}: {len(new['metrics'])} lines instead of {len(old['metrics'])}"]
     for before, after in zip(old["metrics"], new["metrics"], strict=True):
         for key in sorted({*before, *after}):
             a, b = before.get(key), after.get(key)
-            same = a == b if within is None or None in (a, b) else math.isclose(a, b, rel_tol=within, abs_tol=within)
+            same = (
+                a == b
+                if within is None or None in (a, b)
+                else math.isclose(a, b, rel_tol=within, abs_tol=within)
+            )
             if not same:
                 faults.append(f"{name}, step {after['step']}: {key} was {a}, is {b}")
     return faults

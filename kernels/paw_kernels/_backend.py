@@ -42,18 +42,26 @@ def implementation(name: str) -> MakeRows:
 
 
 def best_backend(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None, n: int | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int] | None = None,
+    n: int | None = None,
 ) -> str:
     """The backend of "auto" for hidden states on this device, of this dtype.
 
-    The fastest that `paw doctor --kernels` measured at the head's shape (V, D) and about n rows (None: many), else the
-    first that works of those that are expected to be.
+    The fastest that `paw doctor --kernels` measured at the head's shape (V, D) and about n rows
+    (None: many), else the first that works of those that are expected to be.
 
-    Compiled kernels for a GPU are tried out once a process: one that fails is left out with a warning.
+    Compiled kernels for a GPU are tried out once a process: one that fails is left out with a
+    warning.
     """
     if shape:
         measured = _measured.fastest(device, dtype, *shape, n)
-        if measured and measured.backend in BACKENDS and why_not_backend(measured.backend, device, dtype) is None:
+        if (
+            measured
+            and measured.backend in BACKENDS
+            and why_not_backend(measured.backend, device, dtype) is None
+        ):
             return measured.backend
     return first_that_works(order(device, dtype), device, dtype, shape)
 
@@ -62,7 +70,9 @@ def order(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     """The one expected to be the fastest first."""
     if device.type != "cuda":
         return "cpu", "torch"
-    if dtype == torch.float32:  # which Triton multiplies as three tf32 products, where cuBLAS does better
+    if (
+        dtype == torch.float32
+    ):  # which Triton multiplies as three tf32 products, where cuBLAS does better
         return "cuda", "torch"
     major, _ = torch.cuda.get_device_capability(device)
     if major == 10:
@@ -73,7 +83,10 @@ def order(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def first_that_works(
-    names: Iterable[str], device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None
+    names: Iterable[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int] | None = None,
 ) -> str:
     """The first that can run on such tensors and passes its trial, with a warning for each that fails that."""
     for name in names:
@@ -93,8 +106,8 @@ def fault_of_backend(
 ) -> str | None:
     """What went wrong in a tiny pass of compiled kernels for a GPU, compared with plain torch; None if nothing.
 
-    `shape` is the head's (V, D): of V the pass has a part that ends as it does. Once a process; seconds where kernels
-    are yet to be compiled, else milliseconds.
+    `shape` is the head's (V, D): of V the pass has a part that ends as it does. Once a process;
+    seconds where kernels are yet to be compiled, else milliseconds.
     """
     if backend not in ("triton", "cuda"):
         return None
@@ -105,15 +118,24 @@ def fault_of_backend(
         share = largest_error(implementation(backend), device, dtype, 300, 512 + V % 256, D)
     except Exception as error:  # of a compiler, assembler, driver: whatever they meet first
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    return None if share <= 1 else f"its results are off by {share:.3g} times what rounding explains"
+    return (
+        None if share <= 1 else f"its results are off by {share:.3g} times what rounding explains"
+    )
 
 
 def why_not_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why `backend` cannot run there, and what would help; None if it can. Raises ValueError for an unknown name."""
+    """Why `backend` cannot run there, and what would help; None if it can.
+
+    Raises ValueError for an unknown name.
+    """
     if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; known backends: {', '.join(['auto', *BACKENDS])}")
+        raise ValueError(
+            f"backend={backend!r} is unknown; known backends: {', '.join(['auto', *BACKENDS])}"
+        )
     if backend == "triton":
-        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":  # the interpreter runs on the CPU
+        if (
+            device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1"
+        ):  # the interpreter runs on the CPU
             return f"it needs tensors of device cuda, these are on {device}"
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; pip install triton"

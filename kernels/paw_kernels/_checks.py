@@ -1,4 +1,7 @@
-"""Argument checks of the public functions. Each error names the argument and what it should have been."""
+"""Argument checks of the public functions.
+
+Each error names the argument and what it should have been.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,11 +20,17 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_head(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Shapes, dtypes and devices of a head call; reads no values, so it never waits for the device.
 
-    Answers hidden, weight and bias, of one dtype: under autocast several become its own, as in nn.functional.linear.
+    Answers hidden, weight and bias, of one dtype: under autocast several become its own, as in
+    nn.functional.linear.
     """
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _refuse_forward_mode(hidden, weight, bias)
@@ -31,7 +40,9 @@ def check_head(
         raise ValueError(f"hidden must be float32, bfloat16 or float16, got {hidden.dtype}")
     T, D = hidden.shape
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != D:
-        raise ValueError(f"weight must be [V, D] with V > 0 and D = {D} as in hidden, got shape {list(weight.shape)}")
+        raise ValueError(
+            f"weight must be [V, D] with V > 0 and D = {D} as in hidden, got shape {list(weight.shape)}"
+        )
     check_tensor("weight", weight, list(weight.shape), hidden.dtype, hidden.device)
     check_tensor("target", target, [T], torch.int64, hidden.device)
     if bias is not None:
@@ -44,10 +55,16 @@ def check_head(
     return hidden, weight, bias
 
 
-def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _autocast(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
     device = hidden.device.type
-    if len(dtypes) == 1 or not dtypes <= set(_DTYPES) or not torch.amp.is_autocast_available(device):
+    if (
+        len(dtypes) == 1
+        or not dtypes <= set(_DTYPES)
+        or not torch.amp.is_autocast_available(device)
+    ):
         return hidden, weight, bias
     if not torch.is_autocast_enabled(device):
         return hidden, weight, bias
@@ -71,9 +88,11 @@ def unobserved(*tensors: Tensor | None) -> bool:
     return all(type(t) in (Tensor, torch.nn.Parameter, type(None)) for t in tensors)
 
 
-def without_dispatch(one_pass: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]) -> Any:
-    """An operator's function, context and backward pass without its dispatch, which takes as long as a small head's
-    matmuls. Its first three inputs may have gradients."""
+def without_dispatch(
+    one_pass: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]
+) -> Any:
+    """An operator's function, context and backward pass without its dispatch, which takes as long
+    as a small head's matmuls. Its first three inputs may have gradients."""
 
     class Direct(torch.autograd.Function):
         @staticmethod
@@ -92,10 +111,14 @@ def without_dispatch(one_pass: Callable[..., Any], save: Callable[..., None], ba
 def refuse_second_derivatives(name: str) -> None:
     """To be called in a backward pass, where gradients are recorded only on the way to a second derivative."""
     if torch.is_grad_enabled():
-        raise RuntimeError(f"{name} has no second derivatives; backward with create_graph=True would leave them out")
+        raise RuntimeError(
+            f"{name} has no second derivatives; backward with create_graph=True would leave them out"
+        )
 
 
-def check_tensor(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
+def check_tensor(
+    name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device
+) -> None:
     if list(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}")
     if tensor.dtype != dtype:
@@ -107,7 +130,9 @@ def check_tensor(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype
 class Values:
     """Numbers that the host has yet to read off the device; what is wrong with a call's values comes with the first."""
 
-    def __init__(self, target: Tensor, vocabulary: int, batch: Sequence[tuple[str, Tensor]] = ()) -> None:
+    def __init__(
+        self, target: Tensor, vocabulary: int, batch: Sequence[tuple[str, Tensor]] = ()
+    ) -> None:
         self.target = target.contiguous()
         """In range, so that kernels may run before anything is read."""
         self._messages, self._pending = [], []
@@ -118,12 +143,15 @@ class Values:
         self._pending = [(self.target != target).any().reshape(1)]
         if batch:
             self._messages += [f"batch.{name} must be finite" for name, _ in batch]
-            self._pending.append(torch.stack([value for _, value in batch]).mul(0).sum(1))  # 0, else NaN
+            self._pending.append(
+                torch.stack([value for _, value in batch]).mul(0).sum(1)
+            )  # 0, else NaN
 
     def read(self, *more: Tensor) -> list[float]:
         """The numbers of `more` (one-dimensional tensors, exact in float32), in one copy.
 
-        Raises ValueError, the first time, for targets outside [0, V) and for tensors of `batch` that are not finite.
+        Raises ValueError, the first time, for targets outside [0, V) and for tensors of `batch`
+        that are not finite.
         """
         if not self._pending and not more:
             return []

@@ -1,8 +1,9 @@
 """The chunk loop of every backend: logits, statistics and gradients of some rows at a time, 1 + 2f matmul passes.
 
-Per chunk of n rows a backend (`Rows`) fills its one [n, V] buffer with logits and returns their statistics; from
-these come the coefficients a and c of each row, and the backend turns the buffer into dL/dz of the rows that have a
-gradient, packed to its front. Only those reach the two gradient matmuls; f is their share.
+Per chunk of n rows a backend (`Rows`) fills its one [n, V] buffer with logits and returns their
+statistics; from these come the coefficients a and c of each row, and the backend turns the buffer
+into dL/dz of the rows that have a gradient, packed to its front. Only those reach the two gradient
+matmuls; f is their share.
 
 Memory beside inputs and results: the backend's buffer, flat in T.
 """
@@ -46,7 +47,10 @@ class HeadPass(NamedTuple):
 
 
 class Rows(Protocol):
-    """What a backend does with the [n, V] buffer of one chunk. One object serves one pass and holds the buffer."""
+    """What a backend does with the [n, V] buffer of one chunk.
+
+    One object serves one pass and holds the buffer.
+    """
 
     head: Tensor
     """[V, D]: the weight as the gradient matmuls read it."""
@@ -58,7 +62,8 @@ class Rows(Protocol):
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
         """dL/d(W h + b) of the rows `source` ([L] int64 into the chunk) as [L, V] in the dtype of head.
 
-        `source` comes from `pack`; target, a and c are those of the whole chunk. May overwrite the buffer.
+        `source` comes from `pack`; target, a and c are those of the whole chunk. May overwrite the
+        buffer.
         """
         ...
 
@@ -82,8 +87,9 @@ def head_pass(
 ) -> HeadPass:
     """Statistics of the rows `index` ([N] int64, distinct; None for all) of hidden, and their gradients in one pass.
 
-    `coefficients` is called once for each chunk, in order. `wants` says which gradients to form: hidden, weight, bias.
-    `values` are the targets' checks: they raise when the host first waits for the device.
+    `coefficients` is called once for each chunk, in order. `wants` says which gradients to form:
+    hidden, weight, bias. `values` are the targets' checks: they raise when the host first waits for
+    the device.
     """
     values = values or Values(target, head.weight.shape[0])
     N = len(hidden) if index is None else index.numel()
@@ -121,7 +127,14 @@ def head_pass(
 class _Gradients:
     """Adds up dL/dhidden, dL/dweight and dL/dbias over the chunks of a pass; None for those that are not wanted."""
 
-    def __init__(self, hidden: Tensor, head: Head, index: Tensor | None, wants: Sequence[bool], values: Values) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        head: Head,
+        index: Tensor | None,
+        wants: Sequence[bool],
+        values: Values,
+    ) -> None:
         self._head = head
         self._values = values
         self._in_float16 = hidden.dtype == torch.float16
@@ -137,7 +150,9 @@ class _Gradients:
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
         if wants[2]:
-            self.d_bias = torch.zeros(head.weight.shape[0], dtype=torch.float32, device=hidden.device)
+            self.d_bias = torch.zeros(
+                head.weight.shape[0], dtype=torch.float32, device=hidden.device
+            )
 
     def add(
         self,
@@ -173,7 +188,9 @@ class _Gradients:
             unit = unit[source]
         dz = rows.gradient(target, source, a, c)
         if self.d_bias is not None:
-            self.d_bias += dz.sum(0, dtype=torch.float32) if unit is None else total_of(dz, unit, largest)
+            self.d_bias += (
+                dz.sum(0, dtype=torch.float32) if unit is None else total_of(dz, unit, largest)
+            )
         if self.d_hidden is not None:
             self._add_hidden(self.d_hidden, dz, rows.head, place, source, unit, dense=dense)
         if self._wants_weight:
@@ -198,15 +215,21 @@ class _Gradients:
         rows = source + place.start if isinstance(place, slice) else place[source]
         d_hidden.index_copy_(0, rows, product.to(self._dtype))
 
-    def _add_weight(self, dz: Tensor, x: Tensor, unit: Tensor | None, largest: float, *, only_chunk: bool) -> None:
-        if unit is not None:  # a row counts by its share of the largest unit, which fits float16 again
+    def _add_weight(
+        self, dz: Tensor, x: Tensor, unit: Tensor | None, largest: float, *, only_chunk: bool
+    ) -> None:
+        if (
+            unit is not None
+        ):  # a row counts by its share of the largest unit, which fits float16 again
             x = (x * (unit / largest)[:, None]).to(x.dtype)
         is_first = self.d_weight is None
         if self.d_weight is None:
-            # The first product overwrites it: an accumulator the size of the head is neither zeroed nor read. A single
-            # chunk needs no float32 accumulator.
+            # The first product overwrites it: an accumulator the size of the head is neither zeroed
+            # nor read. A single chunk needs no float32 accumulator.
             dtype = self._dtype if only_chunk and dz.dtype == self._dtype else torch.float32
-            self.d_weight = claimed(torch.empty(self._head.weight.shape, dtype=dtype, device=dz.device))
+            self.d_weight = claimed(
+                torch.empty(self._head.weight.shape, dtype=dtype, device=dz.device)
+            )
         _add_product(self.d_weight, dz.t(), x, add=not is_first, factor=largest)
 
     def fill_missing(self) -> None:
@@ -226,7 +249,8 @@ class _Gradients:
 def chunk_bytes(usual: int, device: torch.device, most: int = 0) -> int:
     """Bytes a chunk may take: `usual`; on a GPU an eighth of the free memory, up to `most`, and never over half of it.
 
-    Together with a backend's CHUNK_BYTES and `equal_chunks` this decides the chunks, and so the order of sums.
+    Together with a backend's CHUNK_BYTES and `equal_chunks` this decides the chunks, and so the
+    order of sums.
     """
     if device.type != "cuda":
         return usual
@@ -254,7 +278,9 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def in_units(a: Tensor, c: Tensor | None, temperature: float) -> tuple[Tensor, Tensor | None, Tensor]:
+def in_units(
+    a: Tensor, c: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """a and c as multiples of a unit [n] of each row, and that unit: in these dL/dz fits float16.
 
     |dz| <= (|a| + |c| ln V) / temperature, at most 16,384 units where ln V < 16. The smallest value is 6e-8 units, so

@@ -1,7 +1,7 @@
 """What `paw doctor --kernels` measured on this machine: a JSON file of times, of which `auto` takes the least.
 
-Only times of the same device, driver, torch, triton and kernels count (`key`), and of the same dtype, V and D. Without
-the file, or such times in it, nothing here decides.
+Only times of the same device, driver, torch, triton and kernels count (`key`), and of the same
+dtype, V and D. Without the file, or such times in it, nothing here decides.
 """
 
 import hashlib
@@ -39,7 +39,12 @@ def file() -> Path:
 
 
 def fastest(
-    device: torch.device, dtype: torch.dtype, V: int, D: int, n: int | None = None, backend: str | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    V: int,
+    D: int,
+    n: int | None = None,
+    backend: str | None = None,
 ) -> Time | None:
     """The least time at the measured n that is nearest to n (None: the largest), of that backend or of any."""
     dtype_name = str(dtype).removeprefix("torch.")
@@ -51,20 +56,30 @@ def fastest(
     if not measured:
         return None
     sizes = {time.n for time in measured}
-    nearest = max(sizes) if n is None else min(sizes, key=lambda size: abs(math.log(size / max(n, 1))))
+    nearest = (
+        max(sizes) if n is None else min(sizes, key=lambda size: abs(math.log(size / max(n, 1))))
+    )
     return min((time for time in measured if time.n == nearest), key=lambda time: time.ms)
 
 
 @cache
 def times(path: Path, device: torch.device) -> tuple[Time, ...]:
-    """Those of this device as it is now; a file that cannot be read is a warning, and none. Read once a process."""
+    """Those of this device as it is now; a file that cannot be read is a warning, and none.
+
+    Read once a process.
+    """
     try:
-        return tuple(Time(**time) for time in json.loads(path.read_text(encoding="utf-8")).get(key(device), ()))
+        return tuple(
+            Time(**time)
+            for time in json.loads(path.read_text(encoding="utf-8")).get(key(device), ())
+        )
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, TypeError, AttributeError) as error:
         warnings.warn(
-            f"{path} is left out ({error}): paw doctor --kernels writes it anew", RuntimeWarning, stacklevel=2
+            f"{path} is left out ({error}): paw doctor --kernels writes it anew",
+            RuntimeWarning,
+            stacklevel=2,
         )
         return ()
 

@@ -1,7 +1,8 @@
 """The compiled row operations of csrc/ as torch.library operators, by device.
 
-On the CPU they are plain C functions called through ctypes (which releases the GIL); building them needs no torch.
-On CUDA devices they are kernels that the library built from csrc/*.cu registers itself, when it is loaded here.
+On the CPU they are plain C functions called through ctypes (which releases the GIL); building them
+needs no torch. On CUDA devices they are kernels that the library built from csrc/*.cu registers
+itself, when it is loaded here.
 """
 
 import ctypes
@@ -13,15 +14,16 @@ from torch import Tensor
 
 _LIBRARY = torch.library.Library("paw_kernels", "FRAGMENT")
 
-# logits [n, V] float32, rows contiguous; bias [V] float32; target [n] int64 in [0, V). u is logits + bias, or softcap
-# tanh of that over softcap; z = u scale. Gives logp, entropy, top = max u, log-sum-exp of z - top scale: [n] float32.
+# logits [n, V] float32, rows contiguous; bias [V] float32; target [n] int64 in [0, V). u is logits
+# + bias, or softcap tanh of that over softcap; z = u scale. Gives logp, entropy, top = max u,
+# log-sum-exp of z - top scale: [n] float32.
 _LIBRARY.define(
     "row_statistics(Tensor logits, Tensor? bias, Tensor target, float scale, float? softcap=None) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
-# In place: row k < L of logits becomes scale (a (1[j = y] - p_j) - c p_j (log p_j + H)) du/dlogit of row source[k].
-# source [L] int64 comes from `pack`; target, the statistics, a and c are those of all n rows. The result is
-# `packed_rows(logits, L, dtype)`; on the CPU dtype is float32.
+# In place: row k < L of logits becomes scale (a (1[j = y] - p_j) - c p_j (log p_j + H)) du/dlogit
+# of row source[k]. source [L] int64 comes from `pack`; target, the statistics, a and c are those of
+# all n rows. The result is `packed_rows(logits, L, dtype)`; on the CPU dtype is float32.
 _LIBRARY.define(
     "row_gradient_(Tensor(a!) logits, Tensor? bias, Tensor target, Tensor source, Tensor top, Tensor log_total, "
     "Tensor entropy, Tensor a, Tensor? c, float scale, ScalarType dtype, float? softcap=None) -> ()"
@@ -32,9 +34,9 @@ _LIBRARY.define("pack(Tensor chosen) -> (Tensor, Tensor)")
 def pack(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Where each of the L chosen rows of chosen [n] bool goes, so that packing in place can be done in parallel.
 
-    Answers source [n] int64 and L itself, [1] int64, without waiting for the device. source[k] = k where row k < L is
-    chosen; each hole there is filled by a chosen row from L on, in order; -1 from L on. So no row written is read by
-    another.
+    Answers source [n] int64 and L itself, [1] int64, without waiting for the device. source[k] = k
+    where row k < L is chosen; each hole there is filled by a chosen row from L on, in order; -1
+    from L on. So no row written is read by another.
 
     >>> source, count = pack(torch.tensor([True, False, True, False, False, True]))
     >>> source.tolist(), count.tolist()
@@ -46,7 +48,9 @@ def pack(chosen: Tensor) -> tuple[Tensor, Tensor]:
 def _pack(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """In plain torch, on every device."""
     index, count = torch.arange(chosen.numel(), device=chosen.device), chosen.sum().reshape(1)
-    order = torch.argsort(chosen, descending=True, stable=True)  # the chosen rows, ascending; then what is left over
+    order = torch.argsort(
+        chosen, descending=True, stable=True
+    )  # the chosen rows, ascending; then what is left over
     inside = index < count
     hole = inside > chosen
     rank = hole.cumsum(0)  # the last of the chosen rows fill the holes, in order
@@ -65,13 +69,37 @@ def cpu_library() -> ctypes.CDLL | None:
         return None
     pointer, real, size, integer = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64, ctypes.c_int
     shape, results = [size, size], [pointer] * 4
-    library.paw_row_statistics.argtypes = [pointer, size, pointer, pointer, real, real, *shape, *results, integer]
-    library.paw_row_gradient.argtypes = [pointer, size, *[pointer] * 8, real, real, size, size, integer]
+    library.paw_row_statistics.argtypes = [
+        pointer,
+        size,
+        pointer,
+        pointer,
+        real,
+        real,
+        *shape,
+        *results,
+        integer,
+    ]
+    library.paw_row_gradient.argtypes = [
+        pointer,
+        size,
+        *[pointer] * 8,
+        real,
+        real,
+        size,
+        size,
+        integer,
+    ]
     library.paw_pack.argtypes, library.paw_pack.restype = [pointer, size, pointer], size
-    library.paw_in_range.argtypes, library.paw_finite.argtypes = [pointer, size, size], [pointer, size]
+    library.paw_in_range.argtypes, library.paw_finite.argtypes = (
+        [pointer, size, size],
+        [pointer, size],
+    )
     library.paw_in_range.restype = library.paw_finite.restype = ctypes.c_bool
     library.paw_claim.argtypes = [pointer, size, integer]
-    library.paw_row_statistics.restype = library.paw_row_gradient.restype = library.paw_claim.restype = None
+    library.paw_row_statistics.restype = library.paw_row_gradient.restype = (
+        library.paw_claim.restype
+    ) = None
     return library
 
 
@@ -86,12 +114,18 @@ def why_no_cuda(capability: tuple[int, int] | None = None) -> str | None:
     except OSError as error:
         return f"{spec.origin} does not load beside this torch ({error}); build it again"
     try:
-        oldest = divmod(ctypes.c_int.in_dll(ctypes.CDLL(spec.origin), "paw_cuda_interface_4").value // 10, 10)
+        oldest = divmod(
+            ctypes.c_int.in_dll(ctypes.CDLL(spec.origin), "paw_cuda_interface_4").value // 10, 10
+        )
     except ValueError:
         return f"{spec.origin} was built from older sources; build it again"
-    if capability and capability < oldest:  # of the newest it has PTX too, which runs on whatever comes later
-        return "csrc/*.cu was built for compute capability {}.{} and later, this GPU has {}.{}".format(
-            *oldest, *capability
+    if (
+        capability and capability < oldest
+    ):  # of the newest it has PTX too, which runs on whatever comes later
+        return (
+            "csrc/*.cu was built for compute capability {}.{} and later, this GPU has {}.{}".format(
+                *oldest, *capability
+            )
         )
     return None
 
@@ -140,8 +174,17 @@ def _row_statistics_cpu(
     library, target = cpu_library(), target.contiguous()
     assert library, "the C++ row operations are not built"
     results = tuple(torch.empty(len(logits), dtype=torch.float32) for _ in range(4))
-    given = logits.data_ptr(), logits.stride(0), _pointer(bias), target.data_ptr(), scale, softcap or 0.0
-    library.paw_row_statistics(*given, *logits.shape, *map(_pointer, results), torch.get_num_threads())
+    given = (
+        logits.data_ptr(),
+        logits.stride(0),
+        _pointer(bias),
+        target.data_ptr(),
+        scale,
+        softcap or 0.0,
+    )
+    library.paw_row_statistics(
+        *given, *logits.shape, *map(_pointer, results), torch.get_num_threads()
+    )
     return results
 
 
@@ -163,8 +206,17 @@ def _row_gradient_cpu(
         raise ValueError(f"dtype must be float32 on the CPU, got {dtype}")
     library = cpu_library()
     assert library, "the C++ row operations are not built"
-    per_row = [t if t is None else t.contiguous() for t in (target, source, top, log_total, entropy, a, c)]
-    given = logits.data_ptr(), logits.stride(0), _pointer(bias), *map(_pointer, per_row), scale, softcap or 0.0
+    per_row = [
+        t if t is None else t.contiguous() for t in (target, source, top, log_total, entropy, a, c)
+    ]
+    given = (
+        logits.data_ptr(),
+        logits.stride(0),
+        _pointer(bias),
+        *map(_pointer, per_row),
+        scale,
+        softcap or 0.0,
+    )
     library.paw_row_gradient(*given, source.numel(), logits.shape[1], torch.get_num_threads())
 
 
@@ -194,4 +246,6 @@ def _(logits, bias, target, source, *rest):
 
 @torch.library.register_fake("paw_kernels::pack")
 def _(chosen):
-    return chosen.new_empty(chosen.shape[0], dtype=torch.int64), chosen.new_empty(1, dtype=torch.int64)
+    return chosen.new_empty(chosen.shape[0], dtype=torch.int64), chosen.new_empty(
+        1, dtype=torch.int64
+    )

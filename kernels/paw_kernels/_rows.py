@@ -1,6 +1,7 @@
 """The compiled row operations around torch's matmul: one [n, V] float32 buffer holds logits, then gradients.
 
-Memory: that buffer and, on the CPU, a float32 copy of 16-bit weights (its matmuls cannot keep their float32 sums).
+Memory: that buffer and, on the CPU, a float32 copy of 16-bit weights (its matmuls cannot keep their
+float32 sums).
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,9 @@ class NativeRows:
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         z = logits(x, self.head, self._buffer)
-        statistics = torch.ops.paw_kernels.row_statistics(z, self._bias, target, self._scale, self._softcap)
+        statistics = torch.ops.paw_kernels.row_statistics(
+            z, self._bias, target, self._scale, self._softcap
+        )
         logp, self._entropy, self._top, self._log_total = statistics
         return logp, self._entropy
 
@@ -59,7 +62,10 @@ class NativeRows:
 
 
 class KeptRows(NativeRows):
-    """All N rows of a pass in one chunk. With `kept`, what an earlier pass left, `forward` computes nothing."""
+    """All N rows of a pass in one chunk.
+
+    With `kept`, what an earlier pass left, `forward` computes nothing.
+    """
 
     def __init__(self, head: Head, N: int, kept: Sequence[Tensor] = ()) -> None:
         super().__init__(head, 0 if kept else N)
@@ -78,7 +84,10 @@ class KeptRows(NativeRows):
 
 
 def keeps(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether a pass over these may keep its logits. No traced pass does: it is not told in advance."""
+    """Whether a pass over these may keep its logits.
+
+    No traced pass does: it is not told in advance.
+    """
     plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in (hidden, weight))
     fits = hidden.device.type == "cpu" and 0 < 4 * len(hidden) * len(weight) <= KEPT_BYTES
     return plain and fits and not torch.compiler.is_compiling()

@@ -1,7 +1,7 @@
 """The row operations in plain torch: correct on every device, the fallback, and the yardstick of the other backends.
 
-Memory: three float32 [n, V] buffers of CHUNK_BYTES each, five under a soft cap, and, for 16-bit weights on the CPU
-(where matmuls cannot keep their float32 sums), a float32 copy of the weight.
+Memory: three float32 [n, V] buffers of CHUNK_BYTES each, five under a soft cap, and, for 16-bit
+weights on the CPU (where matmuls cannot keep their float32 sums), a float32 copy of the weight.
 """
 
 import torch
@@ -10,7 +10,10 @@ from torch import Tensor
 from paw_kernels._head import Head, chunk_bytes, equal_chunks, logits
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
-"""Bytes of one chunk's float32 logits. Large on GPUs: each chunk reads and writes the whole accumulator of dW."""
+"""Bytes of one chunk's float32 logits.
+
+Large on GPUs: each chunk reads and writes the whole accumulator of dW.
+"""
 CHUNK_ROWS = 128
 """At least, on a CPU: of fewer its matmuls are slow."""
 
@@ -26,7 +29,9 @@ class TorchRows:
         self._temperature = head.temperature
         self._softcap = head.softcap
         self.head = weight if weight.is_cuda else weight.float()
-        self._z, self._e = torch.empty((2, n, weight.shape[0]), dtype=torch.float32, device=weight.device)
+        self._z, self._e = torch.empty(
+            (2, n, weight.shape[0]), dtype=torch.float32, device=weight.device
+        )
         self._top = self._log_sum = self._entropy = torch.empty(0)
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,7 +71,13 @@ class TorchRows:
         a = a / self._temperature
         c = None if c is None else c / self._temperature
         if source.numel() < n:
-            z, e, top, log_sum, entropy = z[source], e[source], top[source], log_sum[source], entropy[source]
+            z, e, top, log_sum, entropy = (
+                z[source],
+                e[source],
+                top[source],
+                log_sum[source],
+                entropy[source],
+            )
             a = a[source]
             c = None if c is None else c[source]
             target = target[source]

@@ -1,8 +1,9 @@
 """The Triton backend: a persistent matmul whose epilogue leaves statistics and e = 2^x, then dL/dz in place of e.
 
-Passes without gradients keep no logits at all. With gradients a chunk's e, in the dtype of the inputs, takes half the
-bytes of float32 logits and is read and written once more. Memory: CHUNK_BYTES, flat in T; without gradients
-STATISTICS_BYTES. The kernels and their arithmetic are in `_triton_kernels`.
+Passes without gradients keep no logits at all. With gradients a chunk's e, in the dtype of the
+inputs, takes half the bytes of float32 logits and is read and written once more. Memory:
+CHUNK_BYTES, flat in T; without gradients STATISTICS_BYTES. The kernels and their arithmetic are in
+`_triton_kernels`.
 """
 
 import math
@@ -18,8 +19,8 @@ from paw_kernels._head import Head, chunk_bytes, equal_chunks
 from paw_kernels._measured import fastest
 
 CHUNK_BYTES = 1440 << 20
-"""Of a chunk's e, statistics and copies of hidden states. Large, because each chunk reads and writes all of dW: with
-this 4,096 rows are one chunk up to the 152,064 x 8,192 of Qwen2.5 72B."""
+"""Of a chunk's e, statistics and copies of hidden states. Large, because each chunk reads and
+writes all of dW: with this 4,096 rows are one chunk up to the 152,064 x 8,192 of Qwen2.5 72B."""
 STATISTICS_BYTES = 96 << 20
 
 
@@ -58,12 +59,13 @@ TILES = {
     ("interpreter", 2): Tiles(16, 32, 16, 1, 1, group=2, span=64),
     ("interpreter", 4): Tiles(16, 32, 16, 1, 1, group=2, span=64),
 }
-"""By architecture and bytes of an element, chosen ahead of time (bench/results/triton_aot.csv) and not yet timed. 128 x
-256 has the arithmetic per loaded byte that tensor cores need, and its sums fill half the registers of 8 warps. Of what
-fits in shared memory and spills next to nothing, the table takes the most loads in flight. On sm_90 `flatten` keeps
-wgmma asynchronous and loads the next tile during the epilogue; on sm_100 it doubles the epilogue's code, and spills:
-there `specialize` keeps the sums of two tiles in tensor memory, one that grows while the other is read.
-float32 takes smaller tiles: each operand is split in two. "other" is for 99 KiB of shared memory."""
+"""By architecture and bytes of an element, chosen ahead of time (bench/results/triton_aot.csv) and
+not yet timed. 128 x 256 has the arithmetic per loaded byte that tensor cores need, and its sums
+fill half the registers of 8 warps. Of what fits in shared memory and spills next to nothing, the
+table takes the most loads in flight. On sm_90 `flatten` keeps wgmma asynchronous and loads the next
+tile during the epilogue; on sm_100 it doubles the epilogue's code, and spills: there `specialize`
+keeps the sums of two tiles in tensor memory, one that grows while the other is read. float32 takes
+smaller tiles: each operand is split in two. "other" is for 99 KiB of shared memory."""
 
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "sm_80": (
@@ -87,10 +89,25 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
         {"specialize": False, "halves": True, "stages": 4},
         {"specialize": False, "cols": 128, "stages": 5},
     ),
-    "other": ({"cols": 64}, {"warps": 4, "cols": 64}, {"rows": 64}, {"depth": 32, "stages": 4}, {"group": 8}),
-    "interpreter": ({"cols": 16}, {"halves": False}, {"tma": False, "halves": False}, {"rows": 32}, {"group": 1}),
+    "other": (
+        {"cols": 64},
+        {"warps": 4, "cols": 64},
+        {"rows": 64},
+        {"depth": 32, "stages": 4},
+        {"group": 8},
+    ),
+    "interpreter": (
+        {"cols": 16},
+        {"halves": False},
+        {"tma": False, "halves": False},
+        {"rows": 32},
+        {"group": 1},
+    ),
 }
-"""To the table's entry for 16 bits: what may well be faster on a GPU. Compiled ahead of time as the table is."""
+"""To the table's entry for 16 bits: what may well be faster on a GPU.
+
+Compiled ahead of time as the table is.
+"""
 
 TUNED: dict[tuple[int, int, int], Tiles] = {}
 """By V, D and bytes of an element: what `tiles_for` takes, whatever is measured or in the table."""
@@ -106,7 +123,10 @@ INTERPRETED = not isinstance(kernels.forward_kernel, triton.JITFunction)
 
 
 class TritonRows:
-    """See `_head.Rows`. Holds the statistics of the tiles of n rows and, with `gradients`, their e or dL/dz."""
+    """See `_head.Rows`.
+
+    Holds the statistics of the tiles of n rows and, with `gradients`, their e or dL/dz.
+    """
 
     def __init__(self, head: Head, n: int, gradients: bool, tiles: Tiles) -> None:
         weight = head.weight
@@ -220,27 +240,36 @@ class TritonRows:
 
 
 def make_rows(head: Head, N: int, gradients: bool) -> tuple[TritonRows, int]:
-    """See `_head.MakeRows`. Chunks are as few as fit and of equal size: 6,000 rows become two of 3,072."""
+    """See `_head.MakeRows`.
+
+    Chunks are as few as fit and of equal size: 6,000 rows become two of 3,072.
+    """
     tiles = tiles_for(head.weight, head.softcap, n=N)
     V, D = head.weight.shape
     element = head.weight.element_size()
     row_bytes = 16 * triton.cdiv(V, tiles.cols) + D * element
     available = STATISTICS_BYTES
     if gradients:
-        row_bytes += (_padded(V) + 2 * D) * element  # e, and the packed hidden states and their gradient
+        row_bytes += (
+            _padded(V) + 2 * D
+        ) * element  # e, and the packed hidden states and their gradient
         available = chunk_bytes(CHUNK_BYTES, head.weight.device)
     most_row_tiles = max(1, available // (row_bytes * tiles.rows))
     step = equal_chunks(triton.cdiv(N, tiles.rows), most_row_tiles) * tiles.rows
     return TritonRows(head, step, gradients, tiles), step
 
 
-def tiles_for(weight: Tensor, softcap: float | None, arch: str | None = None, n: int | None = None) -> Tiles:
+def tiles_for(
+    weight: Tensor, softcap: float | None, arch: str | None = None, n: int | None = None
+) -> Tiles:
     """The tiles for a weight [V, D]: tuned, else measured (for about n rows), else those of the table.
 
-    Smaller, and with pointers, if tensor descriptors cannot describe the weight. Smaller under a soft cap too, whose
-    arithmetic would spill beside the sums of 128 x 256 logits.
+    Smaller, and with pointers, if tensor descriptors cannot describe the weight. Smaller under a
+    soft cap too, whose arithmetic would spill beside the sums of 128 x 256 logits.
     """
-    arch = arch or _architecture(None if INTERPRETED else torch.cuda.get_device_capability(weight.device))
+    arch = arch or _architecture(
+        None if INTERPRETED else torch.cuda.get_device_capability(weight.device)
+    )
     V, D = weight.shape
     element = weight.element_size()
     time = fastest(weight.device, weight.dtype, V, D, n, "triton")
@@ -274,7 +303,8 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
         return None
     if device.type != "cuda":
         return (
-            f"it needs tensors of device cuda, these are on {device} (or TRITON_INTERPRET=1 before triton is imported)"
+            f"it needs tensors of device cuda, these are on {device}"
+            " (or TRITON_INTERPRET=1 before triton is imported)"
         )
     if torch.version.hip is not None:
         return "it is written for NVIDIA GPUs, this torch is built for ROCm; use backend='torch'"
@@ -303,7 +333,8 @@ def _architecture(capability: tuple[int, int] | None) -> str:
 def _processors(device: torch.device) -> int:
     """Programs of a persistent kernel: one a multiprocessor, less those that collectives may hold meanwhile.
 
-    A program takes a multiprocessor whole. One that had to wait for NCCL's kernels would double the time of all.
+    A program takes a multiprocessor whole. One that had to wait for NCCL's kernels would double the
+    time of all.
     """
     if device.type != "cuda":
         return 3

@@ -1,27 +1,30 @@
 """Triton kernels of the fused head: logits a tile at a time, statistics of a row, dL/dz in place.
 
-With u the logits after the soft cap, before temperature T, and scale = log2(e) / T, a tile of ROWS x COLS logits is
-never written. Of each of its rows there remain four float32 numbers,
+With u the logits after the soft cap, before temperature T, and scale = log2(e) / T, a tile of ROWS
+x COLS logits is never written. Of each of its rows there remain four float32 numbers,
 
     peak = max u,   total = sum e,   slant = sum e x,   chosen = u at the target, else 0,   where x = (u - peak) scale,
 
-and, for passes with gradients, the row of e = 2^x in (0, 1] in the dtype of the inputs. x is a difference before it is
-scaled: exactly 0 at the peak, so total >= 1 and slant <= 0 in any rounding. With M the largest peak of a row over its
-tiles, shift = (peak - M) scale <= 0 and S = sum 2^shift total,
+and, for passes with gradients, the row of e = 2^x in (0, 1] in the dtype of the inputs. x is a
+difference before it is scaled: exactly 0 at the peak, so total >= 1 and slant <= 0 in any rounding.
+With M the largest peak of a row over its tiles, shift = (peak - M) scale <= 0 and S = sum 2^shift
+total,
 
     log2 p_y = (u_y - M) scale - log2 S,   H / ln 2 = log2 S - sum 2^shift (slant + shift total) / S
 
-add terms of one sign: nothing cancels, log p <= 0, H >= 0. p_j = e_j 2^(shift - log2 S), so rounding e is a relative
-error of p_j whatever the size of the logits (logits rounded to bfloat16 would be off by 6 % in p at |z| = 16). At the
-peak e is 1 exactly: 1 - p of a sure token, its whole gradient, carries no rounding of e. The derivative of a soft cap
-is 1 - (u / softcap)^2 with u = peak + log2(e) / scale, but that of the target from its log p where its e has vanished
-or has 16 bits (LOSSY).
+add terms of one sign: nothing cancels, log p <= 0, H >= 0. p_j = e_j 2^(shift - log2 S), so
+rounding e is a relative error of p_j whatever the size of the logits (logits rounded to bfloat16
+would be off by 6 % in p at |z| = 16). At the peak e is 1 exactly: 1 - p of a sure token, its whole
+gradient, carries no rounding of e. The derivative of a soft cap is 1 - (u / softcap)^2 with u =
+peak + log2(e) / scale, but that of the target from its log p where its e has vanished or has 16
+bits (LOSSY).
 
-Every sum has a fixed order and nothing is atomic: results repeat bit for bit. `tl.max` skips NaN, but e is NaN beside
-it, and so is every sum of the row.
+Every sum has a fixed order and nothing is atomic: results repeat bit for bit. `tl.max` skips NaN,
+but e is NaN beside it, and so is every sum of the row.
 """
 
-# Triton's own annotations are those of host code: a kernel's constexpr and range mean something else to it.
+# Triton's own annotations are those of host code: a kernel's constexpr and range mean something
+# else to it.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
 
 import triton
@@ -31,22 +34,27 @@ from triton.language.extra import libdevice
 
 TRUNCATES = tl.constexpr(knobs.runtime.interpret)
 LN2 = tl.constexpr(0.6931471805599453)
-OUTSIDE = tl.constexpr(-1e30)  # the logit of columns beyond V, and of -inf: finite, because e x would be 0 * inf = NaN
+OUTSIDE = tl.constexpr(
+    -1e30
+)  # the logit of columns beyond V, and of -inf: finite, because e x would be 0 * inf = NaN
 FAR = tl.constexpr(-1e20)  # the least log2 of e: times it, a sum of e is finite
 SMALLEST = tl.constexpr(1e-30)  # for logarithms; a subnormal would be flushed to 0 on the GPU
 
 
 @triton.jit
 def _narrowed(x, dtype: tl.constexpr):
-    """x as it is stored. The interpreter cuts float32 to bfloat16 where a GPU rounds to even: twice the error."""
+    """x as it is stored.
+
+    The interpreter cuts float32 to bfloat16 where a GPU rounds to even: twice the error.
+    """
     if TRUNCATES and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
     return x.to(dtype)
 
 
-# What of a tile is alive at once decides whether its registers spill: the target's logit is taken first, then u is
-# only needed less its peak.
+# What of a tile is alive at once decides whether its registers spill: the target's logit is taken
+# first, then u is only needed less its peak.
 
 
 @triton.jit
@@ -61,7 +69,8 @@ def _tanh(x):
 def _logits(u, first, target, bias, softcap, V, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
     """WIDTH columns from `first`, with bias and soft cap, those beyond V closed; and the logit of the target, or 0.
 
-    Few tiles hold the target of one of their rows, and only the last has columns beyond V: the others skip that work.
+    Few tiles hold the target of one of their rows, and only the last has columns beyond V: the
+    others skip that work.
     """
     cols = first + tl.arange(0, WIDTH)
     if bias is not None:
@@ -80,7 +89,18 @@ def _logits(u, first, target, bias, softcap, V, WIDTH: tl.constexpr, RAGGED: tl.
 
 @triton.jit
 def _powers(
-    u, peak, first, row, row_ok, e, width, V, scale, WIDTH: tl.constexpr, TMA: tl.constexpr, ENTROPY: tl.constexpr
+    u,
+    peak,
+    first,
+    row,
+    row_ok,
+    e,
+    width,
+    V,
+    scale,
+    WIDTH: tl.constexpr,
+    TMA: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):
     """(total, slant) of WIDTH columns, slant 0 where no ENTROPY is asked for; stores their e."""
     x = (u - peak[:, None]) * scale
@@ -94,7 +114,9 @@ def _powers(
             rows = row + tl.arange(0, u.shape[0])
             cols = first + tl.arange(0, WIDTH)
             at = e + rows.to(tl.int64)[:, None] * width + cols[None, :]
-            tl.store(at, _narrowed(power, e.dtype.element_ty), mask=row_ok[:, None] & (cols < V)[None, :])
+            tl.store(
+                at, _narrowed(power, e.dtype.element_ty), mask=row_ok[:, None] & (cols < V)[None, :]
+            )
     return total, slant
 
 
@@ -130,9 +152,10 @@ def forward_kernel(
 ):
     """partial [V / COLS, capacity, 4] (peak, slant, total, chosen), and e [n, V], of x [n, D] @ w [V, D]^T + bias [V].
 
-    x and w (and e) are tensor descriptors with TMA, else pointers (x contiguous). bias, softcap, e may be None. A fixed
-    number of programs shares the tiles; GROUP tiles of rows go through the vocabulary together, so that a tile of w is
-    read from the L2 cache by all of them. HALVES handles a tile's columns in two steps, which needs fewer registers.
+    x and w (and e) are tensor descriptors with TMA, else pointers (x contiguous). bias, softcap, e
+    may be None. A fixed number of programs shares the tiles; GROUP tiles of rows go through the
+    vocabulary together, so that a tile of w is read from the L2 cache by all of them. HALVES
+    handles a tile's columns in two steps, which needs fewer registers.
     """
     row_tiles = tl.cdiv(n, ROWS)
     col_tiles = tl.cdiv(V, COLS)
@@ -183,18 +206,26 @@ def forward_kernel(
             a, chosen = _logits(a, col, y, bias, softcap, V, half, RAGGED)
             b, chosen_b = _logits(b, col + half, y, bias, softcap, V, half, RAGGED)
             peak = tl.maximum(tl.max(a, 1), tl.max(b, 1))
-            total, slant = _powers(a, peak, col, row, row_ok, e, width, V, scale, half, TMA, ENTROPY)
-            total_b, slant_b = _powers(b, peak, col + half, row, row_ok, e, width, V, scale, half, TMA, ENTROPY)
+            total, slant = _powers(
+                a, peak, col, row, row_ok, e, width, V, scale, half, TMA, ENTROPY
+            )
+            total_b, slant_b = _powers(
+                b, peak, col + half, row, row_ok, e, width, V, scale, half, TMA, ENTROPY
+            )
             total += total_b
             slant += slant_b
             chosen += chosen_b
         else:
             acc, chosen = _logits(acc, col, y, bias, softcap, V, COLS, RAGGED)
             peak = tl.max(acc, 1)
-            total, slant = _powers(acc, peak, col, row, row_ok, e, width, V, scale, COLS, TMA, ENTROPY)
+            total, slant = _powers(
+                acc, peak, col, row, row_ok, e, width, V, scale, COLS, TMA, ENTROPY
+            )
         # One 16-byte store a row: [ROWS, 2, 2] with the last index fastest.
         four = tl.reshape(tl.join(tl.join(peak, total), tl.join(slant, chosen)), (ROWS, 4))
-        at = partial + (block.to(tl.int64) * capacity + rows)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        at = (
+            partial + (block.to(tl.int64) * capacity + rows)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        )
         tl.store(at, four, mask=row_ok[:, None])
 
 
@@ -219,7 +250,9 @@ def merge_kernel(partial, result, n, P, capacity, scale, ROWS: tl.constexpr, BLO
         blocks = first + tl.arange(0, BLOCKS)
         at = partial + (blocks.to(tl.int64)[:, None] * capacity + rows[None, :]) * 4
         ok = (blocks < P)[:, None] & row_ok[None, :]
-        shift = tl.where(ok, tl.maximum((tl.load(at, mask=ok, other=0.0) - peak[None, :]) * scale, FAR), 0.0)
+        shift = tl.where(
+            ok, tl.maximum((tl.load(at, mask=ok, other=0.0) - peak[None, :]) * scale, FAR), 0.0
+        )
         part_slant = tl.load(at + 1, mask=ok, other=0.0)
         part_total = tl.load(at + 2, mask=ok, other=0.0)
         factor = tl.exp2(shift)
@@ -259,10 +292,10 @@ def gradient_kernel(
 
     Under a soft cap times 1 - (u / softcap)^2.
 
-    A program owns BLOCKS tiles of COLS columns of one row k. Beside others it is safe because no row that is written is
-    read by another (`_native.pack`), in itself because each thread loads and stores the same elements. `width` is V
-    with the row's padding, whose content is never used: a mask by V would forbid wide loads for odd vocabularies. c and
-    softcap may be None.
+    A program owns BLOCKS tiles of COLS columns of one row k. Beside others it is safe because no
+    row that is written is read by another (`_native.pack`), in itself because each thread loads and
+    stores the same elements. `width` is V with the row's padding, whose content is never used: a
+    mask by V would forbid wide loads for odd vocabularies. c and softcap may be None.
     """
     spans = tl.cdiv(width, BLOCKS * COLS)
     k = tl.program_id(0) // spans
@@ -270,8 +303,12 @@ def gradient_kernel(
     row = tl.load(source + k)
     blocks = first + tl.arange(0, BLOCKS)
     cols = blocks[:, None] * COLS + tl.arange(0, COLS)[None, :]
-    peak = tl.load(partial + (blocks.to(tl.int64) * capacity + row) * 4, mask=blocks < P, other=OUTSIDE)
-    shift = (peak - tl.load(result + 2 * capacity + row)) * scale - tl.load(result + 3 * capacity + row)
+    peak = tl.load(
+        partial + (blocks.to(tl.int64) * capacity + row) * 4, mask=blocks < P, other=OUTSIDE
+    )
+    shift = (peak - tl.load(result + 2 * capacity + row)) * scale - tl.load(
+        result + 3 * capacity + row
+    )
     shift = tl.maximum(shift, FAR, propagate_nan=tl.PropagateNan.ALL)
     power = tl.load(e + row * width + cols, mask=cols < width, other=0.0).to(tl.float32)
 
@@ -280,7 +317,8 @@ def gradient_kernel(
     slope = at_target
     if (c is not None) | (softcap is not None):
         power = tl.maximum(power, SMALLEST)
-        # One instruction, wrong by 2^-22; the exact one has 25 and would take longer than the memory does.
+        # One instruction, wrong by 2^-22; the exact one has 25 and would take longer than the
+        # memory does.
         log_power = tl.log2(power) if INTERPRETED else libdevice.fast_log2f(power)
     if c is not None:
         offset = shift * LN2 + tl.load(result + capacity + row)
@@ -289,11 +327,14 @@ def gradient_kernel(
     dz = tl.where(chosen, at_target, 0.0) - p * slope
     if softcap is not None:
         to_logit, highest = 1 / scale, tl.load(result + 2 * capacity + row)
-        log_chosen = tl.load(result + row) / LN2 + tl.load(result + 3 * capacity + row)  # log2 of e, were it of M
+        log_chosen = tl.load(result + row) / LN2 + tl.load(
+            result + 3 * capacity + row
+        )  # log2 of e, were it of M
         chosen &= LOSSY | (power <= SMALLEST)
         near = tl.where(chosen, highest, peak[:, None])
         below = tl.where(chosen, log_chosen, log_power) * to_logit
-        # u = near + below, but never as one number: softcap - near is exact where the cap saturates.
+        # u = near + below, but never as one number: softcap - near is exact where the cap
+        # saturates.
         dz *= ((softcap - near) - below) * ((softcap + near) + below) * (1 / (softcap * softcap))
     out = e + k.to(tl.int64) * width + cols
     tl.store(out, _narrowed(dz, e.dtype.element_ty), mask=cols < width)

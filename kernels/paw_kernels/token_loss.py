@@ -5,14 +5,16 @@ A loss is a function of each token's log-probability l and entropy H, written in
     def cross_entropy(logp, entropy, batch):  # [n], [n], the tensors of `batch` at these n tokens -> [n]
         return -batch.weight * logp
 
-Its derivatives a = dL/dl and c = dL/dH come from autograd on vectors of n numbers. They are all that the head needs:
+Its derivatives a = dL/dl and c = dL/dH come from autograd on vectors of n numbers. They are all
+that the head needs:
 
     dL/dz_j = a (1[j = y] - p_j) - c p_j (log p_j + H)
 
-A pass costs 1 + 2f matmuls of [T, D] by [V, D], f the share of tokens with a gradient: masked observation tokens,
-clipped actions and zero weights drop out before the two gradient matmuls. Backward hands over the gradients (scaled, if
-the loss was). Memory: the gradients of hidden [T, D] and weight [V, D] are kept from forward to backward, and a float32
-sum of the latter during a forward of several chunks.
+A pass costs 1 + 2f matmuls of [T, D] by [V, D], f the share of tokens with a gradient: masked
+observation tokens, clipped actions and zero weights drop out before the two gradient matmuls.
+Backward hands over the gradients (scaled, if the loss was). Memory: the gradients of hidden [T, D]
+and weight [V, D] are kept from forward to backward, and a float32 sum of the latter during a
+forward of several chunks.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,8 +42,8 @@ from paw_kernels._head import Head, gradient_dtype, head_pass
 LossFunction = Callable[[Tensor, Tensor, Any], Tensor]
 """(logp [n], entropy [n], batch) -> the loss of each token [n], weights and normalisers included; float32.
 
-Each token's loss may depend on its own log-probability and entropy alone: the head cuts tokens into chunks. Derivatives
-must be finite where log p is -inf.
+Each token's loss may depend on its own log-probability and entropy alone: the head cuts tokens into
+chunks. Derivatives must be finite where log p is -inf.
 """
 
 _known: "WeakValueDictionary[str, Loss]" = WeakValueDictionary()
@@ -51,7 +53,10 @@ _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_lo
 
 
 class Loss:
-    """A loss function that `torch.compile` may use too; also a decorator. Made once, outside of what is compiled."""
+    """A loss function that `torch.compile` may use too; also a decorator.
+
+    Made once, outside of what is compiled.
+    """
 
     def __init__(self, function: LossFunction) -> None:
         self.function, self.key = function, str(next(_numbers))
@@ -80,8 +85,9 @@ _SCHEMA = """(
     Tensor loss, Tensor token_loss, Tensor logp, Tensor entropy, Tensor has_gradient,
     Tensor d_hidden, Tensor d_weight, Tensor d_bias
 )"""
-"""The fields of TokenLoss, then the gradients (`gradient_dtype`, empty where not in `wants`). Operators take
-neither functions nor dataclasses: `loss` is the key of a `Loss`, `names` are those of `values`, "x?" is x = None."""
+"""The fields of TokenLoss, then the gradients (`gradient_dtype`, empty where not in `wants`).
+Operators take neither functions nor dataclasses: `loss` is the key of a `Loss`, `names` are those
+of `values`, "x?" is x = None."""
 
 
 def _one_pass(
@@ -115,37 +121,60 @@ def _one_pass(
                     f"the loss must return one float32 number for each token, {list(logp.shape)}, "
                     f"got {losses.dtype} of shape {list(losses.shape)}"
                 )
-            found = losses.requires_grad and torch.autograd.grad(losses.sum(), (l, h), allow_unused=True)
+            found = losses.requires_grad and torch.autograd.grad(
+                losses.sum(), (l, h), allow_unused=True
+            )
         a, c = found or (None, None)
         losses = losses.detach()
-        a = (torch.zeros_like(logp) if a is None else a).masked_fill(losses.isnan(), torch.nan)  # a clamp would stop it
+        a = (torch.zeros_like(logp) if a is None else a).masked_fill(
+            losses.isnan(), torch.nan
+        )  # a clamp would stop it
         token_loss[chunk] = losses
         return a, c
 
     head, read = Head(weight, bias, temperature, softcap), Values(target, weight.shape[0], numbers)
-    result = head_pass(resolve(backend, hidden, weight), hidden, head, target, None, coefficients, wants, read)
+    result = head_pass(
+        resolve(backend, hidden, weight), hidden, head, target, None, coefficients, wants, read
+    )
     assert result.has_gradient is not None
     gradients = [hidden.new_empty(0) if d is None else d for d in result[2:5]]
-    return token_loss.sum(), token_loss, result.logp, result.entropy, result.has_gradient, *gradients
+    return (
+        token_loss.sum(),
+        token_loss,
+        result.logp,
+        result.entropy,
+        result.has_gradient,
+        *gradients,
+    )
 
 
 _token_loss = torch.library.custom_op(
-    "paw_kernels::token_loss", _one_pass, mutates_args=(), schema=" ".join(_SCHEMA.split()), tags=TAGS
+    "paw_kernels::token_loss",
+    _one_pass,
+    mutates_args=(),
+    schema=" ".join(_SCHEMA.split()),
+    tags=TAGS,
 )
 
 
 @_token_loss.register_fake
 def _(hidden, weight, *rest) -> tuple[Tensor, ...]:
     T, wants = hidden.shape[0], rest[-1]
-    per_token = *(hidden.new_empty(T, dtype=torch.float32) for _ in range(3)), hidden.new_empty(T, dtype=torch.bool)
+    per_token = (
+        *(hidden.new_empty(T, dtype=torch.float32) for _ in range(3)),
+        hidden.new_empty(T, dtype=torch.bool),
+    )
     shapes, dtype = (hidden.shape, weight.shape, weight.shape[:1]), gradient_dtype(hidden.dtype)
-    empty = [hidden.new_empty(s, dtype=dtype) if w else hidden.new_empty(0) for s, w in zip(shapes, wants, strict=True)]
+    empty = [
+        hidden.new_empty(s, dtype=dtype) if w else hidden.new_empty(0)
+        for s, w in zip(shapes, wants, strict=True)
+    ]
     return hidden.new_empty((), dtype=torch.float32), *per_token, *empty
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    # Kept as attributes, not saved for backward, so that the first backward can hand them over and let go of them.
-    # That makes no reference cycle, because they take no part in autograd.
+    # Kept as attributes, not saved for backward, so that the first backward can hand them over and
+    # let go of them. That makes no reference cycle, because they take no part in autograd.
     ctx.gradients = output[5:]
     ctx.mark_non_differentiable(*output[5:])
     ctx.values, ctx.wants, ctx.dtype = len(inputs[6]), inputs[-1], inputs[0].dtype
@@ -155,7 +184,9 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 def _backward(ctx: Any, factor: Tensor, *_: Any) -> tuple[Any, ...]:
     refuse_second_derivatives("token_loss")
     if ctx.gradients is None:
-        raise RuntimeError("backward through token_loss a second time; the first needs retain_graph=True")
+        raise RuntimeError(
+            "backward through token_loss a second time; the first needs retain_graph=True"
+        )
     gradients = [d if want else None for d, want in zip(ctx.gradients, ctx.wants, strict=True)]
     keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
     traced = type(factor) is not Tensor  # a fake or functional tensor has no value to look at
@@ -185,15 +216,17 @@ def token_loss(
 ) -> TokenLoss:
     """The sum over tokens of loss(logp, entropy, batch), with logp and entropy as `token_stats` has them.
 
-    hidden [T, D], weight [V, D] and bias [V] share one dtype (float32, bfloat16, float16) and device; target [T] int64.
-    softcap: see `token_stats`. Logits, statistics and the loss are float32. `batch` is a dataclass of what the loss
-    reads: tensors [T] on the same device, floating-point ones float32 and finite, or None. The loss is called once a
-    chunk, with an object of the same fields cut to the chunk's tokens. Inside `torch.compile` it must be a `Loss`.
-    A NaN hidden state makes the loss NaN. No gradient is formed under no_grad or for inputs that require none.
+    hidden [T, D], weight [V, D] and bias [V] share one dtype (float32, bfloat16, float16) and
+    device; target [T] int64. softcap: see `token_stats`. Logits, statistics and the loss are
+    float32. `batch` is a dataclass of what the loss reads: tensors [T] on the same device,
+    floating-point ones float32 and finite, or None. The loss is called once a chunk, with an object
+    of the same fields cut to the chunk's tokens. Inside `torch.compile` it must be a `Loss`. A NaN
+    hidden state makes the loss NaN. No gradient is formed under no_grad or for inputs that require
+    none.
 
-    Raises ValueError, naming the argument, for mismatched shapes, dtypes or devices, targets outside [0, V), numbers in
-    `batch` that are not finite, a loss of another shape, a temperature or softcap that is not positive and finite, a
-    backend that is unknown or cannot run here.
+    Raises ValueError, naming the argument, for mismatched shapes, dtypes or devices, targets
+    outside [0, V), numbers in `batch` that are not finite, a loss of another shape, a temperature
+    or softcap that is not positive and finite, a backend that is unknown or cannot run here.
     """
     hidden, weight, bias = check_head(hidden, weight, target, bias, temperature, softcap)
     if not is_dataclass(batch):
@@ -205,10 +238,14 @@ def token_loss(
         check_tensor(f"batch.{name}", value, [hidden.shape[0]], dtype, hidden.device)
     if not isinstance(loss, Loss):
         if torch.compiler.is_compiling():
-            raise RuntimeError("inside torch.compile the loss must be a paw_kernels.Loss, made outside of it")
+            raise RuntimeError(
+                "inside torch.compile the loss must be a paw_kernels.Loss, made outside of it"
+            )
         loss = Loss(loss)
     grad = torch.is_grad_enabled()
-    operator = _direct if unobserved(hidden, weight, bias, target, *values.values()) else _token_loss
+    operator = (
+        _direct if unobserved(hidden, weight, bias, target, *values.values()) else _token_loss
+    )
     out = operator(
         hidden,
         weight,

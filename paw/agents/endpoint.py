@@ -1,10 +1,10 @@
 """An OpenAI-compatible chat endpoint: closed models, `vllm serve`, and other servers of /chat/completions.
 
-Requests that fail for a passing reason are sent again after growing pauses, or after the time that Retry-After asks
-for. A parameter that a server refuses by name is left out from then on (max_tokens becomes max_completion_tokens), so
-models with a fixed temperature or without a seed can play. To continue an answer, the request ends in an assistant
-message with `continue_final_message` (vLLM, SGLang); a server that refuses this gets the start of the answer in the
-user's message.
+Requests that fail for a passing reason are sent again after growing pauses, or after the time that
+Retry-After asks for. A parameter that a server refuses by name is left out from then on (max_tokens
+becomes max_completion_tokens), so models with a fixed temperature or without a seed can play. To
+continue an answer, the request ends in an assistant message with `continue_final_message` (vLLM,
+SGLang); a server that refuses this gets the start of the answer in the user's message.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ LONGEST_PAUSE_S = 60.0
 LONGEST_WAIT_S = 120.0
 """Longest pause that Retry-After can ask for."""
 TIMES_EXPECTED = 16
-"""With HIDDEN_TOKENS, bounds the tokens that a server can report for a request: so many times the expected ones (a
-quarter of its characters, and max_tokens). A count outside 0 and the bound is ignored: the limit of tokens a minute
-would wait for days."""
+"""With HIDDEN_TOKENS, bounds the tokens that a server can report for a request: so many times the
+expected ones (a quarter of its characters, and max_tokens). A count outside 0 and the bound is
+ignored: the limit of tokens a minute would wait for days."""
 HIDDEN_TOKENS = 100_000
 """Tokens of a request that nobody sees (thoughts, a template), added to that bound."""
 CHECK_S = 10.0
@@ -47,13 +47,15 @@ CHECK_S = 10.0
 CONTINUE = "continue_final_message"
 OPTIONAL = ("seed", "stop", "temperature", "max_tokens")
 """Parameters that a server may refuse."""
-CONTEXT = re.compile(r"context.?length|maximum context|context window|max_model_len|longer than the maximum", re.I)
+CONTEXT = re.compile(
+    r"context.?length|maximum context|context window|max_model_len|longer than the maximum", re.I
+)
 FORGED = re.compile(
     r"(?<=<)(?=[|｜]|(?:/?s|bos|eos|pad|unk|mask|sop|eop|(?:start|begin|end)_of_\w+|extra_id_\d+|unused\d+)>|/?SYS>>)"
     r"|(?<=\[)(?=(?:/?INST|/?SYSTEM_PROMPT|/?AVAILABLE_TOOLS|/?TOOL_\w+|gMASK|BOS|EOS|PAD|UNUSED_TOKEN_\d+)\])"
 )
-"""The place for a space inside each text that a tokeniser may take for a control token. The server's tokeniser is not
-known, so these are the forms of many."""
+"""The place for a space inside each text that a tokeniser may take for a control token. The
+server's tokeniser is not known, so these are the forms of many."""
 RESTATED = "{prompt}\n\nYour answer has begun already. Go on exactly where it ends, without repeating it:\n{start}"
 
 
@@ -102,13 +104,17 @@ class Limiter:
 class Endpoint:
     """A chat model behind a URL.
 
-    `section` is the name of the configuration's table, for messages. `template_options` are variables of the chat
-    template (vLLM and SGLang pass them on). Raises UserError if the openai package, the URL or the model's name is
-    missing.
+    `section` is the name of the configuration's table, for messages. `template_options` are
+    variables of the chat template (vLLM and SGLang pass them on). Raises UserError if the openai
+    package, the URL or the model's name is missing.
     """
 
     def __init__(
-        self, config: EndpointConfig, *, section: str = "endpoint", template_options: Mapping[str, Any] | None = None
+        self,
+        config: EndpointConfig,
+        *,
+        section: str = "endpoint",
+        template_options: Mapping[str, Any] | None = None,
     ) -> None:
         openai = needed("openai", f"{section}.url", "agents")
         for key in ("url", "model"):
@@ -119,15 +125,20 @@ class Endpoint:
         self.url = url.rstrip("/") + ("/v1" if urlparse(url).path in ("", "/") else "")
         self._section = section
         self._openai = openai
-        self._key = os.environ.get(config.key_env, "").strip() or "EMPTY"  # servers without keys take any
+        self._key = (
+            os.environ.get(config.key_env, "").strip() or "EMPTY"
+        )  # servers without keys take any
         self._http_client_class = bounded(openai.DefaultAsyncHttpxClient)
         self._client: Any = None  # made on the loop that it is used on
         self._limiter = Limiter(config.requests_per_minute, config.tokens_per_minute)
-        self._extra_body = {"chat_template_kwargs": dict(template_options)} if template_options else {}
+        self._extra_body = (
+            {"chat_template_kwargs": dict(template_options)} if template_options else {}
+        )
         self._refused: set[str] = set()
 
     def _make_client(self) -> Any:
-        # openai's own retries pause for eight seconds at most, and know neither broken answers nor the limiter.
+        # openai's own retries pause for eight seconds at most, and know neither broken answers nor
+        # the limiter.
         return self._openai.AsyncOpenAI(
             base_url=self.url,
             api_key=self._key,
@@ -136,24 +147,36 @@ class Endpoint:
         )
 
     def check(self) -> None:
-        """Raises UserError if no server answers at the URL, or it refuses the key. A server without /models passes."""
+        """Raises UserError if no server answers at the URL, or it refuses the key.
+
+        A server without /models passes.
+        """
         try:
             asyncio.run(self._models(min(CHECK_S, self.config.timeout_s)))
         except (self._openai.APIConnectionError, TimeoutError) as error:
             cause = clean(error.__cause__ or error)
-            raise UserError(f"{self._section}.url = '{self.config.url}': no answer ({cause}); is it running?") from None
+            raise UserError(
+                f"{self._section}.url = '{self.config.url}': no answer ({cause}); is it running?"
+            ) from None
         except self._openai.APIStatusError as error:
             self._refuse_key(error)
         except Exception:
             return
 
     async def complete(
-        self, prompt: Context, *, start: str = "", stop: Sequence[str] = (), tools: Sequence[Any] = (), **sampling: Any
+        self,
+        prompt: Context,
+        *,
+        start: str = "",
+        stop: Sequence[str] = (),
+        tools: Sequence[Any] = (),
+        **sampling: Any,
     ) -> Reply:
         """The answer to `prompt`; with `start`, the rest of an answer that begins with it.
 
-        `sampling` holds temperature, max_tokens and seed. Raises ContextFull if prompt and `start` leave no room for an
-        answer, UserError if the key or the model's name is wrong, EndpointError if all tries failed.
+        `sampling` holds temperature, max_tokens and seed. Raises ContextFull if prompt and `start`
+        leave no room for an answer, UserError if the key or the model's name is wrong,
+        EndpointError if all tries failed.
         """
         if self._client is None:
             self._client = self._make_client()
@@ -169,7 +192,9 @@ class Endpoint:
                 call = self._client.chat.completions.with_raw_response.create(**request)
                 response = await asyncio.wait_for(call, self.config.timeout_s)
                 reply = _reply(response.text, stop, most_tokens=most_tokens)
-                self._limiter.settle(reply.prompt_tokens + reply.completion_tokens - expected_tokens)
+                self._limiter.settle(
+                    reply.prompt_tokens + reply.completion_tokens - expected_tokens
+                )
                 return reply
             except self._openai.APIStatusError as error:
                 self._limiter.settle(-expected_tokens)
@@ -182,7 +207,9 @@ class Endpoint:
                 pause = self._retry_after(error.response.headers)
             except TimeoutError:
                 problem = f"no whole answer within {self.config.timeout_s:g} s"
-            except Exception as error:  # no connection, one that broke off, or a body that is not an answer
+            except (
+                Exception
+            ) as error:  # no connection, one that broke off, or a body that is not an answer
                 problem = clean(f"{error} {error.__cause__ or ''}", 200)
 
             failures += 1
@@ -232,7 +259,9 @@ class Endpoint:
             elif email.utils.parsedate(value):
                 seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
         if seconds > LONGEST_WAIT_S:
-            to_stderr(f"{self.url} asks to wait (Retry-After: {clean(value, 40)}): waiting {LONGEST_WAIT_S:g} s of it")
+            to_stderr(
+                f"{self.url} asks to wait (Retry-After: {clean(value, 40)}): waiting {LONGEST_WAIT_S:g} s of it"
+            )
         return min(max(0.0, seconds), LONGEST_WAIT_S)
 
     def _adapt(self, error: Any, request: dict[str, Any]) -> bool:
@@ -254,27 +283,40 @@ class Endpoint:
     def _refuse_key(self, error: Any) -> None:
         """Raises UserError if the server refused the key."""
         if error.status_code in (401, 403):
-            state = "holds a key that it does not take" if os.environ.get(self.config.key_env) else "is not set"
-            raise UserError(f"{self.url}: {error.status_code}, not allowed: {self.config.key_env} {state}") from None
+            state = (
+                "holds a key that it does not take"
+                if os.environ.get(self.config.key_env)
+                else "is not set"
+            )
+            raise UserError(
+                f"{self.url}: {error.status_code}, not allowed: {self.config.key_env} {state}"
+            ) from None
 
     async def _raise_mistake(self, error: Any, request: dict[str, Any]) -> None:
         """Raises UserError if only the user can fix it: the key, the address, the model's name, tools."""
         self._refuse_key(error)
         if error.status_code in (400, 422) and "tools" in request and "tool" in _message(error):
-            raise UserError(f"{self.url} takes no tools, which the environment has: {_message(error)}")
+            raise UserError(
+                f"{self.url} takes no tools, which the environment has: {_message(error)}"
+            )
         if error.status_code == 404:
             try:
                 served = await self._models(CHECK_S)
             except Exception:
-                raise UserError(f"{self.url}: 404, there is no chat endpoint here; check the address") from None
+                raise UserError(
+                    f"{self.url}: 404, there is no chat endpoint here; check the address"
+                ) from None
             names = ", ".join(served[:20]) + (", ..." if len(served) > 20 else "")
-            raise UserError(f"{self.url}: no model '{self.config.model}'; it serves: {names}") from None
+            raise UserError(
+                f"{self.url}: no model '{self.config.model}'; it serves: {names}"
+            ) from None
 
 
 def _refused_parameter(error: Any, request: dict[str, Any]) -> str | None:
     """The parameter of the request that the server refuses.
 
-    If it names none, that is the continuing of an answer, if the request asks for it; otherwise None.
+    If it names none, that is the continuing of an answer, if the request asks for it; otherwise
+    None.
     """
     message = _message(error)
     for key in OPTIONAL:
@@ -318,7 +360,8 @@ def _reply(text: str, stop: Sequence[str], *, most_tokens: int) -> Reply:
 def _removed_stop(content: str, stop: Sequence[str], reason: Any) -> str:
     """The stop string that the server removed from the end of `content`; "" if there is none.
 
-    vLLM names it as the reason; with other servers it is a closing tag whose opening tag is still open.
+    vLLM names it as the reason; with other servers it is a closing tag whose opening tag is still
+    open.
     """
     if reason in stop:
         return reason
@@ -347,11 +390,15 @@ def _calls(records: list[Any]) -> tuple[tuple[ToolCall, ...], str]:
             text = function.get("arguments") or "{}"
             arguments = json.loads(text) if isinstance(text, str) else text
         except ValueError as error:
-            problem = f"the arguments of '{clean(function['name'], 60)}' are no JSON: {clean(error, 100)}"
+            problem = (
+                f"the arguments of '{clean(function['name'], 60)}' are no JSON: {clean(error, 100)}"
+            )
         if not isinstance(arguments, dict):
             arguments = {}
             problem = f"the arguments of '{clean(function['name'], 60)}' are no JSON object"
-        calls.append(ToolCall(str(function["name"]), arguments, str(record.get("id") or f"call{number:05}")))
+        calls.append(
+            ToolCall(str(function["name"]), arguments, str(record.get("id") or f"call{number:05}"))
+        )
     return tuple(calls), problem
 
 
@@ -393,7 +440,9 @@ class EndpointModel(Model):
         super().__init__(env, config)
         self.endpoint = endpoint
 
-    async def _answer(self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int) -> str:
+    async def _answer(
+        self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int
+    ) -> str:
         message, start = asked(context, continues)
         reply = await self.endpoint.complete(
             message,

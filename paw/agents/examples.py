@@ -1,8 +1,8 @@
 """ReAct's example episodes, played by our experts or read from a file of the ReAct authors.
 
-Our experts play generated tasks, and rules add the thoughts in the style of the paper (arXiv 2210.03629). The files,
-set by `agent.examples`, are alfworld_3prompts.json, WebShop.ipynb and prompts_naive.json (HotpotQA) of the authors'
-repository.
+Our experts play generated tasks, and rules add the thoughts in the style of the paper (arXiv
+2210.03629). The files, set by `agent.examples`, are alfworld_3prompts.json, WebShop.ipynb and
+prompts_naive.json (HotpotQA) of the authors' repository.
 """
 
 import json
@@ -20,7 +20,14 @@ from paw.envs.alfworld.tables import TREATMENTS
 from paw.envs.base import warmup_tasks
 from paw.errors import UserError
 
-FILE_KEYS = {"pick": "put", "look": "examine", "clean": "clean", "heat": "heat", "cool": "cool", "two": "puttwo"}
+FILE_KEYS = {
+    "pick": "put",
+    "look": "examine",
+    "clean": "clean",
+    "heat": "heat",
+    "cool": "cool",
+    "two": "puttwo",
+}
 PUT = re.compile(r"\bput (the )?(.+? \d+) (?:in/on|in|on) (?:the )?(.+? \d+)\b")
 DETOURS = 2
 """Number of places that an example searches in vain: the expert knows where the object is, a player has to search."""
@@ -54,7 +61,10 @@ def move_for_put(text: str) -> str:
 
 def alfworld_examples(kind: str) -> list[str]:
     """Two episodes of a task type, in generated households that neither training nor evaluation plays."""
-    return [household_example(game) for game in games("warmup", 0, 2, seed=1, difficulty="medium", kinds=[kind])]
+    return [
+        household_example(game)
+        for game in games("warmup", 0, 2, seed=1, difficulty="medium", kinds=[kind])
+    ]
 
 
 def household_example(game: Game) -> str:
@@ -77,7 +87,9 @@ def household_example(game: Game) -> str:
     detours = _detours(game, household)
     if detours:
         first = detours[0].removeprefix("go to ")
-        think(f"First I need to find a {thing}. I check one place after another, beginning with {first}.")
+        think(
+            f"First I need to find a {thing}. I check one place after another, beginning with {first}."
+        )
     for action in detours:
         play(action)
         if household.is_shut(game.destinations[action]):
@@ -139,7 +151,9 @@ def file_examples(path: Path) -> tuple[str, dict[str, list[str]]]:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"agent.examples = '{path}': {error}") from None
     except KeyError as error:
-        readable = "ReAct's alfworld_3prompts.json, prompts_naive.json and WebShop.ipynb can be read"
+        readable = (
+            "ReAct's alfworld_3prompts.json, prompts_naive.json and WebShop.ipynb can be read"
+        )
         raise UserError(f"agent.examples = '{path}': there is no {error}; {readable}") from None
 
 
@@ -155,12 +169,19 @@ def _webshop_episode(cells: list[Any]) -> str:
 def _hotpotqa_episodes(text: str) -> list[str]:
     """The episodes without the action Lookup, which our environment does not have."""
     episodes = re.split(r"\n(?=Question: )", text)
-    return [_transcript("search", episode) for episode in episodes if episode and "Lookup[" not in episode]
+    return [
+        _transcript("search", episode)
+        for episode in episodes
+        if episode and "Lookup[" not in episode
+    ]
 
 
 def _alfworld_episodes(content: dict[str, str]) -> dict[str, list[str]]:
     """Task type -> the two episodes that the authors show for it."""
-    texts = {kind: [content[f"react_{key}_1"], content[f"react_{key}_0"]] for kind, key in FILE_KEYS.items()}
+    texts = {
+        kind: [content[f"react_{key}_1"], content[f"react_{key}_0"]]
+        for kind, key in FILE_KEYS.items()
+    }
     return {kind: [move_for_put(text) for text in pair] for kind, pair in texts.items()}
 
 
@@ -214,7 +235,9 @@ def opening(name: str, task: str, observation: str) -> str:
     """The start of a transcript: the task, and the first observation unless that is the task itself."""
     match name:
         case "alfworld":
-            return observation.partition("\n\n")[2].replace("\n\n", "\n")  # task and room without the welcome
+            return observation.partition("\n\n")[2].replace(
+                "\n\n", "\n"
+            )  # task and room without the welcome
         case "webshop":
             return f"Instruction: {task}\n{observation}"
         case "search":

@@ -1,9 +1,10 @@
-"""ReAct (arXiv 2210.03629), in which the model writes a transcript of thoughts and actions and reads the results of its
-actions; and Reflexion, which is ReAct with several trials.
+"""ReAct (arXiv 2210.03629), in which the model writes a transcript of thoughts and actions and
+reads the results of its actions; and Reflexion, which is ReAct with several trials.
 
-As in the authors' code for ALFWorld, the prompt is one growing text: examples, the task, then lines "> think: ..." and
-"> ACTION", each with the answer to it. Only the first line of a response that is not empty counts, after its <think>
-block. A thought costs no turn, but an episode with a limit of n turns ends after 2 n calls.
+As in the authors' code for ALFWorld, the prompt is one growing text: examples, the task, then lines
+"> think: ..." and "> ACTION", each with the answer to it. Only the first line of a response that is
+not empty counts, after its <think> block. A thought costs no turn, but an episode with a limit of n
+turns ends after 2 n calls.
 """
 
 import functools
@@ -11,7 +12,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from paw.agents.examples import OK, alfworld_examples, expert_example, file_examples, move_for_put, opening
+from paw.agents.examples import (
+    OK,
+    alfworld_examples,
+    expert_example,
+    file_examples,
+    move_for_put,
+    opening,
+)
 from paw.errors import UserError
 from paw.rollouts.episode import EnvHandle, Model
 from paw.values import Count, Section
@@ -25,7 +33,8 @@ HEAD = {
 }
 OTHER = "Solve a task step by step."
 FORMAT = (
-    "After each '>' stands a thought, 'think: ...', or an action. Write what comes after the last '>', in one line."
+    "After each '>' stands a thought, 'think: ...', or an action."
+    " Write what comes after the last '>', in one line."
 )
 EXAMPLES = [[], ["Here is an example."], ["Here are two examples."], ["Here are some examples."]]
 """The sentence before no example, one, two and more."""
@@ -49,7 +58,10 @@ BRACKETS = {
     "webshop": re.compile(r"(search|click)\[(.*)\]", re.I),
     "search": re.compile(r"(search|finish|answer)\[(.*)\]", re.I),
 }
-"""Environments whose actions have the form verb[text]. In others each line that is not a thought is an action."""
+"""Environments whose actions have the form verb[text].
+
+In others each line that is not a thought is an action.
+"""
 
 
 def written_line(text: str) -> str:
@@ -86,8 +98,8 @@ class React:
 
     class Config(Section):
         examples: Path | None = None
-        """A file of the ReAct authors, as their repository has it, in place of episodes of our own expert:
-        alfworld_3prompts.json, prompts_naive.json (search) or WebShop.ipynb."""
+        """A file of the ReAct authors, as their repository has it, in place of episodes of our own
+        expert: alfworld_3prompts.json, prompts_naive.json (search) or WebShop.ipynb."""
 
     def __init__(self, settings: "React.Config") -> None:
         self.path = settings.examples
@@ -134,7 +146,9 @@ class React:
         if self._file_examples:
             file_env, episodes = self._file_examples
             if name != file_env:
-                raise UserError(f"agent.examples = '{self.path}' holds episodes of {file_env}, but env.name = '{name}'")
+                raise UserError(
+                    f"agent.examples = '{self.path}' holds episodes of {file_env}, but env.name = '{name}'"
+                )
             return episodes[kind if kind in episodes else ""]
         if name == "alfworld":
             return self._alfworld_examples(kind)
@@ -154,8 +168,9 @@ def _head(name: str, examples: Sequence[str], memory: str) -> str:
 class Reflexion(React):
     """ReAct again after a failed trial, with the last plans that the model made from its failures (arXiv 2303.11366).
 
-    The result is that of the last trial, so an episode is won if any of agent.trials was: more chances than other
-    agents get. Whether a trial succeeded is known from the environment, as in the paper.
+    The result is that of the last trial, so an episode is won if any of agent.trials was: more
+    chances than other agents get. Whether a trial succeeded is known from the environment, as in
+    the paper.
     """
 
     class Config(React.Config):

@@ -1,6 +1,7 @@
 """The agent of Search-R1 (arXiv 2503.09516): one response that the model continues after each search.
 
-Generation stops at </search>; the results are appended between <information> tags, and the response continues there.
+Generation stops at </search>; the results are appended between <information> tags, and the response
+continues there.
 """
 
 import re

@@ -1,8 +1,8 @@
 """ZeroSearch (arXiv 2505.04588): a second LLM plays the search engine, and in training its noise grows.
 
-The LLM sees the query alone; the paper's prompt has the question and its answer too. A search engine that knows the
-answer gives it away to a model trained on the reward. The draw of whether documents are noise depends on the query and
-the seed, so that repeated evaluations find the same.
+The LLM sees the query alone; the paper's prompt has the question and its answer too. A search
+engine that knows the answer gives it away to a model trained on the reward. The draw of whether
+documents are noise depends on the query and the seed, so that repeated evaluations find the same.
 """
 
 import math
@@ -51,20 +51,29 @@ class Simulator:
     def search(self, query: str, topk: int, step: int | None = None) -> list[Hit]:
         """At most `topk` documents: noise with the probability of update `step`, otherwise useful ones.
 
-        An answer without document labels is one document. Raises EndpointError if the endpoint fails.
+        An answer without document labels is one document. Raises EndpointError if the endpoint
+        fails.
         """
         seed = derive_seed(self.run.seed, "zerosearch", query)
         quality = "noisy" if random.Random(seed).random() < self.share(step) else "useful"
-        prompt = PROMPT.format(count=topk, quality=quality, Quality=quality.capitalize(), query=query)
+        prompt = PROMPT.format(
+            count=topk, quality=quality, Quality=quality.capitalize(), query=query
+        )
         call = self.model.complete(prompt, temperature=1.0, max_tokens=MAX_TOKENS, seed=seed)
         text = self._loop.run(call, math.inf).text  # the endpoint has time limits of its own
         documents = [" ".join(document.split()) for document in DOCUMENT.findall(text) or [text]]
         non_empty = [document for document in documents if document]
-        return [Hit(f"{quality}/{i}", contents, 1.0 / i) for i, contents in enumerate(non_empty[:topk], start=1)]
+        return [
+            Hit(f"{quality}/{i}", contents, 1.0 / i)
+            for i, contents in enumerate(non_empty[:topk], start=1)
+        ]
 
 
 def make_simulator(config: SimulatorConfig, run: RunConfig) -> Simulator:
-    """The simulator of env.simulator. Raises UserError if its endpoint is not configured or does not answer."""
+    """The simulator of env.simulator.
+
+    Raises UserError if its endpoint is not configured or does not answer.
+    """
     endpoint = Endpoint(config, section="env.simulator")
     endpoint.check()
     return Simulator(endpoint, config, run)

@@ -1,12 +1,13 @@
 """Group-relative advantages: one scalar a sample, broadcast to its response tokens.
 
-GRPO (arXiv 2402.03300) and its Dr. GRPO form, RLOO (arXiv 2402.14740), GiGPO (arXiv 2505.10978), with the semantics of
-GiGPO's public code (verl-agent, commit 796ed31), which the paper's baselines ran. A sample's score is its episode
-return less its own invalid penalty. Samples come in group, trajectory, step order, and answers are in the same order.
-PPO's, one a token, are in `algo.gae`.
+GRPO (arXiv 2402.03300) and its Dr. GRPO form, RLOO (arXiv 2402.14740), GiGPO (arXiv 2505.10978),
+with the semantics of GiGPO's public code (verl-agent, commit 796ed31), which the paper's baselines
+ran. A sample's score is its episode return less its own invalid penalty. Samples come in group,
+trajectory, step order, and answers are in the same order. PPO's, one a token, are in `algo.gae`.
 
-Worked example. One group: trajectory A wins 10 in two steps; B fails in three, its second step invalid (-0.1).
-Scores are [10, 10 | 0, -0.1, 0]; GRPO over steps gives [1.095, 1.095 | -0.724, -0.742, -0.724].
+Worked example. One group: trajectory A wins 10 in two steps; B fails in three, its second step
+invalid (-0.1). Scores are [10, 10 | 0, -0.1, 0]; GRPO over steps gives [1.095, 1.095 | -0.724,
+-0.742, -0.724].
 """
 
 import math
@@ -27,18 +28,25 @@ def checked(found: Any, samples: Sequence[Sample], name: str) -> list[float]:
     try:
         advantages = [float(value) for value in found]
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise UserError(f"advantage.type = '{name}' must return a number for each sample, not {shown(found)}") from None
+        raise UserError(
+            f"advantage.type = '{name}' must return a number for each sample, not {shown(found)}"
+        ) from None
     if len(advantages) != len(samples):
-        raise UserError(f"advantage.type = '{name}' returned {len(advantages)} numbers for {len(samples)} samples")
+        raise UserError(
+            f"advantage.type = '{name}' returned {len(advantages)} numbers for {len(samples)} samples"
+        )
     if odd := [value for value in advantages if not math.isfinite(value)]:
-        raise UserError(f"advantage.type = '{name}' returned {odd[0]} for {len(odd)} of {len(samples)} samples")
+        raise UserError(
+            f"advantage.type = '{name}' returned {odd[0]} for {len(odd)} of {len(samples)} samples"
+        )
     return advantages
 
 
 def drop_penalty_only(samples: Sequence[Sample], advantages: Sequence[float]) -> list[float]:
     """The advantages, 0 for every sample of a group whose episode returns are all equal.
 
-    There the only variance is the invalid penalty, which the division by its own standard deviation would blow up.
+    There the only variance is the invalid penalty, which the division by its own standard deviation
+    would blow up.
     """
     result = list(advantages)
     for members in _by(sample.group for sample in samples):
@@ -49,22 +57,32 @@ def drop_penalty_only(samples: Sequence[Sample], advantages: Sequence[float]) ->
 
 
 def grpo(
-    samples: Sequence[Sample], *, stat: Stat = "steps", norm_std: bool = True, eps: NonNegative = 1e-6
+    samples: Sequence[Sample],
+    *,
+    stat: Stat = "steps",
+    norm_std: bool = True,
+    eps: NonNegative = 1e-6,
 ) -> list[float]:
     """(score - mean) / (std + eps) within the group, std unbiased; without the division if not norm_std (Dr. GRPO).
 
-    stat "steps" takes mean and std over all samples of the group, so long trajectories weigh more; "trajectories" over
-    one entry a trajectory, the score of its first sample. A single entry has mean 0, std 1, as in the reference code.
+    stat "steps" takes mean and std over all samples of the group, so long trajectories weigh more;
+    "trajectories" over one entry a trajectory, the score of its first sample. A single entry has
+    mean 0, std 1, as in the reference code.
 
     Args:
-        stat: mean and standard deviation over all turns of the group, or over one score a trajectory
+        stat: mean and standard deviation over all turns of the group, or over one score a
+            trajectory
         norm_std: divide by the standard deviation; false is Dr. GRPO
         eps: added to the standard deviation
     """
     result = [0.0] * len(samples)
     for members in _by(sample.group for sample in samples):
         entries = _entries(samples, members, stat)
-        mean, std = (0.0, 1.0) if len(entries) == 1 else (statistics.mean(entries), statistics.stdev(entries))
+        mean, std = (
+            (0.0, 1.0)
+            if len(entries) == 1
+            else (statistics.mean(entries), statistics.stdev(entries))
+        )
         for i in members:
             result[i] = (samples[i].score - mean) / (std + eps if norm_std else 1.0)
     return result
@@ -98,12 +116,14 @@ def gigpo(
 ) -> list[float]:
     """Episode advantage (GRPO, divided by std if norm_std) + omega * step advantage.
 
-    The step advantage compares the discounted step returns, less the sample's own penalty, of samples of one group that
-    answered the same anchor observation, normalised like the episode's; a sample alone with its anchor gets 0.
-    Anchors match by equal text, or with `similarity` by difflib ratio >= similarity to a cluster's first anchor.
+    The step advantage compares the discounted step returns, less the sample's own penalty, of
+    samples of one group that answered the same anchor observation, normalised like the episode's; a
+    sample alone with its anchor gets 0. Anchors match by equal text, or with `similarity` by
+    difflib ratio >= similarity to a cluster's first anchor.
 
     Args:
-        stat: mean and standard deviation over all turns of the group, or over one score a trajectory
+        stat: mean and standard deviation over all turns of the group, or over one score a
+            trajectory
         norm_std: divide both parts by their standard deviation
         eps: added to the standard deviation
         omega: weight of the step advantage
@@ -148,14 +168,21 @@ def _entries(samples: Sequence[Sample], members: list[int], stat: Stat) -> list[
     return [samples[i].score for i in members] if stat == "steps" else list(first.values())
 
 
-def _clusters(samples: Sequence[Sample], members: list[int], similarity: float | None) -> list[list[int]]:
+def _clusters(
+    samples: Sequence[Sample], members: list[int], similarity: float | None
+) -> list[list[int]]:
     """Samples of a group by anchor; greedy in sample order when anchors match by similarity."""
     if similarity is None:
-        return [[members[j] for j in cluster] for cluster in _by(samples[i].anchor for i in members)]
+        return [
+            [members[j] for j in cluster] for cluster in _by(samples[i].anchor for i in members)
+        ]
     clusters: list[list[int]] = []
     for i in members:
         for cluster in clusters:
-            if SequenceMatcher(None, samples[i].anchor, samples[cluster[0]].anchor).ratio() >= similarity:
+            if (
+                SequenceMatcher(None, samples[i].anchor, samples[cluster[0]].anchor).ratio()
+                >= similarity
+            ):
                 cluster.append(i)
                 break
         else:

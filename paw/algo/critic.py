@@ -3,8 +3,8 @@
     V_t  = w . h_t + b                          h_t: the hidden state that predicts response token t, as in verl
     loss = mean over the mini-batch's response tokens of max((V - R)^2, (clip(V, V_old -+ value_clip) - R)^2)
 
-V_old are the values when the sample was played, R = A + V_old the returns (algo.gae). The head starts at zero, so that
-the first advantages are the returns themselves; verl's starts random.
+V_old are the values when the sample was played, R = A + V_old the returns (algo.gae). The head
+starts at zero, so that the first advantages are the returns themselves; verl's starts random.
 """
 
 import math
@@ -39,7 +39,10 @@ def load_critic(path: str, **options: Any) -> Policy:
 
 
 class Critic:
-    """The value model and its optimizer. `model` comes from `load_critic`, sharded if there are several ranks."""
+    """The value model and its optimizer.
+
+    `model` comes from `load_critic`, sharded if there are several ranks.
+    """
 
     def __init__(self, model: Policy, config: Config, ranks: Ranks):
         self.model = model
@@ -52,8 +55,8 @@ class Critic:
     def compute_values(self, samples: list[Sample]) -> dict[str, float]:
         """Fill values, returns and token advantages of an update: GAE within each sample, whitened over all tokens.
 
-        Returns critic/explained_variance, unless all returns are equal. Raises TrainingStopped if a value is not
-        finite.
+        Returns critic/explained_variance, unless all returns are equal. Raises TrainingStopped if a
+        value is not finite.
         """
         values = self.ranks.gather_numbered(self._own_values(samples))
         if not all(math.isfinite(value) for row in values for value in row):
@@ -63,7 +66,9 @@ class Critic:
             )
 
         settings = self.config.advantage.settings()
-        advantages = [gae(row, sample.score, **settings) for row, sample in zip(values, samples, strict=True)]
+        advantages = [
+            gae(row, sample.score, **settings) for row, sample in zip(values, samples, strict=True)
+        ]
         whitened = whiten(advantages)
         for i, sample in enumerate(samples):
             sample.values = values[i]
@@ -102,7 +107,9 @@ class Critic:
             tokens += sum(len(sample.response_ids) for sample in minibatch)
             losses.append(sum(self.ranks.gather(loss)))
 
-            clipped_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.grad_clip)
+            clipped_norm = nn.utils.clip_grad_norm_(
+                self.model.parameters(), self.config.optim.grad_clip
+            )
             grad_norm = float(full_tensor(clipped_norm))
             if self.guard.allows(loss=losses[-1], grad_norm=grad_norm):
                 self.optimizer.step()
@@ -127,7 +134,9 @@ class Critic:
             sync = self.config.optim.grad_sync == "each" or batch is batches[-1]
             self.ranks.sync_gradients(self.model, sync)
             batch_loss, batch_clipped = self.model(partial(self.loss, batch, minibatch))
-            (batch_loss * (self.ranks.world_size / tokens)).backward()  # gradients are averaged over ranks
+            (
+                batch_loss * (self.ranks.world_size / tokens)
+            ).backward()  # gradients are averaged over ranks
             loss += float(batch_loss.detach()) / tokens
             clipped += int(batch_clipped)
         self.ranks.average_gradients(self.model)
@@ -142,9 +151,15 @@ class Critic:
     def loss(self, batch: Batch, minibatch: list[Sample]) -> tuple[Tensor, Tensor]:
         """(sum of the loss, number of clipped tokens). Only inside a call of the model."""
         samples = [minibatch[i] for i in batch.indices]
-        old_values = torch.tensor([v for sample in samples for v in sample.values], device=batch.position.device)
-        returns = torch.tensor([r for sample in samples for r in sample.returns], device=batch.position.device)
-        loss, clipped = value_loss(self.values(batch), old_values, returns, clip=self.config.critic.value_clip)
+        old_values = torch.tensor(
+            [v for sample in samples for v in sample.values], device=batch.position.device
+        )
+        returns = torch.tensor(
+            [r for sample in samples for r in sample.returns], device=batch.position.device
+        )
+        loss, clipped = value_loss(
+            self.values(batch), old_values, returns, clip=self.config.critic.value_clip
+        )
         return loss.sum(), clipped.sum()
 
     def _batches(self, samples: list[Sample]) -> list[Batch]:
@@ -158,7 +173,9 @@ class Critic:
         )
 
 
-def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
+def value_loss(
+    values: Tensor, old: Tensor, returns: Tensor, *, clip: float
+) -> tuple[Tensor, Tensor]:
     """(loss, whether the clipped term is the larger) of each token, as in the reference code; all [N]."""
     clipped_values = torch.clamp(values, old - clip, old + clip)
     loss = (values - returns) ** 2

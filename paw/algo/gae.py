@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from paw.values import Share
 
 
-def gae(values: Sequence[float], score: float, *, gamma: Share = 1.0, lam: Share = 1.0) -> list[float]:
+def gae(
+    values: Sequence[float], score: float, *, gamma: Share = 1.0, lam: Share = 1.0
+) -> list[float]:
     """PPO's advantages of a sample's response tokens, from the critic's value before each (GAE, arXiv 1506.02438).
 
-    A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. The score comes with the last token, after
-    which nothing follows: the sample's next turn is another sample.
+    A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. The score comes with the
+    last token, after which nothing follows: the sample's next turn is another sample.
 
     Args:
         gamma: discount from token to token
@@ -29,5 +31,7 @@ def whiten(advantages: Sequence[Sequence[float]], *, eps: float = 1e-8) -> list[
     """(A - mean) / sqrt(var + eps) over all tokens of all samples, var unbiased; a single token gets 0."""
     flat = [value for sample in advantages for value in sample]
     mean = math.fsum(flat) / max(1, len(flat))
-    scale = math.sqrt(math.fsum((value - mean) ** 2 for value in flat) / max(1, len(flat) - 1) + eps)
+    scale = math.sqrt(
+        math.fsum((value - mean) ** 2 for value in flat) / max(1, len(flat) - 1) + eps
+    )
     return [[(value - mean) / scale for value in sample] for sample in advantages]

@@ -4,14 +4,16 @@
     computed:  mean over the mini-batch's response tokens of L_RL
                + mean over groups of lambda_g * mean over the selected samples of g of CMAE
 
-The world-model term is the equation's. The policy term is that of the reference code: every token weighs the same, so a
-group weighs by its tokens. `norm = "group"` is the equation to the letter, L_RL(g) the mean over g's response tokens;
-"sample" and "verl" are further means. World-model weights, and those of "group", were fixed for the whole update and
-are scaled by (samples in the update / samples in the mini-batch). All normalisers live in the token weights, so a
-mini-batch's gradient is the same however it is cut into micro-batches.
+The world-model term is the equation's. The policy term is that of the reference code: every token
+weighs the same, so a group weighs by its tokens. `norm = "group"` is the equation to the letter,
+L_RL(g) the mean over g's response tokens; "sample" and "verl" are further means. World-model
+weights, and those of "group", were fixed for the whole update and are scaled by (samples in the
+update / samples in the mini-batch). All normalisers live in the token weights, so a mini-batch's
+gradient is the same however it is cut into micro-batches.
 
-A loss is a function of each token's log-probability and entropy under the policy, (logp [n], entropy [n], batch) -> [n]
-with a `TokenBatch`, weights left out. A function of one's own plugs in by name (docs/algorithm.md).
+A loss is a function of each token's log-probability and entropy under the policy, (logp [n],
+entropy [n], batch) -> [n] with a `TokenBatch`, weights left out. A function of one's own plugs in
+by name (docs/algorithm.md).
 """
 
 import math
@@ -41,14 +43,20 @@ KL_CLAMP, LOG_RATIO_MAX = 10.0, 20.0
 class TokenBatch:
     """What a loss may read of N target tokens; each [N] float32 unless noted, on the policy's device.
 
-    Example: response tokens 7 2 with advantage 0.7, then an observation token 8: weight [.5, .5, .1], observation
-    [False, False, True], advantage [.7, .7, 0], old_logp [-1.2, -.3, 0].
+    Example: response tokens 7 2 with advantage 0.7, then an observation token 8: weight [.5, .5,
+    .1], observation [False, False, True], advantage [.7, .7, 0], old_logp [-1.2, -.3, 0].
     """
 
     weight: Tensor
-    """Of the token in the objective; normalisers and lambda_g are inside. The trainer multiplies it to the loss."""
+    """Of the token in the objective; normalisers and lambda_g are inside.
+
+    The trainer multiplies it to the loss.
+    """
     observation: Tensor
-    """bool: a token of an observation, else of a response. All that follows is 0 on observation tokens."""
+    """bool: a token of an observation, else of a response.
+
+    All that follows is 0 on observation tokens.
+    """
     advantage: Tensor
     old_logp: Tensor
     """log pi_old, from the log-prob pass or the engine."""
@@ -78,13 +86,23 @@ def ppo(
 ) -> Tensor:
     """Clipped surrogate (arXiv 1707.06347), at most -A dual_clip where A < 0 (dual clip, arXiv 1912.09729)."""
     ratio = (logp - batch.old_logp).clamp(max=LOG_RATIO_MAX).exp()
-    plain, clipped = -batch.advantage * ratio, -batch.advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
+    plain, clipped = (
+        -batch.advantage * ratio,
+        -batch.advantage * ratio.clamp(1 - clip_low, 1 + clip_high),
+    )
     surrogate = torch.maximum(plain, clipped)
-    return torch.where(batch.advantage < 0, torch.minimum(surrogate, -batch.advantage * dual_clip), surrogate)
+    return torch.where(
+        batch.advantage < 0, torch.minimum(surrogate, -batch.advantage * dual_clip), surrogate
+    )
 
 
 def cispo(
-    logp: Tensor, entropy: Tensor, batch: TokenBatch, *, clip_low: float = 1.0, clip_high: float = 0.28
+    logp: Tensor,
+    entropy: Tensor,
+    batch: TokenBatch,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 0.28,
 ) -> Tensor:
     """-A r log p with r the clipped ratio, detached: no token loses its gradient (CISPO, arXiv 2506.13585, Eq. (4)).
 
@@ -96,19 +114,27 @@ def cispo(
 
 
 def gspo(
-    logp: Tensor, entropy: Tensor, batch: TokenBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4
+    logp: Tensor,
+    entropy: Tensor,
+    batch: TokenBatch,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
 ) -> Tensor:
     """The clipped surrogate of a response's ratio, the geometric mean of its tokens' (GSPO, arXiv 2507.18071, Eq. (5)).
 
-    By token: its value is the response's, its gradient the share of the token, which is the paper's GSPO-token
-    (Section 4.3). `policy.loss_norm = "sample"` makes the mean over responses that the paper has.
+    By token: its value is the response's, its gradient the share of the token, which is the paper's
+    GSPO-token (Section 4.3). `policy.loss_norm = "sample"` makes the mean over responses that the
+    paper has.
 
     clip_low: Ratios of responses below 1 - clip_low are clipped.
     clip_high: Ratios of responses above 1 + clip_high are clipped.
     """
     assert batch.response_gap is not None
     ratio = (batch.response_gap + logp - logp.detach()).clamp(max=LOG_RATIO_MAX).exp()
-    return torch.maximum(-batch.advantage * ratio, -batch.advantage * ratio.clamp(1 - clip_low, 1 + clip_high))
+    return torch.maximum(
+        -batch.advantage * ratio, -batch.advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
+    )
 
 
 gspo.of_response = True  # type: ignore[attr-defined]
@@ -156,8 +182,8 @@ def joint(
 ) -> Loss:
     """The objective: of response tokens `policy` + kl_coef KL - entropy_coef H, of observation tokens `wm`, weighed.
 
-    The policy loss is weighed by min(pi_old / pi_sampler, tis_cap), and left out where that ratio is not in `is_mask`
-    (IcePop, arXiv 2510.18855; by response: masked importance sampling).
+    The policy loss is weighed by min(pi_old / pi_sampler, tis_cap), and left out where that ratio
+    is not in `is_mask` (IcePop, arXiv 2510.18855; by response: masked importance sampling).
     """
 
     def loss(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
@@ -181,7 +207,11 @@ def _of_each_token(found: Any, logp: Tensor, batch: TokenBatch, key: str) -> Ten
     """What a loss returned; UserError for what is no number for each token: it would be spread over them."""
     dtypes = logp.dtype, batch.weight.dtype  # float32 both, but for a check in another precision
     if not (isinstance(found, Tensor) and found.shape == logp.shape and found.dtype in dtypes):
-        what = f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, Tensor) else shown(found)
+        what = (
+            f"{found.dtype} of shape {list(found.shape)}"
+            if isinstance(found, Tensor)
+            else shown(found)
+        )
         raise UserError(
             f"{key} must return one number for each token, {logp.dtype} of shape {list(logp.shape)}, not {what}"
         )
@@ -209,7 +239,9 @@ def with_response_gap(tokens: TokenBatch, logp: Tensor) -> TokenBatch:
     assert tokens.sample is not None
     action = (~tokens.observation).float()
     gap = ((logp - tokens.old_logp) * action).nan_to_num(0.0).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
-    sums, counts = (torch.zeros_like(logp).index_add(0, tokens.sample, values) for values in (gap, action))
+    sums, counts = (
+        torch.zeros_like(logp).index_add(0, tokens.sample, values) for values in (gap, action)
+    )
     return replace(tokens, response_gap=(sums / counts.clamp(min=1.0))[tokens.sample])
 
 
@@ -238,7 +270,11 @@ def token_batch(
         n = len(sample.response_ids)
         columns["weight"] += [per_token[i]] * n + [sample.wm_weight * wm_scale / max(m, 1)] * m
         index += [place] * (n + m)
-        values = {"advantage": sample.advantages, "old_logp": sample.old_logp, "sampled_logp": sample.sampled_logp}
+        values = {
+            "advantage": sample.advantages,
+            "old_logp": sample.old_logp,
+            "sampled_logp": sample.sampled_logp,
+        }
         if is_level == "response":
             values["sampler_gap"] = [fmean(sample.old_logp) - fmean(sample.sampled_logp)] * n
         if reference:
@@ -247,12 +283,17 @@ def token_batch(
         for name, of_response in values.items():
             columns[name] += of_response + [0.0] * m
     device = batch.target.device
-    tensors = {name: torch.tensor(column, dtype=torch.float32, device=device) for name, column in columns.items()}
+    tensors = {
+        name: torch.tensor(column, dtype=torch.float32, device=device)
+        for name, column in columns.items()
+    }
     sample_index = torch.tensor(index, dtype=torch.int64, device=device)
     return TokenBatch(observation=batch.observation, sample=sample_index, **tensors)
 
 
-def _token_weights(minibatch: Sequence[Sample], norm: str, verl_samples: int, *, update_samples: int) -> list[float]:
+def _token_weights(
+    minibatch: Sequence[Sample], norm: str, verl_samples: int, *, update_samples: int
+) -> list[float]:
     """Weight of a response token of each sample in the mean over tokens, samples, groups or verl's micro-batches."""
     lengths = [len(sample.response_ids) for sample in minibatch]
     if norm == "group":
@@ -264,7 +305,9 @@ def _token_weights(minibatch: Sequence[Sample], norm: str, verl_samples: int, *,
     return [1.0 / (len(tokens) * tokens[i // size]) for i in range(len(lengths))]
 
 
-def joint_loss(model: "Policy", batch: Batch, tokens: TokenBatch, loss: Loss, *, temperature: float) -> TokenLoss:
+def joint_loss(
+    model: "Policy", batch: Batch, tokens: TokenBatch, loss: Loss, *, temperature: float
+) -> TokenLoss:
     """One forward pass: the objective restricted to the batch, gradients already formed in the head."""
 
     def forward() -> TokenLoss:
@@ -272,7 +315,9 @@ def joint_loss(model: "Policy", batch: Batch, tokens: TokenBatch, loss: Loss, *,
         head, options, read = model.head_weight, model.head_options(temperature), tokens
         if of_response(loss.function):
             with torch.no_grad():
-                read = with_response_gap(tokens, token_stats(hidden, head, batch.target, **options).logp)
+                read = with_response_gap(
+                    tokens, token_stats(hidden, head, batch.target, **options).logp
+                )
         return token_loss(hidden, head, batch.target, loss, read, **options)
 
     return model(forward)
@@ -280,7 +325,12 @@ def joint_loss(model: "Policy", batch: Batch, tokens: TokenBatch, loss: Loss, *,
 
 @torch.no_grad()
 def log_probs(
-    model: "Policy", samples: Sequence[Sample], *, temperature: float, budget: int, share: tuple[int, int] = (0, 1)
+    model: "Policy",
+    samples: Sequence[Sample],
+    *,
+    temperature: float,
+    budget: int,
+    share: tuple[int, int] = (0, 1),
 ) -> dict[int, tuple[list[float], float]]:
     """(log-prob of each response token, mean full-vocabulary entropy there), nats, by the sample's index.
 
@@ -289,18 +339,29 @@ def log_probs(
 
     def stats(batch: Batch) -> TokenStats:
         hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position]
-        return token_stats(hidden, model.head_weight, batch.target, **model.head_options(temperature))
+        return token_stats(
+            hidden, model.head_weight, batch.target, **model.head_options(temperature)
+        )
 
     found: dict[int, tuple[list[float], float]] = {}
     for batch in micro_batches(
-        samples, budget=budget, with_observation=False, device=model.device, quadratic=model.quadratic, share=share
+        samples,
+        budget=budget,
+        with_observation=False,
+        device=model.device,
+        quadratic=model.quadratic,
+        share=share,
     ):
         of = model(partial(stats, batch))
         ends = [0, *accumulate(len(samples[i].response_ids) for i in batch.indices)]
         offsets: Any = torch.tensor(ends, device=model.device)
-        means = torch.segment_reduce(of.entropy.double(), "mean", offsets=offsets, initial=0, unsafe=True).float()
+        means = torch.segment_reduce(
+            of.entropy.double(), "mean", offsets=offsets, initial=0, unsafe=True
+        ).float()
         logp = of.logp.tolist()
-        for i, (start, end), mean in zip(batch.indices, pairwise(ends), means.tolist(), strict=True):
+        for i, (start, end), mean in zip(
+            batch.indices, pairwise(ends), means.tolist(), strict=True
+        ):
             found[i] = (logp[start:end], mean)
     return dict(sorted(found.items()))
 
@@ -319,9 +380,9 @@ def tally(
     tis_cap: float | None = None,
     is_mask: tuple[float, float] | None = None,
 ) -> list[float]:
-    """`SUMS` of a batch. Clipped: response tokens with an advantage of which `policy` has no gradient; masked:
-    observation tokens of which `wm` has none; the last two: response tokens whose pi_old / pi_sampler is not within
-    `is_mask`, or above `tis_cap`."""
+    """`SUMS` of a batch. Clipped: response tokens with an advantage of which `policy` has no
+    gradient; masked: observation tokens of which `wm` has none; the last two: response tokens whose
+    pi_old / pi_sampler is not within `is_mask`, or above `tis_cap`."""
 
     if of_response(policy):
         tokens = with_response_gap(tokens, out.logp)
@@ -331,7 +392,11 @@ def tally(
         logp = out.logp.clone().requires_grad_()
         with torch.enable_grad():
             values = loss(logp, out.entropy, tokens)
-            slope = torch.autograd.grad(values.sum(), logp, allow_unused=True)[0] if values.requires_grad else None
+            slope = (
+                torch.autograd.grad(values.sum(), logp, allow_unused=True)[0]
+                if values.requires_grad
+                else None
+            )
         return values.detach(), torch.zeros_like(logp) if slope is None else slope
 
     (_, acting_slope), (watching, watching_slope) = of(policy), of(wm)
@@ -355,12 +420,18 @@ def tally(
 
 
 def metrics(
-    sums: Sequence[float], *, steps: int, reference: bool, masks: bool, is_mask: bool = False, tis_cap: bool = False
+    sums: Sequence[float],
+    *,
+    steps: int,
+    reference: bool,
+    masks: bool,
+    is_mask: bool = False,
+    tis_cap: bool = False,
 ) -> dict[str, float]:
     """Losses are means over the optimizer `steps`, fractions and means are over tokens.
 
-    What was not measured is absent: a mean over no tokens, KL without a reference, the share masked by a loss that
-    masks none. Samples without any gradient made no forward pass and are in no mean.
+    What was not measured is absent: a mean over no tokens, KL without a reference, the share masked
+    by a loss that masks none. Samples without any gradient made no forward pass and are in no mean.
     """
     of = dict(zip(SUMS, sums, strict=True))
     steps = max(1, steps)
@@ -378,7 +449,10 @@ def metrics(
         if reference:
             found["policy/kl"] = of["kl"] / of["actions"]
     if of["observations"]:
-        found |= {"wm/loss": of["wm_loss"] / steps, "wm/token_loss": of["wm_token_loss"] / of["observations"]}
+        found |= {
+            "wm/loss": of["wm_loss"] / steps,
+            "wm/token_loss": of["wm_token_loss"] / of["observations"],
+        }
         if masks:
             found["wm/masked_frac"] = of["masked"] / of["observations"]
     return found

@@ -9,10 +9,11 @@ def balanced_batches(
 ) -> list[list[int]]:
     """Indices in batches of at most `budget` tokens and nearly equal work, their number a multiple of `multiple`.
 
-    A sample of n tokens costs n + quadratic * n^2: everything linear in tokens, and attention. Longest-processing-time
-    first (Graham 1969): each sample, dearest first, goes to the batch with the least work. Batches are sorted, dearest
-    first, so that ranks which take every `multiple`-th one work side by side on equals; where samples are few, some are
-    empty. A sample longer than the budget has a batch of its own.
+    A sample of n tokens costs n + quadratic * n^2: everything linear in tokens, and attention.
+    Longest-processing-time first (Graham 1969): each sample, dearest first, goes to the batch with
+    the least work. Batches are sorted, dearest first, so that ranks which take every `multiple`-th
+    one work side by side on equals; where samples are few, some are empty. A sample longer than the
+    budget has a batch of its own.
 
     >>> balanced_batches([3, 9, 4, 10], budget=14)
     [[0, 3], [1, 2]]
@@ -26,7 +27,9 @@ def balanced_batches(
         count += 1
 
 
-def _fill(lengths: Sequence[int], budget: int, count: int, quadratic: float) -> list[list[int]] | None:
+def _fill(
+    lengths: Sequence[int], budget: int, count: int, quadratic: float
+) -> list[list[int]] | None:
     """`count` batches, or None where the batch with the least work has no room for the next sample."""
     heap = [(0.0, batch, 0) for batch in range(count)]  # (work, batch, tokens)
     batches: list[list[int]] = [[] for _ in range(count)]
@@ -45,8 +48,8 @@ def _fill(lengths: Sequence[int], budget: int, count: int, quadratic: float) -> 
 def alike_batches(lengths: Sequence[int], *, budget: int, multiple: int = 1) -> list[list[int]]:
     """Indices in batches of neighbours in length, longest first, for attention that pads each to its longest sample.
 
-    At most `budget` padded tokens a batch, but a sample longer than that has one of its own; empty ones make their
-    number a multiple of `multiple`.
+    At most `budget` padded tokens a batch, but a sample longer than that has one of its own; empty
+    ones make their number a multiple of `multiple`.
 
     >>> alike_batches([3, 9, 4, 10], budget=20)
     [[3, 1], [2, 0]]

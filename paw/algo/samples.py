@@ -1,12 +1,13 @@
 """Trajectories -> samples (one per turn) -> sequences (turns that continue one another) -> micro-batches of tokens.
 
-A turn whose prompt begins with the turn before it, prompt and response, continues that turn's sequence: nothing is run
-twice, and the observation between them is already there as a target. So a conversation is one sequence, and the paper's
-prompts, each of one message, are a sequence each. What is learned is the same either way (tested): weights, advantages
-and selection belong to the turns, and a target is found inside a prompt only where it would have had the same context,
-right after what the template puts there: its turn separator, or what begins a tool's result, both after the end token
-of a response that was cut. A turn with a target that is not found there ends its sequence, and its observation is
-appended; so is that of the last turn.
+A turn whose prompt begins with the turn before it, prompt and response, continues that turn's
+sequence: nothing is run twice, and the observation between them is already there as a target. So a
+conversation is one sequence, and the paper's prompts, each of one message, are a sequence each.
+What is learned is the same either way (tested): weights, advantages and selection belong to the
+turns, and a target is found inside a prompt only where it would have had the same context, right
+after what the template puts there: its turn separator, or what begins a tool's result, both after
+the end token of a response that was cut. A turn with a target that is not found there ends its
+sequence, and its observation is appended; so is that of the last turn.
 """
 
 import random
@@ -31,8 +32,9 @@ def to_samples(
 ) -> list[Sample]:
     """Samples of an update in group, trajectory, step order.
 
-    Token ids and log-probs are the engine's own, never re-encoded. `encode_observation` turns the raw next
-    observation into target ids; None (world model off) leaves samples without a target, as an empty observation does.
+    Token ids and log-probs are the engine's own, never re-encoded. `encode_observation` turns the
+    raw next observation into target ids; None (world model off) leaves samples without a target, as
+    an empty observation does.
     """
     samples: list[Sample] = []
     trajectory_index = 0
@@ -79,7 +81,8 @@ def to_samples(
 def sequences(samples: Sequence[Sample], *, with_observation: bool) -> list[list[int]]:
     """Indices of the samples that share a sequence, in the order of samples.
 
-    Without observations all that continue one another do; with them a target must stand in the prompt that follows.
+    Without observations all that continue one another do; with them a target must stand in the
+    prompt that follows.
     """
     found: list[list[int]] = []
     for i, sample in enumerate(samples):
@@ -98,7 +101,11 @@ def sequences(samples: Sequence[Sample], *, with_observation: bool) -> list[list
 
 def _appended(last: Sample, with_observation: bool) -> list[int]:
     """What follows the response of a sequence's last sample: its observation, where that is a target."""
-    return last.separator_ids + last.observation_ids if with_observation and last.wm_weight > 0.0 else []
+    return (
+        last.separator_ids + last.observation_ids
+        if with_observation and last.wm_weight > 0.0
+        else []
+    )
 
 
 def minibatches(samples: Sequence[Sample], *, size: int, seed: int) -> list[list[Sample]]:
@@ -119,8 +126,9 @@ def minibatches(samples: Sequence[Sample], *, size: int, seed: int) -> list[list
 class Batch:
     """Sequences of one forward pass, packed: T tokens one sequence after another, N of them targets.
 
-    Example: sequence 1 5 6 | 7 2 | 1 | 8 9 (prompt, response, separator, observation) gives target [7, 2, 8, 9], read
-    at position [2, 3, 5, 6] (each predicted by the token before it), observation [False, False, True, True].
+    Example: sequence 1 5 6 | 7 2 | 1 | 8 9 (prompt, response, separator, observation) gives target
+    [7, 2, 8, 9], read at position [2, 3, 5, 6] (each predicted by the token before it), observation
+    [False, False, True, True].
     """
 
     input_ids: Tensor
@@ -139,9 +147,16 @@ class Batch:
 
 
 def collate(
-    samples: Sequence[Sample], chosen: Sequence[Sequence[int]], *, with_observation: bool, device: torch.device
+    samples: Sequence[Sample],
+    chosen: Sequence[Sequence[int]],
+    *,
+    with_observation: bool,
+    device: torch.device,
 ) -> Batch:
-    """Pack the chosen `sequences`; observations only of samples with a world-model weight. None: one token without."""
+    """Pack the chosen `sequences`; observations only of samples with a world-model weight.
+
+    None: one token without.
+    """
     input_ids, lengths, position, target, observation = [], [], [], [], []
     for members in chosen:
         start, last = len(input_ids), samples[members[-1]]
@@ -180,8 +195,9 @@ def micro_batches(
 ) -> list[Batch]:
     """Batches of at most `budget` tokens over the sequences with a sample for which `skip(sample)` is false.
 
-    `quadratic` is the policy's. `share` (rank, world): every world-th batch, from the rank-th on. Each rank gets as
-    many as the others, some of them without samples where these are few: their forward passes are collective.
+    `quadratic` is the policy's. `share` (rank, world): every world-th batch, from the rank-th on.
+    Each rank gets as many as the others, some of them without samples where these are few: their
+    forward passes are collective.
     """
     rank, world = share
     kept = [
@@ -198,6 +214,8 @@ def micro_batches(
     else:
         cut = balanced_batches(lengths, budget=budget, multiple=world, quadratic=quadratic)
     return [
-        collate(samples, [kept[j] for j in picked], with_observation=with_observation, device=device)
+        collate(
+            samples, [kept[j] for j in picked], with_observation=with_observation, device=device
+        )
         for picked in cut[rank::world]
     ]

@@ -1,8 +1,8 @@
 """Which samples the world model learns from, and how much: PaW Eqs. (8) to (11).
 
-The samples whose action the policy was least sure of (top share alpha by action entropy) are selected over the whole
-update; a group's term weighs more the less the group succeeds (lambda_g). The normalisation by the observation's
-length happens at token level, in the loss.
+The samples whose action the policy was least sure of (top share alpha by action entropy) are
+selected over the whole update; a group's term weighs more the less the group succeeds (lambda_g).
+The normalisation by the observation's length happens at token level, in the loss.
 """
 
 import math
@@ -16,8 +16,8 @@ from paw.types import Sample
 
 @dataclass(frozen=True)
 class Selection:
-    """Example: two samples with a target in group 0, mean return 2.5 of 10, both selected, one group:
-    weights [0.375, 0.375], selected [True, True], lambdas [0.75].
+    """Example: two samples with a target in group 0, mean return 2.5 of 10, both selected, one
+    group: weights [0.375, 0.375], selected [True, True], lambdas [0.75].
     """
 
     weights: list[float]
@@ -39,15 +39,16 @@ def select(
 ) -> Selection:
     """Select the top ceil(alpha n) samples by `sample.entropy` and weigh them.
 
-    Only samples with a target (non-empty observation_ids) take part: n counts them alone, since another has nothing to
-    learn and would take a place. Ties go to the lower index. S_g are the selected samples of group g; a group without
-    any adds nothing, but still counts in n_groups.
-    dedup (beyond the paper): of samples with the same prompt, response and targets only the first takes part.
-    lambda_g = 1 - (mean raw return over the group's trajectories) / reward_max, clamped to [0, 1], or the constant
-    `weight`. Groups are told apart by sample.group; each trajectory counts once.
+    Only samples with a target (non-empty observation_ids) take part: n counts them alone, since
+    another has nothing to learn and would take a place. Ties go to the lower index. S_g are the
+    selected samples of group g; a group without any adds nothing, but still counts in n_groups.
+    dedup (beyond the paper): of samples with the same prompt, response and targets only the first
+    takes part. lambda_g = 1 - (mean raw return over the group's trajectories) / reward_max, clamped
+    to [0, 1], or the constant `weight`. Groups are told apart by sample.group; each trajectory
+    counts once.
 
-    Raises ValueError for alpha outside [0, 1], reward_max <= 0 with the adaptive weight, fewer n_groups than groups, or
-    entropy that is not finite.
+    Raises ValueError for alpha outside [0, 1], reward_max <= 0 with the adaptive weight, fewer
+    n_groups than groups, or entropy that is not finite.
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be in [0, 1], got {alpha}")
@@ -57,11 +58,16 @@ def select(
     for sample in samples:
         returns.setdefault(sample.group, {})[sample.trajectory] = sample.episode_return
     if weight == "adaptive":  # PaW Eq. (10)
-        lambdas = {g: min(1.0, max(0.0, 1.0 - sum(of.values()) / len(of) / reward_max)) for g, of in returns.items()}
+        lambdas = {
+            g: min(1.0, max(0.0, 1.0 - sum(of.values()) / len(of) / reward_max))
+            for g, of in returns.items()
+        }
     else:
         lambdas = dict.fromkeys(returns, float(weight))
     if n_groups < len(lambdas):
-        raise ValueError(f"n_groups={n_groups} is less than the {len(lambdas)} groups of the samples")
+        raise ValueError(
+            f"n_groups={n_groups} is less than the {len(lambdas)} groups of the samples"
+        )
 
     candidates = [i for i, sample in enumerate(samples) if sample.observation_ids]
     if dedup:

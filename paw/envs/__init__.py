@@ -12,8 +12,8 @@ from paw.recipe import check_passwords
 def make_factory(config: Config, env: Any = None) -> EnvFactory:
     """The factory that `env.name` names, or that of `env`, an environment or factory of one's own (class or object).
 
-    Raises UserError: its data, its back end or a package is missing, a URL has lost its password, or `env` lacks a
-    member of the protocol.
+    Raises UserError: its data, its back end or a package is missing, a URL has lost its password,
+    or `env` lacks a member of the protocol.
     """
     check_passwords(config)
     name = config.env.name
@@ -29,8 +29,8 @@ def make_factory(config: Config, env: Any = None) -> EnvFactory:
 
 
 def _in_processes(factory: EnvFactory, config: EnvConfig, env: Any) -> EnvFactory:
-    """The factory with its environments in env.processes processes. UserError: they are PaW's own, or `env` cannot be
-    imported there."""
+    """The factory with its environments in env.processes processes. UserError: they are PaW's own,
+    or `env` cannot be imported there."""
     from paw.envs.processes import ProcessFactory
 
     setting = f"env.processes = {config.processes}"

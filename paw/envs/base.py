@@ -1,4 +1,7 @@
-"""The environment protocol: text in, text out, no torch. Which task is played when is the trainer's: `train_tasks`."""
+"""The environment protocol: text in, text out, no torch.
+
+Which task is played when is the trainer's: `train_tasks`.
+"""
 
 import functools
 import operator
@@ -25,16 +28,19 @@ UNREADABLE = "a task of env.name cannot be had"
 class Env(Protocol):
     """One playable episode at a time. Its methods may be coroutines.
 
-    It may also have `anchor() -> str`, the observation as GiGPO compares it (default: the last one), `close()`, and
-    `task: str`, the current task in words, for agents with prompts of their own (default: the first observation).
+    It may also have `anchor() -> str`, the observation as GiGPO compares it (default: the last
+    one), `close()`, and `task: str`, the current task in words, for agents with prompts of their
+    own (default: the first observation).
 
-    With `tools`, a list of OpenAI function schemas (read after reset, the same for the whole episode), `step` gets a
-    `paw.types.Reply`, the calls that the model made included; `paw.envs.conversation` has what such environments share.
+    With `tools`, a list of OpenAI function schemas (read after reset, the same for the whole
+    episode), `step` gets a `paw.types.Reply`, the calls that the model made included;
+    `paw.envs.conversation` has what such environments share.
 
-    The quickstart's warm-up imitates, and `paw env check` plays, what training needs nothing of: `oracle() -> str`, a
-    good response to the current context (NoOracleError where there is none); `admissible_actions() -> list[str]`, those
-    that do something now, bare, without tags ([] for open-ended environments); and `format_action(action) -> str`, a
-    well-formed response that plays a bare action (default: the action itself).
+    The quickstart's warm-up imitates, and `paw env check` plays, what training needs nothing of:
+    `oracle() -> str`, a good response to the current context (NoOracleError where there is none);
+    `admissible_actions() -> list[str]`, those that do something now, bare, without tags ([] for
+    open-ended environments); and `format_action(action) -> str`, a well-formed response that plays
+    a bare action (default: the action itself).
     """
 
     def reset(self, task: Task) -> str:
@@ -44,8 +50,9 @@ class Env(Protocol):
     def context(self) -> "str | list[dict[str, Any]]":
         """What the model reads in the current turn, as one user message: task, history, observation, actions.
 
-        Or a conversation, a list of {"role", "content"} of system, user, assistant and tool; a message of the assistant
-        may have OpenAI's `tool_calls`, one of a tool `name` and `tool_call_id`.
+        Or a conversation, a list of {"role", "content"} of system, user, assistant and tool; a
+        message of the assistant may have OpenAI's `tool_calls`, one of a tool `name` and
+        `tool_call_id`.
         """
         ...
 
@@ -61,7 +68,10 @@ class Tasks(Protocol):
 
 
 class EnvFactory(Protocol):
-    """A configured environment: its tasks and how to play them. A user's own may lack all but `tasks` and `make`."""
+    """A configured environment: its tasks and how to play them.
+
+    A user's own may lack all but `tasks` and `make`.
+    """
 
     name: str
     reward_max: float
@@ -69,20 +79,21 @@ class EnvFactory(Protocol):
     invalid_penalty: float
     """Subtracted from the score of a turn whose response is invalid (default: env.invalid_penalty)."""
     may_block: bool = False
-    """Whether its environments wait for something outside this process, a child or a network: they then run in threads,
-    many at once."""
+    """Whether its environments wait for something outside this process, a child or a network: they
+    then run in threads, many at once."""
     runs_others_code: bool = False
-    """Whether its environments are not ours: each call then has a thread, for env.step_timeout_s at most (a user's own:
-    always)."""
+    """Whether its environments are not ours: each call then has a thread, for env.step_timeout_s at
+    most (a user's own: always)."""
     has_others_tasks: bool = False
     """Whether `tasks` is not ours either: it, and each task it gives, is then read in a thread, with that limit."""
     distinct_eval: bool = True
-    """Whether an evaluation plays different tasks, as many as there are; else each is an independent draw, as in the
-    reference code."""
+    """Whether an evaluation plays different tasks, as many as there are; else each is an
+    independent draw, as in the reference code."""
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The tasks of a split; `seed` is for those that are generated. The split "warmup" is for the quickstart's
-        warm-up model and shares no task with training or evaluation. UserError where there is no such split.
+        """The tasks of a split; `seed` is for those that are generated. The split "warmup" is for
+        the quickstart's warm-up model and shares no task with training or evaluation. UserError
+        where there is no such split.
         """
         ...
 
@@ -124,12 +135,16 @@ def seeds(split: str, seed: int) -> Endless:
     return Endless(task)
 
 
-def train_tasks(factory: EnvFactory, step: int, count: int, seed: int, *, split: str = "train") -> list[Task]:
+def train_tasks(
+    factory: EnvFactory, step: int, count: int, seed: int, *, split: str = "train"
+) -> list[Task]:
     """The `count` tasks of update `step`, a function of the arguments: of n tasks each once an epoch."""
     return _stream(factory, split, step * count, count, seed)
 
 
-def further_tasks(factory: EnvFactory, start: int, count: int, seed: int, *, split: str = "train") -> list[Task]:
+def further_tasks(
+    factory: EnvFactory, start: int, count: int, seed: int, *, split: str = "train"
+) -> list[Task]:
     """`count` tasks from the `start`-th on of a sequence of its own: `train_tasks` stays what it is."""
     return _stream(factory, split, FURTHER + start, count, seed)
 
@@ -155,8 +170,9 @@ def eval_tasks(factory: EnvFactory, split: str, count: int, seed: int) -> list[T
 
 @contextmanager
 def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
-    """The tasks of a split, to be read inside. Those of a user's own are read in one thread: each call of its code has
-    env.step_timeout_s. Raises OthersCodeError for whatever it raises, SystemExit included, and for a late answer.
+    """The tasks of a split, to be read inside. Those of a user's own are read in one thread: each
+    call of its code has env.step_timeout_s. Raises OthersCodeError for whatever it raises,
+    SystemExit included, and for a late answer.
     """
     if not getattr(factory, "has_others_tasks", False):
         yield factory.tasks(split, seed)
@@ -171,7 +187,11 @@ def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
         except OURS:
             raise
         except BaseException as error:  # SystemExit as well
-            fix = "; give it a time limit of its own, or raise env.step_timeout_s" if threads.given_up else ""
+            fix = (
+                "; give it a time limit of its own, or raise env.step_timeout_s"
+                if threads.given_up
+                else ""
+            )
             raise OthersCodeError(f"{what}: {describe(error)}{place(error)}{fix}") from error
 
     try:
@@ -195,13 +215,19 @@ def every_tenth(tasks: Any, held_out: bool) -> Any:
     """Every tenth of a sequence without splits, which is `held_out`, or the others; of fewer than ten, the last one."""
     if held_out:
         return tasks[9::10] or tasks[-1:]
-    return [task for i, task in enumerate(tasks) if i % 10 != 9] if len(tasks) > 9 else tasks[:-1] or tasks
+    return (
+        [task for i, task in enumerate(tasks) if i % 10 != 9]
+        if len(tasks) > 9
+        else tasks[:-1] or tasks
+    )
 
 
 def _stream(factory: EnvFactory, split: str, start: int, count: int, seed: int) -> list[Task]:
     with read_tasks(factory, split, seed) as tasks:
         n = size(tasks)
-        return _listed(tasks, (i if n is None else shuffled(seed, i, n) for i in range(start, start + count)))
+        return _listed(
+            tasks, (i if n is None else shuffled(seed, i, n) for i in range(start, start + count))
+        )
 
 
 def _listed(tasks: Tasks, order: Iterable[int]) -> list[Task]:

@@ -40,7 +40,10 @@ def problem(error: ValidationError) -> str:
 
 
 def json_lines(path: Path, kind: type[T], origin: str) -> Iterator[tuple[int, T]]:
-    """(offset, what it is) of each line of a file but empty ones. UserError, naming the line; OSError."""
+    """(offset, what it is) of each line of a file but empty ones.
+
+    UserError, naming the line; OSError.
+    """
     offset = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

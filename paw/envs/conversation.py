@@ -15,8 +15,8 @@ Message = dict[str, Any]
 class Conversation(ABC):
     """One conversation at a time. A subclass begins it, answers what the model says, and plays the calls of `tools`.
 
-    A broken call (`Reply.problem`) is answered by a tool message that says what is wrong with it; none of that answer's
-    calls is played, and the turn is invalid.
+    A broken call (`Reply.problem`) is answered by a tool message that says what is wrong with it;
+    none of that answer's calls is played, and the turn is invalid.
     """
 
     tools: Sequence[dict[str, Any]] = ()
@@ -31,8 +31,8 @@ class Conversation(ABC):
 
     @abstractmethod
     def say(self, text: str) -> Outcome:
-        """The model says `text` (after its thought) and calls nothing; unless that ends the episode, the user answers
-        the observation."""
+        """The model says `text` (after its thought) and calls nothing; unless that ends the
+        episode, the user answers the observation."""
 
     def call(self, call: ToolCall) -> str | Outcome:
         """The result of a call, or an outcome whose observation that is."""
@@ -76,7 +76,10 @@ class Conversation(ABC):
 
     def answer(self, reply: Reply, results: Sequence[str | Outcome]) -> Outcome:
         """The results of the calls of `reply` are the next messages; together they are its outcome."""
-        outcomes = [Outcome(one, 0.0, done=False, won=False) if isinstance(one, str) else one for one in results]
+        outcomes = [
+            Outcome(one, 0.0, done=False, won=False) if isinstance(one, str) else one
+            for one in results
+        ]
         texts = [outcome.observation for outcome in outcomes]
         self.messages += [call.answer(text) for call, text in zip(reply.calls, texts, strict=True)]
         return Outcome(
@@ -86,7 +89,9 @@ class Conversation(ABC):
             won=any(outcome.won for outcome in outcomes),
             action=_action(reply),
             valid=all(outcome.valid for outcome in outcomes),
-            score=next((outcome.score for outcome in reversed(outcomes) if outcome.score is not None), None),
+            score=next(
+                (outcome.score for outcome in reversed(outcomes) if outcome.score is not None), None
+            ),
             results=texts if len(texts) > 1 else [],
         )
 
@@ -114,12 +119,21 @@ def unread(place: int) -> ToolCall:
 
 
 def opening(instruction: Path | None, text: str) -> list[Message]:
-    """The first messages: the system's from a file, where there is one, and the user's `text`. UserError: no file."""
+    """The first messages: the system's from a file, where there is one, and the user's `text`.
+
+    UserError: no file.
+    """
     with reading(f"env.instruction = '{instruction}'"):
-        system = [{"role": "system", "content": instruction.expanduser().read_text()}] if instruction else []
+        system = (
+            [{"role": "system", "content": instruction.expanduser().read_text()}]
+            if instruction
+            else []
+        )
     return [*system, {"role": "user", "content": text}]
 
 
 def invalid(problem: str, action: str) -> Outcome:
     """Of an action that was not played."""
-    return Outcome(f"Invalid action: {problem}.", 0.0, done=False, won=False, action=action, valid=False)
+    return Outcome(
+        f"Invalid action: {problem}.", 0.0, done=False, won=False, action=action, valid=False
+    )

@@ -31,13 +31,19 @@ class GymnasiumFactory(EnvFactory):
     may_block = runs_others_code = True  # whether it blocks is not known
 
     def __init__(self, config: GymnasiumConfig) -> None:
-        self.config, self.reward_max, self.invalid_penalty = config, config.reward, config.invalid_penalty
+        self.config, self.reward_max, self.invalid_penalty = (
+            config,
+            config.reward,
+            config.invalid_penalty,
+        )
         if not config.processes:  # where they run finds out else
             self.make().close()
 
     def tasks(self, split: str, seed: int) -> Tasks:
         if split == "warmup":
-            raise UserError("model.path = 'quickstart': gymnasium has no oracle to imitate; take an instruct model")
+            raise UserError(
+                "model.path = 'quickstart': gymnasium has no oracle to imitate; take an instruct model"
+            )
         return seeds(split, seed)
 
     def make(self) -> "GymnasiumEnv":
@@ -48,7 +54,10 @@ class GymnasiumFactory(EnvFactory):
 
 
 class GymnasiumEnv(Conversation):
-    """One episode at a time. Of a choice the names are those of `get_action_meanings()`, where there is that."""
+    """One episode at a time.
+
+    Of a choice the names are those of `get_action_meanings()`, where there is that.
+    """
 
     def __init__(self, config: GymnasiumConfig) -> None:
         where, module = f"env.id = '{config.id}'", config.module
@@ -56,19 +65,30 @@ class GymnasiumEnv(Conversation):
         if file := module.endswith(".py"):
             plugins.import_file(module, f"env.module = '{module}'")
         try:
-            name, options = config.id if file or not module else f"{module}:{config.id}", dict[str, Any](config.kwargs)
+            name, options = (
+                config.id if file or not module else f"{module}:{config.id}",
+                dict[str, Any](config.kwargs),
+            )
             self._env: Any = gymnasium.make(name, **options)
         except Exception as error:
             raise UserError(f"{where}: it cannot be made: {describe(error)}") from None
-        seen, actions, text = self._env.observation_space, self._env.action_space, gymnasium.spaces.Text
+        seen, actions, text = (
+            self._env.observation_space,
+            self._env.action_space,
+            gymnasium.spaces.Text,
+        )
         numbers = range(0)
         if isinstance(actions, gymnasium.spaces.Discrete):
             numbers = range(int(actions.start), int(actions.start + actions.n))
         if not isinstance(seen, text) or not (numbers or isinstance(actions, text)):
             fix = "the first must be Text, the others Text or Discrete; wrap it"
-            raise UserError(f"{where}: observations are {clean(seen, 60)}, actions {clean(actions, 60)}; {fix}")
+            raise UserError(
+                f"{where}: observations are {clean(seen, 60)}, actions {clean(actions, 60)}; {fix}"
+            )
         meanings = getattr(self._env.unwrapped, "get_action_meanings", None)
-        self._choice = dict(zip(meanings() if meanings and numbers else map(str, numbers), numbers, strict=True))
+        self._choice = dict(
+            zip(meanings() if meanings and numbers else map(str, numbers), numbers, strict=True)
+        )
         self.config, self._space = config, actions
 
     def begin(self, task: Task) -> list[Message]:
@@ -78,12 +98,18 @@ class GymnasiumEnv(Conversation):
     def say(self, text: str) -> Outcome:
         action = self._choice.get(text) if self._choice else text
         if action is None or not self._space.contains(action):
-            problem = f"it must be one of {', '.join(self._choice)}" if self._choice else f"it is not in {self._space}"
+            problem = (
+                f"it must be one of {', '.join(self._choice)}"
+                if self._choice
+                else f"it is not in {self._space}"
+            )
             return invalid(problem, text)
         seen, reward, terminated, truncated, _ = self._env.step(action)
         self._return += reward
         won = bool(terminated) and self._return >= self.config.reward
-        return Outcome(seen, float(reward), done=bool(terminated or truncated), won=won, action=text)
+        return Outcome(
+            seen, float(reward), done=bool(terminated or truncated), won=won, action=text
+        )
 
     def admissible_actions(self) -> list[str]:
         return [*self._choice]

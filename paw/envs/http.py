@@ -1,5 +1,5 @@
-"""HTTP calls with a bound on all of it. A time limit of httpx is one of each read: a server that trickles keeps within
-it for ever, and a few kilobytes of gzip become gigabytes.
+"""HTTP calls with a bound on all of it. A time limit of httpx is one of each read: a server that
+trickles keeps within it for ever, and a few kilobytes of gzip become gigabytes.
 """
 
 import asyncio
@@ -46,7 +46,11 @@ def bounded(client: type[Any]) -> type[Any]:
             except ExceptionGroup as group:  # of anyio, for an address that is none
                 raise group.exceptions[0] from None
             body = await _read_body(answer, MAX_BYTES)
-            headers = [(key, value) for key, value in answer.headers.multi_items() if key != "content-encoding"]
+            headers = [
+                (key, value)
+                for key, value in answer.headers.multi_items()
+                if key != "content-encoding"
+            ]
             return type(answer)(answer.status_code, headers=headers, content=body, request=request)
 
     return Bounded
@@ -60,7 +64,9 @@ async def _read_body(answer: Any, max_bytes: int) -> bytes:
         if encoding.lower() not in PLAIN + PACKED:
             raise BadAnswer(f"the answer's encoding is {encoding!r}")
         packed = zlib.decompressobj(GZIP_OR_ZLIB) if encoding.lower() in PACKED else None
-        async for part in answer.aiter_raw():  # httpx would unpack all of a part, a thousand times its size
+        async for (
+            part
+        ) in answer.aiter_raw():  # httpx would unpack all of a part, a thousand times its size
             body += packed.decompress(part, max_bytes + 1 - len(body)) if packed else part
             if len(body) > max_bytes:
                 raise BadAnswer(f"the answer has more than {max_bytes:,} bytes")
@@ -71,8 +77,13 @@ async def _read_body(answer: Any, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-async def _split_lines(parts: AsyncIterator[bytes], *, max_line: int, max_bytes: int) -> AsyncIterator[str]:
-    """The lines of a body that comes in `parts`. Raises BadAnswer for a line or a body that is too long."""
+async def _split_lines(
+    parts: AsyncIterator[bytes], *, max_line: int, max_bytes: int
+) -> AsyncIterator[str]:
+    """The lines of a body that comes in `parts`.
+
+    Raises BadAnswer for a line or a body that is too long.
+    """
     line = bytearray()
     received = 0
     async for part in parts:
@@ -82,7 +93,9 @@ async def _split_lines(parts: AsyncIterator[bytes], *, max_line: int, max_bytes:
         for piece in part.splitlines(keepends=True):
             line += piece
             if len(line) > max_line:
-                raise BadAnswer(f"a stream without end: a line of it has more than {max_line:,} bytes")
+                raise BadAnswer(
+                    f"a stream without end: a line of it has more than {max_line:,} bytes"
+                )
             if piece.endswith(b"\n"):
                 yield line.decode("utf-8", "replace").rstrip("\r\n")
                 line.clear()
@@ -103,9 +116,9 @@ class HttpAnswer:
 class HttpClient:
     """Asks servers. Each call has a deadline for all of it and a maximum size of the answer, whatever the server does.
 
-    It has as many connections as calls. It uses no proxy: an address of the cluster is not to be asked of one. It
-    keeps no cookies: those of one server would be sent to the others on the same machine. Use it on one event loop.
-    `what` needs it, for the UserError if httpx is not installed.
+    It has as many connections as calls. It uses no proxy: an address of the cluster is not to be
+    asked of one. It keeps no cookies: those of one server would be sent to the others on the same
+    machine. Use it on one event loop. `what` needs it, for the UserError if httpx is not installed.
     """
 
     def __init__(self, what: str, *, timeout_s: float) -> None:
@@ -113,16 +126,25 @@ class HttpClient:
         self.timeout_s = timeout_s
         self._client = httpx.AsyncClient(
             timeout=None,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_S),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_S
+            ),
             trust_env=False,
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
         )
 
     async def ask(
-        self, method: str, url: str, body: Any = None, *, timeout_s: float | None = None, max_bytes: int = MAX_BYTES
+        self,
+        method: str,
+        url: str,
+        body: Any = None,
+        *,
+        timeout_s: float | None = None,
+        max_bytes: int = MAX_BYTES,
     ) -> HttpAnswer:
-        """The answer, whatever its status; `body` is sent as JSON. Raises BadAnswer for one that is too large,
-        TimeoutError after `timeout_s` (default: the client's), httpx's errors if there is no connection."""
+        """The answer, whatever its status; `body` is sent as JSON. Raises BadAnswer for one that is
+        too large, TimeoutError after `timeout_s` (default: the client's), httpx's errors if there
+        is no connection."""
         async with _deadline(timeout_s or self.timeout_s):
             answer = await self._send(method, url, body, encoding="gzip, deflate")
             content = await _read_body(answer, max_bytes)
@@ -132,8 +154,9 @@ class HttpClient:
     async def lines(
         self, url: str, body: Any, *, max_line: int, max_bytes: int, timeout_s: float | None = None
     ) -> AsyncIterator[AsyncIterator[str]]:
-        """The lines of the answer to a POST, as they come. Leaving the context closes the connection, so the server
-        hears that nobody listens any more. Raises as `ask` does, and BadAnswer for a status other than 200."""
+        """The lines of the answer to a POST, as they come. Leaving the context closes the
+        connection, so the server hears that nobody listens any more. Raises as `ask` does, and
+        BadAnswer for a status other than 200."""
         async with _deadline(timeout_s or self.timeout_s):
             answer = await self._send("POST", url, body, encoding="identity")
             try:
@@ -150,7 +173,9 @@ class HttpClient:
         await self._client.aclose()
 
     async def _send(self, method: str, url: str, body: Any, *, encoding: str) -> Any:
-        request = self._client.build_request(method, url, json=body, headers={"Accept-Encoding": encoding})
+        request = self._client.build_request(
+            method, url, json=body, headers={"Accept-Encoding": encoding}
+        )
         try:
             return await self._client.send(request, stream=True)
         except ExceptionGroup as group:  # of anyio, for an address that is none
@@ -165,7 +190,13 @@ class BlockingHttpClient:
         self._loop = Loop()
 
     def ask(
-        self, method: str, url: str, body: Any = None, *, timeout_s: float | None = None, max_bytes: int = MAX_BYTES
+        self,
+        method: str,
+        url: str,
+        body: Any = None,
+        *,
+        timeout_s: float | None = None,
+        max_bytes: int = MAX_BYTES,
     ) -> HttpAnswer:
         """As `HttpClient.ask`."""
         call = self._client.ask(method, url, body, timeout_s=timeout_s, max_bytes=max_bytes)
@@ -188,7 +219,10 @@ async def _deadline(seconds: float) -> AsyncIterator[None]:
 
 
 class Loop:
-    """An event loop in a thread of its own, for callers in any thread. It ends with the process, if not closed."""
+    """An event loop in a thread of its own, for callers in any thread.
+
+    It ends with the process, if not closed.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -197,7 +231,9 @@ class Loop:
     def run(self, call: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """What `call` returns or raises; TimeoutError after `timeout_s`, from its first step on."""
         try:
-            return asyncio.run_coroutine_threadsafe(asyncio.wait_for(call, timeout_s), self._loop).result()
+            return asyncio.run_coroutine_threadsafe(
+                asyncio.wait_for(call, timeout_s), self._loop
+            ).result()
         except TimeoutError:
             if timeout_s == math.inf:
                 raise  # of a time limit within the call, which says so

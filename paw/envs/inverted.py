@@ -1,8 +1,8 @@
 """An environment that runs a loop of its own and asks a model through an OpenAI-compatible endpoint.
 
-So control is inverted: `reset` starts its rollout as a coroutine beside such an endpoint, a request there is the next
-`context`, `step` answers it, and the reward of the finished rollout is that of the last turn. Within `reset` and `step`
-alone the rollout goes on.
+So control is inverted: `reset` starts its rollout as a coroutine beside such an endpoint, a request
+there is the next `context`, `step` answers it, and the reward of the finished rollout is that of
+the last turn. Within `reset` and `step` alone the rollout goes on.
 """
 
 import asyncio
@@ -21,7 +21,10 @@ from paw.values import Count, Positive
 Play = Callable[[Any, str, str], Coroutine[Any, Any, float]]
 """(a task's payload, URL, model) -> the reward."""
 WAIT = 0.9
-"""Of env.step_timeout_s: for code that waits. Beyond all of it, code that blocks is given up, and its thread."""
+"""Of env.step_timeout_s: for code that waits.
+
+Beyond all of it, code that blocks is given up, and its thread.
+"""
 CLOSE_S = 5.0
 MAX_BYTES = 1 << 28
 """Of a request: a whole conversation."""
@@ -58,13 +61,18 @@ class InvertedEnv:
         self._asked: asyncio.Queue[Request] = asyncio.Queue()
 
     async def reset(self, task: Task) -> str:
-        """Start a rollout; returns the last message's text. EnvironmentFailure: it fails, hangs or asks nothing."""
+        """Start a rollout; returns the last message's text.
+
+        EnvironmentFailure: it fails, hangs or asks nothing.
+        """
         await self.close()
         self._asked = asyncio.Queue()
         self._rollout = asyncio.create_task(self._run(task.payload))
         request = await self._next()
         if not isinstance(request, Request):
-            raise EnvironmentFailure(f"{self.config.id}: the rollout ended before it asked the model")
+            raise EnvironmentFailure(
+                f"{self.config.id}: the rollout ended before it asked the model"
+            )
         self._request, self._messages = request, [_plain(m) for m in request.body["messages"]]
         self.tools = request.body.get("tools") or []
         return self._messages[-1]["content"]
@@ -81,8 +89,13 @@ class InvertedEnv:
         valid = bool(action.strip()) and not reply.problem
         found = await self._next()
         if not isinstance(found, Request):
-            score, won_at = min(1.0, max(0.0, found / self.config.reward)), self.config.won_at or self.config.reward
-            return Outcome("", found, True, won=found >= won_at, action=action, valid=valid, score=score)
+            score, won_at = (
+                min(1.0, max(0.0, found / self.config.reward)),
+                self.config.won_at or self.config.reward,
+            )
+            return Outcome(
+                "", found, True, won=found >= won_at, action=action, valid=valid, score=score
+            )
         self._request, after = found, found.body["messages"]
         added = [_plain(m) for m in after[len(before) + 1 :]]
         if after[: len(before)] == before and added and after[len(before)]["role"] == "assistant":
@@ -92,7 +105,9 @@ class InvertedEnv:
             added = self._messages[-1:]
         seen = [message["content"] for message in added]
         results = seen if len(seen) > 1 else []
-        return Outcome("\n".join(seen), 0.0, done=False, won=False, action=action, valid=valid, results=results)
+        return Outcome(
+            "\n".join(seen), 0.0, done=False, won=False, action=action, valid=valid, results=results
+        )
 
     async def close(self) -> None:
         """End the rollout, and whatever else runs on the loop, which is this episode's own."""
@@ -110,11 +125,16 @@ class InvertedEnv:
             return await self._play(task, url, model)
 
     async def _next(self) -> "Request | float":
-        """What the rollout asks next; its reward where it has ended. EnvironmentFailure: it failed, or hangs."""
+        """What the rollout asks next; its reward where it has ended.
+
+        EnvironmentFailure: it failed, or hangs.
+        """
         assert self._rollout is not None, "step() before reset() or after the end"
         asked, limit = asyncio.ensure_future(self._asked.get()), self.config.step_timeout_s
         try:
-            await asyncio.wait({asked, self._rollout}, timeout=WAIT * limit, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {asked, self._rollout}, timeout=WAIT * limit, return_when=asyncio.FIRST_COMPLETED
+            )
             if asked.done():
                 return asked.result()
             if self._rollout.done():
@@ -122,7 +142,9 @@ class InvertedEnv:
                 return rollout.result()
         finally:
             asked.cancel()
-        raise EnvironmentFailure(f"{self.config.id}: nothing asked and no end within env.step_timeout_s = {limit:g}")
+        raise EnvironmentFailure(
+            f"{self.config.id}: nothing asked and no end within env.step_timeout_s = {limit:g}"
+        )
 
 
 class Request:
@@ -153,12 +175,20 @@ async def _endpoint(asked: "asyncio.Queue[Request]") -> AsyncIterator[tuple[str,
         choice = {"index": 0, "finish_reason": finish}
         if not body.get("stream"):
             usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)
-            whole |= {"object": "chat.completion", "choices": [choice | {"message": message}], "usage": usage}
+            whole |= {
+                "object": "chat.completion",
+                "choices": [choice | {"message": message}],
+                "usage": usage,
+            }
             return web.json_response(text=_json(whole))
         calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", []))]
         delta = message | ({"tool_calls": calls} if calls else {})
-        chunk = _json(whole | {"object": "chat.completion.chunk", "choices": [choice | {"delta": delta}]})
-        return web.Response(text=f"data: {chunk}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+        chunk = _json(
+            whole | {"object": "chat.completion.chunk", "choices": [choice | {"delta": delta}]}
+        )
+        return web.Response(
+            text=f"data: {chunk}\n\ndata: [DONE]\n\n", content_type="text/event-stream"
+        )
 
     app = web.Application(client_max_size=MAX_BYTES)
     app.router.add_post("/v1/chat/completions", complete)
@@ -177,14 +207,19 @@ def _json(value: Any) -> str:
 
 
 def _wire(reply: Reply, place: int) -> Message:
-    """A reply as an endpoint writes it, thoughts apart. A call that cannot be read has what is wrong as arguments."""
+    """A reply as an endpoint writes it, thoughts apart.
+
+    A call that cannot be read has what is wrong as arguments.
+    """
     calls = [(call.id, call.name, _json(call.arguments)) for call in reply.calls]
     if reply.problem and not calls:
         calls = [(unread(place).id, "invalid_call", reply.problem)]
     thought, closed, content = reply.content.rpartition(THINKING[1])
     message = {"role": "assistant", "content": content.lstrip() if closed else content}
     message |= {"reasoning_content": thought.replace(THINKING[0], "").strip()} if closed else {}
-    functions = [{"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in calls]
+    functions = [
+        {"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in calls
+    ]
     return message | ({"tool_calls": functions} if functions else {})
 
 
@@ -193,6 +228,8 @@ def _plain(message: Message) -> Message:
     content = message.get("content") or ""
     if isinstance(content, list):
         if others := {part.get("type") for part in content} - {"text"}:
-            raise EnvironmentFailure(f"a message has content of type {', '.join(map(str, others))}; only text is read")
+            raise EnvironmentFailure(
+                f"a message has content of type {', '.join(map(str, others))}; only text is read"
+            )
         content = "\n".join(part["text"] for part in content)
     return {**message, "content": content}

@@ -1,9 +1,10 @@
 """Patterns and schemas that data brings, applied by a child process within limits of CPU time and memory.
 
-A regular expression that backtracks for ever, or a JSON schema that refers to itself twice at every level, never comes
-to an end. `re` cannot be interrupted and holds the interpreter's lock meanwhile; the library `regex` limits the time of
-a match, not that of compiling, and reads some patterns otherwise than `re` does. So `re` and jsonschema themselves do
-the work in a child, which the kernel ends at the limit; the next call starts another.
+A regular expression that backtracks for ever, or a JSON schema that refers to itself twice at every
+level, never comes to an end. `re` cannot be interrupted and holds the interpreter's lock meanwhile;
+the library `regex` limits the time of a match, not that of compiling, and reads some patterns
+otherwise than `re` does. So `re` and jsonschema themselves do the work in a child, which the kernel
+ends at the limit; the next call starts another.
 """
 
 import json
@@ -21,7 +22,10 @@ from typing import Any
 from paw.errors import EnvironmentFailure, clean
 
 CPU_S = 1.0
-"""CPU seconds of a call: a thousand times what a sane one takes. Seconds of the clock would depend on the machine."""
+"""CPU seconds of a call: a thousand times what a sane one takes.
+
+Seconds of the clock would depend on the machine.
+"""
 WALL_S = 120.0
 """Seconds until a child is given up that was stopped, or gets no processor."""
 CHILD = Path(__file__).with_name("limited_child.py")
@@ -32,7 +36,10 @@ class CannotApply(Exception):
 
 
 def fullmatch(pattern: str, text: str) -> bool:
-    """Whether `pattern`, a regular expression of Python's `re`, matches all of `text`. Raises CannotApply."""
+    """Whether `pattern`, a regular expression of Python's `re`, matches all of `text`.
+
+    Raises CannotApply.
+    """
     return _child.ask("fullmatch", pattern, text)
 
 
@@ -78,7 +85,10 @@ class _Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, call: str, *arguments: Any) -> Any:
-        """What `call` returns there. Raises CannotApply, or EnvironmentFailure if the child cannot be had."""
+        """What `call` returns there.
+
+        Raises CannotApply, or EnvironmentFailure if the child cannot be had.
+        """
         request = json.dumps({"call": call, "arguments": arguments}).encode() + b"\n"
         with self._lock:
             process = self._running()
@@ -101,10 +111,16 @@ class _Child:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # imports as here
+            env = os.environ | {
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path))
+            }  # imports as here
             command = [sys.executable, "-P", str(CHILD), str(CPU_S)]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=env,
             )
         return self._process
 

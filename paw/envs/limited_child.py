@@ -52,7 +52,11 @@ def _validator(schema: dict[str, Any]) -> Any:
     return validator_for(schema, default=Draft202012Validator)(schema, registry=Registry())
 
 
-CALLS = {"fullmatch": fullmatch, "schema_problem": schema_problem, "arguments_problem": arguments_problem}
+CALLS = {
+    "fullmatch": fullmatch,
+    "schema_problem": schema_problem,
+    "arguments_problem": arguments_problem,
+}
 
 
 def answer(call: str, arguments: list[Any], cpu_s: float) -> dict[str, Any]:
@@ -65,13 +69,19 @@ def answer(call: str, arguments: list[Any], cpu_s: float) -> dict[str, Any]:
     except RecursionError:
         return {"problem": "is nested too deeply, or refers to itself"}
     except Exception as error:  # such as a reference to nowhere
-        return {"problem": f"cannot be applied ({type(error).__name__}: {str(error)[:MESSAGE_CHARS]})"}
+        return {
+            "problem": f"cannot be applied ({type(error).__name__}: {str(error)[:MESSAGE_CHARS]})"
+        }
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def serve(cpu_s: float) -> None:
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # of the terminal and of schedulers: the parent's
+    for number in (
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGTERM,
+    ):  # of the terminal and of schedulers: the parent's
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
@@ -81,7 +91,9 @@ def serve(cpu_s: float) -> None:
     parent = os.getppid()
     while True:
         while not select.select([sys.stdin.buffer], [], [], WATCH_S)[0]:
-            if os.getppid() != parent:  # it is gone, and a process that it forked keeps the pipe open
+            if (
+                os.getppid() != parent
+            ):  # it is gone, and a process that it forked keeps the pipe open
                 return
         line = sys.stdin.buffer.readline()
         if not line:

@@ -19,7 +19,8 @@ FACTORY, ENV = ("make", "tasks"), ("reset", "context", "step")
 class OwnFactory:
     """The EnvFactory of what a user handed over: an Env or an EnvFactory, as a class or as an object.
 
-    Of an Env each episode gets a new one, or a deep copy of the object; of a list of tasks every tenth is held out.
+    Of an Env each episode gets a new one, or a deep copy of the object; of a list of tasks every
+    tenth is held out.
     """
 
     runs_others_code = has_others_tasks = True
@@ -38,7 +39,9 @@ class OwnFactory:
         """Whether its environments have an oracle, once one was made."""
         penalty: Any = self.invalid_penalty
         if not (isinstance(penalty, int | float) and 0 <= penalty < math.inf):
-            raise UserError(f"{origin}: invalid_penalty is {shown(penalty)}, which is no number from 0 on")
+            raise UserError(
+                f"{origin}: invalid_penalty is {shown(penalty)}, which is no number from 0 on"
+            )
 
     def tasks(self, split: str, seed: int) -> Tasks:
         """UserError where there are none, or no Tasks."""
@@ -54,10 +57,16 @@ class OwnFactory:
             raise OthersCodeError(f"{what}: {describe(error)}{place(error)}") from error
         if size(found) == 0:
             raise UserError(f"{what} is empty")
-        if not (isinstance(first, Task) and isinstance(first.id, str) and isinstance(first.kind, str)):
-            raise UserError(f"{what}[0] is {shown(first)}; it must be a paw.Task, its id and kind texts")
+        if not (
+            isinstance(first, Task) and isinstance(first.id, str) and isinstance(first.kind, str)
+        ):
+            raise UserError(
+                f"{what}[0] is {shown(first)}; it must be a paw.Task, its id and kind texts"
+            )
         if split == "warmup" and not self.demonstrates:
-            raise UserError(f"{self._origin} has no oracle(), which the quickstart's model imitates; set model.path")
+            raise UserError(
+                f"{self._origin} has no oracle(), which the quickstart's model imitates; set model.path"
+            )
         return found
 
     def make(self) -> Env:
@@ -90,7 +99,9 @@ class OwnFactory:
     def _require(self, made: object, members: tuple[str, ...]) -> None:
         if lacking := [member for member in members if not hasattr(made, member)]:
             name = type(made).__name__
-            raise UserError(f"{self._origin}: {name} lacks {', '.join(lacking)}; see docs/environments.md")
+            raise UserError(
+                f"{self._origin}: {name} lacks {', '.join(lacking)}; see docs/environments.md"
+            )
 
 
 def load_factory(given: Any, config: EnvConfig) -> EnvFactory:

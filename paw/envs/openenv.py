@@ -1,7 +1,8 @@
-"""Environments of OpenEnv (https://github.com/huggingface/OpenEnv), played over a server's WebSocket: a connection is a
-session, and one episode. Written against openenv 0.10.0.
+"""Environments of OpenEnv (https://github.com/huggingface/OpenEnv), played over a server's
+WebSocket: a connection is a session, and one episode. Written against openenv 0.10.0.
 
-The package is not needed: it wants mcp 1 and vLLM mcp 2, so the two cannot be installed together. The protocol is
+The package is not needed: it wants mcp 1 and vLLM mcp 2, so the two cannot be installed together.
+The protocol is
 
     {"type": "reset" | "step" | "close", "data": {...}}
     -> {"type": "observation", "data": {"observation": {...}, "reward": 1.0, "done": false}}
@@ -33,7 +34,10 @@ from paw.types import Outcome, Task, ToolCall
 CONNECT_S, RETRY_S, CLOSE_S, START_S = 10.0, 5.0, 1.0, 120.0
 """Seconds for a connection, for a session while the server is away or full, for its end, for a container to answer."""
 MOST_TASKS = 1_000_000
-"""Of a split that is played in epochs. Of a larger one, or one that says so, tasks are drawn at random, without end."""
+"""Of a split that is played in epochs.
+
+Of a larger one, or one that says so, tasks are drawn at random, without end.
+"""
 COMMON = ("metadata", "done", "reward")
 """Fields of every action or observation."""
 WHOLE = "*"
@@ -52,8 +56,8 @@ class OpenenvConfig(SpokenConfig):
     image: str = ""
     """Docker image to start in place of `url`; its container ends with the command."""
     action_field: str = ""
-    """Field of the action that gets the response, after a thought; unset, the only one of text. Of another type it is
-    read as JSON, and so is the whole action with "*"."""
+    """Field of the action that gets the response, after a thought; unset, the only one of text. Of
+    another type it is read as JSON, and so is the whole action with "*"."""
     observation_field: str = ""
     """Field of the observation that is shown; unset, the only one of text or `text`, else all of it as JSON."""
     prompt_field: str = ""
@@ -86,7 +90,8 @@ class Full(Dropped):
 class OpenenvFactory(EnvFactory):
     """The environment of the servers `env.url`, or of a container of `env.image`.
 
-    UserError: nobody answers there, it is no OpenEnv server, servers differ, or a field or split does not exist.
+    UserError: nobody answers there, it is no OpenEnv server, servers differ, or a field or split
+    does not exist.
     """
 
     Config = OpenenvConfig
@@ -96,8 +101,14 @@ class OpenenvFactory(EnvFactory):
     def __init__(self, config: OpenenvConfig) -> None:
         _websockets()
         if bool(config.url) == bool(config.image):
-            raise UserError("env.name = 'openenv' needs either env.url = 'http://...' or env.image = 'NAME'")
-        self.config, self.reward_max, self.invalid_penalty = config, config.reward, config.invalid_penalty
+            raise UserError(
+                "env.name = 'openenv' needs either env.url = 'http://...' or env.image = 'NAME'"
+            )
+        self.config, self.reward_max, self.invalid_penalty = (
+            config,
+            config.reward,
+            config.invalid_penalty,
+        )
         urls = [_base(url) for url in config.url] or [container(config.image)]
         known = [ask_server(url) for url in urls]
         if other := [url for url, server in zip(urls, known, strict=True) if server != known[0]]:
@@ -109,26 +120,44 @@ class OpenenvFactory(EnvFactory):
         for split in (config.train_split, config.eval_split):
             if self._splits and split not in self._splits:
                 has = ", ".join(self._splits)
-                raise UserError(f"{urls[0]} has no split '{split}'; env.train_split and env.eval_split can be {has}")
+                raise UserError(
+                    f"{urls[0]} has no split '{split}'; env.train_split and env.eval_split can be {has}"
+                )
         actions, seen = self._known["action"], self._known["observation"]
         texts = [name for name, kind in seen.items() if kind == "text"]
         self.calls_tools = not actions or {"tool_name", "arguments"} <= {*actions}
-        for key, fields in (("action_field", actions), ("observation_field", seen), ("prompt_field", seen)):
+        for key, fields in (
+            ("action_field", actions),
+            ("observation_field", seen),
+            ("prompt_field", seen),
+        ):
             if (name := getattr(config, key)) not in ("", WHOLE, *fields):
-                raise UserError(f"env.{key} = '{name}' is no field of {urls[0]}, which has {_listed(fields)}")
-        self.shown = config.observation_field or next((x for x in texts if x == "text" or len(texts) == 1), "")
-        choice = [config.action_field] if config.action_field else [x for x, kind in actions.items() if kind == "text"]
+                raise UserError(
+                    f"env.{key} = '{name}' is no field of {urls[0]}, which has {_listed(fields)}"
+                )
+        self.shown = config.observation_field or next(
+            (x for x in texts if x == "text" or len(texts) == 1), ""
+        )
+        choice = (
+            [config.action_field]
+            if config.action_field
+            else [x for x, kind in actions.items() if kind == "text"]
+        )
         if len(choice) != 1 and not self.calls_tools:
             fix = f"'{WHOLE}' lets the model write all of it as JSON"
-            raise UserError(f"env.action_field is not set: the action of {urls[0]} has {_listed(actions)}; {fix}")
+            raise UserError(
+                f"env.action_field is not set: the action of {urls[0]} has {_listed(actions)}; {fix}"
+            )
         self.action = choice[0] if choice else ""
         self.plain = actions.get(self.action) == "text"
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """Of a server with the task interface its tasks, drawn at random if they are too many to go through; else
-        seeds, endlessly many. UserError if it says that it has none."""
+        """Of a server with the task interface its tasks, drawn at random if they are too many to go
+        through; else seeds, endlessly many. UserError if it says that it has none."""
         if split == "warmup":
-            raise UserError("model.path = 'quickstart': openenv has no oracle to warm it up on; take an instruct model")
+            raise UserError(
+                "model.path = 'quickstart': openenv has no oracle to warm it up on; take an instruct model"
+            )
         if not self._splits:
             return seeds(split, seed)
 
@@ -143,7 +172,9 @@ class OpenenvFactory(EnvFactory):
             return Endless(task)
         if count < 1:
             says = f"says that its split '{split}' has {clean(count, 40)} tasks"
-            raise UserError(f"env.url: {self._where} {says}; name another (env.train_split, env.eval_split)")
+            raise UserError(
+                f"env.url: {self._where} {says}; name another (env.train_split, env.eval_split)"
+            )
         return Made(task, count)
 
     def make(self) -> "OpenenvEnv":
@@ -192,10 +223,14 @@ class OpenenvEnv(Conversation):
                 value = json.loads(text)
             except (ValueError, RecursionError):
                 return invalid("it must be JSON", text)
-        return self._play(value if field == WHOLE and isinstance(value, dict) else {field: value}, text)
+        return self._play(
+            value if field == WHOLE and isinstance(value, dict) else {field: value}, text
+        )
 
     def call(self, call: ToolCall) -> Outcome:
-        return self._play({"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}, str(call))
+        return self._play(
+            {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}, str(call)
+        )
 
     def _play(self, data: JsonObject, action: str) -> Outcome:
         try:
@@ -248,7 +283,9 @@ class OpenenvEnv(Conversation):
                 self.close()
                 if time.monotonic() + pause > late and isinstance(error, Full):
                     fix = "raise max_concurrent_envs there, give more servers (env.url takes a list) or play less"
-                    raise UserError(f"{error}; {fix} at once (rollout.tasks, rollout.group_size)") from None
+                    raise UserError(
+                        f"{error}; {fix} at once (rollout.tasks, rollout.group_size)"
+                    ) from None
                 if time.monotonic() + pause > late:
                     raise
             time.sleep(pause)
@@ -256,13 +293,20 @@ class OpenenvEnv(Conversation):
 
     def _connect(self) -> None:
         connect, errors = _websockets()
-        options: JsonObject = {"max_size": MAX_BYTES, "proxy": None}  # an address of the cluster is not asked of one
+        options: JsonObject = {
+            "max_size": MAX_BYTES,
+            "proxy": None,
+        }  # an address of the cluster is not asked of one
         try:
-            socket = connect(f"ws{self._url[4:]}/ws", open_timeout=CONNECT_S, close_timeout=CLOSE_S, **options)
+            socket = connect(
+                f"ws{self._url[4:]}/ws", open_timeout=CONNECT_S, close_timeout=CLOSE_S, **options
+            )
         except (OSError, EOFError, errors.WebSocketException) as error:
             status: int = getattr(getattr(error, "response", None), "status_code", 0)
             if 400 <= status < 500:
-                raise UserError(f"{self._url}/ws: no sessions of OpenEnv there, but status {status}") from None
+                raise UserError(
+                    f"{self._url}/ws: no sessions of OpenEnv there, but status {status}"
+                ) from None
             raise Dropped(f"{self._url}/ws: {describe(error)}") from None
         self._socket, self.close = socket, weakref.finalize(self, _end, socket)
         self.close.atexit = False  # then the server sees the connections end
@@ -275,11 +319,17 @@ class OpenenvEnv(Conversation):
                 self._socket.send(json.dumps({"type": kind, "data": data}))
             raw = self._socket.recv(self.config.step_timeout_s)
         except TimeoutError:
-            self._fail(f"no answer to {kind} within env.step_timeout_s = {self.config.step_timeout_s:g}")
+            self._fail(
+                f"no answer to {kind} within env.step_timeout_s = {self.config.step_timeout_s:g}"
+            )
         except (OSError, errors.ConnectionClosed) as error:
-            raise Dropped(f"{self._url}/ws: the connection was lost in {kind} ({clean(error)})") from None
+            raise Dropped(
+                f"{self._url}/ws: the connection was lost in {kind} ({clean(error)})"
+            ) from None
         try:
-            answer = checked(Answer, raw.encode() if isinstance(raw, str) else raw, "no message of OpenEnv")
+            answer = checked(
+                Answer, raw.encode() if isinstance(raw, str) else raw, "no message of OpenEnv"
+            )
             if answer.type == "observation":
                 return checked(Seen, answer.data, "no observation of OpenEnv")
         except UserError as error:
@@ -288,7 +338,9 @@ class OpenenvEnv(Conversation):
         if code == "CAPACITY_REACHED":
             raise Full(f"{self._url}/ws: {reason}")
         if code == "VALIDATION_ERROR" and kind == "step":
-            raise ValueError(clean([error.get("msg") for error in answer.data.get("errors", ())] or reason))
+            raise ValueError(
+                clean([error.get("msg") for error in answer.data.get("errors", ())] or reason)
+            )
         self._fail(f"{kind}: {reason} ({clean(code)})")
 
     def _fail(self, reason: str) -> NoReturn:
@@ -326,15 +378,17 @@ def _base(url: str) -> str:
 
 
 def ask_server(url: str) -> JsonObject:
-    """Of `url` the fields of its "action" and "observation", and the number of tasks (None: endless) of its "splits",
-    which has none where there are seeds alone.
+    """Of `url` the fields of its "action" and "observation", and the number of tasks (None:
+    endless) of its "splits", which has none where there are seeds alone.
 
     UserError: nobody answers, or something else does.
     """
     httpx = import_httpx(f"env.url = '{url}'")
 
     async def ask() -> JsonObject:
-        async with bounded(httpx.AsyncClient)(base_url=url, timeout=CONNECT_S, trust_env=False) as client:
+        async with bounded(httpx.AsyncClient)(
+            base_url=url, timeout=CONNECT_S, trust_env=False
+        ) as client:
 
             async def get(path: str, kind: Any, **request: Any) -> Any:
                 answer = await client.request("POST" if request else "GET", path, **request)
@@ -345,17 +399,32 @@ def ask_server(url: str) -> JsonObject:
             splits: dict[str, int | None] = {}
             for name in await get("/list_environments", list[str]) or ():
                 for split in await get(f"/{name}/splits", list[JsonObject]) or ():
-                    counted = await get(f"/{name}/num_tasks", dict[str, int], json={"split": split["name"]})
+                    counted = await get(
+                        f"/{name}/num_tasks", dict[str, int], json={"split": split["name"]}
+                    )
                     splits[split["name"]] = counted and counted["num_tasks"]
-            return {"splits": splits} | {key: _fields(schema[key]) for key in ("action", "observation")}
+            return {"splits": splits} | {
+                key: _fields(schema[key]) for key in ("action", "observation")
+            }
 
     loop = Loop()
     try:
         return loop.run(ask(), 2 * CONNECT_S)
     except (httpx.TransportError, TimeoutError) as error:
-        raise UserError(f"env.url = '{url}': nobody answers there ({describe(error)}); start the server") from None
-    except (BadAnswer, UserError, LookupError, TypeError, AttributeError, httpx.InvalidURL) as error:
-        raise UserError(f"env.url = '{url}': that is no server of OpenEnv: {clean(error)}") from None
+        raise UserError(
+            f"env.url = '{url}': nobody answers there ({describe(error)}); start the server"
+        ) from None
+    except (
+        BadAnswer,
+        UserError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        httpx.InvalidURL,
+    ) as error:
+        raise UserError(
+            f"env.url = '{url}': that is no server of OpenEnv: {clean(error)}"
+        ) from None
     finally:
         loop.close()
 
@@ -377,17 +446,30 @@ def container(image: str) -> str:
 
     def docker(*words: str) -> str:
         try:
-            return subprocess.run(["docker", *words], capture_output=True, text=True, check=True).stdout.strip()
+            return subprocess.run(
+                ["docker", *words], capture_output=True, text=True, check=True
+            ).stdout.strip()
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", "") or error
             raise UserError(f"env.image = '{image}': docker {words[0]}: {clean(said)}") from None
 
-    made = docker("run", "--detach", "--rm", "--publish=127.0.0.1::8000", "--env=MAX_CONCURRENT_ENVS=1024", image)
+    made = docker(
+        "run",
+        "--detach",
+        "--rm",
+        "--publish=127.0.0.1::8000",
+        "--env=MAX_CONCURRENT_ENVS=1024",
+        image,
+    )
     name, late = made.split()[-1], time.monotonic() + START_S
     # It reads until this process is gone, which closes the other end of the pipe.
     watch = ["sh", "-c", 'read _; exec docker rm --force "$0"', name]
     void = subprocess.DEVNULL
-    _watches.append(subprocess.Popen(watch, stdin=subprocess.PIPE, stdout=void, stderr=void, start_new_session=True))
+    _watches.append(
+        subprocess.Popen(
+            watch, stdin=subprocess.PIPE, stdout=void, stderr=void, start_new_session=True
+        )
+    )
     url = f"http://{docker('port', name, '8000/tcp').split()[0]}"
     while True:
         try:
@@ -395,5 +477,7 @@ def container(image: str) -> str:
             return url
         except UserError as error:
             if time.monotonic() > late:
-                raise UserError(f"env.image = '{image}': not up within {START_S:g} s ({error})") from None
+                raise UserError(
+                    f"env.image = '{image}': not up within {START_S:g} s ({error})"
+                ) from None
         time.sleep(0.5)

@@ -1,7 +1,7 @@
 """One process of env.processes: what the trainer says to it and hears from it, and how it ends.
 
-It is told what to do in pickles, for a task's payload may be any object of Python. What it says is plain data: one JSON
-object a line, checked here. It runs `paw.rollouts.env_process`.
+It is told what to do in pickles, for a task's payload may be any object of Python. What it says is
+plain data: one JSON object a line, checked here. It runs `paw.rollouts.env_process`.
 """
 
 import itertools
@@ -27,7 +27,10 @@ from paw.errors import EnvironmentFailure, NoOracleError, UserError, describe
 from paw.types import Outcome, Reply, ToolCall
 
 WORKER = "paw.rollouts.env_process"
-"""The module that a worker runs. Its guard is above this package, so nothing of it is imported here."""
+"""The module that a worker runs.
+
+Its guard is above this package, so nothing of it is imported here.
+"""
 START_TIMEOUT_S = 300.0
 """Seconds for a worker to start, import the environment and load its data."""
 CLOSE_S = 3.0
@@ -67,8 +70,8 @@ class Failure(Strict):
 
 
 class Answer(Strict):
-    """What a worker says to the call `key`; which fields are set depends on the method. The first, key 0, says that the
-    worker has started."""
+    """What a worker says to the call `key`; which fields are set depends on the method. The first,
+    key 0, says that the worker has started."""
 
     key: int
     text: str | None = None
@@ -109,7 +112,8 @@ class Start:
 class Worker:
     """One process with its share of the environments.
 
-    A thread starts it, hears its answers, and ends it when it is silent; the kernel ends it with that thread.
+    A thread starts it, hears its answers, and ends it when it is silent; the kernel ends it with
+    that thread.
     """
 
     def __init__(self, start: Start, timeout_s: float) -> None:
@@ -135,8 +139,8 @@ class Worker:
         self._send(start.config)
 
     def call(self, method: str, environment: int, *arguments: Any) -> Answer:
-        """Call a method of the environment of that number. Raises what it raised; TimeoutError or EnvironmentFailure if
-        the process hung or ended."""
+        """Call a method of the environment of that number. Raises what it raised; TimeoutError or
+        EnvironmentFailure if the process hung or ended."""
         try:
             given = bytes(ForkingPickler.dumps(arguments))
         except Exception as error:  # of pickle, or of a payload's own methods
@@ -209,7 +213,8 @@ class Worker:
             return subprocess.Popen(
                 [sys.executable, "-m", WORKER, str(self._theirs.fileno()), str(os.getpid())],
                 cwd=self._start.folder,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+                env=os.environ
+                | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[self._theirs.fileno()],
                 start_new_session=True,  # signals of the terminal are the trainer's; what it starts is killed with it

@@ -1,8 +1,9 @@
 """Environments in processes of their own (env.processes): one that dies or hangs costs its episodes, never the run.
 
-The trainer keeps the tasks. `make` and every method of an environment run in one of N workers, each of which has a
-share of the environments (`paw.envs.process`). A worker that ends, or leaves a call unanswered for env.step_timeout_s,
-is killed with all that it has started; the episodes of its environments fail, and another one takes its place.
+The trainer keeps the tasks. `make` and every method of an environment run in one of N workers, each
+of which has a share of the environments (`paw.envs.process`). A worker that ends, or leaves a call
+unanswered for env.step_timeout_s, is killed with all that it has started; the episodes of its
+environments fail, and another one takes its place.
 """
 
 import itertools
@@ -53,7 +54,9 @@ class ProcessFactory(EnvFactory):
         try:
             self._demonstrates = self._workers[0].started.result().demonstrates
         except (EnvironmentFailure, TimeoutError) as error:
-            raise UserError(f"env.processes = {self._count}: env.name = '{target}': {error}") from None
+            raise UserError(
+                f"env.processes = {self._count}: env.name = '{target}': {error}"
+            ) from None
 
     @property
     def processes_lost(self) -> int:

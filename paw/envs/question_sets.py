@@ -1,5 +1,5 @@
-"""Question sets through the library `datasets`: from the Hugging Face hub, or files; every row is read once, at the
-start, so that one that cannot be asked is found then."""
+"""Question sets through the library `datasets`: from the Hugging Face hub, or files; every row is
+read once, at the start, so that one that cannot be asked is found then."""
 
 import hashlib
 import os
@@ -40,8 +40,8 @@ class QuestionsConfig(EnvConfig):
     subset: Annotated[str | None, DATA] = None
     """Configuration of the data set, where it has several: "main" of openai/gsm8k."""
     eval_split: str = "auto"
-    """Split to evaluate on; auto takes test or validation, else every tenth row of env.train_split, which are held out
-    then."""
+    """Split to evaluate on; auto takes test or validation, else every tenth row of env.train_split,
+    which are held out then."""
     question: Annotated[str, DATA] = "question"
     """Column of questions: text, or messages {"role", "content"}. "a.b" is b within column a, here and below."""
     answer: Annotated[str | None, DATA] = "answer"
@@ -55,9 +55,9 @@ class QuestionsConfig(EnvConfig):
     format: str = "<answer>{answer}</answer>"
     """How a response gives its answer. The last one counts."""
     score: str = "exact"
-    """exact: equal to a right answer, as SQuAD compares. number: the last number of both is equal. regex: the right
-    answer is a regular expression; one that takes more than a second of CPU time costs its episode. Or your own,
-    "FILE.py:name": (answer, row) -> 0 to 1, or (that, feedback)."""
+    """exact: equal to a right answer, as SQuAD compares. number: the last number of both is equal.
+    regex: the right answer is a regular expression; one that takes more than a second of CPU time
+    costs its episode. Or your own, "FILE.py:name": (answer, row) -> 0 to 1, or (that, feedback)."""
     max_turns: Count = 1
     """Tries. A wrong answer is said to be wrong, or what your own score says to it."""
     reward: Positive = 1.0
@@ -76,7 +76,10 @@ class QuestionsConfig(EnvConfig):
 
 
 class QuestionSet:
-    """The splits that a configuration names; `check` gets each row. UserError for whatever cannot be had."""
+    """The splits that a configuration names; `check` gets each row.
+
+    UserError for whatever cannot be had.
+    """
 
     def __init__(self, config: QuestionsConfig, check: Callable[[Row], object]) -> None:
         self._config, self._check, self._where = config, check, f"env.data = '{config.data}'"
@@ -84,21 +87,29 @@ class QuestionSet:
         self._digests: dict[str, str] = {}
         train, held_out = config.train_split, config.eval_split
         if held_out == AUTO:
-            held_out = next((name for name in EVALUATED if name in self._found and name != train), HELD_OUT)
+            held_out = next(
+                (name for name in EVALUATED if name in self._found and name != train), HELD_OUT
+            )
         rows = self._rows(train, "train_split")
         if held_out == HELD_OUT and HELD_OUT not in self._found:
             tenth, kept = (every_tenth(range(len(rows)), held) for held in (True, False))
             self.evaluation = self._tasks(train, rows, tenth)
         else:
             asked = self._rows(held_out, "eval_split")
-            self.evaluation, kept = self._tasks(held_out, asked, range(len(asked))), range(len(rows))
+            self.evaluation, kept = (
+                self._tasks(held_out, asked, range(len(asked))),
+                range(len(rows)),
+            )
         self.training = self._tasks(train, rows, kept)
         parts = [f"{name} {digest}" for name, digest in self._digests.items()]
         self.fingerprint = f"{config.data} {', '.join(parts)}, asked in {held_out}"
 
     def _open(self) -> Mapping[str, "Dataset"]:
         given = str(self._config.data)
-        for name, quiet in {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}.items():
+        for name, quiet in {
+            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+            "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+        }.items():
             os.environ.setdefault(name, quiet)
         datasets = needed("datasets", f"{self._where}: a question set", "data")
         path, why = Path(given).expanduser(), ""
@@ -121,7 +132,9 @@ class QuestionSet:
             raise
         except ConnectionError:
             lacks = "there is no such file or folder, it is not in the cache of datasets"
-            raise UserError(f"{self._where}: {lacks}, and {why or 'the hub does not answer'}") from None
+            raise UserError(
+                f"{self._where}: {lacks}, and {why or 'the hub does not answer'}"
+            ) from None
         except Exception as error:  # each reader has its own
             raise UserError(f"{self._where}: {describe(error.__cause__ or error)}") from None
         return found if isinstance(found, dict) else {"train": found}  # pyright: ignore[reportReturnType]
@@ -140,13 +153,17 @@ class QuestionSet:
     def _rows(self, split: str, key: str) -> "Dataset":
         """A split, its columns and rows checked."""
         if split not in self._found:
-            raise UserError(f"env.{key} = '{split}': {self._where} has no such split, only {', '.join(self._found)}")
+            raise UserError(
+                f"env.{key} = '{split}': {self._where} has no such split, only {', '.join(self._found)}"
+            )
         rows, config = self._found[split], self._config
         for key in ("question", "answer", "system", "kind"):
             name = getattr(config, key)
             if name and not {name, name.partition(".")[0]} & set(rows.column_names):
                 columns = ", ".join(rows.column_names)
-                raise UserError(f"env.{key} = '{name}': {self._where} has no such column; it has {columns}")
+                raise UserError(
+                    f"env.{key} = '{name}': {self._where} has no such column; it has {columns}"
+                )
         if not len(rows):
             raise UserError(f"{self._where}: the split '{split}' holds no question")
         if split not in self._digests:
@@ -169,7 +186,9 @@ class QuestionSet:
         column = self._config.kind
         if column and means_all_kinds(kind := str(value(row, column))):
             fix = "rename it there, or name another column with env.kind"
-            raise ValueError(f"'{column}' is {shown(kind)}, which reports call all kinds together; {fix}")
+            raise ValueError(
+                f"'{column}' is {shown(kind)}, which reports call all kinds together; {fix}"
+            )
 
 
 def value(row: Row, key: str) -> Any:
@@ -183,16 +202,28 @@ def value(row: Row, key: str) -> Any:
 
 
 def messages(row: Row, config: QuestionsConfig) -> list[dict[str, str]]:
-    """The conversation that a row begins; its last message, the user's, is the question. ValueError if it is none."""
-    given, system = value(row, config.question), value(row, config.system) if config.system else None
+    """The conversation that a row begins; its last message, the user's, is the question.
+
+    ValueError if it is none.
+    """
+    given, system = (
+        value(row, config.question),
+        value(row, config.system) if config.system else None,
+    )
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     listed = isinstance(given, list) and all(isinstance(message, Mapping) for message in given)
     texts = [(m.get("role"), m.get("content")) for m in given] if listed else []
-    if not texts or not all(isinstance(part, str) and part.strip() for pair in texts for part in pair):
-        raise ValueError(f"'{config.question}' is {shown(given)}; it must be text, or messages of role and content")
+    if not texts or not all(
+        isinstance(part, str) and part.strip() for pair in texts for part in pair
+    ):
+        raise ValueError(
+            f"'{config.question}' is {shown(given)}; it must be text, or messages of role and content"
+        )
     if texts[-1][0] != "user":
-        raise ValueError(f"the last message of '{config.question}' is of '{texts[-1][0]}'; the question is the user's")
+        raise ValueError(
+            f"the last message of '{config.question}' is of '{texts[-1][0]}'; the question is the user's"
+        )
     if system is not None:
         texts = [("system", str(system)), *(pair for pair in texts if pair[0] != "system")]
     return [{"role": str(role), "content": str(content)} for role, content in texts]

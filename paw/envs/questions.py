@@ -1,6 +1,7 @@
 """Questions whose answers can be checked: a set of one's own, or generated maths word problems, in one or more tries.
 
-What is said to an answer, whether it is right, is the world model's target; a wrong one may be followed by another try.
+What is said to an answer, whether it is right, is the world model's target; a wrong one may be
+followed by another try.
 """
 
 import hashlib
@@ -13,7 +14,16 @@ from functools import partial
 from paw import plugins
 from paw.envs import limited
 from paw.envs.base import Endless, EnvFactory, Tasks
-from paw.envs.question_sets import ANSWER, AUTO, HELD_OUT, QuestionsConfig, QuestionSet, Row, answers, messages
+from paw.envs.question_sets import (
+    ANSWER,
+    AUTO,
+    HELD_OUT,
+    QuestionsConfig,
+    QuestionSet,
+    Row,
+    answers,
+    messages,
+)
 from paw.envs.search.reward import exact_match
 from paw.errors import EnvironmentFailure, NoOracleError, UserError, shown
 from paw.types import Outcome, Task
@@ -26,13 +36,53 @@ FEW = 100
 SPLITS = {"test": range(1), "warmup": range(1, 4), "train": range(4, 10)}
 """Last digit of the hash of a generated problem's text: so none is in two."""
 STEPS = ("one", "two", "three", "four")
-PEOPLE = ["Ada", "Ben", "Chen", "Dora", "Emil", "Fatima", "Goran", "Hana", "Ivan", "Jun", "Kofi", "Lena", "Mika"]
-THINGS = ["apples", "books", "coins", "eggs", "flowers", "keys", "lamps", "marbles", "nuts", "shells", "stamps"]
+PEOPLE = [
+    "Ada",
+    "Ben",
+    "Chen",
+    "Dora",
+    "Emil",
+    "Fatima",
+    "Goran",
+    "Hana",
+    "Ivan",
+    "Jun",
+    "Kofi",
+    "Lena",
+    "Mika",
+]
+THINGS = [
+    "apples",
+    "books",
+    "coins",
+    "eggs",
+    "flowers",
+    "keys",
+    "lamps",
+    "marbles",
+    "nuts",
+    "shells",
+    "stamps",
+]
 STORIES = {
-    "add": ("{who} finds {k} more.", "{who} buys {k} more {things}.", "{other} has {k} more {things} than {who}."),
-    "subtract": ("{who} loses {k} of them.", "{who} sells {k} {things}.", "{other} has {k} fewer {things} than {who}."),
-    "multiply": ("{other} has {k} times as many {things} as {who}.", "{who} then has {k} times as many {things}."),
-    "divide": ("{who} shares them equally among {k} friends, one of them {other}.", "{who} keeps one in every {k}."),
+    "add": (
+        "{who} finds {k} more.",
+        "{who} buys {k} more {things}.",
+        "{other} has {k} more {things} than {who}.",
+    ),
+    "subtract": (
+        "{who} loses {k} of them.",
+        "{who} sells {k} {things}.",
+        "{other} has {k} fewer {things} than {who}.",
+    ),
+    "multiply": (
+        "{other} has {k} times as many {things} as {who}.",
+        "{who} then has {k} times as many {things}.",
+    ),
+    "divide": (
+        "{who} shares them equally among {k} friends, one of them {other}.",
+        "{who} keeps one in every {k}.",
+    ),
 }
 """Where {other} is in it, the story goes on with what {other} has."""
 
@@ -55,7 +105,8 @@ def number(answer: str, right: str) -> bool:
 def regex(answer: str, right: str) -> bool:
     """Whether the regular expression `right` matches all of the answer.
 
-    EnvironmentFailure if that takes too long: the answer is neither right nor wrong, so the episode is dropped.
+    EnvironmentFailure if that takes too long: the answer is neither right nor wrong, so the episode
+    is dropped.
     """
     try:
         return limited.fullmatch(right, answer)
@@ -74,13 +125,20 @@ SCORES: dict[str, Callable[[str, str], bool]] = {"exact": exact, "number": numbe
 
 
 class QuestionsFactory(EnvFactory):
-    """The questions of env.data, or generated ones. UserError: they cannot be had, or one cannot be asked."""
+    """The questions of env.data, or generated ones.
+
+    UserError: they cannot be had, or one cannot be asked.
+    """
 
     Config = QuestionsConfig
     name = "questions"
 
     def __init__(self, config: QuestionsConfig) -> None:
-        self.config, self.reward_max, self.invalid_penalty = config, config.reward, config.invalid_penalty
+        self.config, self.reward_max, self.invalid_penalty = (
+            config,
+            config.reward,
+            config.invalid_penalty,
+        )
         self.may_block = self.runs_others_code = config.score not in SCORES
         try:
             self._own = plugins.load("scores", config.score) if self.may_block else None
@@ -96,7 +154,9 @@ class QuestionsFactory(EnvFactory):
         """UserError: there is no such split."""
         if self._set:
             if split == "warmup":
-                raise UserError("model.path = 'quickstart' is warmed up on generated questions: leave env.data out")
+                raise UserError(
+                    "model.path = 'quickstart' is warmed up on generated questions: leave env.data out"
+                )
             return self._set.evaluation if split == self.config.eval_split else self._set.training
         split = "test" if split in (AUTO, HELD_OUT) else split
         if split not in SPLITS:
@@ -131,12 +191,18 @@ class QuestionsFactory(EnvFactory):
     def _judge(self, answer: str, row: Row) -> tuple[float, str]:
         """(Score from 0 to 1, what is said to it or "")."""
         if self._own is None:
-            return float(any(map(partial(SCORES[self.config.score], answer), answers(row, self.config)))), ""
+            return float(
+                any(map(partial(SCORES[self.config.score], answer), answers(row, self.config)))
+            ), ""
         returned = self._own(answer, row)
-        score, said = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, "")
+        score, said = (
+            returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, "")
+        )
         if not (isinstance(score, int | float) and 0 <= score <= 1 and isinstance(said, str)):
             wanted = "it must be a number from 0 to 1, or that and what is said to the answer"
-            raise EnvironmentFailure(f"env.score = '{self.config.score}' returned {shown(returned)}; {wanted}")
+            raise EnvironmentFailure(
+                f"env.score = '{self.config.score}' returned {shown(returned)}; {wanted}"
+            )
         return float(score), said
 
 
@@ -145,7 +211,9 @@ class QuestionsEnv:
 
     task: str = ""
 
-    def __init__(self, config: QuestionsConfig, judge: Callable[[str, Row], tuple[float, str]]) -> None:
+    def __init__(
+        self, config: QuestionsConfig, judge: Callable[[str, Row], tuple[float, str]]
+    ) -> None:
         self.config, self._judge = config, judge
 
     def reset(self, task: Task) -> str:
@@ -154,7 +222,9 @@ class QuestionsEnv:
         self._messages, self._tries = messages(self._row, self.config), 0
         self.task = self._messages[-1]["content"]
         if self.config.instruction:
-            asked = self.config.instruction.replace("{format}", self.config.format.replace(ANSWER, "..."))
+            asked = self.config.instruction.replace(
+                "{format}", self.config.format.replace(ANSWER, "...")
+            )
             self._messages[-1]["content"] += f"\n\n{asked}"
         return self.task
 
@@ -162,7 +232,10 @@ class QuestionsEnv:
         return list(self._messages) if len(self._messages) > 1 else self._messages[0]["content"]
 
     def step(self, response: str) -> Outcome:
-        """Answer; the episode ends when it is right, or after env.max_turns tries. The last answer's score counts."""
+        """Answer; the episode ends when it is right, or after env.max_turns tries.
+
+        The last answer's score counts.
+        """
         answer, self._tries = find_answer(response, self.config.format), self._tries + 1
         score, said = (0.0, "") if answer is None else self._judge(answer, self._row)
         won = score >= 1
@@ -171,10 +244,15 @@ class QuestionsEnv:
             said = f"There is no answer. Give it as {self.config.format.replace(ANSWER, '...')}."
         said = said or f"That is {'right' if won else 'wrong'}."
         again = said if done else f"{said} Try again."
-        self._messages += [{"role": "assistant", "content": response}, {"role": "user", "content": again}]
+        self._messages += [
+            {"role": "assistant", "content": response},
+            {"role": "user", "content": again},
+        ]
         own = score if self.config.score not in SCORES else None
         reward = self.config.reward * score if done else 0.0
-        return Outcome(again, reward, done, won, action=answer or "", valid=answer is not None, score=own)
+        return Outcome(
+            again, reward, done, won, action=answer or "", valid=answer is not None, score=own
+        )
 
     def oracle(self) -> str:
         if self.config.score not in ("exact", "number"):
@@ -199,7 +277,9 @@ def find_answer(response: str, form: str) -> str | None:
     head, tail = map(re.escape, form.split(ANSWER))
     if not head + tail:
         return response.strip() or None
-    inner = BRACES if tail.startswith("\\}") else f"(?:(?!{head or '(?!)'}).)*?" if tail else "[^\n]+"
+    inner = (
+        BRACES if tail.startswith("\\}") else f"(?:(?!{head or '(?!)'}).)*?" if tail else "[^\n]+"
+    )
     found = re.findall(f"{head}({inner}){tail}", response, re.DOTALL)
     return (found[-1].strip() or None) if found else None
 
@@ -215,12 +295,14 @@ def _last_number(text: str) -> Decimal | None:
         return None
 
 
-# ---- generated maths word problems: a story of one to four operations on a number of things, whose end is asked for
+# ---- generated maths word problems: a story of one to four operations on a number of things, whose
+# end is asked for
 
 
 def problem(split: str, seed: int, i: int, *, operations: int, largest: int) -> dict[str, str]:
-    """Number `i` of a split: "question", "answer" (a whole number from 1 to `largest`, as all on the way there) and
-    "steps", the number of operations, at most `operations`, in words. All follows from (split, seed, i)."""
+    """Number `i` of a split: "question", "answer" (a whole number from 1 to `largest`, as all on
+    the way there) and "steps", the number of operations, at most `operations`, in words. All
+    follows from (split, seed, i)."""
     rng = random.Random(f"maths/{split}/{seed}/{i}")
     while True:
         made = _story(rng, rng.randint(1, operations), largest)
@@ -242,7 +324,9 @@ def _story(rng: random.Random, count: int, largest: int) -> dict[str, str]:
         }
         verb = rng.choice([verb for verb, numbers in by.items() if numbers])
         k, story = rng.choice(by[verb]), rng.choice(STORIES[verb])
-        number = {"add": last + k, "subtract": last - k, "multiply": last * k, "divide": last // k}[verb]
+        number = {"add": last + k, "subtract": last - k, "multiply": last * k, "divide": last // k}[
+            verb
+        ]
         text.append(story.format(who=who, other=other, things=things, k=k))
         who = other if "{other}" in story else who
     question = f"{' '.join(text)} How many {things} does {who} have now?"

@@ -1,5 +1,5 @@
-"""The HTTP servers that we run: `paw serve retriever` and `paw serve env`. Every connection has a clock and every body
-a limit, so clients that are slow, silent or greedy shut nobody out.
+"""The HTTP servers that we run: `paw serve retriever` and `paw serve env`. Every connection has a
+clock and every body a limit, so clients that are slow, silent or greedy shut nobody out.
 """
 
 import asyncio
@@ -17,14 +17,15 @@ MAX_BYTES, MAX_HEAD = 4 << 20, 16 << 10
 MAX_CONNECTIONS, SPARE_FILES = 2048, 64
 """Open at once (of more, the one longest without a request is closed); file descriptors left for everything else."""
 HEAD_S, BODY_S, KEEP_ALIVE_S, SHUTDOWN_S = 10, 30, 75, 5
-"""Seconds for a request's head, from its first byte or the connection's start; for its body; for an unused connection,
-longer than clients keep one, so that they are the ones to close it; for the requests in work when the server is to
-end."""
+"""Seconds for a request's head, from its first byte or the connection's start; for its body; for an
+unused connection, longer than clients keep one, so that they are the ones to close it; for the
+requests in work when the server is to end."""
 
 
 class LimitedBodies:
-    """ASGI middleware. A request's body has at most MAX_BYTES and comes within BODY_S, or `timeout_s` if that is less:
-    otherwise whoever reads it gets an HTTPException, which the application answers with."""
+    """ASGI middleware. A request's body has at most MAX_BYTES and comes within BODY_S, or
+    `timeout_s` if that is less: otherwise whoever reads it gets an HTTPException, which the
+    application answers with."""
 
     def __init__(self, app: Any, timeout_s: float) -> None:
         self.app = app
@@ -62,9 +63,9 @@ class LimitedBodies:
 
 
 def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
-    """The uvicorn server of an application with LimitedBodies; every connection has a clock and can be closed for a
-    new one. `timeout_s` is what the application takes for a request at most. A WebSocket has no clock: its session
-    lasts as long as the client answers pings."""
+    """The uvicorn server of an application with LimitedBodies; every connection has a clock and can
+    be closed for a new one. `timeout_s` is what the application takes for a request at most. A
+    WebSocket has no clock: its session lasts as long as the client answers pings."""
     uvicorn = needed("uvicorn", "serving", "search")
     H11Protocol: Any = needed("uvicorn.protocols.http.h11_impl", "serving", "search").H11Protocol
 
@@ -84,7 +85,9 @@ def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
             self.wind(HEAD_S)
             if len(self.connections) > most:
                 oldest = next(iter(idle))
-                del idle[oldest]  # it is lost in a later round of the loop, and several may come before that
+                del idle[
+                    oldest
+                ]  # it is lost in a later round of the loop, and several may come before that
                 oldest.transport.abort()
 
         def data_received(self, data: bytes) -> None:
@@ -151,7 +154,10 @@ def _connections() -> int:
 
 
 def listen(host: str, port: int, command: str) -> tuple[socket.socket, str]:
-    """A listening socket and its URL. UserError, beginning with `command`, where there can be none."""
+    """A listening socket and its URL.
+
+    UserError, beginning with `command`, where there can be none.
+    """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=2048)
@@ -162,7 +168,10 @@ def listen(host: str, port: int, command: str) -> tuple[socket.socket, str]:
 
 def run_server(server: Any, listener: socket.socket, said: str) -> int:
     """Run a uvicorn server until Ctrl-C or SIGTERM, having `said` that it is there; returns 0."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn ends at one of them, and then raises it once more
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # uvicorn ends at one of them, and then raises it once more
         signal.signal(number, signal.SIG_IGN)
     handle_exit = server.handle_exit
 

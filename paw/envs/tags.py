@@ -21,7 +21,10 @@ Past = Sequence[tuple[str, str]]
 
 
 class TaggedStyle:
-    """The paper's prompts, answered in tags. Whether an action is admissible does not matter for validity."""
+    """The paper's prompts, answered in tags.
+
+    Whether an action is admissible does not matter for validity.
+    """
 
     unparsed: int
     """Characters at the end of a response without tags that are its action."""
@@ -35,16 +38,23 @@ class TaggedStyle:
         """A template with `values` and what is said of the past and of the answer."""
         taken = len(past)
         shown = range(taken - min(self.history, taken), taken)
-        lines = [f"[Observation {i + 1}: '{past[i][0]}', Action {i + 1}: '{past[i][1]}']" for i in shown]
+        lines = [
+            f"[Observation {i + 1}: '{past[i][0]}', Action {i + 1}: '{past[i][1]}']" for i in shown
+        ]
         instruction = THINK.format(advice=self.advice) if self.think else NO_THINK
-        turns = {"taken": taken, "shown": len(shown), "step": taken + 1, "history": "\n".join(lines)}
+        turns = {
+            "taken": taken,
+            "shown": len(shown),
+            "step": taken + 1,
+            "history": "\n".join(lines),
+        }
         return template.format(**values, **turns, instruction=instruction)
 
     def parse_action(self, response: str, admissible: Collection[str]) -> tuple[str, bool]:
         """(action to play, whether the response is well-formed).
 
-        The action is the text between the first <action> and the first </action>, lower-cased. <think> is looked for as
-        it is written, <action> in any case.
+        The action is the text between the first <action> and the first </action>, lower-cased.
+        <think> is looked for as it is written, <action> in any case.
         """
         text = response.lower()
         start, end = text.find("<action>"), text.find("</action>")
@@ -59,14 +69,21 @@ class TaggedStyle:
 
 
 class LineStyle:
-    """Short prompts for a tiny model. Actions and the observation fill whole lines, so that each can be one token."""
+    """Short prompts for a tiny model.
+
+    Actions and the observation fill whole lines, so that each can be one token.
+    """
 
     def __init__(self, *, history: int = 2, think: bool = False) -> None:
         self.history = history
 
-    def fill(self, task: Iterable[str], past: Past, observation: str, actions: Iterable[str]) -> str:
+    def fill(
+        self, task: Iterable[str], past: Past, observation: str, actions: Iterable[str]
+    ) -> str:
         shown = [action for _, action in past[max(0, len(past) - self.history) :]]
-        return "\n".join([*task, *(["did:", *shown] if shown else []), "see:", observation, "can:", *actions])
+        return "\n".join(
+            [*task, *(["did:", *shown] if shown else []), "see:", observation, "can:", *actions]
+        )
 
     def parse_action(self, response: str, admissible: Collection[str]) -> tuple[str, bool]:
         """The whole response, stripped; valid only if it is one of the actions shown."""

@@ -1,7 +1,8 @@
 """tau2-bench of Sierra Research (arXiv 2506.07982) through its gymnasium interface, `tau2.gym.gym_agent.AgentGymEnv`.
 
-The agent serves a customer whom an LLM plays: it calls tools or writes to the customer, and a policy says what it may
-do. Written against tau2-bench 1.0.1. What breaks there (the user's LLM is down) costs the episode, never the run.
+The agent serves a customer whom an LLM plays: it calls tools or writes to the customer, and a
+policy says what it may do. Written against tau2-bench 1.0.1. What breaks there (the user's LLM is
+down) costs the episode, never the run.
 """
 
 import functools
@@ -26,7 +27,9 @@ from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
 from paw.types import Outcome, Reply, Task, ToolCall
 from paw.values import Only
 
-INSTALL = "git clone https://github.com/sierra-research/tau2-bench && pip install -e './tau2-bench[gym]'"
+INSTALL = (
+    "git clone https://github.com/sierra-research/tau2-bench && pip install -e './tau2-bench[gym]'"
+)
 BROKEN = ("user_error", "infrastructure_error", "unexpected_error")
 """Ends of a simulation that are no fault of the agent."""
 DONE = '{"name": "done", "arguments": {}}'
@@ -74,7 +77,10 @@ class Tau2Config(EnvConfig):
 
 
 class Tau2Factory(EnvFactory):
-    """The tasks of one domain. UserError: tau2-bench is not installed, or has no such domain or split."""
+    """The tasks of one domain.
+
+    UserError: tau2-bench is not installed, or has no such domain or split.
+    """
 
     Config = Tau2Config
     name = "tau2"
@@ -91,7 +97,9 @@ class Tau2Factory(EnvFactory):
         load_splits = registry.get_task_splits_loader(config.domain)
         try:
             self._tasks = {task.id: task for task in registry.get_tasks_loader(config.domain)()}
-            self._splits: dict[str, list[str]] = load_splits() if load_splits else {"base": list(self._tasks)}
+            self._splits: dict[str, list[str]] = (
+                load_splits() if load_splits else {"base": list(self._tasks)}
+            )
         except OSError as error:
             raise UserError(
                 f"env.domain = '{config.domain}': {error}; set TAU2_DATA_DIR to the folder 'data' of tau2-bench"
@@ -101,7 +109,9 @@ class Tau2Factory(EnvFactory):
 
     def tasks(self, split: str, seed: int) -> Tasks:
         if split == "warmup":
-            raise UserError("model.path = 'quickstart': tau2 has no oracle to warm it up on; take an instruct model")
+            raise UserError(
+                "model.path = 'quickstart': tau2 has no oracle to warm it up on; take an instruct model"
+            )
         return [Task(f"{self.config.domain}/{i}", self.config.domain, i) for i in self._ids(split)]
 
     def make(self) -> "Tau2Env | Tau2Chat":
@@ -116,7 +126,9 @@ class Tau2Factory(EnvFactory):
 
     def _ids(self, split: str) -> list[str]:
         """Task ids of a split; UserError where there is none that the gymnasium interface can start."""
-        playable = {name: ids for name, ids in self._splits.items() if ids and self._tasks.keys() >= {*ids}}
+        playable = {
+            name: ids for name, ids in self._splits.items() if ids and self._tasks.keys() >= {*ids}
+        }
         if split not in playable:
             raise UserError(
                 f"env.domain = '{self.config.domain}' has no split '{split}' to play; env.train_split and "
@@ -126,7 +138,10 @@ class Tau2Factory(EnvFactory):
 
 
 class Tau2Env:
-    """One conversation at a time. An instance of AgentGymEnv is one task, so each episode has its own."""
+    """One conversation at a time.
+
+    An instance of AgentGymEnv is one task, so each episode has its own.
+    """
 
     task: str = ""
     """What the customer said first."""
@@ -137,16 +152,23 @@ class Tau2Env:
         self._threads = Threads(1, config.step_timeout_s)
 
     def reset(self, task: Task) -> str:
-        """Start a conversation. Raises EnvironmentFailure if that fails or takes longer than env.step_timeout_s."""
+        """Start a conversation.
+
+        Raises EnvironmentFailure if that fails or takes longer than env.step_timeout_s.
+        """
         self.close()
         options = {"user_llm": self.config.user_model, "max_steps": 4 * self.config.max_turns}
-        gym = self._within(functools.partial(self._make, self.config.domain, task.payload, **options))
+        gym = self._within(
+            functools.partial(self._make, self.config.domain, task.payload, **options)
+        )
         text, info = self._within(gym.reset)
         if not text:
             raise EnvironmentFailure(f"tau2 task {task.id} ended before it began; its log says why")
         self._gym, self.task = gym, text
         self.schemas = [tool.openai_schema for tool in info["tools"]]
-        self._tools = {tool.name: json.dumps(tool.openai_schema["function"]) for tool in info["tools"]}
+        self._tools = {
+            tool.name: json.dumps(tool.openai_schema["function"]) for tool in info["tools"]
+        }
         self.policy: str = info["policy"].strip()
         self._said = [text]
         self._turns = 0
@@ -155,7 +177,9 @@ class Tau2Env:
     def context(self) -> str:
         tools, conversation = "\n".join(self._tools.values()), "\n".join(self._said)
         think = THINK if self.config.think else ""
-        return PROMPT.format(policy=self.policy, tools=tools, conversation=conversation, think=think)
+        return PROMPT.format(
+            policy=self.policy, tools=tools, conversation=conversation, think=think
+        )
 
     def step(self, response: str) -> Outcome:
         """Play an action; an invalid one goes neither to the tools nor to the user."""
@@ -174,14 +198,18 @@ class Tau2Env:
                 self._gym = None
                 run = json.loads(info["simulation_run"])
                 if not run or run.get("termination_reason") in BROKEN:
-                    raise EnvironmentFailure(f"the simulation of tau2 broke: {run.get('termination_reason', 'error')}")
+                    raise EnvironmentFailure(
+                        f"the simulation of tau2 broke: {run.get('termination_reason', 'error')}"
+                    )
         self._said += [f"assistant: {action}", text]
         if not done and self._turns >= self.config.max_turns:
             done = True
             self.close()
         score, won = float(reward), reward >= 1.0
         reward = self.config.reward * score
-        return Outcome(text, reward, done=done, won=won, action=action, valid=not problem, score=score)
+        return Outcome(
+            text, reward, done=done, won=won, action=action, valid=not problem, score=score
+        )
 
     def format_action(self, action: str) -> str:
         thought = "<think>I know what to do.</think>" if self.config.think else ""
@@ -195,8 +223,8 @@ class Tau2Env:
             threading.Thread(target=_end, args=(gym,), daemon=True).start()
 
     def _parse_action(self, response: str) -> tuple[str, str]:
-        """(action, what is wrong with the response or ""). Of a tool call the name and arguments alone are kept: a
-        call in the name of the user is not the agent's to make.
+        """(action, what is wrong with the response or ""). Of a tool call the name and arguments
+        alone are kept: a call in the name of the user is not the agent's to make.
         """
         found = ACTION.search(response)
         action = found[1].strip() if found else ""
@@ -238,15 +266,20 @@ class Tau2Chat(Retold):
 
     def hear(self, response: str) -> Reply:
         reply = super().hear(response)
-        if not reply.problem and not reply.calls and (not reply.content or reply.content.startswith("{")):
-            reply.problem = (
-                "call a tool, or write to the user, who reads no JSON"  # tau2-bench would take it for a call
-            )
+        if (
+            not reply.problem
+            and not reply.calls
+            and (not reply.content or reply.content.startswith("{"))
+        ):
+            # tau2-bench would take it for a call.
+            reply.problem = "call a tool, or write to the user, who reads no JSON"
         return reply
 
     def refuse(self, reply: Reply) -> Outcome:
         super().refuse(reply)
-        return replace(self._game.play(str(reply), reply.problem), observation=self.messages[-1]["content"])
+        return replace(
+            self._game.play(str(reply), reply.problem), observation=self.messages[-1]["content"]
+        )
 
     def call(self, call: ToolCall) -> Outcome:
         outcome = self._game.play(json.dumps({"name": call.name, "arguments": call.arguments}))
@@ -275,7 +308,11 @@ def _import() -> tuple[Callable[..., Any], Any]:
     spec = importlib.util.find_spec("tau2")
     if spec is None:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        old = f"; it needs Python 3.12 or 3.13, this is {version}" if sys.version_info < (3, 12) else ""
+        old = (
+            f"; it needs Python 3.12 or 3.13, this is {version}"
+            if sys.version_info < (3, 12)
+            else ""
+        )
         raise UserError(f"env.name = 'tau2' needs tau2-bench of Sierra Research{old}: {INSTALL}")
     if not any((Path(folder) / "gym").is_dir() for folder in spec.submodule_search_locations or ()):
         raise UserError(
@@ -286,10 +323,14 @@ def _import() -> tuple[Callable[..., Any], Any]:
         from loguru import logger  # what tau2-bench logs with, line by line of every conversation
 
         logger.remove()
-        logger.add(sys.stderr, level="ERROR", filter="tau2.gym")  # why a simulation broke is said nowhere else
+        logger.add(
+            sys.stderr, level="ERROR", filter="tau2.gym"
+        )  # why a simulation broke is said nowhere else
     try:
         from tau2.gym.gym_agent import AgentGymEnv
         from tau2.registry import registry
     except ImportError as error:
-        raise UserError(f"env.name = 'tau2': tau2-bench cannot be imported: {error}; {INSTALL}") from None
+        raise UserError(
+            f"env.name = 'tau2': tau2-bench cannot be imported: {error}; {INSTALL}"
+        ) from None
     return AgentGymEnv, registry

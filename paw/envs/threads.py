@@ -1,7 +1,7 @@
 """Calls in threads, each with a deadline: code that hangs costs its caller one call.
 
-Python cannot end a thread. One that outlasts its deadline is given up, and another takes its place. All are daemons, so
-the interpreter ends without waiting for them.
+Python cannot end a thread. One that outlasts its deadline is given up, and another takes its place.
+All are daemons, so the interpreter ends without waiting for them.
 """
 
 import asyncio
@@ -48,7 +48,10 @@ class Threads:
         return self._answer(call)
 
     def close(self, *last: Callable[[], Any]) -> None:
-        """End the threads after the `last` calls, whatever those raise. None waits longer than the deadline."""
+        """End the threads after the `last` calls, whatever those raise.
+
+        None waits longer than the deadline.
+        """
         wait([self._submit(function) for function in last], self.timeout_s)
         for _ in range(self._workers):
             self._calls.put(None)
@@ -129,7 +132,10 @@ class _Call(Future[tuple[Any, BaseException | None]]):
         function, *args = self.call
         try:
             answer = function(*args), None
-        except (StopIteration, asyncio.CancelledError) as error:  # of a coroutine these say other things
+        except (
+            StopIteration,
+            asyncio.CancelledError,
+        ) as error:  # of a coroutine these say other things
             answer = None, EnvironmentFailure(describe(error))
         except BaseException as error:
             answer = None, error

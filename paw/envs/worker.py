@@ -1,14 +1,14 @@
 """A text game in a child process: whatever goes wrong there costs one episode, never the run.
 
-Needed for TextWorld, whose C library holds one game a process and calls exit() on bad input. Parent and child exchange
-one JSON object a line over pipes, request and reply in turn:
+Needed for TextWorld, whose C library holds one game a process and calls exit() on bad input. Parent
+and child exchange one JSON object a line over pipes, request and reply in turn:
 
     {"start": {"path": ...}}  ->  {"text": ..., "admissible": [...], "won": false}      or {"error": "..."}
     {"step": "look"}          ->  {"text": ..., "admissible": [...], "won": false}      or {"error": "..."}
 
-The child holds a game made by `factory(**start)`, an object with `reset()`, `step(command)`, `admissible` and `won`.
-What it prints goes nowhere. It ends with its parent: at the end of its input, or, stuck in a game, when its watchdog
-sees that it was orphaned.
+The child holds a game made by `factory(**start)`, an object with `reset()`, `step(command)`,
+`admissible` and `won`. What it prints goes nowhere. It ends with its parent: at the end of its
+input, or, stuck in a game, when its watchdog sees that it was orphaned.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ START_TIMEOUT_S = 120.0
 """Seconds for a child to start and import its game, which a busy machine can make slow."""
 MAX_REPLY_BYTES = 1 << 20
 MAX_COMMAND = 4096
-"""Characters of a command that are sent; no game has one as long. Keeps a request well within a pipe's buffer, so that
-writing it cannot block."""
+"""Characters of a command that are sent; no game has one as long. Keeps a request well within a
+pipe's buffer, so that writing it cannot block."""
 WATCHDOG_S = 1.0
 
 
@@ -46,7 +46,8 @@ class Reply(Strict):
 class Worker:
     """A game in a child process, with the interface of the game itself; the child is kept from episode to episode.
 
-    `factory` is "module:name" of what makes the game, imported in the child; `timeout_s` bounds each call.
+    `factory` is "module:name" of what makes the game, imported in the child; `timeout_s` bounds
+    each call.
     """
 
     admissible: list[str]
@@ -57,13 +58,24 @@ class Worker:
         self._child: subprocess.Popen | None = None
 
     def start(self, **arguments: Any) -> str:
-        """Make a new game from JSON-able `arguments`; returns its first text. EnvironmentFailure: the child broke."""
+        """Make a new game from JSON-able `arguments`; returns its first text.
+
+        EnvironmentFailure: the child broke.
+        """
         if self._child is None:
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # imports as here
+            pipes: dict[str, Any] = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.DEVNULL,
+            }
+            env = os.environ | {
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path))
+            }  # imports as here
             command = [sys.executable, "-m", __name__, self.factory]
             self._child = subprocess.Popen(command, bufsize=0, env=env, **pipes)
-            self._kill = weakref.finalize(self, _kill, self._child)  # also at exit of the interpreter
+            self._kill = weakref.finalize(
+                self, _kill, self._child
+            )  # also at exit of the interpreter
             self._receive("start", START_TIMEOUT_S)
         return self._ask("start", arguments)
 
@@ -88,7 +100,10 @@ class Worker:
         return reply.text
 
     def _receive(self, what: str, timeout_s: float) -> Reply:
-        """The next line of the child. Failing that, ends the child and raises EnvironmentFailure."""
+        """The next line of the child.
+
+        Failing that, ends the child and raises EnvironmentFailure.
+        """
         child = self._child
         assert child is not None and child.stdout is not None
         deadline, received = time.monotonic() + timeout_s, bytearray()
@@ -134,7 +149,10 @@ def _kill(child: subprocess.Popen) -> None:
 
 
 def _serve(factory: str) -> None:
-    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: they are the parent's to handle
+    for number in (
+        signal.SIGINT,
+        signal.SIGHUP,
+    ):  # of the terminal: they are the parent's to handle
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
@@ -165,7 +183,10 @@ def _serve(factory: str) -> None:
 
 
 def _watch(parent: int) -> None:
-    """End this process once its parent is gone. PR_SET_PDEATHSIG would do so when the *thread* that made it ends."""
+    """End this process once its parent is gone.
+
+    PR_SET_PDEATHSIG would do so when the *thread* that made it ends.
+    """
     while os.getppid() == parent:
         time.sleep(WATCHDOG_S)
     os._exit(1)

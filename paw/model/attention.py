@@ -1,10 +1,11 @@
 """Attention over packed rows: the rows of a micro-batch lie one after another, and none sees another.
 
-Hugging Face models call `packed_attention` by the name `ATTENTION`; the rows' bounds reach it as the keyword `packed`.
-flash-attn and torch's varlen kernel read them as they are. Elsewhere (CPUs, fp32) the rows are laid side by side for
-torch's sdpa: causal, so that padding on the right reaches no row, and cheaper than a mask of T x T; on a CPU long rows
-that differ go through it one by one. Side by side they are for layers that mix tokens by recurrence or convolution
-(mixers.py), which know no bounds.
+Hugging Face models call `packed_attention` by the name `ATTENTION`; the rows' bounds reach it as
+the keyword `packed`. flash-attn and torch's varlen kernel read them as they are. Elsewhere (CPUs,
+fp32) the rows are laid side by side for torch's sdpa: causal, so that padding on the right reaches
+no row, and cheaper than a mask of T x T; on a CPU long rows that differ go through it one by one.
+Side by side they are for layers that mix tokens by recurrence or convolution (mixers.py), which
+know no bounds.
 """
 
 import inspect
@@ -31,7 +32,10 @@ LONG_ROW, MOST_PADDING = 256, 1.1
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Bounds of rows packed into T tokens. Example: rows of 3 and 2 tokens have cu_seqlens [0, 3, 5]."""
+    """Bounds of rows packed into T tokens.
+
+    Example: rows of 3 and 2 tokens have cu_seqlens [0, 3, 5].
+    """
 
     kernel: str
     """flash, varlen or sdpa."""
@@ -58,13 +62,22 @@ class Packed:
         return x if self.slot is None else x.index_select(0, self.slot)
 
 
-def pack_rows(lengths: Sequence[int], *, kernel: str, device: torch.device, padded: bool = False) -> Packed:
+def pack_rows(
+    lengths: Sequence[int], *, kernel: str, device: torch.device, padded: bool = False
+) -> Packed:
     """Bounds of rows of the given lengths (>= 1), on `device`; with `padded` for layers that need them side by side."""
     starts = [0, *accumulate(lengths)]
     longest = max(lengths)
-    one_by_one = kernel == "sdpa" and device.type == "cpu" and not padded and starts[-1] >= LONG_ROW * len(lengths)
+    one_by_one = (
+        kernel == "sdpa"
+        and device.type == "cpu"
+        and not padded
+        and starts[-1] >= LONG_ROW * len(lengths)
+    )
     one_by_one &= longest**2 * len(lengths) > MOST_PADDING * sum(n**2 for n in lengths)
-    needed = (padded or kernel == "sdpa") and not one_by_one and starts[-1] != longest * len(lengths)
+    needed = (
+        (padded or kernel == "sdpa") and not one_by_one and starts[-1] != longest * len(lengths)
+    )
     slots = [b * longest + p for b, n in enumerate(lengths) for p in range(n)] if needed else []
     return Packed(
         kernel=kernel,
@@ -80,7 +93,9 @@ def pack_rows(lengths: Sequence[int], *, kernel: str, device: torch.device, padd
 def pick_attention(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
     """The kernel to use, flash, varlen or sdpa; UserError when the wanted one cannot run there."""
     if wanted == "auto":
-        return next(name for name in ("flash", "varlen", "sdpa") if not _why_not(name, device, dtype))
+        return next(
+            name for name in ("flash", "varlen", "sdpa") if not _why_not(name, device, dtype)
+        )
     if reason := _why_not(wanted, device, dtype):
         raise UserError(f"model.attention = '{wanted}': {reason}; or use --model.attention auto")
     return wanted
@@ -101,17 +116,31 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each row: query [1, heads, T, size], key and value [1, kv heads, T, size].
 
-    `softcap` (Gemma 2) bounds the scores before the softmax; sdpa and varlen know none, flash-attn does.
+    `softcap` (Gemma 2) bounds the scores before the softmax; sdpa and varlen know none, flash-attn
+    does.
 
-    Returns [1, T, heads, size], the layout Hugging Face models expect. Without `packed` it is their own sdpa.
+    Returns [1, T, heads, size], the layout Hugging Face models expect. Without `packed` it is their
+    own sdpa.
     """
     if packed is None:
         if softcap is not None:
-            raise ValueError("sdpa has no soft cap of attention scores; sampling from such a model is left to vLLM")
+            raise ValueError(
+                "sdpa has no soft cap of attention scores; sampling from such a model is left to vLLM"
+            )
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **options
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            **options,
         )
-    query, key = query.to(value.dtype), key.to(value.dtype)  # some rotary embeddings leave them in float32
+    query, key = (
+        query.to(value.dtype),
+        key.to(value.dtype),
+    )  # some rotary embeddings leave them in float32
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, size]
     window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
     if packed.kernel == "flash":
@@ -119,19 +148,32 @@ def packed_attention(
 
         bounds = (packed.cu_seqlens, packed.cu_seqlens, packed.longest, packed.longest)
         out = flash_attn_varlen_func(
-            q, k, v, *bounds, softmax_scale=scaling, causal=True, window_size=window, softcap=softcap or 0.0
+            q,
+            k,
+            v,
+            *bounds,
+            softmax_scale=scaling,
+            causal=True,
+            window_size=window,
+            softcap=softcap or 0.0,
         )
     elif packed.kernel == "varlen":
         if softcap is not None:
             cap = "knows no soft cap of attention scores, which this model has"
-            raise UserError(f"model.attention = 'varlen' {cap}; install flash-attn, or use --model.attention sdpa")
+            raise UserError(
+                f"model.attention = 'varlen' {cap}; install flash-attn, or use --model.attention sdpa"
+            )
         out = _varlen(q, k, v, packed, scaling, window)
     else:
-        out = _sdpa(q, k, v, packed, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+        out = _sdpa(
+            q, k, v, packed, scaling=scaling, sliding_window=sliding_window, softcap=softcap
+        )
     return out.unsqueeze(0), None
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None, window: tuple[int, int]) -> Tensor:
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None, window: tuple[int, int]
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scaling, "window_size": window}
@@ -146,13 +188,21 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | No
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, packed: Packed, **options: Any) -> Tensor:
     if packed.one_by_one:
         split = (x.transpose(0, 1)[None].split(packed.one_by_one, dim=2) for x in (q, k, v))
-        return torch.cat([_causal(*row, **options)[0].transpose(0, 1) for row in zip(*split, strict=True)])
+        return torch.cat(
+            [_causal(*row, **options)[0].transpose(0, 1) for row in zip(*split, strict=True)]
+        )
     q, k, v = (packed.side_by_side(x).transpose(1, 2) for x in (q, k, v))
     return packed.one_after_another(_causal(q, k, v, **options).transpose(1, 2))
 
 
 def _causal(
-    q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, sliding_window: int | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """Query [rows, heads, length, size], key and value [rows, kv heads, length, size]."""
     mask, length = None, q.shape[2]
@@ -162,7 +212,9 @@ def _causal(
             mask &= ~mask.tril(-sliding_window)
     if softcap is None:
         causal = mask is None
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True)
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True
+        )
     # softcap tanh(score / softcap) is held: [rows, heads, length, length]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = softcap * (q @ k.transpose(2, 3) * ((scaling or q.shape[-1] ** -0.5) / softcap)).tanh()
@@ -176,9 +228,13 @@ def decoder_layers(lm: nn.Module) -> list[nn.Module]:
 
 
 def token_mixers(layer: nn.Module) -> list[Any]:
-    """What mixes the tokens of a decoder layer beside attention: gated delta nets, Mamba, short convolutions. Each has
-    a causal convolution of its own."""
-    return [module for module in layer.modules() if any(isinstance(m, nn.Conv1d) for m in module.children())]
+    """What mixes the tokens of a decoder layer beside attention: gated delta nets, Mamba, short
+    convolutions. Each has a causal convolution of its own."""
+    return [
+        module
+        for module in layer.modules()
+        if any(isinstance(m, nn.Conv1d) for m in module.children())
+    ]
 
 
 def _why_not(kernel: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -225,7 +281,9 @@ def attention_seen() -> Iterator[AttentionSeen]:
     seen = AttentionSeen()
     usual: Any = ALL_ATTENTION_FUNCTIONS[ATTENTION]
 
-    def noting(*args: Any, sliding_window: int | None = None, **options: Any) -> tuple[Tensor, None]:
+    def noting(
+        *args: Any, sliding_window: int | None = None, **options: Any
+    ) -> tuple[Tensor, None]:
         seen.windows.add(sliding_window)
         seen.calls += 1
         seen.without_bounds += options.get("packed") is None

@@ -1,8 +1,8 @@
-"""Whether the trainer computes a model's own log-probs: packed rows through its hidden states and head, against the
-model on each row alone.
+"""Whether the trainer computes a model's own log-probs: packed rows through its hidden states and
+head, against the model on each row alone.
 
-What this finds: layers that let packed rows see each other, heads that do more to their logits than we know, attention
-with terms that our kernels leave out.
+What this finds: layers that let packed rows see each other, heads that do more to their logits than
+we know, attention with terms that our kernels leave out.
 """
 
 import copy
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 LENGTHS = (13, 19)
 """Tokens of the two rows."""
 EXACT, ROUNDED = 1e-3, 0.25
-"""Nats that log-probs may differ by: in float32 the largest (1e-6 on small models), in bfloat16 the mean (a model's own
-logits of 32 are rounded to multiples of 0.25 there)."""
+"""Nats that log-probs may differ by: in float32 the largest (1e-6 on small models), in bfloat16 the
+mean (a model's own logits of 32 are rounded to multiples of 0.25 there)."""
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def check_model(policy: "Policy", path: str, longest: int = 0) -> float:
     """The largest difference in nats, in float32 whatever the weights are stored in; before `policy` is sharded.
 
-    Raises UserError, naming the model's type and the difference, for a model that cannot be trained as it is.
+    Raises UserError, naming the model's type and the difference, for a model that cannot be trained
+    as it is.
     """
     exact = copy.copy(policy)
     exact.dtype, exact.attention, exact.offload_activations = torch.float32, "sdpa", False
@@ -81,8 +82,8 @@ def check_path(policy: "Policy", path: str) -> float:
 
 
 def _reason(policy: "Policy", bound: float) -> str:
-    """Why log-probs of packed rows are off by more than `bound`: by what the layers ask of `packed_attention`, and by
-    whether those of a row alone are."""
+    """Why log-probs of packed rows are off by more than `bound`: by what the layers ask of
+    `packed_attention`, and by whether those of a row alone are."""
     with attention_seen() as seen:
         logp_difference(policy)
     if seen.without_bounds:
@@ -95,7 +96,9 @@ def _reason(policy: "Policy", bound: float) -> str:
 
 
 def refused(lm: PreTrainedModel, path: str, why: str) -> UserError:
-    return UserError(f"model.path = '{path}': model type '{lm.config.get_text_config().model_type}' {why}")
+    return UserError(
+        f"model.path = '{path}': model type '{lm.config.get_text_config().model_type}' {why}"
+    )
 
 
 def number_of_experts(config: Any) -> int:
@@ -113,9 +116,15 @@ def check_layers(lm: PreTrainedModel, path: str) -> None:
     """UserError for layers that mix tokens in another way, which so few tokens need not show, and odd heads."""
     config: Any = lm.config.get_text_config()
     kinds = zip(getattr(config, "layer_types", None) or [], decoder_layers(lm), strict=False)
-    unknown = sorted({kind for kind, layer in kinds if kind not in ATTENTION_LAYERS and not token_mixers(layer)})
+    unknown = sorted(
+        {kind for kind, layer in kinds if kind not in ATTENTION_LAYERS and not token_mixers(layer)}
+    )
     if unknown:
-        raise refused(lm, path, f"has layers of type {', '.join(unknown)}, which cannot be trained on packed rows")
+        raise refused(
+            lm,
+            path,
+            f"has layers of type {', '.join(unknown)}, which cannot be trained on packed rows",
+        )
     if not isinstance(lm.get_output_embeddings(), nn.Linear):
         raise refused(lm, path, "has no linear head")
 
@@ -127,14 +136,19 @@ def sliding_window(config: Any) -> int | None:
 
 
 def check_windows(lm: PreTrainedModel, path: str, seen: set[int | None], longest: int) -> None:
-    """UserError where config.json has sliding windows and attention was called without (`seen`): some models leave them
-    to a mask, which packed rows do not have. Rows as short as those of `logp_difference` do not show it, and windows as
-    wide as the `longest` row (0: not known) do not matter."""
+    """UserError where config.json has sliding windows and attention was called without (`seen`):
+    some models leave them to a mask, which packed rows do not have. Rows as short as those of
+    `logp_difference` do not show it, and windows as wide as the `longest` row (0: not known) do not
+    matter."""
     config: Any = lm.config.get_text_config()
-    wanted = "sliding_attention" in (getattr(config, "layer_types", None) or []) or sliding_window(config)
+    wanted = "sliding_attention" in (getattr(config, "layer_types", None) or []) or sliding_window(
+        config
+    )
     wide = 0 < longest <= (getattr(config, "sliding_window", None) or 0)
     if wanted and seen <= {None} and not wide:
-        raise refused(lm, path, "has sliding windows by a mask alone, which cannot be trained on packed rows")
+        raise refused(
+            lm, path, "has sliding windows by a mask alone, which cannot be trained on packed rows"
+        )
 
 
 def longest_row(config: Config, *, update: bool = True) -> int:
@@ -144,15 +158,20 @@ def longest_row(config: Config, *, update: bool = True) -> int:
 
 
 def check_rope(lm: PreTrainedModel, path: str, longest: int) -> None:
-    """UserError for rotary frequencies that the longest row of a batch would choose for all of them (Phi-3's longrope,
-    dynamic NTK), where rows may have `longest` tokens."""
+    """UserError for rotary frequencies that the longest row of a batch would choose for all of them
+    (Phi-3's longrope, dynamic NTK), where rows may have `longest` tokens."""
     config: Any = lm.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    for of in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # or one of each layer type
+    for of in (
+        rope,
+        *(value for value in rope.values() if isinstance(value, dict)),
+    ):  # or one of each layer type
         kind = of.get("rope_type") or ""
         if kind != "longrope" and "dynamic" not in kind:
             continue
-        first = (kind == "longrope" and of.get("original_max_position_embeddings")) or config.max_position_embeddings
+        first = (
+            kind == "longrope" and of.get("original_max_position_embeddings")
+        ) or config.max_position_embeddings
         if longest > first:
             why = f"has other rotary frequencies ({kind}) beyond {first} tokens, and rows may have {longest}"
             keys = "rollout.max_prompt_tokens, rollout.max_response_tokens or wm.max_tokens"
@@ -163,16 +182,24 @@ def check_rope(lm: PreTrainedModel, path: str, longest: int) -> None:
 def logp_difference(policy: "Policy", lengths: Sequence[int] = LENGTHS) -> Tensor:
     """|ours - the model's own| log-prob of each token but the first of each row, [sum(lengths) - rows] float32."""
     vocabulary = policy.lm.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(0)).to(policy.device)
+    ids = torch.randint(vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(0)).to(
+        policy.device
+    )
     starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    position = torch.cat([torch.arange(start, end - 1) for start, end in pairwise(starts)]).to(policy.device)
+    position = torch.cat([torch.arange(start, end - 1) for start, end in pairwise(starts)]).to(
+        policy.device
+    )
 
     def ours() -> Tensor:
         hidden = policy.hidden(ids, lengths)[position]
-        return token_stats(hidden, policy.head_weight, ids[position + 1], **policy.head_options(1.0)).logp
+        return token_stats(
+            hidden, policy.head_weight, ids[position + 1], **policy.head_options(1.0)
+        ).logp
 
     found = policy(ours)
-    expected = torch.cat([policy(partial(own_logp, policy.lm, row)) for row in ids.split(list(lengths))])
+    expected = torch.cat(
+        [policy(partial(own_logp, policy.lm, row)) for row in ids.split(list(lengths))]
+    )
     return (found - expected).abs()
 
 

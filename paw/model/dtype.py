@@ -15,14 +15,17 @@ BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "svebf16"})
 def cpu_features() -> frozenset[str]:
     """The instruction sets of this CPU, as torch names them; an older torch does not, the Linux kernel does."""
     if hasattr(torch.cpu, "get_capabilities"):
-        return frozenset(name for name, there in torch.cpu.get_capabilities().items() if there is True)
+        return frozenset(
+            name for name, there in torch.cpu.get_capabilities().items() if there is True
+        )
     return frozenset(text_of(Path("/proc/cpuinfo")).split())
 
 
 def pick_dtype(device: torch.device, features: Collection[str] | None = None) -> str:
     """bfloat16 on a GPU, and on a CPU whose `features` (default: this one's) have instructions for it, else float32.
 
-    Without those instructions torch emulates bfloat16, many times slower than it computes in float32.
+    Without those instructions torch emulates bfloat16, many times slower than it computes in
+    float32.
     """
     if device.type == "cuda":
         return "bfloat16"

@@ -1,11 +1,12 @@
 """AdamW of flashoptim (arXiv 2602.23349): bf16 parameters; their extra bits and 8-bit moments are optimizer state.
 
-Bytes a parameter: 2 for the weight, 2 for its gradient, 1 or 2 for the weight's extra bits (24 or 32 in all), 2 for the
-moments and 1/8 for their scales, one for each 32 values. With `offload` the state is in pinned host memory; during the
-step it comes to the device for one parameter at a time.
+Bytes a parameter: 2 for the weight, 2 for its gradient, 1 or 2 for the weight's extra bits (24 or
+32 in all), 2 for the moments and 1/8 for their scales, one for each 32 values. With `offload` the
+state is in pinned host memory; during the step it comes to the device for one parameter at a time.
 
-Parameters whose rows are not a multiple of 32 values (norms, biases, ...) are updated by AdamW in float32, with 12
-bytes of state each, because a group of 32 would straddle two ranks. This does not depend on the number of ranks.
+Parameters whose rows are not a multiple of 32 values (norms, biases, ...) are updated by AdamW in
+float32, with 12 bytes of state each, because a group of 32 would straddle two ranks. This does not
+depend on the number of ranks.
 """
 
 import math
@@ -28,7 +29,9 @@ GROUP = 32
 class FlashAdamW(flashoptim.FlashAdamW):
     """flashoptim's optimizer with offloaded state, and with state that can be saved and loaded by name."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, master_bits: int, offload: bool, **options: Any):
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], *, master_bits: int, offload: bool, **options: Any
+    ):
         super().__init__(parameters, master_weight_bits=master_bits, **options)  # type: ignore[arg-type]
         self._offload = offload
         self._host = HostMemory()
@@ -60,7 +63,10 @@ class FlashAdamW(flashoptim.FlashAdamW):
         return tensors
 
     def load_tensors(self, p: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Load this rank's rows of what `state_tensors` returned. KeyError if one is missing or has another dtype."""
+        """Load this rank's rows of what `state_tensors` returned.
+
+        KeyError if one is missing or has another dtype.
+        """
         self._ensure_state_initialized(p, self._find_group(p))
         for name, owner, key in parts(self.state[p]):
             like = owner[key]
@@ -80,7 +86,9 @@ class FlashAdamW(flashoptim.FlashAdamW):
             moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
             self.state[p].update(step=torch.tensor(0), weight=weight, **moments)
 
-    def _do_step(self, param: Tensor, grad: Tensor, errors: Any, param_state: dict[str, Any], hparams: Any) -> None:
+    def _do_step(
+        self, param: Tensor, grad: Tensor, errors: Any, param_state: dict[str, Any], hparams: Any
+    ) -> None:
         if "weight" not in param_state:
             return super()._do_step(param, grad, errors, param_state, hparams)
         adamw(

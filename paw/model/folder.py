@@ -29,7 +29,11 @@ def on_this_machine(path: str, ranks: "Ranks") -> str:
     digest, size = found[0]
     if not size or len(set(found)) == 1:
         return path
-    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8) if ranks.first else torch.empty(size, dtype=torch.uint8)
+    sent = (
+        torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        if ranks.first
+        else torch.empty(size, dtype=torch.uint8)
+    )
     ranks.broadcast(sent, 0)
 
     def fill(folder: Path) -> None:
@@ -41,8 +45,12 @@ def on_this_machine(path: str, ranks: "Ranks") -> str:
 
 def _small_files(folder: Path) -> bytes:
     """All files but weights, as one; nothing where there are none."""
-    files = [file for file in sorted(folder.glob("*")) if file.is_file() and file.suffix not in WEIGHTS]
+    files = [
+        file for file in sorted(folder.glob("*")) if file.is_file() and file.suffix not in WEIGHTS
+    ]
     tensors = {
-        file.name: torch.from_numpy(np.fromfile(file, np.uint8)) for file in files if file.stat().st_size < LARGEST
+        file.name: torch.from_numpy(np.fromfile(file, np.uint8))
+        for file in files
+        if file.stat().st_size < LARGEST
     }
     return save(tensors) if tensors else b""

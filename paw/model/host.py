@@ -1,6 +1,7 @@
 """Host memory: how much is available, page-locked memory in slabs, and tensors copied to the host part by part.
 
-Slabs, because torch rounds each tensor of `pin_memory` up to a power of two: 1.7 times the bytes at 14B parameters.
+Slabs, because torch rounds each tensor of `pin_memory` up to a power of two: 1.7 times the bytes at
+14B parameters.
 """
 
 import math
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor
 
 SLAB = 2 << 30
-"""Bytes of a slab: a power of two, which torch does not round up. A larger tensor gets its own allocation."""
+"""Bytes of a slab: a power of two, which torch does not round up.
+
+A larger tensor gets its own allocation.
+"""
 ALIGNMENT = 256
 
 
@@ -50,7 +54,10 @@ def in_parts(named: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[st
     yield part
 
 
-CGROUP_FILES = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory/memory.usage_in_bytes"}
+CGROUP_FILES = {
+    "memory.max": "memory.current",
+    "memory/memory.limit_in_bytes": "memory/memory.usage_in_bytes",
+}
 """Files of a control group: its memory limit and its usage, of version 2 and of version 1."""
 
 

@@ -1,4 +1,7 @@
-"""`paw train --gpus N`: one process per GPU of this machine, which end together. No torch until it starts them."""
+"""`paw train --gpus N`: one process per GPU of this machine, which end together.
+
+No torch until it starts them.
+"""
 
 import os
 import signal
@@ -24,16 +27,20 @@ def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
 
     `device` is model.device: there are at most as many as GPUs, or on "cpu" as cores.
 
-    When one fails the others are stopped: what they wait for will not come. The terminal is rank 0's; of another rank
-    is shown what it wrote to standard error, if it failed first. SIGTERM goes on to all; Ctrl-C and the end of
-    a terminal reach them anyway. They do not outlive this process. One that has not said that it ends in order has
-    failed, whatever its exit code.
+    When one fails the others are stopped: what they wait for will not come. The terminal is rank
+    0's; of another rank is shown what it wrote to standard error, if it failed first. SIGTERM goes
+    on to all; Ctrl-C and the end of a terminal reach them anyway. They do not outlive this process.
+    One that has not said that it ends in order has failed, whatever its exit code.
     """
     import torch
 
     from paw.model.parallel import STORE
 
-    available = os.cpu_count() or 1 if device == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
+    available = (
+        os.cpu_count() or 1
+        if device == "cpu" or not torch.cuda.is_available()
+        else torch.cuda.device_count()
+    )
     if not 1 <= count <= available:
         raise UserError(f"--gpus {count}: from 1 to {available} on this machine; see `paw doctor`")
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
@@ -84,7 +91,9 @@ def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
             time.sleep(0.2)
             for rank in ranks:
                 rank.look()
-            if any(rank.code for rank in ranks) or len(told) > 1:  # the others may still say what is wrong
+            if (
+                any(rank.code for rank in ranks) or len(told) > 1
+            ):  # the others may still say what is wrong
                 patience = min(patience, time.monotonic() + GRACE_S)
             if told and not warned and time.monotonic() > told[0] + watcher.ANSWER_S:
                 warned = True
@@ -99,10 +108,12 @@ def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
         if not failed and None not in codes:
             return 0
         if None in codes and len(told) > 1:
-            to_stderr(f"paw: stopped at once by a second {last.name}; checkpoints are kept (--resume auto)")
+            to_stderr(
+                f"paw: stopped at once by a second {last.name}; checkpoints are kept (--resume auto)"
+            )
             return 128 + last
-        # What is not PaW's says nothing. A mistake of the user says most, then a traceback, then which rank a signal
-        # ended; a lost peer says little.
+        # What is not PaW's says nothing. A mistake of the user says most, then a traceback, then
+        # which rank a signal ended; a lost peer says little.
         first = min(
             failed,
             key=lambda place: (

@@ -1,5 +1,5 @@
-"""What a model does to the logits of its head before the softmax: a scale (Granite, Cohere, Falcon-H1), a soft cap
-(Gemma, nanochat). The kernels and the transformers engine apply the same.
+"""What a model does to the logits of its head before the softmax: a scale (Granite, Cohere,
+Falcon-H1), a soft cap (Gemma, nanochat). The kernels and the transformers engine apply the same.
 
     z = softcap tanh(scale u / softcap),  u = W h + b        without a cap z = scale u
 """
@@ -21,7 +21,10 @@ class LogitTransform:
 
     @classmethod
     def of(cls, config: Any) -> "LogitTransform":
-        """The transform that a Hugging Face model's config asks for. Whether it does is checked (`model.check`)."""
+        """The transform that a Hugging Face model's config asks for.
+
+        Whether it does is checked (`model.check`).
+        """
         shape = config.get_text_config()
         factors = [getattr(shape, name, None) for name in FACTORS]
         scale = next((float(factor) for factor in factors if factor is not None), 1.0)
@@ -39,4 +42,7 @@ class LogitTransform:
     def options(self, temperature: float) -> dict[str, Any]:
         """The same for the kernels, which cap first and scale last: their `temperature` and `softcap`."""
         softcap = None if self.softcap is None else self.softcap / self.scale
-        return {"temperature": temperature / self.scale, **({} if softcap is None else {"softcap": softcap})}
+        return {
+            "temperature": temperature / self.scale,
+            **({} if softcap is None else {"softcap": softcap}),
+        }

@@ -3,9 +3,9 @@
     W' = W + alpha / rank * B A        W [out, in], A [rank, in] random and B [out, rank] zero at the start
 
 peft replaces layers in place: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside
-`q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. vLLM gets A and B alone (or W'). The export, and the
-transformers engine of several ranks, get W' under the old names. The frozen weights have the dtype of the forward pass,
-the adapters are float32.
+`q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. vLLM gets A and B alone (or W').
+The export, and the transformers engine of several ranks, get W' under the old names. The frozen
+weights have the dtype of the forward pass, the adapters are float32.
 """
 
 import json
@@ -24,12 +24,16 @@ from paw.model.ranks import full_tensor
 
 def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:
     """Raise UserError for a target that names no linear layer of the decoder."""
-    linear = {name for name, module in lm.get_decoder().named_modules() if isinstance(module, nn.Linear)}
+    linear = {
+        name for name, module in lm.get_decoder().named_modules() if isinstance(module, nn.Linear)
+    }
     layers = sorted({name.rpartition(".")[2] for name in linear})
     for target in config.targets:
         if target not in layers:
             hint = nearest(target, layers) or f"there are: {', '.join(layers) or 'none'}"
-            raise UserError(f"lora.targets: '{target}' is no linear layer of this model's decoder; {hint}")
+            raise UserError(
+                f"lora.targets: '{target}' is no linear layer of this model's decoder; {hint}"
+            )
 
 
 def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
@@ -38,7 +42,9 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
     Raises UserError if peft is not installed, and for targets that name experts.
     """
     peft = needed("peft", "lora.rank", "lora")
-    settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=config.targets)
+    settings = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=config.targets
+    )
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, lm)
@@ -47,16 +53,22 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
         if parameter.requires_grad:  # peft gives adapters the dtype of the weights
             parameter.data = parameter.data.float()
     for layer in _lora_layers(lm):
-        layer.cast_input_dtype_enabled = False  # the adapters are cast to the input's dtype, not the input to theirs
+        layer.cast_input_dtype_enabled = (
+            False  # the adapters are cast to the input's dtype, not the input to theirs
+        )
 
 
 def _refuse_experts(lm: PreTrainedModel, config: LoraConfig) -> None:
     """Raise UserError if a target also names expert weights (one tensor for all experts), which peft then adapts."""
     expert_words: set[str] = set()
     for layer in _lora_layers(lm):
-        expert_words.update(word for word in getattr(layer, "parameter_name", "").split("_") if word)
+        expert_words.update(
+            word for word in getattr(layer, "parameter_name", "").split("_") if word
+        )
     if expert_words:
-        dense_targets = [target for target in config.targets if target.split("_")[0] not in expert_words]
+        dense_targets = [
+            target for target in config.targets if target.split("_")[0] not in expert_words
+        ]
         raise UserError(
             f"lora.targets: in a '{lm.config.model_type}' some name weights of experts, one tensor for all, which "
             f"get no adapters here; leave them out: --lora.targets '{json.dumps(dense_targets)}'"
@@ -67,7 +79,8 @@ def _refuse_experts(lm: PreTrainedModel, config: LoraConfig) -> None:
 def adapters_off(lm: PreTrainedModel) -> Iterator[None]:
     """The model without its adapters in this block: the reference policy.
 
-    peft's own `enable_adapters` also changes which parameters are trainable, which FSDP reads from them only once.
+    peft's own `enable_adapters` also changes which parameters are trainable, which FSDP reads from
+    them only once.
     """
     for layer in _lora_layers(lm):
         layer._disable_adapters = True
@@ -93,7 +106,10 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name as in peft's files, full tensor) of every A and B, gathered one at a time."""
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
-            yield f"base_model.model.{name.replace('.default.', '.')}", full_tensor(parameter.detach())
+            yield (
+                f"base_model.model.{name.replace('.default.', '.')}",
+                full_tensor(parameter.detach()),
+            )
 
 
 def _lora_layers(lm: nn.Module) -> list[Any]:

@@ -10,8 +10,9 @@ from paw.model.attention import token_mixers
 
 
 def separate_rows(layers: Iterable[nn.Module]) -> None:
-    """By hooks on the modules themselves, which a deep copy of the model keeps: a decoder layer hands the bounds down,
-    each time it runs (when it is recomputed as well), since not every model passes them on.
+    """By hooks on the modules themselves, which a deep copy of the model keeps: a decoder layer
+    hands the bounds down, each time it runs (when it is recomputed as well), since not every model
+    passes them on.
     """
     for layer in layers:
         if mixers := token_mixers(layer):
@@ -32,7 +33,9 @@ def _part(mixer: Any, args: tuple, options: dict[str, Any]) -> tuple[tuple, dict
         return None
     if args:
         return (mixer.packed.side_by_side(args[0].squeeze(0)), *args[1:]), options
-    return args, options | {"hidden_states": mixer.packed.side_by_side(options["hidden_states"].squeeze(0))}
+    return args, options | {
+        "hidden_states": mixer.packed.side_by_side(options["hidden_states"].squeeze(0))
+    }
 
 
 @torch.compiler.disable

@@ -11,7 +11,9 @@ from paw.config import OptimConfig
 from paw.errors import UserError, needed
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], config: OptimConfig
+) -> torch.optim.Optimizer:
     """The optimizer `optim.name` over the parameters that require a gradient.
 
     Raises UserError if it is flash-adamw and cannot run here.
@@ -51,7 +53,9 @@ def learning_rate(config: OptimConfig, *, update: int, updates: int) -> float:
         factor = min(1.0, (update + 1) / config.warmup_updates)
     if config.schedule == "cosine":
         progress = (update + 1) / updates
-        factor *= config.final_lr + (1.0 - config.final_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        factor *= config.final_lr + (1.0 - config.final_lr) * 0.5 * (
+            1.0 + math.cos(math.pi * progress)
+        )
     return config.lr * factor
 
 

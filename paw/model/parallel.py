@@ -1,9 +1,10 @@
 """Several ranks, one process for each device, started by `paw train --gpus N` or torchrun: how they meet and exchange.
 
-The ranks divide the work, not the data. After the rollout every rank holds the rows of the whole update (token ids and
-floats), computes advantages, selection and mini-batches of all of them, and runs its share of the micro-batches. So an
-update does not depend on the number of ranks, up to the order of sums. Weights, gradients and optimizer state are
-sharded by FSDP2. Each rank has its own engine.
+The ranks divide the work, not the data. After the rollout every rank holds the rows of the whole
+update (token ids and floats), computes advantages, selection and mini-batches of all of them, and
+runs its share of the micro-batches. So an update does not depend on the number of ranks, up to the
+order of sums. Weights, gradients and optimizer state are sharded by FSDP2. Each rank has its own
+engine.
 """
 
 import os
@@ -48,7 +49,13 @@ class DistributedRanks(Ranks):
     """Whether this process has met all others."""
 
     def __init__(
-        self, rank: int, world_size: int, on_host: int, device: torch.device, *, peer_timeout_s: float = 600.0
+        self,
+        rank: int,
+        world_size: int,
+        on_host: int,
+        device: torch.device,
+        *,
+        peer_timeout_s: float = 600.0,
     ) -> None:
         """Raises UserError if this machine has no device for the rank, or if the others cannot be reached."""
         self.rank = rank
@@ -63,9 +70,13 @@ class DistributedRanks(Ranks):
             store, watchdog_store = _stores(rank)
             _meet(store, rank, world_size)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=FOREVER)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=FOREVER
+            )
         except (ValueError, RuntimeError, OSError) as error:
-            raise UserError(f"rank {rank} cannot reach the others: {str(error).splitlines()[0]}") from None
+            raise UserError(
+                f"rank {rank} cannot reach the others: {str(error).splitlines()[0]}"
+            ) from None
         self._watchdog = Watchdog(watchdog_store, rank, world_size, timeout_s=peer_timeout_s)
 
     def gather(self, item: T, kind: Any = None) -> list[T]:
@@ -84,7 +95,9 @@ class DistributedRanks(Ranks):
         lengths = self.gather_flat(torch.tensor([len(row) for row in rows], dtype=torch.int32))
         values: list[Any] = [part.numpy() for part in self.gather_flat(torch.from_numpy(flat))]
         # Equal integers become one object: 8 bytes a token in a list instead of 36.
-        largest = max((int(part.max()) for part in values if len(part)), default=0) if kind is int else 0
+        largest = (
+            max((int(part.max()) for part in values if len(part)), default=0) if kind is int else 0
+        )
         integers = np.arange(1 + largest).astype(object)
         gathered = []
         for part, part_lengths in zip(values, lengths, strict=True):
@@ -123,16 +136,22 @@ class DistributedRanks(Ranks):
             dist.broadcast(part, source)
 
     def shard(
-        self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False, sharers: int | None = None
+        self,
+        policy: nn.Module,
+        dtype: torch.dtype,
+        *,
+        offload: bool = False,
+        sharers: int | None = None,
     ) -> None:
         """Shard `policy` by FSDP2: each decoder layer, then the rest (embedding, last norm, head) with `policy` itself.
 
-        `policy` is in host memory. Rank 0's parameters replace those of the other ranks. Full weights are seen inside
-        calls of `policy` alone: everything, the root included, is resharded after each forward pass, so that between
-        calls `parameters()` are the shards that the optimizer updates.
+        `policy` is in host memory. Rank 0's parameters replace those of the other ranks. Full
+        weights are seen inside calls of `policy` alone: everything, the root included, is resharded
+        after each forward pass, so that between calls `parameters()` are the shards that the
+        optimizer updates.
 
-        offload: keep the shards in host memory.
-        sharers: number of ranks that hold one full model together, a divisor of the world size (default: all ranks);
+        offload: keep the shards in host memory. sharers: number of ranks that hold one full model
+        together, a divisor of the world size (default: all ranks);
             gradients are summed over the copies. 1 shards nothing.
         """
         if sharers == 1:
@@ -162,7 +181,9 @@ class DistributedRanks(Ranks):
         for name, parameter in policy.named_parameters():
             assert isinstance(parameter, DTensor)
             value = full.pop(name).to(self._device)
-            shard = distribute_tensor(value, parameter.device_mesh, parameter.placements)  # rank 0 scatters its own
+            shard = distribute_tensor(
+                value, parameter.device_mesh, parameter.placements
+            )  # rank 0 scatters its own
             parameter.to_local().detach().copy_(shard.to_local())
 
     def _make_mesh(self, sharers: int) -> DeviceMesh:
@@ -173,7 +194,9 @@ class DistributedRanks(Ranks):
         copies, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=FOREVER)
         shards, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=FOREVER)
         groups: Any = [copies, shards]
-        return DeviceMesh.from_group(groups, self._device.type, mesh=grid, mesh_dim_names=("copy", "rank"))
+        return DeviceMesh.from_group(
+            groups, self._device.type, mesh=grid, mesh_dim_names=("copy", "rank")
+        )
 
     def sync_gradients(self, policy: nn.Module, last: bool) -> None:
         if isinstance(policy, FSDPModule):
@@ -183,10 +206,14 @@ class DistributedRanks(Ranks):
         if isinstance(policy, FSDPModule):
             return
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        ranks_with_gradient = torch.tensor([float(parameter.grad is not None) for parameter in trained])
+        ranks_with_gradient = torch.tensor(
+            [float(parameter.grad is not None) for parameter in trained]
+        )
         dist.all_reduce(ranks_with_gradient)
         for parameter, count in zip(trained, ranks_with_gradient.tolist(), strict=True):
-            if count == 0:  # a parameter without a gradient on any rank keeps none, as with one rank
+            if (
+                count == 0
+            ):  # a parameter without a gradient on any rank keeps none, as with one rank
                 continue
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             total = grad.float()
@@ -203,11 +230,16 @@ _adapter = cache(TypeAdapter)
 
 
 def _own_gpu(rank: int) -> torch.device:
-    """Make the GPU of this rank current. Raises UserError if the machine has fewer GPUs than ranks."""
+    """Make the GPU of this rank current.
+
+    Raises UserError if the machine has fewer GPUs than ranks.
+    """
     local_rank = _variable("LOCAL_RANK", rank)
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise UserError(f"LOCAL_RANK = {local_rank}, but this machine has {count} GPUs; start one rank a GPU")
+        raise UserError(
+            f"LOCAL_RANK = {local_rank}, but this machine has {count} GPUs; start one rank a GPU"
+        )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
@@ -224,14 +256,17 @@ def _variable(name: str, default: int) -> int:
     """An environment variable that holds a number. Raises UserError if it holds something else."""
     value = os.environ.get(name, str(default))
     if not value.isdecimal():
-        raise UserError(f"{name} = '{value}' in the environment is not a number; start with --gpus or torchrun")
+        raise UserError(
+            f"{name} = '{value}' in the environment is not a number; start with --gpus or torchrun"
+        )
     return int(value)
 
 
 def read_variables(episodes: int) -> tuple[int, int, int]:
     """torchrun's (rank, number of ranks, ranks on this machine).
 
-    Raises UserError if they do not fit together, or if there are more ranks than `episodes` in an update.
+    Raises UserError if they do not fit together, or if there are more ranks than `episodes` in an
+    update.
     """
     rank = _variable("RANK", 0)
     world_size = _variable("WORLD_SIZE", 1)
@@ -241,7 +276,9 @@ def read_variables(episodes: int) -> tuple[int, int, int]:
         ("LOCAL_WORLD_SIZE", on_host, 1 <= on_host <= world_size),
     ):
         if not fits:
-            raise UserError(f"{name} = {value} and WORLD_SIZE = {world_size} do not fit; start with --gpus or torchrun")
+            raise UserError(
+                f"{name} = {value} and WORLD_SIZE = {world_size} do not fit; start with --gpus or torchrun"
+            )
     if episodes < world_size:
         raise UserError(
             f"rollout.tasks x rollout.group_size = {episodes} episodes on {world_size} ranks leaves some without one; "
@@ -251,7 +288,10 @@ def read_variables(episodes: int) -> tuple[int, int, int]:
 
 
 def decline(reason: str) -> None:
-    """Tell the other ranks, which wait for this one, why it does not come. Does nothing once they have met."""
+    """Tell the other ranks, which wait for this one, why it does not come.
+
+    Does nothing once they have met.
+    """
     with suppress(UserError, RuntimeError, OSError):
         rank = _variable("RANK", 0)
         store_is_open = rank > 0 or _AGENT_STORE in os.environ
@@ -278,12 +318,15 @@ def _start_key(rank: int) -> str:
 def _stores(rank: int, timeout: timedelta = MEETING) -> tuple[Any, Any]:
     """Two connections to the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens unless torchrun has done so.
 
-    A store that torch opens listens on every interface. This one listens on MASTER_ADDR alone if that is loopback.
+    A store that torch opens listens on every interface. This one listens on MASTER_ADDR alone if
+    that is loopback.
     """
     host = os.environ.get("MASTER_ADDR", "")
     port = _variable("MASTER_PORT", 0)
     if not host or not port:
-        raise UserError("MASTER_ADDR and MASTER_PORT in the environment name no rank 0; start with --gpus or torchrun")
+        raise UserError(
+            "MASTER_ADDR and MASTER_PORT in the environment name no rank 0; start with --gpus or torchrun"
+        )
     is_master = rank == 0 and os.environ.get(_AGENT_STORE) != "True"
     listening: dict[str, Any] = {}
     if is_master and (descriptor := os.environ.pop(STORE, None)):
@@ -291,6 +334,8 @@ def _stores(rank: int, timeout: timedelta = MEETING) -> tuple[Any, Any]:
     elif is_master and (host == "localhost" or host.startswith("127.")):
         listening["master_listen_fd"] = socket.create_server((host, port)).detach()
     connect: Any = dist.TCPStore  # type: ignore[attr-defined]
-    first = connect(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False, **listening)
+    first = connect(
+        host, port, is_master=is_master, timeout=timeout, wait_for_workers=False, **listening
+    )
     second = connect(host, port, timeout=timeout, wait_for_workers=False)
     return first, second

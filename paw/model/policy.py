@@ -1,6 +1,7 @@
 """The policy: a Hugging Face causal LM seen as a body that gives hidden states and a head that the kernels read.
 
-Logits are never formed here. Qwen2.5, Qwen3, Llama 3 and any other AutoModelForCausalLM go through the same code.
+Logits are never formed here. Qwen2.5, Qwen3, Llama 3 and any other AutoModelForCausalLM go through
+the same code.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,8 +35,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Policy(nn.Module):
     """A causal LM whose body runs in `dtype`: its parameters have that dtype, or are seen so (`precision`).
 
-    bf16 parameters lose updates of lr 1e-6 to rounding unless the optimizer keeps more bits (flash-adamw). Dropout
-    stays off, so that scoring and update see the same log-probs. `attention` is a kernel of `attention.pick_attention`.
+    bf16 parameters lose updates of lr 1e-6 to rounding unless the optimizer keeps more bits
+    (flash-adamw). Dropout stays off, so that scoring and update see the same log-probs. `attention`
+    is a kernel of `attention.pick_attention`.
     """
 
     def __init__(
@@ -67,12 +69,15 @@ class Policy(nn.Module):
 
             separate_rows(layers)
         shape: Any = lm.config.get_text_config()
-        head_size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        head_size = (
+            getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        )
         body = sum(p.numel() for layer in layers for p in layer.parameters())
         width = shape.num_hidden_layers * shape.num_attention_heads * head_size
         self.quadratic = None if attention == "sdpa" or self._padded else width / body
-        """What attention costs for a sequence of n tokens over n^2, in units of what the rest costs a token (2 n^2
-        width FLOPs, 2 n body). None: attention pads the sequences of a batch to the longest."""
+        """What attention costs for a sequence of n tokens over n^2, in units of what the rest costs
+        a token (2 n^2 width FLOPs, 2 n body). None: attention pads the sequences of a batch to the
+        longest."""
         if self.dtype != torch.float32:
             run_in(self.dtype, lm, layers)
         self._checkpointed: list[nn.Module] = []
@@ -84,7 +89,9 @@ class Policy(nn.Module):
                 options["context_fn"] = selective_contexts
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
             self._checkpointed = layers
-            for layer in layers:  # which are in training mode, see `hidden`: some apply dropout themselves (OPT)
+            for layer in (
+                layers
+            ):  # which are in training mode, see `hidden`: some apply dropout themselves (OPT)
                 for name, value in list(vars(layer).items()):
                     if "dropout" in name and isinstance(value, float):
                         setattr(layer, name, 0.0)
@@ -101,7 +108,11 @@ class Policy(nn.Module):
 
     def head_options(self, temperature: float) -> dict[str, Any]:
         """Keywords of the kernels beside hidden states, weight and targets: the model's own logits at a temperature."""
-        return {"bias": self.head_bias, "backend": self.head_backend, **self.transform.options(temperature)}
+        return {
+            "bias": self.head_bias,
+            "backend": self.head_backend,
+            **self.transform.options(temperature),
+        }
 
     @property
     def _head(self) -> nn.Linear:
@@ -110,24 +121,38 @@ class Policy(nn.Module):
     def forward(self, compute: Callable[[], T]) -> T:
         """compute(), with whole weights: a sharded model has them only inside calls of itself.
 
-        Results with a gradient must be tensors, or tuples of them: FSDP looks there for where backward will start.
+        Results with a gradient must be tensors, or tuples of them: FSDP looks there for where
+        backward will start.
         """
         return compute()
 
     def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """[T] int64, rows of the given lengths one after another -> [T, D] in `dtype`; no row sees another."""
-        packed = pack_rows(lengths, kernel=self.attention, device=input_ids.device, padded=self._padded)
+        packed = pack_rows(
+            lengths, kernel=self.attention, device=input_ids.device, padded=self._padded
+        )
         for layer in self._checkpointed:
             layer.training = True  # what makes it checkpoint; the modules inside keep their mode, and so no dropout
-        with save_on_cpu(pin_memory=self.device.type == "cuda") if self.offload_activations else nullcontext():
+        with (
+            save_on_cpu(pin_memory=self.device.type == "cuda")
+            if self.offload_activations
+            else nullcontext()
+        ):
             out = self.lm.get_decoder()(
-                input_ids=input_ids[None], position_ids=packed.position_ids[None], packed=packed, use_cache=False
+                input_ids=input_ids[None],
+                position_ids=packed.position_ids[None],
+                packed=packed,
+                use_cache=False,
             )
         return out.last_hidden_state[0].to(self.dtype)
 
     def named_parameters_once(self) -> dict[str, nn.Parameter]:
         """What is trained by name (Hugging Face's, or of LoRA adapters), a tied head under its embedding alone."""
-        return {name: parameter for name, parameter in self.lm.named_parameters() if parameter.requires_grad}
+        return {
+            name: parameter
+            for name, parameter in self.lm.named_parameters()
+            if parameter.requires_grad
+        }
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -136,11 +161,13 @@ class Policy(nn.Module):
             local_tensor(parameter).copy_(rows_like(parameter, tensors, name))
 
 
-def full_parameters(model: nn.Module, *, once: bool = False, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
+def full_parameters(
+    model: nn.Module, *, once: bool = False, merge: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor), one gathered at a time, LoRA adapters merged, or without them.
 
-    A tied head comes under its own name as well, unless `once`: vLLM on CPU keeps a repacked copy of it, which the
-    embedding's name does not reach.
+    A tied head comes under its own name as well, unless `once`: vLLM on CPU keeps a repacked copy
+    of it, which the embedding's name does not reach.
     """
     for name, parameter in model.named_parameters(remove_duplicate=once):
         if ".lora_" in name:
@@ -157,17 +184,25 @@ def full_parameters(model: nn.Module, *, once: bool = False, merge: bool = True)
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     """What a model's files hold beside parameters, by name (biases of some routers)."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {name: tensor.cpu() for name, tensor in model.state_dict().items() if name not in parameters}
+    return {
+        name: tensor.cpu() for name, tensor in model.state_dict().items() if name not in parameters
+    }
 
 
 def weights_dtype(config: Config) -> torch.dtype:
     """What parameters are stored in: fp32, or bf16 where the optimizer keeps further bits or LoRA freezes them."""
-    return DTYPES[config.model.dtype] if config.optim.name == "flash-adamw" or config.lora.rank else torch.float32
+    return (
+        DTYPES[config.model.dtype]
+        if config.optim.name == "flash-adamw" or config.lora.rank
+        else torch.float32
+    )
 
 
 def pick_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("model.device = 'cuda', but torch sees no GPU; use --model.device cpu, or see `paw doctor`")
+        raise UserError(
+            "model.device = 'cuda', but torch sees no GPU; use --model.device cpu, or see `paw doctor`"
+        )
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(wanted)
@@ -180,7 +215,9 @@ def pick_backend(wanted: str, device: torch.device, dtype: str, path: str = "qui
     if wanted == "auto":
         return best_backend(*where, shape)
     if reason := why_not_backend(wanted, *where) or fault_of_backend(wanted, *where, shape):
-        raise UserError(f"model.head_backend = '{wanted}': {reason}; or use --model.head_backend auto")
+        raise UserError(
+            f"model.head_backend = '{wanted}': {reason}; or use --model.head_backend auto"
+        )
     return wanted
 
 
@@ -216,12 +253,13 @@ def load_policy(
     longest: int = 0,
     **options: Any,
 ) -> Policy:
-    """Load a causal LM, its parameters as `weights`; UserError when the folder has none, they do not fit its config, or
-    the trainer does not compute its log-probs (`model.check`; not without `check`).
+    """Load a causal LM, its parameters as `weights`; UserError when the folder has none, they do
+    not fit its config, or the trainer does not compute its log-probs (`model.check`; not without
+    `check`).
 
-    `device` is where it will compute; without `place` its parameters stay in host memory. `empty`: with parameters and
-    buffers of any value, for a rank that will be sent its own. `longest`: tokens that a row may have (`check_rope`).
-    `options` are those of Policy.
+    `device` is where it will compute; without `place` its parameters stay in host memory. `empty`:
+    with parameters and buffers of any value, for a rank that will be sent its own. `longest`:
+    tokens that a row may have (`check_rope`). `options` are those of Policy.
     """
     check_hub(str(path))
     try:
@@ -229,7 +267,12 @@ def load_policy(
         check_architecture(config, str(path))
         if empty:
             with no_init_weights():
-                loaded: Any = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa"), {}
+                loaded: Any = (
+                    AutoModelForCausalLM.from_config(
+                        config, dtype=weights, attn_implementation="sdpa"
+                    ),
+                    {},
+                )
         else:
             loaded = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -251,9 +294,14 @@ def load_policy(
         lm.tie_weights()  # left out along with the values
         return _placed(lm, path, device, place, options)
     for name, stored, wanted in sorted(info["mismatched_keys"]):
-        raise _broken(path, f"'{name}' has shape {list(stored)} in its files, {list(wanted)} by its config.json")
+        raise _broken(
+            path,
+            f"'{name}' has shape {list(stored)} in its files, {list(wanted)} by its config.json",
+        )
     if missing := sorted(info["missing_keys"]):
-        raise _broken(path, f"{len(missing)} weights are missing in its files, first '{missing[0]}'")
+        raise _broken(
+            path, f"{len(missing)} weights are missing in its files, first '{missing[0]}'"
+        )
     for name, parameter in lm.named_parameters():
         if not parameter.isfinite().all():
             raise _broken(path, f"'{name}' holds values that are not finite")
@@ -272,16 +320,22 @@ def check_architecture(config: Any, path: str) -> None:
         raise UserError(f"{named} is no causal language model of transformers")
     if not getattr(kind, "_supports_sdpa", True):
         why = "it mixes tokens by code of its own (attention sinks, ALiBi, recurrence, ...), not by torch's attention"
-        raise UserError(f"{named} cannot be trained here: {why}, which PaW replaces to keep packed rows apart")
+        raise UserError(
+            f"{named} cannot be trained here: {why}, which PaW replaces to keep packed rows apart"
+        )
 
 
-def _placed(lm: Any, path: str | Path, device: torch.device | str, place: bool, options: dict[str, Any]) -> Policy:
+def _placed(
+    lm: Any, path: str | Path, device: torch.device | str, place: bool, options: dict[str, Any]
+) -> Policy:
     try:
         policy = Policy(lm, **options)
     except UserError:
         raise
     except Exception as error:  # of Hugging Face: no checkpointing, layers of several shapes
-        raise refused(lm, str(path), f"cannot be trained here: {clean(_reason(error), 200)}") from None
+        raise refused(
+            lm, str(path), f"cannot be trained here: {clean(_reason(error), 200)}"
+        ) from None
     policy.device = torch.device(device)
     return policy.to(device) if place else policy
 

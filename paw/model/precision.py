@@ -1,9 +1,9 @@
 """One definition of bf16 for any number of ranks: every module sees its parameters as bf16, and nothing else is cast.
 
-So does FSDP2's MixedPrecisionPolicy in several ranks, and vLLM. Parameters that are stored in float32 (AdamW's, LoRA's
-adapters) keep that for the optimizer and get their gradients in it. In one rank a decoder layer has copies of them
-while it runs, forward and again in the backward pass where it is checkpointed; autocast would keep those of all layers,
-and a residual stream of float32.
+So does FSDP2's MixedPrecisionPolicy in several ranks, and vLLM. Parameters that are stored in
+float32 (AdamW's, LoRA's adapters) keep that for the optimizer and get their gradients in it. In one
+rank a decoder layer has copies of them while it runs, forward and again in the backward pass where
+it is checkpointed; autocast would keep those of all layers, and a residual stream of float32.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,9 @@ def parameters_as(dtype: torch.dtype, modules: Iterable[nn.Module]) -> Iterator[
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype
     ]
-    copies: dict[Any, Any] = {parameter: parameter.to(dtype) for parameter in {item[2]: None for item in held}}
+    copies: dict[Any, Any] = {
+        parameter: parameter.to(dtype) for parameter in {item[2]: None for item in held}
+    }
     for parameters, name, parameter in held:
         parameters[name] = copies[parameter]
     try:
@@ -36,7 +38,8 @@ def parameters_as(dtype: torch.dtype, modules: Iterable[nn.Module]) -> Iterator[
 def run_in(dtype: torch.dtype, lm: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Have each of the `layers`, and whatever else in `lm` holds parameters, run with them as `dtype`.
 
-    By hooks, which stay around what torch.compile makes of a layer, and inside what is checkpointed.
+    By hooks, which stay around what torch.compile makes of a layer, and inside what is
+    checkpointed.
     """
     layers = list(layers)
     inside = {part for layer in layers for part in layer.modules()}
@@ -50,7 +53,9 @@ def run_in(dtype: torch.dtype, lm: nn.Module, layers: Iterable[nn.Module]) -> No
 @contextmanager
 def running_in(dtype: torch.dtype, lm: nn.Module) -> Iterator[None]:
     """Another dtype meanwhile for what `run_in` was told of."""
-    before: dict[Any, torch.dtype] = {part: part._runs_in for part in lm.modules() if hasattr(part, "_runs_in")}  # type: ignore[misc]
+    before: dict[Any, torch.dtype] = {
+        part: part._runs_in for part in lm.modules() if hasattr(part, "_runs_in")
+    }  # type: ignore[misc]
     for part in before:
         part._runs_in = dtype
     try:
@@ -63,8 +68,12 @@ def running_in(dtype: torch.dtype, lm: nn.Module) -> Iterator[None]:
 def _hook(unit: Any, dtype: torch.dtype, *, whole: bool) -> None:
     unit._runs_in, entered = dtype, ExitStack()
 
-    def enter(unit: Any, *_: Any) -> None:  # the unit that is called may be a deep copy of the one it was made for
+    def enter(
+        unit: Any, *_: Any
+    ) -> None:  # the unit that is called may be a deep copy of the one it was made for
         entered.enter_context(parameters_as(unit._runs_in, unit.modules() if whole else [unit]))
 
     unit.register_forward_pre_hook(enter)
-    unit.register_forward_hook(lambda *_: entered.close(), always_call=True)  # recomputing stops by an exception
+    unit.register_forward_hook(
+        lambda *_: entered.close(), always_call=True
+    )  # recomputing stops by an exception

@@ -1,4 +1,7 @@
-"""The processes of a run. Here: the only one. `paw.model.parallel` has several, one for each device."""
+"""The processes of a run. Here: the only one.
+
+`paw.model.parallel` has several, one for each device.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -14,7 +17,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """A single process. Every method that exchanges something with other ranks returns what this one has."""
+    """A single process.
+
+    Every method that exchanges something with other ranks returns what this one has.
+    """
 
     rank = 0
     world_size = 1
@@ -27,18 +33,24 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, item: T, kind: Any = None) -> list[T]:
-        """The items of all ranks, in rank order. `kind` is their type if `type(item)` is not specific enough."""
+        """The items of all ranks, in rank order.
+
+        `kind` is their type if `type(item)` is not specific enough.
+        """
         return [item]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """The bytes of all ranks, in rank order."""
         return [data]
 
-    def together(self, make: Callable[[], T], kind: Any = None, refusal: type[UserError] | None = None) -> list[T]:
+    def together(
+        self, make: Callable[[], T], kind: Any = None, refusal: type[UserError] | None = None
+    ) -> list[T]:
         """Call `make` on every rank and return all results, in rank order; `kind` is the type of a result.
 
-        If `make` raises UserError on some rank, that rank raises it and the others raise PeerLostError.
-        With `refusal`, an error class: if `make` raises it on some rank, all ranks raise that of the lowest such rank.
+        If `make` raises UserError on some rank, that rank raises it and the others raise
+        PeerLostError. With `refusal`, an error class: if `make` raises it on some rank, all ranks
+        raise that of the lowest such rank.
         """
         result = None
         failure: UserError | None = None
@@ -75,7 +87,10 @@ class Ranks:
     def broadcast_from_rank0(
         self, make: Callable[[], T], kind: Any = None, refusal: type[UserError] | None = None
     ) -> T:
-        """Call `make` on rank 0 alone and return its result on all ranks. Errors as in `together`."""
+        """Call `make` on rank 0 alone and return its result on all ranks.
+
+        Errors as in `together`.
+        """
         results: Any = self.together(lambda: make() if self.first else None, kind, refusal)
         return results[0]
 
@@ -83,7 +98,10 @@ class Ranks:
         """Fill a tensor in host memory with that of rank `source`."""
 
     def everywhere(self, make: Callable[[], T]) -> T:
-        """Call `make` on every rank; each keeps its own result, which need not be sendable. Errors as in `together`."""
+        """Call `make` on every rank; each keeps its own result, which need not be sendable.
+
+        Errors as in `together`.
+        """
         results: list[T] = []
         self.together(lambda: results.append(make()))
         return results[0]
@@ -103,7 +121,12 @@ class Ranks:
         return nullcontext()
 
     def shard(
-        self, policy: nn.Module, dtype: torch.dtype, *, offload: bool = False, sharers: int | None = None
+        self,
+        policy: nn.Module,
+        dtype: torch.dtype,
+        *,
+        offload: bool = False,
+        sharers: int | None = None,
     ) -> None:
         """Divide the parameters of `policy` among the ranks; see `parallel.DistributedRanks`."""
 
@@ -111,7 +134,10 @@ class Ranks:
         """Set whether the next backward pass reduces gradients over the ranks, or adds to full ones on each rank."""
 
     def average_gradients(self, policy: nn.Module) -> None:
-        """Average a mini-batch's gradients in float32 if every rank holds the full model. FSDP averages by itself."""
+        """Average a mini-batch's gradients in float32 if every rank holds the full model.
+
+        FSDP averages by itself.
+        """
 
     def close(self) -> None:
         """Leave the other ranks."""
@@ -186,7 +212,8 @@ def rows_like(like: Tensor, named: Mapping[str, Tensor], name: str) -> Tensor:
 def shard_like(like: Tensor, rows: Tensor) -> Tensor:
     """A copy of `rows` on the device of `like`, as a tensor that is sharded as `like` is.
 
-    `rows` are this rank's of a tensor that has as many rows as `like`; their further dimensions may differ.
+    `rows` are this rank's of a tensor that has as many rows as `like`; their further dimensions may
+    differ.
     """
     rows = rows.to(like.device, copy=True)
     if not hasattr(like, "placements"):

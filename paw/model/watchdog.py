@@ -1,8 +1,9 @@
 """Ends a rank that waits in vain for another one. It works outside the collective call that the rank waits in.
 
-Each rank tells the others every second, through the store, how many steps it has taken and in which phase it is. A rank
-that is stopped, or whose machine is gone, falls silent. Time is counted in ticks of a rank's own threads: if all ranks
-are stopped (Ctrl-Z) and continue later, none has missed anything.
+Each rank tells the others every second, through the store, how many steps it has taken and in which
+phase it is. A rank that is stopped, or whose machine is gone, falls silent. Time is counted in
+ticks of a rank's own threads: if all ranks are stopped (Ctrl-Z) and continue later, none has missed
+anything.
 """
 
 import os
@@ -15,8 +16,8 @@ from paw.watcher import say_ending
 
 TICK_S = 1.0
 PATIENCE_S = 3600.0
-"""Least limit for a phase that no update has been through yet, such as loading, and for "save", in which some ranks
-start a checkpoint while others wait for the disk."""
+"""Least limit for a phase that no update has been through yet, such as loading, and for "save", in
+which some ranks start a checkpoint while others wait for the disk."""
 DONE = -1
 """Message number of a rank that has left."""
 
@@ -26,7 +27,10 @@ class Message:
     """The newest message of another rank."""
 
     number: int
-    """Counts that rank's messages: a rank whose number does not change is silent. DONE once it has left."""
+    """Counts that rank's messages: a rank whose number does not change is silent.
+
+    DONE once it has left.
+    """
     moves: int
     """How many phases and waits that rank has entered."""
     phase: str
@@ -100,7 +104,9 @@ class Watchdog:
         if self._phase not in self._longest or self._phase == "save":
             limit_s = max(limit_s, PATIENCE_S)
         spent_s = (self._tick - self._phase_began) * TICK_S
-        if spent_s <= limit_s + 2 * TICK_S:  # a rank that was stopped in this phase is found silent first
+        if (
+            spent_s <= limit_s + 2 * TICK_S
+        ):  # a rank that was stopped in this phase is found silent first
             return None
         moves = {other: message.moves for other, message in self._heard.items()}
         moves[self.rank] = self._moves

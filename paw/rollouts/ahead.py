@@ -1,10 +1,11 @@
-"""Episodes of the next updates, played while the trainer works: in a process of each rank's own, for threads of one
-Python process wait for one another, over servers that take new weights meanwhile.
+"""Episodes of the next updates, played while the trainer works: in a process of each rank's own,
+for threads of one Python process wait for one another, over servers that take new weights
+meanwhile.
 
-Those of update t begin when the trainer begins with update t - rollout.ahead, so no token is of older weights. The
-process has an environment, an agent and a connection to the servers of its own (paw/rollouts/player.py); it ends with
-the trainer (paw/rollouts/supervisor.py). The trainer never waits for one that has ended, or that shows no sign of life:
-it plays the update itself.
+Those of update t begin when the trainer begins with update t - rollout.ahead, so no token is of
+older weights. The process has an environment, an agent and a connection to the servers of its own
+(paw/rollouts/player.py); it ends with the trainer (paw/rollouts/supervisor.py). The trainer never
+waits for one that has ended, or that shows no sign of life: it plays the update itself.
 """
 
 import os
@@ -79,7 +80,10 @@ class PlayerHandle:
         self._listener.start()
 
     def play(self, step: int, count: int) -> Future[UpdatePlayed]:
-        """Have an update played. The result may be PlayerLost, or the UserError that ended its episodes."""
+        """Have an update played.
+
+        The result may be PlayerLost, or the UserError that ended its episodes.
+        """
         future = Future[UpdatePlayed]()
         with self._lock:
             if self._lost:
@@ -110,7 +114,9 @@ class PlayerHandle:
             lost = PlayerLost(f"has ended ({self._end()})")
         except ValidationError as error:
             self._kill()
-            lost = PlayerLost(f"has sent something else than a message ({clean(problem(error), 200)}) and was ended")
+            lost = PlayerLost(
+                f"has sent something else than a message ({clean(problem(error), 200)}) and was ended"
+            )
         except Exception as error:
             self._kill()
             lost = PlayerLost(f"could not be heard ({describe(error)}) and was ended")
@@ -160,7 +166,9 @@ class PlayerHandle:
         except subprocess.TimeoutExpired:
             self._kill()
             return "it had closed its connection"
-        number = -code if code < 0 else code - 128  # of the supervisor itself, or what it says about the process
+        number = (
+            -code if code < 0 else code - 128
+        )  # of the supervisor itself, or what it says about the process
         if number in signal.valid_signals():
             return f"killed by {signal.Signals(number).name}"
         return f"exit code {code}"
@@ -188,8 +196,8 @@ class UpdateAhead:
 
 
 class AsyncRollouts:
-    """Plays `rollout.ahead` updates before the one that is asked for. `now` plays what the trainer waits for; `model`
-    is the folder of its tokenizer."""
+    """Plays `rollout.ahead` updates before the one that is asked for. `now` plays what the trainer
+    waits for; `model` is the folder of its tokenizer."""
 
     def __init__(self, now: Rollouts, model: str) -> None:
         self._now = now
@@ -245,17 +253,28 @@ class AsyncRollouts:
         self._player.close()
         self._player = self._start()
         for step, other in self._updates.items():
-            if other.result.done() and other.result.exception():  # what had been played before is kept
+            if (
+                other.result.done() and other.result.exception()
+            ):  # what had been played before is kept
                 other.result = self._player.play(step, other.count)
         return None
 
     def _start(self) -> PlayerHandle:
         now = self._now
         ours, theirs = socket.socketpair()
-        variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        variables = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+        }
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "paw.rollouts.supervisor", str(os.getpid()), str(theirs.fileno())],
+                [
+                    sys.executable,
+                    "-m",
+                    "paw.rollouts.supervisor",
+                    str(os.getpid()),
+                    str(theirs.fileno()),
+                ],
                 env=variables,
                 stdin=subprocess.PIPE,
                 cwd=self._folder,

@@ -1,8 +1,8 @@
 """Calls of tools in a model's answer, read by other projects' parsers.
 
-If the tokenizer says how (`response_template`), transformers reads them. Otherwise vLLM's parser for the model's family
-does, or without vLLM one of those that `transformers serve` has. The right one is found by trial: it reads back a call
-that the chat template wrote.
+If the tokenizer says how (`response_template`), transformers reads them. Otherwise vLLM's parser
+for the model's family does, or without vLLM one of those that `transformers serve` has. The right
+one is found by trial: it reads back a call that the chat template wrote.
 """
 
 import json
@@ -47,7 +47,9 @@ def make_reader(tokenizer: Any, name: str, chat: "Chat") -> Reader:
     vllm_names = _vllm_parsers(name)
     needs_trial = name in ("auto", "transformers")
     for make_parser in _candidates(tokenizer, name, vllm_names):
-        with suppress(Exception):  # a parser raises what it likes for another model's tokenizer or format
+        with suppress(
+            Exception
+        ):  # a parser raises what it likes for another model's tokenizer or format
             parser = make_parser()
             if not needs_trial or parser(written_call, TOOLS)[1] == [(PROBE.name, PROBE.arguments)]:
                 return _reader(parser, written_call)
@@ -62,11 +64,16 @@ def make_reader(tokenizer: Any, name: str, chat: "Chat") -> Reader:
 
 
 def _candidates(tokenizer: Any, name: str, vllm_names: list[str]) -> list[Callable[[], Parser]]:
-    """Makers of the parsers to try, in this order. Raises UserError if there is no parser of that name."""
+    """Makers of the parsers to try, in this order.
+
+    Raises UserError if there is no parser of that name.
+    """
     if name != "transformers" and vllm_names:
         if name not in ("auto", *vllm_names):
             hint = nearest(name, vllm_names)
-            raise UserError(f"model.tool_parser = '{name}' is no parser of vLLM; {hint}".removesuffix("; "))
+            raise UserError(
+                f"model.tool_parser = '{name}' is no parser of vLLM; {hint}".removesuffix("; ")
+            )
         names = [name]
         if name == "auto":
             names = [*KNOWN, *(other for other in vllm_names if other not in KNOWN)]
@@ -75,7 +82,9 @@ def _candidates(tokenizer: Any, name: str, vllm_names: list[str]) -> list[Callab
     if name in ("auto", "transformers"):
         return [partial(_by_transformers, tokenizer, template) for template in _served_templates()]
 
-    raise UserError(f"model.tool_parser = '{name}' is vLLM's, which is not installed; pip install 'paw-trainer[vllm]'")
+    raise UserError(
+        f"model.tool_parser = '{name}' is vLLM's, which is not installed; pip install 'paw-trainer[vllm]'"
+    )
 
 
 def _vllm_parsers(name: str) -> list[str]:
@@ -86,7 +95,10 @@ def _vllm_parsers(name: str) -> list[str]:
         from vllm.tool_parsers import ToolParserManager
     except ImportError:
         return []
-    for logger in ("vllm.tool_parsers", "vllm.parser"):  # they log a traceback for every broken call
+    for logger in (
+        "vllm.tool_parsers",
+        "vllm.parser",
+    ):  # they log a traceback for every broken call
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     return [*ToolParserManager.lazy_parsers, *ToolParserManager.tool_parsers]
 
@@ -131,7 +143,9 @@ def _reader(parser: Parser, written_call: str) -> Reader:
             return Reply(text, body.strip(), (), f"the call cannot be read: {clean(error, 200)}")
 
         if not parsed_calls and _begins_call(body, opening):
-            return Reply(text, body.strip(), (), f"the call cannot be read{_json_problem(body, opening)}")
+            return Reply(
+                text, body.strip(), (), f"the call cannot be read{_json_problem(body, opening)}"
+            )
         calls, problem = _numbered(parsed_calls, first_number)
         return Reply(text, content.strip(), calls, problem)
 
@@ -139,7 +153,10 @@ def _reader(parser: Parser, written_call: str) -> Reader:
 
 
 def _opening(written_call: str) -> str:
-    """How a call begins in this format ("<tool_call>", "{"). Text that begins so and is not parsed is a broken call."""
+    """How a call begins in this format ("<tool_call>", "{").
+
+    Text that begins so and is not parsed is a broken call.
+    """
     before_name = written_call.partition(PROBE.name)[0].strip()
     match = re.match(r'[^\s{"]+|\{', before_name)
     return match[0] if match else ""
@@ -183,7 +200,8 @@ def _json_problem(body: str, opening: str) -> str:
 
 def _by_transformers(tokenizer: Any, template: dict[str, Any]) -> Parser:
     def parse(text: str, tools: list[Any]) -> Parsed:
-        # In a thread: the patterns are the model's own, and `regex` frees the interpreter's lock while it matches.
+        # In a thread: the patterns are the model's own, and `regex` frees the interpreter's lock
+        # while it matches.
         parsing = Daemons().submit(tokenizer.parse_response, text, template, prefix="", tools=tools)
         try:
             message = parsing.result(PARSE_S)
@@ -213,7 +231,10 @@ def _by_vllm(tokenizer: Any, name: str) -> Parser:
     def parse(text: str, tools: list[Any]) -> Parsed:
         request = make_request(messages=[], model="", tools=tools)
         extracted = make_parser(tokenizer, request.tools).extract_tool_calls(text, request)
-        calls = [(call.function.name, _arguments(call.function.arguments)) for call in extracted.tool_calls]
+        calls = [
+            (call.function.name, _arguments(call.function.arguments))
+            for call in extracted.tool_calls
+        ]
         return extracted.content or "", calls
 
     return parse

@@ -1,10 +1,10 @@
 """Text to token ids and back, through a model's own chat template, so that environment text cannot forge turns.
 
-A prompt is one user message, or a conversation with tools, plus the generation prompt. Benign text gets exactly the
-ids of `tokenizer.apply_chat_template`; text that spells a control token ("<|im_end|>") is encoded as the ordinary
-characters it consists of, so the only control tokens of a prompt are the template's own. Where turns are marked by
-ordinary text ("[INST]"), such text in a prompt loses its first character. The template is rendered with markers in
-place of texts.
+A prompt is one user message, or a conversation with tools, plus the generation prompt. Benign text
+gets exactly the ids of `tokenizer.apply_chat_template`; text that spells a control token
+("<|im_end|>") is encoded as the ordinary characters it consists of, so the only control tokens of a
+prompt are the template's own. Where turns are marked by ordinary text ("[INST]"), such text in a
+prompt loses its first character. The template is rendered with markers in place of texts.
 """
 
 import re
@@ -33,7 +33,10 @@ Context = str | list[dict[str, Any]]
 
 
 class ContextFull(Exception):
-    """What the model is to go on with does not fit its context. The episode is over, with what it has."""
+    """What the model is to go on with does not fit its context.
+
+    The episode is over, with what it has.
+    """
 
 
 def shown(context: Context) -> str:
@@ -49,14 +52,16 @@ def shown(context: Context) -> str:
 
 
 class Chat:
-    """Encoder and decoder of one fast Hugging Face tokenizer; `options` are variables of its chat template,
-    `tool_parser` is model.tool_parser (see `paw.rollouts.calls`).
+    """Encoder and decoder of one fast Hugging Face tokenizer; `options` are variables of its chat
+    template, `tool_parser` is model.tool_parser (see `paw.rollouts.calls`).
 
-    Raises UserError for one without a chat template or `tokenizers` back end, and for a template that does not show the
-    user's text exactly once or does not know one of the options.
+    Raises UserError for one without a chat template or `tokenizers` back end, and for a template
+    that does not show the user's text exactly once or does not know one of the options.
     """
 
-    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None, tool_parser: str = "auto"):
+    def __init__(
+        self, tokenizer: Any, options: Mapping[str, Any] | None = None, tool_parser: str = "auto"
+    ):
         self.name = tokenizer.name_or_path or "this model"
         if not getattr(tokenizer, "chat_template", None):
             fix = "use an instruct model, or add a chat_template.jinja to the model's folder"
@@ -67,20 +72,32 @@ class Chat:
                 continue  # so it is without asking
             if not re.search(rf"\b{re.escape(key)}\b", template):
                 fix = "leave it out, or --model.chat_template_kwargs '{}' where a recipe sets it"
-                raise UserError(f"model.chat_template_kwargs: the template of '{self.name}' has no '{key}'; {fix}")
+                raise UserError(
+                    f"model.chat_template_kwargs: the template of '{self.name}' has no '{key}'; {fix}"
+                )
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
-            raise UserError(f"the tokenizer of '{self.name}' is not a fast one (no tokenizer.json); convert it first")
-        self._backend = Tokenizer.from_str(backend.to_str())  # the owner's changes its settings with every call
+            raise UserError(
+                f"the tokenizer of '{self.name}' is not a fast one (no tokenizer.json); convert it first"
+            )
+        self._backend = Tokenizer.from_str(
+            backend.to_str()
+        )  # the owner's changes its settings with every call
         self._backend.no_truncation()
         self._backend.no_padding()
 
-        self._tokenizer, self._options, self._tool_parser = tokenizer, dict(options or {}), tool_parser
+        self._tokenizer, self._options, self._tool_parser = (
+            tokenizer,
+            dict(options or {}),
+            tool_parser,
+        )
         self._read: Callable[[str, list[Any], int], Reply] | None = None
 
         def render(*contents: str, ask: bool = True) -> str:
             roles = ("user", "assistant", "user")
-            messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+            messages = [
+                {"role": role, "content": text} for role, text in zip(roles, contents, strict=False)
+            ]
             return self.render(messages, ask=ask)
 
         try:
@@ -89,8 +106,14 @@ class Chat:
             rendered, spaced = render(MARK), render(SPACED)
         except Exception as error:  # a template raises what it likes
             fix = "fix chat_template.jinja in the model's folder, or take another model"
-            why = clean(error, 300) if isinstance(error, TemplateLimitError) else clean(describe(error), 300)
-            raise UserError(f"the chat template of '{self.name}' cannot be rendered: {why}; {fix}") from None
+            why = (
+                clean(error, 300)
+                if isinstance(error, TemplateLimitError)
+                else clean(describe(error), 300)
+            )
+            raise UserError(
+                f"the chat template of '{self.name}' cannot be rendered: {why}; {fix}"
+            ) from None
         between = turns.partition(REPLY)[2].partition(AGAIN)[0]
         unsaid = self._control_ids(tokenizer, re.sub(f"{MARK}|{REPLY}|{AGAIN}", "", turns))
         thinking = {self._backend.token_to_id(word) for word in THINKING}
@@ -99,17 +122,28 @@ class Chat:
         control, self._forged, self._markers = _any(words), _forged(words), _any([])
         self._words = control
         if (count := rendered.count(MARK)) != 1:
-            raise UserError(f"the chat template of '{self.name}' shows a user message {count} times; expected once")
+            raise UserError(
+                f"the chat template of '{self.name}' shows a user message {count} times; expected once"
+            )
         self._whole = prefix, suffix = rendered.split(MARK)
         if not control.search(suffix):
-            parts = [part.strip() for text in (prefix, suffix, between) for part in control.split(text)]
-            self._markers = _any({word for part in parts for word in (part, *part.splitlines()[-1:]) if word})
+            parts = [
+                part.strip() for text in (prefix, suffix, between) for part in control.split(text)
+            ]
+            self._markers = _any(
+                {word for part in parts for word in (part, *part.splitlines()[-1:]) if word}
+            )
         self.opened: str = suffix[start:] if (start := suffix.find(THINKING[0])) >= 0 else ""
-        """How the template begins every answer: "", or from <think> on. Part of the answer, not of what is sampled."""
+        """How the template begins every answer: "", or from <think> on.
+
+        Part of the answer, not of what is sampled.
+        """
         trims = (str, str.strip, str.lstrip, str.rstrip)
         fits = [trim for trim in trims if spaced == prefix + trim(SPACED) + suffix]
         if not fits:
-            raise UserError(f"the chat template of '{self.name}' rewrites white space around a user message")
+            raise UserError(
+                f"the chat template of '{self.name}' rewrites white space around a user message"
+            )
         self.trim: Callable[[str], str] = fits[0]
         """What the template does to white space around the content (Llama 3 strips it)."""
 
@@ -120,7 +154,9 @@ class Chat:
         self.end_ids: frozenset[int] = frozenset(ends - {None})
         """Tokens that end a response."""
         self._unsaid = (unsaid | self.end_ids) - thinking
-        self.separator_ids: list[int] = ids[next((n + 1 for n, i in enumerate(ids) if i in self.end_ids), 0) :]
+        self.separator_ids: list[int] = ids[
+            next((n + 1 for n, i in enumerate(ids) if i in self.end_ids), 0) :
+        ]
         """From a response's end token to the next user text (ChatML: newline, <|im_start|>, "user", newline)."""
 
         last = max((found.end() for found in control.finditer(prefix)), default=0)
@@ -157,11 +193,15 @@ class Chat:
         content = self._plain(self.trim(self._harmless(text)) + self._tail_lead)
         return head + content[-room:] + self._tail, max(0, len(content) - room)
 
-    def render(self, messages: list[Any], tools: list[Any] | None = None, *, ask: bool = True) -> str:
-        """The template's text, with the model's turn begun if `ask`. Raises whatever the template raises, and
-        TemplateLimitError if it does not end or writes too much."""
+    def render(
+        self, messages: list[Any], tools: list[Any] | None = None, *, ask: bool = True
+    ) -> str:
+        """The template's text, with the model's turn begun if `ask`. Raises whatever the template
+        raises, and TemplateLimitError if it does not end or writes too much."""
         variables = {"tokenize": False, "add_generation_prompt": ask, **self._options}
-        template = partial(self._tokenizer.apply_chat_template, messages, tools=tools or None, **variables)
+        template = partial(
+            self._tokenizer.apply_chat_template, messages, tools=tools or None, **variables
+        )
         text = str(within(TURN_S, template))
         if len(text) > LONGEST:
             raise TemplateLimitError(f"it writes more than {LONGEST:,} characters")
@@ -173,17 +213,29 @@ class Chat:
         turns = [user, {"role": "assistant", "content": REPLY}] * 8
         called = [user, Reply.of("", PROBE).message(), PROBE.answer(REPLY)]
         trials = []
-        for tools, conversations in ((None, ([user], [*turns, user])), (TOOLS, ([user], called * 4))):
-            common = {**self._tokenizer.special_tokens_map, **self._options, "tools": tools, "documents": None}
+        for tools, conversations in (
+            (None, ([user], [*turns, user])),
+            (TOOLS, ([user], called * 4)),
+        ):
+            common = {
+                **self._tokenizer.special_tokens_map,
+                **self._options,
+                "tools": tools,
+                "documents": None,
+            }
             template = str(self._tokenizer.get_chat_template(tools=tools))
-            asked = [common | {"messages": messages, "add_generation_prompt": True} for messages in conversations]
+            asked = [
+                common | {"messages": messages, "add_generation_prompt": True}
+                for messages in conversations
+            ]
             trials.append((template, asked))
         return trials
 
     def conversation_ids(self, messages: list[dict[str, Any]], tools: list[Any]) -> list[int]:
         """Ids of a whole conversation as the template renders it, ready for a response.
 
-        Raises UserError for tools that the template does not show, EnvironmentFailure for messages it does not take.
+        Raises UserError for tools that the template does not show, EnvironmentFailure for messages
+        it does not take.
         """
         if tools and not self._shows_tools:
             raise UserError(
@@ -192,7 +244,9 @@ class Chat:
             )
         marks = Marks(self._is_harmless)
         try:
-            rendered = self.render([marks.message(message) for message in messages], marks.rest(tools))
+            rendered = self.render(
+                [marks.message(message) for message in messages], marks.rest(tools)
+            )
             literals, texts, _ = marks.split(rendered, self._harmless)
         except Exception as error:
             raise self._refused(messages, error) from None
@@ -207,27 +261,38 @@ class Chat:
         pieces += self._plain(buffer)
         return ids if self._controls(ids) == self._controls(pieces) else pieces
 
-    def added(self, answer: dict[str, Any], messages: list[dict[str, Any]]) -> list[tuple[list[int], str]]:
-        """What follows the end of an `answer`: of each of `messages` (ids that come before its text, the text as the
-        template writes it), then (ids up to the next response, "").
+    def added(
+        self, answer: dict[str, Any], messages: list[dict[str, Any]]
+    ) -> list[tuple[list[int], str]]:
+        """What follows the end of an `answer`: of each of `messages` (ids that come before its
+        text, the text as the template writes it), then (ids up to the next response, "").
 
-        It is the template's own where it renders a user message, the answer and those; earlier ones take no part, so
-        that what it drops or merges there stays as the model had it. Raises EnvironmentFailure for messages that the
-        template does not take.
+        It is the template's own where it renders a user message, the answer and those; earlier ones
+        take no part, so that what it drops or merges there stays as the model had it. Raises
+        EnvironmentFailure for messages that the template does not take.
         """
         if [message["role"] for message in messages] == ["user"]:
             return [(self.separator_ids, messages[0]["content"]), (self.reply_ids, "")]
         problem: Exception | None = None
         plain = {"role": "assistant", "content": REPLY}
-        for said in (answer | plain, answer | {"content": ""}, plain):  # not all take a text with calls, or many calls
+        for said in (
+            answer | plain,
+            answer | {"content": ""},
+            plain,
+        ):  # not all take a text with calls, or many calls
             marks = Marks(self._is_harmless)
             asked = [{"role": "user", "content": MARK}, marks.rest(said)]
             try:
-                rendered = self.render(asked + [marks.message(message, spaces=False) for message in messages])
+                rendered = self.render(
+                    asked + [marks.message(message, spaces=False) for message in messages]
+                )
                 literals, texts, numbers = marks.split(rendered, lambda text: text)
                 places = [-1, *sorted(map(numbers.index, marks.needed)), len(texts)]
                 pieces = [
-                    (self._each(literals[before + 1 : at + 1], texts[before + 1 : at]), [*texts, ""][at])
+                    (
+                        self._each(literals[before + 1 : at + 1], texts[before + 1 : at]),
+                        [*texts, ""][at],
+                    )
                     for before, at in pairwise(places)
                 ]
                 ends = [place for place, i in enumerate(pieces[0][0]) if i in self.end_ids]
@@ -247,37 +312,43 @@ class Chat:
         return [span for _, span in self._pieces(self._harmless(text))][:max_tokens]
 
     def response_ids(self, text: str) -> list[int]:
-        """Ids of a demonstrated response after `opened`, the turn's end token included (what a warm-up imitates); of a
-        Reply with calls as the template writes them. Raises EnvironmentFailure for calls that it does not take."""
+        """Ids of a demonstrated response after `opened`, the turn's end token included (what a
+        warm-up imitates); of a Reply with calls as the template writes them. Raises
+        EnvironmentFailure for calls that it does not take."""
         if isinstance(text, Reply) and text.calls:
             marks, user = Marks(self._is_harmless), {"role": "user", "content": MARK}
             try:
-                told, asked = self.render([user, marks.message(text.message())], ask=False), self.render([user])
+                told, asked = (
+                    self.render([user, marks.message(text.message())], ask=False),
+                    self.render([user]),
+                )
                 ids = self._each(*marks.split(told.removeprefix(asked), lambda text: text)[:2])
             except Exception as error:
                 raise self._refused([user, text.message()], error) from None
-            return ids[: next((place for place, i in enumerate(ids) if i in self.end_ids), len(ids)) + 1]
+            return ids[
+                : next((place for place, i in enumerate(ids) if i in self.end_ids), len(ids)) + 1
+            ]
         sampled = text.removeprefix(self.opened).removeprefix(self.opened.rstrip())
         return self._plain(_encodable(sampled)) + self._turn_end
 
     def missing_end(self, response_ids: Sequence[int]) -> list[int]:
         """The end token for a response that has none: it was cut at rollout.max_response_tokens, or by a stop string.
 
-        It stands before what follows the response, in the next prompt and in training, and is no part of the response.
-        Empty if the response has ended, or the model has no end token.
+        It stands before what follows the response, in the next prompt and in training, and is no
+        part of the response. Empty if the response has ended, or the model has no end token.
         """
         ended = len(response_ids) > 0 and response_ids[-1] in self.end_ids
         return [] if ended else self._turn_end
 
     def decode(self, ids: Iterable[int], *, calls: bool = False) -> str:
-        """Text of sampled tokens, without the end token and any other control token (with `calls` those stay: the call
-        of a tool may begin with one)."""
+        """Text of sampled tokens, without the end token and any other control token (with `calls`
+        those stay: the call of a tool may begin with one)."""
         unsaid = self.end_ids if calls else self._unsaid
         return self._backend.decode([i for i in ids if i not in unsaid], skip_special_tokens=False)
 
     def reply(self, text: str, tools: list[Any], called: int = 0) -> Reply:
-        """An answer with the calls that the parser of the model's format finds, numbered from `called` on. UserError
-        where there is none."""
+        """An answer with the calls that the parser of the model's format finds, numbered from
+        `called` on. UserError where there is none."""
         if self._read is None:
             from paw.rollouts.calls import make_reader
 
@@ -286,7 +357,9 @@ class Chat:
 
     def _each(self, literals: list[str], texts: list[str]) -> list[int]:
         """Ids of each piece on its own, control tokens in what the template wrote alone."""
-        pieces = zip(map(self.encode, literals), [*map(self.observation_ids, texts), []], strict=True)
+        pieces = zip(
+            map(self.encode, literals), [*map(self.observation_ids, texts), []], strict=True
+        )
         return [i for literal, text in pieces for i in (*literal, *text)]
 
     def _controls(self, ids: list[int]) -> list[int]:
@@ -295,9 +368,13 @@ class Chat:
     def _is_harmless(self, text: str) -> bool:
         return not self._controls(self.encode(text)) and self._harmless(text) == text
 
-    def _refused(self, messages: list[dict[str, Any]], error: Exception | None) -> EnvironmentFailure:
+    def _refused(
+        self, messages: list[dict[str, Any]], error: Exception | None
+    ) -> EnvironmentFailure:
         roles = ", ".join(message["role"] for message in messages)
-        return EnvironmentFailure(f"the chat template of '{self.name}' does not take {roles}: {clean(error, 200)}")
+        return EnvironmentFailure(
+            f"the chat template of '{self.name}' does not take {roles}: {clean(error, 200)}"
+        )
 
     def _with_tools(self) -> str:
         """The template's text of a conversation with tools, as much of it as it takes; whether it shows them."""
@@ -327,16 +404,24 @@ class Chat:
         for piece in self._forged.split(text):
             encoding = self._backend.encode(piece, add_special_tokens=False)
             for i, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
-                if i not in self._control:  # of one character, or met only after normalisation: it cannot be spelt out
+                if (
+                    i not in self._control
+                ):  # of one character, or met only after normalisation: it cannot be spelt out
                     yield i, (start + first, start + last)
             start += len(piece)
 
     def _control_ids(self, tokenizer: Any, literals: str) -> frozenset[int]:
         """Special tokens, and whatever added tokens the template builds turns from."""
         added = tokenizer.added_tokens_decoder
-        control = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        control = {i for i, token in added.items() if token.special} | set(
+            tokenizer.all_special_ids
+        )
         control |= {i for i in self.encode(literals) if i in added}
-        if tokenizer.unk_token_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        if tokenizer.unk_token_id not in (
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+            tokenizer.pad_token_id,
+        ):
             control.discard(tokenizer.unk_token_id)  # what unknown words become: it opens no turn
         return frozenset(control)
 
@@ -347,8 +432,9 @@ def _any(words: Iterable[str]) -> re.Pattern[str]:
 
 
 def _forged(control: Iterable[str]) -> re.Pattern[str]:
-    """Where to cut text so that no piece holds a control token: after the first character of each. (The tokenizer's
-    `split_special_tokens` leaves those that were added without the special flag.)"""
+    """Where to cut text so that no piece holds a control token: after the first character of each.
+    (The tokenizer's `split_special_tokens` leaves those that were added without the special
+    flag.)"""
     longer = sorted(word for word in control if len(word) > 1)
     cuts = [
         f"(?<={re.escape(first)})(?={'|'.join(re.escape(word[1:]) for word in words)})"

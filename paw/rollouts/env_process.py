@@ -1,7 +1,8 @@
 """A worker process of env.processes: it makes environments and calls their methods, as the trainer tells it to.
 
-The trainer's side, and what the two say to each other, is `paw.envs.process`. What an environment returns is checked
-here, as it is in the trainer without processes, and leaves as one JSON object a line.
+The trainer's side, and what the two say to each other, is `paw.envs.process`. What an environment
+returns is checked here, as it is in the trainer without processes, and leaves as one JSON object a
+line.
 """
 
 import inspect
@@ -23,7 +24,15 @@ from paw.config import EnvConfig
 from paw.envs.base import EnvFactory
 from paw.envs.load import load_factory
 from paw.envs.process import AT_ONCE, CLOSE_S, MAX_ANSWER_BYTES, NOT_SENT
-from paw.errors import LINE_CHARS, EnvironmentFailure, NoOracleError, UserError, clean, describe, quietly
+from paw.errors import (
+    LINE_CHARS,
+    EnvironmentFailure,
+    NoOracleError,
+    UserError,
+    clean,
+    describe,
+    quietly,
+)
 from paw.keys import section_type
 from paw.lifeline import die_with_parent, end_tool_servers
 from paw.rollouts.guard import Guarded
@@ -44,7 +53,9 @@ class Environments:
         self._threads = ThreadPoolExecutor(AT_ONCE)
         self._blocks = self.factory.may_block
 
-    def play(self, key: int, method: str, number: int, arguments: bytes, forgotten: list[int]) -> None:
+    def play(
+        self, key: int, method: str, number: int, arguments: bytes, forgotten: list[int]
+    ) -> None:
         """Answer a call: here, one after the other, or of environments that block in threads, many at once."""
         for gone in forgotten:
             self._made.pop(gone, None)
@@ -72,7 +83,9 @@ class Environments:
             raise UserError(NOT_SENT.format(method=method, why=describe(error))) from None
         if method == "make":
             environment = self.factory.make()
-            self._blocks = self._blocks or inspect.iscoroutinefunction(getattr(environment, "step", None))
+            self._blocks = self._blocks or inspect.iscoroutinefunction(
+                getattr(environment, "step", None)
+            )
             self._made[number] = Guarded(environment, self._config)
             return {"blocks": self._blocks}
         environment = self._made[number]
@@ -136,7 +149,8 @@ def _encode(answer: Fields) -> bytes:
 def main(descriptor: int, trainer: int) -> NoReturn:
     die_with_parent(trainer)
     os.set_inheritable(descriptor, False)
-    # Of a terminal or a launcher: they are the trainer's, which saves first. What is started here has the usual ones.
+    # Of a terminal or a launcher: they are the trainer's, which saves first. What is started here
+    # has the usual ones.
     for number in STOPS:
         signal.signal(number, lambda *_: None)
     os.register_at_fork(after_in_child=_usual_signals)
@@ -179,7 +193,9 @@ def _start(section: str, send: Callable[[Fields], None]) -> Environments | None:
 
 def _usual_signals() -> None:
     for number in STOPS:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One episode: an agent, which is a coroutine like `plain` below, between an environment and a model.
 
-Every `generate` becomes a Turn with the engine's own token ids and log-probs, and `step` gives that turn its outcome,
-so every agent can be trained.
+Every `generate` becomes a Turn with the engine's own token ids and log-probs, and `step` gives that
+turn its outcome, so every agent can be trained.
 """
 
 import asyncio
@@ -33,7 +33,10 @@ PLAYS = {"search-r1": "search", "zerosearch": "search"}
 CALLS_PER_TURN = 100
 """Calls of the model for each of env.max_turns, beyond which an agent counts as one that never ends."""
 LATE_S = 0.02
-"""Seconds. A timer later than this was held up by a batch of the engine or another agent; the wait begins anew."""
+"""Seconds.
+
+A timer later than this was held up by a batch of the engine or another agent; the wait begins anew.
+"""
 HEALTH = ("groups_dropped", "prompts_truncated", "texts_cut", "threads_lost")
 """Counts that are always reported, under health/."""
 
@@ -182,9 +185,14 @@ class Patience:
 
 
 class EnvHandle:
-    """The environment of one episode, as its agent sees it. Whatever a method raises fails the episode."""
+    """The environment of one episode, as its agent sees it.
 
-    def __init__(self, guarded: Guarded, threads: Threads, episode: Episode, config: EnvConfig) -> None:
+    Whatever a method raises fails the episode.
+    """
+
+    def __init__(
+        self, guarded: Guarded, threads: Threads, episode: Episode, config: EnvConfig
+    ) -> None:
         self.episode = episode
         self.config = config
         self.task = episode.trajectory.task
@@ -258,10 +266,13 @@ class EnvHandle:
         """A well-formed response that plays the bare `action`."""
         return await self._call(self._guarded.format_action, action)
 
-    async def _call(self, method: Callable[..., Any], *args: Any, updates_context: bool = False) -> Any:
+    async def _call(
+        self, method: Callable[..., Any], *args: Any, updates_context: bool = False
+    ) -> Any:
         """Call a method in a thread and with a deadline; then, if asked to, get what the model is to see next.
 
-        Raises EnvironmentFailure if it fails, and closes the environment if it is the method that raises.
+        Raises EnvironmentFailure if it fails, and closes the environment if it is the method that
+        raises.
         """
 
         def call() -> Any:
@@ -306,7 +317,10 @@ class Response(str):
     message: Context
     """What it answers."""
     answer: str
-    """The whole answer so far, stop strings included. A call that `continues` this response goes on from there."""
+    """The whole answer so far, stop strings included.
+
+    A call that `continues` this response goes on from there.
+    """
     reply: Reply | None
     """The response with its calls, if the environment has tools."""
 
@@ -325,18 +339,23 @@ class Model(ABC):
         self.reply: Reply | None = None
         """The last answer with its calls, if the environment has tools."""
 
-    async def generate(self, context: Context, *, stop: Stop = (), continues: Earlier = None) -> Response:
+    async def generate(
+        self, context: Context, *, stop: Stop = (), continues: Earlier = None
+    ) -> Response:
         """The response to `context`; it ends before the first of the `stop` strings.
 
-        With `continues`, the text `context` is put after that response: within the answer, or as a further user message
-        if the model had ended its turn. The prompt_ids are then exactly prompt_ids + response_ids of the turn before
-        + the ids of what was put there. Raises ContextFull beyond rollout.max_prompt_tokens.
+        With `continues`, the text `context` is put after that response: within the answer, or as a
+        further user message if the model had ended its turn. The prompt_ids are then exactly
+        prompt_ids + response_ids of the turn before + the ids of what was put there. Raises
+        ContextFull beyond rollout.max_prompt_tokens.
         """
         episode = self.episode
         turns = episode.trajectory.turns
         if len(turns) == CALLS_PER_TURN * self.config.env.max_turns:
             raise RuntimeError(f"the agent does not end: {len(turns)} calls of the model")
-        seed = derive_seed(episode.seed, episode.stream, episode.index, episode.trajectory.member, len(turns))
+        seed = derive_seed(
+            episode.seed, episode.stream, episode.index, episode.trajectory.member, len(turns)
+        )
         stop = checked_stop(stop)
 
         message, answer_so_far = asked(context, continues)
@@ -374,7 +393,9 @@ class Model(ABC):
         return
 
     @abstractmethod
-    async def _answer(self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int) -> str:
+    async def _answer(
+        self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int
+    ) -> str:
         """Fill `turn` with what the model writes, the stop string that ended it included.
 
         Returns that stop string, or "". If the environment has tools, sets `reply` as well.
@@ -392,7 +413,9 @@ class EngineModel(Model):
         self.call_count = 0
         """Calls of tools so far."""
 
-    async def _answer(self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int) -> str:
+    async def _answer(
+        self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int
+    ) -> str:
         chat = self.player.chat
         turn.prompt_ids, opened = self._prompt(context, continues)
         ends = Ends(chat, stop) if stop else None
@@ -463,7 +486,10 @@ async def plain(env: EnvHandle, model: Model) -> None:
 
 
 def find_agent(config: Config) -> Agent:
-    """The agent that agent.type names, with its settings. Raises UserError if it cannot play this environment."""
+    """The agent that agent.type names, with its settings.
+
+    Raises UserError if it cannot play this environment.
+    """
     name = config.agent.type
     env_name = config.env.name
     if name in PLAYS and PLAYS[name] != env_name:

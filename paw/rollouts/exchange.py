@@ -12,16 +12,20 @@ if TYPE_CHECKING:
 
 
 def exchange(
-    own: Played, tasks: Sequence[Task], ranks: "Ranks", encode: Callable[[str], list[int]] | None = None
+    own: Played,
+    tasks: Sequence[Task],
+    ranks: "Ranks",
+    encode: Callable[[str], list[int]] | None = None,
 ) -> list[Played]:
     """The episodes of `tasks` that each rank has played, in the order of ranks. A call of all ranks.
 
-    `own` is taken apart.
-    Log-probs and entropies travel as float32, which is what engines give. With `encode`, each rank encodes the
-    observations of the episodes it has played.
+    `own` is taken apart. Log-probs and entropies travel as float32, which is what engines give.
+    With `encode`, each rank encodes the observations of the episodes it has played.
     """
     ids, values = _take_numbers(own, encode)
-    set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})  # every rank has the payloads
+    set_tasks(
+        own, {task.id: replace(task, payload=None) for task in tasks}
+    )  # every rank has the payloads
 
     gathered = ranks.gather(own, Played)
     gathered_ids = ranks.gather_rows(ids, int)
@@ -58,7 +62,9 @@ def _take_numbers(
     return ids, values
 
 
-def _restore_numbers(played: Played, ids: Iterator[list[int]], values: Iterator[list[float]], *, encoded: bool) -> None:
+def _restore_numbers(
+    played: Played, ids: Iterator[list[int]], values: Iterator[list[float]], *, encoded: bool
+) -> None:
     """Give the turns the rows that `_take_numbers` took from them; `encoded` says whether observations were encoded."""
     for turn in turns_of(played):
         turn.prompt_ids = next(ids)

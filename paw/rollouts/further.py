@@ -1,4 +1,7 @@
-"""Prompts that continue an earlier turn, and responses that end at a stop string. The agent `plain` needs neither."""
+"""Prompts that continue an earlier turn, and responses that end at a stop string.
+
+The agent `plain` needs neither.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +23,13 @@ TAIL = 8
 def further(model: "EngineModel", context: Context, continues: "Earlier") -> tuple[list[int], str]:
     """(prompt ids of a conversation or of text after a response, how the template opens the answer).
 
-    A prompt that continues an earlier turn begins with that turn's own ids: whatever the template would drop from
-    earlier answers (Qwen3 drops their thoughts) or render differently stays as the model wrote it. A conversation that
-    does not continue the last one (the first, or one whose environment rewrites an answer) is rendered in full.
+    A prompt that continues an earlier turn begins with that turn's own ids: whatever the template
+    would drop from earlier answers (Qwen3 drops their thoughts) or render differently stays as the
+    model wrote it. A conversation that does not continue the last one (the first, or one whose
+    environment rewrites an answer) is rendered in full.
 
-    Raises ContextFull if there are too many ids, and EnvironmentFailure if the first prompt of a conversation is too
-    long already.
+    Raises ContextFull if there are too many ids, and EnvironmentFailure if the first prompt of a
+    conversation is too long already.
     """
     chat = model.player.chat
     limit = model.config.rollout.max_prompt_tokens
@@ -50,7 +54,8 @@ def further(model: "EngineModel", context: Context, continues: "Earlier") -> tup
 def add_result(chat: Chat, turn: Turn, reply: Reply, limit: int) -> None:
     """Record how the observation of an episode's last turn would be shown. The turn called tools, no prompt follows it.
 
-    The observation is the tools' results, or that of the first one. `limit` as for `_record_observation`.
+    The observation is the tools' results, or that of the first one. `limit` as for
+    `_record_observation`.
     """
     calls = reply.calls or [unread(0)]
     messages = [call.answer(result) for call, result in zip(calls, _results(turn), strict=False)]
@@ -59,7 +64,10 @@ def add_result(chat: Chat, turn: Turn, reply: Reply, limit: int) -> None:
 
 
 def _conversation_ids(model: "EngineModel", messages: list[dict[str, Any]]) -> list[int]:
-    """Ids of a conversation. If it continues the last one, that turn learns how its observation is shown here."""
+    """Ids of a conversation.
+
+    If it continues the last one, that turn learns how its observation is shown here.
+    """
     chat = model.player.chat
     turns = model.episode.trajectory.turns
     answer = model.reply.message() if model.reply is not None else None
@@ -91,7 +99,10 @@ class Continuation:
 
 
 def _continue(chat: Chat, answer: dict[str, Any], messages: list[dict[str, Any]]) -> Continuation:
-    """What follows an answer. Each text is encoded on its own, so the world model finds it there as a target."""
+    """What follows an answer.
+
+    Each text is encoded on its own, so the world model finds it there as a target.
+    """
     pieces = chat.added(answer, messages)
     ids: list[int] = []
     spans: list[tuple[int, int]] = []
@@ -109,8 +120,8 @@ def _record_observation(
 ) -> None:
     """Fill in where a turn's observation stands in what follows the turn, and how it is written there.
 
-    `messages` are those that follow. Of several results at most `limit` tokens are recorded, those of what the template
-    writes between them included.
+    `messages` are those that follow. Of several results at most `limit` tokens are recorded, those
+    of what the template writes between them included.
     """
     separator_ids = chat.missing_end(turn.response_ids) + continuation.separator_ids
     turn.separator_ids = separator_ids if separator_ids != chat.separator_ids else None

@@ -1,7 +1,7 @@
 """Checks what an environment returns before anyone uses it, and bounds the length of an episode.
 
-Whatever an environment raises, returns or fails to return costs its own episode only. `paw.errors.OURS` lists what is
-raised further.
+Whatever an environment raises, returns or fails to return costs its own episode only.
+`paw.errors.OURS` lists what is raised further.
 """
 
 import asyncio
@@ -28,7 +28,8 @@ MAX_REWARD = 1e6
 def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Threads:
     """The threads in which environments of a factory run: up to `count` at once if they may block, otherwise one.
 
-    Environments of this project have time limits of their own, and those that never wait stay in the caller's thread.
+    Environments of this project have time limits of their own, and those that never wait stay in
+    the caller's thread.
     """
     if not factory.may_block:
         count = 1
@@ -40,9 +41,9 @@ def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Thre
 class Guarded:
     """An Env whose results are checked. Its methods may be sync or async; optional ones have a default.
 
-    Raises EnvironmentFailure for a result that is not allowed. Texts are cut to env.max_text, at the end that the
-    tokenizer would cut, and lone surrogates become question marks. Turn env.max_turns is the last. All other members
-    are the environment's.
+    Raises EnvironmentFailure for a result that is not allowed. Texts are cut to env.max_text, at
+    the end that the tokenizer would cut, and lone surrogates become question marks. Turn
+    env.max_turns is the last. All other members are the environment's.
     """
 
     def __init__(self, environment: Any, config: EnvConfig) -> None:
@@ -77,7 +78,9 @@ class Guarded:
             self._refuse("context()", context, 'text, or a list of {"role": ..., "content": ...}')
         messages = [self._message(index, message) for index, message in enumerate(context)]
         if messages[-1]["role"] == "assistant":
-            self._refuse("context()", context[-1:], "a conversation that ends before the model's answer")
+            self._refuse(
+                "context()", context[-1:], "a conversation that ends before the model's answer"
+            )
         return messages
 
     def anchor(self) -> str:
@@ -85,7 +88,10 @@ class Guarded:
         return self._text("anchor()", self._call("anchor", default=self._last))
 
     def step(self, response: str) -> Outcome:
-        """Step the environment. One with tools gets a Reply, whose calls are checked against them."""
+        """Step the environment.
+
+        One with tools gets a Reply, whose calls are checked against them.
+        """
         if self.tools:
             response = checked_reply(response, self.tools)
         outcome = self._call("step", response)
@@ -141,7 +147,9 @@ class Guarded:
         """What the environment's method returns, awaited if it is async; `default` if there is no such method."""
         method = getattr(self._environment, name, None)
         result = method(*args) if method else default
-        if inspect.isawaitable(result):  # on a loop of its own, so that one that blocks costs its own episode
+        if inspect.isawaitable(
+            result
+        ):  # on a loop of its own, so that one that blocks costs its own episode
             self._loop = self._loop or asyncio.new_event_loop()
             return self._loop.run_until_complete(result)
         return result
@@ -230,7 +238,9 @@ class TimedGuard(Guarded):
 def number(what: str, value: Any, least: float, most: float) -> float:
     """`value` as a float. Raises EnvironmentFailure if it is not a number of that range."""
     if not isinstance(value, numbers.Real) or not least <= value <= most:  # pyright: ignore[reportOperatorIssue]
-        raise EnvironmentFailure(f"{what} is {shown(value)}; it must be a number from {least:g} to {most:g}")
+        raise EnvironmentFailure(
+            f"{what} is {shown(value)}; it must be a number from {least:g} to {most:g}"
+        )
     return float(value)
 
 

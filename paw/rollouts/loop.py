@@ -1,8 +1,8 @@
 """The event loop that episodes share: an agent ends what is its own, not the loop or another's episode.
 
-Code of an agent runs in a context that names its episode; callbacks and tasks that it makes inherit it. If such code
-stops the loop, or cancels what belongs to the scheduler or to another episode, nothing happens but that its own episode
-has failed.
+Code of an agent runs in a context that names its episode; callbacks and tasks that it makes inherit
+it. If such code stops the loop, or cancels what belongs to the scheduler or to another episode,
+nothing happens but that its own episode has failed.
 """
 
 import asyncio
@@ -48,7 +48,10 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
             self.refuse("the agent stopped the event loop, on which other episodes are played")
 
     def refuse(self, why: str) -> None:
-        """Fails the episode whose agent's code runs now. Raises RuntimeError there, unless it runs in a callback."""
+        """Fails the episode whose agent's code runs now.
+
+        Raises RuntimeError there, unless it runs in a callback.
+        """
         if trajectory := self.acting():
             trajectory.failure = trajectory.failure or f"RuntimeError: {why}"
             self._refused.append(trajectory)
@@ -82,8 +85,9 @@ class AgentTask(asyncio.Task[Any]):
     """Of the episode in which it was made."""
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """A task that a library shares among episodes may end in any of them. So another episode cancels it too, but a
-        moment later, and not if it then turns out to cancel whatever there is, the scheduler's tasks included."""
+        """A task that a library shares among episodes may end in any of them. So another episode
+        cancels it too, but a moment later, and not if it then turns out to cancel whatever there
+        is, the scheduler's tasks included."""
         loop: Any = self.get_loop()
         culprit = loop.acting()
         if culprit is None or culprit is self.trajectory:

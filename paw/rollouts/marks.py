@@ -1,7 +1,7 @@
 """Conversations with marks in place of texts: a chat template is rendered around the marks, and never sees a text.
 
-A mark contains a quotation mark: how often that is escaped in the rendered text shows how deep in JSON the template
-put it, and the text is escaped as often.
+A mark contains a quotation mark: how often that is escaped in the rendered text shows how deep in
+JSON the template put it, and the text is escaped as often.
 """
 
 import json
@@ -13,7 +13,12 @@ from paw.types import THINKING, ToolCall
 
 PROBE = ToolCall("probe_tool", {"key": "QxValue"}, "call00000")
 """A call to render, which shows how a template writes calls."""
-TOOLS = [{"type": "function", "function": {"name": PROBE.name, "description": "a tool", "parameters": {}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": PROBE.name, "description": "a tool", "parameters": {}},
+    }
+]
 TAGS = re.compile("(" + "|".join(map(re.escape, THINKING)) + ")")
 MARK = re.compile(r'QxText(\\*)"(\d+)\1"xQ')
 PLAIN = re.compile(r"[\w .,:;()/+-]*")
@@ -21,7 +26,10 @@ PLAIN = re.compile(r"[\w .,:;()/+-]*")
 
 
 class Marks:
-    """The texts that marks stand for. `harmless(text)` says whether a name or a word of a schema needs no mark."""
+    """The texts that marks stand for.
+
+    `harmless(text)` says whether a name or a word of a schema needs no mark.
+    """
 
     def __init__(self, harmless: Callable[[str], bool]) -> None:
         self.texts: list[str] = []
@@ -31,7 +39,10 @@ class Marks:
         self._harmless = harmless
 
     def mark(self, text: str, role: str = "") -> str:
-        """What is rendered in place of `text`. With the `role` of its message, the template has to show it."""
+        """What is rendered in place of `text`.
+
+        With the `role` of its message, the template has to show it.
+        """
         number = len(self.texts)
         self.texts.append(text)
         if role:
@@ -41,8 +52,8 @@ class Marks:
     def message(self, message: dict[str, Any], *, spaces: bool = True) -> dict[str, Any]:
         """A message with marks.
 
-        An empty content stays for the template to act on, and so do, with `spaces`, white space around a content and
-        the <think> tags of an answer.
+        An empty content stays for the template to act on, and so do, with `spaces`, white space
+        around a content and the <think> tags of an answer.
         """
         role = message["role"]
         content = message["content"]
@@ -80,11 +91,13 @@ class Marks:
             return value
         return self.mark(value)
 
-    def split(self, rendered: str, harmless: Callable[[str], str]) -> tuple[list[str], list[str], list[int]]:
+    def split(
+        self, rendered: str, harmless: Callable[[str], str]
+    ) -> tuple[list[str], list[str], list[int]]:
         """(the n + 1 pieces that the template wrote, the n texts between them, their numbers).
 
-        The texts are made `harmless`, and escaped as the template escaped their marks. Raises ValueError if a text that
-        the template has to show is not there.
+        The texts are made `harmless`, and escaped as the template escaped their marks. Raises
+        ValueError if a text that the template has to show is not there.
         """
         parts = MARK.split(rendered)
         pieces = parts[::3]
@@ -97,7 +110,9 @@ class Marks:
         texts: list[str] = []
         for backslashes, number in zip(escapes, numbers, strict=True):
             text = harmless(self.texts[number])
-            json_depth = (len(backslashes) + 1).bit_length() - 1  # 1, 3, 7, ... backslashes: JSON in JSON
+            json_depth = (
+                len(backslashes) + 1
+            ).bit_length() - 1  # 1, 3, 7, ... backslashes: JSON in JSON
             for _ in range(json_depth):
                 text = json.dumps(text, ensure_ascii=False)[1:-1]
             texts.append(text)

@@ -1,7 +1,8 @@
 """Messages between the trainer and the process that plays ahead: one JSON object a line, checked by pydantic.
 
-Never pickles: exceptions and outcomes of a user's own classes need not survive one, and a pickle can run code. Token
-ids and log-probs travel as packed arrays, so that they are small and arrive bit for bit.
+Never pickles: exceptions and outcomes of a user's own classes need not survive one, and a pickle
+can run code. Token ids and log-probs travel as packed arrays, so that they are small and arrive bit
+for bit.
 """
 
 import hashlib
@@ -31,7 +32,9 @@ VALUES = ("sampled_logp", "entropy")
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants")
+    model_config = ConfigDict(
+        ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants"
+    )
 
 
 class PackedRows(Message):
@@ -59,7 +62,8 @@ class PackedRows(Message):
         return rows
 
 
-# --- from the trainer ------------------------------------------------------------------------------------------------
+# --- from the trainer
+# ------------------------------------------------------------------------------------------------
 
 
 class Start(Message):
@@ -101,10 +105,13 @@ class PlayUpdate(Message):
     """Tasks of the update."""
 
 
-FromTrainer = Annotated[Start | WeightsExpected | WeightsArrived | PlayUpdate, Field(discriminator="kind")]
+FromTrainer = Annotated[
+    Start | WeightsExpected | WeightsArrived | PlayUpdate, Field(discriminator="kind")
+]
 
 
-# --- from the process that plays ahead -------------------------------------------------------------------------------
+# --- from the process that plays ahead
+# -------------------------------------------------------------------------------
 
 
 class Alive(Message):
@@ -185,7 +192,9 @@ class UpdatePlayed(Message):
         return self.rest
 
 
-FromPlayer = Annotated[Alive | Ready | EpisodesEnded | UpdatePlayed | UpdateFailed, Field(discriminator="kind")]
+FromPlayer = Annotated[
+    Alive | Ready | EpisodesEnded | UpdatePlayed | UpdateFailed, Field(discriminator="kind")
+]
 
 
 def digest(tasks: Sequence[Task]) -> str:
@@ -217,7 +226,8 @@ class Channel:
     def receive(self, timeout_s: float | None = None) -> Any:
         """The next message; None if no byte arrives for `timeout_s` seconds.
 
-        Raises EOFError or OSError at the end, and pydantic's ValidationError for what is no message.
+        Raises EOFError or OSError at the end, and pydantic's ValidationError for what is no
+        message.
         """
         searched = 0
         while (end := self._received.find(b"\n", searched)) < 0:

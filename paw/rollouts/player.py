@@ -115,7 +115,9 @@ class Player:
                 self._fleet.arrive(message.version, message.faults)
             case PlayUpdate():
                 rollouts = self._idle.pop() if self._idle else self._make_rollouts()
-                rollouts.playing = threading.Thread(target=self._play, args=(rollouts, message), daemon=True)
+                rollouts.playing = threading.Thread(
+                    target=self._play, args=(rollouts, message), daemon=True
+                )
                 rollouts.playing.start()
 
     def goes_on(self) -> bool:
@@ -126,20 +128,28 @@ class Player:
         """Drop what is in play and close the environments, within CLOSE_S in all."""
         deadline = time.monotonic() + MARGIN_S
         # Listed before the episodes that hold them are dropped.
-        environments = [environment for rollouts in self._rollouts for environment in list(rollouts.environments)]
+        environments = [
+            environment
+            for rollouts in self._rollouts
+            for environment in list(rollouts.environments)
+        ]
         for rollouts in self._rollouts:
             rollouts.stop()
         for rollouts in self._rollouts:
             if playing := rollouts.playing:
                 playing.join(max(0.0, deadline - time.monotonic()))
         # Whatever they raise, and if they hang.
-        Threads(THREADS, CLOSE_S - 2 * MARGIN_S).close(*(environment.close for environment in environments))
+        Threads(THREADS, CLOSE_S - 2 * MARGIN_S).close(
+            *(environment.close for environment in environments)
+        )
 
     def _play(self, rollouts: PlayerRollouts, asked: PlayUpdate) -> None:
         with suppress(OSError):  # the trainer has ended
             try:
                 tasks = rollouts.tasks(asked.step, asked.count)
-                played = rollouts.play_own(tasks, **rollouts.options(asked.step), progress=self._report)
+                played = rollouts.play_own(
+                    tasks, **rollouts.options(asked.step), progress=self._report
+                )
                 answer = UpdatePlayed.pack(asked.step, played, tasks)
                 rollouts.playing = None
                 self._idle.append(rollouts)

@@ -1,8 +1,8 @@
 """Episodes played in parallel: agents' coroutines on one event loop, over one engine.
 
-A finished response goes to its agent, which steps its environment, and the next turn's request enters the engine
-immediately. Environments that may block run in threads. Seeds derive from (seed, stream, task, member, turn), so an
-episode's tokens do not depend on the others in its batch.
+A finished response goes to its agent, which steps its environment, and the next turn's request
+enters the engine immediately. Environments that may block run in threads. Seeds derive from (seed,
+stream, task, member, turn), so an episode's tokens do not depend on the others in its batch.
 """
 
 import asyncio
@@ -21,7 +21,16 @@ from paw.envs.threads import Daemons, Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_code, shown, to_stderr
 from paw.rollouts.chat import ContextFull
 from paw.rollouts.engines.base import Completion, Request
-from paw.rollouts.episode import EngineModel, EnvHandle, Episode, Model, Played, RolloutStats, bind, find_agent
+from paw.rollouts.episode import (
+    EngineModel,
+    EnvHandle,
+    Episode,
+    Model,
+    Played,
+    RolloutStats,
+    bind,
+    find_agent,
+)
 from paw.rollouts.exchange import exchange
 from paw.rollouts.guard import MAX_REWARD, Guarded, make_threads, number
 from paw.rollouts.loop import EpisodeLoop
@@ -34,7 +43,10 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with (episodes finished, episodes in all)."""
 THREADS = 64
-"""Environments stepped in parallel. Many more child processes, started together, would exceed their time limit."""
+"""Environments stepped in parallel.
+
+Many more child processes, started together, would exceed their time limit.
+"""
 MOMENT_S = 2e-4
 """Seconds to wait after responses: requests of environments in threads that answer at once join the next batch."""
 STOP_S = 1.0
@@ -77,8 +89,8 @@ class PlayState:
 class Rollouts:
     """Plays episodes with `agent`, or that of agent.type. Keeps its environments (some are processes) between plays.
 
-    `engine` and `chat` are the model's; None if `run` is told who answers. With several ranks, each encodes the world
-    model's targets of the episodes it has played, by `encode_observation`.
+    `engine` and `chat` are the model's; None if `run` is told who answers. With several ranks, each
+    encodes the world model's targets of the episodes it has played, by `encode_observation`.
     """
 
     def __init__(
@@ -118,8 +130,8 @@ class Rollouts:
     def refill(self, played: Played, step: int, count: int, progress: Progress | None) -> Played:
         """Replace groups whose returns are all equal, from which no policy learns, by groups of further tasks.
 
-        This is dynamic sampling (DAPO, arXiv 2503.14476). At most `rollout.refill` times `count` further tasks are
-        played. If no group at all varies, the groups stay as they were.
+        This is dynamic sampling (DAPO, arXiv 2503.14476). At most `rollout.refill` times `count`
+        further tasks are played. If no group at all varies, the groups stay as they were.
         """
         groups, stats = played
         config = self.config
@@ -131,7 +143,9 @@ class Rollouts:
             missing = min(count - len(varied), budget - begun)
             first = step * budget + begun
             further_groups, further_stats = self.play(
-                further_tasks(self.factory, first, missing, config.run.seed, split=config.env.train_split),
+                further_tasks(
+                    self.factory, first, missing, config.run.seed, split=config.env.train_split
+                ),
                 group_size=config.rollout.group_size,
                 temperature=config.rollout.temperature,
                 seed=config.run.seed,
@@ -150,7 +164,9 @@ class Rollouts:
         return groups, stats
 
     def tasks(self, step: int, count: int) -> list[Task]:
-        return train_tasks(self.factory, step, count, self.config.run.seed, split=self.config.env.train_split)
+        return train_tasks(
+            self.factory, step, count, self.config.run.seed, split=self.config.env.train_split
+        )
 
     def options(self, step: int) -> dict[str, Any]:
         """The keyword arguments with which `play` plays the tasks of update `step`."""
@@ -176,8 +192,9 @@ class Rollouts:
     def play(self, tasks: list[Task], **options: Any) -> Played:
         """Play each task `group_size` times with the engine's current weights, each rank its share of the episodes.
 
-        `options` are those of `play_own`. Returns the groups of all ranks, in the order of tasks. An episode that fails
-        is in no group, and a group left with fewer than min(2, group_size) members is dropped.
+        `options` are those of `play_own`. Returns the groups of all ranks, in the order of tasks.
+        An episode that fails is in no group, and a group left with fewer than min(2, group_size)
+        members is dropped.
         """
         return self.share(self.play_own(tasks, **options), tasks, options["group_size"])
 
@@ -244,14 +261,17 @@ class Rollouts:
         """Raise UserError if the environment's list of tasks has something else, or a kind that may not be."""
         if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
             name = type(self.factory).__name__
-            raise UserError(f"{name}: {shown(task)} is among the tasks; each must be a Task, id and kind texts")
+            raise UserError(
+                f"{name}: {shown(task)} is among the tasks; each must be a Task, id and kind texts"
+            )
         check_kind(task, self.factory)
 
     def _own_groups(self, tasks: list[Task], group_size: int) -> list[Group]:
         """This rank's share of the episodes, not played yet, in groups.
 
-        It is one block of all episodes in the order of tasks and members. So the members of a group stay together and
-        share their prompt in the engine's cache, except for the groups at the ends of the block.
+        It is one block of all episodes in the order of tasks and members. So the members of a group
+        stay together and share their prompt in the engine's cache, except for the groups at the
+        ends of the block.
         """
         rank = self.ranks.rank if self.ranks else 0
         world_size = self.ranks.world_size if self.ranks else 1
@@ -271,7 +291,9 @@ class Rollouts:
         if count and not self._cut_is_reported:
             self._cut_is_reported = True
             max_text = self.config.env.max_text
-            to_stderr(f"{count} texts of the environment were cut to env.max_text = {max_text} (said once)")
+            to_stderr(
+                f"{count} texts of the environment were cut to env.max_text = {max_text} (said once)"
+            )
 
     def run(
         self,
@@ -283,8 +305,9 @@ class Rollouts:
     ) -> None:
         """Play the episodes to their ends, `at_once` of them in parallel (0: all). `ended` gets each as it ends.
 
-        `make_model` makes who answers in place of the engine. Whatever an environment or an agent raises is its
-        episode's failure. KeyboardInterrupt, UserError, and whatever the engine or `ended` raise end the play.
+        `make_model` makes who answers in place of the engine. Whatever an environment or an agent
+        raises is its episode's failure. KeyboardInterrupt, UserError, and whatever the engine or
+        `ended` raise end the play.
         """
         self._state = PlayState(unfinished=len(episodes))
         slots = asyncio.Semaphore(at_once or len(episodes) or 1)
@@ -293,7 +316,9 @@ class Rollouts:
         with _outside_running_loop():
             tasks: list[asyncio.Task[None]] = []
             for episode in episodes:
-                tasks.append(self.loop.create_task(self._run_episode(episode, make_model, slots, ended)))
+                tasks.append(
+                    self.loop.create_task(self._run_episode(episode, make_model, slots, ended))
+                )
             driver = self.loop.create_task(self._drive())
             try:
                 self.loop.run_until_complete(driver)
@@ -311,7 +336,10 @@ class Rollouts:
         slots: asyncio.Semaphore,
         ended: Callable[[Episode], None] | None,
     ) -> None:
-        """Play an episode once there is a slot for it. What is not the episode's failure ends the play."""
+        """Play an episode once there is a slot for it.
+
+        What is not the episode's failure ends the play.
+        """
         state = self._state
         try:
             async with slots:
@@ -337,8 +365,13 @@ class Rollouts:
         if cancelled:
             self.loop.run_until_complete(asyncio.wait(cancelled, timeout=STOP_S))
 
-    async def sample(self, episode: Episode, prompt_ids: list[int], seed: int, stopped: Any) -> Completion:
-        """What the engine samples for a prompt of an episode. Raises EnvironmentFailure if it could not."""
+    async def sample(
+        self, episode: Episode, prompt_ids: list[int], seed: int, stopped: Any
+    ) -> Completion:
+        """What the engine samples for a prompt of an episode.
+
+        Raises EnvironmentFailure if it could not.
+        """
         completion: asyncio.Future[Completion] = self.loop.create_future()
         request = Request(
             key=next(self._request_keys),
@@ -354,7 +387,10 @@ class Rollouts:
         return await completion
 
     def close(self) -> None:
-        """Close the environments and the loop. An environment that raises or hangs no longer matters."""
+        """Close the environments and the loop.
+
+        An environment that raises or hangs no longer matters.
+        """
         self.threads.close(*(environment.close for environment in self._idle))
         self._judges.close()
         self._idle.clear()
@@ -384,8 +420,9 @@ class Rollouts:
     def _engine_may_step(self) -> bool:
         """Whether there are requests, and no others have to be waited for.
 
-        Each step waits while environments are made, so that the members of a group begin together and share their
-        prompt in the engine's cache. An engine that takes no request while it runs waits for all live episodes.
+        Each step waits while environments are made, so that the members of a group begin together
+        and share their prompt in the engine's cache. An engine that takes no request while it runs
+        waits for all live episodes.
         """
         state = self._state
         waiting = len(state.queue) + len(state.in_flight)
@@ -397,7 +434,9 @@ class Rollouts:
         """Submit the queued requests and step the engine; whether it has completed any."""
         state = self._state
         if not self.engine.continuous:
-            state.queue.sort(key=lambda queued: queued.order)  # batches do not depend on which environment was faster
+            state.queue.sort(
+                key=lambda queued: queued.order
+            )  # batches do not depend on which environment was faster
         for queued in state.queue:
             self.engine.submit(queued.request)
             state.in_flight[queued.request.key] = queued.completion
@@ -415,7 +454,10 @@ class Rollouts:
         return bool(completions)
 
     async def _play(self, episode: Episode, make_model: Callable[[EnvHandle], Model]) -> None:
-        """Play one episode. Whatever goes wrong is its failure; only what `OURS` names is raised."""
+        """Play one episode.
+
+        Whatever goes wrong is its failure; only what `OURS` names is raised.
+        """
         trajectory = episode.trajectory
         started = time.monotonic()
         guarded: Guarded | None = None
@@ -435,8 +477,13 @@ class Rollouts:
             if trajectory.failure is None:
                 self._idle.append(guarded)
 
-    async def _play_in(self, guarded: Guarded, episode: Episode, make_model: Callable[[EnvHandle], Model]) -> None:
-        """Have the agent play an episode in this environment, and judge it. Raises what is wrong with the episode."""
+    async def _play_in(
+        self, guarded: Guarded, episode: Episode, make_model: Callable[[EnvHandle], Model]
+    ) -> None:
+        """Have the agent play an episode in this environment, and judge it.
+
+        Raises what is wrong with the episode.
+        """
         trajectory = episode.trajectory
         env = EnvHandle(guarded, self.threads, episode, self.config.env)
         model = make_model(env)
@@ -479,7 +526,9 @@ class Rollouts:
     async def _judge(self, trajectory: Trajectory) -> None:
         """Replace the environment's rewards: the last turn gets the reward of reward.type, the others 0."""
         result = await self._judges.run(self._reward, trajectory)
-        reward = number(f"reward.type = '{self.config.reward.type}'", result, -MAX_REWARD, MAX_REWARD)
+        reward = number(
+            f"reward.type = '{self.config.reward.type}'", result, -MAX_REWARD, MAX_REWARD
+        )
         for turn in trajectory.turns:
             is_last = turn is trajectory.turns[-1]
             turn.outcome = replace(turn.outcome, reward=reward if is_last else 0.0)

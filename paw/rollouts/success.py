@@ -27,8 +27,9 @@ def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
 def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> dict[str, Any]:
     """games, failures, failure, success with its interval, return, steps, valid_actions, score and success_<kind>.
 
-    `failed` episodes count as games without success, and "failure" says why the first one failed. The other means leave
-    them out. If no episode ended, only games, failures and failure are returned.
+    `failed` episodes count as games without success, and "failure" says why the first one failed.
+    The other means leave them out. If no episode ended, only games, failures and failure are
+    returned.
     """
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     games = len(episodes) + len(failed)

@@ -117,4 +117,6 @@ def _children() -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), [sys.executable, "-m", "paw.rollouts.player"], int(sys.argv[2])))
+    sys.exit(
+        main(int(sys.argv[1]), [sys.executable, "-m", "paw.rollouts.player"], int(sys.argv[2]))
+    )

@@ -14,10 +14,13 @@ from paw.rollouts.engines.base import Engine
 from paw.types import Sample
 
 LIMIT = 0.5
-"""Nats by which a token's two log-probs may differ. In small models, rounding costs up to 1e-6 in fp32 and 0.008 in
-bf16 (0.14 with sharp weights)."""
+"""Nats by which a token's two log-probs may differ. In small models, rounding costs up to 1e-6 in
+fp32 and 0.008 in bf16 (0.14 with sharp weights)."""
 TOLERATED = 0.05
-"""Share of tokens that may be beyond LIMIT. Rounding puts the odd token there, wrong weights put many."""
+"""Share of tokens that may be beyond LIMIT.
+
+Rounding puts the odd token there, wrong weights put many.
+"""
 
 
 class StaleWeightsError(UserError):
@@ -55,7 +58,9 @@ class Weights:
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, full shape) of each parameter, without gathering."""
-        return [(name, tuple(tensor.shape)) for name, tensor in self._named(self._empty_parameters())]
+        return [
+            (name, tuple(tensor.shape)) for name, tensor in self._named(self._empty_parameters())
+        ]
 
     def _empty_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor without data) of each parameter but the adapters'; names as before peft's layers came in."""
@@ -81,7 +86,12 @@ def sampled_by(samples: Sequence[Sample], version: int) -> list[list[str | None]
     """For each response token the server that sampled it ("" without servers), or None if other weights did."""
     rows: list[list[str | None]] = []
     for sample in samples:
-        rows.append([sample.server if token_version == version else None for token_version in sample.versions])
+        rows.append(
+            [
+                sample.server if token_version == version else None
+                for token_version in sample.versions
+            ]
+        )
     return rows
 
 
@@ -93,10 +103,11 @@ def sampler_mismatch(
 ) -> dict[str, float]:
     """How far the trainer's log-probs of some responses are from the sampler's, in nats.
 
-    Returns health/sampler_mismatch (the largest distance) and health/sampler_mismatch_mean; {} without tokens.
-    `servers` names who sampled each token; tokens of None are left out.
+    Returns health/sampler_mismatch (the largest distance) and health/sampler_mismatch_mean; {}
+    without tokens. `servers` names who sampled each token; tokens of None are left out.
 
-    Raises StaleWeightsError if more than `TOLERATED` of a server's tokens are beyond `LIMIT`, or not finite.
+    Raises StaleWeightsError if more than `TOLERATED` of a server's tokens are beyond `LIMIT`, or
+    not finite.
     """
     distances = _distances(trainer, sampled, servers)
     if not distances:
@@ -134,7 +145,9 @@ def _distances(
     if servers is None:
         servers = [[""] * len(row) for row in trainer]
     distances: dict[str, list[float]] = defaultdict(list)
-    for trainer_logp, sampled_logp, server in zip(chain(*trainer), chain(*sampled), chain(*servers), strict=True):
+    for trainer_logp, sampled_logp, server in zip(
+        chain(*trainer), chain(*sampled), chain(*servers), strict=True
+    ):
         if server is not None:
             distances[server].append(abs(trainer_logp - sampled_logp))
     return distances

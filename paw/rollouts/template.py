@@ -1,7 +1,7 @@
 """Chat templates within limits: a template is a program of whoever made the model, and may never end.
 
-Before it is rendered here for the first time, a process with limits renders the same conversations (`try_template`).
-What a later conversation makes of it has a limit of time alone (`within`).
+Before it is rendered here for the first time, a process with limits renders the same conversations
+(`try_template`). What a later conversation makes of it has a limit of time alone (`within`).
 """
 
 import ctypes
@@ -32,8 +32,8 @@ class TemplateLimitError(Exception):
 
 
 def try_template(templates: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
-    """Render (template, variables of several conversations) in another process. Raises TemplateLimitError if that takes
-    too much time or memory; what else a template raises passes."""
+    """Render (template, variables of several conversations) in another process. Raises
+    TemplateLimitError if that takes too much time or memory; what else a template raises passes."""
     limits = {"memory": MEMORY, "seconds": RENDER_S, "templates": templates}
     if why := _fault(json.dumps(limits, default=str)):
         raise TemplateLimitError(why)
@@ -44,7 +44,9 @@ def _fault(limits: str) -> str:
     """What the trial exceeded, or ""."""
     command = [sys.executable, "-P", trial.__file__]
     try:
-        done = subprocess.run(command, input=limits, capture_output=True, text=True, timeout=PATIENCE_S)
+        done = subprocess.run(
+            command, input=limits, capture_output=True, text=True, timeout=PATIENCE_S
+        )
     except subprocess.TimeoutExpired:
         return f"it takes more than {PATIENCE_S:g} s"
     if done.returncode == trial.EXCEEDED:
@@ -58,8 +60,8 @@ def _fault(limits: str) -> str:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """What `call()` returns or raises, in a thread of its own. TemplateLimitError if it takes longer: the thread is
-    then told to end, and does so at its next step of Python."""
+    """What `call()` returns or raises, in a thread of its own. TemplateLimitError if it takes
+    longer: the thread is then told to end, and does so at its next step of Python."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -73,7 +75,9 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+        )
         raise TemplateLimitError(f"it takes more than {seconds:g} s")
     if errors:
         raise errors[0]

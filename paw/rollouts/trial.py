@@ -1,8 +1,9 @@
 """A program of its own that renders conversations by a chat template: does that end, and in how much memory?
 
-It reads JSON from stdin (`paw.rollouts.template.Trial`), imports nothing but Jinja, and ends with EXCEEDED if it needs
-more memory than it may have; the kernel ends it if it needs more time. What else a template raises is not said here:
-`Chat` renders the same conversations with the tokenizer's own method.
+It reads JSON from stdin (`paw.rollouts.template.Trial`), imports nothing but Jinja, and ends with
+EXCEEDED if it needs more memory than it may have; the kernel ends it if it needs more time. What
+else a template raises is not said here: `Chat` renders the same conversations with the tokenizer's
+own method.
 """
 
 import json
@@ -35,7 +36,9 @@ class Generation(Extension):
 
 def environment() -> ImmutableSandboxedEnvironment:
     """Jinja as transformers has it for chat templates."""
-    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
     jinja.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False)
     jinja.globals["raise_exception"] = _refuse
     jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -8,12 +8,21 @@ from typing import Any
 from paw.errors import shown
 from paw.types import Outcome, Turn
 
-NUMBERS = {"prompt_ids": "i", "response_ids": "i", "versions": "i", "sampled_logp": "d", "entropy": "d"}
+NUMBERS = {
+    "prompt_ids": "i",
+    "response_ids": "i",
+    "versions": "i",
+    "sampled_logp": "d",
+    "entropy": "d",
+}
 """Lists of a turn, with the type code of Python's `array` that holds them: int32 and float64."""
 
 
 def checked_stop(stop: Iterable[Any]) -> list[str]:
-    """The stop strings of a call. Raises ValueError for what is no text: in the agent, not later in the engine."""
+    """The stop strings of a call.
+
+    Raises ValueError for what is no text: in the agent, not later in the engine.
+    """
     words = list(stop)
     for word in words:
         if not isinstance(word, str) or not word:
@@ -22,7 +31,10 @@ def checked_stop(stop: Iterable[Any]) -> list[str]:
 
 
 def turns_problem(turns: Sequence[Turn], *, with_tokens: bool) -> str:
-    """What is wrong with the turns; "" if nothing is. Training needs each token (`with_tokens`) with its log-prob."""
+    """What is wrong with the turns; "" if nothing is.
+
+    Training needs each token (`with_tokens`) with its log-prob.
+    """
     for number, turn in enumerate(turns):
         if not isinstance(turn.outcome, Outcome) or not math.isfinite(turn.outcome.reward):
             return f"turn {number} has the outcome {shown(turn.outcome)}"

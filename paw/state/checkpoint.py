@@ -7,11 +7,12 @@
         state.json                                                    step, version, and the caller's counters
         manifest.json                                                 size and sha256 of each file above
 
-With several ranks each writes its rows of every tensor, as `model.rank_1.safetensors`. The rows of all ranks, one after
-another, are the tensor. A machine that does not see rank 0's run directory keeps its ranks' files in its own.
+With several ranks each writes its rows of every tensor, as `model.rank_1.safetensors`. The rows of
+all ranks, one after another, are the tensor. A machine that does not see rank 0's run directory
+keeps its ranks' files in its own.
 
-A save writes a hidden folder, fsyncs it and renames it into place. A load checks the manifest first, because no format
-in common use notices a flipped byte. Nothing is ever unpickled.
+A save writes a hidden folder, fsyncs it and renames it into place. A load checks the manifest
+first, because no format in common use notices a flipped byte. Nothing is ever unpickled.
 """
 
 import hashlib
@@ -46,7 +47,10 @@ Files = dict[str, dict[str, Any]]
 
 
 class CheckpointError(UserError):
-    """A checkpoint that must not be loaded: damaged, incomplete, or of another model. Names the file."""
+    """A checkpoint that must not be loaded: damaged, incomplete, or of another model.
+
+    Names the file.
+    """
 
 
 class ElsewhereError(CheckpointError):
@@ -59,9 +63,13 @@ class Draft:
     On any failure the earlier checkpoints stay as they were. Raises UserError if the disk refuses.
     """
 
-    def __init__(self, folder: Path, step: int, state: Mapping[str, Any], *, version: int = VERSION) -> None:
+    def __init__(
+        self, folder: Path, step: int, state: Mapping[str, Any], *, version: int = VERSION
+    ) -> None:
         """`state` holds JSON values; raises ValueError for a NaN in it."""
-        self._text = json.dumps({**state, "version": version, "step": step}, indent=1, allow_nan=False)
+        self._text = json.dumps(
+            {**state, "version": version, "step": step}, indent=1, allow_nan=False
+        )
         self._folder = folder
         self.path = folder / f"step_{step:06d}"
         self._temp = folder / f".tmp_{self.path.name}"
@@ -103,7 +111,10 @@ class Draft:
         self.reveal()
 
     def reveal(self) -> None:
-        """Rename the folder into place. Called directly, without `publish`, on machines other than rank 0's."""
+        """Rename the folder into place.
+
+        Called directly, without `publish`, on machines other than rank 0's.
+        """
         replaced = self._temp.with_name(f".tmp_replaced_{self.path.name}")
         with self._writing():
             fsync(self._temp)
@@ -123,12 +134,15 @@ class Draft:
 
 
 def save(
-    folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor] | Named], state: Mapping[str, Any]
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor] | Named],
+    state: Mapping[str, Any],
 ) -> Path:
     """Write the checkpoint `folder`/step_NNNNNN and return its path, see `Draft`.
 
-    `tensors` maps a file stem to {name: tensor}, or to pairs (name, tensor), which are read one by one; tied weights
-    appear once.
+    `tensors` maps a file stem to {name: tensor}, or to pairs (name, tensor), which are read one by
+    one; tied weights appear once.
     """
     draft = Draft(folder, step, state)
     try:
@@ -141,7 +155,9 @@ def save(
 
 def saved(folder: Path) -> list[Path]:
     """The checkpoints of a folder, newest save first; those whose manifest cannot be read come before all others."""
-    return sorted(folder.glob("step_*"), key=lambda path: (_order(path) or math.inf, path.name), reverse=True)
+    return sorted(
+        folder.glob("step_*"), key=lambda path: (_order(path) or math.inf, path.name), reverse=True
+    )
 
 
 def prune(folder: Path, keep: int) -> list[str]:
@@ -162,7 +178,8 @@ def prune_shards(folder: Path, kept: Collection[str]) -> None:
             _drop(path)
 
 
-# --- helpers -------------------------------------------------------------------------------------------------------
+# --- helpers
+# -------------------------------------------------------------------------------------------------------
 
 
 def _drop(path: Path) -> None:
@@ -183,7 +200,10 @@ def digest(file: Path) -> dict[str, Any]:
     if not file.is_file():  # reading a pipe would wait for its writer
         raise OSError("not a file")
     with file.open("rb") as stream:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+        return {
+            "bytes": file.stat().st_size,
+            "sha256": hashlib.file_digest(stream, "sha256").hexdigest(),
+        }
 
 
 def manifest_text(files: Files, order: int) -> str:
@@ -194,7 +214,10 @@ def manifest_text(files: Files, order: int) -> str:
 
 
 def read_manifest(path: Path) -> tuple[Files, int]:
-    """(files, order) of the checkpoint at `path`. Raises CheckpointError if its manifest is missing or damaged."""
+    """(files, order) of the checkpoint at `path`.
+
+    Raises CheckpointError if its manifest is missing or damaged.
+    """
     file = path / MANIFEST
     try:
         if file.exists() and not file.is_file():
@@ -215,7 +238,9 @@ def read_manifest(path: Path) -> tuple[Files, int]:
 def _is_file_table(value: Any) -> TypeGuard[Files]:
     if not isinstance(value, dict):
         return False
-    return all(isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"} for entry in value.values())
+    return all(
+        isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"} for entry in value.values()
+    )
 
 
 def _order(path: Path) -> int:

@@ -18,8 +18,8 @@ from paw.files import cause, fsync, writing
 LOCK = ".lock"
 """Holds the id of the process that has the folder, or had it last; what counts is the kernel's lock on the file."""
 WAIT_S = 2.0
-"""For another process that only looks whether the folder is taken, has not written its id yet, or was killed with the
-parent that watches it a moment ago."""
+"""For another process that only looks whether the folder is taken, has not written its id yet, or
+was killed with the parent that watches it a moment ago."""
 
 
 class InUseError(UserError):
@@ -29,7 +29,8 @@ class InUseError(UserError):
 def lock(folder: Path) -> IO[str]:
     """Take `folder`, which exists, until the file that is returned closes or this process ends.
 
-    Raises InUseError with the id of the process that has it. On a file system that knows no locks nothing is held.
+    Raises InUseError with the id of the process that has it. On a file system that knows no locks
+    nothing is held.
     """
     path, give_up = folder / LOCK, time.monotonic() + WAIT_S
     with writing(folder):
@@ -37,13 +38,17 @@ def lock(folder: Path) -> IO[str]:
     while not _locked(file, fcntl.LOCK_EX):
         if time.monotonic() > give_up:
             file.close()
-            raise InUseError(f"{folder} is in use by process {_written(path)}; wait for it or stop it")
+            raise InUseError(
+                f"{folder} is in use by process {_written(path)}; wait for it or stop it"
+            )
         time.sleep(0.02)
     with suppress(OSError):  # a full disk: the lock holds all the same
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
-    os.register_at_fork(after_in_child=file.close)  # a child that outlives this process must not hold the folder
+    os.register_at_fork(
+        after_in_child=file.close
+    )  # a child that outlives this process must not hold the folder
     return file
 
 
@@ -91,7 +96,9 @@ def claim(config: Config, *, resume: str, numbered: bool) -> tuple[str, IO[str]]
             continue
         except (OSError, ValueError) as error:
             why = cause(error)
-            raise UserError(f"cannot create the run directory {directory}: {why}; set --run.dir") from None
+            raise UserError(
+                f"cannot create the run directory {directory}: {why}; set --run.dir"
+            ) from None
         for leftover in directory.glob(".tmp_*_*"):  # of a file that a kill kept from being renamed
             with suppress(OSError):
                 leftover.unlink()
@@ -100,8 +107,8 @@ def claim(config: Config, *, resume: str, numbered: bool) -> tuple[str, IO[str]]
 
 
 def run_names(config: Config, *, resume: str, numbered: bool) -> Iterator[str]:
-    """Names a run may take: run.name, or with `numbered` those whose stem it is, of a new run without end, of one to
-    resume the highest there is."""
+    """Names a run may take: run.name, or with `numbered` those whose stem it is, of a new run
+    without end, of one to resume the highest there is."""
     stem = config.run.name
     found = (
         re.fullmatch(rf"{re.escape(stem)}(?:-(\d+))?", path.parent.name)
@@ -113,16 +120,21 @@ def run_names(config: Config, *, resume: str, numbered: bool) -> Iterator[str]:
 
 
 def check_free(directory: Path, *, resume: str) -> None:
-    """Raise UserError for a run directory that cannot be taken, whoever else has it: it holds another run, or none to
-    resume."""
+    """Raise UserError for a run directory that cannot be taken, whoever else has it: it holds
+    another run, or none to resume."""
     metrics, checkpoints = directory / "metrics.jsonl", directory / "checkpoints"
     if not resume:
-        # An empty log is of one that stopped before it had begun; checkpoints alone are those of another machine's run.
+        # An empty log is of one that stopped before it had begun; checkpoints alone are those of
+        # another machine's run.
         if (metrics.exists() and metrics.stat().st_size > 0) or any(checkpoints.glob("step_*")):
-            raise InUseError(f"{directory} holds a run already; use --resume auto, or another --run.name")
+            raise InUseError(
+                f"{directory} holds a run already; use --resume auto, or another --run.name"
+            )
         return
     if resume != "auto" and not re.fullmatch(r"step_\d+", resume):
-        raise UserError(f"--resume {clean(resume)}: takes auto or a checkpoint's name, such as step_000100")
+        raise UserError(
+            f"--resume {clean(resume)}: takes auto or a checkpoint's name, such as step_000100"
+        )
     if not metrics.is_file():
         raise UserError(f"--resume: there is no run in {directory}; start without --resume")
     there = sorted(path.name for path in checkpoints.glob("step_*"))

@@ -44,10 +44,14 @@ def export(
 ) -> Path:
     """Write weights (`full_parameters`, tied ones once), tokenizer, chat template and a model card to `folder`.
 
-    `method` names the updates where they are not those of `config`. Written beside it and moved in when complete; other
-    files there stay. Raises UserError when it cannot be written.
+    `method` names the updates where they are not those of `config`. Written beside it and moved in
+    when complete; other files there stay. Raises UserError when it cannot be written.
     """
-    world = f"world model {config.wm.loss} (alpha {config.wm.alpha:g})" if config.wm.enabled else "no world model"
+    world = (
+        f"world model {config.wm.loss} (alpha {config.wm.alpha:g})"
+        if config.wm.enabled
+        else "no world model"
+    )
     method = method or f"{config.advantage.type}, {world}"
     temp = folder.with_name(f".tmp_{folder.name}")
     try:
@@ -56,7 +60,12 @@ def export(
             temp.mkdir(parents=True)
             policy.lm.save_pretrained(temp, state_dict=kept_buffers(policy.lm) | weights)
             _with_options(tokenizer, config.model.chat_template_kwargs).save_pretrained(temp)
-            about = {"metadata": metadata(config), "version": __version__, "updates": step, "method": method}
+            about = {
+                "metadata": metadata(config),
+                "version": __version__,
+                "updates": step,
+                "method": method,
+            }
             card = CARD.format(config=config, **about)
             (temp / "README.md").write_text(card, encoding="utf-8")
             (temp / "paw.toml").write_text(dump(config), encoding="utf-8")
@@ -71,14 +80,27 @@ def export(
 
 
 def metadata(config: Config) -> str:
-    """The head of the model card, YAML: what the hub knows a model by. Folders of this disk are no names there."""
+    """The head of the model card, YAML: what the hub knows a model by.
+
+    Folders of this disk are no names there.
+    """
     base, data = config.model.path, str(getattr(config.env, "data", None))
-    at_hub = [name for name in (base, data) if is_hub_name(name) and not Path(name).expanduser().exists()]
-    tags = ["paw", "reinforcement-learning", "language-agent", config.env.name, config.advantage.type]
+    at_hub = [
+        name for name in (base, data) if is_hub_name(name) and not Path(name).expanduser().exists()
+    ]
+    tags = [
+        "paw",
+        "reinforcement-learning",
+        "language-agent",
+        config.env.name,
+        config.advantage.type,
+    ]
     readme = Path(base).expanduser() / "README.md"
     licence = None
     with quietly():  # whatever it holds
-        licence = getattr(ModelCard.load(readme).data, "license", None) if readme.is_file() else None
+        licence = (
+            getattr(ModelCard.load(readme).data, "license", None) if readme.is_file() else None
+        )
     card = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -95,7 +117,9 @@ def _with_options(tokenizer: Any, options: dict[str, Any]) -> Any:
     if not options:
         return tokenizer
     tokenizer = copy.deepcopy(tokenizer)
-    settings = "".join(f"{{%- set {key} = {json.dumps(value)} -%}}\n" for key, value in options.items())
+    settings = "".join(
+        f"{{%- set {key} = {json.dumps(value)} -%}}\n" for key, value in options.items()
+    )
     tokenizer.chat_template = settings + tokenizer.chat_template.removeprefix(settings)
     return tokenizer
 
@@ -103,8 +127,8 @@ def _with_options(tokenizer: Any, options: dict[str, Any]) -> Any:
 def start_model(run: Path | None, config: Config, report: Callable[[str], None] = to_stderr) -> str:
     """The model that `run` (None: a new one) starts from: config.model.path, or a warm-up model.
 
-    The warm-up model of a run begun is the one its run.json names, as long as it is there: one made by later code may
-    have another tokenizer. `report` hears about a warm-up.
+    The warm-up model of a run begun is the one its run.json names, as long as it is there: one made
+    by later code may have another tokenizer. `report` hears about a warm-up.
     """
     if config.model.path != "quickstart":
         return config.model.path

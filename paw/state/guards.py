@@ -17,8 +17,8 @@ class TrainingStopped(UserError):
 class UpdateGuard:
     """Decides from the loss and the total gradient norm whether an optimizer step is taken.
 
-    One NaN gradient makes every parameter NaN, through clipping and AdamW. Pass all-reduced values, so that every rank
-    decides alike: a NaN on one rank is a NaN in the sum.
+    One NaN gradient makes every parameter NaN, through clipping and AdamW. Pass all-reduced values,
+    so that every rank decides alike: a NaN on one rank is a NaN in the sum.
     """
 
     def __init__(self, max_skipped: int, *, lr: str = "optim.lr") -> None:
@@ -96,20 +96,25 @@ def alarms(run: "Run") -> Iterator[str]:
     reward_max = run.factory.reward_max
     is_adaptive = config.wm.enabled and config.wm.weight == "adaptive"
     above_max = [line for line in history if (line.get("reward/mean") or 0.0) > reward_max]
-    if is_adaptive and len(above_max) == 1 and above_max[0] is history[-1]:  # once, at the first such update
+    if (
+        is_adaptive and len(above_max) == 1 and above_max[0] is history[-1]
+    ):  # once, at the first such update
         yield (
             f"warning: episodes return {above_max[0]['reward/mean']:g} in the mean, above the environment's reward_max "
             f"= {reward_max:g}: the adaptive weight of the world model is 0 there; raise reward_max, or set wm.weight"
         )
 
 
-def collapse_warning(history: Sequence[Mapping[str, float | None]], *, in_groups: bool = True) -> str | None:
+def collapse_warning(
+    history: Sequence[Mapping[str, float | None]], *, in_groups: bool = True
+) -> str | None:
     """A warning at the update at which the signature of a collapse is complete, else None; `history` is oldest first.
 
-    The signature, over the last 5 updates: every action is well-formed (>= 0.98), next to none succeeds (<= 0.01) after
-    some did before, and the entropy is under a tenth of its highest. The cause are groups in which all fail: only the
-    invalid-action penalty varies there, and the division by the standard deviation scales it up to full size.
-    `in_groups`: advantages are relative to the group, so that advantage.penalty_only applies.
+    The signature, over the last 5 updates: every action is well-formed (>= 0.98), next to none
+    succeeds (<= 0.01) after some did before, and the entropy is under a tenth of its highest. The
+    cause are groups in which all fail: only the invalid-action penalty varies there, and the
+    division by the standard deviation scales it up to full size. `in_groups`: advantages are
+    relative to the group, so that advantage.penalty_only applies.
     """
     if not _collapsed(history) or _collapsed(history[:-1]):
         return None
@@ -132,7 +137,9 @@ def _collapsed(history: Sequence[Mapping[str, float | None]]) -> bool:
     had_success = max(_column(before, "success/all")) > 0.01
     all_valid = min(_column(window, "health/valid_actions")) >= 0.98
     none_succeeds = max(_column(window, "success/all")) <= 0.01
-    entropy_is_low = max(_column(window, "policy/entropy")) <= 0.1 * max(_column(before, "policy/entropy"))
+    entropy_is_low = max(_column(window, "policy/entropy")) <= 0.1 * max(
+        _column(before, "policy/entropy")
+    )
     return had_success and all_valid and none_succeeds and entropy_is_low
 
 

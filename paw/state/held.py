@@ -25,8 +25,12 @@ class HeldDirectory:
         if where == self.path:
             return
         if where is None:
-            raise UserError(f"the run directory {self.path} was deleted, and what was saved in it: the run has ended")
-        kept = f"the checkpoint of update {saved} is in it" if saved else "no checkpoint is in it yet"
+            raise UserError(
+                f"the run directory {self.path} was deleted, and what was saved in it: the run has ended"
+            )
+        kept = (
+            f"the checkpoint of update {saved} is in it" if saved else "no checkpoint is in it yet"
+        )
         raise UserError(
             f"the run directory {self.path} was renamed to {where}, so the run has ended; {kept}: rename it back, then "
             "--resume auto"

@@ -1,11 +1,12 @@
 """What a run writes about itself: metrics.jsonl and samples.jsonl.
 
-Names: reward/mean success/{all,<kind>} policy/{loss,clip_frac,kl,entropy} wm/{loss,lambda,selected_frac,masked_frac}
-critic/{loss,grad_norm,clip_frac,explained_variance} optim/{lr,grad_norm,gradient_frac,skipped}
-time/{rollout,score,update,sync,eval,save} [s] perf/{tokens_per_s,peak_gib}
+Names: reward/mean success/{all,<kind>} policy/{loss,clip_frac,kl,entropy}
+wm/{loss,lambda,selected_frac,masked_frac} critic/{loss,grad_norm,clip_frac,explained_variance}
+optim/{lr,grad_norm,gradient_frac,skipped} time/{rollout,score,update,sync,eval,save} [s]
+perf/{tokens_per_s,peak_gib}
 health/{env_failures,groups_dropped,groups_mixed,prompts_truncated,texts_cut,threads_lost,valid_actions,
-sampler_mismatch} eval/{success,success_<kind>,games,failures,return,steps}.
-A name is absent where it was not measured: never 0 in its place.
+sampler_mismatch} eval/{success,success_<kind>,games,failures,return,steps}. A name is absent where
+it was not measured: never 0 in its place.
 """
 
 import errno
@@ -27,9 +28,9 @@ Metrics = Mapping[str, Any]
 class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Appends one JSON object per update to metrics.jsonl, and sampled episodes to samples.jsonl.
 
-    Lines reach the system as they are written, and the disk with `sync`: log an update, and sync, before saving its
-    checkpoint. On resume the files are cut back to the checkpoint's step, so that they end up equal to an uninterrupted
-    run's but for time/* and perf/*.
+    Lines reach the system as they are written, and the disk with `sync`: log an update, and sync,
+    before saving its checkpoint. On resume the files are cut back to the checkpoint's step, so that
+    they end up equal to an uninterrupted run's but for time/* and perf/*.
     """
 
     def __init__(self, run_dir: Path, *, resume_step: int | None = None) -> None:
@@ -49,23 +50,34 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
                 self.history = rewind(paths[0], resume_step, self.lost)
                 # Samples are of evaluations: one that has not reached its line will be repeated.
-                rewind(paths[1], resume_step if self.evaluated(resume_step) else resume_step - 1, self.lost)
+                rewind(
+                    paths[1],
+                    resume_step if self.evaluated(resume_step) else resume_step - 1,
+                    self.lost,
+                )
                 self.lost += gaps(paths[0], self.history, resume_step)
             elif used := [path for path in paths if path.exists() and path.stat().st_size]:
-                raise UserError(f"{used[0]} already holds a run: go on with --resume auto, or set another --run.name")
+                raise UserError(
+                    f"{used[0]} already holds a run: go on with --resume auto, or set another --run.name"
+                )
             self._metrics, self._samples = map(open_append, paths)
             fsync(run_dir)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Append the metrics of update `step`: numbers or one-element tensors; NaN and infinities become null.
 
-        If it is the newest one's, they are an evaluation that its line lacked: the file is replaced by one with it.
+        If it is the newest one's, they are an evaluation that its line lacked: the file is replaced
+        by one with it.
         """
-        named = {clean(name): value for name, value in metrics.items() if name != "step"}  # a callback's may be
+        named = {
+            clean(name): value for name, value in metrics.items() if name != "step"
+        }  # a callback's may be
         record = _plain({"step": step, **named})
         if self.history and self.history[-1]["step"] == step:
             before = self.history.pop()
-            record = {name: value for name, value in before.items() if not name.startswith("eval/")} | record
+            record = {
+                name: value for name, value in before.items() if not name.startswith("eval/")
+            } | record
             path = Path(str(self._metrics.name))
             with writing(path):
                 write_file(path, b"".join(map(_line, [*self.history, record])))
@@ -147,7 +159,9 @@ def metrics_problem(metrics: Any) -> str:
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON has it: numpy's and torch's scalars are numbers; NaN, infinities and integers beyond a float null."""
-    text = json.dumps(record, default=lambda scalar: scalar.item() if hasattr(scalar, "item") else str(scalar))
+    text = json.dumps(
+        record, default=lambda scalar: scalar.item() if hasattr(scalar, "item") else str(scalar)
+    )
     return json.loads(text, parse_constant=lambda _: None, parse_int=_int)
 
 

@@ -11,8 +11,8 @@ from paw.state.claim import check_free, lock
 
 
 def claim_places(directory: Path, ranks: Ranks, stack: ExitStack, *, resume: str) -> list[int]:
-    """For each rank the lowest one that sees the same run directory, of which each machine may have its own. Those of
-    other machines than rank 0's are made, and locked until `stack` closes.
+    """For each rank the lowest one that sees the same run directory, of which each machine may have
+    its own. Those of other machines than rank 0's are made, and locked until `stack` closes.
 
     A call of all ranks. Raises UserError where such a directory holds another run, or is in use.
     """
@@ -25,7 +25,9 @@ def claim_places(directory: Path, ranks: Ranks, stack: ExitStack, *, resume: str
             fsync(directory.parent)
             marks[ranks.rank].touch()
         except OSError as error:
-            raise UserError(f"cannot create the run directory {directory}: {cause(error)}; set --run.dir") from None
+            raise UserError(
+                f"cannot create the run directory {directory}: {cause(error)}; set --run.dir"
+            ) from None
 
     ranks.together(mark)
     lowest = next(rank for rank, path in enumerate(marks) if path.exists())

@@ -27,10 +27,12 @@ def check_push(name: str) -> None:
 def push(folder: Path, name: str, *, public: bool = False) -> str:
     """Send an exported model to the hub as USER/NAME, made private unless it is there already; returns its address.
 
-    The licence of the base model is taken over where its card says one. UserError: no token, no network, no right; the
-    folder stays as it is.
+    The licence of the base model is taken over where its card says one. UserError: no token, no
+    network, no right; the folder stays as it is.
     """
-    why = unreachable() or ("" if get_token() else "there is no token: `hf auth login`, or set HF_TOKEN")
+    why = unreachable() or (
+        "" if get_token() else "there is no token: `hf auth login`, or set HF_TOKEN"
+    )
     try:
         if not why:
             api = HfApi()
@@ -38,7 +40,9 @@ def push(folder: Path, name: str, *, public: bool = False) -> str:
             api.create_repo(name, private=not public, exist_ok=True)
             if card.data.base_model and not card.data.license:
                 with suppress(HfHubHTTPError):  # not there, or not for this token
-                    card.data.license = getattr(api.model_info(card.data.base_model).card_data, "license", None)
+                    card.data.license = getattr(
+                        api.model_info(card.data.base_model).card_data, "license", None
+                    )
                     card.save(folder / "README.md")
             files = [file.name for file in folder.iterdir() if any(map(file.match, EXPORTED))]
             return str(api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=files))

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class RunRecord:
     """Writes run.json. A context manager: an exception that leaves it is recorded as the end of the run.
 
-    A process that is killed leaves no end. If the run's directory was renamed, the end is written to where it is now;
-    if it was deleted, nothing is.
+    A process that is killed leaves no end. If the run's directory was renamed, the end is written
+    to where it is now; if it was deleted, nothing is.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class RunRecord:
         notes: Sequence[str] = (),
         held: HeldDirectory | None = None,
     ) -> None:
-        """`resumed_at` is the update that a resumed run continues from, None for a new run; `notes` say what has
-        changed since."""
+        """`resumed_at` is the update that a resumed run continues from, None for a new run; `notes`
+        say what has changed since."""
         self._path = directory / "run.json"
         self._held = held
         self._started = time.monotonic()
@@ -74,7 +74,9 @@ class RunRecord:
         self.write()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         if error and kind:
             directory = self._held.where() if self._held else self._path.parent
             if directory is None:
@@ -139,7 +141,11 @@ def header_lines(run: "Run") -> list[str]:
     """The first lines that a run prints."""
     info = run.info
     config = run.config
-    world = f"PaW: {config.wm.loss}, alpha {config.wm.alpha:g}" if config.wm.enabled else "no world model"
+    world = (
+        f"PaW: {config.wm.loss}, alpha {config.wm.alpha:g}"
+        if config.wm.enabled
+        else "no world model"
+    )
     return [
         f"run {run.directory}",
         f"model {info['model']}: {info['parameters']:,} parameters, vocabulary {info['vocabulary']:,}",

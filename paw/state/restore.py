@@ -1,7 +1,7 @@
 """Reading checkpoints: checked against their manifest and against the run, restored bit for bit.
 
-Each rank reads its rows from the files that its machine has, and receives what only another machine has. All ranks
-agree on whether a checkpoint can be used; a single process is a single rank.
+Each rank reads its rows from the files that its machine has, and receives what only another machine
+has. All ranks agree on whether a checkpoint can be used; a single process is a single rank.
 """
 
 import random
@@ -53,14 +53,16 @@ ALONE = Ranks()
 def verify(path: Path) -> dict[str, Any]:
     """Check every file of a checkpoint against its manifest, reading all bytes once; returns what state.json holds.
 
-    Raises CheckpointError with the name of the first file that is missing, unexpected, truncated or altered, or if the
-    checkpoint has another version.
+    Raises CheckpointError with the name of the first file that is missing, unexpected, truncated or
+    altered, or if the checkpoint has another version.
     """
     state, _ = _check_all_files(path, ALONE, [0])
     return state
 
 
-def _check_all_files(path: Path, ranks: Ranks, places: Sequence[int]) -> tuple[dict[str, Any], list[set[str]]]:
+def _check_all_files(
+    path: Path, ranks: Ranks, places: Sequence[int]
+) -> tuple[dict[str, Any], list[set[str]]]:
     """`verify` by all ranks: (what state.json holds, the names of the files that each rank sees)."""
     files = ranks.broadcast_from_rank0(lambda: read_manifest(path)[0], Files, CheckpointError)
     check = partial(_check_visible_files, path, files, ranks, places)
@@ -70,17 +72,24 @@ def _check_all_files(path: Path, ranks: Ranks, places: Sequence[int]) -> tuple[d
         writer = re.search(r"\.rank_(\d+)", name)
         if writer is None:
             raise damaged(path, name, "the file is missing")
-        reason = f"the file is missing: rank {writer[1]} wrote it, to the run directory of its machine"
+        reason = (
+            f"the file is missing: rank {writer[1]} wrote it, to the run directory of its machine"
+        )
         raise ElsewhereError(str(damaged(path, name, reason)))
 
-    state = ranks.broadcast_from_rank0(lambda: _read_state(path, files), dict[str, Any], CheckpointError)
+    state = ranks.broadcast_from_rank0(
+        lambda: _read_state(path, files), dict[str, Any], CheckpointError
+    )
     return state, seen
 
 
-def _check_visible_files(path: Path, files: Files, ranks: Ranks, places: Sequence[int]) -> list[str]:
+def _check_visible_files(
+    path: Path, files: Files, ranks: Ranks, places: Sequence[int]
+) -> list[str]:
     """The names of the checkpoint's files that this rank sees; it checks its share of them.
 
-    Ranks that see the same files share the work. Raises CheckpointError for a damaged or unexpected file.
+    Ranks that see the same files share the work. Raises CheckpointError for a damaged or unexpected
+    file.
     """
     present: set[str] = set()
     if path.is_dir():
@@ -98,7 +107,11 @@ def _check_visible_files(path: Path, files: Files, ranks: Ranks, places: Sequenc
             raise damaged(path, name, cause(error)) from None
         for field in ("bytes", "sha256"):
             if actual[field] != files[name][field]:
-                raise damaged(path, name, f"{field} {actual[field]}, not {files[name][field]} as in the manifest")
+                raise damaged(
+                    path,
+                    name,
+                    f"{field} {actual[field]}, not {files[name][field]} as in the manifest",
+                )
     return visible
 
 
@@ -108,7 +121,9 @@ def _read_state(path: Path, files: Files) -> dict[str, Any]:
         raise damaged(path, STATE, "not a JSON object")
     if state.get("version") not in (VERSION, SHARDED):
         version = shown(state.get("version"))
-        raise CheckpointError(f"checkpoint {path}: {STATE} has version {version}, not {VERSION} or {SHARDED}")
+        raise CheckpointError(
+            f"checkpoint {path}: {STATE} has version {version}, not {VERSION} or {SHARDED}"
+        )
     if type(state.get("step")) is not int or not 0 <= state["step"] < 2**53:
         raise damaged(path, STATE, f"step = {shown(state.get('step'))} counts no updates")
     return state
@@ -119,8 +134,9 @@ def load(
 ) -> tuple[dict[str, Stored], dict[str, Any]]:
     """Verify a checkpoint and read it: (file stem -> name -> CPU tensor, mapped from disk; state).
 
-    Raises CheckpointError, the same on all ranks, if the checkpoint is damaged or has another version, or if names,
-    shapes or dtypes differ from those in `like`, which may have some of the stems.
+    Raises CheckpointError, the same on all ranks, if the checkpoint is damaged or has another
+    version, or if names, shapes or dtypes differ from those in `like`, which may have some of the
+    stems.
     """
     state, seen = _check_all_files(path, ranks, places)
     mapped: dict[str, dict[str, Tensor]] = {}
@@ -135,7 +151,9 @@ def load(
         stored = tensors[stem]
         for name, (dtype, shape) in headers[file].items():
             try:
-                stored.add(file, name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+                stored.add(
+                    file, name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+                )
             except RuntimeError as error:
                 raise damaged(path, file, describe(error)) from None
 
@@ -144,15 +162,19 @@ def load(
     return tensors, state
 
 
-def _map_files(path: Path, rank: int, seen: Sequence[set[str]], mapped: dict[str, dict[str, Tensor]]) -> Headers:
-    """Map the tensors of all files that `rank` sees into `mapped`; returns the headers of those files that no earlier
-    rank sees. Raises CheckpointError if a file cannot be read."""
+def _map_files(
+    path: Path, rank: int, seen: Sequence[set[str]], mapped: dict[str, dict[str, Tensor]]
+) -> Headers:
+    """Map the tensors of all files that `rank` sees into `mapped`; returns the headers of those
+    files that no earlier rank sees. Raises CheckpointError if a file cannot be read."""
     for file in sorted(seen[rank]):
         if not file.endswith(".safetensors"):
             continue
         try:
             mapped[file] = load_file(path / file)
-        except Exception as error:  # of any kind: a manifest that fits does not make the bytes a tensor file
+        except (
+            Exception
+        ) as error:  # of any kind: a manifest that fits does not make the bytes a tensor file
             raise damaged(path, file, cause(error)) from None
 
     headers: Headers = {}
@@ -173,13 +195,16 @@ def _row_order(file: str) -> tuple[int, str]:
 
 
 def newest(
-    folder: Path, read: Callable[[Path], T] = verify, warn: Callable[[str], None] = to_stderr, ranks: Ranks = ALONE
+    folder: Path,
+    read: Callable[[Path], T] = verify,
+    warn: Callable[[str], None] = to_stderr,
+    ranks: Ranks = ALONE,
 ) -> tuple[Path, T] | None:
     """The checkpoint saved last that `read` accepts, and what `read` returns; None if rank 0's folder has none at all.
 
-    `read` refuses with CheckpointError, on all ranks; `warn` is called for each checkpoint passed over. Saved last, not
-    highest step: after a rewind the new branch counts. Raises CheckpointError if there are only damaged ones, rather
-    than starting over.
+    `read` refuses with CheckpointError, on all ranks; `warn` is called for each checkpoint passed
+    over. Saved last, not highest step: after a rewind the new branch counts. Raises CheckpointError
+    if there are only damaged ones, rather than starting over.
     """
     refused: list[CheckpointError] = []
     names = ranks.broadcast_from_rank0(lambda: [path.name for path in saved(folder)], list[str])
@@ -194,17 +219,23 @@ def newest(
             warn(f"{error}: using {name}")
         return path, content
     if refused:
-        raise CheckpointError(f"{refused[0]}; no other checkpoint in {folder} can be used: take another --run.name")
+        raise CheckpointError(
+            f"{refused[0]}; no other checkpoint in {folder} can be used: take another --run.name"
+        )
     return None
 
 
-def _check_fit(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, origin: str) -> None:
+def _check_fit(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, origin: str
+) -> None:
     """Raises CheckpointError for the first name whose dtype or shape differs, or that only one of the two has."""
     for name in sorted(actual.keys() | expected.keys()):
         has = _dtype_and_shape(actual, name)
         wants = _dtype_and_shape(expected, name)
         if has != wants:
-            raise CheckpointError(f"{origin}: '{name}' is {has}, in this model {wants}; was it saved with another one?")
+            raise CheckpointError(
+                f"{origin}: '{name}' is {has}, in this model {wants}; was it saved with another one?"
+            )
 
 
 def _dtype_and_shape(tensors: Mapping[str, Tensor], name: str) -> str:
@@ -214,7 +245,12 @@ def _dtype_and_shape(tensors: Mapping[str, Tensor], name: str) -> str:
 
 
 def export_run(
-    run: Path, *, checkpoint_name: str | None = None, out: Path | None = None, push: str = "", public: bool = False
+    run: Path,
+    *,
+    checkpoint_name: str | None = None,
+    out: Path | None = None,
+    push: str = "",
+    public: bool = False,
 ) -> Path:
     """Export a checkpoint of a run directory (default: the newest that verifies); returns the folder written.
 
@@ -242,7 +278,9 @@ def export_run(
     base = start_model(run, config)
     dtype = recorded_dtype(run) or training_dtype(config, torch.device("cpu"))
     config_in_dtype = with_dtype(config, dtype)
-    policy = load_policy(base, weights=weights_dtype(config_in_dtype), dtype=config_in_dtype.model.dtype)
+    policy = load_policy(
+        base, weights=weights_dtype(config_in_dtype), dtype=config_in_dtype.model.dtype
+    )
     if config.lora.rank:
         from paw.model.lora import add_adapters
 
@@ -264,13 +302,17 @@ def export_run(
     return written
 
 
-# --- into a run ------------------------------------------------------------------------------------------------------
+# --- into a run
+# ------------------------------------------------------------------------------------------------------
 
 
-def restore(run: "Run", folder: Path, *, warn: Callable[[str], None], chosen: str = "") -> str | None:
+def restore(
+    run: "Run", folder: Path, *, warn: Callable[[str], None], chosen: str = ""
+) -> str | None:
     """Continue from the newest checkpoint in rank 0's `folder` that verifies, or from the one named `chosen`.
 
-    Returns its path, or None if there is none. Raises CheckpointError, on all ranks, if no checkpoint fits.
+    Returns its path, or None if there is none. Raises CheckpointError, on all ranks, if no
+    checkpoint fits.
     """
     ranks = run.ranks
     learners = run.learners
@@ -286,7 +328,9 @@ def restore(run: "Run", folder: Path, *, warn: Callable[[str], None], chosen: st
     path, (tensors, state, random_tensors) = checkpoint
     for learner in learners:
         learner.model.load(tensors[f"{learner.prefix}model"])
-        load_optimizer(learner.optimizer, learner.parameters.items(), tensors[f"{learner.prefix}optimizer"])
+        load_optimizer(
+            learner.optimizer, learner.parameters.items(), tensors[f"{learner.prefix}optimizer"]
+        )
         learner.guard.load_state(state[f"{learner.prefix}guard"])
 
     stem = rng_name(ranks.rank)
@@ -297,7 +341,9 @@ def restore(run: "Run", folder: Path, *, warn: Callable[[str], None], chosen: st
     return str(path)
 
 
-def _read(learners: Sequence["Learner"], ranks: Ranks, places: Sequence[int], path: Path) -> tuple[Any, Any, Tensors]:
+def _read(
+    learners: Sequence["Learner"], ranks: Ranks, places: Sequence[int], path: Path
+) -> tuple[Any, Any, Tensors]:
     """(tensors, state, random states by file stem) of a checkpoint.
 
     Raises CheckpointError, on all ranks, if the run could not be restored from it.
@@ -309,8 +355,12 @@ def _read(learners: Sequence["Learner"], ranks: Ranks, places: Sequence[int], pa
         for learner in learners:
             stem = f"{learner.prefix}optimizer"
             meta = tensors[stem].meta
-            if not hasattr(learner.optimizer, "load_tensors"):  # a compressed state is checked when it is loaded
-                _check_fit(meta, _expected_moments(learner, meta), origin=f"{path / stem}.safetensors")
+            if not hasattr(
+                learner.optimizer, "load_tensors"
+            ):  # a compressed state is checked when it is loaded
+                _check_fit(
+                    meta, _expected_moments(learner, meta), origin=f"{path / stem}.safetensors"
+                )
             UpdateGuard(1).load_state(state[f"{learner.prefix}guard"])
         for rank in range(ranks.world_size):
             stem = rng_name(rank)
@@ -339,7 +389,9 @@ def _expected_moments(learner: "Learner", stored: Mapping[str, Tensor]) -> dict[
     return expected
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, parameters: Named, tensors: Mapping[str, Tensor]) -> None:
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Named, tensors: Mapping[str, Tensor]
+) -> None:
     """Put `optimizer_tensors` back, bit for bit, on each parameter's device and with its sharding.
 
     Raises CheckpointError if a compressed state does not fit.
@@ -377,14 +429,21 @@ def _load_compressed(optimizer: Any, parameter: Tensor, values: dict[str, Tensor
     try:
         optimizer.load_tensors(parameter, values)
     except (KeyError, RuntimeError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0]
-        raise CheckpointError(f"optimizer.safetensors: {reason}; was optim.master_bits another?") from None
+        reason = (
+            f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+        )
+        raise CheckpointError(
+            f"optimizer.safetensors: {reason}; was optim.master_bits another?"
+        ) from None
 
 
-def load_rng(tensors: Mapping[str, Tensor], info: Mapping[str, Any], *, trial: bool = False) -> None:
+def load_rng(
+    tensors: Mapping[str, Tensor], info: Mapping[str, Any], *, trial: bool = False
+) -> None:
     """Put `rng_tensors` back; with `trial`, into generators that nobody uses, to see whether it can be done.
 
-    Raises CheckpointError if it is not a random state. A CUDA state is ignored on a machine without CUDA.
+    Raises CheckpointError if it is not a random state. A CUDA state is ignored on a machine without
+    CUDA.
     """
     torch_generator: Any = torch.Generator() if trial else torch.default_generator
     python_generator: Any = random.Random() if trial else random
@@ -397,7 +456,9 @@ def load_rng(tensors: Mapping[str, Tensor], info: Mapping[str, Any], *, trial: b
         keys = tensors["numpy"].numpy().astype(np.uint32)
         numpy_generator.set_state((kind, keys, position, has_gauss, cached))
         if "cuda" in tensors and torch.cuda.is_available():
-            set_cuda_state = torch.Generator("cuda").set_state if trial else torch.cuda.set_rng_state
+            set_cuda_state = (
+                torch.Generator("cuda").set_state if trial else torch.cuda.set_rng_state
+            )
             set_cuda_state(tensors["cuda"].clone())
     except Exception as error:  # each library raises its own kind
         raise CheckpointError(f"no random state: {describe(error)}") from None

@@ -20,8 +20,12 @@ FIXED = {
     "run.seed": "its tasks and mini-batches are those of its seed",
     "model.path": "its weights are that model's",
     "env.name": "what it has learnt is of that environment",
-    **dict.fromkeys(("lora.rank", "lora.alpha", "lora.targets"), "its checkpoints hold these adapters"),
-    **dict.fromkeys(("optim.name", "optim.master_bits"), "its checkpoints hold this optimizer's state"),
+    **dict.fromkeys(
+        ("lora.rank", "lora.alpha", "lora.targets"), "its checkpoints hold these adapters"
+    ),
+    **dict.fromkeys(
+        ("optim.name", "optim.master_bits"), "its checkpoints hold this optimizer's state"
+    ),
 }
 """Keys that a resumed run keeps, and why."""
 
@@ -29,8 +33,9 @@ FIXED = {
 def changes(directory: Path, config: Config) -> list[str]:
     """A line for each key in which `config` differs from the directory's config.toml, but for where the run lies.
 
-    Raises UserError for a key that cannot change: `FIXED`, and advantage.type from or to "ppo", whose critic is in
-    the checkpoints. A key that either version of PaW does not know counts as its default.
+    Raises UserError for a key that cannot change: `FIXED`, and advantage.type from or to "ppo",
+    whose critic is in the checkpoints. A key that either version of PaW does not know counts as its
+    default.
     """
     path = directory / "config.toml"
     try:
@@ -38,17 +43,25 @@ def changes(directory: Path, config: Config) -> list[str]:
             raise ValueError("it is missing" if not path.exists() else "it is no file")
         before = flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
-        return [f"warning: {path} cannot be read, so nobody can tell what has changed since: {error}"]
+        return [
+            f"warning: {path} cannot be read, so nobody can tell what has changed since: {error}"
+        ]
     before, now = masked(before), masked(flatten(config.model_dump(mode="json", exclude_none=True)))
     defaults = flatten(Config.model_validate({"model": {"path": ""}}).model_dump(mode="json"))
     found = []
     for key in sorted((before.keys() | now.keys()) - {"run.name", "run.dir"}):
         old, new = (tree.get(key, defaults.get(key)) for tree in (before, now))
-        if old == new or (key not in before and key not in defaults):  # or of a plug-in that it did not have
+        if old == new or (
+            key not in before and key not in defaults
+        ):  # or of a plug-in that it did not have
             continue
         reason = FIXED.get(key)
         if key == "advantage.type" and "ppo" in (old, new):
-            reason = "its checkpoints hold a critic" if old == "ppo" else "its checkpoints hold no critic"
+            reason = (
+                "its checkpoints hold a critic"
+                if old == "ppo"
+                else "its checkpoints hold no critic"
+            )
         if reason:
             raise UserError(
                 f"--resume auto: {directory} was trained with {key} = {old!r}, not {new!r}: {reason}; "
@@ -60,8 +73,8 @@ def changes(directory: Path, config: Config) -> list[str]:
 
 
 def recorded_dtype(directory: Path) -> str:
-    """What a run was computed in, by its run.json, or, if its PaW did not write that yet, by config.toml; "" if neither
-    says so."""
+    """What a run was computed in, by its run.json, or, if its PaW did not write that yet, by
+    config.toml; "" if neither says so."""
     found = read_info(directory).get("dtype")
     if found is None:
         with suppress(ValueError, RecursionError):
@@ -89,7 +102,9 @@ def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
                 kept.append(record)
     write_file(path, b"".join(lines))
     if broken:
-        lost.append(f"{path}: {len(broken)} lines are no update's and go, the first is line {broken[0]}")
+        lost.append(
+            f"{path}: {len(broken)} lines are no update's and go, the first is line {broken[0]}"
+        )
     return kept
 
 

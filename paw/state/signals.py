@@ -36,8 +36,8 @@ def _in_child() -> None:
 
 
 def ignore_stops() -> None:
-    """Have this process ignore them. By handlers, not by SIG_IGN, which the programs that it starts would inherit:
-    those have the default handlers, and what it forks too."""
+    """Have this process ignore them. By handlers, not by SIG_IGN, which the programs that it starts
+    would inherit: those have the default handlers, and what it forks too."""
     for number in STOPS:
         signal.signal(number, _ignore)
 
@@ -49,7 +49,9 @@ def _ignore(*_: object) -> None:
 def _to_default() -> None:
     for number in STOPS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
@@ -62,12 +64,13 @@ def _write(text: str) -> None:
 
 
 class StopSignal:
-    """Context manager: the first SIGTERM, SIGINT or SIGHUP sets `requested`, a second one stops the process at once,
-    but no SIGHUP: a closed terminal sends two, by the shell and by the kernel. One that is ignored (nohup) stays so.
+    """Context manager: the first SIGTERM, SIGINT or SIGHUP sets `requested`, a second one stops the
+    process at once, but no SIGHUP: a closed terminal sends two, by the shell and by the kernel. One
+    that is ignored (nohup) stays so.
 
-    Ranks get the signal at different moments: they agree on the flag before they act on it. Main thread only. Where
-    that is inside a call that does not return, such as a collective one, a thread sees to the second signal, or the
-    parent (`paw.watcher`).
+    Ranks get the signal at different moments: they agree on the flag before they act on it. Main
+    thread only. Where that is inside a call that does not return, such as a collective one, a
+    thread sees to the second signal, or the parent (`paw.watcher`).
     """
 
     def __init__(self, unit: str = "update", goes_on: str = "--resume auto") -> None:

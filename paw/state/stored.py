@@ -25,9 +25,11 @@ class Stored(Mapping[str, Tensor]):
     Reading a tensor is a call of all ranks, unless every rank sees all files that hold rows of it.
     """
 
-    def __init__(self, ranks: Ranks, seen: Sequence[set[str]], files: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """`seen` names the files that each rank sees; `files` has the tensors of those that this rank sees, mapped
-        from disk."""
+    def __init__(
+        self, ranks: Ranks, seen: Sequence[set[str]], files: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """`seen` names the files that each rank sees; `files` has the tensors of those that this
+        rank sees, mapped from disk."""
         self._ranks = ranks
         self._seen = seen
         self._files = files
@@ -37,7 +39,10 @@ class Stored(Mapping[str, Tensor]):
         """Each full tensor without its values, on the meta device: its dtype and shape."""
 
     def add(self, file: str, name: str, like: Tensor) -> None:
-        """Add the next rows of a tensor, or all of it. Raises RuntimeError if they do not fit the rows before."""
+        """Add the next rows of a tensor, or all of it.
+
+        Raises RuntimeError if they do not fit the rows before.
+        """
         self._pieces[name].append(Piece(file, like))
         if name in self.meta:
             self.meta[name] = torch.cat([self.meta[name], like])

@@ -1,6 +1,7 @@
 """What a checkpoint holds of a run: models, optimizers, guards, and the random states of every rank.
 
-Each rank writes its own tensors, to the run directory that it sees, so that machines need no shared disk.
+Each rank writes its own tensors, to the run directory that it sees, so that machines need no shared
+disk.
 """
 
 import random
@@ -43,9 +44,10 @@ class Learner(NamedTuple):
 class Saving:
     """A checkpoint that is being written. What it holds is fixed by the constructor; `publish` gives it its name.
 
-    With `background` a thread writes it, from copies in host memory. Without, or if the copies would take more than
-    half of the memory that is available to the rank, it is on the disk when the constructor returns; then only a part
-    of a file is in memory at a time. A call of all ranks, as `publish` is; `places` come from `claim_places`.
+    With `background` a thread writes it, from copies in host memory. Without, or if the copies
+    would take more than half of the memory that is available to the rank, it is on the disk when
+    the constructor returns; then only a part of a file is in memory at a time. A call of all ranks,
+    as `publish` is; `places` come from `claim_places`.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class Saving:
         """Whether this is the lowest rank that sees the folder: it makes and renames the checkpoint there."""
 
         random_tensors, random_info = random_states
-        state: dict[str, Any] = {f"{learner.prefix}guard": learner.guard.state() for learner in learners}
+        state: dict[str, Any] = {
+            f"{learner.prefix}guard": learner.guard.state() for learner in learners
+        }
         for rank, info in enumerate(ranks.gather(random_info, dict[str, Any])):
             state[rng_name(rank)] = info
         random_bytes = ranks.gather_bytes(to_bytes(random_tensors))
@@ -79,7 +83,9 @@ class Saving:
             room = available_memory() / 2 / ranks.on_host
             copies = _copies(_own_files(learners, ranks, random_bytes), room)
         writer = ThreadPoolExecutor(1)
-        self._written = writer.submit(self._draft.write, copies or _own_files(learners, ranks, random_bytes))
+        self._written = writer.submit(
+            self._draft.write, copies or _own_files(learners, ranks, random_bytes)
+        )
         writer.shutdown(wait=copies is None)
 
     @property
@@ -114,14 +120,18 @@ class Saving:
         return checkpoint.prune(self._folder, keep)
 
 
-def _own_files(learners: Sequence[Learner], ranks: Ranks, random_bytes: Sequence[bytes]) -> dict[str, Any]:
+def _own_files(
+    learners: Sequence[Learner], ranks: Ranks, random_bytes: Sequence[bytes]
+) -> dict[str, Any]:
     """The tensors that this rank writes, by file stem; rank 0 writes the random states of all ranks."""
     suffix = f".rank_{ranks.rank}" if ranks.world_size > 1 else ""
     files: dict[str, Any] = {}
     for prefix, model, optimizer, _ in learners:
         named = model.named_parameters_once().items()
         files[f"{prefix}model{suffix}"] = shards(named, ranks.first)
-        files[f"{prefix}optimizer{suffix}"] = shards(optimizer_tensors(optimizer, named), ranks.first)
+        files[f"{prefix}optimizer{suffix}"] = shards(
+            optimizer_tensors(optimizer, named), ranks.first
+        )
     if ranks.first:
         for rank, data in enumerate(random_bytes):
             files[rng_name(rank)] = from_bytes(data)
@@ -129,8 +139,8 @@ def _own_files(learners: Sequence[Learner], ranks: Ranks, random_bytes: Sequence
 
 
 def shards(named: Named, first: bool) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a rank writes: its rows of sharded ones, unless an earlier rank has the same rows, and on the
-    `first` rank those that are not sharded."""
+    """The tensors that a rank writes: its rows of sharded ones, unless an earlier rank has the same
+    rows, and on the `first` rank those that are not sharded."""
     for name, tensor in named:
         rows = held_rows(tensor)
         if rows is None:
@@ -156,7 +166,9 @@ def _copies(files: Mapping[str, Any], room: float) -> dict[str, Any] | None:
     return copies
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Named) -> Iterator[tuple[str, Tensor]]:
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, parameters: Named
+) -> Iterator[tuple[str, Tensor]]:
     """An optimizer's state as ("<parameter>/<key>", tensor); for torch's AdamW: step, exp_avg, exp_avg_sq.
 
     Parameters without state are skipped; the tensors of sharded parameters are sharded.

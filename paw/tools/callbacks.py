@@ -58,14 +58,18 @@ class Progress:
         self._step = run.step
 
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        values: dict[str, Any] = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        values: dict[str, Any] = {
+            name: value for name, value in numbers.items() if math.isfinite(value)
+        }
         total = run.config.run.updates
         if self._seconds:
             seconds_left = sum(self._seconds) / len(self._seconds) * (total - run.step)
             values["seconds"] = self._seconds[-1]
             values["left"] = str(timedelta(seconds=round(seconds_left)))
         if "eval/games" in metrics:
-            values["eval"] = success_text({name.removeprefix("eval/"): value for name, value in metrics.items()})
+            values["eval"] = success_text(
+                {name.removeprefix("eval/"): value for name, value in metrics.items()}
+            )
 
         parts = [f"step {run.step:>{len(str(total))}}/{total}"]
         parts += [text.format(values[name]) for name, text in LINE.items() if name in values]
@@ -76,8 +80,8 @@ class Progress:
 class Samples:
     """Writes a few episodes of each evaluation to samples.jsonl.
 
-    With each turn goes the model's greedy prediction of the next observation, and the probability of each token of the
-    real one (teacher-forced). All ranks compute them.
+    With each turn goes the model's greedy prediction of the next observation, and the probability
+    of each token of the real one (teacher-forced). All ranks compute them.
     """
 
     def on_evaluation(self, run: "Run", groups: list[Group], metrics: dict[str, Any]) -> None:
@@ -96,7 +100,9 @@ def sample_episode(run: "Run", episode: Trajectory) -> dict[str, Any]:
     for turn in turns:
         separator_ids = chat.separator_ids if turn.separator_ids is None else turn.separator_ids
         contexts.append(turn.prompt_ids + turn.response_ids + separator_ids)
-        targets.append(turn.observation_ids or chat.observation_ids(turn.observation, run.config.wm.max_tokens))
+        targets.append(
+            turn.observation_ids or chat.observation_ids(turn.observation, run.config.wm.max_tokens)
+        )
 
     _submit_predictions(run, contexts, targets)
     probabilities = _token_probabilities(run, contexts, targets)
@@ -134,15 +140,21 @@ def _submit_predictions(run: "Run", contexts: list[list[int]], targets: list[lis
     for i, (context, target) in enumerate(zip(contexts, targets, strict=True)):
         if target:
             request = Request(-1 - i, context, seed=0, temperature=0.0, max_tokens=len(target))
-            with suppress(UserError):  # longer than the engine's limit, which is made for prompt and response
+            with suppress(
+                UserError
+            ):  # longer than the engine's limit, which is made for prompt and response
                 run.engine.submit(request)
 
 
-def _token_probabilities(run: "Run", contexts: list[list[int]], targets: list[list[int]]) -> dict[int, list[float]]:
+def _token_probabilities(
+    run: "Run", contexts: list[list[int]], targets: list[list[int]]
+) -> dict[int, list[float]]:
     """Turn -> probability of each token of its target, for targets that are not empty."""
     turns = [i for i, target in enumerate(targets) if target]
     samples = [Sample(0, i, 0, contexts[i], targets[i]) for i in turns]
-    scored = log_probs(run.policy, samples, temperature=1.0, budget=run.config.optim.micro_batch_tokens)
+    scored = log_probs(
+        run.policy, samples, temperature=1.0, budget=run.config.optim.micro_batch_tokens
+    )
     probabilities: dict[int, list[float]] = {}
     for row, i in enumerate(turns):
         token_logps = scored[row][0]
@@ -176,4 +188,6 @@ class Report:
                 last_line = result.stderr.strip().rpartition("\n")[2].removeprefix("paw: ")
                 problem = last_line or f"exit code {result.returncode}"
         if problem:
-            run.say(f"warning: no report was written: {problem}; paw report {run.directory} writes it")
+            run.say(
+                f"warning: no report was written: {problem}; paw report {run.directory} writes it"
+            )

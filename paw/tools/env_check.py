@@ -1,6 +1,7 @@
 """`paw env check`: whether an environment keeps what training relies on (docs/environments.md), one line a rule.
 
-Episodes by the oracle, by chance and of garbage are played again in circumstances that must not matter.
+Episodes by the oracle, by chance and of garbage are played again in circumstances that must not
+matter.
 """
 
 import argparse
@@ -23,9 +24,30 @@ from paw.envs.base import (
     train_tasks,
     warmup_tasks,
 )
-from paw.errors import OURS, NoOracleError, OthersCodeError, UserError, clean, describe, masked, place, shown, to_stderr
+from paw.errors import (
+    OURS,
+    NoOracleError,
+    OthersCodeError,
+    UserError,
+    clean,
+    describe,
+    masked,
+    place,
+    shown,
+    to_stderr,
+)
 from paw.tools.env_calls import valid_call
-from paw.tools.env_replay import GARBAGE, Broken, Episode, Subject, compare, differ, look, oracle_of, repeat
+from paw.tools.env_replay import (
+    GARBAGE,
+    Broken,
+    Episode,
+    Subject,
+    compare,
+    differ,
+    look,
+    oracle_of,
+    repeat,
+)
 from paw.tools.played import load_played
 from paw.types import Outcome, Reply, Task
 
@@ -49,12 +71,16 @@ def members(s: Subject) -> str:
             return isinstance(value, bool)
         if name == "name":
             return isinstance(value, str) and value != ""
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        number = (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        )
         return number and (value > 0 or (value == 0 and name == "invalid_penalty"))
 
     for name in ("name", "reward_max", "invalid_penalty", "may_block", "distinct_eval"):
         if not fits(name, value := getattr(s.factory, name)):
-            raise Broken(f"{name} = {shown(value)}; for what it must be see EnvFactory in paw/envs/base.py")
+            raise Broken(
+                f"{name} = {shown(value)}; for what it must be see EnvFactory in paw/envs/base.py"
+            )
     prints = [factory.fingerprint() for factory in (s.factory, s.factory, s.make_factory())]
     if not isinstance(prints[0], str) or len({*prints}) > 1:
         raise Broken(f"fingerprint() is {shown(prints)}; it must be one text for the same tasks")
@@ -92,17 +118,25 @@ def task_ids(s: Subject) -> str:
         remark = "no warm-up: it cannot be played with model.path = 'quickstart'"
     for task in itertools.chain(evaluated, *streams.values()):
         if means_all_kinds(task.kind):
-            raise Broken(f"{task.id!r} is of the kind {task.kind!r}, which reports call all kinds together; rename it")
+            raise Broken(
+                f"{task.id!r} is of the kind {task.kind!r}, which reports call all kinds together; rename it"
+            )
     for name, listed in streams.items():
         if shared := {task.id for task in listed} & {*held_out}:
-            raise Broken(f"{min(shared)!r} is in '{s.env.eval_split}' and in {name}; keep them apart")
+            raise Broken(
+                f"{min(shared)!r} is in '{s.env.eval_split}' and in {name}; keep them apart"
+            )
     return remark
 
 
 def deterministic(s: Subject) -> str:
     factory = s.make_factory()
-    for episode, task in zip(s.episodes, train_tasks(factory, 0, 4, 0, split=s.env.train_split), strict=True):
-        fix = "made and played again; draw from random.Random(task.id), not from the global generator"
+    for episode, task in zip(
+        s.episodes, train_tasks(factory, 0, 4, 0, split=s.env.train_split), strict=True
+    ):
+        fix = (
+            "made and played again; draw from random.Random(task.id), not from the global generator"
+        )
         with s.made(factory) as environment:
             compare(episode, s.play(environment, task, repeat(episode)), fix)
     return ""
@@ -112,7 +146,9 @@ def starts_afresh(s: Subject) -> str:
     with s.made() as environment:
         for episode in [*s.episodes, *s.episodes]:
             again = s.play(environment, episode.task, repeat(episode))
-            compare(episode, again, "in an environment that played before; reset() must forget that")
+            compare(
+                episode, again, "in an environment that played before; reset() must forget that"
+            )
     return ""
 
 
@@ -126,11 +162,18 @@ def no_shared_state(s: Subject) -> str:
     for pair in [(one, two) for one in s.episodes[:2] for two in s.episodes[2:]]:
         played = [Episode(episode.task) for episode in pair]
         with s.made() as one, s.made() as two:
-            turns = [s.turns(e, new, repeat(old)) for e, old, new in zip((one, two), pair, played, strict=True)]
+            turns = [
+                s.turns(e, new, repeat(old))
+                for e, old, new in zip((one, two), pair, played, strict=True)
+            ]
             while turns:
                 turns = [playing for playing in turns if next(playing, None)]
         for old, new in zip(pair, played, strict=True):
-            compare(old, new, "played in turns with another; keep state in self, not in the class or module")
+            compare(
+                old,
+                new,
+                "played in turns with another; keep state in self, not in the class or module",
+            )
     return ""
 
 
@@ -144,17 +187,25 @@ def looking_changes_nothing(s: Subject) -> str:
 
 def observations(s: Subject) -> str:
     for episode in s.episodes:
-        for n, (outcome, (prompt, _)) in enumerate(zip(episode.outcomes, episode.looks[1:], strict=False)):
+        for n, (outcome, (prompt, _)) in enumerate(
+            zip(episode.outcomes, episode.looks[1:], strict=False)
+        ):
             if isinstance(prompt, str) and prompt in outcome.observation:
-                raise Broken(f"turn {n}: the observation holds the next prompt; return only what the environment said")
+                raise Broken(
+                    f"turn {n}: the observation holds the next prompt; return only what the environment said"
+                )
     empty = sum(not outcome.observation for outcome in _outcomes(s))
-    return f"{empty} of {len(_outcomes(s))} are empty: no target of the world model" if empty else ""
+    return (
+        f"{empty} of {len(_outcomes(s))} are empty: no target of the world model" if empty else ""
+    )
 
 
 def rewards(s: Subject) -> str:
     highest = max(sum(outcome.reward for outcome in episode.outcomes) for episode in s.episodes)
     if highest > s.factory.reward_max + 1e-6:
-        raise Broken(f"the rewards of an episode sum to {highest:g}, reward_max is {s.factory.reward_max:g}; raise it")
+        raise Broken(
+            f"the rewards of an episode sum to {highest:g}, reward_max is {s.factory.reward_max:g}; raise it"
+        )
     if any(outcome.won and not outcome.done for outcome in _outcomes(s)):
         raise Broken("a turn is won and not done; a won episode ends")
     return f"returns up to {highest:g} of {s.factory.reward_max:g}"
@@ -180,7 +231,9 @@ def well_formed_answers(s: Subject) -> str:
         for text in answers:
             environment.reset(s.tasks[0])
             if not environment.step(text).valid:
-                raise Broken(f"{text!r}, of oracle() or format_action(), is not valid to step(); let them agree")
+                raise Broken(
+                    f"{text!r}, of oracle() or format_action(), is not valid to step(); let them agree"
+                )
     return f"{len(answers)} tried" if answers else "none offered"
 
 
@@ -202,14 +255,18 @@ def tools(s: Subject) -> str:
             except OURS:
                 raise
             except BaseException as error:
-                raise Broken(f"the call {clean(call, 200)} raised {describe(error)}{place(error)}") from error
+                raise Broken(
+                    f"the call {clean(call, 200)} raised {describe(error)}{place(error)}"
+                ) from error
             called += 1
             valid += outcome.valid
             if outcome.done:
                 environment.reset(s.tasks[0])
     remark = f"{called} of {len(environment.tools)} called, {valid} of the calls valid"
     if uncalled:
-        remark += f"; not called: {', '.join(uncalled)} (no arguments were found that fit the schema)"
+        remark += (
+            f"; not called: {', '.join(uncalled)} (no arguments were found that fit the schema)"
+        )
     return remark
 
 
@@ -310,9 +367,17 @@ def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     failed = sum(not finding.ok for finding in findings)
     speed = subject.steps / max(subject.seconds, 1e-9)
     if args.json:
-        rules = masked([finding._asdict() | {"seconds": round(finding.seconds, 3)} for finding in findings])
+        rules = masked(
+            [finding._asdict() | {"seconds": round(finding.seconds, 3)} for finding in findings]
+        )
         ok = not failed and not stopped
-        result = {"env": args.env, "ok": ok, "stopped": stopped, "steps_per_second": round(speed), "rules": rules}
+        result = {
+            "env": args.env,
+            "ok": ok,
+            "stopped": stopped,
+            "steps_per_second": round(speed),
+            "rules": rules,
+        }
         print(json.dumps(result), flush=True)
     else:
         print(_summary(len(findings), failed, speed, stopped=stopped), flush=True)
@@ -325,7 +390,11 @@ def _line(finding: Finding) -> str:
 
 
 def _summary(checked: int, failed: int, speed: float, *, stopped: bool) -> str:
-    left = f", {len(RULES) - checked} not checked" if checked < len(RULES) else f"; {speed:,.0f} steps/s"
+    left = (
+        f", {len(RULES) - checked} not checked"
+        if checked < len(RULES)
+        else f"; {speed:,.0f} steps/s"
+    )
     if stopped:
         return f"stopped: {failed} of {checked} rules failed{left}"
     return (f"{failed} of {checked} rules failed" if failed else f"all {checked} rules hold") + left
@@ -337,8 +406,15 @@ def _keys(factory: EnvFactory, split: str) -> tuple[list[tuple[str, str]], int |
         n = size(tasks)
         first = [tasks[i] for i in range(64 if n is None else min(64, n))]
     for task in first:
-        if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str) and task.kind):
-            raise Broken(f"{shown(task)} among the tasks; each must be a Task with texts as id and kind")
+        if not (
+            isinstance(task, Task)
+            and isinstance(task.id, str)
+            and isinstance(task.kind, str)
+            and task.kind
+        ):
+            raise Broken(
+                f"{shown(task)} among the tasks; each must be a Task with texts as id and kind"
+            )
     return [(task.id, task.kind) for task in first], n
 
 

@@ -69,7 +69,10 @@ Player = Callable[[Guarded, int], str | None]
 
 
 class Subject:
-    """The environment under check. `make_factory` makes a factory from nothing, as each start of a run does."""
+    """The environment under check.
+
+    `make_factory` makes a factory from nothing, as each start of a run does.
+    """
 
     def __init__(self, make_factory: Callable[[], EnvFactory], env: EnvConfig) -> None:
         self.make_factory, self.env = make_factory, env
@@ -88,7 +91,9 @@ class Subject:
     @cached_property
     def episodes(self) -> list[Episode]:
         played = []
-        for task, player in zip(self.tasks, (by_oracle, by_chance, by_garbage, by_all), strict=True):
+        for task, player in zip(
+            self.tasks, (by_oracle, by_chance, by_garbage, by_all), strict=True
+        ):
             with self.made() as environment:
                 played.append(self.play(environment, task, player))
         return played
@@ -110,13 +115,17 @@ class Subject:
         self.seconds += time.perf_counter() - start
         return episode
 
-    def turns(self, environment: Guarded, episode: Episode, player: Player, looks: int = 1) -> Iterator[Episode]:
+    def turns(
+        self, environment: Guarded, episode: Episode, player: Player, looks: int = 1
+    ) -> Iterator[Episode]:
         episode.first = environment.reset(episode.task)
         while not (episode.outcomes and episode.outcomes[-1].done):
             n = len(episode.outcomes)
             seen = [look(environment) for _ in range(looks)]
             if any(other != seen[0] for other in seen):
-                raise Broken(f"looked at twice in turn {n}: {differ(*seen[:2])}; looking must change nothing")
+                raise Broken(
+                    f"looked at twice in turn {n}: {differ(*seen[:2])}; looking must change nothing"
+                )
             response = player(environment, n)
             if response is None:
                 return
@@ -128,7 +137,9 @@ class Subject:
     def again(self, episode: Episode, fix: str, *, looks: int = 1) -> None:
         """Play the responses of `episode` to a new environment; Broken, with `fix`, if anything is not as it was."""
         with self.made() as environment:
-            compare(episode, self.play(environment, episode.task, repeat(episode), looks=looks), fix)
+            compare(
+                episode, self.play(environment, episode.task, repeat(episode), looks=looks), fix
+            )
 
 
 def compare(old: Episode, new: Episode, fix: str) -> None:
@@ -187,6 +198,11 @@ def oracle_of(environment: Guarded) -> str | None:
 def differ(one: object, two: object) -> str:
     """Both, from shortly before the place where they differ."""
     first, second = repr(one), repr(two)
-    at = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    at = next(
+        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
+    )
     start = max(0, at - 30)
-    return " and then ".join(f"{'...' if start else ''}{text[start : start + 80]}" for text in (first, second))
+    return " and then ".join(
+        f"{'...' if start else ''}{text[start : start + 80]}" for text in (first, second)
+    )

@@ -1,7 +1,8 @@
 """`paw eval --agent`, `--endpoint`: an agent plays held-out tasks; each episode is written as soon as it has ended.
 
-DIR/settings.json says what is evaluated. DIR/episodes.jsonl holds one finished episode a line. results.json and
-results.md are computed from those. The same command again plays the episodes that are missing or could not be played.
+DIR/settings.json says what is evaluated. DIR/episodes.jsonl holds one finished episode a line.
+results.json and results.md are computed from those. The same command again plays the episodes that
+are missing or could not be played.
 """
 
 import argparse
@@ -85,13 +86,17 @@ def evaluate(
     """Play `eval.games` held-out games and return success with its interval, as `paw eval --json` prints it.
 
     Args:
-        model: a run's directory, a model's folder or a Hugging Face name; None: the model of `endpoint.url`.
-        recipe: what is played and how: a recipe's name or path, or a configuration. Default: the run's own.
-        out: folder of an agent's episodes and results; default: in run.dir. The same call plays what is missing.
+        model: a run's directory, a model's folder or a Hugging Face name; None: the model of
+            `endpoint.url`.
+        recipe: what is played and how: a recipe's name or path, or a configuration. Default: the
+            run's own.
+        out: folder of an agent's episodes and results; default: in run.dir. The same call plays
+            what is missing.
         changes: keys of the configuration to change: `{"eval.games": 64, "eval.temperature": 0.0}`.
 
-    Returns a dict: "success", its 95 % Wilson interval "ci_low" and "ci_high", "valid_actions", "kinds" (the same for
-    each kind of task) and more. Raises UserError if the model, the recipe, a key or a value cannot be used.
+    Returns a dict: "success", its 95 % Wilson interval "ci_low" and "ci_high", "valid_actions",
+    "kinds" (the same for each kind of task) and more. Raises UserError if the model, the recipe, a
+    key or a value cannot be used.
     """
     config, path = _who_plays(model, recipe, dict(changes or {}))
     return _play(config, path, out).summary
@@ -104,13 +109,17 @@ def _who_plays(
     if model is None:
         config = load_played(recipe, overrides)
         if config.endpoint.url is None:
-            raise UserError("say which model plays: paw eval MODEL, or paw eval --endpoint URL --model NAME")
+            raise UserError(
+                "say which model plays: paw eval MODEL, or paw eval --endpoint URL --model NAME"
+            )
         return config, None
     from paw.tools.player import resolve
 
     config, path = resolve(str(model), recipe, overrides)
     if config.endpoint.url:
-        raise UserError(f"{model} and endpoint.url = '{config.endpoint.url}': one model plays, leave one of them out")
+        raise UserError(
+            f"{model} and endpoint.url = '{config.endpoint.url}': one model plays, leave one of them out"
+        )
     return config, path
 
 
@@ -121,7 +130,9 @@ def _play(config: Config, path: str | None, out: str | Path | None) -> Evaluatio
 
         summary = evaluate_model(config, path)
         played = round(summary["games"] - summary["failures"])
-        return Evaluation(summary, evaluation_text(summary), played=played, failed=round(summary["failures"]))
+        return Evaluation(
+            summary, evaluation_text(summary), played=played, failed=round(summary["failures"])
+        )
 
     summary, folder = _play_agent(config, path, out)
     text = f"{results.table(summary)}\n{folder}"
@@ -135,7 +146,13 @@ class _Episodes:
     """
 
     def __init__(
-        self, config: Config, file: TextIO, lines: dict[int, dict[str, Any]], *, model: str, tasks: int
+        self,
+        config: Config,
+        file: TextIO,
+        lines: dict[int, dict[str, Any]],
+        *,
+        model: str,
+        tasks: int,
     ) -> None:
         self.config = config
         self.file = file
@@ -170,16 +187,24 @@ class _Episodes:
             raise _GivenUp
 
 
-def _play_agent(config: Config, path: str | None, out: str | Path | None) -> tuple[dict[str, Any], Path]:
+def _play_agent(
+    config: Config, path: str | None, out: str | Path | None
+) -> tuple[dict[str, Any], Path]:
     """Play the tasks that the evaluation's folder does not hold yet; returns (results, folder)."""
     check_passwords(config)
     if config.agent.type == "zerosearch":
-        config = config.model_copy(update={"env": config.env.model_copy(update={"retriever": "zerosearch"})})
+        config = config.model_copy(
+            update={"env": config.env.model_copy(update={"retriever": "zerosearch"})}
+        )
     agent = find_agent(config)
     model = path or str(config.endpoint.model)
     started = time.monotonic()
-    label = re.sub(r"[^\w.-]+", "-", f"eval-{config.env.name}-{config.agent.type}-{model}").strip("-")
-    folder = Path(out or config.run.dir / label).absolute()  # an environment may change the current folder
+    label = re.sub(r"[^\w.-]+", "-", f"eval-{config.env.name}-{config.agent.type}-{model}").strip(
+        "-"
+    )
+    folder = Path(
+        out or config.run.dir / label
+    ).absolute()  # an environment may change the current folder
 
     with ExitStack() as stack:
         endpoint = None
@@ -191,19 +216,29 @@ def _play_agent(config: Config, path: str | None, out: str | Path | None) -> tup
         for task in tasks:
             check_kind(task, factory)
 
-        about = masked({"model": model, "games": factory.fingerprint(), **_updates(path), **_settings(config)})
+        about = masked(
+            {"model": model, "games": factory.fingerprint(), **_updates(path), **_settings(config)}
+        )
         _open(stack, folder, about)
         lines = _of_this_draw(_read(folder / "episodes.jsonl"), tasks, folder)
-        todo = [place for place in range(len(tasks)) if place not in lines or lines[place]["failure"] is not None]
+        todo = [
+            place
+            for place in range(len(tasks))
+            if place not in lines or lines[place]["failure"] is not None
+        ]
         if lines:
-            to_stderr(f"{folder}: {len(tasks) - len(todo)} of {len(tasks)} episodes are there, playing {len(todo)}")
+            to_stderr(
+                f"{folder}: {len(tasks) - len(todo)} of {len(tasks)} episodes are there, playing {len(todo)}"
+            )
         episodes = [_episode(config, tasks[place], place) for place in todo]
         file = stack.enter_context((folder / "episodes.jsonl").open("a", encoding="utf-8"))
         finished = _Episodes(config, file, lines, model=model, tasks=len(tasks))
 
         try:
             if episodes and endpoint:
-                rollouts = stack.enter_context(closing(Rollouts(factory, None, None, config, agent=agent)))
+                rollouts = stack.enter_context(
+                    closing(Rollouts(factory, None, None, config, agent=agent))
+                )
                 _play_with_endpoint(rollouts, episodes, finished, config, endpoint)
             elif episodes and path:
                 from paw.tools.player import open_player
@@ -214,13 +249,19 @@ def _play_agent(config: Config, path: str | None, out: str | Path | None) -> tup
             to_stderr(f"{GIVE_UP} episodes in a row could not be played: giving up")
         except KeyboardInterrupt:
             to_stderr("")
-            to_stderr(f"stopped: {len(lines)} of {len(tasks)} episodes are in {folder}; the same command goes on")
+            to_stderr(
+                f"stopped: {len(lines)} of {len(tasks)} episodes are in {folder}; the same command goes on"
+            )
             raise
 
     cut = sum(episode.stats.prompts_truncated for episode in episodes)
     if cut:
-        to_stderr(f"{cut} prompts were cut to rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}")
-    return _write_results(folder, list(lines.values()), about, config, seconds=time.monotonic() - started), folder
+        to_stderr(
+            f"{cut} prompts were cut to rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}"
+        )
+    return _write_results(
+        folder, list(lines.values()), about, config, seconds=time.monotonic() - started
+    ), folder
 
 
 def _episode(config: Config, task: Task, place: int) -> Episode:
@@ -234,7 +275,11 @@ def _episode(config: Config, task: Task, place: int) -> Episode:
 
 
 def _play_with_endpoint(
-    rollouts: Rollouts, episodes: list[Episode], finished: _Episodes, config: Config, endpoint: Endpoint
+    rollouts: Rollouts,
+    episodes: list[Episode],
+    finished: _Episodes,
+    config: Config,
+    endpoint: Endpoint,
 ) -> None:
     with ExitStack() as stack:
         if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, watcher.interrupt):
@@ -248,7 +293,12 @@ def _play_with_endpoint(
 
 
 def _write_results(
-    folder: Path, lines: list[dict[str, Any]], about: dict[str, Any], config: Config, *, seconds: float
+    folder: Path,
+    lines: list[dict[str, Any]],
+    about: dict[str, Any],
+    config: Config,
+    *,
+    seconds: float,
 ) -> dict[str, Any]:
     """Write results.json and results.md, and report failures; returns the summary."""
     summary = results.summarise(lines, about, config.endpoint, wall_s=seconds)
@@ -256,7 +306,9 @@ def _write_results(
     write_file(folder / "results.md", results.table(summary))
     failures = [line["failure"] for line in lines if line["failure"] is not None]
     if failures:
-        to_stderr(f"{len(failures)} episodes could not be played ({failures[0]}); the same command plays them again")
+        to_stderr(
+            f"{len(failures)} episodes could not be played ({failures[0]}); the same command plays them again"
+        )
     return summary
 
 
@@ -264,7 +316,8 @@ def _write_results(
 def _interrupting(rollouts: Rollouts) -> Iterator[None]:
     """Ctrl-C ends the play in this block. Raised inside a library's task it would become another error.
 
-    Not by the loop's own `add_signal_handler`, which takes the wake-up descriptor from the parent that watches.
+    Not by the loop's own `add_signal_handler`, which takes the wake-up descriptor from the parent
+    that watches.
     """
 
     def end(*_: object) -> None:
@@ -315,7 +368,9 @@ def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
     except OSError as error:
         raise UserError(f"--out {folder}: {path.name}: {error}") from None
     if stored is None:
-        raise UserError(f"--out {folder}: {path.name} is none of an evaluation; name another folder")
+        raise UserError(
+            f"--out {folder}: {path.name} is none of an evaluation; name another folder"
+        )
     for key in (*settings, *stored):
         old = stored.get(key)
         new = settings.get(key)
@@ -327,11 +382,13 @@ def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
         write_file(path, json.dumps(settings, indent=1) + "\n")
 
 
-def _of_this_draw(lines: Sequence[dict[str, Any]], tasks: Sequence[Task], folder: Path) -> dict[int, dict[str, Any]]:
+def _of_this_draw(
+    lines: Sequence[dict[str, Any]], tasks: Sequence[Task], folder: Path
+) -> dict[int, dict[str, Any]]:
     """Place among `tasks` -> its line, for the tasks that were played already.
 
-    A draw of another size can have the same task in another place. Lines of tasks that this draw does not have stay in
-    the file, for when they are drawn again.
+    A draw of another size can have the same task in another place. Lines of tasks that this draw
+    does not have stay in the file, for when they are drawn again.
     """
     by_place: dict[int, dict[str, Any]] = {}
     spare: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -347,7 +404,9 @@ def _of_this_draw(lines: Sequence[dict[str, Any]], tasks: Sequence[Task], folder
 
     left = sum(len(others) for others in spare.values())
     if left:
-        to_stderr(f"{folder}: {left} episodes are not of these {len(tasks)} games; they stay there and count nowhere")
+        to_stderr(
+            f"{folder}: {left} episodes are not of these {len(tasks)} games; they stay there and count nowhere"
+        )
     return by_place
 
 
@@ -369,5 +428,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
             lines[line["place"], line["task"]] = line
             line["failure"]  # has to be there
         except (ValueError, LookupError, TypeError):
-            raise UserError(f"{path}:{number}: this is no episode; fix the line or remove it") from None
+            raise UserError(
+                f"{path}:{number}: this is no episode; fix the line or remove it"
+            ) from None
     return list(lines.values())

@@ -32,7 +32,11 @@ def export(
 def run(options: argparse.Namespace, _: dict[str, str]) -> int:
     """Export, and print the folder that was written."""
     written = export(
-        options.run, checkpoint=options.checkpoint, out=options.out, push=options.push, public=options.public
+        options.run,
+        checkpoint=options.checkpoint,
+        out=options.out,
+        push=options.push,
+        public=options.public,
     )
     print(written)
     return 0

@@ -30,8 +30,8 @@ FALLBACKS: tuple[Change, ...] = (
     {"policy.kl_coef": 0.0},
     ADAPTERS,
 )
-"""Changes that save memory, each on top of those before it, cheapest in time first. The last two change what is
-learnt: no reference model, and adapters instead of all weights."""
+"""Changes that save memory, each on top of those before it, cheapest in time first. The last two
+change what is learnt: no reference model, and adapters instead of all weights."""
 OFFLOADS = {"policy.offload_reference", "optim.offload", "model.offload_activations"}
 """Those that take host memory: each fallback is tried without one of them as well."""
 ENGINE = ("engine.type", "engine.servers", "engine.tensor_parallel", "rollout.ahead")
@@ -46,8 +46,9 @@ Tried = list[tuple[str, Plan]]
 
 
 def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any) -> Tried:
-    """Add fallbacks until something fits, and servers, or a share of the card found in finer steps, before what changes
-    what is learnt; `pinned` keys stay as they are. `machine`: gpus, gpu_gib, ..."""
+    """Add fallbacks until something fits, and servers, or a share of the card found in finer steps,
+    before what changes what is learnt; `pinned` keys stay as they are. `machine`: gpus, gpu_gib,
+    ..."""
     tried = _with_fallbacks(config, shape, pinned=pinned, **machine)
     if _keeps_learning(tried, config):
         return tried
@@ -68,14 +69,18 @@ def _keeps_learning(tried: Tried, config: Config) -> bool:
     return not best.reasons() and _same_learning(best.config, config)
 
 
-def with_adapters(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any) -> Tried:
-    """Adapters, and fallbacks on top of them alone, if that fits: what the fallbacks before them add may not fit a
-    host's memory. Empty if it does not fit, or needs a change to a pinned key."""
+def with_adapters(
+    config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any
+) -> Tried:
+    """Adapters, and fallbacks on top of them alone, if that fits: what the fallbacks before them
+    add may not fit a host's memory. Empty if it does not fit, or needs a change to a pinned key."""
     if config.lora.rank or _contradicts(config, ADAPTERS, pinned):
         return []
     try:
         adapted = changed(config, ADAPTERS)
-        best = _with_fallbacks(adapted, shape, steps=FINE, pinned={*pinned, *ADAPTERS}, **machine)[-1][1]
+        best = _with_fallbacks(adapted, shape, steps=FINE, pinned={*pinned, *ADAPTERS}, **machine)[
+            -1
+        ][1]
     except UserError:  # what is trained takes no adapters
         return []
     return [] if best.reasons() else [(words(best.config, config), best)]
@@ -89,8 +94,9 @@ def _contradicts(config: Config, change: Change, pinned: Collection[str]) -> boo
 def with_servers(
     config: Config, shape: Shape, *, ahead: int = 0, pinned: Collection[str] = (), **machine: Any
 ) -> list[Plan]:
-    """The quickest plan that fits with a quarter, half or three quarters of the cards left to servers, if any does: of
-    the smallest engine.tensor_parallel that holds the model, or twice or four times that."""
+    """The quickest plan that fits with a quarter, half or three quarters of the cards left to
+    servers, if any does: of the smallest engine.tensor_parallel that holds the model, or twice or
+    four times that."""
     gpus, on_host = machine["gpus"], -(-machine["gpus"] // machine.get("hosts", 1))
     if gpus == 1 or config.engine.type == "server" or set(pinned) & set(ENGINE):
         return []
@@ -100,8 +106,13 @@ def with_servers(
 
     least = Plan(split(1, 1), shape, **machine).least
     sizes = [size for size in (least, 2 * least, 4 * least) if 0 < size <= on_host]
-    splits = {(count, size) for size in sizes for part in (1, 2, 3) if (count := part * gpus // 4 // size)}
-    plans = [_with_fallbacks(split(*one), shape, pinned={*pinned, *ENGINE}, **machine)[-1][1] for one in sorted(splits)]
+    splits = {
+        (count, size) for size in sizes for part in (1, 2, 3) if (count := part * gpus // 4 // size)
+    }
+    plans = [
+        _with_fallbacks(split(*one), shape, pinned={*pinned, *ENGINE}, **machine)[-1][1]
+        for one in sorted(splits)
+    ]
     kept = [plan for plan in plans if not plan.reasons() and _same_learning(plan.config, config)]
     return sorted(kept, key=lambda plan: plan.step_s)[:1]
 
@@ -117,7 +128,12 @@ def words(config: Config, before: Config) -> str:
 
 
 def _with_fallbacks(
-    config: Config, shape: Shape, *, steps: int = COARSE, pinned: Collection[str] = (), **machine: Any
+    config: Config,
+    shape: Shape,
+    *,
+    steps: int = COARSE,
+    pinned: Collection[str] = (),
+    **machine: Any,
 ) -> Tried:
     """Each fallback on top of those before it, until something fits; then without those that are not needed."""
 
@@ -130,7 +146,10 @@ def _with_fallbacks(
         if share <= 0:
             return first
         other = Plan(changed(first.config, {SHARE: share}), shape, **machine)
-        fits = sum(other.phases["rollout"].values()) <= USABLE * other.gpu_gib and other.kv_tokens >= other.kv_needed()
+        fits = (
+            sum(other.phases["rollout"].values()) <= USABLE * other.gpu_gib
+            and other.kv_tokens >= other.kv_needed()
+        )
         return other if fits else first
 
     best, applied = attempt([]), []
@@ -141,7 +160,10 @@ def _with_fallbacks(
         if _contradicts(config, change, pinned) or not _saves(best.config, change):
             continue
         more = [*applied, change]
-        options = [more, *(_without(more, offload) for offload in more if offload.keys() <= OFFLOADS)]
+        options = [
+            more,
+            *(_without(more, offload) for offload in more if offload.keys() <= OFFLOADS),
+        ]
         try:
             plans = [(attempt(changes), changes) for changes in options]
         except UserError:  # it does not apply, or needs a change to a pinned key
@@ -172,13 +194,16 @@ def _without(changes: list[Change], one: Change) -> list[Change]:
 
 
 def _saves(config: Config, change: Change) -> bool:
-    """Whether a fallback asks for less memory than the configuration takes anyway; its first key decides. One that
-    does not apply is left to `changed`, which refuses it."""
+    """Whether a fallback asks for less memory than the configuration takes anyway; its first key
+    decides. One that does not apply is left to `changed`, which refuses it."""
     key, value = next(iter(change.items()))
     now = get(config, key)
     if key == "optim.micro_batch_tokens":
         return value < now
-    adapted = config.lora.rank > 0 and key in ("policy.kl_coef", "lora.rank")  # adapters need no reference model
+    adapted = config.lora.rank > 0 and key in (
+        "policy.kl_coef",
+        "lora.rank",
+    )  # adapters need no reference model
     return now not in (value, "full") and not adapted
 
 
@@ -199,8 +224,8 @@ def changed(config: Config, *changes: Change) -> Config:
 
 
 def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: int) -> None:
-    """`check_fits` for this host, with `on_host` of `gpus` ranks; on CPUs (None) weights, gradients and moments must
-    fit. Servers have other cards.
+    """`check_fits` for this host, with `on_host` of `gpus` ranks; on CPUs (None) weights, gradients
+    and moments must fit. Servers have other cards.
 
     A model made on the spot, or of a kind the plan does not know, passes.
     """
@@ -211,11 +236,17 @@ def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: 
     except UserError:
         return
     host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    machine: Any = {"gpus": gpus + config.engine.gpus, "host_gib": host_gib, "hosts": -(-gpus // on_host)}
+    machine: Any = {
+        "gpus": gpus + config.engine.gpus,
+        "host_gib": host_gib,
+        "hosts": -(-gpus // on_host),
+    }
     if gpu_gib is not None:
         return check_fits(config, shape, gpu_gib=gpu_gib, **machine)
     parts = Plan(config, shape, gpu_gib=host_gib, **machine).phases["update"]
-    need = on_host * sum(parts.get(part, 0.0) for part in ("weights", "critic", "gradients", "optimizer"))
+    need = on_host * sum(
+        parts.get(part, 0.0) for part in ("weights", "critic", "gradients", "optimizer")
+    )
     if need > host_gib:
         raise UserError(
             f"model.path = '{config.model.path}' does not fit: weights, gradients and optimizer take {need:.0f} GiB,"
@@ -224,14 +255,18 @@ def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: 
 
 
 def check_fits(config: Config, shape: Shape, **machine: Any) -> None:
-    """UserError for what cannot fit, even on the whole card with one sequence of KV cache: the plan's numbers, and the
-    nearest settings that fit, to paste."""
+    """UserError for what cannot fit, even on the whole card with one sequence of KV cache: the
+    plan's numbers, and the nearest settings that fit, to paste."""
     reasons = Plan(config, shape, **machine).reasons(usable=1.0, rows=1)
     if not reasons:
         return
     # A run on several machines starts no servers.
-    best = fit(config, shape, pinned=ENGINE if machine.get("hosts", 1) > 1 else (), **machine)[-1][1]
+    best = fit(config, shape, pinned=ENGINE if machine.get("hosts", 1) > 1 else (), **machine)[-1][
+        1
+    ]
     advice = "nothing tried fits; use more GPUs or a smaller model"
     if not best.reasons():
         advice = f"what fits: {words(best.config, config)}"
-    raise UserError(f"model.path = '{config.model.path}' does not fit: {'; '.join(reasons)}; {advice} (see `paw plan`)")
+    raise UserError(
+        f"model.path = '{config.model.path}' does not fit: {'; '.join(reasons)}; {advice} (see `paw plan`)"
+    )

@@ -1,7 +1,7 @@
 """`paw doctor --kernels`: checks every backend of the head against float64 on this machine, then times them.
 
-Cases run one after another in a child process: if one crashes, hangs or does not compile, it is a line of the table and
-the others go on.
+Cases run one after another in a child process: if one crashes, hangs or does not compile, it is a
+line of the table and the others go on.
 """
 
 import importlib.util
@@ -56,7 +56,9 @@ class Case:
         """The backend and its tiles: triton 128x256x64, 8 warps, 4 stages, groups of 16, tma."""
         if self.tiles is None:
             return self.backend
-        sizes = "{rows}x{cols}x{depth}, {warps} warps, {stages} stages, groups of {group}".format(**self.tiles)
+        sizes = "{rows}x{cols}x{depth}, {warps} warps, {stages} stages, groups of {group}".format(
+            **self.tiles
+        )
         switches = [name for name, value in self.tiles.items() if value is True]
         return ", ".join([f"{self.backend} {sizes}", *switches])
 
@@ -88,7 +90,10 @@ class Answer:
 
 
 def check(shape: str | None, model: str | None) -> int:
-    """Print the tables; 0 if every backend that can run here is correct. Raises UserError if `shape` is not VxD."""
+    """Print the tables; 0 if every backend that can run here is correct.
+
+    Raises UserError if `shape` is not VxD.
+    """
     size = head_size(shape, model)
     cases, left_out = here()
     failed = _check_errors(cases, left_out)
@@ -104,7 +109,9 @@ def check(shape: str | None, model: str | None) -> int:
 
 def _check_errors(cases: list[Case], left_out: list[str]) -> list[Case]:
     """Run the cases, print their errors and what cannot run here; returns the cases that failed."""
-    print("Each backend of the head against float64: the largest error over what it may be (2 x plain torch's + 1e-4).")
+    print(
+        "Each backend of the head against float64: the largest error over what it may be (2 x plain torch's + 1e-4)."
+    )
     answers = dict(zip(cases, told(run(cases, LIMIT_S), cases), strict=True))
     columns = [f"D {D}{ragged}" for D in WIDTHS for ragged in ("", " ragged")]
     table(answers, columns, lambda case: f"{case.backend:<7}{case.dtype}")
@@ -132,7 +139,9 @@ def head_size(shape: str | None, model: str | None) -> tuple[int, int] | None:
     if shape:
         match = re.fullmatch(r"([1-9]\d*)[xX]([1-9]\d*)", shape)
         if not match:
-            raise UserError(f"--shape {clean(shape)}: it is the head's words x width, such as 151936x896")
+            raise UserError(
+                f"--shape {clean(shape)}: it is the head's words x width, such as 151936x896"
+            )
         return int(match[1]), int(match[2])
     if not model:
         return None
@@ -141,7 +150,9 @@ def head_size(shape: str | None, model: str | None) -> tuple[int, int] | None:
     check_hub(model)
     size = head_shape(model)
     if size is None:
-        raise UserError(f"model.path = '{clean(model)}': its config.json does not tell vocab_size and hidden_size")
+        raise UserError(
+            f"model.path = '{clean(model)}': its config.json does not tell vocab_size and hidden_size"
+        )
     return size
 
 
@@ -154,8 +165,8 @@ def here() -> tuple[list[Case], list[str]]:
     processors = 0
     if main.type == "cuda":
         processors = torch.cuda.get_device_properties(main).multi_processor_count
-    # (n, V): more than two tiles of 128 x 256 for each multiprocessor of a GPU, and more than two of the interpreter's
-    # 16 x 32 for each of its 3 programs.
+    # (n, V): more than two tiles of 128 x 256 for each multiprocessor of a GPU, and more than two
+    # of the interpreter's 16 x 32 for each of its 3 programs.
     sizes = {
         "cuda": (1000, 256 * math.ceil(2.5 * processors / 8)),
         "cpu": (300, 1024),
@@ -166,7 +177,9 @@ def here() -> tuple[list[Case], list[str]]:
     left_out = []
     for backend in BACKENDS:
         device = torch.device("cpu") if backend == "cpu" else main
-        interpreted = backend == "triton" and device.type == "cpu" and importlib.util.find_spec("triton")
+        interpreted = (
+            backend == "triton" and device.type == "cpu" and importlib.util.find_spec("triton")
+        )
         why = None if interpreted else why_not_backend(backend, device, torch.float32)
         if why:
             left_out.append(f"{backend}: {why}")
@@ -175,7 +188,9 @@ def here() -> tuple[list[Case], list[str]]:
         for dtype in DTYPES:
             for D in WIDTHS:
                 cases.append(Case(backend, device.type, dtype, n, V, D))
-                cases.append(Case(backend, device.type, dtype, n, V - 27, D))  # ragged: no multiple of a tile
+                cases.append(
+                    Case(backend, device.type, dtype, n, V - 27, D)
+                )  # ragged: no multiple of a tile
     return cases, left_out
 
 
@@ -197,7 +212,9 @@ def contest(V: int, D: int, devices: dict[str, str]) -> list[Case]:
         if backend == "triton":
             from paw_kernels._triton import candidates
 
-            tile_choices = [tiles._asdict() for tiles in candidates(torch.cuda.get_device_capability())]
+            tile_choices = [
+                tiles._asdict() for tiles in candidates(torch.cuda.get_device_capability())
+            ]
         for dtype in dtypes:
             for tiles in tile_choices:
                 for n in ROWS:
@@ -239,7 +256,9 @@ def keep(answers: dict[Case, Answer]) -> None:
     kept: list[Any] = []
     with suppress(OSError, ValueError, TypeError, KeyError):  # nothing of a broken file is kept
         by_key = dict(json.loads(path.read_text(encoding="utf-8")))
-        kept = [time for time in by_key.get(key, ()) if (time["V"], time["D"]) != (first.V, first.D)]
+        kept = [
+            time for time in by_key.get(key, ()) if (time["V"], time["D"]) != (first.V, first.D)
+        ]
     new = []
     for case, ms in times.items():
         time = _measured.Time(case.backend, case.dtype, case.V, case.D, case.n, ms, case.tiles)
@@ -249,7 +268,9 @@ def keep(answers: dict[Case, Answer]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, json.dumps(by_key | {key: [*kept, *new]}, indent=1) + "\n")
     except OSError as error:
-        to_stderr(f"paw: cannot write {path}: {cause(error)}; `auto` will not know these times (set PAW_CACHE)")
+        to_stderr(
+            f"paw: cannot write {path}: {cause(error)}; `auto` will not know these times (set PAW_CACHE)"
+        )
     else:
         print(f"`auto` goes by the least of these times from now on: {path}")
 
@@ -267,7 +288,8 @@ def run(cases: list[Case], limit_s: float) -> Iterator[Answer]:
 def _in_a_child(cases: list[Case], limit_s: float) -> Iterator[Answer]:
     """Answers of one child process to these cases of one backend, in order.
 
-    If the child dies or hangs, the last answer is that of the case that did it, and the cases behind it have none.
+    If the child dies or hangs, the last answer is that of the case that did it, and the cases
+    behind it have none.
     """
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe()
@@ -312,7 +334,10 @@ def _answer(answers: Connection, cases: list[Case], output: str) -> None:
 
 
 def attempt(case: Case) -> Answer:
-    """Check a case and, if asked for, time it; runs in the child. Raises if an error has left the GPU unusable."""
+    """Check a case and, if asked for, time it; runs in the child.
+
+    Raises if an error has left the GPU unusable.
+    """
     device = torch.device(case.device)
     dtype = getattr(torch, case.dtype)
     n, V = case.n, case.V
@@ -327,7 +352,9 @@ def attempt(case: Case) -> Answer:
                 TUNED[vocabulary, case.D, dtype.itemsize] = Tiles(**case.tiles)
         answer = Answer(largest_error(make_rows, device, dtype, n, V, case.D))
         if case.timed and answer.right:
-            answer = replace(answer, ms=milliseconds(make_rows, device, dtype, case.n, case.V, case.D))
+            answer = replace(
+                answer, ms=milliseconds(make_rows, device, dtype, case.n, case.V, case.D)
+            )
         return answer
     except Exception as error:
         if device.type == "cuda":

@@ -1,7 +1,8 @@
 """Predicts by arithmetic the memory (`plan_memory`) and the seconds of an update of a configuration. Loads no torch.
 
-Every constant is published (others' runs, with the source), measured (by us, on a CPU) or assumed. SOURCES says which
-for each component. `bench/plan_pages.py` compares the times of training with published runs (docs/memory.md).
+Every constant is published (others' runs, with the source), measured (by us, on a CPU) or assumed.
+SOURCES says which for each component. `bench/plan_pages.py` compares the times of training with
+published runs (docs/memory.md).
 """
 
 import math
@@ -26,25 +27,35 @@ CARDS = {
 MFU = 0.40  # assumed before any comparison: share of the FLOP/s in training with torch.compile, and in prefill
 EAGER = 0.86  # share of MFU without torch.compile: torchtitan, Llama-3.1-8B on 128 H100s (llama3_h100_202412, Table 3),
 # 5,605 over 6,514
-REACHED = 0.50  # assumed: share of the bytes/s that is reached, of the card's memory and between cards
-NETWORK = 50e9  # bytes/s of a card to other hosts: 400 Gb/s, as in those runs; assumed to be reached
+REACHED = (
+    0.50  # assumed: share of the bytes/s that is reached, of the card's memory and between cards
+)
+NETWORK = (
+    50e9  # bytes/s of a card to other hosts: 400 Gb/s, as in those runs; assumed to be reached
+)
 PCIE = 25e9  # assumed: bytes/s to host memory, and of weights into the engine of the process
 FILES = 1.6e9  # bytes/s of weights gathered and written: prime-rl's filesystem broadcast, Qwen3-0.6B and 30B-A3B on
-# H100s: 1.6 and 1.76 (time between steps over time of a step, benchmarks/baselines at 30bf494f). Assumed of checkpoints
+# H100s: 1.6 and 1.76 (time between steps over time of a step, benchmarks/baselines at 30bf494f).
+# Assumed of checkpoints
 NCCL = 8.25e9  # bytes/s of weights to servers: verl/checkpoint_engine/README.md, Qwen3-30B-A3B to 30 GPUs on 4 hosts
 STEP_S = 0.27  # seconds of an optimizer step, however few tokens: prime-rl, Qwen3-0.6B SFT on an H100, the line
-# through 0.62 s at 16,384 tokens and 1.28 s at 32,768, FLOPs for tokens (benchmarks/baselines at 30bf494f)
+# through 0.62 s at 16,384 tokens and 1.28 s at 32,768, FLOPs for tokens (benchmarks/baselines at
+# 30bf494f)
 DECODE_S = {"vllm": 5e-3, "server": 5e-3, "transformers": 30e-3}
 """Least seconds of a decoding step. vLLM: 4 and 5 to 6 ms between steps (vllm issues 6854, 10634); else assumed."""
 REDUCE_S = 20e-6  # assumed: an all-reduce among a server's cards, two in each layer
 SEQUENCES = 256  # sequences that vLLM decodes at once (paw.rollouts.engines)
 HOST_S = 1.5e-6  # measured (bench/results/host_cpu.csv): a core's seconds for a token, 1.25e-6 of them to encode it
 
-# Turns as `paw profile --synthetic` draws them. "Measured": in generated full-size games of ALFWorld.
+# Turns as `paw profile --synthetic` draws them. "Measured": in generated full-size games of
+# ALFWorld.
 PROMPT = (0.22, 0.04)
 """Mean and deviation of a prompt's length, as shares of max_prompt_tokens. Measured."""
 RESPONSE = (0.20, 0.5)
-"""Median, as a share of max_response_tokens, and sigma of a response's log-normal length. Assumed."""
+"""Median, as a share of max_response_tokens, and sigma of a response's log-normal length.
+
+Assumed.
+"""
 OBSERVATION = (9.0, 11.0)
 """Least length of an observation and exponential mean of the rest, in tokens. Measured."""
 WON = 0.4
@@ -105,7 +116,9 @@ class Play:
 class Plan(Memory):
     """Predicts memory, in GiB, and time of an update of `config` on `gpus` cards of `gpu_gib`, on `hosts` machines."""
 
-    def __init__(self, config: Config, shape: Shape, *, play: Play | None = None, **machine: Any) -> None:
+    def __init__(
+        self, config: Config, shape: Shape, *, play: Play | None = None, **machine: Any
+    ) -> None:
         """`machine` are the keyword arguments of `Memory`."""
         super().__init__(config, shape, **machine)
         nearest_size = min(CARDS, key=lambda size: abs(size - self.gpu_gib))
@@ -140,21 +153,34 @@ class Plan(Memory):
         if self.peak > room:
             phase = max(self.phases, key=lambda name: sum(self.phases[name].values()))
             parts = ", ".join(f"{part} {size:.1f}" for part, size in self.phases[phase].items())
-            reasons.append(f"{phase} needs {self.peak:.1f} GiB of a GPU, {room:.1f} are usable ({parts})")
+            reasons.append(
+                f"{phase} needs {self.peak:.1f} GiB of a GPU, {room:.1f} are usable ({parts})"
+            )
         if self.host_gib is not None and self.host_total > self.host_gib:
-            reasons.append(f"{self.host_total:.1f} GiB of host memory are needed, there are {self.host_gib:.1f}")
+            reasons.append(
+                f"{self.host_total:.1f} GiB of host memory are needed, there are {self.host_gib:.1f}"
+            )
         needed = self.kv_needed(rows)
         if self.kv_tokens < needed:
-            reasons.append(f"the KV cache holds {round(self.kv_tokens):,} tokens, {rows} sequences have {needed:,}")
+            reasons.append(
+                f"the KV cache holds {round(self.kv_tokens):,} tokens, {rows} sequences have {needed:,}"
+            )
             if self.served:
-                reasons.append(f"a server needs engine.tensor_parallel = {self.least or 'more GPUs than are known'}")
+                reasons.append(
+                    f"a server needs engine.tensor_parallel = {self.least or 'more GPUs than are known'}"
+                )
         return reasons
 
-    # --- the formulas, in seconds -------------------------------------------------------------------------------------
+    # --- the formulas, in seconds
+    # -------------------------------------------------------------------------------------
 
     def _body(self) -> float:
         """FLOPs of the decoder layers for a token, causal attention included."""
-        return 2 * self.shape.layers * (self.shape.active_layer + self.shape.queries * self.play.length)
+        return (
+            2
+            * self.shape.layers
+            * (self.shape.active_layer + self.shape.queries * self.play.length)
+        )
 
     def _rollout(self) -> float:
         """Decoding limited by bandwidth and prefill by FLOPs; lasts as long as the longest episode."""
@@ -162,7 +188,9 @@ class Plan(Memory):
         play = self.play
         size = self.tensor_parallel
 
-        cache = self.kv_tokens if self.vllm or self.served else self._engine()["KV cache"] / s.kv_bytes
+        cache = (
+            self.kv_tokens if self.vllm or self.served else self._engine()["KV cache"] / s.kv_bytes
+        )
         together = max(1.0, min(play.episodes / self.engines, SEQUENCES, cache / play.length))
         read = (self.c * s.parameters + together * play.length * s.kv_bytes) / size
         reduce = 2 * s.layers * REDUCE_S if size > 1 else 0
@@ -190,16 +218,26 @@ class Plan(Memory):
         rate = self.flops * MFU * (1 if config.model.compile else EAGER)
 
         gather, reduce = self._communication()
-        offloaded = 2 * self._kept() * micro_batches / PCIE if config.model.offload_activations else 0
+        offloaded = (
+            2 * self._kept() * micro_batches / PCIE if config.model.offload_activations else 0
+        )
         # Passes of the policy and of the reference; the entropies come with the engine's log-probs.
         scored = (config.policy.old_logp == "trainer") + (config.policy.kl_coef > 0)
-        steps = max(1, round(play.episodes * play.turns / config.optim.minibatch_samples)) * config.optim.epochs
+        steps = (
+            max(1, round(play.episodes * play.turns / config.optim.minibatch_samples))
+            * config.optim.epochs
+        )
         state = 2 * self.optimizer / (PCIE if config.optim.offload else self.bandwidth)
-        moved = 4 * self.stored / self.shards / self.bandwidth  # weights and gradients, read and written
+        moved = (
+            4 * self.stored / self.shards / self.bandwidth
+        )  # weights and gradients, read and written
         saved = self.saved / PCIE if self.copied else self.on_host * self.saved / FILES
         return {
-            "score": max((policy_forward * scored + critic_forward) / rate, scored * micro_batches * gather),
-            "update": config.optim.epochs * (max(learning / rate, micro_batches * (2 * gather + reduce)) + offloaded),
+            "score": max(
+                (policy_forward * scored + critic_forward) / rate, scored * micro_batches * gather
+            ),
+            "update": config.optim.epochs
+            * (max(learning / rate, micro_batches * (2 * gather + reduce)) + offloaded),
             "step": steps * (STEP_S + state + moved),
             "sync": self._sync(),
             "host": self.N * turns * tokens * HOST_S,
@@ -209,14 +247,17 @@ class Plan(Memory):
     def _communication(self) -> tuple[float, float]:
         """Seconds to (gather the weights for a pass of a micro-batch, reduce its gradients).
 
-        They overlap with the arithmetic. In the published runs adapters do not save any of the arithmetic.
+        They overlap with the arithmetic. In the published runs adapters do not save any of the
+        arithmetic.
         """
         trained = self.trained_parameters + self.critic_parameters
         gather = reduce = 0.0
         if self.shards > 1:
             gather = self.c * (self.shape.parameters + self.critic_parameters) / self.link
             reduce = 4 * trained / self.link
-        if self.shards < self.N:  # each card then sums its shard over the copies: the shard is sent and received
+        if (
+            self.shards < self.N
+        ):  # each card then sums its shard over the copies: the shard is sent and received
             reduce += 2 * 4 * trained / self.shards / (NETWORK if self.hosts > 1 else self.link)
         return gather, reduce
 

@@ -1,9 +1,10 @@
 """Predicts by arithmetic the memory that a configuration needs: of a GPU, of a server's GPU, of a host. Loads no torch.
 
-Sizes are those of one GPU out of N, or of one host. T: tokens of a micro-batch. c: bytes of an element in the forward
-pass. w: bytes of an element of a stored weight. All formulas are upper bounds: the gradients of an earlier micro-batch
-are present, and every token is a target. `bench/memory.py` compares update and step with simulated ones
-(docs/memory.md). The rest are stated assumptions.
+Sizes are those of one GPU out of N, or of one host. T: tokens of a micro-batch. c: bytes of an
+element in the forward pass. w: bytes of an element of a stored weight. All formulas are upper
+bounds: the gradients of an earlier micro-batch are present, and every token is a target.
+`bench/memory.py` compares update and step with simulated ones (docs/memory.md). The rest are stated
+assumptions.
 """
 
 from paw.config import Config
@@ -13,17 +14,26 @@ from paw.tools.shapes import Shape
 GIB = 2**30
 USABLE = 0.95  # share of a GPU's memory to plan with: 76 of 80
 OVERHEAD = 1.5 * GIB  # CUDA context, library workspaces, what the allocator loses to fragments
-ENGINE_WORK = 2.0 * GIB  # of vLLM's share: its activations and CUDA graphs; the rest holds weights and KV cache
+ENGINE_WORK = (
+    2.0 * GIB
+)  # of vLLM's share: its activations and CUDA graphs; the rest holds weights and KV cache
 ENGINE_ASLEEP = 1.0 * GIB  # what a sleeping vLLM leaves on the card
 ENGINE_ROWS = 8  # sequences of full length that the KV cache should at least hold
 HOST_PROCESS = 6.0 * GIB  # one trainer process with torch, CUDA and vLLM loaded
-PINNED = 2.0  # torch rounds a page-locked tensor up to a power of two; the optimizer's state avoids that
+PINNED = (
+    2.0  # torch rounds a page-locked tensor up to a power of two; the optimizer's state avoids that
+)
 SLAB = 2.0 * GIB  # granularity of the optimizer's state in host memory (paw.model.host)
-CHECKPOINT_PART = 4.0 * GIB  # host memory with which a rank writes a file of a checkpoint (paw.state.checkpoint)
+CHECKPOINT_PART = (
+    4.0 * GIB
+)  # host memory with which a rank writes a file of a checkpoint (paw.state.checkpoint)
 HEAD_BUFFER = {2: 1440 << 20, 4: 1536 << 20}
 """Chunk of the fused head by bytes of an element: Triton's e and statistics, or plain torch's three float32 buffers."""
 FLASH_MOMENTS = 2 + 2 * 2 / 32
-"""flash-adamw: bytes of two 8-bit moments with a 16-bit scale for every 32. The weight's extra bits come on top."""
+"""flash-adamw: bytes of two 8-bit moments with a 16-bit scale for every 32.
+
+The weight's extra bits come on top.
+"""
 PLAIN_STATE = 12
 """flash-adamw: bytes of a norm's or bias's parameter, its weight and moments in float32."""
 
@@ -31,12 +41,19 @@ PLAIN_STATE = 12
 class Memory:
     """Predicts the memory, in GiB, that `config` needs on `gpus` cards of `gpu_gib` in `hosts` machines.
 
-    Servers that the run starts take their cards from `gpus`; those of engine.urls have cards of their own. Raises
-    UserError if the servers leave no card to train on.
+    Servers that the run starts take their cards from `gpus`; those of engine.urls have cards of
+    their own. Raises UserError if the servers leave no card to train on.
     """
 
     def __init__(
-        self, config: Config, shape: Shape, *, gpus: int, gpu_gib: float, host_gib: float | None = None, hosts: int = 1
+        self,
+        config: Config,
+        shape: Shape,
+        *,
+        gpus: int,
+        gpu_gib: float,
+        host_gib: float | None = None,
+        hosts: int = 1,
     ) -> None:
         self.config = config
         self.shape = shape
@@ -46,7 +63,9 @@ class Memory:
         self.hosts = hosts
         self.N = gpus - config.engine.gpus
         if self.N < 1:
-            raise UserError(f"{gpus} GPUs: engine.servers take {config.engine.gpus}, none is left to train on")
+            raise UserError(
+                f"{gpus} GPUs: engine.servers take {config.engine.gpus}, none is left to train on"
+            )
         cards_of_host = -(-gpus // hosts)
         self.on_host = min(self.N, cards_of_host)
         self.shards = {"none": 1, "node": self.on_host, "world": self.N}[config.model.shard]
@@ -60,14 +79,20 @@ class Memory:
         self.engines = (config.engine.servers or len(config.engine.urls)) if self.served else self.N
         self.least = self._least_tensor_parallel() if self.served else 1
         """Fewest GPUs, a power of two, that give a server room for weights and ENGINE_ROWS sequences; 0: none do."""
-        self.tensor_parallel = config.engine.tensor_parallel if config.engine.servers else max(1, self.least)
-        """GPUs of an engine. The size of engine.urls is not known: the fewest that they need are assumed."""
+        self.tensor_parallel = (
+            config.engine.tensor_parallel if config.engine.servers else max(1, self.least)
+        )
+        """GPUs of an engine.
 
-        # flash-adamw and LoRA store weights in the dtype that the forward pass reads, adamw stores float32.
+        The size of engine.urls is not known: the fewest that they need are assumed.
+        """
+
+        # flash-adamw and LoRA store weights in the dtype that the forward pass reads, adamw stores
+        # float32.
         self.w = self.c if self.flash or self.lora.rank else 4
         self.weight_bytes = self.w * shape.parameters
-        # With one GPU and float32 weights a layer has `c`-byte copies while it runs. With several GPUs the copies come
-        # from FSDP's gathering.
+        # With one GPU and float32 weights a layer has `c`-byte copies while it runs. With several
+        # GPUs the copies come from FSDP's gathering.
         self.casts = self.w != self.c and self.N == 1
         self.copy = self.c * shape.layer if self.casts else 0
 
@@ -81,7 +106,9 @@ class Memory:
         self.state = (config.optim.master_bits - 16) / 8 + FLASH_MOMENTS if self.flash else 8
         """Bytes of one parameter's optimizer state."""
         self.optimizer = self._optimizer_bytes()
-        self.stored = (4 if self.lora.rank else self.w) * (self.trained_parameters + self.critic_parameters)
+        self.stored = (4 if self.lora.rank else self.w) * (
+            self.trained_parameters + self.critic_parameters
+        )
         self.saved = self.stored / self.shards + self.optimizer
         """Bytes of a rank's weights and optimizer state, which it writes into a checkpoint."""
 
@@ -101,17 +128,27 @@ class Memory:
 
     def kv_needed(self, rows: int = ENGINE_ROWS) -> int:
         """Tokens of `rows` sequences of full length."""
-        return rows * (self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens)
+        return rows * (
+            self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens
+        )
 
     def _vllm_card(self, size: int) -> dict[str, float]:
-        """Components on each of the `size` cards of a vLLM. Tensor parallel divides all weights, the embedding too."""
+        """Components on each of the `size` cards of a vLLM.
+
+        Tensor parallel divides all weights, the embedding too.
+        """
         taken = self.c * self.shape.parameters / size + ENGINE_WORK
         share = self.config.engine.memory_share * self.gpu_gib * GIB
         return {"engine": taken, "KV cache": max(0.0, share - taken)}
 
     def _server_tokens(self, size: int) -> float:
-        """Tokens in a server's KV cache. Each card has its share of the heads, at least one (vLLM repeats them)."""
-        return self._vllm_card(size)["KV cache"] / self.shape.kv_bytes * min(size, self.shape.kv_heads)
+        """Tokens in a server's KV cache.
+
+        Each card has its share of the heads, at least one (vLLM repeats them).
+        """
+        return (
+            self._vllm_card(size)["KV cache"] / self.shape.kv_bytes * min(size, self.shape.kv_heads)
+        )
 
     def _least_tensor_parallel(self) -> int:
         for power in range(7):
@@ -120,16 +157,24 @@ class Memory:
                 return size
         return 0
 
-    # --- the formulas, in bytes ---------------------------------------------------------------------------------------
+    # --- the formulas, in bytes
+    # ---------------------------------------------------------------------------------------
 
     def _trained_parameters(self) -> int:
         if not self.lora.rank:
             return self.shape.parameters
-        sizes = [sum(self.shape.linears[name]) for name in self.lora.targets if name in self.shape.linears]
+        sizes = [
+            sum(self.shape.linears[name])
+            for name in self.lora.targets
+            if name in self.shape.linears
+        ]
         return self.lora.rank * sum(sizes) * self.shape.layers
 
     def _critic_parameters(self) -> int:
-        """PPO's critic has a head of one row. Its step comes first and needs no more than the policy's."""
+        """PPO's critic has a head of one row.
+
+        Its step comes first and needs no more than the policy's.
+        """
         if self.config.advantage.type != "ppo":
             return 0
         vocabulary_head = 0 if self.shape.tied else self.shape.embedding
@@ -143,7 +188,10 @@ class Memory:
         return total / self.shards
 
     def _gradients(self) -> float:
-        """In the dtype of the trained weights; adapters in float32. With grad_sync "last" unsharded float32 sums."""
+        """In the dtype of the trained weights; adapters in float32.
+
+        With grad_sync "last" unsharded float32 sums.
+        """
         if self.N > 1 and self.config.optim.grad_sync == "last":
             return 4 * self.trained_parameters
         return (4 if self.lora.rank else self.w) * self.trained_parameters / self.shards
@@ -162,7 +210,9 @@ class Memory:
         mlp = 4 * c * s.active * F  # gate, silu(gate), up, their product
         if s.experts:
             mlp += 2 * c * s.active * D  # a token's copy for each of its experts, and their outputs
-        adapters = c * self.lora.rank * len(self.lora.targets)  # the output of each A; its input is kept anyway
+        adapters = (
+            c * self.lora.rank * len(self.lora.targets)
+        )  # the output of each A; its input is kept anyway
         return (norms + head_norms + attention + mlp + adapters) * self.T
 
     def _kept(self) -> int:
@@ -173,8 +223,12 @@ class Memory:
         if mode == "none":
             return s.layers * self._layer_saved()
         kept_of_token = c * s.hidden
-        if mode == "selective":  # also the outputs of q, v, gate and down (every second product) and of attention
-            kept_of_token += c * (2 * s.queries + s.keys + s.active * s.intermediate + s.hidden) + 4 * s.heads
+        if (
+            mode == "selective"
+        ):  # also the outputs of q, v, gate and down (every second product) and of attention
+            kept_of_token += (
+                c * (2 * s.queries + s.keys + s.active * s.intermediate + s.hidden) + 4 * s.heads
+            )
         return s.layers * kept_of_token * self.T
 
     def _head(self) -> tuple[float, float]:
@@ -182,7 +236,11 @@ class Memory:
         s = self.shape
         c = self.c
         results = c * (s.hidden * self.T + s.embedding)
-        row = c * (s.vocabulary + 3 * s.hidden) + 16 * s.vocabulary / 256 if c == 2 else 12 * s.vocabulary
+        row = (
+            c * (s.vocabulary + 3 * s.hidden) + 16 * s.vocabulary / 256
+            if c == 2
+            else 12 * s.vocabulary
+        )
         if row * self.T <= HEAD_BUFFER[c]:
             return results, row * self.T
         # Several chunks: dW is summed in float32 and rounded after the buffer has been freed.
@@ -200,14 +258,19 @@ class Memory:
 
         saved = self._layer_saved()
         kept = 0 if offloaded else self._kept()
-        # The backward pass of one layer: what it recomputes or fetches, and two gradients of the MLP.
+        # The backward pass of one layer: what it recomputes or fetches, and two gradients of the
+        # MLP.
         one_layer = saved * ((mode != "none") + offloaded) + 2 * c * s.active * s.intermediate * T
         last_norm = (4 + 2 * c) * s.hidden * T
-        lasting_copies = s.layers * self.copy if mode == "none" else 0  # only then they outlive a layer's forward pass
+        lasting_copies = (
+            s.layers * self.copy if mode == "none" else 0
+        )  # only then they outlive a layer's forward pass
         copies = max(lasting_copies, self.copy)
 
         gathered_rest = c * s.rest if sharded else 0  # embedding and head, unsharded during a pass
-        gathered_layer = 2 * c * s.layer if sharded else 0  # with the buffer it arrived in, or the next layer
+        gathered_layer = (
+            2 * c * s.layer if sharded else 0
+        )  # with the buffer it arrived in, or the next layer
         reduced_layer = 4 * s.layer if sharded and not self.lora.rank else 0
         reduced_rest = 4 * s.rest if sharded else 0
 
@@ -219,15 +282,25 @@ class Memory:
         tied_gradients = 2 * head_gradient if s.tied else 0  # dE beside dW, and their sum
 
         last_forward = (kept + copies + gathered_layer + gathered_rest + saved, 0)
-        head = (kept + last_norm + lasting_copies + gathered_rest, cast_head + c * s.hidden * T + results + workspace)
-        layer_backward = (kept + one_layer + copies + gathered_rest + gathered_layer + reduced_layer, waiting_gradient)
-        end_of_backward = (0, head_gradient + tied_gradients + reduced_rest)  # float32 on the way to other ranks
+        head = (
+            kept + last_norm + lasting_copies + gathered_rest,
+            cast_head + c * s.hidden * T + results + workspace,
+        )
+        layer_backward = (
+            kept + one_layer + copies + gathered_rest + gathered_layer + reduced_layer,
+            waiting_gradient,
+        )
+        end_of_backward = (
+            0,
+            head_gradient + tied_gradients + reduced_rest,
+        )  # float32 on the way to other ranks
         return max(last_forward, head, layer_backward, end_of_backward, key=sum)
 
     def _engine(self) -> dict[str, float]:
         """Components of an engine that is awake, on one of the trainer's cards.
 
-        With one GPU `transformers` plays with the policy's weights. Servers have cards of their own.
+        With one GPU `transformers` plays with the policy's weights. Servers have cards of their
+        own.
         """
         if self.vllm:
             return self._vllm_card(1)
@@ -253,11 +326,14 @@ class Memory:
         }
         resident = weights | {"reference": 0 if offloaded_reference else self.reference}
         training = resident | {"gradients": self._gradients()}
-        # On one GPU an offloaded reference is moved to the card; on several it comes layer by layer.
+        # On one GPU an offloaded reference is moved to the card; on several it comes layer by
+        # layer.
         scoring = weights | {"reference": 0 if offloaded_reference and several else self.reference}
 
         awake = self._engine() | {"overhead": OVERHEAD}
-        lasting_engine = awake["engine"] if several else 0  # with one GPU transformers frees its copies after play
+        lasting_engine = (
+            awake["engine"] if several else 0
+        )  # with one GPU transformers frees its copies after play
         asleep = {"engine": ENGINE_ASLEEP if self.vllm else lasting_engine, "overhead": OVERHEAD}
 
         gathered = self.c * (s.rest + 2 * s.layer) if several else 0
@@ -302,7 +378,8 @@ class Memory:
             "critic": self.critic * n if several else 0,
         }
 
-        # A rank's weights and optimizer state are copied if half of the free memory holds them, else part by part.
+        # A rank's weights and optimizer state are copied if half of the free memory holds them,
+        # else part by part.
         free = (self.host_gib or 0) * GIB - sum(resident.values())
         self.copied = n * self.saved <= free / 2
         part = min(CHECKPOINT_PART, self.saved) + self.c * self.shape.embedding / self.shards

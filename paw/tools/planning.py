@@ -38,7 +38,11 @@ from paw.tools.shapes import Shape, shape_of
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Print the plan; 0 where something fits, else 1."""
-    machine: dict[str, Any] = {"gpus": options.gpus, "host_gib": options.host_gib, "hosts": options.hosts}
+    machine: dict[str, Any] = {
+        "gpus": options.gpus,
+        "host_gib": options.host_gib,
+        "hosts": options.hosts,
+    }
     found = _search(options.recipe, overrides, model=options.model, **machine)
     best, shape = found.tried[-1][1], found.shape
     if options.out and not best.reasons():
@@ -72,19 +76,23 @@ def plan(
     """Predict memory and time of an update, and find settings that fit; loads no model.
 
     Args:
-        recipe: what is trained: a recipe's name or path, or a configuration. Default: that of `paw plan --model`.
+        recipe: what is trained: a recipe's name or path, or a configuration. Default: that of `paw
+            plan --model`.
         model: a model's folder or Hugging Face name, in place of the recipe's.
         gpus: all cards and the memory of each: "8x80GB".
         host_gib: memory of a host, in GiB; None: not limited.
         hosts: machines that the cards are in.
         changes: keys of the configuration; the search leaves them as they are: `{"lora.rank": 32}`.
 
-    Returns the plan: `fits`, and `reasons()` why not; `config`, the settings that were found; `peak` and `host_total`,
-    GiB of a GPU and of a host; `step_s` and `seconds` of an update. All of it is predicted. Raises UserError for a
-    recipe, key or value that does not go, and for a kind of model that the plan does not know.
+    Returns the plan: `fits`, and `reasons()` why not; `config`, the settings that were found;
+    `peak` and `host_total`, GiB of a GPU and of a host; `step_s` and `seconds` of an update. All of
+    it is predicted. Raises UserError for a recipe, key or value that does not go, and for a kind of
+    model that the plan does not know.
     """
     name = None if model is None else str(model)
-    found = _search(recipe, dict(changes or {}), model=name, gpus=gpus, host_gib=host_gib, hosts=hosts)
+    found = _search(
+        recipe, dict(changes or {}), model=name, gpus=gpus, host_gib=host_gib, hosts=hosts
+    )
     return found.tried[-1][1]
 
 
@@ -106,7 +114,9 @@ def _search(
 ) -> Search:
     """What `fit` finds; keys of `overrides` stay as they are."""
     if not recipe and not model:
-        raise UserError("command line: give a recipe or --model NAME, such as --model Qwen/Qwen2.5-14B-Instruct")
+        raise UserError(
+            "command line: give a recipe or --model NAME, such as --model Qwen/Qwen2.5-14B-Instruct"
+        )
     cards = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)(?:GB|GiB)?", gpus, re.IGNORECASE)
     if not cards:
         raise UserError(f"command line: --gpus '{gpus}': write it like 1x80GB or 8x80GB")
@@ -115,7 +125,12 @@ def _search(
     given = ({} if recipe else {"model.checkpointing": "none"}) | overrides
     config = load(recipe or BASE, given | ({"model.path": model} if model else {}))
     shape = shape_of(config.model.path)
-    machine = {"gpus": int(cards[1]), "gpu_gib": float(cards[2]), "host_gib": host_gib, "hosts": hosts}
+    machine = {
+        "gpus": int(cards[1]),
+        "gpu_gib": float(cards[2]),
+        "host_gib": host_gib,
+        "hosts": hosts,
+    }
     return Search(config, shape, machine, fit(config, shape, pinned=overrides.keys(), **machine))
 
 
@@ -123,7 +138,9 @@ def _offer_adapters(found: Search, pinned: Collection[str]) -> str:
     """Options with which adapters would fit where nothing else does, if a pinned key rules them out; else ""."""
     if not found.tried[-1][1].reasons() or "lora.rank" in pinned:
         return ""
-    tried = with_adapters(found.config, found.shape, pinned={*pinned} - {*ADAPTERS}, **found.machine)
+    tried = with_adapters(
+        found.config, found.shape, pinned={*pinned} - {*ADAPTERS}, **found.machine
+    )
     return tried[-1][0] if tried else ""
 
 
@@ -140,9 +157,12 @@ def workload(found: Plan) -> str:
 
 
 def lines(found: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Iterator[str]:
-    """The plan in a few lines, what would be quicker with episodes played ahead, and options with which `adapters` fit
-    where nothing else does."""
-    peak, cache = max(sum(parts.values()) for name, parts in found.phases.items() if name != "server"), ""
+    """The plan in a few lines, what would be quicker with episodes played ahead, and options with
+    which `adapters` fit where nothing else does."""
+    peak, cache = (
+        max(sum(parts.values()) for name, parts in found.phases.items() if name != "server"),
+        "",
+    )
     if found.vllm or found.served:
         cache = f", KV cache of {found.kv_tokens / found.kv_needed(1):.0f} sequences of full length"
     yield (
@@ -169,7 +189,11 @@ def summary(found: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> di
     """What `--json` prints. Sizes in GiB."""
 
     def rounded(value: Any) -> Any:
-        return {key: rounded(one) for key, one in value.items()} if isinstance(value, dict) else round(value, 2)
+        return (
+            {key: rounded(one) for key, one in value.items()}
+            if isinstance(value, dict)
+            else round(value, 2)
+        )
 
     return {
         "fits": found.fits,
@@ -182,7 +206,9 @@ def summary(found: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> di
         "seconds": rounded(found.seconds),
         "sources": SOURCES,
         "least_tensor_parallel": found.least,
-        "settings": {key: get(found.config, key) for key in sorted({*ENGINE, *set().union(*FALLBACKS)})}
+        "settings": {
+            key: get(found.config, key) for key in sorted({*ENGINE, *set().union(*FALLBACKS)})
+        }
         | {SHARE: found.config.engine.memory_share},
         "quicker": {words(plan.config, found.config): round(plan.step_s, 1) for plan in quicker},
         "reasons": found.reasons(),
@@ -194,15 +220,21 @@ def tables(tried: Tried) -> Iterator[Table]:
     """What was tried, the components of the last attempt by phase, and its seconds with where they are from."""
     best, right = tried[-1][1], partial(Column, justify="right")
     title = f"{best.config.model.path} on {best.gpus} x {best.gpu_gib:g} GB"
-    attempts = Table("settings", *map(right, ("GPU GiB", "host GiB", "update s")), "fits", title=title)
+    attempts = Table(
+        "settings", *map(right, ("GPU GiB", "host GiB", "update s")), "fits", title=title
+    )
     for label, one in tried:
         verdict = "no" if one.reasons() else "yes"
-        attempts.add_row(label, f"{one.peak:.1f}", f"{one.host_total:.1f}", f"{one.step_s:.0f}", verdict)
+        attempts.add_row(
+            label, f"{one.peak:.1f}", f"{one.host_total:.1f}", f"{one.step_s:.0f}", verdict
+        )
     yield attempts
     for title, phases in (("GiB of one GPU", best.phases), ("GiB of host memory", best.host)):
         by_phase = Table("component", *map(right, phases), title=title)
         for part in dict.fromkeys(part for parts in phases.values() for part in parts):
-            by_phase.add_row(part, *(f"{parts[part]:.1f}" if part in parts else "" for parts in phases.values()))
+            by_phase.add_row(
+                part, *(f"{parts[part]:.1f}" if part in parts else "" for parts in phases.values())
+            )
         by_phase.add_row("sum", *(f"{sum(parts.values()):.1f}" for parts in phases.values()))
         yield by_phase
     times = Table("component", right("seconds"), "from", title="an update")

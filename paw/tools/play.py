@@ -1,6 +1,7 @@
 """`paw play`: a game at the terminal, or line by line for a program.
 
-With `--json` every line read is one command and every line written one object; the first stands for the start.
+With `--json` every line read is one command and every line written one object; the first stands for
+the start.
 """
 
 import argparse
@@ -75,7 +76,9 @@ def _task(environment: Guarded, text: str) -> dict[str, Any]:
 
 
 def _json(environment: Guarded, task: Task) -> None:
-    outcome = Outcome(environment.reset(task), reward=0.0, done=False, won=False, action="", valid=True)
+    outcome = Outcome(
+        environment.reset(task), reward=0.0, done=False, won=False, action="", valid=True
+    )
     message = _task(environment, outcome.observation)
     while True:
         message |= {"feedback": outcome.observation, "admissible": environment.admissible_actions()}
@@ -98,7 +101,12 @@ def _terminal(environment: Guarded, task: Task) -> None:
     say(*_task(environment, text).values(), text, HELP)
     while True:
         actions = environment.admissible_actions()
-        print("\n" + "\n".join(f"{number:4}  {clean(action)}" for number, action in enumerate(actions, start=1)))
+        print(
+            "\n"
+            + "\n".join(
+                f"{number:4}  {clean(action)}" for number, action in enumerate(actions, start=1)
+            )
+        )
         print("> ", end="", flush=True)
         line = sys.stdin.readline()
         command = line.strip()
@@ -116,7 +124,11 @@ def _terminal(environment: Guarded, task: Task) -> None:
         turns += 1
         say(f"\n{outcome.observation}")
         if outcome.done:
-            said = f"Won in turn {turns}, reward {outcome.reward:g}" if outcome.won else f"Not won by turn {turns}"
+            said = (
+                f"Won in turn {turns}, reward {outcome.reward:g}"
+                if outcome.won
+                else f"Not won by turn {turns}"
+            )
             score = "" if outcome.score is None else f", score {outcome.score:.2f}"
             print(f"\n{said}{score}.")
             return

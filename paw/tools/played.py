@@ -11,11 +11,13 @@ from paw.recipe import layered, load, named, override, read_recipe, recipe_names
 Overrides = dict[str, Any]
 
 
-def load_played(recipe: str | Path | Config | None, overrides: Overrides, defaults: Overrides | None = None) -> Config:
+def load_played(
+    recipe: str | Path | Config | None, overrides: Overrides, defaults: Overrides | None = None
+) -> Config:
     """As `load`, for a command that plays: without a recipe, the recipe <env.name>-grpo if there is one.
 
-    `defaults` are overrides too, each used only if the environment has its key. Raises UserError if neither a recipe
-    nor env.name is given.
+    `defaults` are overrides too, each used only if the environment has its key. Raises UserError if
+    neither a recipe nor env.name is given.
     """
     if isinstance(recipe, Config):
         return load(recipe, overrides)
@@ -35,5 +37,7 @@ def load_played(recipe: str | Path | Config | None, overrides: Overrides, defaul
     values = {key: text for key, text in (defaults or {}).items() if key in known_keys}
     values |= overrides
     if name == "search" and str(values.get("env.data", "")).lower() == "none":
-        values = {"env.retriever": "bm25"} | values  # the recipe's retriever, E5, would be downloaded
+        values = {
+            "env.retriever": "bm25"
+        } | values  # the recipe's retriever, E5, would be downloaded
     return override(flat, values, origin=str(recipe or "command line"), origins=origins)

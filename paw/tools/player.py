@@ -62,7 +62,9 @@ def evaluation_text(summary: dict[str, Any]) -> str:
         lines.append(f"95 % interval {summary['ci_low']:.1%} to {summary['ci_high']:.1%}")
         lines += kind_lines(summary["kinds"])
         score = f"mean score {summary['score']:.3f}, " if "score" in summary else ""
-        lines.append(f"{score}mean turns {summary['steps']:.1f}, valid actions {summary['valid_actions']:.1%}")
+        lines.append(
+            f"{score}mean turns {summary['steps']:.1f}, valid actions {summary['valid_actions']:.1%}"
+        )
     if "context_full" in summary:
         lines.append(f"{summary['context_full']} episodes were lost because the context was full")
     return "\n".join(lines)
@@ -80,13 +82,15 @@ def rollout(
 
     Args:
         model: a run's directory, a model's folder or a Hugging Face name.
-        recipe: what is played and how: a recipe's name or path, or a configuration. Default: the run's own.
+        recipe: what is played and how: a recipe's name or path, or a configuration. Default: the
+            run's own.
         tasks: number of tasks.
-        out: also write the episodes to this file, a JSON object for each turn, token ids and log-probs included.
+        out: also write the episodes to this file, a JSON object for each turn, token ids and
+            log-probs included.
         changes: keys of the configuration to change: `{"rollout.group_size": 2}`.
 
-    Returns a group for each task: `group.trajectories` are its episodes, `trajectory.turns` the turns of an episode.
-    Raises UserError if the model, the recipe, a key or a value cannot be used.
+    Returns a group for each task: `group.trajectories` are its episodes, `trajectory.turns` the
+    turns of an episode. Raises UserError if the model, the recipe, a key or a value cannot be used.
     """
     config, path = resolve(str(model), recipe, dict(changes or {}))
     if tasks < 1:
@@ -114,7 +118,11 @@ def _write_turns(groups: list[Group], file: TextIO) -> None:
     """Write a JSON object for each turn, one a line."""
     for group in groups:
         for trajectory in group.trajectories:
-            episode = {"task": trajectory.task.id, "kind": trajectory.task.kind, "member": trajectory.member}
+            episode = {
+                "task": trajectory.task.id,
+                "kind": trajectory.task.kind,
+                "member": trajectory.member,
+            }
             for step, turn in enumerate(trajectory.turns):
                 file.write(json.dumps({**episode, "step": step, **asdict(turn)}) + "\n")
 
@@ -126,7 +134,9 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
-def resolve(model: str, recipe: str | Path | Config | None, overrides: dict[str, Any]) -> tuple[Config, str]:
+def resolve(
+    model: str, recipe: str | Path | Config | None, overrides: dict[str, Any]
+) -> tuple[Config, str]:
     """(configuration, model path) of a run directory, or of a model with a recipe.
 
     Raises UserError if neither says what is played.
@@ -137,8 +147,14 @@ def resolve(model: str, recipe: str | Path | Config | None, overrides: dict[str,
         return config, str(_exported_model(folder))
     if recipe is None and not (folder / "paw.toml").is_file():
         if "env.name" not in overrides:
-            problem = "is not a run directory" if folder.exists() else "is no folder here; if it is a model of the hub"
-            raise UserError(f"{model} {problem}, say what it plays with --recipe NAME or --env NAME")
+            problem = (
+                "is not a run directory"
+                if folder.exists()
+                else "is no folder here; if it is a model of the hub"
+            )
+            raise UserError(
+                f"{model} {problem}, say what it plays with --recipe NAME or --env NAME"
+            )
         return load_played(None, overrides), model
     config = load(recipe or folder / "paw.toml", overrides)
     if recipe and model == "quickstart":
@@ -165,7 +181,9 @@ def open_player(config: Config, path: str, factory: EnvFactory | None = None) ->
     longest = 0  # not checked: vLLM has its own check
     if config.engine.type == "transformers":
         longest = longest_row(config, update=False)
-    policy = load_policy(path, device=device, dtype=config.model.dtype, check=False, longest=longest)
+    policy = load_policy(
+        path, device=device, dtype=config.model.dtype, check=False, longest=longest
+    )
     with closing(make_engine(config, policy=policy, chat=chat, model_path=path)) as engine:
         push_weights(policy.lm, engine, version=0)
         with closing(Rollouts(factory, engine, chat, config)) as rollouts:

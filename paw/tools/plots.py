@@ -1,7 +1,7 @@
 """The report's figures. Each is drawn once, saved as PNG on white and inlined as SVG that follows the page's colours.
 
-The colours are those of Okabe and Ito, which all kinds of colour vision can tell apart; several runs also differ in
-dash pattern.
+The colours are those of Okabe and Ito, which all kinds of colour vision can tell apart; several
+runs also differ in dash pattern.
 """
 
 import io
@@ -84,7 +84,8 @@ styled = matplotlib.rc_context(STYLE)
 def learning_curve(runs: Sequence[Run], size: Size, *, kind: str | None = None) -> Figure | None:
     """Success on evaluation games with its 95 % Wilson interval; a single run also shows its training games.
 
-    With `kind`, success in tasks of that kind, without interval and legend. None if no run has evaluated them.
+    With `kind`, success in tasks of that kind, without interval and legend. None if no run has
+    evaluated them.
     """
     evaluation = "eval/success" if kind is None else f"eval/success_{kind}"
     training = "success/all" if kind is None else f"success/{kind}"
@@ -129,7 +130,9 @@ def _training_curve(axes: Axes, series: Series, *, thin: float) -> None:
     _smoothed(axes, series, 100, thin=thin, color=VERMILLION, linewidth=1.4, label=label)
 
 
-def _interval_band(axes: Axes, run: Run, steps: list[int], *, color: str, alpha: float) -> list[int]:
+def _interval_band(
+    axes: Axes, run: Run, steps: list[int], *, color: str, alpha: float
+) -> list[int]:
     """Draw the interval of the evaluations as a band; returns those of the steps that have an interval."""
     lows = run.metrics.get("eval/ci_low", {})
     highs = run.metrics.get("eval/ci_high", {})
@@ -178,7 +181,9 @@ def success_by_kind(runs: Sequence[Run], size: Size) -> Figure | None:
 
 
 @styled
-def metric(runs: Sequence[Run], key: str, label: str, size: Size, *, percent: bool = False) -> Figure | None:
+def metric(
+    runs: Sequence[Run], key: str, label: str, size: Size, *, percent: bool = False
+) -> Figure | None:
     """One metric over the updates: single values thin, the moving mean thick; of several runs only the means.
 
     None if no run has the metric.
@@ -246,7 +251,14 @@ def _phase_times_over_updates(axes: Axes, run: Run, phases: Sequence[str]) -> No
         steps, seconds = run.series(f"time/{phase}")
         share = sum(seconds) / total if total else 0.0
         height = np.histogram(steps, edges, weights=seconds)[0] / widths
-        axes.bar(centres, height, widths * 0.86, bottom, color=PHASES[phase], label=f"{phase} {share:.0%}")
+        axes.bar(
+            centres,
+            height,
+            widths * 0.86,
+            bottom,
+            color=PHASES[phase],
+            label=f"{phase} {share:.0%}",
+        )
         bottom += height
     axes.set(xlabel="Update", ylabel="Time (s per update)")
 
@@ -267,7 +279,8 @@ def _phase_times_of_runs(axes: Axes, runs: Sequence[Run], phases: Sequence[str])
 def to_svg(figure: Figure, name: str, description: str) -> str:
     """The figure as an `<svg>` element for an HTML page, with the page's colours and without outside references.
 
-    `name` keeps the ids of several figures apart. `description`, already escaped, is the text for screen readers.
+    `name` keeps the ids of several figures apart. `description`, already escaped, is the text for
+    screen readers.
     """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -286,7 +299,9 @@ def _axes(size: Size) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _smoothed(axes: Axes, series: Series, factor: float, *, thin: float, color: str, **line: Any) -> None:
+def _smoothed(
+    axes: Axes, series: Series, factor: float, *, thin: float, color: str, **line: Any
+) -> None:
     """Draw the centred moving mean times `factor`, and under it the values themselves with the opacity `thin`."""
     steps, values = series
     window = _window(series)

@@ -1,4 +1,7 @@
-"""`paw doctor --run DIR`: what happened to a run, and the command that resumes it. Reads files, writes none."""
+"""`paw doctor --run DIR`: what happened to a run, and the command that resumes it.
+
+Reads files, writes none.
+"""
 
 import json
 import shlex
@@ -25,16 +28,24 @@ FILES = ("metrics.jsonl", "config.toml", "run.json", ".lock", "checkpoints")
 
 
 def run(directory: Path, *, as_json: bool) -> int:
-    """Print the findings. Returns 1 if there are checkpoints and none of them can be used, else 0."""
+    """Print the findings.
+
+    Returns 1 if there are checkpoints and none of them can be used, else 0.
+    """
     findings = masked(examine(directory))  # an older version wrote passwords
     print(json.dumps(findings, indent=1) if as_json else "\n".join(tell(findings)))
     return 1 if findings["checkpoints"] and findings["resumes_from"] is None else 0
 
 
 def examine(directory: Path) -> dict[str, Any]:
-    """The findings in a run directory, JSON-able. Raises UserError if there is no such folder, or it is not a run's."""
+    """The findings in a run directory, JSON-able.
+
+    Raises UserError if there is no such folder, or it is not a run's.
+    """
     if not directory.is_dir() or not any((directory / name).exists() for name in FILES):
-        raise UserError(f"--run {directory}: this is no run directory; give the folder that holds metrics.jsonl")
+        raise UserError(
+            f"--run {directory}: this is no run directory; give the folder that holds metrics.jsonl"
+        )
     info = read_info(directory)
     process = holder(directory)
     log: Run | None = None
@@ -108,10 +119,14 @@ def tell(findings: dict[str, Any]) -> list[str]:
     """The findings in words, a line each."""
     lines = [_headline(findings)]
     if findings["last_written"]:
-        lines.append(f"  last line written {findings['last_written']}, resumed {len(findings['resumed'])} times")
+        lines.append(
+            f"  last line written {findings['last_written']}, resumed {len(findings['resumed'])} times"
+        )
     if findings["metrics"]:
         values = {key: value for key, value in findings["metrics"].items() if value is not None}
-        lines.append("  last metrics: " + "  ".join(LINE[key].format(value) for key, value in values.items()))
+        lines.append(
+            "  last metrics: " + "  ".join(LINE[key].format(value) for key, value in values.items())
+        )
     if findings["evaluations"]:
         update, success = list(findings["evaluations"].items())[-1]
         lines.append(f"  last evaluation: success {success:.1%} at update {update}")
@@ -185,11 +200,21 @@ def _command(directory: Path, findings: dict[str, Any], info: dict[str, Any]) ->
     run_dir = directory.absolute()
     start_folder = info.get("folder")
     change_folder = ""
-    if isinstance(start_folder, str) and start_folder != str(Path.cwd()):  # its configuration's paths count from there
+    if isinstance(start_folder, str) and start_folder != str(
+        Path.cwd()
+    ):  # its configuration's paths count from there
         change_folder = f"cd {shlex.quote(start_folder)} && "
         config = run_dir / config.name
 
-    words = ["paw", "train", str(config), "--run.dir", str(run_dir.parent), "--run.name", run_dir.name]
+    words = [
+        "paw",
+        "train",
+        str(config),
+        "--run.dir",
+        str(run_dir.parent),
+        "--run.name",
+        run_dir.name,
+    ]
     ranks = info.get("ranks")
     if type(ranks) is int and ranks > 1:
         words += ["--gpus", str(ranks)]
@@ -199,10 +224,15 @@ def _command(directory: Path, findings: dict[str, Any], info: dict[str, Any]) ->
 
 
 def _problem(path: Path) -> tuple[str | None, bool]:
-    """(what is wrong with a checkpoint or None, whether it can be used all the same). Reads all of it."""
+    """(what is wrong with a checkpoint or None, whether it can be used all the same).
+
+    Reads all of it.
+    """
     try:
         verify(path)
     except UserError as error:
-        problem = str(error).removeprefix(f"checkpoint {path}").removeprefix(" is damaged").lstrip(": ")
+        problem = (
+            str(error).removeprefix(f"checkpoint {path}").removeprefix(" is damaged").lstrip(": ")
+        )
         return clean(problem), isinstance(error, ElsewhereError)
     return None, True

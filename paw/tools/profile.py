@@ -1,8 +1,9 @@
 """`paw profile`: time and memory of an update with and without the world model, on the same rollouts (Figure 5).
 
-Both variants run the stages of `train.update` on the same groups, in alternating order. The learning rate is 0: the
-optimizer does all its work but leaves the weights as they are. Memory is measured in a pass of its own, as measuring it
-would slow the timed passes. A record, a line of profile.csv, is one phase of one repeat of one variant.
+Both variants run the stages of `train.update` on the same groups, in alternating order. The
+learning rate is 0: the optimizer does all its work but leaves the weights as they are. Memory is
+measured in a pass of its own, as measuring it would slow the timed passes. A record, a line of
+profile.csv, is one phase of one repeat of one variant.
 """
 
 import argparse
@@ -51,8 +52,8 @@ ENOUGH = 6
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Measure both variants --repeats times; write profile.csv, profile.png and, with --trace, traces of one group.
 
-    --rollouts (a file of `paw rollout`) and --synthetic (random tokens and weights of the model's shape) need neither
-    games nor vLLM; the step then has no rollout.
+    --rollouts (a file of `paw rollout`) and --synthetic (random tokens and weights of the model's
+    shape) need neither games nor vLLM; the step then has no rollout.
     """
     if options.repeats < 2:
         raise UserError(f"--repeats {options.repeats}: a spread needs at least 2")
@@ -63,7 +64,9 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     out = options.out.absolute()  # an environment may change the current folder
     config = load_played(options.recipe, overrides, no_games)
     if not config.wm.enabled:
-        raise UserError(f"{options.recipe}: wm.enabled = false leaves nothing to compare; add --wm.enabled true")
+        raise UserError(
+            f"{options.recipe}: wm.enabled = false leaves nothing to compare; add --wm.enabled true"
+        )
     with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
 
@@ -79,11 +82,22 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
-def _measure_recipe(options: argparse.Namespace, config: Config, out: Path) -> tuple[list[Record], Record]:
-    """(records of both variants, facts that hold for all of them). Writes the traces to `out` if asked for."""
+def _measure_recipe(
+    options: argparse.Namespace, config: Config, out: Path
+) -> tuple[list[Record], Record]:
+    """(records of both variants, facts that hold for all of them).
+
+    Writes the traces to `out` if asked for.
+    """
     with tempfile.TemporaryDirectory(prefix="paw-profile-") as scratch:
-        model = random_model(config, Path(scratch) / "model") if options.synthetic else config.model.path
-        variants = make_variants(changed(config, {"run.dir": scratch, "run.trackers": [], "model.path": model}))
+        model = (
+            random_model(config, Path(scratch) / "model")
+            if options.synthetic
+            else config.model.path
+        )
+        variants = make_variants(
+            changed(config, {"run.dir": scratch, "run.trackers": [], "model.path": model})
+        )
         with_world_model = list(variants.values())[-1]
         with open_run(with_world_model) as run:
             rollout: dict[str, Record] = {}
@@ -98,7 +112,9 @@ def _measure_recipe(options: argparse.Namespace, config: Config, out: Path) -> t
             facts = {
                 "recipe": options.recipe,
                 "model": config.model.path,
-                "turns": sum(len(trajectory.turns) for group in groups for trajectory in group.trajectories),
+                "turns": sum(
+                    len(trajectory.turns) for group in groups for trajectory in group.trajectories
+                ),
                 "commit": code_commit(),
             }
             for key in ("device", "backend", "paw", "torch"):
@@ -125,15 +141,25 @@ def make_variants(config: Config) -> dict[str, Config]:
 def play(run: Run, times: dict[str, Record]) -> list[Group]:
     """The episodes of the first update, played as in training; the time goes to `times["rollout"]`."""
     push_weights(run.policy.lm, run.engine, version=run.step)
-    with closing(Rollouts(run.factory, run.engine, run.chat, run.config)) as rollouts, timed(run, times, "rollout"):
-        groups, sampled = rollouts.training(run.step, run.config.rollout.tasks, run.counting("episodes"))
+    with (
+        closing(Rollouts(run.factory, run.engine, run.chat, run.config)) as rollouts,
+        timed(run, times, "rollout"),
+    ):
+        groups, sampled = rollouts.training(
+            run.step, run.config.rollout.tasks, run.counting("episodes")
+        )
     if not groups:
         raise UserError(f"no group has two episodes left ({sampled.failures[0]})")
     return groups
 
 
 def measure(
-    run: Run, variants: dict[str, Config], groups: list[Group], rollout: dict[str, Record], *, repeats: int
+    run: Run,
+    variants: dict[str, Config],
+    groups: list[Group],
+    rollout: dict[str, Record],
+    *,
+    repeats: int,
 ) -> list[Record]:
     """A record for each variant, repeat and phase; the rollout happened once and is the same in all."""
     usage: dict[str, dict[str, Record]] = {}
@@ -161,7 +187,10 @@ def measure(
 
 
 def one_pass(
-    run: Run, config: Config, groups: list[Group], meter: Callable[[str], AbstractContextManager[Any]]
+    run: Run,
+    config: Config,
+    groups: list[Group],
+    meter: Callable[[str], AbstractContextManager[Any]],
 ) -> dict[str, float]:
     """What `train.update` does after the rollout, each phase within its `meter`; returns the metrics of `optimize`."""
     run = replace(run, config=config, metrics={})
@@ -188,7 +217,10 @@ def timed(run: Run, times: dict[str, Record], phase: str) -> Iterator[None]:
     yield
     if run.policy.device.type == "cuda":
         torch.cuda.synchronize()
-    times[phase] = {"seconds": time.perf_counter() - wall_start, "cpu_seconds": time.process_time() - cpu_start}
+    times[phase] = {
+        "seconds": time.perf_counter() - wall_start,
+        "cpu_seconds": time.process_time() - cpu_start,
+    }
 
 
 @dataclass
@@ -281,7 +313,10 @@ def _bytes_held(run: Run) -> int:
 
 def write_traces(run: Run, variants: dict[str, Config], groups: list[Group], out: Path) -> None:
     """A Chrome trace of each variant on one group (of mixed outcomes, if any); on CUDA also its allocator's history."""
-    group = max(groups, key=lambda group: len({trajectory.episode_return for trajectory in group.trajectories}))
+    group = max(
+        groups,
+        key=lambda group: len({trajectory.episode_return for trajectory in group.trajectories}),
+    )
     on_cuda = run.policy.device.type == "cuda"
     for name, config in zip(("vanilla", "paw"), variants.values(), strict=True):
         if on_cuda:
@@ -294,14 +329,18 @@ def write_traces(run: Run, variants: dict[str, Config], groups: list[Group], out
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def pick(records: list[Record], variant: str, phases: Sequence[str], key: str = "seconds") -> np.ndarray:
+def pick(
+    records: list[Record], variant: str, phases: Sequence[str], key: str = "seconds"
+) -> np.ndarray:
     """[repeats] sums of `key` over the phases."""
     sums = []
     for repeat in range(1, records[-1]["repeat"] + 1):
         values = [
             record.get(key, 0.0)
             for record in records
-            if record["variant"] == variant and record["phase"] in phases and record["repeat"] == repeat
+            if record["variant"] == variant
+            and record["phase"] in phases
+            and record["repeat"] == repeat
         ]
         sums.append(sum(values))
     return np.array(sums)
@@ -321,8 +360,9 @@ def memory_gib(records: list[Record], variant: str) -> tuple[float, float]:
 def overhead(base: np.ndarray, other: np.ndarray) -> list[float]:
     """(median, low, high), in per cent, of `other` over `base` less 1, over the repeats.
 
-    low and high are the 95 % bootstrap interval of the median, or the range if there are few repeats. The ratio is
-    taken within a repeat, as whatever else the machine does slows both variants.
+    low and high are the 95 % bootstrap interval of the median, or the range if there are few
+    repeats. The ratio is taken within a repeat, as whatever else the machine does slows both
+    variants.
     """
     ratios = other / base
     low, high = ratios.min(), ratios.max()
@@ -339,7 +379,10 @@ def table(records: list[Record]) -> Table:
     step = "step" if "rollout" in phases else "after the rollout"
     repeats = records[-1]["repeat"]
     spread = "95 % interval" if repeats >= ENOUGH else f"range of {repeats}"
-    columns = [Column(escape(title), no_wrap=True) for title in ("", *variants, f"PaW adds [{spread}]", "the paper")]
+    columns = [
+        Column(escape(title), no_wrap=True)
+        for title in ("", *variants, f"PaW adds [{spread}]", "the paper")
+    ]
     printed = Table(*columns, box=SIMPLE)
 
     time_rows = [(f"{phase}, s", [phase], "seconds", "") for phase in phases]
@@ -389,13 +432,24 @@ def chart(records: list[Record], title: str) -> Figure:
     times.set(ylabel="Time of a step (s)", ylim=(0, 1.12 * bottom.max()))
 
     peaks, means = zip(*(memory_gib(records, variant) for variant in variants), strict=True)
-    for shift, label, heights, colour in ((-0.18, "peak", peaks, BLUE), (0.18, "average", means, SKY)):
+    for shift, label, heights, colour in (
+        (-0.18, "peak", peaks, BLUE),
+        (0.18, "average", means, SKY),
+    ):
         bars = memory.bar(np.arange(2) + shift, heights, 0.33, color=colour, label=label)
         memory.bar_label(bars, fmt="%.3g", color=INK)
-    memory.set(xticks=range(2), xticklabels=variants, ylabel="Memory after the rollout (GiB)", ymargin=0.12)
+    memory.set(
+        xticks=range(2), xticklabels=variants, ylabel="Memory after the rollout (GiB)", ymargin=0.12
+    )
 
     for axes in (times, memory):
         axes.tick_params(axis="x", labelcolor=INK)
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=4, handlelength=1.0, columnspacing=0.9)
+        axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(-0.02, 1.0),
+            ncols=4,
+            handlelength=1.0,
+            columnspacing=0.9,
+        )
     figure.suptitle(title, fontsize=9, color=INK)
     return figure

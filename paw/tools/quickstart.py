@@ -1,9 +1,9 @@
 """The quickstart model: a phrase tokenizer learnt from the environment's own text, and a small random Qwen3.
 
-Whole phrases are tokens ("go to shelf 1", " mug 1", " you see a"), because copying object ids token by token is what
-a tiny model learns last (docs/quickstart.md). Everything is saved in ordinary Hugging Face format, loads with
-AutoTokenizer / AutoModelForCausalLM and in vLLM, and any text still encodes without loss: unknown pieces fall back to
-bytes.
+Whole phrases are tokens ("go to shelf 1", " mug 1", " you see a"), because copying object ids token
+by token is what a tiny model learns last (docs/quickstart.md). Everything is saved in ordinary
+Hugging Face format, loads with AutoTokenizer / AutoModelForCausalLM and in vLLM, and any text still
+encodes without loss: unknown pieces fall back to bytes.
 """
 
 import re
@@ -32,7 +32,10 @@ WORD = r" ?[A-Za-z']+| ?\d+|\s|[^\sA-Za-z\d]"
 
 
 def phrases(observations: Iterable[str]) -> list[str]:
-    """The text between numbered things, if there three times: "You arrive at", ", and a", ... Longest first."""
+    """The text between numbered things, if there three times: "You arrive at", ", and a", ...
+
+    Longest first.
+    """
     seen: Counter[str] = Counter()
     for text in observations:
         for line in text.splitlines():
@@ -41,7 +44,9 @@ def phrases(observations: Iterable[str]) -> list[str]:
     return sorted((part for part, n in seen.items() if n >= 3), key=lambda part: (-len(part), part))
 
 
-def build_tokenizer(prompts: list[str], actions: set[str], observations: list[str]) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    prompts: list[str], actions: set[str], observations: list[str]
+) -> PreTrainedTokenizerFast:
     """A lossless tokenizer whose tokens are actions, numbered things, recurring phrases, words and bytes.
 
     `actions` are whole lines, each with the line break before it, that must become one token each.
@@ -54,7 +59,14 @@ def build_tokenizer(prompts: list[str], actions: set[str], observations: list[st
     pieces: set[str] = set(actions)
     for text in [*prompts, *observations]:
         pieces.update(splitter.findall(text))
-    vocabulary = [PAD, USER, ASSISTANT, END, *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(pieces)]
+    vocabulary = [
+        PAD,
+        USER,
+        ASSISTANT,
+        END,
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *sorted(pieces),
+    ]
     ids = {piece: i for i, piece in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[], ignore_merges=True, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
@@ -70,8 +82,8 @@ def build_tokenizer(prompts: list[str], actions: set[str], observations: list[st
 def build_model(tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Qwen3ForCausalLM:
     """A random Qwen3 with tied embeddings. Head size 32 is the smallest that vLLM serves.
 
-    Not Qwen2: transformers 5 gives every folder of model type qwen2 the pre-tokenizer of Qwen2, whatever its
-    tokenizer.json says, so AutoTokenizer would silently cut the text differently.
+    Not Qwen2: transformers 5 gives every folder of model type qwen2 the pre-tokenizer of Qwen2,
+    whatever its tokenizer.json says, so AutoTokenizer would silently cut the text differently.
     """
     torch.manual_seed(config.seed)
     heads, ids = config.hidden_size // config.head_size, tokenizer.get_vocab()

@@ -35,7 +35,9 @@ def read_episodes(path: Path, *, vocabulary: float = math.inf) -> list[Group]:
         try:
             _add_turn(groups, json.loads(line), vocabulary=vocabulary)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            raise UserError(f"--rollouts {path}: line {number} is no turn that `paw rollout` wrote: {error}") from None
+            raise UserError(
+                f"--rollouts {path}: line {number} is no turn that `paw rollout` wrote: {error}"
+            ) from None
     if not groups:
         raise UserError(f"--rollouts {path}: there is no turn in it")
     return groups
@@ -61,12 +63,15 @@ def _add_turn(groups: list[Group], record: dict[str, Any], *, vocabulary: float)
 def random_groups(run: Run) -> tuple[Run, list[Group]]:
     """(the run with an encoding of the random texts, groups of random tokens in the sizes of play under its limits).
 
-    Prompts and observations have the lengths of searching play of the generated full-size ALFWorld games (450 and 20
-    tokens of Qwen2). The lengths of responses, and that 40 % of episodes end early, are assumptions.
+    Prompts and observations have the lengths of searching play of the generated full-size ALFWorld
+    games (450 and 20 tokens of Qwen2). The lengths of responses, and that 40 % of episodes end
+    early, are assumptions.
     """
     config = run.config
     draw = _RandomTurns(config, vocabulary=len(run.policy.head_weight))
-    groups = [Group(Task(f"random/{place}", "random"), [], place) for place in range(config.rollout.tasks)]
+    groups = [
+        Group(Task(f"random/{place}", "random"), [], place) for place in range(config.rollout.tasks)
+    ]
     for group in groups:
         for member in range(config.rollout.group_size):
             group.trajectories.append(Trajectory(group.task, member, draw.episode()))
@@ -97,7 +102,8 @@ class _RandomTurns:
         return [self.turn(won=won and step == last, done=step == last) for step in range(last + 1)]
 
     def turn(self, *, won: bool, done: bool) -> Turn:
-        # The order of the draws (observation, prompt, response, validity) decides the result for a seed.
+        # The order of the draws (observation, prompt, response, validity) decides the result for a
+        # seed.
         rng = self.rng
         max_prompt = self.config.rollout.max_prompt_tokens
         max_response = self.config.rollout.max_response_tokens
@@ -136,8 +142,8 @@ def _read_ids(text: str) -> list[int]:
 def random_model(config: Config, folder: Path) -> str:
     """Write a model with random weights and a tokenizer of bytes to `folder`; returns the folder.
 
-    The weights have the shape of `model.path`: a folder, a name that `shapes` knows, or "quickstart". Nothing is
-    downloaded.
+    The weights have the shape of `model.path`: a folder, a name that `shapes` knows, or
+    "quickstart". Nothing is downloaded.
     """
     path = config.model.path
     tokenizer = quickstart.build_tokenizer([], set(), [])
@@ -174,7 +180,9 @@ def with_log_probs(run: Run, groups: list[Group]) -> list[Group]:
     The log-probs of another model would look like those of stale weights.
     """
     rows = to_samples(groups, separator_ids=[], encode_observation=None, invalid_penalty=0.0)
-    turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+    turns = [
+        turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns
+    ]
     for turn, (logp, _) in zip(turns, run.log_probs(run.policy, rows), strict=True):
         turn.sampled_logp = logp
     return groups

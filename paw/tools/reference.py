@@ -128,7 +128,13 @@ def _takes(kind: Any) -> Iterator[str]:
         for part in get_args(kind):
             yield from _takes(part)
     else:
-        names = {str: "text", Path: "path", int: "integer", float: "number", bool: "`true` or `false`"}
+        names = {
+            str: "text",
+            Path: "path",
+            int: "integer",
+            float: "number",
+            bool: "`true` or `false`",
+        }
         yield names.get(kind, "none")
 
 

@@ -1,7 +1,8 @@
 """`paw report`: one HTML page that shows what a run learnt, at what cost, and what it did; or compares several runs.
 
-The page is self-contained: inline CSS and SVG, no script, nothing fetched. A content security policy enforces that, as
-part of the text comes from environments and models. The template, report.html.j2, escapes all text.
+The page is self-contained: inline CSS and SVG, no script, nothing fetched. A content security
+policy enforces that, as part of the text comes from environments and models. The template,
+report.html.j2, escapes all text.
 """
 
 import argparse
@@ -40,7 +41,10 @@ class Metric(NamedTuple):
     key: str
     label: str
     unit: str = ""
-    """`%`: a share, shown in per cent. `n`: the count of an update. `sum`: the count so far. Anything else: a unit."""
+    """`%`: a share, shown in per cent. `n`: the count of an update. `sum`: the count so far.
+
+    Anything else: a unit.
+    """
     note: str = ""
     chart: bool = True
 
@@ -59,32 +63,63 @@ class Metric(NamedTuple):
 
 SECTIONS: dict[str, list[Metric]] = {
     "Policy": [
-        Metric("reward/mean", "Mean return", note="Environment reward of a training episode, without penalties."),
+        Metric(
+            "reward/mean",
+            "Mean return",
+            note="Environment reward of a training episode, without penalties.",
+        ),
         Metric("success/all", "Success in training", "%", chart=False),
-        Metric("policy/entropy", "Policy entropy", "nats", "Per response token. Towards 0, exploration ends."),
+        Metric(
+            "policy/entropy",
+            "Policy entropy",
+            "nats",
+            "Per response token. Towards 0, exploration ends.",
+        ),
         Metric("policy/kl", "KL to the start model", "nats", "k3 estimate per response token."),
-        Metric("policy/clip_frac", "Clipped tokens", "%", "Share of response tokens outside the clip range."),
-        Metric("optim/grad_norm", "Gradient norm", note="Mean over optimizer steps, before clipping."),
-        Metric("health/groups_mixed", "Mixed groups", "%", "Groups with wins and losses: what the policy learns from."),
+        Metric(
+            "policy/clip_frac",
+            "Clipped tokens",
+            "%",
+            "Share of response tokens outside the clip range.",
+        ),
+        Metric(
+            "optim/grad_norm", "Gradient norm", note="Mean over optimizer steps, before clipping."
+        ),
+        Metric(
+            "health/groups_mixed",
+            "Mixed groups",
+            "%",
+            "Groups with wins and losses: what the policy learns from.",
+        ),
         Metric("health/valid_actions", "Valid actions", "%", chart=False),
         Metric("policy/loss", "Policy loss", chart=False),
         Metric("optim/lr", "Learning rate", chart=False),
     ],
     "World model": [
-        Metric("wm/lambda", "Weight λ", note="Mean of 1 − return / R_max over groups: falls as tasks are solved."),
+        Metric(
+            "wm/lambda",
+            "Weight λ",
+            note="Mean of 1 − return / R_max over groups: falls as tasks are solved.",
+        ),
         Metric("wm/loss", "World-model loss", note="As it enters the objective, weights included."),
-        Metric("wm/masked_frac", "Masked tokens", "%", "Observation tokens left out: predicted, p > ρ."),
+        Metric(
+            "wm/masked_frac", "Masked tokens", "%", "Observation tokens left out: predicted, p > ρ."
+        ),
         Metric("wm/selected_frac", "Turns selected by entropy", "%", chart=False),
     ],
     "Critic": [
         Metric("critic/loss", "Value loss"),
-        Metric("critic/explained_variance", "Explained variance", note="Of the returns, by the values."),
+        Metric(
+            "critic/explained_variance", "Explained variance", note="Of the returns, by the values."
+        ),
         Metric("critic/grad_norm", "Gradient norm of the critic", chart=False),
         Metric("critic/clip_frac", "Clipped values", "%", chart=False),
     ],
     "Cost": [
         Metric("perf/tokens_per_s", "Throughput", "tokens/s"),
-        Metric("optim/gradient_frac", "Tokens with a gradient, f", "%", "The head costs 1 + 2f passes."),
+        Metric(
+            "optim/gradient_frac", "Tokens with a gradient, f", "%", "The head costs 1 + 2f passes."
+        ),
         Metric("perf/peak_gib", "Peak memory", "GiB", chart=False),
         Metric("time/rollout", "Rollout", "s", chart=False),
         Metric("time/score", "Scoring pass", "s", chart=False),
@@ -122,8 +157,9 @@ def run(args: argparse.Namespace, _: object) -> int:
 def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
     """Write report.html and plots/*.png into `out` and return the page's path.
 
-    By default `out` is the run's own folder, or for several runs `comparison/` beside the first. A damaged line or a
-    missing metric leaves a gap. Raises UserError if a run has no metrics or the folder is not writable.
+    By default `out` is the run's own folder, or for several runs `comparison/` beside the first. A
+    damaged line or a missing metric leaves a gap. Raises UserError if a run has no metrics or the
+    folder is not writable.
     """
     runs = [load_run(path) for path in run_dirs]
     if not out:
@@ -140,7 +176,9 @@ def _page(runs: Sequence[Run], plots_dir: Path) -> str:
     run = runs[0]
     single = len(runs) == 1
     title = run.name if single else f"{len(runs)} runs compared"
-    masks_tokens = run.config.get("wm.enabled", True) and run.config.get("wm.loss", "cmae") == "cmae"
+    masks_tokens = (
+        run.config.get("wm.enabled", True) and run.config.get("wm.loss", "cmae") == "cmae"
+    )
     episodes = []
     if single:
         episodes = [shown_episode(sample) for sample in pick_episodes(run.samples)]
@@ -177,7 +215,10 @@ def _page(runs: Sequence[Run], plots_dir: Path) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """Text without control characters, which no page should show; None becomes empty. HTML is left as it is."""
+    """Text without control characters, which no page should show; None becomes empty.
+
+    HTML is left as it is.
+    """
     if hasattr(value, "__html__"):
         return value
     return clean(value, 50 * TEXT_CHARS, lines=True)
@@ -198,7 +239,9 @@ def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[Gallery]:
     )
     yield "Learning", "", "pair-wide", learning
 
-    lead = "Evaluations in blue, training games in orange." if single else "Evaluations of each run."
+    lead = (
+        "Evaluations in blue, training games in orange." if single else "Evaluations of each run."
+    )
     yield "Task types", lead, "", _saved_figures(plots_dir, *_kind_curves(runs))
 
     for section, lead in LEADS.items():
@@ -238,7 +281,9 @@ def _metric_figures(runs: Sequence[Run], section: str, plots_dir: Path) -> list[
     """The charts of a section of metrics; for a single run each with its first and last mean."""
     figures = []
     if section == "Cost":
-        figures += _saved_figures(plots_dir, ("time", "Time by phase", plots.phase_times(runs, (3.7, 2.5))))
+        figures += _saved_figures(
+            plots_dir, ("time", "Time by phase", plots.phase_times(runs, (3.7, 2.5)))
+        )
 
     for metric in SECTIONS[section]:
         if not metric.chart:
@@ -251,7 +296,9 @@ def _metric_figures(runs: Sequence[Run], section: str, plots_dir: Path) -> list[
             last = _value(runs[0].last(metric.key, TAIL), metric.unit)
             ends = f"{first} → {last}"
         name = metric.key.replace("/", "_")
-        figures += _saved_figures(plots_dir, (name, metric.label, figure), aside=ends, note=metric.note)
+        figures += _saved_figures(
+            plots_dir, (name, metric.label, figure), aside=ends, note=metric.note
+        )
     return figures
 
 
@@ -261,7 +308,9 @@ def _summary_line(run: Run) -> str:
     estimator = run.config.get("advantage.type")
     if estimator:
         name = "GiGPO" if estimator == "gigpo" else str(estimator).upper()
-        world_model = " + world-model co-training" if run.config.get("wm.enabled") else ", no world model"
+        world_model = (
+            " + world-model co-training" if run.config.get("wm.enabled") else ", no world model"
+        )
         parts.append(name + world_model)
 
     environment = run.config.get("env.name")
@@ -300,7 +349,11 @@ def _facts(run: Run) -> dict[str, str]:
     tokens_per_s = run.last("perf/tokens_per_s", TAIL)
 
     software = []
-    for key, template in (("torch", "PyTorch {}"), ("engine", "{} engine"), ("backend", "{} kernels")):
+    for key, template in (
+        ("torch", "PyTorch {}"),
+        ("engine", "{} engine"),
+        ("backend", "{} kernels"),
+    ):
         if info.get(key):
             software.append(template.format(info[key]))
 
@@ -319,7 +372,9 @@ def _facts(run: Run) -> dict[str, str]:
         "Warm-up": _duration(info.get("warmup_s")),
         "Device": str(info.get("device") or ""),
         "Peak memory": "" if peak_gib is None else f"{peak_gib:.3g} GiB",
-        "Throughput": "" if tokens_per_s is None else f"{_value(tokens_per_s, '')} tokens/s at the end",
+        "Throughput": ""
+        if tokens_per_s is None
+        else f"{_value(tokens_per_s, '')} tokens/s at the end",
         "Software": ", ".join(software),
         "Games": str(info.get("games") or ""),
         "Started": str(info.get("started") or ""),
@@ -370,7 +425,9 @@ def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     The page opens with the first of the last update: "open" is true for that one.
     """
-    samples = [s for s in samples if type(s.get("step")) is int and isinstance(s.get("turns"), list)]
+    samples = [
+        s for s in samples if type(s.get("step")) is int and isinstance(s.get("turns"), list)
+    ]
     steps = sorted(s["step"] for s in samples)
     early = [s for s in samples if s["step"] == steps[0]][:PER_END]
     late = [s for s in samples if s["step"] == steps[-1] > steps[0]]
@@ -408,7 +465,9 @@ def _shown_turn(turn: dict[str, Any]) -> dict[str, Any]:
         shown[key] = turn.get(key)
 
     observation = shown["observation"]
-    shown["tokens"] = list(_shaded(observation, turn.get("observation_tokens"), turn.get("observation_token_p")))
+    shown["tokens"] = list(
+        _shaded(observation, turn.get("observation_tokens"), turn.get("observation_token_p"))
+    )
     shown["predicted"] = None
     shown["exact"] = False
     prediction = turn.get("predicted")
@@ -432,14 +491,17 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\s+|\S+", clip(text.strip()))
 
 
-def _shaded(observation: str, tokens: Any, probabilities: Any) -> Iterator[tuple[str, float | None]]:
+def _shaded(
+    observation: str, tokens: Any, probabilities: Any
+) -> Iterator[tuple[str, float | None]]:
     """The observation in pieces: (text, its probability if it is a token that has one)."""
     end = 0  # of what has been yielded of the observation
     if isinstance(tokens, list) and isinstance(probabilities, list):
         for token, probability in zip(tokens[:MAX_TOKENS], probabilities, strict=False):
             text = str(token).replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
             if not observation.startswith(text, end):
-                # Word-level tokens come without their spaces: find the token nearby, and show the space before it.
+                # Word-level tokens come without their spaces: find the token nearby, and show the
+                # space before it.
                 text = text.strip() or text
 
             start = observation.find(text, end, end + len(text) + 16)

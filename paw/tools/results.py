@@ -11,7 +11,14 @@ from paw.errors import clean, masked, to_stderr
 from paw.rollouts.episode import Episode
 from paw.rollouts.success import wilson
 
-COLUMNS = {"pick": "Pick", "look": "Look", "clean": "Clean", "heat": "Heat", "cool": "Cool", "two": "Pick2"}
+COLUMNS = {
+    "pick": "Pick",
+    "look": "Look",
+    "clean": "Clean",
+    "heat": "Heat",
+    "cool": "Cool",
+    "two": "Pick2",
+}
 """ALFWorld's task types in the order of Table 1, and their headings there."""
 MOST_CHARS = 10_000
 """Limit for a line of the table: kinds of tasks and the games' name are texts of the environment."""
@@ -61,8 +68,8 @@ def summarise(
 ) -> dict[str, Any]:
     """Success of the played episodes with its 95 % Wilson interval, overall and by kind, and what they took.
 
-    `wall_s` is the time of this run alone; `seconds` in the result is the sum over all episodes, also of those that ran
-    at the same time.
+    `wall_s` is the time of this run alone; `seconds` in the result is the sum over all episodes,
+    also of those that ran at the same time.
     """
     played = [line for line in lines if line["failure"] is None]
     turns = [turn for line in played for turn in line["turns"]]
@@ -106,9 +113,13 @@ def table(summary: dict[str, Any]) -> str:
         f"{summary['seconds']:.0f} s of episodes, {summary['wall_s']:.0f} s by the clock in this run",
     ]
     if summary["context_full"]:
-        lines.append(f"{summary['context_full']} episodes were lost because the model's context was full")
+        lines.append(
+            f"{summary['context_full']} episodes were lost because the model's context was full"
+        )
     if summary["not_played"]:
-        lines.append(f"{summary['not_played']} episodes could not be played and count nowhere above")
+        lines.append(
+            f"{summary['not_played']} episodes could not be played and count nowhere above"
+        )
     return "\n".join(clean(line, MOST_CHARS) for line in lines) + "\n"
 
 
@@ -156,7 +167,8 @@ def success_of(won: Sequence[bool]) -> dict[str, float]:
 def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float]]:
     """Success, its interval and the number of games of each kind; `episodes` are (kind, whether won).
 
-    Search QA's sets have the names and the order of Table 2, and a row "Avg." with the mean over these sets.
+    Search QA's sets have the names and the order of Table 2, and a row "Avg." with the mean over
+    these sets.
     """
     won_by_name: dict[str, list[bool]] = {}
     for kind, won in episodes:

@@ -1,4 +1,7 @@
-"""Reads a run directory for the report. Files that a crash left half-written are read as far as they go."""
+"""Reads a run directory for the report.
+
+Files that a crash left half-written are read as far as they go.
+"""
 
 import sys
 import tomllib
@@ -22,8 +25,8 @@ class Run:
 
     name: str
     metrics: dict[str, dict[int, float]]
-    """Name -> step -> value, steps in increasing order. Finite numbers only; if a resumed run wrote a step twice, the
-    later value."""
+    """Name -> step -> value, steps in increasing order. Finite numbers only; if a resumed run wrote
+    a step twice, the later value."""
     samples: list[dict[str, Any]]
     config_text: str
     config: dict[str, Any]
@@ -72,12 +75,17 @@ class Run:
 
 
 def load_run(run_dir: Path) -> Run:
-    """Read `run_dir`; all files but metrics.jsonl may be missing or damaged. Raises UserError if it has no metrics."""
+    """Read `run_dir`; all files but metrics.jsonl may be missing or damaged.
+
+    Raises UserError if it has no metrics.
+    """
     path = _metrics_file(run_dir)
     lines, unreadable_metrics = _json_lines(path)
     metrics = _series_of_metrics(lines)
     if not metrics:
-        raise UserError(f"{path}: holds no metrics; the run stopped before its first update was logged")
+        raise UserError(
+            f"{path}: holds no metrics; the run stopped before its first update was logged"
+        )
 
     samples, unreadable_samples = _json_lines(run_dir / "samples.jsonl")
     config_text = masked(text_of(run_dir / "config.toml"))  # an older version wrote passwords
@@ -109,8 +117,9 @@ def _series_of_metrics(lines: list[dict[str, Any]]) -> dict[str, dict[int, float
 def metrics(run: str | Path) -> list[dict[str, Any]]:
     """The metrics of a run: a dict for each update, in order, `{"step": 10, "reward/mean": 3.1, ...}`.
 
-    A metric that was not measured in an update is absent; one that was not a finite number is None. `run` is the run's
-    directory; the run may be in progress. Raises UserError if there are no metrics.
+    A metric that was not measured in an update is absent; one that was not a finite number is None.
+    `run` is the run's directory; the run may be in progress. Raises UserError if there are no
+    metrics.
     """
     lines, _ = _json_lines(_metrics_file(Path(run)))
     return [{"step": step} | line for step, line in _by_step(lines)]
@@ -119,10 +128,14 @@ def metrics(run: str | Path) -> list[dict[str, Any]]:
 def _metrics_file(run_dir: Path) -> Path:
     """Path of metrics.jsonl. Raises UserError if it is missing."""
     if not run_dir.is_dir():
-        raise UserError(f"{run_dir}: no such run directory; give the folder that holds metrics.jsonl")
+        raise UserError(
+            f"{run_dir}: no such run directory; give the folder that holds metrics.jsonl"
+        )
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(f"{run_dir}: no metrics.jsonl in it; give the folder of a run that did at least one update")
+        raise UserError(
+            f"{run_dir}: no metrics.jsonl in it; give the folder of a run that did at least one update"
+        )
     return path
 
 

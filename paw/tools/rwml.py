@@ -1,7 +1,7 @@
 """`paw rwml`: the steps of RWML (arXiv 2602.05842) before RL on next states (`paw train` with a next-state recipe).
 
-Held-out triplets (envs/next_state.py) are neither fine-tuned on nor filtered. The filter drops the triplets that its
-copy of the model was fine-tuned on: how easy those are is not known.
+Held-out triplets (envs/next_state.py) are neither fine-tuned on nor filtered. The filter drops the
+triplets that its copy of the model was fine-tuned on: how easy those are is not known.
 """
 
 import argparse
@@ -18,7 +18,14 @@ from matplotlib.figure import Figure
 from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import train_tasks
-from paw.envs.next_state import NextStateConfig, NextStateFactory, Triplet, answer, ask, write_triplets
+from paw.envs.next_state import (
+    NextStateConfig,
+    NextStateFactory,
+    Triplet,
+    answer,
+    ask,
+    write_triplets,
+)
 from paw.errors import UserError, to_stderr
 from paw.files import write_file
 from paw.model.dtype import training_dtype, with_dtype
@@ -53,7 +60,9 @@ def collect(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     triplets = cut(groups, dedup=config.rwml.dedup)
     turns = sum(len(episode.turns) for group in groups for episode in group.trajectories)
     if not triplets:
-        raise UserError(f"none of {turns} turns of {model} is a triplet: each was an invalid action or got no answer")
+        raise UserError(
+            f"none of {turns} turns of {model} is a triplet: each was an invalid action or got no answer"
+        )
     write_triplets(out, triplets)
     held_out = sum(triplet.held_out for triplet in triplets)
     to_stderr(f"{out}: {len(triplets)} triplets of {turns} turns, {held_out} held out")
@@ -79,7 +88,15 @@ def _triplets_of_episode(episode: Trajectory) -> Iterator[Triplet]:
     for number, turn in enumerate(episode.turns):
         outcome = turn.outcome
         if outcome.valid and outcome.observation.strip():
-            yield Triplet(task.id, task.kind, number, turn.prompt, turn.response, outcome.action, outcome.observation)
+            yield Triplet(
+                task.id,
+                task.kind,
+                number,
+                turn.prompt,
+                turn.response,
+                outcome.action,
+                outcome.observation,
+            )
 
 
 def filter_easy(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -89,7 +106,10 @@ def filter_easy(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     settings = config.rwml
     learnt = {task.id for task in _sample(factory, settings.sft_share, config)}
     groups = _predict_others(config, path, factory, learnt)
-    rates = [sum(episode.won for episode in group.trajectories) / len(group.trajectories) for group in groups]
+    rates = [
+        sum(episode.won for episode in group.trajectories) / len(group.trajectories)
+        for group in groups
+    ]
     level = easy_level(rates, share=settings.easy_share, attempts=settings.attempts)
 
     rng = random.Random(config.run.seed)
@@ -98,19 +118,29 @@ def filter_easy(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         if rate < level or rng.random() < settings.keep_easy:
             kept_tasks.append(group.task)
     if not kept_tasks:
-        raise UserError(f"nothing is left of {len(rates)} triplets, all of them easy; raise rwml.keep_easy")
+        raise UserError(
+            f"nothing is left of {len(rates)} triplets, all of them easy; raise rwml.keep_easy"
+        )
     write_triplets(out, [task.payload for task in [*kept_tasks, *factory.held_out]])
     _plot(rates, level, settings.attempts, out.with_suffix(".png"))
 
     easy = sum(rate >= level for rate in rates) / len(rates)
-    print(f"fine-tuned on {len(learnt)} triplets; predicted {len(rates)} others {settings.attempts} times each")
-    print(f"right {sum(rates) / len(rates):.1%} of the time; easy (right in {level:.0%} or more): {easy:.1%}")
+    print(
+        f"fine-tuned on {len(learnt)} triplets; predicted {len(rates)} others {settings.attempts} times each"
+    )
+    print(
+        f"right {sum(rates) / len(rates):.1%} of the time; easy (right in {level:.0%} or more): {easy:.1%}"
+    )
     print(f"kept {len(kept_tasks)} to train on and {len(factory.held_out)} held out: {out}")
-    print(f"two epochs of them: --run.updates {math.ceil(2 * len(kept_tasks) / config.rollout.tasks)}")
+    print(
+        f"two epochs of them: --run.updates {math.ceil(2 * len(kept_tasks) / config.rollout.tasks)}"
+    )
     return 0
 
 
-def _predict_others(config: Config, path: str, factory: NextStateFactory, learnt: set[str]) -> list[Group]:
+def _predict_others(
+    config: Config, path: str, factory: NextStateFactory, learnt: set[str]
+) -> list[Group]:
     """Predictions by a copy of the model, fine-tuned on the triplets `learnt`, of the others to train on."""
     chat = Chat(load_tokenizer(path), config.model.chat_template_kwargs)
     policy = sft.load_learner(config, path)
@@ -164,7 +194,9 @@ def fine_tune(policy: Policy, chat: Chat, tasks: Sequence[Task], config: Config)
     env = cast(NextStateConfig, config.env)
     rows = []
     for task in tasks:
-        row = sft.example(chat, config, ask(task.payload, env), answer(task.payload.next_state, env))
+        row = sft.example(
+            chat, config, ask(task.payload, env), answer(task.payload.next_state, env)
+        )
         row.response_ids = row.response_ids[: config.rollout.max_response_tokens]
         rows.append(row)
     dtype = str(policy.dtype).removeprefix("torch.")
@@ -173,14 +205,25 @@ def fine_tune(policy: Policy, chat: Chat, tasks: Sequence[Task], config: Config)
     return sft.fine_tune(policy, rows, config, settings, key="rwml.sft_lr")
 
 
-def _prepare(options: argparse.Namespace, overrides: dict[str, str]) -> tuple[Config, str, NextStateFactory]:
-    """(configuration, model path, factory of the triplets). Answers to imitate hold no thoughts: env.think is off."""
+def _prepare(
+    options: argparse.Namespace, overrides: dict[str, str]
+) -> tuple[Config, str, NextStateFactory]:
+    """(configuration, model path, factory of the triplets).
+
+    Answers to imitate hold no thoughts: env.think is off.
+    """
     if options.model is None:
         raise UserError(f"paw rwml {options.stage}: say which model learns with --model")
-    overrides = overrides | {"env.triplets": options.source, "model.path": options.model, "env.think": "false"}
+    overrides = overrides | {
+        "env.triplets": options.source,
+        "model.path": options.model,
+        "env.think": "false",
+    }
     config, path = resolve(options.model, options.recipe, overrides)
     if config.env.name != "next_state":
-        raise UserError(f"--recipe {options.recipe}: its env.name is '{config.env.name}'; give one for 'next_state'")
+        raise UserError(
+            f"--recipe {options.recipe}: its env.name is '{config.env.name}'; give one for 'next_state'"
+        )
     factory = make_factory(config)
     assert isinstance(factory, NextStateFactory)
     return config, path, factory
@@ -192,7 +235,9 @@ def _sample(factory: NextStateFactory, share: float, config: Config) -> list[Tas
     return random.Random(config.run.seed).sample(factory.training, count)
 
 
-def _play(rollouts: Rollouts, tasks: list[Task], config: Config, *, group_size: int, stream: str) -> list[Group]:
+def _play(
+    rollouts: Rollouts, tasks: list[Task], config: Config, *, group_size: int, stream: str
+) -> list[Group]:
     groups, stats = rollouts.play(
         tasks,
         group_size=group_size,

@@ -14,13 +14,24 @@ from paw.tools.played import load_played
 
 
 def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
-    """The FastAPI application, for as many episodes at once. Raises UserError where openenv is not installed."""
+    """The FastAPI application, for as many episodes at once.
+
+    Raises UserError where openenv is not installed.
+    """
     try:
         from fastapi import HTTPException
-        from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+        from openenv.core.env_server import (
+            Action,
+            Environment,
+            Observation,
+            State,
+            create_fastapi_app,
+        )
     except ImportError as error:
         apart = "in a Python environment without vLLM, which needs another version of mcp"
-        raise UserError(f"paw serve env: {error}: pip install 'paw-trainer[openenv]', {apart}") from None
+        raise UserError(
+            f"paw serve env: {error}: pip install 'paw-trainer[openenv]', {apart}"
+        ) from None
     threads = make_threads(factory, config, sessions)
     splits = [*dict.fromkeys((config.train_split, config.eval_split))]
 
@@ -70,12 +81,19 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
 
             return await self._run(begin)
 
-        async def step_async(self, action: PawAction, timeout_s: float | None = None, **_: Any) -> Any:
+        async def step_async(
+            self, action: PawAction, timeout_s: float | None = None, **_: Any
+        ) -> Any:
             def play(env: Guarded, text: str) -> Any:
                 outcome = env.step(
-                    env.format_action(text.strip()) if text.strip() in env.admissible_actions() else text
+                    env.format_action(text.strip())
+                    if text.strip() in env.admissible_actions()
+                    else text
                 )
-                told = {key: getattr(outcome, key) for key in ("reward", "done", "won", "valid", "score")}
+                told = {
+                    key: getattr(outcome, key)
+                    for key in ("reward", "done", "won", "valid", "score")
+                }
                 return self._look(env, text=outcome.observation, **told)
 
             if self._guarded is None:
@@ -119,11 +137,17 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
 
         def _look(self, env: Guarded, *, done: bool = False, **told: Any) -> Any:
             context = "" if done else env.context()
-            prompt = context if isinstance(context, str) else "\n\n".join(message["content"] for message in context)
+            prompt = (
+                context
+                if isinstance(context, str)
+                else "\n\n".join(message["content"] for message in context)
+            )
             actions = [] if done else env.admissible_actions()
             return PawObservation(prompt=prompt, admissible_actions=actions, done=done, **told)
 
-    app = create_fastapi_app(PawEnvironment, PawAction, PawObservation, sessions, env_name=factory.name)
+    app = create_fastapi_app(
+        PawEnvironment, PawAction, PawObservation, sessions, env_name=factory.name
+    )
     app.add_middleware(LimitedBodies, timeout_s=config.step_timeout_s)
     return app
 
@@ -132,8 +156,12 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Serve `options.env` until Ctrl-C or SIGTERM; returns 0."""
     what = f"paw serve env {options.env}"
     listener, url = listen(options.host, options.port, what)
-    config = load_played(options.recipe, {"env.name": options.env, **overrides}, {"env.data": "none"})
+    config = load_played(
+        options.recipe, {"env.name": options.env, **overrides}, {"env.data": "none"}
+    )
     factory = make_factory(config)
     app = make_app(factory, config.env, options.sessions)
     server = make_server(app, timeout_s=config.env.step_timeout_s, websockets=True)
-    return run_server(server, listener, f"{url}: {factory.fingerprint()}, up to {options.sessions} sessions")
+    return run_server(
+        server, listener, f"{url}: {factory.fingerprint()}, up to {options.sessions} sessions"
+    )

@@ -1,7 +1,8 @@
 """`paw sft`: supervised fine-tuning on expert play or on recorded episodes; also the steps of the warm-up and of RWML.
 
-The loss is on the answer. `lm_weight` adds next-token prediction on the rest of the sequence: the prompt, and the
-observation that follows. Checkpoints are kept in OUT/checkpoints, from which the same command resumes.
+The loss is on the answer. `lm_weight` adds next-token prediction on the rest of the sequence: the
+prompt, and the observation that follows. Checkpoints are kept in OUT/checkpoints, from which the
+same command resumes.
 """
 
 import argparse
@@ -24,7 +25,16 @@ from paw.algo.samples import micro_batches, minibatches
 from paw.config import Config, EnvConfig, OptimConfig
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, admissible_responses, train_tasks
-from paw.errors import OURS, EnvironmentFailure, NoOracleError, UserError, describe, quietly, shown, to_stderr
+from paw.errors import (
+    OURS,
+    EnvironmentFailure,
+    NoOracleError,
+    UserError,
+    describe,
+    quietly,
+    shown,
+    to_stderr,
+)
 from paw.model.attention import pick_attention
 from paw.model.check import longest_row
 from paw.model.dtype import training_dtype, with_dtype
@@ -84,8 +94,9 @@ def demonstrations(
 ) -> Iterator[Demonstration]:
     """The turns of a split's games, without end: the expert's actions, with shares of random and of stray ones.
 
-    A stray action is one that was admissible in the state before; often it has no effect any more. A game whose
-    environment fails is abandoned. Raises UserError if too many games in a row fail, or if there is no expert.
+    A stray action is one that was admissible in the state before; often it has no effect any more.
+    A game whose environment fails is abandoned. Raises UserError if too many games in a row fail,
+    or if there is no expert.
     """
     rng = random.Random(seed)
     threads = make_threads(factory, env)
@@ -113,15 +124,21 @@ def demonstrations(
             except OURS:
                 raise
             except NoOracleError as error:
-                raise UserError(f"env.name = '{env.name}': {error}, so there is no expert play to learn from") from None
+                raise UserError(
+                    f"env.name = '{env.name}': {error}, so there is no expert play to learn from"
+                ) from None
             except BaseException as error:
                 with quietly():
-                    if environment and not threads.given_up:  # an environment that hangs is not waited for again
+                    if (
+                        environment and not threads.given_up
+                    ):  # an environment that hangs is not waited for again
                         call(environment.close)
                 environment = None
                 failed += 1
                 if failed > MAX_FAILED:
-                    raise UserError(f"expert play: {failed} games in a row failed ({describe(error)})") from None
+                    raise UserError(
+                        f"expert play: {failed} games in a row failed ({describe(error)})"
+                    ) from None
                 break
             yield Demonstration(prompt, choices, response, outcome.observation, environment.tools)
             done = outcome.done
@@ -130,7 +147,12 @@ def demonstrations(
 
 
 def example(
-    chat: Chat, config: Config, prompt: Context, response: str, observation: str = "", tools: Sequence[Any] = ()
+    chat: Chat,
+    config: Config,
+    prompt: Context,
+    response: str,
+    observation: str = "",
+    tools: Sequence[Any] = (),
 ) -> Sample:
     """A turn to learn from. A prompt of one user message and the observation are cut to the configuration's limits.
 
@@ -186,9 +208,11 @@ def step(
 
     Args:
         lm_weight: weight of the mean negative log-likelihood of the other tokens, which is added.
-        observations: whether the other tokens include separator and observation; else they are those of the prompt.
+        observations: whether the other tokens include separator and observation; else they are
+            those of the prompt.
         by_row: divide the answers' sum by the number of rows, not by that of answer tokens.
-        budget: at most so many tokens go through the fused head at a time; None: all at once, by full logits.
+        budget: at most so many tokens go through the fused head at a time; None: all at once, by
+            full logits.
     """
     targets = _targets(
         rows,
@@ -208,7 +232,10 @@ def step(
 
 
 class _Targets(NamedTuple):
-    """Rows cut into context and target tokens. The lists are per row; the inner ones per target token."""
+    """Rows cut into context and target tokens.
+
+    The lists are per row; the inner ones per target token.
+    """
 
     samples: list[Sample]
     """The target tokens are their responses."""
@@ -216,11 +243,18 @@ class _Targets(NamedTuple):
     is_answer: list[list[bool]]
 
 
-def _targets(rows: Sequence[Sample], *, lm_weight: float, observations: bool, by_row: bool, full: bool) -> _Targets:
-    """The targets of a step. With `full` all tokens but the first are targets, else the answers alone."""
+def _targets(
+    rows: Sequence[Sample], *, lm_weight: float, observations: bool, by_row: bool, full: bool
+) -> _Targets:
+    """The targets of a step.
+
+    With `full` all tokens but the first are targets, else the answers alone.
+    """
     followed_by = [row.separator_ids + row.observation_ids if observations else [] for row in rows]
     answers = len(rows) if by_row else sum(len(row.response_ids) for row in rows)
-    others = sum(len(row.prompt_ids) - 1 for row in rows) + sum(map(len, followed_by))  # no first token is predicted
+    others = sum(len(row.prompt_ids) - 1 for row in rows) + sum(
+        map(len, followed_by)
+    )  # no first token is predicted
     answer_weight = 1.0 / answers
     other_weight = float(torch.tensor(lm_weight) / max(1, others))  # divided in float32
 
@@ -240,7 +274,9 @@ def _targets(rows: Sequence[Sample], *, lm_weight: float, observations: bool, by
                 response_ids=prompt[context:] + answer + after,
             )
         )
-        targets.weights.append([other_weight] * before + [answer_weight] * len(answer) + [other_weight] * len(after))
+        targets.weights.append(
+            [other_weight] * before + [answer_weight] * len(answer) + [other_weight] * len(after)
+        )
         targets.is_answer.append([False] * before + [True] * len(answer) + [False] * len(after))
     return targets
 
@@ -259,7 +295,9 @@ def _backward(policy: Policy, targets: _Targets, budget: int | None) -> float:
         quadratic=policy.quadratic,
     )
     for batch in batches:
-        weight = torch.tensor([w for i in batch.indices for w in targets.weights[i]], device=policy.device)
+        weight = torch.tensor(
+            [w for i in batch.indices for w in targets.weights[i]], device=policy.device
+        )
         flags = [flag for i in batch.indices for flag in targets.is_answer[i]]
         is_answer = torch.tensor(flags, dtype=torch.bool, device=policy.device)
         zero = torch.zeros_like(weight)
@@ -279,7 +317,9 @@ def _backward(policy: Policy, targets: _Targets, budget: int | None) -> float:
 def _backward_full_logits(policy: Policy, targets: _Targets) -> float:
     longest = max(map(len, targets.weights))
     weight = torch.tensor([row + [0.0] * (longest - len(row)) for row in targets.weights])
-    is_answer = torch.tensor([row + [False] * (longest - len(row)) for row in targets.is_answer], dtype=torch.bool)
+    is_answer = torch.tensor(
+        [row + [False] * (longest - len(row)) for row in targets.is_answer], dtype=torch.bool
+    )
     token_loss = _dense(policy, targets.samples) * weight
     token_loss.sum().backward()
     return float(token_loss.detach()[is_answer].sum())
@@ -306,8 +346,8 @@ def fine_tune(
 ) -> int:
     """Train for `settings.epochs` over the rows; returns the number of steps.
 
-    With `out`, checkpoints are kept there, and a first Ctrl-C leaves one. Raises UserError if the loss is not finite
-    (`key` names the setting to lower), or if a stop was requested.
+    With `out`, checkpoints are kept there, and a first Ctrl-C leaves one. Raises UserError if the
+    loss is not finite (`key` names the setting to lower), or if a stop was requested.
     """
     optim = config.optim.model_copy(update={"lr": settings.lr})
     if config.lora.rank:
@@ -317,7 +357,9 @@ def fine_tune(
     batches = [
         batch
         for epoch in range(settings.epochs)
-        for batch in minibatches(rows, size=optim.minibatch_samples, seed=config.run.seed * 1_000_003 + epoch)
+        for batch in minibatches(
+            rows, size=optim.minibatch_samples, seed=config.run.seed * 1_000_003 + epoch
+        )
     ]
     total = len(batches)
     first = progress.resume(total)
@@ -346,7 +388,9 @@ def fine_tune(
                 reported = now
                 seconds_left = (now - started) / (done - first) * (total - done)
                 left = f", {seconds_left:.0f} s left" if done < total else ""
-                to_stderr(f"fine-tuning: step {done} of {total}, loss {loss:.3f} nats a token{left}")
+                to_stderr(
+                    f"fine-tuning: step {done} of {total}, loss {loss:.3f} nats a token{left}"
+                )
             if stop.requested and done < total:
                 progress.save(done)
                 kept = "the same command goes on from there" if out else "nothing was written"
@@ -360,7 +404,8 @@ def _digest(rows: Sequence[Sample], config: Config, settings: SftConfig, optim: 
     """A hash of the data and the settings that decide the result."""
     data = repr([(row.prompt_ids, row.response_ids, row.observation_ids) for row in rows])
     choices = (
-        f"{settings.model_dump(exclude={'save_every'})} {optim} {config.lora} {config.run.seed} {config.model.path}"
+        f"{settings.model_dump(exclude={'save_every'})} {optim} {config.lora} {config.run.seed}"
+        f" {config.model.path}"
     )
     return hashlib.sha256((data + choices).encode()).hexdigest()
 
@@ -368,7 +413,9 @@ def _digest(rows: Sequence[Sample], config: Config, settings: SftConfig, optim: 
 class _Progress:
     """The checkpoints of a fine-tuning in `out`/checkpoints; nothing is saved without `out`."""
 
-    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, out: Path | None, *, digest: str) -> None:
+    def __init__(
+        self, policy: Policy, optimizer: torch.optim.Optimizer, out: Path | None, *, digest: str
+    ) -> None:
         self.policy = policy
         self.parameters = policy.named_parameters_once()
         self.optimizer = optimizer
@@ -389,13 +436,17 @@ class _Progress:
             return 0
         path, (tensors, state) = newest_checkpoint
         if state.get("sft") != self.digest:
-            raise UserError(f"--out {self.out}: {path.name} there is of other data or settings; take another folder")
+            raise UserError(
+                f"--out {self.out}: {path.name} there is of other data or settings; take another folder"
+            )
         self.policy.load(tensors["model"])
         load_optimizer(self.optimizer, self.parameters.items(), tensors["optimizer"])
         to_stderr(f"fine-tuning: going on from step {state['step']} of {total}")
         if state.get("dtype", self.dtype) != self.dtype:
             before = shown(state["dtype"])
-            to_stderr(f"fine-tuning: until here in {before}, from here in {self.dtype} (--model.dtype)")
+            to_stderr(
+                f"fine-tuning: until here in {before}, from here in {self.dtype} (--model.dtype)"
+            )
         return state["step"]
 
     def save(self, step: int) -> None:
@@ -425,11 +476,15 @@ def load_learner(config: Config, path: str) -> Policy:
     )
 
 
-def export_tuned(policy: Policy, tokenizer: Any, out: Path, config: Config, *, steps: int, on: str) -> Path:
+def export_tuned(
+    policy: Policy, tokenizer: Any, out: Path, config: Config, *, steps: int, on: str
+) -> Path:
     """Write the model and its card to `out`; returns the folder."""
     out.parent.mkdir(parents=True, exist_ok=True)
     weights = dict(full_parameters(policy.lm, once=True))
-    return export(policy, tokenizer, out, weights, config=config, step=steps, method=f"fine-tuning on {on}")
+    return export(
+        policy, tokenizer, out, weights, config=config, step=steps, method=f"fine-tuning on {on}"
+    )
 
 
 def sft(
@@ -444,12 +499,14 @@ def sft(
 
     Args:
         model: the model to train: its folder, a Hugging Face name or a run's directory.
-        recipe: environment, sizes and optimizer: a recipe's name or path, or a configuration. Default: the run's own.
+        recipe: environment, sizes and optimizer: a recipe's name or path, or a configuration.
+            Default: the run's own.
         out: folder to write, in Hugging Face format. After a stop the same call resumes from there.
         rollouts: episodes written by `paw.rollout` or `paw rollout`, instead of expert play.
         changes: keys of the configuration to change: `{"sft.turns": 256, "sft.lr": 1e-4}`.
 
-    Raises UserError if the model, the recipe, a key or a value cannot be used, or if a stop was requested.
+    Raises UserError if the model, the recipe, a key or a value cannot be used, or if a stop was
+    requested.
     """
     folder = Path(out).absolute()
     recorded = Path(rollouts).absolute() if rollouts else None
@@ -482,7 +539,9 @@ def sft(
         source = f"expert play of {config.env.name}"
     tokens = sum(len(row.prompt_ids + row.response_ids + row.observation_ids) for row in rows)
     dtype = training_dtype(config, pick_device(config.model.device))
-    to_stderr(f"fine-tuning: {len(rows):,} turns of {source}, {tokens:,} tokens, {settings.epochs} epochs, in {dtype}")
+    to_stderr(
+        f"fine-tuning: {len(rows):,} turns of {source}, {tokens:,} tokens, {settings.epochs} epochs, in {dtype}"
+    )
 
     policy = load_learner(config, path)
     steps = fine_tune(policy, rows, config, settings, out=folder)
@@ -493,30 +552,45 @@ def sft(
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Fine-tune `options.model`, and print the folder that holds the result."""
-    print(sft(options.model, options.recipe, out=options.out, rollouts=options.rollouts, changes=overrides))
+    print(
+        sft(
+            options.model,
+            options.recipe,
+            out=options.out,
+            rollouts=options.rollouts,
+            changes=overrides,
+        )
+    )
     return 0
 
 
 def _recorded(path: Path, chat: Chat, config: Config) -> list[Sample]:
     """The valid turns of a file's episodes; with sft.won only those of won episodes.
 
-    A turn keeps its token ids if they decode to its text with this tokenizer; else its text is encoded. Raises
-    UserError if there is no such turn.
+    A turn keeps its token ids if they decode to its text with this tokenizer; else its text is
+    encoded. Raises UserError if there is no such turn.
     """
     rows = []
     for group in read_episodes(path):
         for trajectory in group.trajectories:
             if config.sft.won and not trajectory.won:
                 continue
-            rows += [_recorded_row(turn, chat, config) for turn in trajectory.turns if turn.outcome.valid]
+            rows += [
+                _recorded_row(turn, chat, config) for turn in trajectory.turns if turn.outcome.valid
+            ]
     if not rows:
-        raise UserError(f"--rollouts {path}: no valid turn of a won episode in it (--sft.won false takes all)")
+        raise UserError(
+            f"--rollouts {path}: no valid turn of a won episode in it (--sft.won false takes all)"
+        )
     return rows
 
 
 def _recorded_row(turn: Turn, chat: Chat, config: Config) -> Sample:
     row = example(chat, config, turn.prompt, turn.response, turn.observation)
-    if any(chat.opened + chat.decode(turn.response_ids, calls=calls) == turn.response for calls in (False, True)):
+    if any(
+        chat.opened + chat.decode(turn.response_ids, calls=calls) == turn.response
+        for calls in (False, True)
+    ):
         row.prompt_ids = turn.prompt_ids
         row.response_ids = turn.response_ids
         row.separator_ids = chat.separator_ids if turn.separator_ids is None else turn.separator_ids

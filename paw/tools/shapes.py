@@ -1,4 +1,7 @@
-"""The shape of a decoder, from config.json or a table: memory and time depend on it. Loads no torch."""
+"""The shape of a decoder, from config.json or a table: memory and time depend on it.
+
+Loads no torch.
+"""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +16,8 @@ from paw.hub import check_hub
 class Shape:
     """A decoder like Qwen's or Llama's: RMSNorm, grouped-query attention, SwiGLU, tied or separate head.
 
-    With `experts`, each layer has that many MLPs and a router; a token goes through `active` of them.
+    With `experts`, each layer has that many MLPs and a router; a token goes through `active` of
+    them.
     """
 
     vocabulary: int
@@ -115,7 +119,14 @@ KEYS = {
     "tied": "tie_word_embeddings",
 }
 """Fields of Shape and their keys in config.json."""
-KINDS = {"qwen2": False, "qwen3": False, "llama": False, "mistral": False, "qwen3_moe": True, "mixtral": True}
+KINDS = {
+    "qwen2": False,
+    "qwen3": False,
+    "llama": False,
+    "mistral": False,
+    "qwen3_moe": True,
+    "mixtral": True,
+}
 """Model types, and whether they have experts."""
 SHAPES = {
     "SmolLM2-135M": Shape(49152, 576, 1536, 30, 9, 3, 64, tied=True),
@@ -132,7 +143,9 @@ SHAPES = {
     "Qwen3-8B": Shape(151936, 4096, 12288, 36, 32, 8, 128, tied=False, qk_norm=True),
     "Qwen3-14B": Shape(151936, 5120, 17408, 40, 40, 8, 128, tied=False, qk_norm=True),
     "Qwen3-32B": Shape(151936, 5120, 25600, 64, 64, 8, 128, tied=False, qk_norm=True),
-    "Qwen3-30B-A3B": Shape(151936, 2048, 768, 48, 32, 4, 128, tied=False, qk_norm=True, experts=128, active=8),
+    "Qwen3-30B-A3B": Shape(
+        151936, 2048, 768, 48, 32, 4, 128, tied=False, qk_norm=True, experts=128, active=8
+    ),
     "Llama-3.2-3B": Shape(128256, 3072, 8192, 28, 24, 8, 128, tied=True),
     "Llama-3.1-8B": Shape(128256, 4096, 14336, 32, 32, 8, 128, tied=False),
     "Llama-3.1-70B": Shape(128256, 8192, 28672, 80, 64, 8, 128, tied=False),
@@ -158,7 +171,9 @@ def shape_of(model: str | Path) -> Shape:
         if name.startswith(f"{known_name}-"):
             return shape
     if str(model) == "quickstart":
-        raise UserError("model.path = 'quickstart' has 0.2 M parameters and is made on the spot: it fits any machine")
+        raise UserError(
+            "model.path = 'quickstart' has 0.2 M parameters and is made on the spot: it fits any machine"
+        )
     check_hub(str(model))
     try:
         from transformers import AutoConfig
@@ -166,20 +181,25 @@ def shape_of(model: str | Path) -> Shape:
         settings = AutoConfig.from_pretrained(str(model), trust_remote_code=False).to_dict()
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"model '{model}' is neither a folder, nor known ({', '.join(SHAPES)}): {reason}") from None
+        raise UserError(
+            f"model '{model}' is neither a folder, nor known ({', '.join(SHAPES)}): {reason}"
+        ) from None
     return from_config(settings, origin=str(model))
 
 
 def from_config(settings: dict[str, Any], *, origin: str) -> Shape:
     """The shape that a Hugging Face config.json describes.
 
-    Raises UserError if the model type is unknown, a key is missing, or only some layers have experts.
+    Raises UserError if the model type is unknown, a key is missing, or only some layers have
+    experts.
     """
     kind = settings.get("model_type", "")
     if kind not in KINDS:
         raise UserError(f"{origin}: the plan knows {', '.join(KINDS)}, this is '{kind}'")
     if settings.get("mlp_only_layers") or settings.get("decoder_sparse_step", 1) != 1:
-        raise UserError(f"{origin}: the plan knows experts in every layer or none, here mlp_only_layers says otherwise")
+        raise UserError(
+            f"{origin}: the plan knows experts in every layer or none, here mlp_only_layers says otherwise"
+        )
 
     experts = 0
     if KINDS[kind]:

@@ -1,8 +1,8 @@
 """Trackers, each a callback named in run.trackers: TensorBoard, Weights & Biases, Trackio, MLflow.
 
-Each uses tracking.project, name and tags. A resumed run continues the tracker's same run, whose id is kept in the run
-directory. Updates that are repeated after a resume are not sent again: the tracker keeps the values that it has
-(TensorBoard replaces them).
+Each uses tracking.project, name and tags. A resumed run continues the tracker's same run, whose id
+is kept in the run directory. Updates that are repeated after a resume are not sent again: the
+tracker keeps the values that it has (TensorBoard replaces them).
 """
 
 import importlib.util
@@ -40,7 +40,9 @@ class Tracker(ABC):
 
     def __init__(self) -> None:
         if importlib.util.find_spec(self.package) is None:
-            raise UserError(f"run.trackers names '{self.package}', which is not installed: pip install {self.package}")
+            raise UserError(
+                f"run.trackers names '{self.package}', which is not installed: pip install {self.package}"
+            )
 
     @abstractmethod
     def open(self, run: "Run", config: dict[str, Any], known: str) -> Opened:
@@ -61,8 +63,12 @@ class Tracker(ABC):
 
     def on_update(self, run: "Run", metrics: dict[str, Any]) -> None:
         if self._log and run.step > self._last:
-            numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-            self._log(run.step, {name: value for name, value in numbers.items() if math.isfinite(value)})
+            numbers = {
+                name: value for name, value in metrics.items() if isinstance(value, int | float)
+            }
+            self._log(
+                run.step, {name: value for name, value in numbers.items() if math.isfinite(value)}
+            )
             self._last = run.step
             self._remember()
 
@@ -82,7 +88,10 @@ def run_name(run: "Run") -> str:
 
 
 class TensorBoard(Tracker):
-    """Event files in the run's own folder. The events of updates that a resumed run repeats are purged."""
+    """Event files in the run's own folder.
+
+    The events of updates that a resumed run repeats are purged.
+    """
 
     package = "tensorboard"
 
@@ -96,8 +105,12 @@ class TensorBoard(Tracker):
             "name": run_name(run),
             "tags": ", ".join(run.config.tracking.tags),
         }
-        writer.add_text("run", "\n\n".join(f"{key}: {text}" for key, text in description.items()), run.step)
-        writer.add_text("config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```", run.step)
+        writer.add_text(
+            "run", "\n\n".join(f"{key}: {text}" for key, text in description.items()), run.step
+        )
+        writer.add_text(
+            "config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```", run.step
+        )
 
         def log(step: int, numbers: dict[str, float]) -> None:
             for name, value in numbers.items():
@@ -171,12 +184,16 @@ class Mlflow(Tracker):
 
     def open(self, run: "Run", config: dict[str, Any], known: str) -> Opened:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # its data base needs more than mlflow-skinny
+        os.environ.setdefault(
+            "MLFLOW_ALLOW_FILE_STORE", "true"
+        )  # its data base needs more than mlflow-skinny
         from mlflow import MlflowClient
         from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException
 
-        client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or (run.directory / "mlruns").as_uri())
+        client = MlflowClient(
+            os.environ.get("MLFLOW_TRACKING_URI") or (run.directory / "mlruns").as_uri()
+        )
         try:
             client.update_run(known, status="RUNNING")
             run_id = known
@@ -185,7 +202,9 @@ class Mlflow(Tracker):
 
         def log(step: int, numbers: dict[str, float]) -> None:
             now_ms = int(time.time() * 1000)
-            client.log_batch(run_id, [Metric(name, value, now_ms, step) for name, value in numbers.items()])
+            client.log_batch(
+                run_id, [Metric(name, value, now_ms, step) for name, value in numbers.items()]
+            )
 
         def close() -> None:
             client.set_terminated(run_id, "FAILED" if run.failed else "FINISHED")

@@ -1,4 +1,7 @@
-"""Environments, an agent and a trainer for the process that plays ahead. What they start is written to $AHEAD_LOG."""
+"""Environments, an agent and a trainer for the process that plays ahead.
+
+What they start is written to $AHEAD_LOG.
+"""
 
 import ctypes
 import multiprocessing
@@ -96,7 +99,9 @@ class OddOutcome(Outcome):
 
 class OddGame(Logged):
     def step(self, response: str) -> Outcome:
-        return OddOutcome(**vars(super().step(response)) | {"reward": 0.1 + self.n / 3, "score": 1 / 3})
+        return OddOutcome(
+            **vars(super().step(response)) | {"reward": 0.1 + self.n / 3, "score": 1 / 3}
+        )
 
 
 class ForkingGame(Logged):
@@ -133,7 +138,12 @@ class HelpedGame(Logged):
             if not logged("left"):
                 log("left", subprocess.Popen(SLEEP).pid)
                 words = [sys.executable, "-S", "-c", DAEMON, *SLEEP]
-                log("left", subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout.strip())
+                log(
+                    "left",
+                    subprocess.run(
+                        words, stdout=subprocess.PIPE, text=True, check=True
+                    ).stdout.strip(),
+                )
 
     def reset(self, task: Any) -> str:
         program = subprocess.Popen(SLEEP)
@@ -218,7 +228,9 @@ async def blocks(env: Any, model: Any) -> None:
 def make_rollouts(config: Config, url: str, model: str) -> Rollouts:
     """What the trainer plays itself, over a server that has weights."""
     transfer = FileTransfer(torch.float32, 10)
-    engine = ServerEngine(Fleet([url], transfer, end_ids={3}, vocabulary=50, timeout_s=10, ranks=Ranks()), 64)
+    engine = ServerEngine(
+        Fleet([url], transfer, end_ids={3}, vocabulary=50, timeout_s=10, ranks=Ranks()), 64
+    )
     engine.positions = 512
     push_weights(nn.Linear(2, 3), engine, version=0)
     return Rollouts(make_factory(config), engine, Chat(load_tokenizer(model)), config, Ranks())
@@ -228,7 +240,9 @@ def trainer(settings: str, url: str, model: str, log_file: str) -> None:
     """Plays one update ahead, then waits; a process that it has forked keeps its end of the socket."""
     os.environ |= {"AHEAD_LOG": log_file, "AHEAD_TRAINER": str(os.getpid())}
     ahead.subprocess = SimpleNamespace(
-        Popen=player(CLOSE_S=1.0, LINGER_S=0.2), PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
+        Popen=player(CLOSE_S=1.0, LINGER_S=0.2),
+        PIPE=subprocess.PIPE,
+        TimeoutExpired=subprocess.TimeoutExpired,
     )
     config = Config.model_validate_json(settings)
     rollouts = ahead.AsyncRollouts(make_rollouts(config, url, model), model)

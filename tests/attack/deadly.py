@@ -1,7 +1,7 @@
 """Environments that no thread survives: the first episode of one task ends or holds its process, as $DEADLY says.
 
-All count to three and win, as those of environments.py. $DEADLY_TASK is the task, $DEADLY_ONCE a file that the first
-one makes.
+All count to three and win, as those of environments.py. $DEADLY_TASK is the task, $DEADLY_ONCE a
+file that the first one makes.
 """
 
 import asyncio
@@ -64,7 +64,11 @@ class Counter:
 
     def step(self, response: str) -> Outcome:
         self.n += 1
-        if self.n == 2 and self.id == os.environ.get("DEADLY_TASK", "train/0/1") and "DEADLY" in os.environ:
+        if (
+            self.n == 2
+            and self.id == os.environ.get("DEADLY_TASK", "train/0/1")
+            and "DEADLY" in os.environ
+        ):
             with suppress(FileExistsError), Path(os.environ["DEADLY_ONCE"]).open("x"):
                 DEEDS[os.environ["DEADLY"]]()
         done = self.n == 3
@@ -120,14 +124,19 @@ class Helpers(Deadly):
 class Tools(Counter):
     """A conversation with a tool, and every optional member."""
 
-    tools = [{"name": "add", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}]
+    tools = [
+        {"name": "add", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}
+    ]
 
     def reset(self, task: Task) -> str:
         self.task = f"add to {task.id}"
         return super().reset(task)
 
     def context(self):
-        return [{"role": "system", "content": "Add."}, {"role": "user", "content": f"turn {self.n}"}]
+        return [
+            {"role": "system", "content": "Add."},
+            {"role": "user", "content": f"turn {self.n}"},
+        ]
 
     def oracle(self):
         return Reply.of("I add.", ToolCall("add", {"n": 3}, "1"))
@@ -141,7 +150,13 @@ class Tools(Counter):
     def step(self, response) -> Outcome:
         said = [call.arguments for call in response.calls]
         self.n += 1
-        return Outcome(f"{said} {response.content} {response.problem}", 0.5, self.n == 3, False, results=["a", "b"])
+        return Outcome(
+            f"{said} {response.content} {response.problem}",
+            0.5,
+            self.n == 3,
+            False,
+            results=["a", "b"],
+        )
 
 
 class WithTools(Deadly):

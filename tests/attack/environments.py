@@ -1,7 +1,7 @@
 """Environments that misbehave: `factory(step=exits)` is a class whose games do so in `step`; some play by `env.name`.
 
-All count to three and win, `Honest` always. Of the others every fourth environment misbehaves, so that a group of four
-loses one member, or `everywhere`.
+All count to three and win, `Honest` always. Of the others every fourth environment misbehaves, so
+that a group of four loses one member, or `everywhere`.
 """
 
 import math
@@ -87,7 +87,9 @@ class Game:
 
 
 def factory(*, may_block: bool = False, everywhere: bool = False, **wrong: Any) -> type[Honest]:
-    return type("Attack", (Honest,), {"wrong": wrong, "may_block": may_block, "everywhere": everywhere})
+    return type(
+        "Attack", (Honest,), {"wrong": wrong, "may_block": may_block, "everywhere": everywhere}
+    )
 
 
 def raises(error: BaseException) -> Callable[[Game], Any]:
@@ -110,7 +112,12 @@ class Liar(Honest):
         return [Task(f"{i}{FAKE}", FAKE) for i in range(4)]
 
     def make(self) -> Game:
-        says = {"observation": FAKE, "action": FAKE, "context": lambda game: FAKE, "anchor": lambda game: FAKE}
+        says = {
+            "observation": FAKE,
+            "action": FAKE,
+            "context": lambda game: FAKE,
+            "anchor": lambda game: FAKE,
+        }
         game = super().make()
         game.wrong = game.wrong or says
         return game
@@ -141,7 +148,9 @@ class DownInTraining(Honest):
         listed = super().tasks(split, seed)
 
         def task(i: int) -> Task:
-            if split == "train" and i == 2 and self.down_until == math.inf:  # the second update's first
+            if (
+                split == "train" and i == 2 and self.down_until == math.inf
+            ):  # the second update's first
                 self.down_until = time.monotonic() + float(os.environ.get("ATTACK_DOWN_FOR_S", "0"))
             return listed[i]
 

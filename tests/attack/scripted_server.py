@@ -8,9 +8,20 @@ from types import SimpleNamespace
 
 
 def completion(text="<think>x</think><action>look</action>", *, finish="stop", prompt=11, answer=5):
-    choice = {"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": text}}
+    choice = {
+        "index": 0,
+        "finish_reason": finish,
+        "message": {"role": "assistant", "content": text},
+    }
     usage = {"prompt_tokens": prompt, "completion_tokens": answer}
-    return {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+    return {
+        "id": "x",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "m",
+        "choices": [choice],
+        "usage": usage,
+    }
 
 
 def refusal(message, **more):
@@ -20,7 +31,9 @@ def refusal(message, **more):
 @contextmanager
 def serve():
     """`server.script` holds answers to come, (status, body, headers) or a function of the handler; then `default`."""
-    state = SimpleNamespace(script=[], default=(200, completion(), {}), requests=[], models=["m", "n"])
+    state = SimpleNamespace(
+        script=[], default=(200, completion(), {}), requests=[], models=["m", "n"]
+    )
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -40,7 +53,11 @@ def serve():
         def answer(self, status, body, headers, *, cut=0):
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             self.send_response(status)
-            for key, value in {"Content-Type": "application/json", "Content-Length": len(data), **headers}.items():
+            for key, value in {
+                "Content-Type": "application/json",
+                "Content-Length": len(data),
+                **headers,
+            }.items():
                 self.send_header(key, str(value))
             self.end_headers()
             self.wfile.write(data[: len(data) - cut])

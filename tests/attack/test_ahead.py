@@ -17,7 +17,15 @@ from ahead_games import living, logged, make_rollouts
 from forked import CONTEXT, Supervisor
 from test_servers import Peer
 
-from paw.config import AgentConfig, Config, EngineConfig, EnvConfig, ModelConfig, RolloutConfig, RunConfig
+from paw.config import (
+    AgentConfig,
+    Config,
+    EngineConfig,
+    EnvConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from paw.errors import UserError
 from paw.rollouts import ahead
 from paw.rollouts.ahead import AsyncRollouts
@@ -37,7 +45,9 @@ def configured(game, *, agent="plain"):
         env=EnvConfig(name=f"{GAMES}:{game}", step_timeout_s=STEP_S),
         agent=AgentConfig(type=agent),
         engine=EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
-        rollout=RolloutConfig(tasks=2, group_size=2, max_prompt_tokens=400, max_response_tokens=3, ahead=1),
+        rollout=RolloutConfig(
+            tasks=2, group_size=2, max_prompt_tokens=400, max_response_tokens=3, ahead=1
+        ),
         run=RunConfig(updates=2),
     )
 
@@ -55,7 +65,9 @@ def played_ahead(tiny_llm, tmp_path, monkeypatch):
 
     def play(game, *, patience_s=60.0, agent="plain"):
         monkeypatch.setattr(ahead, "SILENT_S", patience_s - STEP_S)
-        rollouts = AsyncRollouts(make_rollouts(configured(game, agent=agent), Peer().url, model), model)
+        rollouts = AsyncRollouts(
+            make_rollouts(configured(game, agent=agent), Peer().url, model), model
+        )
         opened.append(rollouts)
         return rollouts
 
@@ -79,7 +91,9 @@ def player():
 
 
 def turns_of(groups):
-    return [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+    return [
+        turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns
+    ]
 
 
 def test_a_users_error_of_any_class_is_its_line(played_ahead):
@@ -104,8 +118,32 @@ def test_numbers_of_an_update_arrive_bit_for_bit_and_are_small():
     ids = [0, 1, 2**31 - 1, 50_000, 128_000, 7]
     outcome = Outcome("seen", reward=0.1 + 0.2, done=True, won=False, score=1 / 3)
     task = Task("train/\ud800/1", payload=object())  # any text, and what JSON cannot hold
-    full = Turn(ids, ids, odd, odd, "asked", "said", outcome, "anchor", version=3, versions=ids, observation_ids=[])
-    bare = Turn([], ids, odd, None, "asked", "said", outcome, "anchor", version=3, spans=[(1, 2)], separator_ids=[4])
+    full = Turn(
+        ids,
+        ids,
+        odd,
+        odd,
+        "asked",
+        "said",
+        outcome,
+        "anchor",
+        version=3,
+        versions=ids,
+        observation_ids=[],
+    )
+    bare = Turn(
+        [],
+        ids,
+        odd,
+        None,
+        "asked",
+        "said",
+        outcome,
+        "anchor",
+        version=3,
+        spans=[(1, 2)],
+        separator_ids=[4],
+    )
     long = Turn(ids * 5000, ids, odd, None, "asked", "said", outcome, "anchor", version=3)
     groups = [Group(task, [Trajectory(task, 1, [full, bare, long])], place=0)]
     stats = RolloutStats(texts_cut=2, failed=[Trajectory(task, 0, failure="it broke")])
@@ -119,7 +157,9 @@ def test_numbers_of_an_update_arrive_bit_for_bit_and_are_small():
     assert repr(arrived) == expected and arrived[0][0].task is task
 
 
-def test_a_killed_process_is_noticed_though_one_that_it_forked_holds_its_socket(played_ahead, capfd):
+def test_a_killed_process_is_noticed_though_one_that_it_forked_holds_its_socket(
+    played_ahead, capfd
+):
     rollouts = played_ahead("Forking")
 
     def kill():
@@ -187,9 +227,16 @@ def test_programs_of_environments_can_be_ended_and_end_with_the_run(played_ahead
     assert len(logged("closed")) >= 4 and set(logged("closed")) == {"-15"}
 
 
-def test_when_the_trainer_is_killed_it_ends_with_all_that_it_started(tiny_llm, tmp_path, monkeypatch):
+def test_when_the_trainer_is_killed_it_ends_with_all_that_it_started(
+    tiny_llm, tmp_path, monkeypatch
+):
     monkeypatch.setenv("AHEAD_LOG", str(tmp_path / "log"))
-    words = (configured("Helped").model_dump_json(), Peer().url, str(tiny_llm(tmp_path)), str(tmp_path / "log"))
+    words = (
+        configured("Helped").model_dump_json(),
+        Peer().url,
+        str(tiny_llm(tmp_path)),
+        str(tmp_path / "log"),
+    )
     trainer = CONTEXT.Process(target=ahead_games.trainer, args=words)
     trainer.start()
     try:

@@ -23,7 +23,10 @@ SINGLE = {
     "num_mem_blocks": 1,
 }
 REFUSED = {
-    "zamba2": (SINGLE, "packed rows do not go through it (IndexError: index_copy_(): Number of indices"),
+    "zamba2": (
+        SINGLE,
+        "packed rows do not go through it (IndexError: index_copy_(): Number of indices",
+    ),
     "gpt_oss": (EXPERTS | {"num_local_experts": 4}, OWN_CODE),
     "mamba": ({"state_size": 8}, OWN_CODE),
     "mamba2": ({"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1}, OWN_CODE),
@@ -32,17 +35,27 @@ REFUSED = {
     "bloom": ({"n_layer": 2, "n_head": 4}, OWN_CODE),
     "stablelm": ({}, BOUNDS),
     "nemotron": ({}, BOUNDS),
-    "falcon": ({"alibi": False}, "its attention is code of its own, in which packed rows see each other"),
-    "bart": ({"d_model": 32, "decoder_ffn_dim": 48, "decoder_attention_heads": 4, "decoder_layers": 2}, ANEW),
+    "falcon": (
+        {"alibi": False},
+        "its attention is code of its own, in which packed rows see each other",
+    ),
+    "bart": (
+        {"d_model": 32, "decoder_ffn_dim": 48, "decoder_attention_heads": 4, "decoder_layers": 2},
+        ANEW,
+    ),
 }
 
 
 def write(folder, kind, **settings):
     known = AutoConfig.for_model(kind)
     derived = {key for key in SIZES if isinstance(getattr(type(known), key, None), property)}
-    sizes = {key: value for key, value in SIZES.items() if hasattr(known, key) and key not in derived}
+    sizes = {
+        key: value for key, value in SIZES.items() if hasattr(known, key) and key not in derived
+    }
     torch.manual_seed(0)
-    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | {"num_hidden_layers": 2} | settings))
+    lm = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **sizes | {"num_hidden_layers": 2} | settings)
+    )
     lm.save_pretrained(folder)
     return folder
 
@@ -54,7 +67,10 @@ def test_what_cannot_be_trained_is_one_line_with_the_reason(tmp_path, kind):
     with pytest.raises(UserError) as error:
         load_policy(path)
     line = str(error.value)
-    assert line.startswith(f"model.path = '{path}': model type '{kind}' cannot be trained here: ") and why in line
+    assert (
+        line.startswith(f"model.path = '{path}': model type '{kind}' cannot be trained here: ")
+        and why in line
+    )
     assert "\n" not in line and "request" not in line
 
 
@@ -62,22 +78,39 @@ def test_commands_say_so(tmp_path, tiny_llm, paw_here):
     model = write(tiny_llm(tmp_path / "model"), "zamba2", **SINGLE)
     done = paw_here("doctor", "--model", model, code=1)
     why = "model type 'zamba2' cannot be trained here: packed rows do not go through it (IndexError"
-    assert f"PROBLEM               {why}" in done.stdout and done.stdout.endswith("cannot be trained as it is\n")
-    done = paw_here("train", "quickstart", {"model.path": model, "run.dir": tmp_path, "env.data": "none"}, code=2)
-    assert done.stderr.startswith(f"paw: model.path = '{model}': {why}") and done.stderr.count("\n") == 1
+    assert f"PROBLEM               {why}" in done.stdout and done.stdout.endswith(
+        "cannot be trained as it is\n"
+    )
+    done = paw_here(
+        "train",
+        "quickstart",
+        {"model.path": model, "run.dir": tmp_path, "env.data": "none"},
+        code=2,
+    )
+    assert (
+        done.stderr.startswith(f"paw: model.path = '{model}': {why}")
+        and done.stderr.count("\n") == 1
+    )
     write(tiny_llm(tmp_path / "other"), "mamba", state_size=8)
     done = paw_here("doctor", "--model", tmp_path / "other", code=2)
-    assert "model type 'mamba' cannot be trained here" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        "model type 'mamba' cannot be trained here" in done.stderr and done.stderr.count("\n") == 1
+    )
 
 
 def test_a_model_that_is_no_causal_one_is_named(tmp_path):
-    AutoConfig.for_model("t5", d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"model type 't5' is no causal language model of transformers$"):
+    AutoConfig.for_model(
+        "t5", d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4
+    ).save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"model type 't5' is no causal language model of transformers$"
+    ):
         load_policy(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "raised", [IndexError, KeyError, ZeroDivisionError, NotImplementedError, RecursionError, EOFError]
+    "raised",
+    [IndexError, KeyError, ZeroDivisionError, NotImplementedError, RecursionError, EOFError],
 )
 def test_whatever_a_check_raises_is_one_line(tmp_path, raised, monkeypatch):
     policy = load_policy(write(tmp_path, "llama"))
@@ -90,12 +123,16 @@ def test_whatever_a_check_raises_is_one_line(tmp_path, raised, monkeypatch):
     with pytest.raises(UserError, match=why) as error:
         check_model(policy, "here")
     assert str(error.value).isprintable()
-    with pytest.raises(UserError, match=rf"cannot sample from model type 'llama': {raised.__name__}"):
+    with pytest.raises(
+        UserError, match=rf"cannot sample from model type 'llama': {raised.__name__}"
+    ):
         check_sampling(policy.lm)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_dropout_of_the_layers_themselves_stays_off_when_they_are_recomputed(tmp_path, checkpointing):
+def test_dropout_of_the_layers_themselves_stays_off_when_they_are_recomputed(
+    tmp_path, checkpointing
+):
     """OPT's layers apply dropout, not modules in them."""
     small = {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.5, "init_std": 0.15}
     policy = load_policy(write(tmp_path, "opt", **small), checkpointing=checkpointing)

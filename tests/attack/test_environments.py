@@ -44,13 +44,19 @@ def rollouts(model, monkeypatch):
     torch.set_num_threads(1)
 
     def make(given=None, **wrong):
-        env = {key: wrong.pop(key) for key in ("step_timeout_s", "max_turns", "max_text") if key in wrong}
+        env = {
+            key: wrong.pop(key)
+            for key in ("step_timeout_s", "max_turns", "max_text")
+            if key in wrong
+        }
         config = Config(
             model=ModelConfig(path="-"),
             env=EnvConfig(name="attack", **env),
             rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3),
         )
-        return Rollouts(make_factory(config, given or factory(**wrong)), make_engine(model), make_chat(), config)
+        return Rollouts(
+            make_factory(config, given or factory(**wrong)), make_engine(model), make_chat(), config
+        )
 
     yield make
     torch.set_num_threads(count)
@@ -58,7 +64,11 @@ def rollouts(model, monkeypatch):
 
 def play(rollouts, groups=2):
     return rollouts.play(
-        train_tasks(rollouts.factory, 0, groups, 0), group_size=4, temperature=1.0, seed=0, stream="train/0"
+        train_tasks(rollouts.factory, 0, groups, 0),
+        group_size=4,
+        temperature=1.0,
+        seed=0,
+        stream="train/0",
     )
 
 
@@ -121,9 +131,15 @@ WRONG = [
     ({"action": None}, "Game: Outcome.action is None; it must be text"),
     ({"context": lambda game: None}, "Game: context() is None; it must be text"),
     ({"anchor": lambda game: ["at", game.n]}, "Game: anchor() is ['at', 0]; it must be text"),
-    ({"context": lambda game: [{"role": "user"}]}, "Game: the content of context()[0] is None; it must be text"),
+    (
+        {"context": lambda game: [{"role": "user"}]},
+        "Game: the content of context()[0] is None; it must be text",
+    ),
     ({"reset": lambda game: None}, "Game: reset() is None; it must be text"),
-    ({"step": lambda game: ("now", 1.0, True, {})}, "Game: step() is ('now', 1.0, True, {}); it must be an Outcome"),
+    (
+        {"step": lambda game: ("now", 1.0, True, {})},
+        "Game: step() is ('now', 1.0, True, {}); it must be an Outcome",
+    ),
 ]
 
 
@@ -131,9 +147,14 @@ WRONG = [
 def test_what_it_raises_or_returns_costs_its_own_episode(rollouts, wrong, reason):
     played = rollouts(**wrong)
     groups, stats = play(played)
-    assert len(stats.failures) == 2 and all(f": {reason}" in failure for failure in stats.failures), stats.failures
+    assert len(stats.failures) == 2 and all(
+        f": {reason}" in failure for failure in stats.failures
+    ), stats.failures
     assert [len(group.trajectories) for group in groups] == [3, 3]
-    assert all([turn.outcome.reward for turn in episode.turns] == [0.0, 0.0, 1.0] for episode in episodes_of(groups))
+    assert all(
+        [turn.outcome.reward for turn in episode.turns] == [0.0, 0.0, 1.0]
+        for episode in episodes_of(groups)
+    )
     groups, _ = play(played)  # the run goes on
     assert len(groups) == 2
     played.close()
@@ -144,7 +165,9 @@ def test_a_task_that_is_none_is_one_line(rollouts):
         def tasks(self, split, seed):
             return [Task("a"), Task("b", None)]
 
-    with pytest.raises(UserError, match=r"Task\(id='b', kind=None\) is among the tasks; each must be a Task"):
+    with pytest.raises(
+        UserError, match=r"Task\(id='b', kind=None\) is among the tasks; each must be a Task"
+    ):
         rollouts(TasksWithoutKind).training(0, 2)
 
 
@@ -177,13 +200,25 @@ def test_each_kind_of_task_has_its_own_metric_whatever_it_is_called(rollouts):
         if group.task.id.endswith("0"):
             lose(group)
     found, trained = success_metrics(groups), rollout_metrics(groups)
-    assert trained["success/all"] == found["success"] == 0.5 and found["games"] == 160.0 and found["failures"] == 0.0
+    assert (
+        trained["success/all"] == found["success"] == 0.5
+        and found["games"] == 160.0
+        and found["failures"] == 0.0
+    )
     shown = [*names[:-1], clean("x" * 900, 200)]
-    assert {key for key in found if key.startswith("success_")} == {f"success_{kind}" for kind in shown}
-    assert {key for key in trained if key.startswith("success/")} == {f"success/{kind}" for kind in ("all", *shown)}
+    assert {key for key in found if key.startswith("success_")} == {
+        f"success_{kind}" for kind in shown
+    }
+    assert {key for key in trained if key.startswith("success/")} == {
+        f"success/{kind}" for kind in ("all", *shown)
+    }
     for kind in shown:
         assert found[f"success_{kind}"] == trained[f"success/{kind}"] == 0.5
-    assert kind_rows(kinds(groups))["a_b"]["games"] == 2 * kind_rows(kinds(groups))["a/b"]["games"] == 32
+    assert (
+        kind_rows(kinds(groups))["a_b"]["games"]
+        == 2 * kind_rows(kinds(groups))["a/b"]["games"]
+        == 32
+    )
 
 
 def lose(group):
@@ -198,8 +233,26 @@ def test_numbers_and_texts_of_numpy_become_pythons_own(rollouts):
     assert stats.failures == []
     (odd,) = [episode for episode in groups[0].trajectories if not episode.turns[0].outcome.valid]
     outcome = vars(odd.turns[0].outcome)
-    assert list(outcome.values()) == ["now", 0.5, False, True, outcome["action"], False, 0.25, ["a", "b"]]
-    assert [type(value) for value in outcome.values()] == [str, float, bool, bool, str, bool, float, list]
+    assert list(outcome.values()) == [
+        "now",
+        0.5,
+        False,
+        True,
+        outcome["action"],
+        False,
+        0.25,
+        ["a", "b"],
+    ]
+    assert [type(value) for value in outcome.values()] == [
+        str,
+        float,
+        bool,
+        bool,
+        str,
+        bool,
+        float,
+        list,
+    ]
     assert {type(text) for text in outcome["results"]} == {str}
 
 
@@ -211,14 +264,17 @@ def test_what_the_user_can_fix_and_ctrl_c_end_the_run(rollouts, error, may_block
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"step": spins}, {"make": waits}, {"reset": sleeps_in_c}, {"step": waits, "may_block": True}]
+    "wrong",
+    [{"step": spins}, {"make": waits}, {"reset": sleeps_in_c}, {"step": waits, "may_block": True}],
 )
 def test_one_that_hangs_costs_its_episode_and_a_thread(rollouts, wrong):
     """Who waited for its call would wait for ever."""
     before = threading.active_count()
     played = rollouts(step_timeout_s=0.3, **wrong)
     groups, stats = play(played)
-    assert stats.failures == [f"train/0/{i}: TimeoutError: no answer within 0.3 s" for i in range(2)]
+    assert stats.failures == [
+        f"train/0/{i}: TimeoutError: no answer within 0.3 s" for i in range(2)
+    ]
     assert [len(group.trajectories) for group in groups] == [3, 3]
     assert stats.threads_lost == 2 and stats.metrics()["health/threads_lost"] == 2
     groups, stats = play(played)  # none that hangs is used again
@@ -239,10 +295,14 @@ def test_an_agent_that_waits_for_ever_costs_its_episode(rollouts):
         while not env.done:
             if env.episode.trajectory.member == 2 and env.episode.trajectory.turns:
                 await asyncio.Event().wait()
-            response, _ = await asyncio.gather(model.generate(env.context()), model.generate("and?"))
+            response, _ = await asyncio.gather(
+                model.generate(env.context()), model.generate("and?")
+            )
             await env.step(response)
 
-    played = rollouts(step_timeout_s=0.3, context=lambda game: time.sleep(0.05) or "go on", everywhere=True)
+    played = rollouts(
+        step_timeout_s=0.3, context=lambda game: time.sleep(0.05) or "go on", everywhere=True
+    )
     played.agent = agent
     groups, stats = play(played)
     reason = "the agent waited over env.step_timeout_s = 0.3 for what is neither the model nor the environment"
@@ -260,7 +320,9 @@ def test_agents_do_not_wait_for_threads_of_others_nor_for_the_engine(rollouts):
         while not env.done:
             if env.episode.trajectory.member == 2:
                 await asyncio.to_thread(released.wait)
-            await asyncio.gather(asyncio.to_thread(time.sleep, 0.1), model.generate("and?"), model.generate("and?"))
+            await asyncio.gather(
+                asyncio.to_thread(time.sleep, 0.1), model.generate("and?"), model.generate("and?")
+            )
             await asyncio.to_thread(time.sleep, 0.1)
             await env.step(await model.generate(env.context()))
 
@@ -268,10 +330,14 @@ def test_agents_do_not_wait_for_threads_of_others_nor_for_the_engine(rollouts):
     played.agent, step = agent, played.engine.step
     played.engine.step = lambda: time.sleep(0.7) or step()
     groups, stats = play(played, groups=8)
-    assert len(stats.failures) == 8 and all("the agent waited over env.ste" in failure for failure in stats.failures)
+    assert len(stats.failures) == 8 and all(
+        "the agent waited over env.ste" in failure for failure in stats.failures
+    )
     assert [len(group.trajectories) for group in groups] == [3] * 8
     hanging = [thread for thread in threading.enumerate() if "(work)" in thread.name]
-    assert len(hanging) == 8 and all(thread.daemon for thread in hanging)  # the interpreter does not wait for them
+    assert len(hanging) == 8 and all(
+        thread.daemon for thread in hanging
+    )  # the interpreter does not wait for them
     released.set()
 
 
@@ -344,7 +410,9 @@ CANCELLED = "RuntimeError: the agent cancelled tasks that are not its own"
         (has_no_outcome, "RuntimeError: turn 0 has the outcome None"),
     ],
 )
-def test_what_an_agent_does_to_the_loop_or_to_its_turns_costs_its_own_episode(rollouts, capfd, act, failure):
+def test_what_an_agent_does_to_the_loop_or_to_its_turns_costs_its_own_episode(
+    rollouts, capfd, act, failure
+):
     async def agent(env, model):
         await env.reset()
         if env.episode.trajectory.member == 2:
@@ -387,7 +455,9 @@ def test_a_thread_of_an_agent_that_stops_the_loop_stops_nothing(rollouts):
     async def agent(env, model):
         await env.reset()
         loop = asyncio.get_running_loop()
-        threading.Thread(target=lambda: loop.call_soon_threadsafe(loop.stop)).start()  # whose it is nobody can tell
+        threading.Thread(
+            target=lambda: loop.call_soon_threadsafe(loop.stop)
+        ).start()  # whose it is nobody can tell
         while not env.done:
             await env.step(await model.generate(env.context()))
 
@@ -429,7 +499,10 @@ def test_a_reward_that_spoils_an_episode_costs_it(rollouts, act, failure):
     played = rollouts()
     played._reward = reward
     groups, stats = play(played)
-    assert [bool(re.fullmatch(rf"train/0/\d: {failure}", line)) for line in stats.failures] == [True, True]
+    assert [bool(re.fullmatch(rf"train/0/\d: {failure}", line)) for line in stats.failures] == [
+        True,
+        True,
+    ]
     assert [len(group.trajectories) for group in groups] == [3, 3]
 
 
@@ -444,12 +517,17 @@ def test_closing_waits_no_longer_than_one_call(rollouts, monkeypatch):
 
     monkeypatch.setattr(threads, "wait", counting)
     played.close()
-    assert waits_for == [(8, 0.3), (0, 0.3)]  # all environments at once, then rewards, of which there are none
+    assert waits_for == [
+        (8, 0.3),
+        (0, 0.3),
+    ]  # all environments at once, then rewards, of which there are none
 
 
 def test_too_many_threads_that_hang_end_the_run_with_one_line(rollouts, monkeypatch):
     monkeypatch.setattr(threads, "MAX_LOST", 3)
-    with pytest.raises(UserError, match=r"^stopped: 4 threads hang .* env\.step_timeout_s = 0\.3; give what"):
+    with pytest.raises(
+        UserError, match=r"^stopped: 4 threads hang .* env\.step_timeout_s = 0\.3; give what"
+    ):
         play(rollouts(step_timeout_s=0.3, step=waits, may_block=True, everywhere=True))
 
 
@@ -464,10 +542,15 @@ def test_an_episode_ends_after_max_turns(rollouts):
 
 
 def test_long_texts_are_cut_before_they_are_tokenised(rollouts, capfd):
-    for wrong in ({"context": lambda game: "x " * 1_000_000 + f"turn {game.n}"}, {"observation": "x" * 20_000_000}):
+    for wrong in (
+        {"context": lambda game: "x " * 1_000_000 + f"turn {game.n}"},
+        {"observation": "x" * 20_000_000},
+    ):
         played, seen = rollouts(max_text=1000, everywhere=True, **wrong), []
         encode = played.chat.fit_prompt
-        played.chat.fit_prompt = lambda text, most, encode=encode, seen=seen: seen.append(text) or encode(text, most)
+        played.chat.fit_prompt = lambda text, most, encode=encode, seen=seen: (
+            seen.append(text) or encode(text, most)
+        )
         for _ in range(2):
             groups, stats = play(played)
         assert stats.failures == [] and stats.texts_cut == 24
@@ -475,7 +558,12 @@ def test_long_texts_are_cut_before_they_are_tokenised(rollouts, capfd):
         assert len(turn.outcome.observation) <= 1000 and max(map(len, seen)) <= 1000
         if "context" in wrong:  # the end is what counts, as for rollout.max_prompt_tokens
             assert len(turn.prompt) == 1000 and turn.prompt.endswith("x turn 1")
-        assert capfd.readouterr().err.count("24 texts of the environment were cut to env.max_text = 1000 (said") == 1
+        assert (
+            capfd.readouterr().err.count(
+                "24 texts of the environment were cut to env.max_text = 1000 (said"
+            )
+            == 1
+        )
 
 
 def test_every_text_is_unicode_and_a_failure_one_short_printable_line(rollouts):
@@ -485,10 +573,15 @@ def test_every_text_is_unicode_and_a_failure_one_short_printable_line(rollouts):
         (turn.prompt + turn.anchor + turn.outcome.observation).encode()
     for failure in play(rollouts(step=raises(RuntimeError(FAKE + "x" * 10_000_000))))[1].failures:
         assert failure.isprintable() and len(failure) < 600
-        assert failure.startswith("train/0/") and "RuntimeError: $_{step 99/99  reward 9e9 step 100" in failure
+        assert (
+            failure.startswith("train/0/")
+            and "RuntimeError: $_{step 99/99  reward 9e9 step 100" in failure
+        )
 
 
-@pytest.mark.parametrize("wrong", [{"oracle": exits, "admissible_actions": lambda game: []}, {"step": waits}])
+@pytest.mark.parametrize(
+    "wrong", [{"oracle": exits, "admissible_actions": lambda game: []}, {"step": waits}]
+)
 def test_the_warm_up_leaves_a_game_that_breaks(rollouts, wrong):
     factory = rollouts(step_timeout_s=0.3, **wrong).factory
     turns = demonstrations(factory, factory.config, seed=0, random_actions=0.0)
@@ -497,7 +590,9 @@ def test_the_warm_up_leaves_a_game_that_breaks(rollouts, wrong):
 
 def test_a_warm_up_where_all_breaks_ends_with_one_line(rollouts):
     factory = rollouts(oracle=exits, admissible_actions=lambda game: [], everywhere=True).factory
-    with pytest.raises(UserError, match=r"^expert play: 101 games in a row failed \(SystemExit: 0\)$"):
+    with pytest.raises(
+        UserError, match=r"^expert play: 101 games in a row failed \(SystemExit: 0\)$"
+    ):
         next(demonstrations(factory, factory.config, seed=0, random_actions=0.0))
 
 
@@ -517,19 +612,42 @@ def test_a_part_that_exits_on_import_is_one_line_that_names_it(paw_here, tmp_pat
     file.write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "config.json").write_text("{}")  # all that is looked at before a callback is loaded
     value = "['mine.py:Mine']" if kind == "callbacks" else "mine.py:Mine"
-    said = paw_here("train", "quickstart", f"--{KEYS[kind]}", value, "--model.path", ".", code=2, cwd=tmp_path)
-    assert re.fullmatch(rf"paw: .*{KEYS[kind]}.* '?mine\.py:Mine'.*: {file}, line 2: SystemExit: 0\n", said.stderr)
+    said = paw_here(
+        "train", "quickstart", f"--{KEYS[kind]}", value, "--model.path", ".", code=2, cwd=tmp_path
+    )
+    assert re.fullmatch(
+        rf"paw: .*{KEYS[kind]}.* '?mine\.py:Mine'.*: {file}, line 2: SystemExit: 0\n", said.stderr
+    )
 
 
 @pytest.mark.parametrize("kind", ["agents", "rewards", "losses"])
-def test_a_part_that_exits_when_it_is_made_is_one_line_that_names_it(paw_here, tmp_path, tiny_llm, kind):
-    (tmp_path / "mine.py").write_text("import sys\n\n\nclass Mine:\n    def __init__(self):\n        sys.exit(0)\n")
-    settings = {"model.path": tiny_llm(tmp_path / "model"), KEYS[kind]: "mine.py:Mine", "run.updates": 1}
-    settings |= {"rollout.tasks": 1, "rollout.group_size": 2, "eval.games": 1, "rollout.max_response_tokens": 2}
-    settings |= {"env.name": f"{Path(__file__).parent / 'environments.py'}:Honest", "model.dtype": "float32"}
+def test_a_part_that_exits_when_it_is_made_is_one_line_that_names_it(
+    paw_here, tmp_path, tiny_llm, kind
+):
+    (tmp_path / "mine.py").write_text(
+        "import sys\n\n\nclass Mine:\n    def __init__(self):\n        sys.exit(0)\n"
+    )
+    settings = {
+        "model.path": tiny_llm(tmp_path / "model"),
+        KEYS[kind]: "mine.py:Mine",
+        "run.updates": 1,
+    }
+    settings |= {
+        "rollout.tasks": 1,
+        "rollout.group_size": 2,
+        "eval.games": 1,
+        "rollout.max_response_tokens": 2,
+    }
+    settings |= {
+        "env.name": f"{Path(__file__).parent / 'environments.py'}:Honest",
+        "model.dtype": "float32",
+    }
     (tmp_path / "mine.toml").write_text('[model]\npath = "-"\n')
     said = paw_here("train", "mine.toml", settings, {"run.dir": tmp_path}, code=2, cwd=tmp_path)
-    assert re.fullmatch(rf"paw: .*{KEYS[kind]} = 'mine\.py:Mine'.*: SystemExit: 0 \(mine\.py, line 6\)\n", said.stderr)
+    assert re.fullmatch(
+        rf"paw: .*{KEYS[kind]} = 'mine\.py:Mine'.*: SystemExit: 0 \(mine\.py, line 6\)\n",
+        said.stderr,
+    )
 
 
 ATTACKS = f"{Path(__file__).parent / 'environments.py'}:"
@@ -537,12 +655,17 @@ STEPS = [("ExitsInStep", "SystemExit: 0"), ("HangsInStep", "TimeoutError: no ans
 
 
 @pytest.mark.parametrize(("name", "failure"), STEPS)
-def test_a_game_that_exits_or_hangs_is_one_line_of_play_and_of_the_check(paw_here, monkeypatch, name, failure):
+def test_a_game_that_exits_or_hangs_is_one_line_of_play_and_of_the_check(
+    paw_here, monkeypatch, name, failure
+):
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
     said = paw_here("play", ATTACKS + name, {"env.step_timeout_s": 0.3}, code=1)
     assert re.fullmatch(rf"paw play: {failure}( \(environments\.py, line \d+\))?\n", said.stderr)
     said = paw_here("env", "check", ATTACKS + name, {"env.step_timeout_s": 0.3}, code=1)
-    assert re.search(rf"^FAIL +[\d.]+ s  outcomes +raised {failure}", said.stdout, re.M) and said.stderr == ""
+    assert (
+        re.search(rf"^FAIL +[\d.]+ s  outcomes +raised {failure}", said.stdout, re.M)
+        and said.stderr == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -572,7 +695,10 @@ def test_tasks_that_exit_or_hang_are_one_line_of_each_command(
 def test_clean_survives_anything_and_keeps_lines_where_asked():
     text = "plain, 日本語 and é \x1b]0;title\x07\x1b]8;;http://x\x1b\\link\x1b(B \x9b2Jc\x1bc a\r\nb\u2028e\x00\u200b"
     assert clean(text) == "plain, 日本語 and é link c a  b e"
-    assert clean("\x1b[31mred\x1b[0m a\tb\u0085c\x08 \u202e\u2066d\u200d\ufeff\u00ad \ud83d\ude00") == "red a b c d ??"
+    assert (
+        clean("\x1b[31mred\x1b[0m a\tb\u0085c\x08 \u202e\u2066d\u200d\ufeff\u00ad \ud83d\ude00")
+        == "red a b c d ??"
+    )
     assert clean("x" * 3000) == "x" * 500 + "..."
     assert clean("one\n\x1b[2Jtwo\tthree\r", 100, lines=True) == "one\ntwo\tthree "
     assert describe(Unprintable()) == UNPRINTABLE

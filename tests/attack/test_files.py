@@ -24,7 +24,9 @@ from paw.tools.report import write_report
 
 pytestmark = pytest.mark.slow
 
-fuzz = settings(derandomize=True, max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+fuzz = settings(
+    derandomize=True, max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
 LIMIT = 5000
 """Characters of a message before the terminal's own limit cuts it."""
 ODD = [
@@ -32,7 +34,9 @@ ODD = [
     "{a = 1}", "none", "true", "-1", "1" * 4000, "'", '"', "nan", "1979-05-27", "\\", "\x1b[2J",
 ]  # fmt: skip
 TEXTS = st.one_of(st.text(max_size=30), st.sampled_from(ODD))
-NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([10**400, -(10**4000), 2**63, 2**31, 1e308, -0.0]))
+NUMBERS = st.one_of(
+    st.integers(), st.floats(), st.sampled_from([10**400, -(10**4000), 2**63, 2**31, 1e308, -0.0])
+)
 VALUES = st.recursive(
     st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXTS, inner, max_size=3)),
@@ -49,7 +53,9 @@ def told_if_refused(*, always: bool = False):
         yield
     except UserError as error:
         message = str(error)
-        assert len(message) < LIMIT and "Traceback" not in message and clean(message, LIMIT), message[:300]
+        assert len(message) < LIMIT and "Traceback" not in message and clean(message, LIMIT), (
+            message[:300]
+        )
     else:
         assert not always
 
@@ -58,15 +64,20 @@ def lines_are_short(lines):
     assert all(len(line) < LIMIT and "\n" not in line for line in lines)
 
 
-# --- configuration -------------------------------------------------------------------------------------------------
+# --- configuration
+# -------------------------------------------------------------------------------------------------
 
 
 @settings(fuzz, max_examples=120)
 @given(
     key=KEYS,
     value=st.one_of(TEXTS, VALUES, st.just(DEEP)),
-    tree=st.dictionaries(st.one_of(TEXTS, st.sampled_from(["model", "run", "optim"])), VALUES, max_size=3),
-    content=st.one_of(st.binary(max_size=60), TEXTS.map(lambda text: text.encode(errors="surrogatepass"))),
+    tree=st.dictionaries(
+        st.one_of(TEXTS, st.sampled_from(["model", "run", "optim"])), VALUES, max_size=3
+    ),
+    content=st.one_of(
+        st.binary(max_size=60), TEXTS.map(lambda text: text.encode(errors="surrogatepass"))
+    ),
 )
 def test_any_value_any_tree_and_any_recipe_file(key, value, tree, content):
     with told_if_refused():
@@ -106,7 +117,12 @@ def test_a_recipe_that_goes_too_far_is_one_line(capfd, tmp_path):
         path.write_text(content)
         assert main(["train", str(path), "--run.dir", str(tmp_path / "runs")]) == 2
         said = capfd.readouterr().err
-        assert said.startswith("paw: ") and said.count("\n") == 1 and len(said) < 2200 and message in said
+        assert (
+            said.startswith("paw: ")
+            and said.count("\n") == 1
+            and len(said) < 2200
+            and message in said
+        )
         assert [entry.name for entry in tmp_path.iterdir()] == ["recipe.toml"]
     for number in range(60):
         (tmp_path / f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')
@@ -131,20 +147,35 @@ OVERRIDES = [
 
 def test_a_word_that_goes_too_far_is_one_line(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for words in [*COMMANDS, *(["train", "quickstart", f"--{key}", value] for key, value in OVERRIDES)]:
+    for words in [
+        *COMMANDS,
+        *(["train", "quickstart", f"--{key}", value] for key, value in OVERRIDES),
+    ]:
         assert main(words) == 2
         said = capfd.readouterr().err.splitlines()
-        assert said[-1].startswith("paw: ") and len(said) <= 2 and all(len(line) < 2200 for line in said)
+        assert (
+            said[-1].startswith("paw: ")
+            and len(said) <= 2
+            and all(len(line) < 2200 for line in said)
+        )
     assert list(tmp_path.iterdir()) == []
 
 
-# --- files of a run ------------------------------------------------------------------------------------------------
+# --- files of a run
+# ------------------------------------------------------------------------------------------------
 
 RECORDS = st.dictionaries(st.sampled_from(["step", "eval/success", "reward/mean", "a"]), VALUES)
-ODD_LINES = [b"[" * 100_000, b'{"step": ' + b"9" * 5000 + b"}", b'{"step": 1, "reward/mean": 1e999}', b'{"step": NaN}']
+ODD_LINES = [
+    b"[" * 100_000,
+    b'{"step": ' + b"9" * 5000 + b"}",
+    b'{"step": 1, "reward/mean": 1e999}',
+    b'{"step": NaN}',
+]
 JSON = st.one_of(VALUES, RECORDS).map(lambda value: json.dumps(value).encode())
 INFO = st.dictionaries(
-    st.sampled_from(["wall_s", "start", "ended", "resumed", "ranks", "started", "paw", "device", "parameters"]),
+    st.sampled_from(
+        ["wall_s", "start", "ended", "resumed", "ranks", "started", "paw", "device", "parameters"]
+    ),
     st.one_of(VALUES, st.dictionaries(st.sampled_from(["how", "why", "at"]), VALUES)),
 )
 ODD_CONFIGS = ["[run]\nseed = " + seed for seed in ("9" * 5000, "[" * 5000, "9" * 4000, "5")]
@@ -154,8 +185,12 @@ FIRST = {"step": 0, "eval/success": 0.5}
 @st.composite
 def runs(draw):
     """The files of a run's directory, each of whatever content."""
-    lines = draw(st.lists(st.one_of(JSON, st.binary(max_size=40), st.sampled_from(ODD_LINES)), max_size=6))
-    log = json.dumps(FIRST).encode() + b"\n" + b"\n".join(lines) + draw(st.sampled_from([b"", b"\n"]))
+    lines = draw(
+        st.lists(st.one_of(JSON, st.binary(max_size=40), st.sampled_from(ODD_LINES)), max_size=6)
+    )
+    log = (
+        json.dumps(FIRST).encode() + b"\n" + b"\n".join(lines) + draw(st.sampled_from([b"", b"\n"]))
+    )
     configs = [*ODD_CONFIGS, "[run]\nname = 3", "run = 1", "[run.seed]\na = 1"]
     config = draw(st.one_of(TEXTS, st.sampled_from(configs))).encode(errors="replace")
     info = json.dumps(draw(INFO)).encode()
@@ -178,7 +213,9 @@ def test_a_run_of_any_files_is_told_and_goes_on(files):
             lines_are_short(changes(run, validate({"model": {"path": "m"}}, origin="x")))
         with MetricsLog(run, resume_step=3) as log:
             assert log.history[0] == FIRST
-            assert all(type(record["step"]) is int and record["step"] <= 3 for record in log.history)
+            assert all(
+                type(record["step"]) is int and record["step"] <= 3 for record in log.history
+            )
             log.log(4, {"reward/mean": 0.5})
             lines_are_short(log.lost)
         kept = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
@@ -193,27 +230,37 @@ def test_a_report_of_any_files(files):
 
 
 ENTRY = st.one_of(VALUES, st.fixed_dictionaries({"bytes": VALUES, "sha256": VALUES}))
-FILES = st.one_of(VALUES, st.dictionaries(st.sampled_from(["state.json", "model.safetensors"]), ENTRY))
+FILES = st.one_of(
+    VALUES, st.dictionaries(st.sampled_from(["state.json", "model.safetensors"]), ENTRY)
+)
 ORDERS = st.one_of(VALUES, st.just(2))
-STATE = st.fixed_dictionaries({"version": st.one_of(VALUES, st.just(checkpoint.VERSION)), "step": VALUES})
+STATE = st.fixed_dictionaries(
+    {"version": st.one_of(VALUES, st.just(checkpoint.VERSION)), "step": VALUES}
+)
 STATES = st.one_of(st.one_of(STATE, VALUES).map(json.dumps), TEXTS)
 
 
 def fits(state: str) -> bool:
     found = json.loads(state)
     versions = (checkpoint.VERSION, checkpoint.SHARDED)
-    return found["version"] in versions and type(found["step"]) is int and 0 <= found["step"] < 2**53
+    return (
+        found["version"] in versions and type(found["step"]) is int and 0 <= found["step"] < 2**53
+    )
 
 
 @fuzz
-@given(body=st.one_of(VALUES, st.fixed_dictionaries({"files": FILES, "order": ORDERS})), state=STATES)
+@given(
+    body=st.one_of(VALUES, st.fixed_dictionaries({"files": FILES, "order": ORDERS})), state=STATES
+)
 def test_any_manifest_and_state(body, state):
     """Under digests that agree with them."""
     with tempfile.TemporaryDirectory() as folder:
         good, bad = (checkpoint.save(Path(folder), step, {}, {}) for step in (1, 2))
         (bad / "state.json").write_text(state, errors="replace")
         if isinstance(body, dict):
-            body |= {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
+            body |= {
+                "sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+            }
         signed = checkpoint.manifest_text({"state.json": checkpoint.digest(bad / "state.json")}, 2)
         for manifest in (json.dumps(body, indent=1, sort_keys=True) + "\n", signed):
             (bad / "manifest.json").write_text(manifest)
@@ -234,7 +281,9 @@ def test_a_pipe_in_place_of_a_runs_file_keeps_nobody_waiting(tmp_path):
             tell(examine(run))
         with suppress(UserError):
             write_report(run)
-        config = validate({"model": {"path": "m"}, "run": {"dir": str(tmp_path), "name": run.name}}, origin="x")
+        config = validate(
+            {"model": {"path": "m"}, "run": {"dir": str(tmp_path), "name": run.name}}, origin="x"
+        )
         with suppress(UserError):
             claim(config, resume="auto", numbered=False)[1].close()
             changes(run, config)

@@ -64,12 +64,18 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 10
 TOO_LARGE = "the answer has more than 16,777,216 bytes"
 HITS = b'{"result": [[{"document": {"id": 1, "contents": "x"}, "score": 0.5}]]}'
 BAD = {
-    "a head without end": (trickle(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"), "no (whole )?answer within"),
+    "a head without end": (
+        trickle(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"),
+        "no (whole )?answer within",
+    ),
     "a body without end": (trickle(HEAD, b" "), "no (whole )?answer within"),
     "a flood": (flood, TOO_LARGE),
     "a bomb in an error": ((500, BOMB, {"Content-Encoding": "gzip"}), TOO_LARGE),
     "no gzip": ((200, HITS, {"Content-Encoding": "gzip"}), "is no gzip"),
-    "a bomb in a bomb": ((200, gzip.compress(BOMB), {"Content-Encoding": "gzip, gzip"}), "encoding is"),
+    "a bomb in a bomb": (
+        (200, gzip.compress(BOMB), {"Content-Encoding": "gzip, gzip"}),
+        "encoding is",
+    ),
 }
 
 
@@ -84,7 +90,9 @@ def test_who_misbehaves_costs_little_memory(server, monkeypatch, problem):
     server.default, reason = BAD[problem]
     before = memory()
     if problem in ("a body without end", "a bomb in an error"):
-        with pytest.raises(UserError, match=rf"^env.retriever = '{server.url}/retrieve': .*({reason})") as caught:
+        with pytest.raises(
+            UserError, match=rf"^env.retriever = '{server.url}/retrieve': .*({reason})"
+        ) as caught:
             RemoteRetriever(server.url, timeout_s=TIMEOUT_S)
         assert str(caught.value).isprintable()
     player = Endpoint(EndpointConfig(url=server.url, model="m", retries=0, timeout_s=TIMEOUT_S))
@@ -94,7 +102,9 @@ def test_who_misbehaves_costs_little_memory(server, monkeypatch, problem):
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+@pytest.mark.parametrize(
+    ("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
+)
 def test_a_compressed_answer_is_read(server, encoding, pack):
     server.default = (200, pack(HITS), {"Content-Encoding": encoding})
     assert RemoteRetriever(server.url, timeout_s=5).search(["q"], 1) == [[Hit("1", "x", 0.5)]]
@@ -108,7 +118,9 @@ DEEP = b"[" * 1_000_000
 )
 def test_what_a_retriever_makes_up_is_one_line(server, body):
     server.default = (200, body, {})
-    with pytest.raises(UserError, match=f"^{server.url}/retrieve: it does not answer as a retriever") as caught:
+    with pytest.raises(
+        UserError, match=f"^{server.url}/retrieve: it does not answer as a retriever"
+    ) as caught:
         RemoteRetriever(server.url, timeout_s=10)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
 
@@ -118,10 +130,13 @@ def test_a_retriever_that_restarts_costs_nothing(server, monkeypatch):
     server.script = [(200, HITS, {}), *[close] * 4, *[(503, b"starting", {})] * 4, (200, HITS, {})]
     client = RemoteRetriever(server.url, timeout_s=5)
     assert client.search(["q"], 1) == [[Hit("1", "x", 0.5)]]
-    assert sum(0.5 * min(60, 2**n) for n in range(remote.PATIENT_TRIES - 1)) > 120  # as the pauses are
+    assert (
+        sum(0.5 * min(60, 2**n) for n in range(remote.PATIENT_TRIES - 1)) > 120
+    )  # as the pauses are
 
 
-# --- our server -------------------------------------------------------------------------------------------------------
+# --- our server
+# -------------------------------------------------------------------------------------------------------
 
 
 class One:
@@ -156,12 +171,16 @@ def serving(monkeypatch) -> Iterator[Callable[..., tuple[str, int]]]:
 
 def search(address: tuple[str, int], timeout_s: float = 5.0) -> int:
     with httpx.Client(trust_env=False, timeout=timeout_s) as client:
-        return client.post(f"http://{address[0]}:{address[1]}/retrieve", json={"query": "q"}).status_code
+        return client.post(
+            f"http://{address[0]}:{address[1]}/retrieve", json={"query": "q"}
+        ).status_code
 
 
 def test_half_open_connections_shut_nobody_out(serving):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))  # both ends are in this process
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (min(hard, 8192), hard)
+    )  # both ends are in this process
     address = serving(HEAD_S=600)
     held = [socket.create_connection(address) for _ in range(1100)]
     for n, connection in enumerate(held):
@@ -189,7 +208,9 @@ def test_half_open_connections_are_closed_in_the_end(serving):
 def test_of_too_many_connections_those_without_a_request_go(serving):
     address = serving(MAX_CONNECTIONS=20, HEAD_S=60)
     body = socket.create_connection(address)
-    body.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 14\r\n\r\n")
+    body.sendall(
+        b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 14\r\n\r\n"
+    )
     held = []
     for _ in range(60):
         held.append(socket.create_connection(address))
@@ -255,7 +276,8 @@ def test_every_head_has_a_clock(serving):
     assert is_closed(connection, b"")
 
 
-# --- and `paw serve env`, which is the same server -------------------------------------------------------------------
+# --- and `paw serve env`, which is the same server
+# -------------------------------------------------------------------
 
 PACKAGE = Path(sys.prefix) / "openenv"
 GAME = Path(__file__).parents[2] / "docs" / "example_environment.py"
@@ -277,7 +299,9 @@ def environment(paw_env) -> Iterator[tuple[str, int]]:
     words = [sys.executable, "-c", IMPATIENT, "serve", "env", f"{GAME}:Guess", "--port", "0"]
     child = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
     url = next(line for line in child.stderr if line.startswith("http")).split(": ")[0]
-    threading.Thread(target=child.stderr.read, daemon=True).start()  # a full pipe would stop the server
+    threading.Thread(
+        target=child.stderr.read, daemon=True
+    ).start()  # a full pipe would stop the server
     yield "127.0.0.1", int(url.rpartition(":")[2])
     child.kill()
     child.wait()
@@ -300,14 +324,23 @@ def answer_to(address: tuple[str, int], path: str, length: int, body: Iterable[b
 
 @needs_openenv
 def test_an_environment_served_has_a_clock_for_heads_and_bodies_and_a_limit_for_bodies(environment):
-    for head, drop in ((b"", b""), (b"GET /health HTTP/1.1\r\n", b"X"), (b"GET /health HTTP/1.1\r\nX: ", b"y" * 4096)):
+    for head, drop in (
+        (b"", b""),
+        (b"GET /health HTTP/1.1\r\n", b"X"),
+        (b"GET /health HTTP/1.1\r\nX: ", b"y" * 4096),
+    ):
         connection = socket.create_connection(environment)
         connection.sendall(head)
         assert is_closed(connection, drop)
     assert answer_to(environment, "/step", 1000, [b"{"]) == b"HTTP/1.1 408 Request Timeout"
     megabytes = iter([b" " * (1 << 20)] * 30)
-    assert answer_to(environment, "/step", 30 << 20, megabytes) == b"HTTP/1.1 413 Request Entity Too Large"
-    with httpx.Client(base_url=f"http://127.0.0.1:{environment[1]}", trust_env=False, timeout=10) as client:
+    assert (
+        answer_to(environment, "/step", 30 << 20, megabytes)
+        == b"HTTP/1.1 413 Request Entity Too Large"
+    )
+    with httpx.Client(
+        base_url=f"http://127.0.0.1:{environment[1]}", trust_env=False, timeout=10
+    ) as client:
         assert client.get("/health").status_code == 200
 
 
@@ -319,7 +352,9 @@ def test_half_open_connections_shut_nobody_out_of_an_environment(environment):
         session.send(json.dumps({"type": "reset", "data": {"index": 4}}))
         assert "I think of a number" in session.recv(10)
         held = [socket.create_connection(environment) for _ in range(60)]
-        with httpx.Client(base_url=f"http://127.0.0.1:{environment[1]}", trust_env=False, timeout=10) as client:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{environment[1]}", trust_env=False, timeout=10
+        ) as client:
             assert client.get("/health").status_code == 200
         for connection in held:
             connection.settimeout(10)

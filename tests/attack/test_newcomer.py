@@ -53,7 +53,9 @@ def test_help_of_training_lists_the_recipes(capsys):
     assert set(recipe_names()) <= set(listed)
 
 
-def test_an_evaluation_in_which_all_run_out_of_context_says_so_and_fails(paw_here, tiny_llm, tmp_path):
+def test_an_evaluation_in_which_all_run_out_of_context_says_so_and_fails(
+    paw_here, tiny_llm, tmp_path
+):
     model = tiny_llm(tmp_path / "model")
     settings = {
         "env.name": f"{tmp_path / 'long.py'}:Game", "env.max_turns": 3, "eval.games": 3, "model.dtype": "float32",
@@ -66,7 +68,9 @@ def test_an_evaluation_in_which_all_run_out_of_context_says_so_and_fails(paw_her
     assert reason in done.stderr and done.stderr.count("\n") == 1
     assert "success 0.0% of 3 games" in done.stdout
     assert "3 episodes were lost because the context was full" in done.stdout
-    done = paw_here("eval", model, settings, "--out", tmp_path / "kept", "--json", code=1)  # the way of agents
+    done = paw_here(
+        "eval", model, settings, "--out", tmp_path / "kept", "--json", code=1
+    )  # the way of agents
     assert reason in done.stderr and json.loads(done.stdout)["context_full"] == 3
 
     game.write_text(f"LENGTH = 1\n{TALKATIVE}")
@@ -78,7 +82,9 @@ def test_help_of_the_functions_shows_what_they_take():
     for name in FUNCTIONS:
         function = getattr(paw, name)
         assert inspect.isfunction(function) and function.__name__ == name and function.__doc__
-        assert all(p.annotation is not p.empty for p in inspect.signature(function).parameters.values()), name
+        assert all(
+            p.annotation is not p.empty for p in inspect.signature(function).parameters.values()
+        ), name
     shown = pydoc.plain(pydoc.render_doc(paw.train))
     assert "function train in module paw.trainer" in shown and "resume: str = ''" in shown
     assert set(paw.__all__) == {*FUNCTIONS, "Config"} <= set(dir(paw))
@@ -86,7 +92,13 @@ def test_help_of_the_functions_shows_what_they_take():
 
 def test_functions_stay_functions_whatever_is_imported():
     """No module of the package has the name of one, which an import would put in its place."""
-    for module in ("paw.trainer", "paw.rollouts.scheduler", "paw.tools.plan", "paw.tools.sft", "paw.state.export"):
+    for module in (
+        "paw.trainer",
+        "paw.rollouts.scheduler",
+        "paw.tools.plan",
+        "paw.tools.sft",
+        "paw.state.export",
+    ):
         importlib.import_module(module)
     names = {path.stem for path in (ROOT / "paw").iterdir()}
     assert not names & {*FUNCTIONS}
@@ -109,7 +121,12 @@ assert_type(paw.plan("quickstart", gpus="1x24GB").step_s, float)
 
 from paw_kernels import token_loss
 """
-MISTAKES = ("paw.trian(config)", 'paw.train("quickstart")', 'paw.export("a", chekpoint="b")', "config.optim.rl")
+MISTAKES = (
+    "paw.trian(config)",
+    'paw.train("quickstart")',
+    'paw.export("a", chekpoint="b")',
+    "config.optim.rl",
+)
 
 
 @pytest.mark.slow
@@ -125,24 +142,38 @@ def test_type_checkers_resolve_an_editable_install(tmp_path):
     build = f"import setuptools.build_meta as backend; backend.build_editable({str(built)!r})"
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     no_compiler = env | {"CC": "false", "CXX": "false"}  # the compiled head is not needed here
-    subprocess.run([sys.executable, "-c", build], cwd=source, env=no_compiler, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", build], cwd=source, env=no_compiler, check=True, capture_output=True
+    )
 
     venv.create(tmp_path / "venv")
     (site,) = (tmp_path / "venv").glob("lib/*/site-packages")
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
-    (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    (site / "dependencies.pth").write_text(
+        "\n".join(path for path in sys.path if path.endswith("site-packages"))
+    )
     project.mkdir()
     (project / "right.py").write_text(USER)
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     cells = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     (project / "page.py").write_text("\n".join(cells))
-    (project / "wrong.py").write_text("\n".join(["import paw; config = paw.load('quickstart')", *MISTAKES]))
+    (project / "wrong.py").write_text(
+        "\n".join(["import paw; config = paw.load('quickstart')", *MISTAKES])
+    )
 
     words = ["--outputjson", "--pythonpath", str(tmp_path / "venv" / "bin" / "python"), "."]
     done = subprocess.run(
-        [sys.executable, "-m", "pyright", *words], cwd=project, env=env, capture_output=True, text=True
+        [sys.executable, "-m", "pyright", *words],
+        cwd=project,
+        env=env,
+        capture_output=True,
+        text=True,
     )
     reports = json.loads(done.stdout)["generalDiagnostics"]
-    errors = [(Path(one["file"]).name, one["range"]["start"]["line"]) for one in reports if one["severity"] == "error"]
+    errors = [
+        (Path(one["file"]).name, one["range"]["start"]["line"])
+        for one in reports
+        if one["severity"] == "error"
+    ]
     assert errors == [("wrong.py", line) for line in range(1, len(MISTAKES) + 1)], done.stdout

@@ -23,7 +23,12 @@ SCHEMA = {"action": TEXT, "observation": TEXT}
 
 
 def seen(text, reward=0.0, done=False):
-    return json.dumps({"type": "observation", "data": {"observation": {"text": text}, "reward": reward, "done": done}})
+    return json.dumps(
+        {
+            "type": "observation",
+            "data": {"observation": {"text": text}, "reward": reward, "done": done},
+        }
+    )
 
 
 def refused(code, message="no", **more):
@@ -31,7 +36,10 @@ def refused(code, message="no", **more):
 
 
 class Scripted:
-    """A server; of each connection the answers of a script, which None cuts. The last script stays."""
+    """A server; of each connection the answers of a script, which None cuts.
+
+    The last script stays.
+    """
 
     def __init__(self, schema=SCHEMA, port=0):
         self.scripts, self.asked, self.schema = [[seen("begin"), seen("go on")]], [], schema
@@ -43,7 +51,9 @@ class Scripted:
         if request.path != "/ws":
             found = {"/schema": self.schema, "/list_environments": []}.get(request.path)
             body = found if isinstance(found, str) else json.dumps(found)
-            return connection.respond(HTTPStatus.OK if found is not None else HTTPStatus.NOT_FOUND, body)
+            return connection.respond(
+                HTTPStatus.OK if found is not None else HTTPStatus.NOT_FOUND, body
+            )
 
     def play(self, socket):
         for answer in self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]:
@@ -62,7 +72,9 @@ def server():
 
 
 def begin(url, **env):
-    config = load_played(None, {"env.name": "openenv", "env.url": url, **{f"env.{k}": v for k, v in env.items()}})
+    config = load_played(
+        None, {"env.name": "openenv", "env.url": url, **{f"env.{k}": v for k, v in env.items()}}
+    )
     factory = make_factory(config)
     return Guarded(factory.make(), config.env), train_tasks(factory, 0, 1, 0)[0]
 
@@ -70,7 +82,10 @@ def begin(url, **env):
 def test_a_dropped_connection_before_the_first_step_is_made_again(server):
     server.scripts = [[None], [seen("begin"), None], [seen("begin"), seen("go on"), None]]
     environment, task = begin(server.url)
-    assert environment.reset(task) == "begin" and environment.step("<think>why</think> go ").observation == "go on"
+    assert (
+        environment.reset(task) == "begin"
+        and environment.step("<think>why</think> go ").observation == "go on"
+    )
     reset = {"type": "reset", "data": task.payload}
     assert [*server.asked] == [reset, reset, {"type": "step", "data": {"text": "go"}}]
     with pytest.raises(EnvironmentFailure, match="the connection was lost in step"):
@@ -86,11 +101,17 @@ def test_a_dropped_connection_before_the_first_step_is_made_again(server):
     [
         ("{", "step: no message of OpenEnv: Invalid JSON"),
         ("[1]", "step: no message of OpenEnv: Input should be an object, not"),
-        ('{"type": "observation", "data": {"observation": []}}', "observation: Input should be a valid dictionary"),
+        (
+            '{"type": "observation", "data": {"observation": []}}',
+            "observation: Input should be a valid dictionary",
+        ),
         (seen("x", reward="much"), "no observation of OpenEnv: reward"),
         (seen("x", reward=float("nan")), "Outcome.reward is nan"),
         ('{"type": "state", "data": {}}', r"step: state \(None\)"),
-        (refused("EXECUTION_ERROR", "it broke\nstep 99/99"), r"step: it broke step 99/99 \(EXECUTION_ERROR\)"),
+        (
+            refused("EXECUTION_ERROR", "it broke\nstep 99/99"),
+            r"step: it broke step 99/99 \(EXECUTION_ERROR\)",
+        ),
         (b"\xff\xfe", "no message of OpenEnv"),
         ("x" * (17 << 20), "the connection was lost in step"),
         (0.4, "no answer to step within env.step_timeout_s = 0.2"),
@@ -98,7 +119,11 @@ def test_a_dropped_connection_before_the_first_step_is_made_again(server):
     ],
 )
 def test_a_bad_answer_costs_the_episode(server, answer, said):
-    server.scripts = [[seen("begin"), answer], [seen("another")]] if answer is None else [[seen("begin"), answer]]
+    server.scripts = (
+        [[seen("begin"), answer], [seen("another")]]
+        if answer is None
+        else [[seen("begin"), answer]]
+    )
     environment, task = begin(server.url, step_timeout_s="0.2" if answer == 0.4 else "5")
     environment.reset(task)
     with pytest.raises(EnvironmentFailure, match=said):
@@ -108,13 +133,18 @@ def test_a_bad_answer_costs_the_episode(server, answer, said):
 
 
 def test_what_the_server_does_not_take_is_an_invalid_action(server):
-    server.scripts = [[seen("begin"), refused("VALIDATION_ERROR", errors=[{"msg": "too long"}]), seen("go on")]]
+    server.scripts = [
+        [seen("begin"), refused("VALIDATION_ERROR", errors=[{"msg": "too long"}]), seen("go on")]
+    ]
     environment, task = begin(server.url)
     environment.reset(task)
     for response, said in (("go", "too long"), (" ", "there is none")):
         outcome = environment.step(response)
         assert not outcome.valid and said in outcome.observation
-    assert environment.step("go").valid and environment.context()[-1] == {"role": "user", "content": "go on"}
+    assert environment.step("go").valid and environment.context()[-1] == {
+        "role": "user",
+        "content": "go on",
+    }
 
 
 def test_a_full_server_ends_the_run_and_one_that_is_away_costs_the_episode(server, monkeypatch):
@@ -133,7 +163,11 @@ def test_a_full_server_ends_the_run_and_one_that_is_away_costs_the_episode(serve
     assert environment.reset(task) == "begin"
 
 
-FIELDS = {"left": {"type": "integer"}, "a": {"type": "string"}, "b": {"anyOf": [{"type": "string"}, {"type": "null"}]}}
+FIELDS = {
+    "left": {"type": "integer"},
+    "a": {"type": "string"},
+    "b": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+}
 OPTIONS = {"action": {"properties": FIELDS}, "observation": {"properties": FIELDS}}
 
 
@@ -144,9 +178,17 @@ OPTIONS = {"action": {"properties": FIELDS}, "observation": {"properties": FIELD
         ([], {}, "that is no server of OpenEnv"),
         ({"action": 3, "observation": {}}, {}, "that is no server of OpenEnv"),
         (None, {}, "that is no server of OpenEnv: it has no /schema"),
-        (OPTIONS, {}, r"the action of http\S+ has left \(integer\), a \(text\), b \(text\); '\*' lets the model"),
+        (
+            OPTIONS,
+            {},
+            r"the action of http\S+ has left \(integer\), a \(text\), b \(text\); '\*' lets the model",
+        ),
         (OPTIONS, {"action_field": "c"}, "env.action_field = 'c' is no field of"),
-        (OPTIONS, {"action_field": "a", "prompt_field": "p"}, "env.prompt_field = 'p' is no field of"),
+        (
+            OPTIONS,
+            {"action_field": "a", "prompt_field": "p"},
+            "env.prompt_field = 'p' is no field of",
+        ),
         (SCHEMA, {"instruction": "/nowhere"}, "env.instruction = '/nowhere': cannot be read"),
         (SCHEMA, {"image": "x"}, "needs either env.url = 'http://...' or env.image"),
     ],
@@ -166,7 +208,9 @@ def test_tools_have_their_schemas_whatever_a_server_calls_them(server, key):
     server.scripts = [[seen("begin"), listed, seen("put")]]
     environment, task = begin(server.url)
     if key == "schema":
-        with pytest.raises(EnvironmentFailure, match="tool 'put' has 'schema'; the schema of its arguments must be"):
+        with pytest.raises(
+            EnvironmentFailure, match="tool 'put' has 'schema'; the schema of its arguments must be"
+        ):
             environment.reset(task)
         return
     environment.reset(task)
@@ -223,9 +267,14 @@ def test_more_tasks_than_can_be_listed_are_drawn(counted, number):
 
 def test_tasks_that_can_be_listed_are_played_in_epochs(counted):
     factory = factory_of(counted("30"))
-    epochs = [sorted(task.payload["index"] for task in train_tasks(factory, step, 30, 0)) for step in range(2)]
+    epochs = [
+        sorted(task.payload["index"] for task in train_tasks(factory, step, 30, 0))
+        for step in range(2)
+    ]
     assert epochs == [[*range(30)]] * 2
-    assert sorted(task.payload["index"] for task in eval_tasks(factory, "test", 0, 0)) == [*range(30)]
+    assert sorted(task.payload["index"] for task in eval_tasks(factory, "test", 0, 0)) == [
+        *range(30)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -238,8 +287,14 @@ def test_tasks_that_can_be_listed_are_played_in_epochs(counted):
         ("-5", "its split 'train' has -5 tasks"),
         ("-1" + "0" * 400, "its split 'train' has -1000"),
         ("1" + "0" * 5000, "that is no server of OpenEnv: /e/num_tasks: Invalid JSON"),
-        ("true", "that is no server of OpenEnv: /e/num_tasks: num_tasks: Input should be a valid integer, not True"),
-        ("2.5", "that is no server of OpenEnv: /e/num_tasks: num_tasks: Input should be a valid integer, not 2.5"),
+        (
+            "true",
+            "that is no server of OpenEnv: /e/num_tasks: num_tasks: Input should be a valid integer, not True",
+        ),
+        (
+            "2.5",
+            "that is no server of OpenEnv: /e/num_tasks: num_tasks: Input should be a valid integer, not 2.5",
+        ),
     ],
 )
 def test_a_number_of_tasks_that_is_none_is_one_line(counted, number, said):
@@ -250,7 +305,9 @@ def test_a_number_of_tasks_that_is_none_is_one_line(counted, number, said):
 
 def test_fields_that_are_no_text_are_json(server):
     server.schema = OPTIONS
-    server.scripts = [[json.dumps({"type": "observation", "data": {"observation": {"left": 3, "a": "ä"}}})] * 3]
+    server.scripts = [
+        [json.dumps({"type": "observation", "data": {"observation": {"left": 3, "a": "ä"}}})] * 3
+    ]
     environment, task = begin(server.url, action_field="left")
     assert environment.reset(task) == '{"left": 3, "a": "ä"}'
     assert environment.step("2").valid and not environment.step("two").valid
@@ -270,7 +327,9 @@ def test_a_container_ends_with_the_process(server, paw_env, tmp_path):
     docker.chmod(0o755)
     killed = "from paw.envs.openenv import container; print(container('a/b:1'), flush=True); os.kill(os.getpid(), 9)"
     env = paw_env | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", f"import os; {killed}"], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os; {killed}"], env=env, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (-9, f"{server.url}\n")
     late = time.monotonic() + 10
     while "rm --force" not in log.read_text() and time.monotonic() < late:

@@ -62,11 +62,22 @@ def test_no_key_of_a_configuration_shows_one(key, tmp_path, capsys):
     url = with_password("https://host:8000/v1")
     config = load("quickstart", BESIDE[key] | {key: url})
     hidden = "https://me:***@host:8000/v1"
-    texts = [dump(config), explain(config), json.dumps(as_tree(config)), json.dumps(masked(_settings(config)))]
-    assert all(SECRET not in text for text in texts) and hidden in dump(config) and hidden in explain(config)
+    texts = [
+        dump(config),
+        explain(config),
+        json.dumps(as_tree(config)),
+        json.dumps(masked(_settings(config))),
+    ]
+    assert (
+        all(SECRET not in text for text in texts)
+        and hidden in dump(config)
+        and hidden in explain(config)
+    )
     seen = []
     stage = SimpleNamespace(ranks=Ranks(), directory=tmp_path, config=config)
-    tracker = SimpleNamespace(package="x", open=lambda run, config, known: (seen.append(config), ("", None, None))[1])
+    tracker = SimpleNamespace(
+        package="x", open=lambda run, config, known: (seen.append(config), ("", None, None))[1]
+    )
     tracker._remember = lambda: None
     Tracker.on_start(tracker, stage)
     assert SECRET not in json.dumps(seen) and hidden in json.dumps(seen)
@@ -80,7 +91,8 @@ def test_no_key_of_a_configuration_shows_one(key, tmp_path, capsys):
     path.write_text(dump(config))
     assert changes(tmp_path, config) == []
     with pytest.raises(
-        UserError, match=rf"^{key} = .*me:\*\*\*@host.*: files of a run do not keep passwords; .*--{key}"
+        UserError,
+        match=rf"^{key} = .*me:\*\*\*@host.*: files of a run do not keep passwords; .*--{key}",
     ):
         check_passwords(load(path))
     check_passwords(load(path, {key: url}))
@@ -97,10 +109,19 @@ def test_no_key_of_a_configuration_shows_one(key, tmp_path, capsys):
     [
         ("http://me:a@b:c@host/v1", "http://me:***@host/v1"),
         ("wss://:token@host", "wss://:***@host"),
-        ("no 'HTTPS://Me:pass word@h', http://u:p@h?x=1", "no 'HTTPS://Me:pass word@h', http://u:***@h?x=1"),
+        (
+            "no 'HTTPS://Me:pass word@h', http://u:p@h?x=1",
+            "no 'HTTPS://Me:pass word@h', http://u:***@h?x=1",
+        ),
         ("['http://u:p@h1', 'http://u:q@h2']", "['http://u:***@h1', 'http://u:***@h2']"),
-        ("http://host:8000/v1 mail@host http://host/@v1", "http://host:8000/v1 mail@host http://host/@v1"),
-        ("git@github.com:a/b me:pw@host http://me@host", "git@github.com:a/b me:pw@host http://me@host"),
+        (
+            "http://host:8000/v1 mail@host http://host/@v1",
+            "http://host:8000/v1 mail@host http://host/@v1",
+        ),
+        (
+            "git@github.com:a/b me:pw@host http://me@host",
+            "git@github.com:a/b me:pw@host http://me@host",
+        ),
     ],
 )
 def test_what_counts_as_a_password(text, expected):
@@ -110,7 +131,9 @@ def test_what_counts_as_a_password(text, expected):
 
 def test_a_long_value_is_not_cut_within_a_password():
     url = f"http://me:{'p' * 300}@host"
-    assert shown([url]) == "['http://me:***@host']" and "p" * 4 not in shown({"a": url}) + shown(url)
+    assert shown([url]) == "['http://me:***@host']" and "p" * 4 not in shown({"a": url}) + shown(
+        url
+    )
 
 
 def test_lines_about_servers_of_the_engine_show_none(connected, capsys):  # noqa: F811
@@ -124,8 +147,15 @@ def test_lines_about_servers_of_the_engine_show_none(connected, capsys):  # noqa
         done = ask(engine)
         assert {completion.server for completion in done} == {good.url.replace("://", "://me:***@")}
         said = capsys.readouterr().err
-        assert "://me:***@127.0.0.1" in said and "is left out until the next weights" in said and SECRET not in said
-        assert engine.leave_out([done[0].server]) and [server.url for server in fleet.servers] == urls[:1]
+        assert (
+            "://me:***@127.0.0.1" in said
+            and "is left out until the next weights" in said
+            and SECRET not in said
+        )
+        assert (
+            engine.leave_out([done[0].server])
+            and [server.url for server in fleet.servers] == urls[:1]
+        )
     finally:
         engine.close()
 
@@ -154,11 +184,21 @@ def test_a_run_uses_it_and_writes_it_nowhere(paw_here, tiny_llm, tmp_path):
         lines = done.stdout + done.stderr
         paw_here("report", tmp_path / "run")
         files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-        assert {"config.toml", "run.json", "metrics.jsonl", "samples.jsonl", "report.html", "paw.toml"} <= {
-            path.name for path in files
-        }
-        assert not [path for path in files if SECRET.encode() in path.read_bytes()] and SECRET not in lines
-        assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["env"]["url"] == [hidden]
+        assert {
+            "config.toml",
+            "run.json",
+            "metrics.jsonl",
+            "samples.jsonl",
+            "report.html",
+            "paw.toml",
+        } <= {path.name for path in files}
+        assert (
+            not [path for path in files if SECRET.encode() in path.read_bytes()]
+            and SECRET not in lines
+        )
+        assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["env"]["url"] == [
+            hidden
+        ]
 
         for words in (("train", tmp_path / "run" / "config.toml"), ("eval", tmp_path / "run")):
             error = paw_here(*words, code=2).stderr
@@ -170,7 +210,9 @@ def test_a_run_uses_it_and_writes_it_nowhere(paw_here, tiny_llm, tmp_path):
         said = paw_here("train", recipe, keys, again, "--resume", "auto").stdout
         assert "resumed from" in said and "env.url" not in said
         other = with_password(server.url).replace(SECRET, "wrong")
-        error = paw_here("train", recipe, keys, {"run.name": "other", "env.url": other}, code=2).stderr
+        error = paw_here(
+            "train", recipe, keys, {"run.name": "other", "env.url": other}, code=2
+        ).stderr
         assert "wrong" not in error and "://me:***@127.0.0.1" in error and error.count("\n") == 1
     finally:
         server.server.shutdown()
@@ -179,13 +221,24 @@ def test_a_run_uses_it_and_writes_it_nowhere(paw_here, tiny_llm, tmp_path):
 def test_reports_of_older_runs_show_none(quick_run, paw_here, tmp_path):
     """Whose config.toml and run.json have it."""
     run = shutil.copytree(quick_run, tmp_path / "run")
-    config = (run / "config.toml").read_text().replace('name = "alfworld"', f'name = "{with_password("http://host")}"')
+    config = (
+        (run / "config.toml")
+        .read_text()
+        .replace('name = "alfworld"', f'name = "{with_password("http://host")}"')
+    )
     (run / "config.toml").write_text(config)
     info = json.loads((run / "run.json").read_text())
-    ended = {"how": "failed", "why": f"{with_password('http://host')}: status 500", "at": info["started"]}
+    ended = {
+        "how": "failed",
+        "why": f"{with_password('http://host')}: status 500",
+        "at": info["started"],
+    }
     (run / "run.json").write_text(json.dumps(info | {"ended": ended}))
     paw_here("report", run)
-    assert SECRET not in (run / "report.html").read_text() and "http://me:***@host" in (run / "report.html").read_text()
+    assert (
+        SECRET not in (run / "report.html").read_text()
+        and "http://me:***@host" in (run / "report.html").read_text()
+    )
     for words in ((), ("--json",)):
         said = paw_here("doctor", "--run", run, *words, code=None).stdout
         assert "http://me:***@host: status 500" in said and SECRET not in said
@@ -203,7 +256,10 @@ def test_an_evaluation_writes_it_nowhere(server, tmp_path, capfd):
     said = capfd.readouterr()
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert {"settings.json", "episodes.jsonl", "results.json"} <= {path.name for path in files}
-    assert not [path for path in files if SECRET in path.read_text()] and SECRET not in said.out + said.err
+    assert (
+        not [path for path in files if SECRET in path.read_text()]
+        and SECRET not in said.out + said.err
+    )
     assert "://me:***@127.0.0.1" in (tmp_path / "out" / "episodes.jsonl").read_text()
     keys |= {"endpoint": with_password("http://127.0.0.1:9"), "out": tmp_path / "other"}
     words = [str(part) for key, value in keys.items() for part in (f"--{key}", value)]
@@ -220,7 +276,11 @@ def test_a_retriever_is_named_without_it(server):
     server.default = answer
     keys = {"env.name": "search", "env.entities": 20, "env.eval_split": "test"}
     factory = make_factory(load("quickstart", keys | {"env.retriever": with_password(server.url)}))
-    assert SECRET not in factory.fingerprint() and "http://me:***@127.0.0.1" in factory.fingerprint()
+    assert (
+        SECRET not in factory.fingerprint() and "http://me:***@127.0.0.1" in factory.fingerprint()
+    )
     with pytest.raises(UserError) as error:
-        make_factory(load("quickstart", keys | {"env.retriever": with_password("http://127.0.0.1:9")}))
+        make_factory(
+            load("quickstart", keys | {"env.retriever": with_password("http://127.0.0.1:9")})
+        )
     assert SECRET not in str(error.value) and "me:***@127.0.0.1:9" in str(error.value)

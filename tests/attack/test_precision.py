@@ -16,7 +16,17 @@ from paw.tools.shapes import SHAPES
 
 FILE = Path(__file__).parent / "environments.py"
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-WITHOUT = {"avx2", "avx512_f", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_int8", "fma3", "neon", "i8mm"}
+WITHOUT = {
+    "avx2",
+    "avx512_f",
+    "avx512_fp16",
+    "avx512_vnni",
+    "amx_tile",
+    "amx_int8",
+    "fma3",
+    "neon",
+    "i8mm",
+}
 SAPPHIRE_RAPIDS, GRAVITON_3 = {"avx512_f", "avx512_bf16", "amx_bf16"}, {"neon", "bf16", "sve"}
 NAMES = {"float32": frozenset(WITHOUT), "bfloat16": frozenset(WITHOUT | SAPPHIRE_RAPIDS)}
 
@@ -46,7 +56,9 @@ def settings_of(run):
     return load(run / "config.toml").model, json.loads((run / "run.json").read_text())
 
 
-@pytest.mark.parametrize("features", [SAPPHIRE_RAPIDS, {"avx512_bf16"}, {"amx_bf16"}, GRAVITON_3, {"svebf16"}])
+@pytest.mark.parametrize(
+    "features", [SAPPHIRE_RAPIDS, {"avx512_bf16"}, {"amx_bf16"}, GRAVITON_3, {"svebf16"}]
+)
 def test_a_cpu_with_instructions_for_bfloat16_computes_in_it(features):
     assert pick_dtype(CPU, WITHOUT | features) == "bfloat16"
 
@@ -102,9 +114,17 @@ def test_a_run_names_its_dtype_and_goes_on_in_it_on_another_machine(
     said = paw_here("train", recipe, keys, {"run.updates": 2}, "--resume", "auto").stdout
     assert f"the run began in {began} and goes on in it (--model.dtype {other}" in said
     assert f", {began}, engine transformers" in said
-    assert settings_of(tmp_path / "run")[1]["dtype"] == began and read_metrics(tmp_path / "run")[:2] == first
-    said = paw_here("train", recipe, keys, {"run.updates": 3, "model.dtype": other}, "--resume", "auto").stdout
-    assert f"changed: model.dtype 'auto' -> '{other}'" in said and f", {other}, engine transformers" in said
+    assert (
+        settings_of(tmp_path / "run")[1]["dtype"] == began
+        and read_metrics(tmp_path / "run")[:2] == first
+    )
+    said = paw_here(
+        "train", recipe, keys, {"run.updates": 3, "model.dtype": other}, "--resume", "auto"
+    ).stdout
+    assert (
+        f"changed: model.dtype 'auto' -> '{other}'" in said
+        and f", {other}, engine transformers" in said
+    )
     assert settings_of(tmp_path / "run")[1]["dtype"] == other
 
 
@@ -122,21 +142,37 @@ def test_the_dtype_of_a_run_of_an_older_version_is_that_of_its_config(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_other_commands_take_and_name_what_suits_the_machine(machine, settings, paw_here, tmp_path, name):
+def test_other_commands_take_and_name_what_suits_the_machine(
+    machine, settings, paw_here, tmp_path, name
+):
     recipe, keys = settings
     machine(name)
-    model, small = keys["model.path"], {"eval.games": 2, "rollout.max_response_tokens": 4, "run.threads": 1}
+    model, small = (
+        keys["model.path"],
+        {"eval.games": 2, "rollout.max_response_tokens": 4, "run.threads": 1},
+    )
     assert f"model.dtype = 'auto' on cpu: {name}" in paw_here("doctor").stdout
     found = json.loads(paw_here("doctor", "--model", model, "--json").stdout)
     assert found["dtype"] == name and found["difference_bfloat16"] < 0.25 and not found["problems"]
-    paw_here("eval", model, "--recipe", recipe, {"env.name": keys["env.name"], "engine.type": "transformers"}, small)
+    paw_here(
+        "eval",
+        model,
+        "--recipe",
+        recipe,
+        {"env.name": keys["env.name"], "engine.type": "transformers"},
+        small,
+    )
     tune = {"sft.turns": 4, "optim.minibatch_samples": 2, "env.data": "none", "run.threads": 1}
-    said = paw_here("sft", model, "--recipe", "alfworld-grpo-paw", "--out", tmp_path / "tuned", tune).stderr
+    said = paw_here(
+        "sft", model, "--recipe", "alfworld-grpo-paw", "--out", tmp_path / "tuned", tune
+    ).stderr
     assert f"1 epochs, in {name}\n" in said
     assert load(tmp_path / "tuned" / "paw.toml").model.dtype == "auto"
 
 
-def test_adapters_are_merged_into_the_base_model_that_the_run_had(machine, settings, paw_here, tmp_path):
+def test_adapters_are_merged_into_the_base_model_that_the_run_had(
+    machine, settings, paw_here, tmp_path
+):
     """LoRA's base weights are stored in the run's dtype, so `paw export` on another machine takes that."""
     recipe, keys = settings
     machine("bfloat16")
@@ -144,6 +180,8 @@ def test_adapters_are_merged_into_the_base_model_that_the_run_had(machine, setti
     machine("float32")
     out = tmp_path / "exported"
     paw_here("export", tmp_path / "run", "--out", out)
-    weights = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "run" / "hf", out)]
+    weights = [
+        (folder / "model.safetensors").read_bytes() for folder in (tmp_path / "run" / "hf", out)
+    ]
     assert weights[0] == weights[1]
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"

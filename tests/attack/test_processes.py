@@ -66,12 +66,20 @@ def rollouts(model):
 
 def play(rollouts):
     return rollouts.play(
-        train_tasks(rollouts.factory, 0, 4, 0), group_size=4, temperature=1.0, seed=0, stream="train/0"
+        train_tasks(rollouts.factory, 0, 4, 0),
+        group_size=4,
+        temperature=1.0,
+        seed=0,
+        stream="train/0",
     )
 
 
 def episodes_of(groups):
-    return {(episode.task.id, episode.member): episode for group in groups for episode in group.trajectories}
+    return {
+        (episode.task.id, episode.member): episode
+        for group in groups
+        for episode in group.trajectories
+    }
 
 
 def children(pid):
@@ -107,13 +115,21 @@ def until(condition, seconds=20):
     [
         ("exits", {"EnvironmentFailure: its process ended with exit code 0"}),
         ("crashes", {"EnvironmentFailure: its process was killed by SIGSEGV"}),
-        ("is killed with its connection held", {"EnvironmentFailure: its process was killed by SIGKILL"}),
+        (
+            "is killed with its connection held",
+            {"EnvironmentFailure: its process was killed by SIGKILL"},
+        ),
         ("is stopped", {SILENT, BESIDE}),
         ("holds the interpreter", {SILENT, BESIDE}),
-        ("speaks out of turn", {"EnvironmentFailure: its process was ended: it answered what nobody had asked"}),
+        (
+            "speaks out of turn",
+            {"EnvironmentFailure: its process was ended: it answered what nobody had asked"},
+        ),
     ],
 )
-def test_one_that_dies_or_is_silent_costs_the_episodes_of_its_process(rollouts, tmp_path, monkeypatch, deed, reasons):
+def test_one_that_dies_or_is_silent_costs_the_episodes_of_its_process(
+    rollouts, tmp_path, monkeypatch, deed, reasons
+):
     monkeypatch.setenv("DEADLY_ONCE", str(tmp_path / "once"))
     wanted = episodes_of(play(rollouts("Deadly", processes=0))[0])
     monkeypatch.setenv("DEADLY", deed)
@@ -131,10 +147,14 @@ def test_one_that_dies_or_is_silent_costs_the_episodes_of_its_process(rollouts, 
 @pytest.mark.parametrize("name", ["Deadly", "Blocking", "Coroutines", "Wrongs"])
 def test_processes_give_what_threads_give(rollouts, name):
     threads, processes = (play(rollouts(name, processes=count, max_text=1000)) for count in (0, 3))
-    assert episodes_of(threads[0]) == episodes_of(processes[0]) and len(threads[0]) == (1 if name == "Wrongs" else 4)
+    assert episodes_of(threads[0]) == episodes_of(processes[0]) and len(threads[0]) == (
+        1 if name == "Wrongs" else 4
+    )
     assert sorted(threads[1].failures) == sorted(processes[1].failures)
     assert len(threads[1].failures) == (12 if name == "Wrongs" else 0)
-    assert threads[1].metrics() == processes[1].metrics() and (name != "Wrongs" or threads[1].texts_cut > 0)
+    assert threads[1].metrics() == processes[1].metrics() and (
+        name != "Wrongs" or threads[1].texts_cut > 0
+    )
 
 
 def test_every_member_of_an_environment_is_at_hand():
@@ -143,7 +163,11 @@ def test_every_member_of_an_environment_is_at_hand():
     def seen(processes, name):
         config = configured(name, processes)
         environment = Guarded(make_factory(config).make(), config.env)
-        found = [environment.reset(Task("x")), environment.tools, getattr(environment, "task", None)]
+        found = [
+            environment.reset(Task("x")),
+            environment.tools,
+            getattr(environment, "task", None),
+        ]
         found += [environment.context(), environment.anchor(), environment.admissible_actions()]
         try:
             answers = [environment.oracle(), environment.format_action("2")]
@@ -159,7 +183,9 @@ def test_every_member_of_an_environment_is_at_hand():
 
 def test_an_environment_that_a_process_cannot_import_is_one_line():
     config = configured("Deadly", 2)
-    environment = Guarded(make_factory(config, Deadly).make(), config.env)  # a class of a module that can be
+    environment = Guarded(
+        make_factory(config, Deadly).make(), config.env
+    )  # a class of a module that can be
     assert environment.reset(Task("x")) == "start"
 
     class Local(Deadly):
@@ -173,16 +199,29 @@ def test_an_environment_that_a_process_cannot_import_is_one_line():
 
 def test_what_cannot_run_in_a_process_is_one_line():
     for name, why in (
-        ("EndsAtOnce", rf"^env\.processes = 2: env\.name = '{FILE}:EndsAtOnce': its process ended with exit code 7$"),
+        (
+            "EndsAtOnce",
+            rf"^env\.processes = 2: env\.name = '{FILE}:EndsAtOnce': its process ended with exit code 7$",
+        ),
         ("Nothing", "the file has no 'Nothing'"),
     ):
         with pytest.raises(UserError, match=why):
             make_factory(configured(name, 2))
-    with pytest.raises(UserError, match=r"^env\.processes = 2: env\.name = 'alfworld' does not run in processes"):
-        make_factory(Config.model_validate({"model": {"path": "-"}, "env": {"name": "alfworld", "processes": 2}}))
+    with pytest.raises(
+        UserError, match=r"^env\.processes = 2: env\.name = 'alfworld' does not run in processes"
+    ):
+        make_factory(
+            Config.model_validate(
+                {"model": {"path": "-"}, "env": {"name": "alfworld", "processes": 2}}
+            )
+        )
     config = configured("Unsendable", 1)
-    with pytest.raises(UserError, match=r"^env\.processes: what reset\(\) takes cannot be sent to a process \("):
-        Guarded(make_factory(config).make(), config.env).reset(make_factory(config).tasks("train", 0)[0])
+    with pytest.raises(
+        UserError, match=r"^env\.processes: what reset\(\) takes cannot be sent to a process \("
+    ):
+        Guarded(make_factory(config).make(), config.env).reset(
+            make_factory(config).tasks("train", 0)[0]
+        )
 
 
 def test_tasks_that_hang_are_one_line_beside_processes_too(monkeypatch):
@@ -192,7 +231,10 @@ def test_tasks_that_hang_are_one_line_beside_processes_too(monkeypatch):
     env = {"name": name, "processes": 1, "step_timeout_s": 20.0}
     factory = make_factory(Config.model_validate({"model": {"path": "-"}, "env": env}))
     factory.config = factory.config.model_copy(update={"step_timeout_s": 0.3})
-    with pytest.raises(UserError, match=r"^a task of env\.name cannot be had: TimeoutError: no answer within 0\.3 s"):
+    with pytest.raises(
+        UserError,
+        match=r"^a task of env\.name cannot be had: TimeoutError: no answer within 0\.3 s",
+    ):
         train_tasks(factory, 0, 4, 0)
 
 
@@ -232,7 +274,10 @@ def test_processes_end_with_a_trainer_that_is_killed(tmp_path):
     once = tmp_path / "once"
     variables = os.environ | {"DEADLY": "holds the interpreter", "DEADLY_ONCE": str(once)}
     trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER], env=variables, stdout=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", TRAINER],
+        env=variables,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     try:
         assert trainer.stdout and trainer.stdout.readline() == b"ready\n"
@@ -256,7 +301,8 @@ def test_a_check_goes_on_where_an_environment_ends_its_process(paw_here, tmp_pat
     monkeypatch.setenv("DEADLY_ONCE", str(tmp_path / "once"))
     done = paw_here("env", "check", f"{FILE}:Deadly", {"env.processes": 1}, code=1)
     assert re.search(
-        r"FAIL +[\d.]+ s  outcomes +raised EnvironmentFailure: its process ended with exit code 0\n", done.stdout
+        r"FAIL +[\d.]+ s  outcomes +raised EnvironmentFailure: its process ended with exit code 0\n",
+        done.stdout,
     )
     assert re.search(r"^1 of \d+ rules failed", done.stdout, re.MULTILINE)
 
@@ -272,7 +318,9 @@ def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
     config = configured("Deadly", 2).model_copy(
         update={
             "engine": EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
-            "rollout": RolloutConfig(tasks=2, group_size=4, max_prompt_tokens=400, max_response_tokens=3, ahead=1),
+            "rollout": RolloutConfig(
+                tasks=2, group_size=4, max_prompt_tokens=400, max_response_tokens=3, ahead=1
+            ),
             "run": RunConfig(updates=4),
         }
     )
@@ -284,8 +332,12 @@ def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
         groups, stats = rollouts.training(1, 2)
         assert stats.failures == [] and [g.task for g in groups] == [g.task for g in expected]
         outcomes = [[t.outcome for t in e.turns] for group in groups for e in group.trajectories]
-        assert outcomes == [[t.outcome for t in e.turns] for group in expected for e in group.trajectories]
-        (supervisor,) = [pid for pid in children(os.getpid()) if b"paw.rollouts.supervisor" in command(pid)]
+        assert outcomes == [
+            [t.outcome for t in e.turns] for group in expected for e in group.trajectories
+        ]
+        (supervisor,) = [
+            pid for pid in children(os.getpid()) if b"paw.rollouts.supervisor" in command(pid)
+        ]
         (player,) = [pid for pid in children(supervisor) if b"paw.rollouts.player" in command(pid)]
         started = [pid for pid in children(player) if b"paw.rollouts.env_process" in command(pid)]
         assert len(started) == 2

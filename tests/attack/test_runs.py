@@ -33,20 +33,31 @@ def recipe(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("attack", ["tasks", "tasks that exit", "play", "score", "evaluation", "update"])
+@pytest.mark.parametrize(
+    "attack", ["tasks", "tasks that exit", "play", "score", "evaluation", "update"]
+)
 def test_an_update_that_is_over_is_saved_when_something_fails_then(
     paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch, attack
 ):
-    settings |= {"env.name": f"{FILE}:Breaks", "run.callbacks": [f"{FILE}:Callback"], "eval.every": 1}
+    settings |= {
+        "env.name": f"{FILE}:Breaks",
+        "run.callbacks": [f"{FILE}:Callback"],
+        "eval.every": 1,
+    }
     settings["advantage.type"] = f"{FILE}:advantages"
     paw_here("train", recipe, settings, {"run.name": "calm"})
     monkeypatch.setenv("ATTACK", attack)
     done = paw_here("train", recipe, settings, {"run.name": "run"}, code=2)
-    assert re.fullmatch("paw: .*broken.*\n", done.stderr) and "update 1 is saved (--resume auto)\n" in done.stdout
+    assert (
+        re.fullmatch("paw: .*broken.*\n", done.stderr)
+        and "update 1 is saved (--resume auto)\n" in done.stdout
+    )
     monkeypatch.delenv("ATTACK")
     paw_here("train", recipe, settings, {"run.name": "run"}, "--resume", "auto")
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "calm")
-    weights = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("calm", "run")]
+    weights = [
+        (tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("calm", "run")
+    ]
     assert weights[0] == weights[1]
 
 
@@ -57,14 +68,29 @@ STOPS = [
     ("tasks that hang", f"{TASK}: TimeoutError: no answer within 0.5 s; .*env.step_timeout_s"),
     ("on_update that exits", f"run.callbacks: Callback.on_update: SystemExit: broken {MINE}"),
     ("on_update that recurs", f"run.callbacks: Callback.on_update: RecursionError: .* {MINE}"),
-    ("on_evaluation that exits", f"run.callbacks: Callback.on_evaluation: SystemExit: broken {MINE}"),
+    (
+        "on_evaluation that exits",
+        f"run.callbacks: Callback.on_evaluation: SystemExit: broken {MINE}",
+    ),
     ("advantages that exit", f"advantage.type = '.*:advantages': SystemExit: broken {MINE}"),
     ("a loss that exits", f"policy.loss = '.*:loss': SystemExit: broken {MINE}"),
-    ("a huge metric", r"run.callbacks: Callback.on_evaluation: metrics\['mine'\] is 1000.*; it must be a number that "),
-    ("a metric without end", r"run.callbacks: Callback.on_evaluation: metrics\['mine'\] is {'itself': .*"),
+    (
+        "a huge metric",
+        r"run.callbacks: Callback.on_evaluation: metrics\['mine'\] is 1000.*; it must be a number that ",
+    ),
+    (
+        "a metric without end",
+        r"run.callbacks: Callback.on_evaluation: metrics\['mine'\] is {'itself': .*",
+    ),
     ("a metric of many", r"run.callbacks: Callback.on_evaluation: metrics\['mine'\] is array.*"),
-    ("a metric that has no name", r"run.callbacks: Callback.on_evaluation: metrics\[None\]: .* must be a text"),
-    ("a time in words", r"run.callbacks: Callback.on_evaluation: metrics\['time/eval'\] is 'soon'.*number.*"),
+    (
+        "a metric that has no name",
+        r"run.callbacks: Callback.on_evaluation: metrics\[None\]: .* must be a text",
+    ),
+    (
+        "a time in words",
+        r"run.callbacks: Callback.on_evaluation: metrics\['time/eval'\] is 'soon'.*number.*",
+    ),
 ]
 
 
@@ -73,10 +99,16 @@ def test_whatever_stops_a_part_of_ones_own_is_one_line_and_the_update_is_saved(
     paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch, attack, line
 ):
     """Also where the newest checkpoint is still being written in the background."""
-    settings |= {"env.name": f"{FILE}:Breaks", "env.step_timeout_s": 0.5, "run.callbacks": [f"{FILE}:Callback"]}
+    settings |= {
+        "env.name": f"{FILE}:Breaks",
+        "env.step_timeout_s": 0.5,
+        "run.callbacks": [f"{FILE}:Callback"],
+    }
     settings |= {"eval.every": 1, "run.save_every": 1, "run.name": "run"}
     settings |= {"advantage.type": f"{FILE}:advantages", "policy.loss": f"{FILE}:loss"}
-    monkeypatch.setattr(Saving, "done", False)  # as on a slow disk: nothing is published before something waits for it
+    monkeypatch.setattr(
+        Saving, "done", False
+    )  # as on a slow disk: nothing is published before something waits for it
     monkeypatch.setenv("ATTACK", attack)
     done = paw_here("train", recipe, settings, code=2)
     assert re.fullmatch(f"paw: {line}.*\n", done.stderr), done.stderr
@@ -88,19 +120,33 @@ def test_whatever_stops_a_part_of_ones_own_is_one_line_and_the_update_is_saved(
 @pytest.mark.parametrize(
     ("attack", "line"),
     [
-        ("a callback that exits when it is made", "run.callbacks = '.*:Callback': SystemExit: broken"),
+        (
+            "a callback that exits when it is made",
+            "run.callbacks = '.*:Callback': SystemExit: broken",
+        ),
         ("on_start that exits", "run.callbacks: Callback.on_start: SystemExit: broken"),
-        ("a fingerprint that exits", r"env.name = '.*:Breaks': Breaks.fingerprint\(\): SystemExit: broken"),
+        (
+            "a fingerprint that exits",
+            r"env.name = '.*:Breaks': Breaks.fingerprint\(\): SystemExit: broken",
+        ),
     ],
 )
-def test_what_exits_before_the_first_update_is_one_line(paw_here, settings, recipe, monkeypatch, attack, line):
+def test_what_exits_before_the_first_update_is_one_line(
+    paw_here, settings, recipe, monkeypatch, attack, line
+):
     settings |= {"env.name": f"{FILE}:Breaks", "run.callbacks": [f"{FILE}:Callback"]}
     monkeypatch.setenv("ATTACK", attack)
     assert re.fullmatch(f"paw: {line}.*\n", paw_here("train", recipe, settings, code=2).stderr)
 
 
-def test_a_callback_that_exits_at_the_end_is_a_line_of_a_run_that_finished(paw_here, settings, recipe, monkeypatch):
-    settings |= {"env.name": f"{FILE}:Breaks", "run.callbacks": [f"{FILE}:Callback"], "run.updates": 1}
+def test_a_callback_that_exits_at_the_end_is_a_line_of_a_run_that_finished(
+    paw_here, settings, recipe, monkeypatch
+):
+    settings |= {
+        "env.name": f"{FILE}:Breaks",
+        "run.callbacks": [f"{FILE}:Callback"],
+        "run.updates": 1,
+    }
     monkeypatch.setenv("ATTACK", "on_end that exits")
     done = paw_here("train", recipe, settings)
     assert "run.callbacks: Callback.on_end: SystemExit: broken" in done.stdout and done.stderr == ""
@@ -120,7 +166,11 @@ def test_a_run_whose_directory_is_gone_ends_with_one_line_and_writes_no_half_one
     paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch, attack, save_every
 ):
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    settings |= {"env.name": f"{FILE}:Breaks", "run.callbacks": [f"{FILE}:Callback"], "run.name": "run"}
+    settings |= {
+        "env.name": f"{FILE}:Breaks",
+        "run.callbacks": [f"{FILE}:Callback"],
+        "run.name": "run",
+    }
     settings |= {"run.updates": 4, "run.save_every": save_every}
     monkeypatch.setenv("ATTACK", attack)
     done = paw_here("train", recipe, settings, code=2)
@@ -144,19 +194,39 @@ def test_a_run_whose_directory_is_gone_ends_with_one_line_and_writes_no_half_one
     assert [line["step"] for line in read_metrics(run)] == [0, 1, 2, 3, 4]
 
 
-def test_logs_that_are_deleted_are_written_anew(paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch):
-    settings |= {"env.name": f"{FILE}:Breaks", "run.callbacks": [f"{FILE}:Callback"], "run.updates": 3}
+def test_logs_that_are_deleted_are_written_anew(
+    paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch
+):
+    settings |= {
+        "env.name": f"{FILE}:Breaks",
+        "run.callbacks": [f"{FILE}:Callback"],
+        "run.updates": 3,
+    }
     paw_here("train", recipe, settings, {"run.name": "calm"})
     monkeypatch.setenv("ATTACK", "logs deleted")
     said = paw_here("train", recipe, settings, {"run.name": "run"}).stdout.splitlines()
     run = tmp_path / "run"
-    assert said.count(f"{run / 'metrics.jsonl'} was deleted or replaced: all its lines are written anew") == 1
-    assert said.count(f"{run / 'samples.jsonl'} was deleted or replaced: what is there now is added to") == 1
+    assert (
+        said.count(
+            f"{run / 'metrics.jsonl'} was deleted or replaced: all its lines are written anew"
+        )
+        == 1
+    )
+    assert (
+        said.count(
+            f"{run / 'samples.jsonl'} was deleted or replaced: what is there now is added to"
+        )
+        == 1
+    )
     assert read_metrics(run) == read_metrics(tmp_path / "calm")
-    assert [json.loads(line)["step"] for line in (run / "samples.jsonl").read_text().splitlines()] == [3, 3]
+    assert [
+        json.loads(line)["step"] for line in (run / "samples.jsonl").read_text().splitlines()
+    ] == [3, 3]
 
 
-def test_an_outage_costs_nothing_but_time(paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch):
+def test_an_outage_costs_nothing_but_time(
+    paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch
+):
     """One that lasts ends the run saved, with one line."""
     assert sum(trainer.PAUSES_S) > 120 and list(trainer.PAUSES_S) == sorted(trainer.PAUSES_S)
     paw_here("train", recipe, settings, {"run.name": "calm"})
@@ -165,12 +235,21 @@ def test_an_outage_costs_nothing_but_time(paw_here, settings, recipe, read_metri
     monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1.5")
     said = paw_here("train", recipe, settings, {"run.name": "outage"}).stdout
     assert "environment failed: train/0/2: ConnectionError: connection refused" in said
-    assert 1 <= said.count("update 2: no group has two episodes left; playing them again in 1 s") <= 3
-    outage, apart = read_metrics(tmp_path / "outage"), ("health/env_failures", "health/groups_dropped")
+    assert (
+        1 <= said.count("update 2: no group has two episodes left; playing them again in 1 s") <= 3
+    )
+    outage, apart = (
+        read_metrics(tmp_path / "outage"),
+        ("health/env_failures", "health/groups_dropped"),
+    )
     failures, dropped = (outage[2][key] for key in apart)
     assert failures % 4 == 0 < failures and dropped == failures / 2
-    assert [line | dict.fromkeys(apart, 0) for line in outage] == [line | dict.fromkeys(apart, 0) for line in calm]
-    weights = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("calm", "outage")]
+    assert [line | dict.fromkeys(apart, 0) for line in outage] == [
+        line | dict.fromkeys(apart, 0) for line in calm
+    ]
+    weights = [
+        (tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("calm", "outage")
+    ]
     assert weights[0] == weights[1]
 
     monkeypatch.setattr(trainer, "PAUSES_S", (1, 1))
@@ -186,7 +265,9 @@ def test_an_outage_costs_nothing_but_time(paw_here, settings, recipe, read_metri
     assert read_metrics(tmp_path / "run") == calm
 
 
-def test_a_run_that_waits_can_be_stopped(paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch):
+def test_a_run_that_waits_can_be_stopped(
+    paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch
+):
     monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1000")
     pauses = SimpleNamespace(sleep=lambda seconds: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(trainer, "time", pauses)
@@ -195,17 +276,31 @@ def test_a_run_that_waits_can_be_stopped(paw_here, settings, recipe, read_metric
     assert (tmp_path / "run" / "checkpoints" / "step_000001").is_dir()
 
 
-def test_a_liar_moves_no_cursor_and_fakes_no_progress(paw_here, settings, recipe, read_metrics, tmp_path):
-    settings |= {"env.name": f"{FILE}:Liar", "rollout.group_size": 4, "rollout.max_prompt_tokens": 512}
+def test_a_liar_moves_no_cursor_and_fakes_no_progress(
+    paw_here, settings, recipe, read_metrics, tmp_path
+):
+    settings |= {
+        "env.name": f"{FILE}:Liar",
+        "rollout.group_size": 4,
+        "rollout.max_prompt_tokens": 512,
+    }
     done = paw_here("train", recipe, settings, {"run.name": "lied"})
     printed = done.stdout + done.stderr
     assert re.search(r"environment failed: \d\$_\{step 99/99  reward 9e9 step 100/100", printed)
     assert all(line.isprintable() for line in printed.splitlines())
-    assert [line.split()[1] for line in printed.splitlines() if line.startswith("step ")] == ["0/2", "1/2", "2/2"]
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("step ")] == [
+        "0/2",
+        "1/2",
+        "2/2",
+    ]
 
     lines = read_metrics(tmp_path / "lied")
-    assert [line["step"] for line in lines] == [0, 1, 2] and all(key.isprintable() for line in lines for key in line)
-    samples = [json.loads(line) for line in (tmp_path / "lied" / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2] and all(
+        key.isprintable() for line in lines for key in line
+    )
+    samples = [
+        json.loads(line) for line in (tmp_path / "lied" / "samples.jsonl").read_text().splitlines()
+    ]
     assert "\x1b[2J" in samples[0]["turns"][0]["observation"]  # a record keeps what was said
     paw_here("report", tmp_path / "lied")
     page = (tmp_path / "lied" / "report.html").read_text(encoding="utf-8")
@@ -217,11 +312,18 @@ def test_a_liar_moves_no_cursor_and_fakes_no_progress(paw_here, settings, recipe
     assert "step 99/99" in (tmp_path / "agent" / "results.md").read_text(encoding="utf-8")
 
 
-def test_one_that_changes_the_folder_moves_no_file(paw_here, settings, recipe, tmp_path, monkeypatch):
+def test_one_that_changes_the_folder_moves_no_file(
+    paw_here, settings, recipe, tmp_path, monkeypatch
+):
     wandered = tmp_path / "wandered"
     wandered.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(wandered))
-    settings |= {"env.name": f"{FILE}:ChangesDirectory", "run.dir": "runs", "model.path": "model", "run.save_every": 1}
+    settings |= {
+        "env.name": f"{FILE}:ChangesDirectory",
+        "run.dir": "runs",
+        "model.path": "model",
+        "run.save_every": 1,
+    }
     paw_here("train", recipe, settings, {"run.name": "run"}, cwd=tmp_path)
     run = tmp_path / "runs" / "run"
     assert {path.name for path in run.iterdir()} >= {"metrics.jsonl", "checkpoints", "hf"}

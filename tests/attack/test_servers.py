@@ -21,7 +21,15 @@ from torch import nn
 from toyworld import ENV, make_factory
 
 from paw import plugins
-from paw.config import AgentConfig, Config, EngineConfig, LoraConfig, ModelConfig, RolloutConfig, RunConfig
+from paw.config import (
+    AgentConfig,
+    Config,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from paw.errors import UserError
 from paw.model.policy import load_tokenizer
 from paw.model.ranks import Ranks
@@ -123,7 +131,9 @@ class Peer:
 
             def do_POST(self):
                 peer.cookies += self.headers.get_all("Cookie", [])
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+                body = json.loads(
+                    self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}"
+                )
                 peer.answer(self, self.path, body)
 
         class Quiet(ThreadingHTTPServer):
@@ -158,7 +168,9 @@ class Peer:
             path = body["kwargs"]["weights_path"]
             from pathlib import Path
 
-            self.loaded = {k: v for file in sorted(Path(path).iterdir()) for k, v in load_file(file).items()}
+            self.loaded = {
+                k: v for file in sorted(Path(path).iterdir()) for k, v in load_file(file).items()
+            }
             return send({"results": [None]})
         if path.partition("?")[0] in ("/pause", "/reset_prefix_cache", "/resume"):
             return send({"success": True})
@@ -225,7 +237,9 @@ class Peer:
             case "has log-probs that are unknown":
                 spots[0]["logprob"] = -9999.0
             case "has log-probs of 401 digits":
-                return send(json.dumps({"choices": [choice]}).replace("-0.5", f"-{DIGITS}").encode())
+                return send(
+                    json.dumps({"choices": [choice]}).replace("-0.5", f"-{DIGITS}").encode()
+                )
             case habit if habit in CACHED_TOKENS:
                 usage = {"prompt_tokens_details": {"cached_tokens": "COUNT"}}
                 text = json.dumps({"choices": [choice], "usage": usage})
@@ -246,7 +260,11 @@ class Peer:
         try:
             for place in range(10**6 if self.habit == "streams without end" else 40):
                 spot = {"token_id": place, "logprob": -0.5}
-                part = {"token_ids": [place], "logprobs": {"content": [spot]}, "finish_reason": None}
+                part = {
+                    "token_ids": [place],
+                    "logprobs": {"content": [spot]},
+                    "finish_reason": None,
+                }
                 handler.wfile.write(f"data: {json.dumps({'choices': [part]})}\n\n".encode())
                 handler.wfile.flush()
                 time.sleep(0.005)
@@ -325,8 +343,12 @@ def test_what_one_server_fails_at_another_one_does(habit, connected, capsys):
     push_weights(nn.Linear(2, 3), engine, version=1)
     bad.habit = habit
     found = ask(engine)
-    assert [completion.token_ids for completion in found] == [[(key + i) % 50 for i in range(4)] for key in range(6)]
-    assert not any(completion.failure for completion in found) and {c.server for c in found} == {good.url}
+    assert [completion.token_ids for completion in found] == [
+        [(key + i) % 50 for i in range(4)] for key in range(6)
+    ]
+    assert not any(completion.failure for completion in found) and {c.server for c in found} == {
+        good.url
+    }
     assert bad.asked and list(engine.faults) == [bad.url]
     assert HABITS[habit] in engine.faults[bad.url]
     told = capsys.readouterr().err
@@ -368,7 +390,9 @@ def test_weights_reach_every_server_that_takes_them(connected, capsys):
     good, bad = Peer(), Peer("takes no weights")
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
     refused = "CUDA error: an illegal memory access"
-    with pytest.raises(UserError, match=f"engine.urls: {bad.url}: .*{refused}"):  # a server that never had any
+    with pytest.raises(
+        UserError, match=f"engine.urls: {bad.url}: .*{refused}"
+    ):  # a server that never had any
         push_weights(model, connected(good, bad), version=0)
     bad.habit = ""
     engine = connected(good, bad)
@@ -391,7 +415,10 @@ WHILE_IT_TAKES_WEIGHTS = {
     "/pause": (trickle, f"TimeoutError: no whole answer within {IMPATIENT_S:g} s"),
     "/pause without end": (flood, "BadAnswer: the answer has more than 1,048,576 bytes"),
     "/collective_rpc": (flood, "BadAnswer: the answer has more than 1,048,576 bytes"),
-    "/reset_prefix_cache": (answer_with(b'{"success": 1}'), "/reset_prefix_cache: not vLLM's answer: success: Input"),
+    "/reset_prefix_cache": (
+        answer_with(b'{"success": 1}'),
+        "/reset_prefix_cache: not vLLM's answer: success: Input",
+    ),
     "/update_weight_version": (answer_with(b"[" * 100_000), "RecursionError: "),
     "/resume": (answer_with(b"9" * 5000), "ValueError: Exceeds the limit"),
 }
@@ -408,7 +435,9 @@ def test_a_server_that_misbehaves_while_it_takes_weights_costs_itself(call, conn
     push_weights(nn.Linear(2, 3), engine, version=2)
     assert list(engine.faults) == [bad.url] and fault in engine.faults[bad.url]
     told = capsys.readouterr().err
-    assert told.count("\n") == 1 and told.startswith(f"{bad.url} has not taken the weights of update 2: ")
+    assert told.count("\n") == 1 and told.startswith(
+        f"{bad.url} has not taken the weights of update 2: "
+    )
     assert good.version == "2" and {completion.server for completion in ask(engine)} == {good.url}
     assert all(sent < 64 << 20 for sent in flooded)
     bad.habits.clear()
@@ -427,7 +456,10 @@ def test_a_server_that_says_it_holds_more_adapters_than_it_can_takes_none(tmp_pa
     weights = iter([("base_model.model.lora_A.weight", torch.ones(4, 4))])
     faults = transfer.send(weights, [bad.url, good.url], version=1)
     transfer.close()
-    assert list(faults) == [bad.url] and "results: 0: List should have at most 64 items" in faults[bad.url]
+    assert (
+        list(faults) == [bad.url]
+        and "results: 0: List should have at most 64 items" in faults[bad.url]
+    )
     assert good.version == "1" and bad.version == "default"
 
 
@@ -436,7 +468,9 @@ def test_a_server_of_an_odd_number_of_gpus_is_left_out(size, connected):
     peer = Peer()
     peer.habits["/get_world_size"] = answer_with(f'{{"world_size": {size}}}'.encode())
     engine = connected(peer, transfer=NcclTransfer(torch.bfloat16, TIMEOUT_S, "127.0.0.1"))
-    with pytest.raises(UserError, match=f"^engine.urls: {peer.url}: .*(world_size|Exceeds)") as caught:
+    with pytest.raises(
+        UserError, match=f"^engine.urls: {peer.url}: .*(world_size|Exceeds)"
+    ) as caught:
         push_weights(nn.Linear(2, 3), engine, version=1)
     assert "\n" not in str(caught.value)
 
@@ -450,7 +484,11 @@ def test_entropies_that_no_distribution_has_cost_their_server(entropy, connected
     assert {tuple(completion.entropy) for completion in ask(engine)} == {(1.5, 1.5, 1.5, 1.5)}
     bad.entropy = entropy
     assert {(tuple(c.entropy), c.server) for c in ask(engine)} == {((1.5, 1.5, 1.5, 1.5), good.url)}
-    expected = "an entropy of .*: it is between 0 and 3.91" if entropy in (1e308, 4.0, -0.1) else "not vLLM's answer"
+    expected = (
+        "an entropy of .*: it is between 0 and 3.91"
+        if entropy in (1e308, 4.0, -0.1)
+        else "not vLLM's answer"
+    )
     assert re.search(expected, engine.faults[bad.url])
 
 
@@ -470,7 +508,9 @@ def test_a_stream_is_bounded_before_it_is_read(habit, connected):
     push_weights(nn.Linear(2, 3), engine, version=1)
     bad.habit = habit
     found = ask(engine, count=4, stopped=lambda ids: len(ids) == 5)
-    assert {completion.server for completion in found} == {good.url} and not any(c.failure for c in found)
+    assert {completion.server for completion in found} == {good.url} and not any(
+        c.failure for c in found
+    )
     assert STREAMS[habit] in engine.faults[bad.url]
     assert all(sent < 64 << 20 for sent in flooded)
 
@@ -532,8 +572,8 @@ def test_a_response_that_is_complete_ends_the_request(connected):
 
 @pytest.mark.slow
 def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, tmp_path, capfd):
-    """No token is of weights older than `ahead` updates; those that failed, or whose process was killed, are played
-    again; the end drops the rest."""
+    """No token is of weights older than `ahead` updates; those that failed, or whose process was
+    killed, are played again; the end drops the rest."""
     peers, updates, K = (Peer(), Peer()), 6, 2
     engine, urls = connected(*peers), [peer.url for peer in peers]
     config = Config(
@@ -549,15 +589,27 @@ def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, 
     for step in range(4):
         groups, stats = rollouts.training(step, 2)
         expected, _ = plain.training(step, 2)
-        turns, wanted = ([t for g in played for e in g.trajectories for t in e.turns] for played in (groups, expected))
-        assert [t.response_ids for t in turns] == [t.response_ids for t in wanted] and len(turns) > 4
-        assert [(g.task, g.task.payload) for g in groups] == [(g.task, g.task.payload) for g in expected]
+        turns, wanted = (
+            [t for g in played for e in g.trajectories for t in e.turns]
+            for played in (groups, expected)
+        )
+        assert [t.response_ids for t in turns] == [t.response_ids for t in wanted] and len(
+            turns
+        ) > 4
+        assert [(g.task, g.task.payload) for g in groups] == [
+            (g.task, g.task.payload) for g in expected
+        ]
         assert all(step - K <= turn.version <= step and turn.server in urls for turn in turns)
         assert stats.response_tokens
-        assert sorted(rollouts._updates) == [u for u in range(step + 1, step + K + 1) if u < updates]
+        assert sorted(rollouts._updates) == [
+            u for u in range(step + 1, step + K + 1) if u < updates
+        ]
         push_weights(nn.Linear(2, 3), engine, version=step + 1)
     told = capfd.readouterr().err
-    assert told.count("has ended (killed by SIGKILL): its episodes are played again") == 1 and "Traceback" not in told
+    assert (
+        told.count("has ended (killed by SIGKILL): its episodes are played again") == 1
+        and "Traceback" not in told
+    )
     again, _ = rollouts.training(3, 2)
     assert [g.task.id for g in again] == [g.task.id for g in groups]
     assert {t.version for g in again for e in g.trajectories for t in e.turns} == {4}
@@ -568,7 +620,11 @@ def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, 
 
 @pytest.mark.slow
 def test_what_cannot_play_ahead_says_so(connected, tiny_llm, tmp_path, monkeypatch):
-    monkeypatch.setattr(ahead, "subprocess", SimpleNamespace(Popen=Supervisor, PIPE=-1, TimeoutExpired=TimeoutExpired))
+    monkeypatch.setattr(
+        ahead,
+        "subprocess",
+        SimpleNamespace(Popen=Supervisor, PIPE=-1, TimeoutExpired=TimeoutExpired),
+    )
     config = Config(
         model=ModelConfig(path="-"), env=ENV, engine=EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
         rollout=RolloutConfig(tasks=2, group_size=2, ahead=1),
@@ -576,7 +632,9 @@ def test_what_cannot_play_ahead_says_so(connected, tiny_llm, tmp_path, monkeypat
     )  # fmt: skip
     engine = connected(Peer())
     push_weights(nn.Linear(2, 3), engine, version=0)
-    rollouts = AsyncRollouts(Rollouts(make_factory(), engine, None, config), str(tiny_llm(tmp_path)))
+    rollouts = AsyncRollouts(
+        Rollouts(make_factory(), engine, None, config), str(tiny_llm(tmp_path))
+    )
     with pytest.raises(UserError, match="was handed over by a program"):
         rollouts.training(0, 2)
     rollouts.close()
@@ -620,6 +678,8 @@ def test_a_server_that_ends_is_started_once_more(tmp_path):
     servers.close()
     broken = "raise SystemExit('WARNING: an Error of no weight\\nValueError: the card is on fire')"
     servers = Servers([sys.executable, "-c", broken], [[]], tmp_path / "broken")
-    with pytest.raises(UserError, match=r"0 ended while it started: ValueError: the card is on fire; .*0\.log"):
+    with pytest.raises(
+        UserError, match=r"0 ended while it started: ValueError: the card is on fire; .*0\.log"
+    ):
         servers.wait()
     servers.close()

@@ -1,6 +1,6 @@
-"""A run under all faults at once: killed, stopped and starved of disk at seeded random moments, again and again, on an
-environment that crashes on some tasks. Its end must equal, bit for bit, the run that nobody disturbed; the latter's
-memory, descriptors and threads must not grow.
+"""A run under all faults at once: killed, stopped and starved of disk at seeded random moments,
+again and again, on an environment that crashes on some tasks. Its end must equal, bit for bit, the
+run that nobody disturbed; the latter's memory, descriptors and threads must not grow.
 
 PAW_SOAK="200 60" pytest tests/attack/test_soak.py    200 updates under 60 faults: `make soak`
 """
@@ -31,25 +31,39 @@ def held(pid: int) -> Any:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         values = dict(line.split(":", 1) for line in status.splitlines())
-        return int(values["VmRSS"].split()[0]), len([*Path(f"/proc/{pid}/fd").iterdir()]), int(values["Threads"])
+        return (
+            int(values["VmRSS"].split()[0]),
+            len([*Path(f"/proc/{pid}/fd").iterdir()]),
+            int(values["Threads"]),
+        )
     except (OSError, KeyError):
         return None
 
 
 def disturb(child: Any, run: Path, fault: str, rng: random.Random) -> None:
     """Let it write a few lines, then strike, and see how it ends."""
-    if fault == "disk":  # metrics and model files are larger by then: it is full wherever the next write happens to be
+    if (
+        fault == "disk"
+    ):  # metrics and model files are larger by then: it is full wherever the next write happens to be
         limit = rng.choice([1 << 10, 64 << 10, 256 << 10])
         resource.prlimit(child.trainer, resource.RLIMIT_FSIZE, (limit, limit))
     stride = max(1, min(UPDATES // 6, UPDATES // FAULTS))  # all of them fit
     # Ctrl-C while Python itself starts is Python's to answer.
-    target, deadline = lines(run) + rng.randint(int(fault == "interrupt"), stride), time.monotonic() + 300
+    target, deadline = (
+        lines(run) + rng.randint(int(fault == "interrupt"), stride),
+        time.monotonic() + 300,
+    )
     while child.poll() is None and lines(run) < target and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(rng.random() * 0.5)
-    child.send_signal({"term": signal.SIGTERM, "interrupt": signal.SIGINT}.get(fault, signal.SIGKILL))
+    child.send_signal(
+        {"term": signal.SIGTERM, "interrupt": signal.SIGINT}.get(fault, signal.SIGKILL)
+    )
     ended, said = child.wait(300), child.stderr.read()
-    assert ended in (0, 2, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, 130) and "Traceback" not in said, said
+    assert (
+        ended in (0, 2, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, 130)
+        and "Traceback" not in said
+    ), said
 
 
 @pytest.mark.slow
@@ -84,5 +98,9 @@ def test_faults_at_random_moments_change_nothing(paw, paw_start, tiny_llm, read_
 
     assert read_metrics(calm) == read_metrics(other)
     last = sorted((calm / "checkpoints").iterdir())[-1]
-    for file in (*sorted(last.glob("*.safetensors")), calm / "hf" / "model.safetensors", calm / "samples.jsonl"):
+    for file in (
+        *sorted(last.glob("*.safetensors")),
+        calm / "hf" / "model.safetensors",
+        calm / "samples.jsonl",
+    ):
         assert file.read_bytes() == (other / file.relative_to(calm)).read_bytes(), file

@@ -20,7 +20,10 @@ ESCAPES = "{{ raise_exception('\x1b[2J\x1b]0;owned\x07no\u202e\nstep 99/99') }}"
 BROKEN = {
     "syntax": ("{% for m in messages %}{{ m['content'] }", "TemplateSyntaxError: unexpected '}'"),
     "include": ("{% include '/etc/passwd' %}" + GOOD, "no loader for this environment"),
-    "sandbox": ("{{ messages.__class__.__mro__ }}" + GOOD, "SecurityError: access to attribute '__class__'"),
+    "sandbox": (
+        "{{ messages.__class__.__mro__ }}" + GOOD,
+        "SecurityError: access to attribute '__class__'",
+    ),
     "raises": (ESCAPES + GOOD, "TemplateError: no step 99/99"),
     "undefined": ("{{ nothing.at.all }}" + GOOD, "UndefinedError: 'nothing' is undefined"),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + GOOD, "RecursionError: "),
@@ -30,7 +33,10 @@ BROKEN = {
 FOR_EVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 GREEDY = {
     "loop": (FOR_EVER, "it takes more than 1 s of a processor"),
-    "loop with tools": ("{% if tools %}" + FOR_EVER + "{% endif %}", "it takes more than 1 s of a processor"),
+    "loop with tools": (
+        "{% if tools %}" + FOR_EVER + "{% endif %}",
+        "it takes more than 1 s of a processor",
+    ),
     "power": ("{{ (10 ** (10 ** 9)) % 7 }}", "it takes more than 1 s of a processor"),
     "text": ("{% set x = 'a' * 10 ** 10 %}", "it takes more than 1,024 MiB of memory"),
     "list": ("{% set x = messages * 10 ** 10 %}", "it takes more than 1,024 MiB of memory"),
@@ -61,7 +67,9 @@ def test_a_broken_template_is_one_line(model, name):
         Chat(with_template(model, text))
     line = str(error.value)
     assert line.startswith(f"the chat template of '{model}' cannot be rendered: ") and why in line
-    assert line.isprintable() and line.endswith("fix chat_template.jinja in the model's folder, or take another model")
+    assert line.isprintable() and line.endswith(
+        "fix chat_template.jinja in the model's folder, or take another model"
+    )
 
 
 @pytest.mark.parametrize("name", GREEDY)
@@ -78,7 +86,12 @@ def test_commands_say_so_in_one_line(model, paw_here, tmp_path):
     done = paw_here("doctor", "--model", model, code=1)
     assert f"PROBLEM               {why}" in done.stdout and "\x1b" not in done.stdout + done.stderr
     tiny = {"model.path": model, "run.dir": tmp_path, "env.data": "none"}
-    play = {"env.name": "alfworld", "env.data": "none", "eval.games": 2, "engine.type": "transformers"}
+    play = {
+        "env.name": "alfworld",
+        "env.data": "none",
+        "eval.games": 2,
+        "engine.type": "transformers",
+    }
     sft = {"env.data": "none", "sft.turns": 2}
     for words in (
         ("train", "quickstart", tiny),
@@ -99,11 +112,18 @@ def test_templates_that_transformers_renders_pass_the_trial(model):
 
 def test_a_conversation_that_the_template_does_not_end_on_costs_its_episode(model, monkeypatch):
     """What the trial did not show: a role that only this environment has."""
-    text = "{% for m in messages %}{% if m['role'] == 'critic' %}" + FOR_EVER + "{% endif %}{% endfor %}" + GOOD
+    text = (
+        "{% for m in messages %}{% if m['role'] == 'critic' %}"
+        + FOR_EVER
+        + "{% endif %}{% endfor %}"
+        + GOOD
+    )
     chat = Chat(with_template(model, text))
     monkeypatch.setattr("paw.rollouts.chat.TURN_S", 0.3)
     messages = [{"role": "user", "content": "hello"}, {"role": "critic", "content": "no"}]
-    with pytest.raises(EnvironmentFailure, match=r"does not take user, critic: it takes more than 0\.3 s"):
+    with pytest.raises(
+        EnvironmentFailure, match=r"does not take user, critic: it takes more than 0\.3 s"
+    ):
         chat.conversation_ids(messages, [])
     with pytest.raises(EnvironmentFailure, match="does not take assistant, critic"):
         chat.added({"role": "assistant", "content": "hi"}, messages[1:])
@@ -127,8 +147,12 @@ def test_a_thread_that_takes_too_long_is_ended():
         within(1.0, lambda: 1 / 0)
 
 
-def test_a_call_that_the_template_does_not_take_ends_fine_tuning_with_one_line(model, tmp_path, paw_here):
-    refuses = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.tool_calls %}"
+def test_a_call_that_the_template_does_not_take_ends_fine_tuning_with_one_line(
+    model, tmp_path, paw_here
+):
+    refuses = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.tool_calls %}"
+    )
     refuses += "{{ raise_exception('no calls\x1b[2J') }}{% endif %}{% endfor %}"
     chat = Chat(with_template(model, refuses + GOOD))
     reply = Reply.of("", ToolCall("look", {}, "call00000"))

@@ -38,8 +38,8 @@ def alive(pid):
 
 @pytest.fixture
 def start(tmp_path):
-    """`start("env", "check", deed="exits")`: a command under its parent, or without words the loop of a run; whatever
-    is left is killed."""
+    """`start("env", "check", deed="exits")`: a command under its parent, or without words the loop
+    of a run; whatever is left is killed."""
     started = []
 
     def begin(*words, deed="", program=("-m", "paw"), ignores=()):
@@ -83,7 +83,11 @@ def loop(start):
 @pytest.mark.parametrize(
     ("deed", "code", "line"),
     [
-        ("exits", 1, "paw: env ended inside code that is not PaW's, with exit code 0 (os._exit? see env.processes)"),
+        (
+            "exits",
+            1,
+            "paw: env ended inside code that is not PaW's, with exit code 0 (os._exit? see env.processes)",
+        ),
         ("crashes", -signal.SIGSEGV, "paw: env was killed by SIGSEGV"),
     ],
 )
@@ -198,17 +202,27 @@ def recipe(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_an_environment_ends_goes_on_from_its_checkpoints(paw, settings, recipe, read_metrics, tmp_path):
+def test_a_run_that_an_environment_ends_goes_on_from_its_checkpoints(
+    paw, settings, recipe, read_metrics, tmp_path
+):
     """With processes it does not end."""
     deadly = {"DEADLY": "exits", "DEADLY_TASK": "train/0/3"}  # in the second update
-    done = paw("train", recipe, settings, env=deadly | {"DEADLY_ONCE": str(tmp_path / "once")}, code=1)
+    done = paw(
+        "train", recipe, settings, env=deadly | {"DEADLY_ONCE": str(tmp_path / "once")}, code=1
+    )
     vanished = "paw: train ended inside code that is not PaW's, with exit code 0 (os._exit? see env.processes)"
     assert done.stderr == f"{vanished}; checkpoints are kept (--resume auto)\n"
     paw("train", recipe, settings, "--resume", "auto")
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2]
 
     in_processes = {"run.name": "processes", "env.processes": 2}
-    done = paw("train", recipe, settings, in_processes, env=deadly | {"DEADLY_ONCE": str(tmp_path / "twice")})
+    done = paw(
+        "train",
+        recipe,
+        settings,
+        in_processes,
+        env=deadly | {"DEADLY_ONCE": str(tmp_path / "twice")},
+    )
     assert "EnvironmentFailure: its process ended with exit code 0" in done.stdout
     lines = read_metrics(tmp_path / "processes")
     assert [line.get("health/processes_lost") for line in lines] == [None, None, 1]
@@ -228,4 +242,7 @@ def test_two_sigterms_end_a_run_whose_environment_holds_the_interpreter(
         assert child.poll() is None
     child.send_signal(signal.SIGTERM)
     assert child.wait(20) == 143
-    assert "paw: stopped at once by a second SIGTERM; checkpoints are kept (--resume auto)\n" in child.stderr.read()
+    assert (
+        "paw: stopped at once by a second SIGTERM; checkpoints are kept (--resume auto)\n"
+        in child.stderr.read()
+    )

@@ -92,7 +92,9 @@ def test_what_is_not_surely_abandoned_and_ours_stays(start, tmp_path, monkeypatc
     kill(child)
     kind, of, boot, namespace, pid, started, end = left.name.split("-")
     others = [
-        "-".join((kind, of, "0" * len(boot), namespace, pid, started, end)),  # another machine, or before a boot
+        "-".join(
+            (kind, of, "0" * len(boot), namespace, pid, started, end)
+        ),  # another machine, or before a boot
         "-".join((kind, of, boot, namespace + "1", pid, started, end)),  # another container
         "paw-weights-0123abcd",
         "paw-12345",
@@ -114,7 +116,14 @@ def test_any_run_removes_at_its_start_what_a_killed_one_left(start, tmp_path, mo
     child, left = start(TRAINER, tmp_path)
     kill(child)
     (tmp_path / "empty.py").write_text(EMPTY)  # a run that starts, and then has nothing to play
-    words = ["train", "quickstart", "--run.dir", str(tmp_path / "runs"), "--env.name", f"{tmp_path / 'empty.py'}:Env"]
+    words = [
+        "train",
+        "quickstart",
+        "--run.dir",
+        str(tmp_path / "runs"),
+        "--env.name",
+        f"{tmp_path / 'empty.py'}:Env",
+    ]
     assert cli.main(words) == 2
     assert not left.exists()
     assert f"removed {left} (0.0 GiB): weights of a run that was killed" in capfd.readouterr().out

@@ -40,7 +40,9 @@ def gradient(policy, rows, ranks):
         tokens = objective.tokens(batch, rows, len(rows))
         scaled = replace(tokens, weight=ranks.world_size * tokens.weight)
         loss.joint_loss(policy, batch, scaled, objective.loss, temperature=1.0).loss.backward()
-    found = {n: full_tensor(p.grad).double().flatten() for n, p in policy.named_parameters_once().items()}
+    found = {
+        n: full_tensor(p.grad).double().flatten() for n, p in policy.named_parameters_once().items()
+    }
     return torch.cat([found[name] for name in sorted(found)])
 
 
@@ -56,7 +58,9 @@ def make(kind, checkpointing):
         add_adapters(lm, LoraConfig(rank=4), seed=0)
         for name, parameter in lm.named_parameters():
             if ".lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+                torch.nn.init.normal_(
+                    parameter, std=0.1, generator=torch.Generator().manual_seed(len(name))
+                )
     return Policy(lm, dtype="bfloat16", checkpointing=checkpointing)
 
 
@@ -68,11 +72,15 @@ def check(kind, checkpointing, ranks):
     for layer in (part for part in exact.lm.modules() if part._forward_pre_hooks):
         layer._forward_pre_hooks.clear(), layer._forward_hooks.clear()
     ranks.shard(shared, shared.dtype)
-    one, two, wanted = (log_probs(p, rows, r) for p, r in ((alone, single), (shared, ranks), (exact, single)))
+    one, two, wanted = (
+        log_probs(p, rows, r) for p, r in ((alone, single), (shared, ranks), (exact, single))
+    )
     rounding = float((one - wanted).abs().max())
     apart = float((one - two).abs().max())
     assert apart <= 1e-3 < rounding, f"{kind}: log-probs {apart:.1e} apart, rounding {rounding:.1e}"
-    one, two, wanted = (gradient(p, rows, r) for p, r in ((alone, single), (shared, ranks), (exact, single)))
+    one, two, wanted = (
+        gradient(p, rows, r) for p, r in ((alone, single), (shared, ranks), (exact, single))
+    )
     apart, rounding = error(two, one), error(one, wanted)
     assert apart <= 0.5 * rounding, f"{kind}: gradients {apart:.1e} apart, rounding {rounding:.1e}"
     assert {p.grad.dtype for p in alone.named_parameters_once().values()} == {torch.float32}
@@ -80,7 +88,12 @@ def check(kind, checkpointing, ranks):
 
 def check_all(rank):
     ranks = join_ranks(torch.device("cpu"), episodes=2)
-    for kind, checkpointing in (("tied", "none"), ("tied", "selective"), ("untied", "full"), ("lora", "full")):
+    for kind, checkpointing in (
+        ("tied", "none"),
+        ("tied", "selective"),
+        ("untied", "full"),
+        ("lora", "full"),
+    ):
         check(kind, checkpointing, ranks)
     ranks.close()
 

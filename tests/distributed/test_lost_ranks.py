@@ -53,13 +53,24 @@ class Holds(Deadly):
 
 
 @pytest.fixture
-def recipe(start, tmp_path):  # noqa: F811
+def recipe(start, tmp_path):
     """Of a long run."""
     tree = {
-        "run": {"dir": str(tmp_path), "name": "run", "updates": 5000, "save_every": 1, "peer_timeout_s": 5.0},
+        "run": {
+            "dir": str(tmp_path),
+            "name": "run",
+            "updates": 5000,
+            "save_every": 1,
+            "peer_timeout_s": 5.0,
+        },
         "model": {"path": str(start), "device": "cpu"},
         "env": ENV.model_dump(exclude_none=True),
-        "rollout": {"tasks": 4, "group_size": 4, "max_prompt_tokens": 256, "max_response_tokens": 3},
+        "rollout": {
+            "tasks": 4,
+            "group_size": 4,
+            "max_prompt_tokens": 256,
+            "max_response_tokens": 3,
+        },
         "eval": {"every": 0, "games": 2},
     }
     (tmp_path / "long.toml").write_text(tomli_w.dumps(tree))
@@ -75,13 +86,18 @@ def launched(recipe, *options):
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a script's background ignores it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a script's background ignores it
     )
 
 
 def ranks_of(launcher, folder):
     """Processes of the two ranks, after an update."""
-    until(lambda: launcher.poll() is not None or any((folder / "run" / "checkpoints").glob("step_*")), 200)
+    until(
+        lambda: launcher.poll() is not None or any((folder / "run" / "checkpoints").glob("step_*")),
+        200,
+    )
     ranks = [rank for watched in children(launcher.pid) for rank in children(watched)]
     assert len(ranks) == 2, launcher.stderr.read()
     return ranks
@@ -119,8 +135,14 @@ def alive(pid):
 def listening(pid):
     """Local addresses, as /proc has them, of the sockets on which a process accepts connections."""
     inodes = {str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
-    rows = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
-    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
+    rows = [
+        line.split()
+        for kind in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+    ]
+    return [
+        row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes
+    ]
 
 
 def test_nothing_listens_beyond_this_machine_and_ranks_die_with_their_launcher(recipe, tmp_path):
@@ -183,7 +205,9 @@ def test_two_sigterms_end_ranks_that_wait_for_a_stopped_one(running):
 
 def test_two_ctrl_cs_end_ranks_whose_environment_holds_the_interpreter(recipe, tmp_path):
     once = tmp_path / "once"
-    (tmp_path / "mine.py").write_text(HOLDS.format(folder=Path(__file__).parents[1] / "attack", once=once))
+    (tmp_path / "mine.py").write_text(
+        HOLDS.format(folder=Path(__file__).parents[1] / "attack", once=once)
+    )
     tree = tomllib.loads(recipe.read_text()) | {"env": {"name": f"{tmp_path}/mine.py:Holds"}}
     recipe.write_text(tomli_w.dumps(tree))
     launcher = launched(recipe, "--gpus", "2")
@@ -198,21 +222,34 @@ def test_two_ctrl_cs_end_ranks_whose_environment_holds_the_interpreter(recipe, t
         with suppress(ProcessLookupError):
             os.killpg(launcher.pid, signal.SIGKILL)
     assert launcher.returncode == 130
-    assert "paw: stopped at once by a second SIGINT; checkpoints are kept (--resume auto)\n" in errors
+    assert (
+        "paw: stopped at once by a second SIGINT; checkpoints are kept (--resume auto)\n" in errors
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_closed_terminal_lets_ranks_save(recipe, tmp_path, number):
     """Which tells all processes of it, the launcher too, as Ctrl-C does."""
-    launcher, metrics = launched(recipe, "--gpus", "2", "--run.save_every", "0"), tmp_path / "run" / "metrics.jsonl"
+    launcher, metrics = (
+        launched(recipe, "--gpus", "2", "--run.save_every", "0"),
+        tmp_path / "run" / "metrics.jsonl",
+    )
     try:
-        until(lambda: launcher.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 1), 200)
+        until(
+            lambda: (
+                launcher.poll() is not None
+                or (metrics.exists() and metrics.read_text().count("\n") > 1)
+            ),
+            200,
+        )
         os.killpg(launcher.pid, number)
         errors = launcher.communicate(timeout=60)[1]
     finally:
         with suppress(ProcessLookupError):
             os.killpg(launcher.pid, signal.SIGKILL)
-    assert launcher.returncode == 0 and f"{number.name}: finishing this update, then saving" in errors
+    assert (
+        launcher.returncode == 0 and f"{number.name}: finishing this update, then saving" in errors
+    )
     assert restore.newest(tmp_path / "run" / "checkpoints")
 
 

@@ -68,13 +68,15 @@ def lines(run):
 
 def assert_equal(run, first, second, but=()):
     """Two checkpoints hold the same tensors, whatever their files."""
-    (ours, _), (theirs, _) = (restore.load(run / "checkpoints" / f"step_{step:06d}") for step in (first, second))
+    (ours, _), (theirs, _) = (
+        restore.load(run / "checkpoints" / f"step_{step:06d}") for step in (first, second)
+    )
     for stem in ("model", "critic_model", "optimizer", "critic_optimizer", *ours.keys() - set(but)):
         assert ours[stem].keys() == theirs[stem].keys() and ours[stem], stem
         assert all(torch.equal(ours[stem][name], theirs[stem][name]) for name in ours[stem]), stem
 
 
-def test_what_two_ranks_saved_one_and_three_go_on_with_and_back(start, tmp_path, monkeypatch):  # noqa: F811
+def test_what_two_ranks_saved_one_and_three_go_on_with_and_back(start, tmp_path, monkeypatch):
     run = train(tmp_path, start, "run", gpus=2, run_updates=1, **PPO)
     stems = ("model", "optimizer", "critic_model", "critic_optimizer")
     shards = {f"{stem}.rank_{rank}.safetensors" for stem in stems for rank in range(2)}
@@ -94,16 +96,24 @@ def test_what_two_ranks_saved_one_and_three_go_on_with_and_back(start, tmp_path,
     assert len(files(run, 3)) == 4 * 3 + 3 + 2
 
 
-def test_machines_that_share_no_disk_keep_their_own_shards(start, tmp_path):  # noqa: F811
+def test_machines_that_share_no_disk_keep_their_own_shards(start, tmp_path):
     """One verdict of all ranks where one of them misses a file, or has it damaged."""
     train(tmp_path, start, "whole", run_updates=1, **PPO)  # for its recipe
-    recipe, runs = tmp_path / "whole.toml", [tmp_path / f"machine{rank}/runs/run/checkpoints" for rank in range(2)]
+    recipe, runs = (
+        tmp_path / "whole.toml",
+        [tmp_path / f"machine{rank}/runs/run/checkpoints" for rank in range(2)],
+    )
     saving = ("--run.updates", "2", "--run.save_every", "1")
     assert [code for code, _ in two_machines(tmp_path, recipe, *saving)] == [0, 0]
-    assert {path.name.partition(".")[2] for path in (runs[1] / "step_000002").iterdir()} == {"rank_1.safetensors"}
+    assert {path.name.partition(".")[2] for path in (runs[1] / "step_000002").iterdir()} == {
+        "rank_1.safetensors"
+    }
 
     found = examine(runs[0].parent)  # by one process, which does not see the other machine's
-    assert found["resumes_from"] == "step_000002" and "rank 1 wrote it" in found["checkpoints"]["step_000002"]
+    assert (
+        found["resumes_from"] == "step_000002"
+        and "rank 1 wrote it" in found["checkpoints"]["step_000002"]
+    )
 
     def resumed(*options):
         return two_machines(tmp_path, recipe, *saving, "--resume", "auto", *options)
@@ -117,13 +127,18 @@ def test_machines_that_share_no_disk_keep_their_own_shards(start, tmp_path):  # 
         (path / "model.rank_1.safetensors").unlink()
     (code, line), (other, its) = resumed("--run.updates", "4")
     assert code == other == 2 and line == its and line.count("\n") == 1
-    assert "step_000003 is damaged (model.rank_1.safetensors): the file is missing: rank 1 wrote it" in line
+    assert (
+        "step_000003 is damaged (model.rank_1.safetensors): the file is missing: rank 1 wrote it"
+        in line
+    )
     assert "no other checkpoint in" in line
 
     (runs[1].parents[1] / "taken/checkpoints/step_000001").mkdir(parents=True)  # of another run
     (code, line), (other, its) = two_machines(tmp_path, recipe, "--run.name", "taken")
     assert (code, other) == (3, 2) and line == f"paw: rank 1: {its[5:]}"
-    assert its.startswith(f"paw: {runs[1].parents[1] / 'taken'} holds a run already; use --resume auto, or another")
+    assert its.startswith(
+        f"paw: {runs[1].parents[1] / 'taken'} holds a run already; use --resume auto, or another"
+    )
 
 
 @contextmanager
@@ -131,7 +146,11 @@ def started(commands, folder):
     """`paw` in a rank for each command, killed in the end."""
     with ThreadPoolExecutor(1) as waiting, pytest.MonkeyPatch.context() as patch:
         ranks = []
-        patch.setattr(forked, "Child", lambda *words, **options: ranks.append(Child(*words, **options)) or ranks[-1])
+        patch.setattr(
+            forked,
+            "Child",
+            lambda *words, **options: ranks.append(Child(*words, **options)) or ranks[-1],
+        )
         ended = waiting.submit(run_ranks, commands, [folder] * len(commands), on_host=len(commands))
         yield ended
         for rank in ranks:
@@ -139,36 +158,70 @@ def started(commands, folder):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_kill_9_while_it_is_written_leaves_the_older_one(start, tmp_path, monkeypatch, ranks):  # noqa: F811
+def test_kill_9_while_it_is_written_leaves_the_older_one(start, tmp_path, monkeypatch, ranks):
     """Training goes on meanwhile, changes nothing of it, and nothing counts as saved before all ranks are through."""
     patched(monkeypatch, tmp_path, SLOW.format(what="time.sleep(600)"))
-    words, run = words_of(tmp_path, start, "run", run_updates=3, run_save_every=1, **PPO), tmp_path / "run"
+    words, run = (
+        words_of(tmp_path, start, "run", run_updates=3, run_save_every=1, **PPO),
+        tmp_path / "run",
+    )
     with started([words] * ranks, tmp_path) as ended:
-        while len(lines(run)) < 4:  # after the third update it waits for the checkpoint of the second
+        while (
+            len(lines(run)) < 4
+        ):  # after the third update it waits for the checkpoint of the second
             assert not ended.done(), ended.result()
             time.sleep(0.05)
-        assert {path.name for path in (run / "checkpoints").iterdir()} == {"step_000001", ".tmp_step_000002"}
+        assert {path.name for path in (run / "checkpoints").iterdir()} == {
+            "step_000001",
+            ".tmp_step_000002",
+        }
     assert [code for code, _ in ended.result()] == [-signal.SIGKILL] * ranks
     monkeypatch.delenv("FORKED_PATCH")
     assert restore.newest(run / "checkpoints", warn=pytest.fail)[0].name == "step_000001"
-    train(tmp_path, start, "run", "--resume", "auto", gpus=ranks, run_updates=3, run_save_every=1, **PPO)
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step_00000{i}" for i in (1, 2, 3)]
+    train(
+        tmp_path,
+        start,
+        "run",
+        "--resume",
+        "auto",
+        gpus=ranks,
+        run_updates=3,
+        run_save_every=1,
+        **PPO,
+    )
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        f"step_00000{i}" for i in (1, 2, 3)
+    ]
     assert [line["step"] for line in lines(run)] == [0, 1, 2, 3]
     assert lines(run)[-1]["time/save"] > 0
 
-    patched(monkeypatch, tmp_path, SLOW.format(what="time.sleep(2)"))  # it holds what was there when it began
+    patched(
+        monkeypatch, tmp_path, SLOW.format(what="time.sleep(2)")
+    )  # it holds what was there when it began
     slow = train(tmp_path, start, "slow", gpus=ranks, run_updates=3, run_save_every=1, **PPO)
-    ours, theirs = (checkpoint.read_manifest(folder / "checkpoints/step_000002")[0] for folder in (slow, run))
+    ours, theirs = (
+        checkpoint.read_manifest(folder / "checkpoints/step_000002")[0] for folder in (slow, run)
+    )
     assert ours == theirs
 
 
-def test_a_full_disk_of_one_rank_is_one_line_and_costs_no_older_checkpoint(start, tmp_path, monkeypatch):  # noqa: F811
+def test_a_full_disk_of_one_rank_is_one_line_and_costs_no_older_checkpoint(
+    start,
+    tmp_path,
+    monkeypatch,
+):
     patched(monkeypatch, tmp_path, SLOW.format(what='raise OSError(28, "full")'))
-    words, run = words_of(tmp_path, start, "run", run_updates=4, run_save_every=1, **PPO), tmp_path / "run"
+    words, run = (
+        words_of(tmp_path, start, "run", run_updates=4, run_save_every=1, **PPO),
+        tmp_path / "run",
+    )
     (code, line), (other, its) = run_ranks([words] * 2, [tmp_path] * 2, on_host=2)
     assert (code, other) == (3, 2)
     cause = f"cannot write checkpoint {run}/checkpoints/step_000002: No space left on device: free some space"
-    assert its == f"paw: {cause}; earlier checkpoints are intact\n" and line == f"paw: rank 1: {its[5:]}"
+    assert (
+        its == f"paw: {cause}; earlier checkpoints are intact\n"
+        and line == f"paw: rank 1: {its[5:]}"
+    )
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001"]
     restore.verify(run / "checkpoints" / "step_000001")
 
@@ -186,12 +239,20 @@ def trained(mesh, slope):
 def replicas(rank, folder):
     """Of four ranks, on two machines: shards within one, replicas across."""
     ranks, places = DistributedRanks(rank, 4, 2, torch.device("cpu")), [0, 0, 2, 2]
-    mesh, mine = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machines", "ranks")), folder / f"machine{rank // 2}"
+    mesh, mine = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("machines", "ranks")),
+        folder / f"machine{rank // 2}",
+    )
     saved, other = trained(mesh, 0), trained(mesh, 1)
     Saving([saved], 1, mine, ranks, places, rng_tensors(), background=True).publish(1)
-    assert restore.restore(SimpleNamespace(ranks=ranks, places=places, learners=[other]), mine, warn=pytest.fail)
+    assert restore.restore(
+        SimpleNamespace(ranks=ranks, places=places, learners=[other]), mine, warn=pytest.fail
+    )
     for one, two in zip(saved.model.parameters(), other.model.parameters(), strict=True):
-        for a, b in ((one, two), *((saved.optimizer.state[one][k], v) for k, v in other.optimizer.state[two].items())):
+        for a, b in (
+            (one, two),
+            *((saved.optimizer.state[one][k], v) for k, v in other.optimizer.state[two].items()),
+        ):
             assert torch.equal(full_tensor(a.detach()), full_tensor(b.detach()))
 
 
@@ -209,7 +270,8 @@ def test_memory_that_is_available_is_the_containers_where_it_has_a_limit(tmp_pat
 
     assert available_memory(tmp_path) == 0 < available_memory()
     write(
-        "proc/meminfo", "MemTotal:        900 kB\nMemFree:     100 kB\nMemAvailable:    700 kB\nActive(anon):  1 kB\n"
+        "proc/meminfo",
+        "MemTotal:        900 kB\nMemFree:     100 kB\nMemAvailable:    700 kB\nActive(anon):  1 kB\n",
     )
     write("sys/fs/cgroup/memory.max", "max\n")
     write("sys/fs/cgroup/memory.current", "5000\n")

@@ -38,7 +38,12 @@ def words_of(folder, start, name, *options, **changes):
         "run": {"dir": str(folder), "updates": 3, "save_every": 0},
         "model": {"path": str(start), "dtype": "float32", "device": "cpu"},
         "env": ENV.model_dump(exclude_none=True),
-        "rollout": {"tasks": 5, "group_size": 4, "max_prompt_tokens": 256, "max_response_tokens": 3},
+        "rollout": {
+            "tasks": 5,
+            "group_size": 4,
+            "max_prompt_tokens": 256,
+            "max_response_tokens": 3,
+        },
         "policy": {"kl_coef": 0.01, "entropy_coef": 0.001},
         "optim": {"lr": 3e-3, "minibatch_samples": 32, "micro_batch_tokens": 300},
         "eval": {"every": 2, "games": 5, "temperature": 1.0},
@@ -62,7 +67,9 @@ def train(folder, start, name, *options, gpus=1, on_host=0, **changes):
 def command(*words):
     """A command of this Python, as a user starts it."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=400, env=env)
+    return subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=400, env=env
+    )
 
 
 def two_machines(folder, recipe, *options, second=()):
@@ -89,9 +96,13 @@ def test_two_machines_resume_from_their_own_files(start, tmp_path):
         shutil.copy(shard, run / shard.relative_to(other))
     for file in ("model", "critic_model", "optimizer", "rng", "rng_1"):
         ours, theirs = weights(run, file), weights(whole, file)
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours), file
+        assert ours.keys() == theirs.keys() and all(
+            torch.equal(ours[name], theirs[name]) for name in ours
+        ), file
 
-    (code, line), (other, its) = two_machines(tmp_path, recipe, "--run.name", "new", second=["--optim.lr", "1e-3"])
+    (code, line), (other, its) = two_machines(
+        tmp_path, recipe, "--run.name", "new", second=["--optim.lr", "1e-3"]
+    )
     assert code == other == 2 and line == its
     assert "rank 1 was started with other settings than rank 0" in line and line.count("\n") == 1
 
@@ -117,7 +128,9 @@ def test_two_ranks_train_to_the_weights_of_one(start, tmp_path):
     }
     one = train(tmp_path, start, "one", run_updates=1, **ppo)
     words = words_of(tmp_path, start, "two", run_updates=1, **ppo, **thrifty)
-    done = command("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paw", *words)
+    done = command(
+        "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paw", *words
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     two = tmp_path / "two"
     assert json.loads((two / "run.json").read_text())["ranks"] == 2
@@ -129,7 +142,10 @@ def test_two_ranks_train_to_the_weights_of_one(start, tmp_path):
     assert distance(load_file(two / "hf" / "model.safetensors"), weights(two)) == 0
 
     # Checkpoints fit any number of ranks.
-    one, two = (train(tmp_path, start, name, "--resume", "auto", run_updates=2, **ppo) for name in ("one", "two"))
+    one, two = (
+        train(tmp_path, start, name, "--resume", "auto", run_updates=2, **ppo)
+        for name in ("one", "two")
+    )
     assert 0 < distance(weights(two), weights(one)) < 1e-5
 
 
@@ -182,7 +198,10 @@ def test_two_ranks_with_an_engine_each(start, tmp_path, paw):
     pytest.importorskip("vllm")
     options = {"engine_type": "vllm", "run_updates": 1, "eval_games": 2}
     copies = {"model_shard": "none", "optim_grad_sync": "last"}
-    one, two = (words_of(tmp_path, start, name, **options, **how) for name, how in (("one", {}), ("two", copies)))
+    one, two = (
+        words_of(tmp_path, start, name, **options, **how)
+        for name, how in (("one", {}), ("two", copies))
+    )
     (tmp_path / "patch.py").write_text(ONE_BY_ONE.format(alone=["paw", *one]))
     paw(*two, "--gpus", 2, env={"FORKED_PATCH": str(tmp_path / "patch.py")})
     one, two = tmp_path / "one", tmp_path / "two"
@@ -204,20 +223,36 @@ class Held:
 @pytest.mark.slow
 def test_four_ranks_as_two_machines_train_to_the_weights_of_one(start, tmp_path):
     """Policy and critic sharded within a machine, a copy on each; and more ranks than tasks."""
-    ppo = {"advantage_type": "ppo", "critic_lr": 3e-3, "rollout_tasks": 3, "optim_minibatch_samples": 16}
+    ppo = {
+        "advantage_type": "ppo",
+        "critic_lr": 3e-3,
+        "rollout_tasks": 3,
+        "optim_minibatch_samples": 16,
+    }
     node = {"gpus": 4, "on_host": 2, "model_shard": "node", "run_callbacks": ["held.py:Held"]}
     (tmp_path / "held.py").write_text(HELD)
     one, four = (
         train(tmp_path, start, "one", run_updates=1, **ppo),
         train(tmp_path, start, "four", run_updates=1, **ppo, **node),
     )
-    assert [float((tmp_path / f"held-{rank}").read_text()) for rank in range(4)] == pytest.approx([0.5] * 4, abs=0.02)
+    assert [float((tmp_path / f"held-{rank}").read_text()) for rank in range(4)] == pytest.approx(
+        [0.5] * 4, abs=0.02
+    )
     for file in ("model", "critic_model", "optimizer", "critic_optimizer"):
         assert weights(one, file).keys() == weights(four, file).keys()
         assert distance(weights(four, file), weights(one, file)) < 1e-5
     assert distance(weights(four), weights(one)) > 0
-    lines = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]) for run in (one, four)]
-    for key in ("policy/loss", "wm/loss", "critic/loss", "optim/grad_norm", "critic/grad_norm", "eval/success"):
+    lines = [
+        json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]) for run in (one, four)
+    ]
+    for key in (
+        "policy/loss",
+        "wm/loss",
+        "critic/loss",
+        "optim/grad_norm",
+        "critic/grad_norm",
+        "eval/success",
+    ):
         assert lines[1][key] == pytest.approx(lines[0][key], rel=1e-4)
     assert distance(load_file(four / "hf" / "model.safetensors"), weights(four)) == 0
 
@@ -227,7 +262,9 @@ def test_four_ranks_as_two_machines_train_to_the_weights_of_one(start, tmp_path)
     later = [train(tmp_path, start, name, "--resume", "auto", run_updates=2, **ppo, **how)
              for name, how in (("one", {}), ("one-as-four", node), ("four-as-one", {}))]  # fmt: skip
     apart = [
-        distance(weights(run, file), weights(later[0], file)) for run in later for file in ("model", "critic_model")
+        distance(weights(run, file), weights(later[0], file))
+        for run in later
+        for file in ("model", "critic_model")
     ]
     assert max(apart) < 1e-5, apart
 
@@ -253,7 +290,10 @@ def test_out_of_memory_on_one_rank_ends_all_and_says_what_to_turn(start, tmp_pat
     failed = paw(*words, code=2, env={"FORKED_PATCH": str(tmp_path / "patch.py")})
     (line,) = (line for line in failed.stderr.splitlines() if line.startswith("rank 1: "))
     assert "out of memory in phase 'update' of update 2 on rank 1, peak " in line
-    assert "--optim.micro_batch_tokens" in line and "the checkpoint of update 1 is intact (--resume auto)" in line
+    assert (
+        "--optim.micro_batch_tokens" in line
+        and "the checkpoint of update 1 is intact (--resume auto)" in line
+    )
     assert "Traceback" not in failed.stderr
     assert restore.newest(tmp_path / "oom" / "checkpoints")[0].name == "step_000001"
 
@@ -275,7 +315,9 @@ if os.environ["RANK"] == "1":
 
 
 @pytest.mark.slow
-def test_a_nan_on_one_rank_is_skipped_by_both_and_stops_the_run_in_the_end(start, tmp_path, monkeypatch):
+def test_a_nan_on_one_rank_is_skipped_by_both_and_stops_the_run_in_the_end(
+    start, tmp_path, monkeypatch
+):
     (tmp_path / "patch.py").write_text(NOT_A_NUMBER)
     monkeypatch.setenv("FORKED_PATCH", str(tmp_path / "patch.py"))
     once = {"optim_minibatch_samples": 999, "run_save_every": 1, "run_updates": 5, "run_keep": 9}
@@ -288,7 +330,9 @@ def test_a_nan_on_one_rank_is_skipped_by_both_and_stops_the_run_in_the_end(start
     for file in ("model", "optimizer"):  # of all ranks: gathered to be saved
         first, *others = (restore.load(folder)[0][file] for folder in folders)
         assert all(torch.equal(first[name], other[name]) for other in others for name in first)
-    lines = [json.loads(line) for line in (tmp_path / "nan" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "nan" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["optim/skipped"] for line in lines if "optim/skipped" in line] == [0, 1, 2]
 
 
@@ -304,7 +348,9 @@ def test_ranks_share_the_cores_of_this_process(monkeypatch):
     seen = []
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    monkeypatch.setattr("paw.model.launcher.subprocess.Popen", lambda words, env, **_: seen.append(env) or Done(env))
+    monkeypatch.setattr(
+        "paw.model.launcher.subprocess.Popen", lambda words, env, **_: seen.append(env) or Done(env)
+    )
     monkeypatch.setattr("paw.model.launcher.signal.signal", lambda *_: None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launch(2, ["train", "quickstart"]) == 0
@@ -336,10 +382,16 @@ class Done:
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"RANK": "1", "WORLD_SIZE": "4"}, r"group_size = 3 episodes on 4 ranks leaves some without one; lower --gpus"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4"},
+            r"group_size = 3 episodes on 4 ranks leaves some without one; lower --gpus",
+        ),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 and WORLD_SIZE = 2 do not fit"),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK = 'zero' in the environment is not a number"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE = 3 and WORLD_SIZE = 2 do not"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"},
+            "LOCAL_WORLD_SIZE = 3 and WORLD_SIZE = 2 do not",
+        ),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(monkeypatch, variables, words):

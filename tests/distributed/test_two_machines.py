@@ -22,14 +22,28 @@ def agents(folder, words, stack):
     """`torchrun -m paw WORDS` on each of two machines, one rank a machine."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
-    torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+    ]
     torchrun += ["--rdzv-endpoint", meeting, "--local-addr", "127.0.0.1", "--rdzv-id", "test"]
     started = []
     for rank in range(2):
         machine = folder / f"machine{rank}"
         env = os.environ | {"HOME": str(machine / "home"), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, *torchrun, "--node-rank", str(rank), "-m", "paw", *words]
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        pipes = {
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "start_new_session": True,
+        }
         started.append(subprocess.Popen(command, env=env, cwd=machine, **pipes))
         stack.callback(kill, started[-1])
     return started
@@ -44,11 +58,23 @@ def kill(agent):
             os.kill(pid, signal.SIGKILL)
 
 
-def test_two_machines_train_are_killed_and_go_on_to_the_weights_of_one(start, tmp_path, monkeypatch):  # noqa: F811
+def test_two_machines_train_are_killed_and_go_on_to_the_weights_of_one(
+    start,
+    tmp_path,
+    monkeypatch,
+):
     """Each holds all weights (model.shard); the model's folder and the run's directory are on the first alone."""
     for name in ("PAW_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    words = words_of(tmp_path, start, "run", run_dir="runs", model_path="model", model_shard="node", run_save_every=1)
+    words = words_of(
+        tmp_path,
+        start,
+        "run",
+        run_dir="runs",
+        model_path="model",
+        model_shard="node",
+        run_save_every=1,
+    )
     words += ["--eval.every", "0"]
     machines = [tmp_path / f"machine{rank}" for rank in range(2)]
     for machine in machines:
@@ -63,14 +89,26 @@ def test_two_machines_train_are_killed_and_go_on_to_the_weights_of_one(start, tm
             time.sleep(0.1)
         kill(second)
         assert "another rank has ended, this one cannot go on" in first.communicate(timeout=30)[1]
-    step = max(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*"))
+    step = max(
+        int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*")
+    )
     words = [*words, "--run.updates", str(step + 1)]
-    again = run_ranks([[*words, "--resume"]] * 2, machines, on_host=1, homes=[machine / "home" for machine in machines])
+    again = run_ranks(
+        [[*words, "--resume"]] * 2,
+        machines,
+        on_host=1,
+        homes=[machine / "home" for machine in machines],
+    )
     assert [code for code, _ in again] == [0, 0], again
     one = train(tmp_path, start, "one", "--eval.every", "0", run_updates=step + 1)
     assert 0 < distance(weights(run), weights(one)) < 1e-5
-    here, copies = (tmp_path / "machine1").iterdir(), (tmp_path / "machine1" / "home" / ".cache" / "paw").iterdir()
-    assert {path.name for path in here} == {"home", "runs"} and [path.name[:6] for path in copies] == ["model-"]
+    here, copies = (
+        (tmp_path / "machine1").iterdir(),
+        (tmp_path / "machine1" / "home" / ".cache" / "paw").iterdir(),
+    )
+    assert {path.name for path in here} == {"home", "runs"} and [
+        path.name[:6] for path in copies
+    ] == ["model-"]
 
 
 GAMES = """
@@ -84,7 +122,7 @@ class Games(AlfworldFactory):
 """
 
 
-def test_what_one_machine_lacks_is_told_on_both(start, tmp_path):  # noqa: F811
+def test_what_one_machine_lacks_is_told_on_both(start, tmp_path):
     words_of(tmp_path, start, "whole", run_updates=1)
     for machine in (tmp_path / "machine0", tmp_path / "machine1"):
         machine.mkdir()

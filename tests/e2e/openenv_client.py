@@ -11,13 +11,22 @@ URL = sys.argv[1]
 
 async def play_two():
     async with GenericEnvClient(base_url=URL) as one, GenericEnvClient(base_url=URL) as two:
-        seen = [(await env.reset(split="train", index=i, seed=5)).observation for i, env in enumerate((one, two))]
+        seen = [
+            (await env.reset(split="train", index=i, seed=5)).observation
+            for i, env in enumerate((one, two))
+        ]
         texts = [[look["text"], look["prompt"]] for look in seen]
         for turn in range(3):
             for i, env in enumerate((one, two)):
                 result = await env.step({"text": seen[i]["admissible_actions"][turn]})
                 seen[i] = result.observation
-                texts[i] += [seen[i]["text"], seen[i]["prompt"], result.reward, result.done, seen[i]["valid"]]
+                texts[i] += [
+                    seen[i]["text"],
+                    seen[i]["prompt"],
+                    result.reward,
+                    result.done,
+                    seen[i]["valid"],
+                ]
         return texts, await one.state()
 
 

@@ -43,7 +43,9 @@ class Guess(Environment):
         self.left -= 1
         right = ord(action.guess[0]) % 2 == self.odd
         done = self.left == 0
-        return GuessObservation(said="right" if right else "wrong", left=self.left, reward=right / 4, done=done)
+        return GuessObservation(
+            said="right" if right else "wrong", left=self.left, reward=right / 4, done=done
+        )
 
 
 class Shelf(MCPEnvironment):

@@ -1,4 +1,7 @@
-"""Every agent trains, that of docs/agents.md with the reward there too: GRPO + PaW. So does a recipe of Table 2."""
+"""Every agent trains, that of docs/agents.md with the reward there too: GRPO + PaW.
+
+So does a recipe of Table 2.
+"""
 
 import json
 import math
@@ -35,7 +38,11 @@ def test_an_agent_trains(paw_here, read_metrics, tiny_llm, tmp_path, agent, reci
     lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(more["run.updates"] + 1))
     for line in lines[1:]:
-        assert line["health/env_failures"] == 0 and line["optim/skipped"] == 0 and math.isfinite(line["policy/loss"])
+        assert (
+            line["health/env_failures"] == 0
+            and line["optim/skipped"] == 0
+            and math.isfinite(line["policy/loss"])
+        )
         if "reward.type" in more:
             assert -0.4 <= line["reward/mean"] < 0.0  # no win, a tenth for each of up to four turns
 
@@ -43,7 +50,12 @@ def test_an_agent_trains(paw_here, read_metrics, tiny_llm, tmp_path, agent, reci
 SETS = {"nq": "NQ", "triviaqa": "TriviaQA", "popqa": "PopQA", "hotpotqa": "HotpotQA"}
 SETS |= {"2wikimultihopqa": "2Wiki", "musique": "MuSiQue", "bamboogle": "Bamboogle"}
 PAPER = Path(__file__).parents[3] / "shared" / "data" / "paper" / "tables.json"
-MODEL = {"engine.type": "transformers", "model.dtype": "float32", "run.threads": 1, "env.max_turns": 2}
+MODEL = {
+    "engine.type": "transformers",
+    "model.dtype": "float32",
+    "run.threads": 1,
+    "env.max_turns": 2,
+}
 TABLE_2 = MODEL | {
     "run.updates": 1, "rollout.tasks": 2, "rollout.group_size": 4, "rollout.max_prompt_tokens": 1500,
     "rollout.max_response_tokens": 8, "eval.every": 0, "model.checkpointing": "none",
@@ -53,17 +65,26 @@ TABLE_2 = MODEL | {
 def test_a_recipe_of_table_2_trains(paw_here, read_metrics, tiny_llm, says_only, tmp_path):
     """One update on questions of a file, then the table: the seven sets and their average, in the paper's order."""
     lines = [
-        {"question": f"Where is {i}?", "golden_answers": ["Tuk"], "data_source": name} for i, name in enumerate(SETS)
+        {"question": f"Where is {i}?", "golden_answers": ["Tuk"], "data_source": name}
+        for i, name in enumerate(SETS)
     ]
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "0", "contents": '"Tuk"\\nIt is in Tuk.'}) + "\n")
-    model = says_only(tiny_llm(tmp_path / "model"), "<search>where is it</search>", "<answer>Tuk</answer>")
+    (tmp_path / "corpus.jsonl").write_text(
+        json.dumps({"id": "0", "contents": '"Tuk"\\nIt is in Tuk.'}) + "\n"
+    )
+    model = says_only(
+        tiny_llm(tmp_path / "model"), "<search>where is it</search>", "<answer>Tuk</answer>"
+    )
     where = {"env.data": tmp_path, "env.retriever": "bm25", "env.corpus": tmp_path / "corpus.jsonl"}
     where |= {"model.path": model, "run.dir": tmp_path, "run.name": "run"}
     paw_here("train", "search-r1", TABLE_2, where)
     _, line = read_metrics(tmp_path / "run")
-    assert line["health/env_failures"] == 0 and line["optim/skipped"] == 0 and line["optim/grad_norm"] > 0
+    assert (
+        line["health/env_failures"] == 0
+        and line["optim/skipped"] == 0
+        and line["optim/grad_norm"] > 0
+    )
     assert 0 < line["success/all"] < 1 and line["optim/lr"] > 0
     answered = paw_here("eval", tmp_path / "run", "--json", "--out", tmp_path / "out").stdout
     card = tmp_path / "run" / "hf" / "README.md"  # further training writes another
@@ -72,7 +93,9 @@ def test_a_recipe_of_table_2_trains(paw_here, read_metrics, tiny_llm, says_only,
     assert "holds an evaluation with updates = 1, not 2" in again
     table = json.loads(answered)["kinds"]
     assert list(table) == [*SETS.values(), "Avg."]
-    assert table["Avg."]["success"] == pytest.approx(sum(table[name]["success"] for name in SETS.values()) / 7)
+    assert table["Avg."]["success"] == pytest.approx(
+        sum(table[name]["success"] for name in SETS.values()) / 7
+    )
     if PAPER.exists():
         columns = list(json.loads(PAPER.read_text())["table2"][0])[3:]
         assert [name.lower().rstrip(".") for name in table] == columns

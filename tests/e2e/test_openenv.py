@@ -28,7 +28,9 @@ SMALL = {
 ROOM = {"env.data": "none", "env.difficulty": "tiny", "env.max_turns": "3"}
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PACKAGE.is_dir(), reason=f"openenv is not at {PACKAGE}; make test puts it there"),
+    pytest.mark.skipif(
+        not PACKAGE.is_dir(), reason=f"openenv is not at {PACKAGE}; make test puts it there"
+    ),
 ]
 
 
@@ -39,13 +41,17 @@ def start(paw_env):
     started = []
 
     def run(*words):
-        child = subprocess.Popen([sys.executable, *map(str, words)], env=env, stderr=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            [sys.executable, *map(str, words)], env=env, stderr=subprocess.PIPE, text=True
+        )
         started.append(child)
 
         def url():
             for line in child.stderr:
                 if line.startswith("http"):
-                    threading.Thread(target=child.stderr.read, daemon=True).start()  # a full pipe would stop the server
+                    threading.Thread(
+                        target=child.stderr.read, daemon=True
+                    ).start()  # a full pipe would stop the server
                     return line.split(": ")[0].strip()
             raise AssertionError("the server ended")
 
@@ -61,7 +67,10 @@ def start(paw_env):
 def urls(start):
     """Of a guessing game, of tools and of `paw serve env alfworld`."""
     room = [part for key, value in ROOM.items() for part in (f"--{key}", value)]
-    starting = start(HERE / "openenv_server.py"), start("-m", "paw", "serve", "env", "alfworld", "--port", 0, *room)
+    starting = (
+        start(HERE / "openenv_server.py"),
+        start("-m", "paw", "serve", "env", "alfworld", "--port", 0, *room),
+    )
     theirs, ours = (url() for url in starting)
     return f"{theirs}/guess", f"{theirs}/shelf", ours
 
@@ -72,7 +81,10 @@ def make(recipe=None, **env):
 
 
 def test_training_on_an_environment_of_openenv(urls, paw_here, read_metrics, tiny_llm, tmp_path):
-    game = {"env.name": "openenv", "env.url": f"['{urls[0]}', '{urls[0].replace('http', 'ws')}/ws']"}
+    game = {
+        "env.name": "openenv",
+        "env.url": f"['{urls[0]}', '{urls[0].replace('http', 'ws')}/ws']",
+    }
     where = {"model.path": tiny_llm(tmp_path / "model"), "run.dir": tmp_path, "run.name": "run"}
     paw_here("train", "quickstart", SMALL, where, game)
     _, update = read_metrics(tmp_path / "run")
@@ -85,30 +97,64 @@ def test_training_on_tools_of_openenv(urls, paw_here, read_metrics, tiny_llm, sa
     """Calls of one turn, several among them, are played over MCP; their results are the world model's targets."""
     calls = [Reply.of("", ToolCall("put", {"thing": thing}, "")) for thing in ("cup", "cat")]
     model = says_only(tiny_llm(tmp_path / "model"), *calls, "<|im_end|>", template=QWEN25_TEMPLATE)
-    where = {"model.path": model, "model.tool_parser": "transformers", "run.dir": tmp_path, "run.name": "run"}
-    paw_here("train", "quickstart", SMALL, where, {"env.name": "openenv", "env.url": urls[1], "wm.alpha": 1.0})
+    where = {
+        "model.path": model,
+        "model.tool_parser": "transformers",
+        "run.dir": tmp_path,
+        "run.name": "run",
+    }
+    paw_here(
+        "train",
+        "quickstart",
+        SMALL,
+        where,
+        {"env.name": "openenv", "env.url": urls[1], "wm.alpha": 1.0},
+    )
     _, update = read_metrics(tmp_path / "run")
-    assert update["health/env_failures"] == 0 and update["optim/grad_norm"] > 0 and update["wm/loss"] > 0
+    assert (
+        update["health/env_failures"] == 0
+        and update["optim/grad_norm"] > 0
+        and update["wm/loss"] > 0
+    )
     assert 0 < update["success/all"] < 1 and 0 < update["health/valid_actions"] <= 1
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    ]
     turns = [turn for sample in samples for turn in sample["turns"]]
     seen = {turn["observation"] for turn in turns if turn["action"].startswith('put({"thing": "c')}
-    assert any("1 on the shelf" in text for text in seen) and any("it jumped off" in text for text in seen)
+    assert any("1 on the shelf" in text for text in seen) and any(
+        "it jumped off" in text for text in seen
+    )
     several = [turn for turn in turns if "; put" in turn["action"]]
-    assert several and all("</tool_response>" in "".join(turn["observation_tokens"]) for turn in several)
+    assert several and all(
+        "</tool_response>" in "".join(turn["observation_tokens"]) for turn in several
+    )
 
 
-def test_an_environment_served_is_the_environment_itself(urls, paw_here, read_metrics, tiny_llm, tmp_path):
-    """Training over the server has the metrics of training without one, but for kinds of tasks. Prompts come in another
-    order, and other sums round otherwise."""
+def test_an_environment_served_is_the_environment_itself(
+    urls, paw_here, read_metrics, tiny_llm, tmp_path
+):
+    """Training over the server has the metrics of training without one, but for kinds of tasks.
+    Prompts come in another order, and other sums round otherwise."""
     where = {"model.path": tiny_llm(tmp_path / "model"), "run.dir": tmp_path}
-    served = {"env.name": "openenv", "env.url": urls[2], "env.prompt_field": "prompt", "env.eval_split": "valid_unseen"}
+    served = {
+        "env.name": "openenv",
+        "env.url": urls[2],
+        "env.prompt_field": "prompt",
+        "env.eval_split": "valid_unseen",
+    }
     lines = []
-    for name, env in (("direct", {"env.name": "alfworld", **ROOM}), ("served", served | {"env.reward": 10})):
+    for name, env in (
+        ("direct", {"env.name": "alfworld", **ROOM}),
+        ("served", served | {"env.reward": 10}),
+    ):
         paw_here("train", "alfworld-grpo-paw", SMALL, where | {"run.name": name}, env)
         metrics = read_metrics(tmp_path / name)
         lines.append([{k: v for k, v in line.items() if "success" not in k} for line in metrics])
-    assert lines[0] == [pytest.approx(line, rel=1e-5, abs=1e-6) for line in lines[1]] and lines[0][1]["wm/loss"] > 0
+    assert (
+        lines[0] == [pytest.approx(line, rel=1e-5, abs=1e-6) for line in lines[1]]
+        and lines[0][1]["wm/loss"] > 0
+    )
 
 
 def test_tools_of_openenv_are_tools(urls):
@@ -116,7 +162,11 @@ def test_tools_of_openenv_are_tools(urls):
     environment = Guarded(factory.make(), config.env)
     assert environment.reset(train_tasks(factory, 0, 1, 0)[0]) == '{"status": "ready"}'
     (put,) = [tool["function"] for tool in environment.tools]
-    assert put["name"] == "put" and put["parameters"]["required"] == ["thing"] and "on the shelf" in put["description"]
+    assert (
+        put["name"] == "put"
+        and put["parameters"]["required"] == ["thing"]
+        and "on the shelf" in put["description"]
+    )
 
     def call(**arguments):
         return environment.step(Reply.of("", ToolCall("put", arguments, "call00001")))
@@ -124,14 +174,19 @@ def test_tools_of_openenv_are_tools(urls):
     assert "it jumped off" in call(thing="cat").observation
     assert not call(thang="cup").valid and not environment.step("I am done.").valid
     assert [call(thing="cup").observation, call(thing="jug").won] == ["1 on the shelf", True]
-    assert environment.context()[-1]["role"] == "tool" and environment.context()[-1]["content"] == "2 on the shelf"
+    assert (
+        environment.context()[-1]["role"] == "tool"
+        and environment.context()[-1]["content"] == "2 on the shelf"
+    )
 
 
 def test_clients_of_openenv_play_what_is_served(urls, paw_env):
     env = paw_env | {"PYTHONPATH": os.pathsep.join([str(PACKAGE), paw_env["PYTHONPATH"]])}
     words = [sys.executable, HERE / "openenv_client.py", urls[2]]
     told = json.loads(subprocess.run(words, env=env, capture_output=True, check=True).stdout)
-    factory, _ = make("alfworld-grpo", name="alfworld", data="none", difficulty="tiny", max_turns="3")
+    factory, _ = make(
+        "alfworld-grpo", name="alfworld", data="none", difficulty="tiny", max_turns="3"
+    )
     for i, texts in enumerate(told["two"][0]):
         environment = factory.make()
         expected = [environment.reset(factory.tasks("train", 5)[i]), environment.context()]

@@ -31,7 +31,10 @@ TIGHT_S = 0.5
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "numbers.jsonl"
-    documents = ({"id": i, "contents": f'"Number {i}"\nmod{i % 7} mod{i % 11} unique{i}'} for i in range(3000))
+    documents = (
+        {"id": i, "contents": f'"Number {i}"\nmod{i % 7} mod{i % 11} unique{i}'}
+        for i in range(3000)
+    )
     path.write_text("".join(json.dumps(document) + "\n" for document in documents))
     return path
 
@@ -64,11 +67,19 @@ def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw
     with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
         (hit,) = local.search(["unique42"], 1)[0]
         document = {"id": "42", "contents": '"Number 42"\nmod0 mod9 unique42'}
-        scored = http.post("/retrieve", json={"query": "unique42", "topk": 3, "return_scores": True})
+        scored = http.post(
+            "/retrieve", json={"query": "unique42", "topk": 3, "return_scores": True}
+        )
         assert scored.json() == {"result": [[{"document": document, "score": hit.score}]]}
-        bare = http.post("/retrieve", json={"queries": ["unique42", "mod1", ""], "topk": None}).json()["result"]
+        bare = http.post(
+            "/retrieve", json={"queries": ["unique42", "mod1", ""], "topk": None}
+        ).json()["result"]
         assert bare[0] == [document] and len(bare[1]) == 2 and bare[2] == []
-        assert http.get("/health").json() == {"status": "ok", "documents": 3000, "retriever": "bm25"}
+        assert http.get("/health").json() == {
+            "status": "ok",
+            "documents": 3000,
+            "retriever": "bm25",
+        }
 
         json_type = {"Content-Type": "application/json"}
         for body, reason in {
@@ -77,14 +88,19 @@ def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw
             "{}": 'give either "queries", a list, or "query", one text',
             '{"query": "a", "queries": ["b"]}': "give either",
             '{"queries": []}': "queries: List should have at least 1",
-            json.dumps({"queries": ["a"] * (server.MAX_QUERIES + 1)}): f"at most {server.MAX_QUERIES}",
+            json.dumps(
+                {"queries": ["a"] * (server.MAX_QUERIES + 1)}
+            ): f"at most {server.MAX_QUERIES}",
             '{"queries": ["a", 3]}': "queries: 1: Input should be a valid string",
             '{"query": "a", "topk": 0}': "topk: Input should be greater",
             '{"query": "a", "topk": 101}': "topk: Input should be less",
             '{"query": "a", "top_k": 3}': "top_k: Extra inputs",
         }.items():
             answer = http.post("/retrieve", content=body.encode("latin-1"), headers=json_type)
-            assert answer.status_code == 400 and reason in answer.json()["error"], (body[:40], answer.text)
+            assert answer.status_code == 400 and reason in answer.json()["error"], (
+                body[:40],
+                answer.text,
+            )
         answers = {
             415: http.post("/retrieve", data={"query": "a"}),
             404: http.post("/search", json={"query": "a"}),
@@ -95,14 +111,18 @@ def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw
             assert answer.status_code == status and answer.json()["error"], answer.text
         assert "POST /retrieve and GET /health" in answers[405].json()["error"]
 
-    with socket.create_connection((url[7:].partition(":")[0], int(url.rpartition(":")[2]))) as connection:
+    with socket.create_connection(
+        (url[7:].partition(":")[0], int(url.rpartition(":")[2]))
+    ) as connection:
         connection.sendall(HEAD)  # and gone
     busy = paw("serve", "retriever", "--corpus", corpus, "--port", url.rpartition(":")[2], code=2)
     assert re.fullmatch(r"paw: .*--port \d+: .*Address already in use.*\n", busy.stderr)
     child.send_signal(signal.SIGTERM)
     assert child.wait(10) == 0 and child.stderr.read() == ""
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
-    with pytest.raises(UserError, match=f"'{url}/retrieve': .*; `paw serve retriever` starts such a server"):
+    with pytest.raises(
+        UserError, match=f"'{url}/retrieve': .*; `paw serve retriever` starts such a server"
+    ):
         client.search(["a"], 1)
 
 
@@ -141,12 +161,19 @@ def test_a_busy_server_turns_requests_away_and_what_takes_too_long_ends(monkeypa
     async def ask() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            waiting = [asyncio.create_task(client.post("/retrieve", json={"query": word})) for word in ("a", "break")]
+            waiting = [
+                asyncio.create_task(client.post("/retrieve", json={"query": word}))
+                for word in ("a", "break")
+            ]
             await asyncio.sleep(0.2)
             answers = [await client.post("/retrieve", json={"query": "c"})]
             slow.let.set()
             answers += [await task for task in waiting]
-            answers.append(await client.post("/retrieve", content=body(), headers={"Content-Type": "application/json"}))
+            answers.append(
+                await client.post(
+                    "/retrieve", content=body(), headers={"Content-Type": "application/json"}
+                )
+            )
             slow.let.clear()
             answers.append(await client.post("/retrieve", json={"query": "c"}))
             slow.let.set()
@@ -166,7 +193,10 @@ def test_a_server_that_cannot_start_says_why(paw_here, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"id": 0, "contents": "x"}\n{"id": 1}\n')
     for words, reason in (
         (["--corpus", "bad.jsonl"], "bad.jsonl, line 2: contents: Field required"),
-        (["--corpus", "missing.jsonl"], "env.corpus = 'missing.jsonl': cannot be read: No such file or directory"),
+        (
+            ["--corpus", "missing.jsonl"],
+            "env.corpus = 'missing.jsonl': cannot be read: No such file or directory",
+        ),
         (["--retriever", "zerosearch"], "'zerosearch' is no index"),
         (["--port", "70000"], "--port 70000"),
     ):
@@ -177,8 +207,15 @@ def test_a_server_that_cannot_start_says_why(paw_here, tmp_path):
 def test_the_client_takes_both_forms_tries_again_and_names_who_misbehaves(monkeypatch):
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
     with serve_script() as state:
-        both = [{"document": {"id": 1, "contents": "x"}, "score": 0.5}], [{"contents": "y"}, {"contents": "z"}]
-        state.script = [(503, b"busy", {}), (500, b"oh", {}), *((200, {"result": [found]}, {}) for found in both)]
+        both = (
+            [{"document": {"id": 1, "contents": "x"}, "score": 0.5}],
+            [{"contents": "y"}, {"contents": "z"}],
+        )
+        state.script = [
+            (503, b"busy", {}),
+            (500, b"oh", {}),
+            *((200, {"result": [found]}, {}) for found in both),
+        ]
         client = make_retriever(SearchConfig(retriever=f"{state.url}/retrieve"))
         assert len(state.requests) == 3 and client.search(["q"], 1) == [[("", "y", 0.0)]]
         assert state.requests[3] == {"queries": ["q"], "topk": 1, "return_scores": True}
@@ -188,7 +225,12 @@ def test_the_client_takes_both_forms_tries_again_and_names_who_misbehaves(monkey
             (404, b"not here", "status 404: not here", 1),
             (200, b"<html>", "does not answer as a retriever .*<html>", 1),
             (200, {"result": []}, "0 lists of hits for 1 queries", 1),
-            (200, {"result": [[{"document": {"id": 1}}]]}, "result: 0: 0: contents: Field required", 1),
+            (
+                200,
+                {"result": [[{"document": {"id": 1}}]]},
+                "result: 0: 0: contents: Field required",
+                1,
+            ),
         ):
             state.default, state.requests = (status, body, {}), []
             with pytest.raises(UserError, match=f"{state.url}/retrieve.*{reason}") as error:

@@ -31,7 +31,9 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 sys.path.insert(0, str(Path(__file__).parents[2]))
-bench, simulation = (importlib.import_module(f"bench.{name}") for name in ("rollout", "rollout_simulation"))
+bench, simulation = (
+    importlib.import_module(f"bench.{name}") for name in ("rollout", "rollout_simulation")
+)
 SHAPE = simulation.SHAPES["quickstart"]
 LIMIT = simulation.MOST_PROMPT + simulation.MOST_RESPONSE
 BLOCK = 32  # of the prefix cache on a CPU
@@ -86,8 +88,13 @@ def setup(vllm_here, tmp_path_factory):
 
 def make_requests(max_tokens=20):
     g = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(4, SHAPE.vocab_size, (n,), generator=g).tolist() for n in (1, 33, 64, 130, 17)]
-    return [Request(50 + i, prompt, 900 + i, (0.4, 1.0, 0.0)[i % 3], max_tokens) for i, prompt in enumerate(prompts)]
+    prompts = [
+        torch.randint(4, SHAPE.vocab_size, (n,), generator=g).tolist() for n in (1, 33, 64, 130, 17)
+    ]
+    return [
+        Request(50 + i, prompt, 900 + i, (0.4, 1.0, 0.0)[i % 3], max_tokens)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def run(engine, requests):
@@ -104,14 +111,22 @@ def run(engine, requests):
 def trainer_logp(model, requests, completions):
     rows = []
     for request, completion in zip(requests, completions, strict=True):
-        logits = model(input_ids=torch.tensor([request.prompt_ids + completion.token_ids])).logits[0].double()
-        logp = (logits / (request.temperature or 1.0)).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
+        logits = (
+            model(input_ids=torch.tensor([request.prompt_ids + completion.token_ids]))
+            .logits[0]
+            .double()
+        )
+        logp = (logits / (request.temperature or 1.0)).log_softmax(-1)[
+            len(request.prompt_ids) - 1 : -1
+        ]
         rows.append(logp.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist())
     return rows
 
 
 def mismatch(model, requests, completions):
-    found = sampler_mismatch(trainer_logp(model, requests, completions), [c.logp for c in completions])
+    found = sampler_mismatch(
+        trainer_logp(model, requests, completions), [c.logp for c in completions]
+    )
     return found["health/sampler_mismatch"]
 
 
@@ -129,7 +144,11 @@ def test_seeds_decide_whatever_is_in_the_batch_or_the_cache(setup):
     together, cached = run(engine, requests), run(engine, requests)
     assert mismatch(model, requests, together) < 1e-4 and {c.entropy for c in together} == {None}
     alone = [run(engine, [request])[0] for request in requests]
-    assert [c.token_ids for c in together] == [c.token_ids for c in cached] == [c.token_ids for c in alone]
+    assert (
+        [c.token_ids for c in together]
+        == [c.token_ids for c in cached]
+        == [c.token_ids for c in alone]
+    )
     assert cached[3].cached_tokens == 4 * BLOCK
     other = [replace(request, seed=request.seed + 1) for request in requests]
     assert [c.token_ids for c in run(engine, other)] != [c.token_ids for c in together]
@@ -194,7 +213,10 @@ def test_misuse_is_refused(setup):
 def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_trainer(setup):
     """Of the tokens that vLLM sampled, and of those of transformers."""
     model, engine = setup
-    policy, requests = Policy(copy.deepcopy(model)), [replace(request, temperature=1.0) for request in make_requests()]
+    policy, requests = (
+        Policy(copy.deepcopy(model)),
+        [replace(request, temperature=1.0) for request in make_requests()],
+    )
 
     def gradient(completions, logps):
         ids = {"separator_ids": [3], "observation_ids": [7, 8, 9]}
@@ -204,7 +226,10 @@ def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_tra
             for i, (request, completion, logp) in enumerate(zip(requests, completions, logps, strict=True))
         ]  # fmt: skip
         (batch,) = micro_batches(rows, budget=10**6, with_observation=True, device=policy.device)
-        tokens, loss = losses.token_batch(batch, rows, update_samples=len(rows)), losses.joint(losses.ppo, losses.ce)
+        tokens, loss = (
+            losses.token_batch(batch, rows, update_samples=len(rows)),
+            losses.joint(losses.ppo, losses.ce),
+        )
         losses.joint_loss(policy, batch, tokens, loss, temperature=1.0).loss.backward()
         found = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
         policy.zero_grad(set_to_none=True)
@@ -214,7 +239,9 @@ def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_tra
         completions = run(sampler, requests)
         expected = gradient(completions, trainer_logp(model, requests, completions))
         assert expected.norm() > 0
-        assert (gradient(completions, [c.logp for c in completions]) - expected).norm() < 1e-4 * expected.norm()
+        assert (
+            gradient(completions, [c.logp for c in completions]) - expected
+        ).norm() < 1e-4 * expected.norm()
 
 
 def play(setup, *, reference=False, envs=32, most_turns=20):
@@ -223,9 +250,13 @@ def play(setup, *, reference=False, envs=32, most_turns=20):
     push_weights(model, engine, version=0)  # empties the cache
     factory = simulation.SimulatedFactory(SHAPE.vocab_size, most_turns=most_turns)
     chat = simulation.make_chat(SHAPE.vocab_size)
-    meter = simulation.Meter(engine, chat, factory.made if reference else (), lock_step=reference, median=11)
+    meter = simulation.Meter(
+        engine, chat, factory.made if reference else (), lock_step=reference, median=11
+    )
     rollouts = Rollouts(factory, meter, chat, bench.CONFIG)
-    groups, stats = rollouts.play(factory.tasks(envs // 8), group_size=8, temperature=1.0, seed=0, stream="")
+    groups, stats = rollouts.play(
+        factory.tasks(envs // 8), group_size=8, temperature=1.0, seed=0, stream=""
+    )
     assert engine.pending == 0 and stats.failures == []
     return groups, stats, len(meter.batches)
 
@@ -240,7 +271,9 @@ def test_the_same_episodes_in_half_the_engine_steps(setup):
     assert their_stats == stats and their_steps >= 2 * steps
     episodes = [episode for group in groups for episode in group.trajectories]
     longest = max(sum(len(turn.response_ids) for turn in episode.turns) for episode in episodes)
-    assert longest <= steps <= longest + 25  # it never waits: the longest episode alone takes as many
+    assert (
+        longest <= steps <= longest + 25
+    )  # it never waits: the longest episode alone takes as many
 
 
 def test_the_hit_rate_that_training_logs(setup):
@@ -261,6 +294,10 @@ def test_an_engine_whose_worker_dies_is_one_line(setup, monkeypatch):
     executor = engine._llm.llm_engine.engine_core.engine_core.model_executor
     monkeypatch.setattr(executor, "execute_model", execute_model)
     engine.submit(Request(1, [5] * 9, 0, 1.0, 7))
-    with pytest.raises(UserError, match="vLLM engine of rank 0 died while sampling: RuntimeError: CUDA error") as died:
+    with pytest.raises(
+        UserError, match="vLLM engine of rank 0 died while sampling: RuntimeError: CUDA error"
+    ) as died:
         engine.step()
-    assert died.value.exit_code == 1 and str(died.value).endswith("checkpoints are kept (--resume auto)")
+    assert died.value.exit_code == 1 and str(died.value).endswith(
+        "checkpoints are kept (--resume auto)"
+    )

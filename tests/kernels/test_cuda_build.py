@@ -17,7 +17,16 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc
 
 
 def build(folder: Path, *python: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *python, "setup.py", "build_ext", "-b", folder / "lib", "-t", folder / "temp"]
+    command = [
+        sys.executable,
+        *python,
+        "setup.py",
+        "build_ext",
+        "-b",
+        folder / "lib",
+        "-t",
+        folder / "temp",
+    ]
     env = {**os.environ, "PAW_BUILD_CUDA": "1", **env}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
@@ -32,8 +41,12 @@ def test_the_library_builds_without_spills_and_loads_beside_a_torch_without_cuda
     compiled = re.findall(r"Compiling entry function '\w*?(\w+_kernel)\w*' for 'sm_(\d+)'", report)
     for arch in ("80", "90", "100"):
         names = [name for name, of in compiled if of == arch]
-        assert len(names) == 9 and all(any(name.endswith(f"{k}_kernel") for name in names) for k in KERNELS)
-    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+        assert len(names) == 9 and all(
+            any(name.endswith(f"{k}_kernel") for name in names) for k in KERNELS
+        )
+    frames = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
+    )
     assert len(frames) == len(compiled) and set(frames) == {("0", "0", "0")}
     assert max(int(n) for n in re.findall(r"Used (\d+) registers", report)) <= 64
 
@@ -59,7 +72,9 @@ def test_what_a_build_lacks_is_said_in_one_line(tmp_path):
     tools.mkdir()
 
     def nvcc(release: str) -> None:
-        (tools / "nvcc").write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "release {release}, V{release}.1"\n')
+        (tools / "nvcc").write_text(
+            f'#!/bin/sh\n[ "$1" = --version ] && echo "release {release}, V{release}.1"\n'
+        )
         (tools / "nvcc").chmod(0o755)
 
     def last_line(path: str, *python: str, **env: str) -> str:
@@ -67,8 +82,13 @@ def test_what_a_build_lacks_is_said_in_one_line(tmp_path):
         assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
         return done.stderr.splitlines()[-1]
 
-    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "nvcc").exists())
-    assert last_line(path) == "PAW_BUILD_CUDA: no nvcc on PATH or in CUDA_HOME; install the CUDA toolkit"
+    path = os.pathsep.join(
+        p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "nvcc").exists()
+    )
+    assert (
+        last_line(path)
+        == "PAW_BUILD_CUDA: no nvcc on PATH or in CUDA_HOME; install the CUDA toolkit"
+    )
     path = f"{tools}{os.pathsep}{path}"
     nvcc("11.8")
     assert last_line(path) == f"PAW_BUILD_CUDA: {tools}/nvcc is 11.8; 12.0 or later is needed"
@@ -89,4 +109,7 @@ def test_what_a_build_lacks_is_said_in_one_line(tmp_path):
         assert spec is not None and spec.origin is not None
         (bare / package).symlink_to(Path(spec.origin).parent)
     got = last_line(path, "-S", PYTHONPATH=str(bare))
-    assert got == "PAW_BUILD_CUDA: torch is not importable in this build; pip install --no-build-isolation ."
+    assert (
+        got
+        == "PAW_BUILD_CUDA: torch is not importable in this build; pip install --no-build-isolation ."
+    )

@@ -29,7 +29,9 @@ def gradient():
     # Five tiles, rows at every alignment, one row that comes from behind.
     x, target, ones = random(5, 20_001), torch.arange(5), torch.ones(5)
     source = torch.tensor([0, 4, 2, 3])
-    OPS.row_gradient_(x, None, target, source, 0 * ones, 10 * ones, ones, ones, ones, 1.0, torch.bfloat16)
+    OPS.row_gradient_(
+        x, None, target, source, 0 * ones, 10 * ones, ones, ones, ones, 1.0, torch.bfloat16
+    )
     return (x.view(torch.bfloat16)[:4, :20_001],)
 
 
@@ -42,7 +44,10 @@ CALLS = {
 
 def gives(call, want):
     results = call()
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(results, want, strict=True))
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(results, want, strict=True)
+    )
 
 
 def goes_wrong(call, want):
@@ -90,7 +95,9 @@ def test_results_depend_on_the_order_of_turns_only_where_a_barrier_is_left_out(n
 
 def test_mistakes_show(tmp_path):
     """A missing barrier in results, one that a thread never reaches as an error."""
-    library = cuda_on_cpu.compile_for_cpu(tmp_path / "bad.so", Path(__file__).with_name("bad_kernels.cu"))
+    library = cuda_on_cpu.compile_for_cpu(
+        tmp_path / "bad.so", Path(__file__).with_name("bad_kernels.cu")
+    )
 
     def run(which, order):
         out = torch.zeros(128)

@@ -4,7 +4,15 @@ import math
 
 import pytest
 import torch
-from dense_reference import Rows, assert_close, dense, dense_pulled, dense_stats, problem, set_chunk_rows
+from dense_reference import (
+    Rows,
+    assert_close,
+    dense,
+    dense_pulled,
+    dense_stats,
+    problem,
+    set_chunk_rows,
+)
 
 from paw.algo.loss import TokenBatch
 from paw_kernels import _head, _rows
@@ -16,7 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 def test_huge_logits_over_a_tiny_temperature_keep_every_digit(backend, exponent):
     """The difference to the largest logit is taken before it is scaled: z rounded to float32 is off by 2^-24 |z|."""
     step = 2.0**exponent
-    weight = 1000 * step * 2**10 + step * torch.randint(12, (300, 1), generator=torch.Generator().manual_seed(0))
+    weight = 1000 * step * 2**10 + step * torch.randint(
+        12, (300, 1), generator=torch.Generator().manual_seed(0)
+    )
     inputs = torch.ones(3, 1), weight.float(), torch.tensor([0, 7, 299]), leaning
     got, want = (of(*inputs, temperature=0.7 * step) for of in (backend.stats, dense_pulled))
     for g, w in zip((*got[0], got[1][1]), (*want[0], want[1][1]), strict=True):
@@ -38,7 +48,10 @@ FLOAT16 = {  # size of the hidden states, row weight, advantage, temperature, up
 }
 
 
-@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["float32 matmuls", "float16 matmuls"])
+@pytest.fixture(
+    params=[False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["float32 matmuls", "float16 matmuls"],
+)
 def matmuls(request, backend, monkeypatch):
     """As on a GPU, the gradient matmuls of the cuda backend take float16; of others here they take float32."""
     if not request.param:
@@ -62,7 +75,9 @@ def matmuls(request, backend, monkeypatch):
     monkeypatch.setattr(_rows, "NativeRows", Half)
     monkeypatch.setattr(_head, "_add_product", add_product)
     monkeypatch.setattr(_head, "float32_product", product)
-    monkeypatch.setattr(_rows, "logits", lambda x, head, out: product(x.float(), head.t().float(), out[: len(x)]))
+    monkeypatch.setattr(
+        _rows, "logits", lambda x, head, out: product(x.float(), head.t().float(), out[: len(x)])
+    )
 
 
 @pytest.mark.parametrize("chunks", [False, True], ids=["one chunk", "chunks"])
@@ -72,11 +87,15 @@ def test_float16_gradients_are_those_of_the_loss(backend, matmuls, case, chunks,
     size, row_weight, advantage, temperature, factor = FLOAT16[case]
     T, V, D, of = 24, 40, 16, {"temperature": temperature}
     hidden, weight, target, bias, rows = problem(T, V, D, bias=True, **of)
-    hidden, weight, bias = ((0.1 * t).half() for t in (10 * size * hidden, weight, temperature * bias))
+    hidden, weight, bias = (
+        (0.1 * t).half() for t in (10 * size * hidden, weight, temperature * bias)
+    )
     rows = Rows(rows.batch, {"wm": "ce", "entropy_coef": 0.1}).replace(
         weight=row_weight * torch.logspace(0, -6, T),  # the lightest a millionth of the heaviest
         advantage=advantage * rows.advantage,
-        old_logp=dense_stats(hidden.double(), weight.double(), target, bias.double(), **of)[0].float(),
+        old_logp=dense_stats(hidden.double(), weight.double(), target, bias.double(), **of)[
+            0
+        ].float(),
     )
     if chunks:
         set_chunk_rows(monkeypatch, 10, vocabulary=V)
@@ -85,13 +104,21 @@ def test_float16_gradients_are_those_of_the_loss(backend, matmuls, case, chunks,
         return factor * ((logp * rows.advantage + 0.3 * entropy) * rows.weight).sum()
 
     for got, want in (
-        (loss(hidden, weight, target, rows, bias, upstream=factor, **of) for loss in (backend.loss, dense)),
-        (stats(hidden, weight, target, pull, bias, **of) for stats in (backend.stats, dense_pulled)),
+        (
+            loss(hidden, weight, target, rows, bias, upstream=factor, **of)
+            for loss in (backend.loss, dense)
+        ),
+        (
+            stats(hidden, weight, target, pull, bias, **of)
+            for stats in (backend.stats, dense_pulled)
+        ),
     ):
         for i, (g, w) in enumerate(zip(got[1], want[1], strict=True)):
             assert g.dtype == torch.float16 and 1e-4 < w.abs().max() < 65_504
             largest = w.abs().max() if i else w.abs().amax(-1, keepdim=True)
-            torch.testing.assert_close(((g - w) / (largest + 1e-4)).abs().max().item(), 0.0, rtol=0, atol=4e-3)
+            torch.testing.assert_close(
+                ((g - w) / (largest + 1e-4)).abs().max().item(), 0.0, rtol=0, atol=4e-3
+            )
 
 
 def test_a_mean_over_many_tokens_does_not_overflow_float16(backend):
@@ -107,7 +134,9 @@ def test_a_mean_over_many_tokens_does_not_overflow_float16(backend):
 
 
 # A few, a whole tile, the first block of a row operation.
-@pytest.mark.parametrize("mask", [[3, 40, 69], range(32, 64), range(2100)], ids=["a few", "a tile", "a block"])
+@pytest.mark.parametrize(
+    "mask", [[3, 40, 69], range(32, 64), range(2100)], ids=["a few", "a tile", "a block"]
+)
 @pytest.mark.parametrize("bias_of_masked", [-math.inf, torch.finfo(torch.float32).min])
 def test_masked_tokens_take_no_part(backend, mask, bias_of_masked):
     """Bias of -inf: statistics and gradients of the others; a masked target has log p = -inf and a finite gradient."""
@@ -127,7 +156,9 @@ def test_masked_tokens_take_no_part(backend, mask, bias_of_masked):
 
     def gradients_match(got, want):
         for g, w in zip(got, want, strict=True):
-            torch.testing.assert_close(g.double(), w, rtol=0, atol=2e-5 * max(1.0, w.abs().max().item()))
+            torch.testing.assert_close(
+                g.double(), w, rtol=0, atol=2e-5 * max(1.0, w.abs().max().item())
+            )
 
     got = backend.stats(hidden, weight, target, pull, bias, temperature=0.7)
     want = dense_pulled(hidden, weight, target, pull, finite, temperature=0.7)
@@ -139,7 +170,9 @@ def test_masked_tokens_take_no_part(backend, mask, bias_of_masked):
     assert logp[3] == -math.inf or (bias_of_masked > -math.inf and logp[3] < -1e38)
     assert logp[torch.arange(20) != 3].isfinite().all()
     torch.testing.assert_close(entropy, got[0][1])
-    gradients_match(gradients, dense_pulled(hidden, weight, target, pull, finite, temperature=0.7)[1])
+    gradients_match(
+        gradients, dense_pulled(hidden, weight, target, pull, finite, temperature=0.7)[1]
+    )
 
 
 @pytest.mark.parametrize("loss", ["cmae", "ce"])
@@ -150,18 +183,26 @@ def test_the_loss_of_a_masked_target(backend, loss):
     rows.observation[4], rows.weight[4], rows.advantage[4] = loss == "ce", 1.0, 1.0
     out, gradients = backend.loss(hidden, weight, target, rows, bias)
     assert out.logp[4] == -math.inf and (out.entropy >= 0).all()
-    assert out.token_loss[4].item() == pytest.approx(1.0) if loss == "cmae" else out.token_loss[4] == math.inf
+    assert (
+        out.token_loss[4].item() == pytest.approx(1.0)
+        if loss == "cmae"
+        else out.token_loss[4] == math.inf
+    )
     assert all(g.isfinite().all() for g in gradients)
 
 
 def test_a_wholly_masked_vocabulary_has_no_distribution(backend):
     hidden, weight, target, _, _ = problem(5, 70, 16)
     masked = torch.full((70,), -math.inf)
-    stats, gradients = backend.stats(hidden, weight, target, lambda *stats: sum(stats).sum(), masked)
+    stats, gradients = backend.stats(
+        hidden, weight, target, lambda *stats: sum(stats).sum(), masked
+    )
     assert all(t.isnan().all() for t in (*stats, gradients[0]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
 def test_an_unlikely_target_keeps_its_own_derivative_under_a_soft_cap(backend, dtype):
     """exp(z - max) of the target is 0 in the dtype, yet the whole pull is on it, times its 1 - tanh^2 and no other."""
     hidden = torch.zeros(2, 8)
@@ -170,8 +211,12 @@ def test_an_unlikely_target_keeps_its_own_derivative_under_a_soft_cap(backend, d
     weight[:, 0] = torch.linspace(-2, 34, 40)
     weight[3, 0] = -28.0
     inputs = hidden.to(dtype), weight.to(dtype), torch.tensor([3, 3]), lambda logp, _: logp.sum()
-    got, want = (of(*inputs, softcap=30.0, temperature=0.25)[1][0] for of in (backend.stats, dense_pulled))
-    torch.testing.assert_close(got.double(), want, rtol=2e-5 if dtype == torch.float32 else 1e-2, atol=0)
+    got, want = (
+        of(*inputs, softcap=30.0, temperature=0.25)[1][0] for of in (backend.stats, dense_pulled)
+    )
+    torch.testing.assert_close(
+        got.double(), want, rtol=2e-5 if dtype == torch.float32 else 1e-2, atol=0
+    )
 
 
 def test_a_masked_token_is_a_logit_of_minus_the_cap(backend):
@@ -179,19 +224,28 @@ def test_a_masked_token_is_a_logit_of_minus_the_cap(backend):
     hidden, weight, target, bias, _ = problem(20, 70, 16, bias=True)
     bias[5], target[0] = -math.inf, 5
     got = backend.stats(hidden, weight, target, lambda logp, _: logp.sum(), bias, softcap=3.0)[0]
-    want = dense_stats(hidden.double(), weight.double(), target, bias.clamp(min=-1e9).double(), softcap=3.0)
+    want = dense_stats(
+        hidden.double(), weight.double(), target, bias.clamp(min=-1e9).double(), softcap=3.0
+    )
     for g, w in zip(got, want, strict=True):
         assert_close(g, w)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
 @pytest.mark.parametrize("peak", [3, 20, 40, 69])
 def test_a_logit_far_above_the_others_anywhere_in_the_row(backend, dtype, peak):
     """Neither half of a tile, nor one tile for another, may overflow or vanish."""
     hidden, weight, target, _, _ = problem(20, 70, 16, scale=0.5)
     hidden[:, 0], weight[peak, 0] = 16.0, 20.0
     target[::2] = peak
-    inputs = hidden.to(dtype), weight.to(dtype), target, lambda logp, entropy: (logp + entropy).sum()
+    inputs = (
+        hidden.to(dtype),
+        weight.to(dtype),
+        target,
+        lambda logp, entropy: (logp + entropy).sum(),
+    )
     (stats, gradients), (exact, want) = backend.stats(*inputs), dense_pulled(*inputs)
     for g, w in zip(stats, exact, strict=True):
         assert_close(g, w, 2e-6)

@@ -4,7 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dense_reference import assert_close, dense, dense_pulled, fused_loss, leaves, problem, set_chunk_rows
+from dense_reference import (
+    assert_close,
+    dense,
+    dense_pulled,
+    fused_loss,
+    leaves,
+    problem,
+    set_chunk_rows,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,13 +29,20 @@ OPTIONS = {
     "gce": {"wm": "gce", "q": 0.4},
     "kl": {"kl_coef": 0.3},
     "entropy": {"entropy_coef": 0.05},
-    "everything": {"kl_coef": 0.1, "entropy_coef": 0.05, "rho": 0.05, "clip_low": 0.1, "dual_clip": 1.5},
+    "everything": {
+        "kl_coef": 0.1,
+        "entropy_coef": 0.05,
+        "rho": 0.05,
+        "clip_low": 0.1,
+        "dual_clip": 1.5,
+    },
 }
 EVERYTHING, CAPPED = OPTIONS["everything"], {"wm": "gce", "kl_coef": 0.1, "entropy_coef": 0.05}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CASES = {  # T, V, D, size of the hidden states, the head, the loss
     "clip fp32": ((30, 70, 16), 2.0, {}, {}),
-    # Of Triton's tiles: nothing divides a block, half a tile of columns, exactly one tile, no tensor descriptors.
+    # Of Triton's tiles: nothing divides a block, half a tile of columns, exactly one tile, no
+    # tensor descriptors.
     "ragged fp32 bf16 fp16": ((21, 82, 24), 2.0, {"temperature": 0.7}, EVERYTHING),
     "half a tile fp32 bf16 fp16": ((20, 48, 16), 2.0, {"temperature": 0.7}, EVERYTHING),
     "one tile fp32 bf16 fp16": ((16, 32, 32), 2.0, {"temperature": 0.7}, EVERYTHING),
@@ -39,12 +54,18 @@ CASES = {  # T, V, D, size of the hidden states, the head, the loss
     "bent fp32 bf16 fp16": ((30, 70, 16), 2.0, {"softcap": 2.0, "temperature": 0.7}, CAPPED),
     # Most logits within 1e-3 of the cap or its negative.
     "saturated fp32 bf16 fp16": ((30, 70, 16), 30.0, {"softcap": 3.0}, CAPPED),
-    "near one-hot fp32 bf16 fp16": ((30, 70, 16), 40.0, {"softcap": 30.0, "temperature": 1.3}, CAPPED),
+    "near one-hot fp32 bf16 fp16": (
+        (30, 70, 16),
+        40.0,
+        {"softcap": 30.0, "temperature": 1.3},
+        CAPPED,
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(name, dtype) for name in CASES for dtype in name.split() if dtype in DTYPES]
+    ("name", "dtype"),
+    [(name, dtype) for name in CASES for dtype in name.split() if dtype in DTYPES],
 )
 def test_the_loss_and_that_of_statistics_match_float64(backend, name, dtype):
     (T, V, D), size, how, options = CASES[name]
@@ -59,12 +80,19 @@ def test_the_loss_and_that_of_statistics_match_float64(backend, name, dtype):
     inputs = hidden, weight, target, rows, bias
     out, gradients = backend.loss(*inputs, upstream=-1.7, **how)
     stats, apart = backend.stats(
-        hidden, weight, target, lambda *stats: -1.7 * rows.loss(*stats, rows.batch).sum(), bias, **how
+        hidden,
+        weight,
+        target,
+        lambda *stats: -1.7 * rows.loss(*stats, rows.batch).sum(),
+        bias,
+        **how,
     )
     expected, want = dense(*inputs, upstream=-1.7, **how)
     plain = dense(*inputs, upstream=-1.7, dtype=dtype, **how)[1]
     assert torch.equal(out.logp, stats[0]) and torch.equal(out.entropy, stats[1])
-    for got, exact, tolerance in zip(out[:4], expected, (1e-5, 1e-5, *[4e-6 if capped else 2e-6] * 2), strict=True):
+    for got, exact, tolerance in zip(
+        out[:4], expected, (1e-5, 1e-5, *[4e-6 if capped else 2e-6] * 2), strict=True
+    ):
         assert_close(got, exact, tolerance)
     for found in (gradients, apart):
         for g, w, p in zip(found, want, plain, strict=True):
@@ -86,7 +114,9 @@ LOSSES = [
 def test_every_loss_matches_float64_and_runs_repeat(backend, name, dtype):
     """Without a bias; on a GPU with several tiles for each program."""
     size, dtype = 12 if backend.device == "cuda" else 1, DTYPES[dtype]
-    hidden, weight, target, _, rows = problem(40 * size, 130 * size, 24 * size, scale=2.0, **OPTIONS[name])
+    hidden, weight, target, _, rows = problem(
+        40 * size, 130 * size, 24 * size, scale=2.0, **OPTIONS[name]
+    )
     inputs = hidden.to(dtype), weight.to(dtype), target, rows
     out, gradients = backend.loss(*inputs, upstream=-1.7)
     expected, want = dense(*inputs, upstream=-1.7)
@@ -110,7 +140,11 @@ def test_every_loss_matches_float64_and_runs_repeat(backend, name, dtype):
 
 
 def test_statistics_match_float64_for_any_shape(backend):
-    @settings(max_examples=6 if backend.name == "triton" else backend.examples, deadline=None, derandomize=True)
+    @settings(
+        max_examples=6 if backend.name == "triton" else backend.examples,
+        deadline=None,
+        derandomize=True,
+    )
     @given(
         T=st.integers(0, 40),
         V=st.integers(1, 70),
@@ -128,10 +162,14 @@ def test_statistics_match_float64_for_any_shape(backend):
 
         with pytest.MonkeyPatch.context() as patch:
             set_chunk_rows(patch, chunk, vocabulary=V)
-            stats, gradients = backend.stats(hidden, weight, target, pull, offset, temperature=temperature)
+            stats, gradients = backend.stats(
+                hidden, weight, target, pull, offset, temperature=temperature
+            )
         exact, want = dense_pulled(hidden, weight, target, pull, offset, temperature=temperature)
         assert (stats[0] <= 0).all() and (stats[1] >= 0).all()
-        for got, wide, tolerance in zip((*stats, *gradients), (*exact, *want), [1e-5] * 2 + [5e-5] * 3, strict=False):
+        for got, wide, tolerance in zip(
+            (*stats, *gradients), (*exact, *want), [1e-5] * 2 + [5e-5] * 3, strict=False
+        ):
             assert got.dtype == torch.float32
             assert_close(got, wide, tolerance)
 
@@ -160,9 +198,13 @@ def test_invariants_hold_for_any_shape(backend):
         assert (out.logp <= 0).all() and (out.entropy >= 0).all()
         assert (out.entropy <= torch.tensor(V).log() * (1 + 1e-6)).all()
         assert (gradients[0][~out.has_gradient] == 0).all()
-        assert_close(gradients[2].sum(), torch.zeros(()), 1e-4)  # sum over the vocabulary of each row's dL/dz is 0
+        assert_close(
+            gradients[2].sum(), torch.zeros(()), 1e-4
+        )  # sum over the vocabulary of each row's dL/dz is 0
         if scale < 60:  # at |z| in the hundreds float32 logits may fall on the other side of a clip
-            for got, want in zip(gradients, dense(*inputs, temperature=temperature)[1], strict=True):
+            for got, want in zip(
+                gradients, dense(*inputs, temperature=temperature)[1], strict=True
+            ):
                 assert_close(got, want, 1e-4)
 
     check()
@@ -181,7 +223,10 @@ class LargestTensor(TorchDispatchMode):
 
 def test_chunks_change_nothing_but_rounding_and_runs_nothing(backend, monkeypatch):
     hidden, weight, target, bias, rows = problem(40, 150, 8, bias=True, **EVERYTHING)
-    inputs, tiles = (hidden, weight, target, rows, bias), backend.name == "triton"  # which chooses its own chunks
+    inputs, tiles = (
+        (hidden, weight, target, rows, bias),
+        backend.name == "triton",
+    )  # which chooses its own chunks
     whole, gradients = backend.loss(*inputs)
     stats = backend.stats(hidden, weight, target, lambda logp, _: logp.sum(), bias)[0]
     for chunk in (7,) if tiles else (1, 7, 20):
@@ -191,12 +236,20 @@ def test_chunks_change_nothing_but_rounding_and_runs_nothing(backend, monkeypatc
         # Full logits are never allocated.
         assert largest.numel <= (40 * 150 / 2 if tiles else max(chunk * 150, 150 * 8))
         for ours, theirs in zip((*split, *others), (*whole, *gradients), strict=True):
-            assert_close(ours, theirs, max(1e-6, 40 / chunk * 2**-24))  # a sum of that many parts rounds as often
+            assert_close(
+                ours, theirs, max(1e-6, 40 / chunk * 2**-24)
+            )  # a sum of that many parts rounds as often
     again = backend.loss(*inputs)
     assert torch.equal(again[0].loss, split.loss) and all(map(torch.equal, again[1], others))
     if tiles:
         apart = backend.stats(hidden, weight, target, lambda logp, _: logp.sum(), bias)[0]
-        assert all(map(torch.equal, (split.logp, split.entropy, *apart), (whole.logp, whole.entropy, *stats)))
+        assert all(
+            map(
+                torch.equal,
+                (split.logp, split.entropy, *apart),
+                (whole.logp, whole.entropy, *stats),
+            )
+        )
 
 
 @pytest.mark.skipif(cpu_library() is None, reason="the C++ row operations are not built")
@@ -212,7 +265,9 @@ def test_statistics_keep_logits_that_fit_and_may_go_backward_twice(dtype, monkey
         made.clear()
         stats = token_stats(*inputs[:2], target, bias=inputs[2], temperature=0.7, softcap=3.0)
         value = (stats.logp * pulled).sum() + (stats.entropy * pulled).sum()
-        return [torch.autograd.grad(value, inputs, retain_graph=i + 1 < times) for i in range(times)]
+        return [
+            torch.autograd.grad(value, inputs, retain_graph=i + 1 < times) for i in range(times)
+        ]
 
     (kept,) = gradients()
     assert made == [40]
@@ -229,7 +284,9 @@ def test_statistics_keep_logits_that_fit_and_may_go_backward_twice(dtype, monkey
     assert made == []  # auto is another backend here
 
 
-@pytest.mark.parametrize("live", [[], [39], [0, 17, 38], list(range(1, 40)), list(range(40))], ids=len)
+@pytest.mark.parametrize(
+    "live", [[], [39], [0, 17, 38], list(range(1, 40)), list(range(40))], ids=len
+)
 def test_any_number_of_live_rows(backend, live, monkeypatch):
     """Packed in place, gradients come from the rows they belong to; no others are computed again."""
     hidden, weight, target, _, _ = problem(40, 70, 8)
@@ -254,7 +311,9 @@ def test_any_number_of_live_rows(backend, live, monkeypatch):
     assert seen == [n for n in (40, len(live)) if n] or backend.name == "triton"
 
 
-@pytest.mark.parametrize(("dtype", "softcap"), [("fp32", None), ("bf16", None), ("fp16", None), ("fp32", 5.0)])
+@pytest.mark.parametrize(
+    ("dtype", "softcap"), [("fp32", None), ("bf16", None), ("fp16", None), ("fp32", 5.0)]
+)
 @pytest.mark.parametrize("D", [16, 21])  # with tensor descriptors and without
 def test_rows_with_nan_stay_alone(backend, D, dtype, softcap):
     hidden, weight, target, _, _ = problem(40, 70, D)
@@ -273,7 +332,8 @@ def test_permuting_the_vocabulary_changes_nothing(backend):
     order = torch.randperm(101, generator=torch.Generator().manual_seed(1))
     pull = lambda logp, _: logp.sum()  # noqa: E731
     plain, permuted = (
-        backend.stats(hidden, *of, pull)[0] for of in ((weight, target), (weight[order], order.argsort()[target]))
+        backend.stats(hidden, *of, pull)[0]
+        for of in ((weight, target), (weight[order], order.argsort()[target]))
     )
     for got, want in zip(permuted, plain, strict=True):
         assert_close(got, want, 1e-6)
@@ -307,8 +367,13 @@ def test_any_layout_of_weight_hidden_and_target(backend, layout):
         return torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
 
     h, w = (lay(x.to(backend.device)).requires_grad_() for x in (hidden, weight))
-    y, on = torch.stack([target, target], 1)[:, 0].to(backend.device), rows.to(backend.device, torch.float32)
-    with torch.autocast(backend.device, dtype=torch.bfloat16):  # which leaves inputs of one dtype alone
+    y, on = (
+        torch.stack([target, target], 1)[:, 0].to(backend.device),
+        rows.to(backend.device, torch.float32),
+    )
+    with torch.autocast(
+        backend.device, dtype=torch.bfloat16
+    ):  # which leaves inputs of one dtype alone
         out = fused_loss(h, w, y, on, backend=backend.key)
     out.loss.backward()
     assert_close(out.loss, want.loss, 1e-6)

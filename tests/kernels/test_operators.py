@@ -49,15 +49,23 @@ def test_compiles_into_one_graph_with_the_body():
         hidden, how = body(inputs), {"temperature": temperature, "softcap": softcap}
         stats = token_stats(hidden, weight, target, **how)
         return (
-            fused_loss(hidden, weight, target, rows, **how).loss + 0.1 * stats.logp.mean() - 0.2 * stats.entropy.sum()
+            fused_loss(hidden, weight, target, rows, **how).loss
+            + 0.1 * stats.logp.mean()
+            - 0.2 * stats.entropy.sum()
         )
 
     parameters = [*body.parameters(), weight]
     compiled = torch.compile(loss, fullgraph=True)  # code of inductor's
-    assert_equal(gradients(compiled(inputs, 1.0, None), *parameters), gradients(loss(inputs, 1.0, None), *parameters))
+    assert_equal(
+        gradients(compiled(inputs, 1.0, None), *parameters),
+        gradients(loss(inputs, 1.0, None), *parameters),
+    )
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for how in ((0.7, None), (1.3, None), (1.0, 2.0), (0.9, 3.0)):
-        assert_equal(gradients(compiled(inputs, *how), *parameters), gradients(loss(inputs, *how), *parameters))
+        assert_equal(
+            gradients(compiled(inputs, *how), *parameters),
+            gradients(loss(inputs, *how), *parameters),
+        )
 
 
 def test_cuda_graphs_leave_the_operators_out():
@@ -71,7 +79,12 @@ def test_cuda_graphs_leave_the_operators_out():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_graphs_around_the_head_change_nothing():
     body, inputs, weight, target, rows = body_and_rows()
-    body, inputs, target, weight = body.cuda(), inputs.cuda(), target.cuda(), torch.nn.Parameter(weight.detach().cuda())
+    body, inputs, target, weight = (
+        body.cuda(),
+        inputs.cuda(),
+        target.cuda(),
+        torch.nn.Parameter(weight.detach().cuda()),
+    )
     rows = Fixed(mapped(rows.batch, lambda values: values.cuda()), rows.loss)
 
     def loss(inputs):
@@ -93,10 +106,15 @@ def test_derivatives_that_do_not_exist_are_refused(name):
             return fused_loss(hidden, weight, target, rows).loss
         return token_stats(hidden, weight, target).entropy.sum()
 
-    with pytest.raises(RuntimeError, match=f"{name} has no second derivatives; .*create_graph=True"):
+    with pytest.raises(
+        RuntimeError, match=f"{name} has no second derivatives; .*create_graph=True"
+    ):
         torch.autograd.grad(of(hidden, weight), weight, create_graph=True)
     hidden, weight = hidden.detach(), weight.detach()
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"no forward-mode derivatives \(jvp\)"):
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(RuntimeError, match=r"no forward-mode derivatives \(jvp\)"),
+    ):
         of(forward_ad.make_dual(hidden, torch.ones_like(hidden)), weight)
     with pytest.raises(RuntimeError, match=r"no forward-mode derivatives \(jvp\)"):
         torch.func.jvp(lambda w: of(hidden, w), (weight,), (torch.ones_like(weight),))
@@ -104,7 +122,9 @@ def test_derivatives_that_do_not_exist_are_refused(name):
         of(hidden, weight)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
 @pytest.mark.parametrize("name", ["token_loss", "token_stats"])
 def test_autocast_casts_several_dtypes_to_its_own(name, compiled):
     """As torch.nn.functional.linear: a body under autocast answers bf16, the head's weight and bias are fp32."""
@@ -124,15 +144,22 @@ def test_autocast_casts_several_dtypes_to_its_own(name, compiled):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = gradients(call(*mixed), *mixed)
     assert [g.dtype for g in got] == [torch.bfloat16, torch.float32, torch.float32]
-    assert all(torch.equal(g.bfloat16(), w) for g, w in zip(got, gradients(of(*same), *same), strict=True))
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"weight must be torch.bfloat16"):
+    assert all(
+        torch.equal(g.bfloat16(), w) for g, w in zip(got, gradients(of(*same), *same), strict=True)
+    )
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ValueError, match=r"weight must be torch.bfloat16"),
+    ):
         of(mixed[0], weight.double(), bias)
 
 
 def test_inside_torch_compile_a_loss_is_made_before():
     """A function's closure may change without torch.compile seeing it."""
     _, hidden, weight, target, rows = body_and_rows()
-    compiled = torch.compile(lambda h: token_loss(h, weight, target, lambda *of: -of[0], rows.batch).loss)
+    compiled = torch.compile(
+        lambda h: token_loss(h, weight, target, lambda *of: -of[0], rows.batch).loss
+    )
     with pytest.raises(Exception, match=r"must be a paw_kernels\.Loss"):
         torch.compile(compiled, fullgraph=True, backend="eager")(hidden)
 
@@ -157,11 +184,19 @@ def test_activation_checkpointing_changes_nothing(reentrant):
 def test_fake_tensors_get_the_shapes_and_dtypes_of_real_ones(device):
     _, inputs, weight, target, rows = body_and_rows()
     real = fused_loss(inputs.bfloat16(), weight.bfloat16(), target, rows)
-    grad = device == "cpu"  # autograd of fake tensors of a device that this torch was not built for ends the process
+    grad = (
+        device == "cpu"
+    )  # autograd of fake tensors of a device that this torch was not built for ends the process
     with FakeTensorMode(), torch.set_grad_enabled(grad):
-        number, labels = torch.empty(60, device=device), torch.empty(60, dtype=torch.int64, device=device)
+        number, labels = (
+            torch.empty(60, device=device),
+            torch.empty(60, dtype=torch.int64, device=device),
+        )
         fake = mapped(rows.batch, lambda values: number.to(values.dtype))
-        hidden, head = (torch.empty(n, 12, dtype=torch.bfloat16, device=device, requires_grad=True) for n in (60, 37))
+        hidden, head = (
+            torch.empty(n, 12, dtype=torch.bfloat16, device=device, requires_grad=True)
+            for n in (60, 37)
+        )
         out = token_loss(hidden, head, labels, rows.loss, fake, backend="torch")
         stats = token_stats(hidden, head, labels, backend="torch")
         if grad:
@@ -189,7 +224,9 @@ def test_operators_pass_the_checks_of_torch_library():
     z, plain = hidden.detach() @ weight.detach().t(), [t.detach() for t in (bias, target)]
     torch.library.opcheck(torch.ops.paw_kernels.row_statistics, (z, *plain, 1.3, 2.0))
     source, per_row = torch.arange(20), [torch.randn(20) for _ in range(5)]
-    torch.library.opcheck(torch.ops.paw_kernels.row_gradient_, (z, *plain, source, *per_row, 1.3, torch.float32, 2.0))
+    torch.library.opcheck(
+        torch.ops.paw_kernels.row_gradient_, (z, *plain, source, *per_row, 1.3, torch.float32, 2.0)
+    )
 
 
 def test_without_a_compiler_the_head_falls_back_to_torch(monkeypatch):
@@ -214,4 +251,6 @@ def test_a_library_of_older_sources_is_not_called(monkeypatch):
 def test_the_cpu_backend_is_the_one_in_use_here():
     assert paw_kernels.best_backend(torch.device("cpu"), torch.float32) == "cpu"
     for name in ("triton", "cuda"):
-        assert "device cuda" in paw_kernels.why_not_backend(name, torch.device("cpu"), torch.float32)
+        assert "device cuda" in paw_kernels.why_not_backend(
+            name, torch.device("cpu"), torch.float32
+        )

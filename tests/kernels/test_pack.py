@@ -35,8 +35,13 @@ def test_results_on_fake_cuda_tensors_have_the_shapes_and_dtypes():
         x, n = torch.empty(4, 7, device="cuda"), torch.empty(4, device="cuda")
         target = torch.empty(4, dtype=torch.int64, device="cuda")
         statistics = OPS.row_statistics(x, None, target, 1.0)
-        assert OPS.row_gradient_(x, None, target, target, n, n, n, n, None, 1.0, torch.float16) is None
-    assert [(tuple(r.shape), r.dtype) for r in results] == [((5,), torch.int64), ((1,), torch.int64)]
+        assert (
+            OPS.row_gradient_(x, None, target, target, n, n, n, n, None, 1.0, torch.float16) is None
+        )
+    assert [(tuple(r.shape), r.dtype) for r in results] == [
+        ((5,), torch.int64),
+        ((1,), torch.int64),
+    ]
     assert all(r.shape == (4,) and r.dtype == torch.float32 for r in statistics)
     assert all(r.device.type == "cuda" for r in (*results, *statistics))
 

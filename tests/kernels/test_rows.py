@@ -56,7 +56,9 @@ def assert_gradient(got, want, dtype, noise):
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 10_000),
 )
-def test_statistics_and_gradients_match_float64(machine, n, V, padding, offset, live, scale, size, extras, dtype, seed):
+def test_statistics_and_gradients_match_float64(
+    machine, n, V, padding, offset, live, scale, size, extras, dtype, seed
+):
     # Rows at every alignment, with NaN around them that must neither be read nor written.
     stride = V + padding
     memory = torch.full((offset + n * stride + 4,), torch.nan)
@@ -69,7 +71,9 @@ def test_statistics_and_gradients_match_float64(machine, n, V, padding, offset, 
     a, c = random(n, seed=seed + 3) * alive, random(n, seed=seed + 4) * alive if extras else None
     *statistics, dz = exact(x, bias, target, a, c, scale)
 
-    dtype = torch.float32 if machine.ops is torch.ops.paw_kernels and machine.device == "cpu" else dtype
+    dtype = (
+        torch.float32 if machine.ops is torch.ops.paw_kernels and machine.device == "cpu" else dtype
+    )
     memory = memory.to(machine.device)
     x = memory.as_strided((n, V), (stride, 1), offset)
     found, source, got = run(machine, x, *machine.put(bias, target, a, c), scale, dtype)
@@ -93,13 +97,17 @@ def test_nan_and_infinity_stay_in_their_row(machine, place):
     x[5, 1:-1] = -torch.inf  # all but the ends
     target, a, c = torch.tensor([0, 1, V - 1, 7, 8, 0]), torch.ones(6), torch.ones(6)
     logp, entropy, _, dz = exact(x, None, target, a, c, 1.0)
-    (got_logp, got_entropy, _), _, got = run(machine, *machine.put(x, None, target, a, c), 1.0, torch.float32)
+    (got_logp, got_entropy, _), _, got = run(
+        machine, *machine.put(x, None, target, a, c), 1.0, torch.float32
+    )
 
     undefined = torch.tensor([True, True, place == V - 1, False, True, False])
     nan = torch.tensor([True, True, False, False, True, False])
     assert torch.equal(got_logp.isnan() | got_logp.isinf(), undefined)
     assert torch.equal(got_logp.isnan(), nan) and torch.equal(got_entropy.isnan(), nan)
-    torch.testing.assert_close(got_logp.double()[~undefined], logp[~undefined], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        got_logp.double()[~undefined], logp[~undefined], rtol=1e-6, atol=1e-6
+    )
     torch.testing.assert_close(got_entropy.double()[~nan], entropy[~nan], rtol=1e-6, atol=1e-6)
     assert got[nan].isnan().all(1).all()
     torch.testing.assert_close(got.double()[~nan], dz[~nan], rtol=0, atol=2e-6)
@@ -108,7 +116,9 @@ def test_nan_and_infinity_stay_in_their_row(machine, place):
 def test_coefficients_that_are_nan_or_vanish_with_the_scale(machine):
     """NaN reaches the gradient; of logits nothing stays behind."""
     a, target = torch.tensor([torch.nan, 0.0, 1e-45, 1.0]), torch.tensor([0, 1, 2, 3])
-    _, source, got = run(machine, *machine.put(random(4, 50), None, target, a, None), 0.5, torch.float32)
+    _, source, got = run(
+        machine, *machine.put(random(4, 50), None, target, a, None), 0.5, torch.float32
+    )
     assert sorted(source.tolist()) == [0, 2, 3]
     nan, tiny, plain = (got[source.tolist().index(row)] for row in (0, 2, 3))
     assert nan.isnan().all() and (tiny.abs() < 1e-40).all() and (plain != 0).all()
@@ -117,9 +127,17 @@ def test_coefficients_that_are_nan_or_vanish_with_the_scale(machine):
 def test_the_tanh_of_the_soft_cap_is_accurate_everywhere(machine):
     """A row of one logit tells its own as the largest."""
     n = 4000 if machine.ops is torch.ops.paw_kernels else 500
-    x = torch.cat([torch.logspace(-37, 2, n), torch.linspace(0.5, 0.6, n // 4), torch.tensor([1e30, torch.inf])])
+    x = torch.cat(
+        [
+            torch.logspace(-37, 2, n),
+            torch.linspace(0.5, 0.6, n // 4),
+            torch.tensor([1e30, torch.inf]),
+        ]
+    )
     x = torch.cat([x, -x, torch.zeros(1)])
-    logits, target, nan = machine.put(x[:, None], torch.zeros_like(x).long(), torch.full((1, 1), torch.nan))
+    logits, target, nan = machine.put(
+        x[:, None], torch.zeros_like(x).long(), torch.full((1, 1), torch.nan)
+    )
     top = machine.ops.row_statistics(logits, None, target, 1.0, 1.0)[2]
     torch.testing.assert_close(top.double().cpu(), x.double().tanh(), rtol=4e-7, atol=0)
     assert all(t.isnan() for t in machine.ops.row_statistics(nan, None, target[:1], 1.0, 1.0)[:2])
@@ -127,7 +145,9 @@ def test_the_tanh_of_the_soft_cap_is_accurate_everywhere(machine):
 
 def test_no_rows(machine):
     empty, target = machine.put(torch.empty(0), torch.empty(0, dtype=torch.int64))
-    (logp, *_), _, got = run(machine, empty.reshape(0, 3), None, target, empty, empty, 1.0, torch.float32)
+    (logp, *_), _, got = run(
+        machine, empty.reshape(0, 3), None, target, empty, empty, 1.0, torch.float32
+    )
     assert logp.shape == (0,) and got.shape == (0, 3)
 
 
@@ -191,7 +211,9 @@ def test_kernels_run_on_the_current_stream(machine):
     want = machine.ops.row_statistics(2 * x, None, target, 1.0)[0]
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(100_000_000)  # on another stream the kernel would not wait for the product
+        torch.cuda._sleep(
+            100_000_000
+        )  # on another stream the kernel would not wait for the product
         got = machine.ops.row_statistics(x.mul_(2), None, target, 1.0)[0]
     torch.cuda.synchronize()
     assert torch.equal(got, want)

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense_reference import assert_close, dense, dense_pulled, dense_stats, fused_loss, leaves, problem, set_chunk_rows
+from dense_reference import (
+    assert_close,
+    dense,
+    dense_pulled,
+    dense_stats,
+    fused_loss,
+    leaves,
+    problem,
+    set_chunk_rows,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paw.algo import loss as losses
@@ -34,10 +43,14 @@ def test_any_function_of_log_prob_and_entropy_is_a_loss():
     out = token_loss(h, w, target, loss, Margins(rows.old_logp))
     out.loss.backward()
     wide = Margins(rows.old_logp.double())
-    d_hidden, d_weight = dense_pulled(hidden, weight, target, lambda *stats: loss(*stats, wide).sum())[1]
+    d_hidden, d_weight = dense_pulled(
+        hidden, weight, target, lambda *stats: loss(*stats, wide).sum()
+    )[1]
     assert_close(h.grad, d_hidden)
     assert_close(w.grad, d_weight)
-    assert torch.equal(out.has_gradient, (d_hidden != 0).any(1)) and 0 < out.has_gradient.sum() < 150
+    assert (
+        torch.equal(out.has_gradient, (d_hidden != 0).any(1)) and 0 < out.has_gradient.sum() < 150
+    )
 
 
 def test_which_tokens_have_a_gradient():
@@ -60,7 +73,13 @@ def test_the_kl_clamp_stops_its_gradient_and_huge_ratios_stay_finite():
     advantage = torch.tensor([0.0] * 8 + [1.0, 0.0, -1.0])
     old = torch.where(torch.arange(11) < 8, rows.old_logp, -500.0)
     reference = rows.sampled_logp + 1 + gap
-    rows = rows.replace(observation=zero.bool(), weight=zero + 1, advantage=advantage, ref_logp=reference, old_logp=old)
+    rows = rows.replace(
+        observation=zero.bool(),
+        weight=zero + 1,
+        advantage=advantage,
+        ref_logp=reference,
+        old_logp=old,
+    )
     (h,) = leaves(hidden)
     out = fused_loss(h, weight, target, rows)
     out.loss.backward()
@@ -84,15 +103,23 @@ def test_gce_lies_between_ce_and_mae():
     for got, want in zip(of("gce", q=1e-3), of("ce"), strict=True):
         assert_close(got, want, 2e-2)  # of order q log(p)^2
     learned = rows.observation & (rows.weight > 0)
-    assert (of("mae")[0] < of("gce")[0])[learned].all() and (of("gce")[0] < of("ce")[0])[learned].all()
+    assert (of("mae")[0] < of("gce")[0])[learned].all() and (of("gce")[0] < of("ce")[0])[
+        learned
+    ].all()
 
 
 def test_tied_weights_receive_both_gradients_and_micro_batches_add_up():
     _, weight, target, _, rows = problem(40, 31, 8)
-    ids, (tied,), (expected,) = torch.arange(40) % 31, leaves(weight), leaves(weight, dtype=torch.float64)
+    ids, (tied,), (expected,) = (
+        torch.arange(40) % 31,
+        leaves(weight),
+        leaves(weight, dtype=torch.float64),
+    )
     for part in (slice(0, 30), slice(30, 40)):
         hidden = torch.nn.functional.embedding(ids[part], tied)
-        fused_loss(hidden, tied, target[part], rows.map(lambda values, part=part: values[part])).loss.backward()
+        fused_loss(
+            hidden, tied, target[part], rows.map(lambda values, part=part: values[part])
+        ).loss.backward()
     stats = dense_stats(expected[ids], expected, target)
     rows.loss(*stats, rows.to("cpu", torch.float64).batch).sum().backward()
     assert_close(tied.grad, expected.grad)
@@ -138,7 +165,12 @@ def test_batches_without_a_gradient(T):
     out = fused_loss(h, w, target, rows.replace(weight=torch.zeros(T)))
     out.loss.backward()
     assert out.loss.item() == 0 and not out.has_gradient.any()
-    assert h.grad.shape == hidden.shape and w.grad.shape == weight.shape and not h.grad.any() and not w.grad.any()
+    assert (
+        h.grad.shape == hidden.shape
+        and w.grad.shape == weight.shape
+        and not h.grad.any()
+        and not w.grad.any()
+    )
 
 
 def with_value(tensor, position, value):
@@ -158,8 +190,18 @@ ERRORS = {
     "target must be in [0, 11)": lambda h, w, y, r: (h, w, with_value(y, 1, 11), r),
     "target must be in [0, 11": lambda h, w, y, r: (h, w, with_value(y, 1, -1), r),
     "batch.weight must have shape": lambda h, w, y, r: (h, w, y, r.replace(weight=r.weight[:2])),
-    "batch.weight must be finite": lambda h, w, y, r: (h, w, y, r.replace(weight=r.weight + torch.inf)),
-    "batch.old_logp must be torch.float32": lambda h, w, y, r: (h, w, y, r.replace(old_logp=r.old_logp.double())),
+    "batch.weight must be finite": lambda h, w, y, r: (
+        h,
+        w,
+        y,
+        r.replace(weight=r.weight + torch.inf),
+    ),
+    "batch.old_logp must be torch.float32": lambda h, w, y, r: (
+        h,
+        w,
+        y,
+        r.replace(old_logp=r.old_logp.double()),
+    ),
     "bias must have shape [11]": {"bias": torch.zeros(8)},
     "temperature must be positive and finite, got 0.0": {"temperature": 0.0},
     "temperature must be positive and finite, got -1.0": {"temperature": -1.0},
@@ -192,29 +234,51 @@ def test_errors_name_the_argument(message):
 
 def test_a_loss_of_another_shape_and_a_batch_that_is_none_are_refused():
     hidden, weight, target, _, rows = problem(4, 11, 6)
-    with pytest.raises(ValueError, match=r"one float32 number for each token, \[4\], got torch.float32 of shape \[\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"one float32 number for each token, \[4\], got torch.float32 of shape \[\]",
+    ):
         token_loss(hidden, weight, target, lambda logp, entropy, batch: -logp.mean(), rows.batch)
     with pytest.raises(ValueError, match="batch must be a dataclass of tensors, got dict"):
         token_loss(hidden, weight, target, rows.loss, {})
 
 
-@pytest.mark.skipif(not PARITY.exists(), reason="parity data of the reference code is not on this machine")
+@pytest.mark.skipif(
+    not PARITY.exists(), reason="parity data of the reference code is not on this machine"
+)
 def test_clipped_surrogate_and_k3_match_the_reference_code():
     """Token-mean losses and their gradients by logp, of the functions that the trainer hands to the head."""
     for data in json.loads(PARITY.read_text())[:8]:
         mask = torch.tensor(data["mask"]).flatten()
-        values = {n: torch.tensor(data[n]).flatten() for n in ("logp", "old_logp", "ref_logp", "advantage")}
-        weight, logp, expected = mask / mask.sum(), values.pop("logp").requires_grad_(), data["expected"]
-        batch = losses.TokenBatch(weight=weight, observation=mask < 0, sampled_logp=weight, **values)
+        values = {
+            n: torch.tensor(data[n]).flatten()
+            for n in ("logp", "old_logp", "ref_logp", "advantage")
+        }
+        weight, logp, expected = (
+            mask / mask.sum(),
+            values.pop("logp").requires_grad_(),
+            data["expected"],
+        )
+        batch = losses.TokenBatch(
+            weight=weight, observation=mask < 0, sampled_logp=weight, **values
+        )
         policy, kl = losses.ppo(logp, torch.zeros_like(mask), batch), losses.k3(logp, batch)
-        assert (policy * weight).sum().item() == pytest.approx(expected["policy_loss_token_mean"], abs=1e-5)
+        assert (policy * weight).sum().item() == pytest.approx(
+            expected["policy_loss_token_mean"], abs=1e-5
+        )
         assert (kl * weight).sum().item() == pytest.approx(expected["k3_token_mean"], abs=1e-5)
         (a,) = torch.autograd.grad((policy * weight).sum(), logp)
         clipped = (((a == 0) & (batch.advantage != 0)) * weight).sum().item()
-        assert clipped == pytest.approx(expected["clip_frac"] + expected["clip_frac_dual"], abs=1e-6)
-        torch.testing.assert_close(a, torch.tensor(expected["d_policy_loss_d_logp"]).flatten(), rtol=1e-5, atol=1e-6)
+        assert clipped == pytest.approx(
+            expected["clip_frac"] + expected["clip_frac_dual"], abs=1e-6
+        )
+        torch.testing.assert_close(
+            a, torch.tensor(expected["d_policy_loss_d_logp"]).flatten(), rtol=1e-5, atol=1e-6
+        )
         (a,) = torch.autograd.grad((kl * weight).sum(), logp)
-        torch.testing.assert_close(a, torch.tensor(expected["d_k3_d_logp"]).flatten(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            a, torch.tensor(expected["d_k3_d_logp"]).flatten(), rtol=1e-4, atol=1e-6
+        )
 
 
 operator = importlib.import_module("paw_kernels.token_loss")

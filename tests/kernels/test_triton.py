@@ -9,7 +9,9 @@ from paw_kernels import token_stats
 from paw_kernels._head import Head
 
 
-@pytest.mark.parametrize(("V", "D"), [(128_256, 8192), (151_936, 2048), (152_064, 3584), (152_064, 8192)])
+@pytest.mark.parametrize(
+    ("V", "D"), [(128_256, 8192), (151_936, 2048), (152_064, 3584), (152_064, 8192)]
+)
 def test_chunks_are_few_equal_and_flat_in_T(monkeypatch, V, D):
     """4,096 rows are one chunk at the vocabularies of Llama 3 and Qwen2.5, and no chunk takes 1.5 GiB."""
     for tiles in ("interpreter", 2), ("interpreter", 4):
@@ -20,7 +22,9 @@ def test_chunks_are_few_equal_and_flat_in_T(monkeypatch, V, D):
     def step(N, gradients=True):
         rows, step = _triton.make_rows(Head(weight, None, 1.0, None), N, gradients)
         held = sum(t.nbytes for t in (rows._buffer, rows._partial, rows._result) if t is not None)
-        copies = 3 if gradients else 1  # of the chunk's hidden states: taken, packed, their gradient
+        copies = (
+            3 if gradients else 1
+        )  # of the chunk's hidden states: taken, packed, their gradient
         assert held + copies * step * D * 2 <= (1.45 * 2**30 if gradients else 100 * 2**20)
         return step
 
@@ -72,5 +76,7 @@ def test_the_head_runs_with_every_candidate(monkeypatch):
     for tiles in candidates:
         monkeypatch.setitem(_triton.TUNED, (70, 16, 4), tiles)
         assert _triton.tiles_for(weight, None) == tiles
-        for got, exact in zip(token_stats(hidden, weight, target, backend="triton"), want, strict=True):
+        for got, exact in zip(
+            token_stats(hidden, weight, target, backend="triton"), want, strict=True
+        ):
             assert_close(got, exact)

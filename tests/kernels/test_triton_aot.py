@@ -15,7 +15,9 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed"
+    ),
 ]
 
 
@@ -49,8 +51,8 @@ def test_matrix_products_run_on_tensor_cores(compiled):
 
 
 def test_loads_run_ahead_of_the_products(compiled):
-    """Through tensor descriptors where the hardware has them. A barrier or a branch in the wrong place makes the
-    compiler drop the pipeline without a word."""
+    """Through tensor descriptors where the hardware has them. A barrier or a branch in the wrong
+    place makes the compiler drop the pipeline without a word."""
     for row in the(compiled, "forward_kernel", *SHARED_KIB):
         if row["D"] % 8:
             continue  # rows that are not aligned can only be loaded through registers

@@ -14,7 +14,11 @@ from paw.state import restore
 
 def assert_refused(done, message):
     assert done.returncode == 2
-    assert done.stderr.startswith("paw: ") and done.stderr.endswith("\n") and done.stderr.count("\n") == 1, done.stderr
+    assert (
+        done.stderr.startswith("paw: ")
+        and done.stderr.endswith("\n")
+        and done.stderr.count("\n") == 1
+    ), done.stderr
     assert re.search(message, done.stderr), done.stderr
     assert "Traceback" not in done.stdout
 
@@ -24,9 +28,15 @@ def test_a_model_that_cannot_be_used_leaves_the_name_free(paw_here, quick, tiny_
     words = ["train", "quickstart", quick, {"model.path": "model", "run.name": "x"}]
     run = tmp_path / "runs" / "x"
     template = tiny_llm(tmp_path / "model", positions=64) / "chat_template.jinja"
-    said = paw_here(*words, code=None, cwd=tmp_path)  # at the last moment, the engine and the optimizer being there
+    said = paw_here(
+        *words, code=None, cwd=tmp_path
+    )  # at the last moment, the engine and the optimizer being there
     assert_refused(said, "exceed the model's 64 positions; lower rollout.max_prompt_tokens")
-    assert (run / "config.toml").exists() and not (run / "checkpoints").exists() and not (run / "hf").exists()
+    assert (
+        (run / "config.toml").exists()
+        and not (run / "checkpoints").exists()
+        and not (run / "hf").exists()
+    )
     tiny_llm(tmp_path / "model")
     text = template.read_text()
     template.unlink()
@@ -41,7 +51,9 @@ def test_a_stdout_that_takes_nothing_ends_no_run(paw_env, quick, tmp_path, out):
     keys = quick | {"run.dir": tmp_path, "run.name": "x", "run.updates": 1}
     words = shlex.join(part for key, value in keys.items() for part in (f"--{key}", str(value)))
     line = f"set -o pipefail; {sys.executable} -m paw train quickstart {words} {out}"
-    done = subprocess.run(["bash", "-c", line], env=paw_env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["bash", "-c", line], env=paw_env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert (tmp_path / "x" / "report.html").is_file()
 
@@ -70,7 +82,9 @@ def test_run_directories_in_the_way(paw_here, quick, tmp_path):
     refused(tmp_path / "file", "x", "cannot create the run directory .*run.dir")
     (tmp_path / "odd" / "config.toml").mkdir(parents=True)
     refused(tmp_path, "odd", "cannot write .*config.toml: Is a directory")
-    refused(tmp_path, "gone", "there is no run in .*gone; start without --resume", "--resume", "auto")
+    refused(
+        tmp_path, "gone", "there is no run in .*gone; start without --resume", "--resume", "auto"
+    )
 
 
 @pytest.mark.slow
@@ -79,12 +93,22 @@ def test_a_full_disk(paw_here, quick, quick_run, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     run = tmp_path / "run"
     shutil.copytree(quick_run, run)
-    words = ["train", "quickstart", quick, {"run.dir": tmp_path, "run.name": "run", "run.updates": 3}]
+    words = [
+        "train",
+        "quickstart",
+        quick,
+        {"run.dir": tmp_path, "run.name": "run", "run.updates": 3},
+    ]
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))  # room for every log
         done = paw_here(*words, "--resume", "auto", code=None)
-        assert_refused(done, "cannot write checkpoint .*step_000003: File too large; earlier checkpoints are intact")
-        first = paw_here("train", "quickstart", quick, {"run.dir": tmp_path, "run.name": "first"}, code=None)
+        assert_refused(
+            done,
+            "cannot write checkpoint .*step_000003: File too large; earlier checkpoints are intact",
+        )
+        first = paw_here(
+            "train", "quickstart", quick, {"run.dir": tmp_path, "run.name": "first"}, code=None
+        )
         assert_refused(first, "cannot write checkpoint .*: File too large; there is no earlier one")
         shutil.rmtree(tmp_path / "first")
         done = paw_here("export", run, "--out", tmp_path / "hf", code=2)
@@ -92,7 +116,11 @@ def test_a_full_disk(paw_here, quick, quick_run, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000002"]
     restore.verify(run / "checkpoints" / "step_000002")
-    assert done.stderr.splitlines()[-1].startswith(f"paw: cannot write the exported model to {tmp_path / 'hf'}: ")
-    assert "Traceback" not in done.stderr and sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    assert done.stderr.splitlines()[-1].startswith(
+        f"paw: cannot write the exported model to {tmp_path / 'hf'}: "
+    )
+    assert "Traceback" not in done.stderr and sorted(path.name for path in tmp_path.iterdir()) == [
+        "run"
+    ]
     paw_here(*words, "--resume", "auto")
     assert "step_000003" in [path.name for path in (run / "checkpoints").iterdir()]

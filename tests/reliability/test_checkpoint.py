@@ -23,7 +23,13 @@ from safetensors.torch import load_file, save_file
 from paw.state import checkpoint, restore, train_state
 from paw.state.checkpoint import CheckpointError
 
-FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"]
+FILES = [
+    "manifest.json",
+    "model.safetensors",
+    "optimizer.safetensors",
+    "rng.safetensors",
+    "state.json",
+]
 
 
 def tensors(seed: int, size: int = 64) -> checkpoint.Tensors:
@@ -70,7 +76,9 @@ def test_roundtrip_is_exact(tmp_path, monkeypatch):
     for stem, named in before.items():
         assert after[stem].keys() == named.keys()
         for name, tensor in named.items():
-            assert after[stem][name].dtype == tensor.dtype and torch.equal(after[stem][name], tensor)
+            assert after[stem][name].dtype == tensor.dtype and torch.equal(
+                after[stem][name], tensor
+            )
     (path / "model-2.safetensors").unlink()
     refused(path, "model-2.safetensors")
     with pytest.raises(ValueError, match="JSON"):
@@ -83,8 +91,13 @@ def test_resume_through_a_checkpoint_is_bitwise(tmp_path, fused):
 
     def build(seed: int) -> tuple[torch.nn.Module, torch.optim.AdamW]:
         torch.manual_seed(seed)
-        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-        groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "weight_decay": 0.0}]
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)
+        )
+        groups = [
+            {"params": list(model[0].parameters())},
+            {"params": list(model[2].parameters()), "weight_decay": 0.0},
+        ]
         return model, torch.optim.AdamW(groups, lr=1e-2, fused=fused)
 
     def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -116,7 +129,10 @@ def test_resume_through_a_checkpoint_is_bitwise(tmp_path, fused):
 
 
 def test_random_states_return_mid_pair(tmp_path):
-    """Gaussians come in pairs: one odd draw leaves a cached half that must travel too. A trial changes nothing."""
+    """Gaussians come in pairs: one odd draw leaves a cached half that must travel too.
+
+    A trial changes nothing.
+    """
 
     def draw() -> list[float]:
         gauss = random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()
@@ -172,7 +188,9 @@ def test_damage_is_found_named_and_stepped_over(tmp_path, damage):
         assert f"{bad} is damaged ({name})" in said[0] and "using step_000001" in said[0]
     (good / "extra.safetensors").write_bytes(b"")
     refused(good, "extra.safetensors")
-    with pytest.raises(CheckpointError, match="no other checkpoint in"):  # rather than starting over
+    with pytest.raises(
+        CheckpointError, match="no other checkpoint in"
+    ):  # rather than starting over
         latest(folder)
 
 
@@ -225,7 +243,9 @@ def test_a_manifest_or_a_state_of_another_shape_is_stepped_over(tmp_path):
         (bad / "manifest.json").write_text(json.dumps(signed, indent=1, sort_keys=True) + "\n")
         said: list[str] = []
         assert latest(tmp_path, said.append) == good
-        assert said == [f"checkpoint {bad} is damaged (manifest.json): not a manifest: using step_000001"]
+        assert said == [
+            f"checkpoint {bad} is damaged (manifest.json): not a manifest: using step_000001"
+        ]
     checkpoint.prune(tmp_path, 1)
     assert latest(tmp_path) == good and not bad.exists()
 
@@ -259,7 +279,8 @@ def test_what_is_in_the_way_of_a_save_goes(tmp_path):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["step_000001", "step_000009"]
 
 
-# --- a save that is cut short ----------------------------------------------------------------------------------------
+# --- a save that is cut short
+# ----------------------------------------------------------------------------------------
 
 
 def save_forever(folder: Path) -> None:
@@ -288,18 +309,24 @@ def test_kill_9_at_any_moment_leaves_whole_checkpoints(tmp_path):
         for path in folder.glob("step_*"):  # not only the newest
             loaded, state = restore.load(path)
             assert state["expected"] == state["step"]
-            assert torch.equal(loaded["model"]["layer.weight"], tensors(state["step"], 512)["model"]["layer.weight"])
+            assert torch.equal(
+                loaded["model"]["layer.weight"],
+                tensors(state["step"], 512)["model"]["layer.weight"],
+            )
         assert latest(folder) is not None
         checkpoint.save(folder, 10**6, tensors(0), {})
         assert not list(folder.glob(".tmp_*"))
     assert interrupted, "no kill fell inside a save: the test shows nothing"
 
 
-# --- a whole run -----------------------------------------------------------------------------------------------------
+# --- a whole run
+# -----------------------------------------------------------------------------------------------------
 
 
 def change_tensors(path: Path, stem: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    found = {name: tensor.clone() for name, tensor in load_file(path / f"{stem}.safetensors").items()}
+    found = {
+        name: tensor.clone() for name, tensor in load_file(path / f"{stem}.safetensors").items()
+    }
     change(found)
     save_file(found, path / f"{stem}.safetensors")
 
@@ -320,17 +347,25 @@ TENSOR_CHANGES = [  # random words of another length, none; moments of nothing, 
     ("rng", lambda found: found.pop("numpy")),
     ("optimizer", lambda found: found.update(nothing=torch.zeros(1))),
     ("optimizer", lambda found: found.update({first(found, "exp_avg"): torch.zeros(3)})),
-    ("optimizer", lambda found: found.update({k: v.double() for k, v in found.items() if "exp_avg_sq" in k})),
+    (
+        "optimizer",
+        lambda found: found.update({k: v.double() for k, v in found.items() if "exp_avg_sq" in k}),
+    ),
     ("optimizer", lambda found: found.pop(first(found, "exp_avg_sq"))),
     ("model", lambda found: found.pop("model.norm.weight")),
     ("model", lambda found: found.update(surplus=torch.zeros(1))),
     ("model", lambda found: found.update({"model.norm.weight": torch.zeros(65)})),
-    ("model", lambda found: found.update({"model.norm.weight": found["model.norm.weight"].double()})),
+    (
+        "model",
+        lambda found: found.update({"model.norm.weight": found["model.norm.weight"].double()}),
+    ),
 ]
 
 
 @pytest.mark.slow
-def test_a_run_falls_back_from_whatever_does_not_fit(paw_here, quick, quick_run, tmp_path, monkeypatch):
+def test_a_run_falls_back_from_whatever_does_not_fit(
+    paw_here, quick, quick_run, tmp_path, monkeypatch
+):
     """One run whose newer checkpoints are each spoilt in its own way, under manifests that agree; then its last too."""
     from paw.run import Run
 
@@ -352,15 +387,27 @@ def test_a_run_falls_back_from_whatever_does_not_fit(paw_here, quick, quick_run,
         change_tensors(bad, *change) if isinstance(change, tuple) else change(state)
         (bad / "state.json").write_text(json.dumps(state))
         reseal(bad, order=step)
-    words = ["train", "quickstart", quick, {"run.dir": tmp_path, "run.name": "run"}, "--resume", "auto"]
+    words = [
+        "train",
+        "quickstart",
+        quick,
+        {"run.dir": tmp_path, "run.name": "run"},
+        "--resume",
+        "auto",
+    ]
     said: list[str] = []
     monkeypatch.setattr(Run, "catch_up", stop)
     monkeypatch.setattr(Run, "say", lambda self, line: said.append(line))
     with pytest.raises(Loaded):
         paw_here(*words)
     passed = [line for line in said if line.endswith(": using step_000002")]
-    assert len({line.split(":")[0] for line in passed}) == len(passed) == step - 2 and f"resumed from {good}" in said
-    named = [re.search(r"/(\w+)\.safetensors: '(\S+)' is ", line) for line in passed[:8]]  # the newest first
+    assert (
+        len({line.split(":")[0] for line in passed}) == len(passed) == step - 2
+        and f"resumed from {good}" in said
+    )
+    named = [
+        re.search(r"/(\w+)\.safetensors: '(\S+)' is ", line) for line in passed[:8]
+    ]  # the newest first
     assert [found and found[1] for found in named] == ["model"] * 4 + ["optimizer"] * 4
     assert [found[2] for found in named[:4]] == [
         "model.norm.weight",

@@ -55,7 +55,9 @@ def train(paw_here, tiny_llm, tmp_path):
         "run.updates": 1, "run.threads": 1, "env.max_turns": 1, "rollout.tasks": 2, "rollout.group_size": 2,
         "engine.type": "transformers", "rollout.max_response_tokens": 4, "eval.games": 8, "policy.kl_coef": 0,
     }  # fmt: skip
-    return lambda *words, **options: paw_here("train", tmp_path / "guess.toml", settings, *words, **options)
+    return lambda *words, **options: paw_here(
+        "train", tmp_path / "guess.toml", settings, *words, **options
+    )
 
 
 def read(run):
@@ -63,14 +65,21 @@ def read(run):
 
 
 @pytest.mark.slow
-def test_failed_episodes_are_in_the_denominator_and_in_the_line(paw_here, environment, train, tmp_path):
+def test_failed_episodes_are_in_the_denominator_and_in_the_line(
+    paw_here, environment, train, tmp_path
+):
     done = train(environment("task.payload % 4"))
     found = read(tmp_path / "run")
     assert len(found) == 2
     low, high = wilson(2, 8)
     for line in found:
-        counts = [line[f"eval/{key}"] for key in ("games", "failures", "success", "success_guess", "ci_low", "ci_high")]
-        assert counts == [8, 6, 0.25, 0.25, low, high] and line["eval/failure"] == "RuntimeError: boom"
+        counts = [
+            line[f"eval/{key}"]
+            for key in ("games", "failures", "success", "success_guess", "ci_low", "ci_high")
+        ]
+        assert (
+            counts == [8, 6, 0.25, 0.25, low, high] and line["eval/failure"] == "RuntimeError: boom"
+        )
         assert line["eval/return"] == line["eval/steps"] == 1.0  # of the episodes that were played
     assert done.stdout.count("eval 25.0% of 8 games, 6 failed (RuntimeError: boom)") == 2
     paw_here("report", tmp_path / "run")
@@ -82,11 +91,15 @@ def test_failed_episodes_are_in_the_denominator_and_in_the_line(paw_here, enviro
     summary = json.loads(paw_here("eval", tmp_path / "run", "--json", code=1).stdout)
     assert (summary["games"], summary["failures"], summary["success"]) == (8, 6, 0.25)
     assert summary["kinds"]["guess"]["games"] == 8
-    done = paw_here("eval", tmp_path / "run", "--out", tmp_path / "agent", code=1)  # the way of agents
+    done = paw_here(
+        "eval", tmp_path / "run", "--out", tmp_path / "agent", code=1
+    )  # the way of agents
     assert "6 episodes could not be played (RuntimeError: boom)" in done.stderr
 
 
-def test_an_evaluation_in_which_all_fail_ends_the_run_with_the_reason(paw_here, environment, train, tmp_path):
+def test_an_evaluation_in_which_all_fail_ends_the_run_with_the_reason(
+    paw_here, environment, train, tmp_path
+):
     done = train(environment("True"), code=2)  # nothing is trained where no game can be played
     assert "stopped at update 0: evaluation: none of 8 games, 8 failed" in done.stderr
     assert [line["step"] for line in read(tmp_path / "run")] == [0]
@@ -95,9 +108,16 @@ def test_an_evaluation_in_which_all_fail_ends_the_run_with_the_reason(paw_here, 
 
     done = train(environment("self.trained"), {"run.name": "second"}, code=2)
     reason = "none of 8 games, 8 failed (RuntimeError: boom)"
-    assert f"paw: stopped at update 1: evaluation: {reason}; the checkpoint of update 1 is intact" in done.stderr
+    assert (
+        f"paw: stopped at update 1: evaluation: {reason}; the checkpoint of update 1 is intact"
+        in done.stderr
+    )
     start, last = read(tmp_path / "second")
-    assert last["eval/failures"] == last["eval/games"] == 8 and "eval/success" not in last and "eval/success" in start
+    assert (
+        last["eval/failures"] == last["eval/games"] == 8
+        and "eval/success" not in last
+        and "eval/success" in start
+    )
     assert (tmp_path / "second" / "checkpoints" / "step_000001").is_dir()
     train(environment("False"), {"run.name": "second", "run.updates": 2}, "--resume", "auto")
     assert [line["step"] for line in read(tmp_path / "second")] == [0, 1, 2]

@@ -71,16 +71,30 @@ def test_lines_that_a_power_cut_took_are_told(tmp_path):
         text = "".join(json.dumps({"step": step, "eval/success": 0.5}) + "\n" for step in lines)
         (tmp_path / "metrics.jsonl").write_text(text)
         with MetricsLog(tmp_path, resume_step=5) as log:
-            told = [f"{tmp_path}/metrics.jsonl lacks {missing}; the run goes on without them"] if missing else []
+            told = (
+                [f"{tmp_path}/metrics.jsonl lacks {missing}; the run goes on without them"]
+                if missing
+                else []
+            )
             assert log.lost == told and [record["step"] for record in log.history] == list(lines)
 
 
 def test_lines_that_are_no_metrics_are_told_and_go(tmp_path):
     good = '{"step": 0, "eval/success": 0.5}\n', '{"step": 1, "eval/success": 0.5}\n'
-    bad = ["[1]", '{"reward/mean": 1}', '{"step": "1"}', "[" * 100_000, '{"step": ' + "9" * 5000 + "}", "x", ""]
+    bad = [
+        "[1]",
+        '{"reward/mean": 1}',
+        '{"step": "1"}',
+        "[" * 100_000,
+        '{"step": ' + "9" * 5000 + "}",
+        "x",
+        "",
+    ]
     (tmp_path / "metrics.jsonl").write_text(good[0] + "\n".join(bad) + good[1] + '{"step": 2, "rew')
     with MetricsLog(tmp_path, resume_step=1) as log:
-        assert log.lost == [f"{tmp_path}/metrics.jsonl: 6 lines are no update's and go, the first is line 2"]
+        assert log.lost == [
+            f"{tmp_path}/metrics.jsonl: 6 lines are no update's and go, the first is line 2"
+        ]
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(good)
 
 

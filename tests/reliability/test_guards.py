@@ -31,7 +31,11 @@ def test_a_non_finite_loss_or_norm_is_refused_and_k_in_a_row_stop():
     resumed.allows(loss=1.0, grad_norm=math.nan)
     with pytest.raises(TrainingStopped, match=r"3 optimizer steps in a row.*optim\.lr") as caught:
         resumed.allows(loss=1.0, grad_norm=math.nan)
-    assert resumed.skipped == 9 and isinstance(caught.value, UserError) and "\n" not in str(caught.value)
+    assert (
+        resumed.skipped == 9
+        and isinstance(caught.value, UserError)
+        and "\n" not in str(caught.value)
+    )
 
 
 def row(valid: float, success: float, entropy: float | None) -> dict[str, float | None]:
@@ -55,10 +59,14 @@ def test_collapse_is_told_once_when_the_signature_completes():
     history = HEALTHY + [COLLAPSED] * 8
     told = [collapse_warning(history[: i + 1]) is not None for i in range(len(history))]
     assert [i for i, said in enumerate(told) if said] == [len(HEALTHY) + 4]
-    mixed = [entry for line in history[:11] for entry in (line, {})][:-1]  # rows without the metrics do not count
+    mixed = [entry for line in history[:11] for entry in (line, {})][
+        :-1
+    ]  # rows without the metrics do not count
     message = collapse_warning(mixed) or ""
     assert "advantage.penalty_only" in message and "\n" not in message
-    assert "penalty_only" not in (collapse_warning(mixed, in_groups=False) or "penalty_only")  # PPO has no such key
+    assert "penalty_only" not in (
+        collapse_warning(mixed, in_groups=False) or "penalty_only"
+    )  # PPO has no such key
     for name, other in NO_ALARM.items():
         assert all(collapse_warning(other[: i + 1]) is None for i in range(len(other))), name
 
@@ -73,7 +81,9 @@ def test_returns_above_the_largest_are_told_once():
         return list(alarms(SimpleNamespace(log=log, factory=factory, config=config)))
 
     assert [len(told(n)) for n in range(4)] == [0, 0, 1, 0]
-    assert told(2)[0].startswith("warning: episodes return 3 in the mean, above the environment's reward_max = 1:")
+    assert told(2)[0].startswith(
+        "warning: episodes return 3 in the mean, above the environment's reward_max = 1:"
+    )
     assert not told(2, weight=1.0) and not told(2, enabled=False)
 
 
@@ -111,7 +121,9 @@ print("saved")
 
 
 def test_a_closed_terminal_tells_twice_and_stops_nothing_at_once():
-    done = subprocess.run([sys.executable, "-c", TERMINAL], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", TERMINAL], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == (0, "saved\n") and "stopped at once" not in done.stderr
 
 
@@ -157,12 +169,28 @@ def test_an_ignored_hangup_stays_ignored():
 
 def test_what_counts_as_out_of_memory():
     for error, expected in (
-        (RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:139"), True),  # vLLM waking up
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (
+            RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:139"),
+            True,
+        ),  # vLLM waking up
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory"
+            ),
+            True,
+        ),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
         (MemoryError(), True),
-        (RuntimeError("CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:139"), False),
+        (
+            RuntimeError("CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:139"),
+            False,
+        ),
         (ValueError("out of memory"), False),
     ):
         assert out_of_memory(error) is expected

@@ -16,7 +16,10 @@ from paw.tools.postmortem import examine, tell
 
 def make_run(folder: Path, steps=range(3), about=None) -> Path:
     folder.mkdir()
-    lines = [{"step": step, "reward/mean": 0.5, "health/env_failures": step, "optim/skipped": 1} for step in steps]
+    lines = [
+        {"step": step, "reward/mean": 0.5, "health/env_failures": step, "optim/skipped": 1}
+        for step in steps
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.toml").write_text('[run]\nupdates = 9\n[model]\npath = "m"\n')
     RunRecord(folder, about or {}).write()
@@ -65,7 +68,10 @@ def test_a_run_that_is_alive_and_one_that_has_not_begun(tmp_path):
 
 def test_a_run_that_said_why_it_ended(tmp_path):
     run = make_run(tmp_path / "run")
-    for error, why in ((ZeroDivisionError("by zero"), "ZeroDivisionError: by zero"), (UserError("gone"), "gone")):
+    for error, why in (
+        (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero"),
+        (UserError("gone"), "gone"),
+    ):
         with pytest.raises(type(error)), RunRecord(run, {}):
             raise error
         assert tell(examine(run))[0] == f"{run} ended with an error at update 2 of 9: {why}"
@@ -88,7 +94,11 @@ def test_the_command_goes_on_from_what_verifies(paw_here, quick_run, tmp_path):
     weights = run / "checkpoints" / "step_000003" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     found = json.loads(paw_here("doctor", "--run", run, "--json").stdout)
-    assert (found["resumes_from"], found["state"], len(found["resumed"])) == ("step_000002", "finished", 1)
+    assert (found["resumes_from"], found["state"], len(found["resumed"])) == (
+        "step_000002",
+        "finished",
+        1,
+    )
     assert found["checkpoints"]["step_000003"].startswith("(model.safetensors): ")
     for path in (run / "checkpoints").glob("*/manifest.json"):
         path.unlink()

@@ -17,12 +17,17 @@ def held(path: Path) -> Any:
 
 
 def test_the_newest_checkpoint_survives_a_cut_at_any_moment(tmp_path, monkeypatch):
-    """What gets a name is on the disk by then as it is, and its name before the next one is given or taken away: so
-    what would be left is what is there, and the last checkpoint saved is among it.
+    """What gets a name is on the disk by then as it is, and its name before the next one is given
+    or taken away: so what would be left is what is there, and the last checkpoint saved is among
+    it.
 
     Held for checkpoints, files that are replaced, and the cache.
     """
-    synced, owed, real = {}, set[int](), {name: getattr(os, name) for name in ("fsync", "rename", "replace")}
+    synced, owed, real = (
+        {},
+        set[int](),
+        {name: getattr(os, name) for name in ("fsync", "rename", "replace")},
+    )
     checkpoints, saved, moments = tmp_path / "run" / "checkpoints", list[int](), 0
 
     def cut() -> None:
@@ -41,7 +46,11 @@ def test_the_newest_checkpoint_survives_a_cut_at_any_moment(tmp_path, monkeypatc
     def move(name: str, source: Path, target: Path) -> None:
         cut()
         assert not owed, f"{source}: the names given before may be lost"
-        missing = [path for path in (source, *source.rglob("*")) if synced.get(path.stat().st_ino) != held(path)]
+        missing = [
+            path
+            for path in (source, *source.rglob("*"))
+            if synced.get(path.stat().st_ino) != held(path)
+        ]
         assert not missing, f"{missing} may hold anything"
         real[name](source, target)
         if not target.name.startswith(".tmp_"):
@@ -51,10 +60,14 @@ def test_the_newest_checkpoint_survives_a_cut_at_any_moment(tmp_path, monkeypatc
     monkeypatch.setenv("PAW_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "fsync", fsync)
     for name in ("rename", "replace"):
-        monkeypatch.setattr(os, name, lambda source, target, name=name: move(name, Path(source), Path(target)))
+        monkeypatch.setattr(
+            os, name, lambda source, target, name=name: move(name, Path(source), Path(target))
+        )
     for step in (1, 2, 2):
         checkpoint.save(checkpoints, step, {"model": {"weight": torch.full((8,), float(step))}}, {})
-        assert not owed and checkpoints.parent.stat().st_ino in synced  # it was made, and is found again
+        assert (
+            not owed and checkpoints.parent.stat().st_ino in synced
+        )  # it was made, and is found again
         checkpoint.prune(checkpoints, 1)
         write_file(tmp_path / "run.json", str(step))
         cached(f"model{step}", lambda made: (made / "weights").write_text("whole"))

@@ -20,7 +20,13 @@ UPDATES = 5
 @pytest.fixture
 def command(quick, quick_run, tmp_path):
     """Of every run here, in the folder `run`; `quick_run` has made the model."""
-    sizes = {"run.updates": UPDATES, "run.save_every": 2, "run.keep": 9, "rollout.tasks": 6, "eval.every": 3}
+    sizes = {
+        "run.updates": UPDATES,
+        "run.save_every": 2,
+        "run.keep": 9,
+        "rollout.tasks": 6,
+        "eval.every": 3,
+    }
     return ["train", "quickstart", quick | sizes | {"run.dir": tmp_path, "run.name": "run"}]
 
 
@@ -50,7 +56,9 @@ def assert_same(paw_here, command, whole, read_metrics, tmp_path):
 def wait_for(condition, child):
     deadline = time.monotonic() + 120
     while not condition():
-        assert child.poll() is None, f"ended too early, exit {child.returncode}: {child.stderr.read()}"
+        assert child.poll() is None, (
+            f"ended too early, exit {child.returncode}: {child.stderr.read()}"
+        )
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
@@ -73,18 +81,26 @@ def test_killed_between_checkpoints(paw_here, paw_start, command, assert_same, t
     child.kill()
     child.wait()
     newest = saved(run)[-1]
-    assert newest in ("step_000002", "step_000004")  # the latter on a machine that let this process wait
+    assert newest in (
+        "step_000002",
+        "step_000004",
+    )  # the latter on a machine that let this process wait
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "reward/me')  # a line the kill tore
     done = paw_here(*command, "--resume", "auto")
     assert f"resumed from {run / 'checkpoints' / newest}" in done.stdout
     assert_same()
     done = paw_here(*command, {"warmup.seed": 5}, "--resume", "step_000002")
-    assert f"resumed from {run}/checkpoints/step_000002" in done.stdout and "warm-up" not in done.stdout
+    assert (
+        f"resumed from {run}/checkpoints/step_000002" in done.stdout
+        and "warm-up" not in done.stdout
+    )
     assert_same()
 
 
-def test_stopped_at_once_before_the_first_checkpoint(paw_here, paw_start, command, assert_same, tmp_path):
+def test_stopped_at_once_before_the_first_checkpoint(
+    paw_here, paw_start, command, assert_same, tmp_path
+):
     """By a second Ctrl-C; a run without a checkpoint starts over."""
     run = tmp_path / "run"
     child = paw_start(*command, {"rollout.tasks": 200})
@@ -116,8 +132,13 @@ def test_a_stop_where_an_evaluation_is_due_loses_none(
         patch.setattr(trainer, "optimize", stop_in_update_3)
         done = paw_here(*command)
     assert "SIGTERM: finishing this update, then saving (again: stop now)" in done.stderr
-    assert "stopped after update 3 of" in done.stdout and "the same command with --resume goes on" in done.stdout
-    assert saved(run)[-1] == "step_000003" and "eval/success" not in read_metrics(run)[3]  # it did not wait for that
+    assert (
+        "stopped after update 3 of" in done.stdout
+        and "the same command with --resume goes on" in done.stdout
+    )
+    assert (
+        saved(run)[-1] == "step_000003" and "eval/success" not in read_metrics(run)[3]
+    )  # it did not wait for that
     assert (run / "hf" / "model.safetensors").is_file() and "eval/success" in read_metrics(whole)[3]
     info = json.loads((run / "run.json").read_text())
     assert info["ended"]["why"] == "SIGTERM"
@@ -130,7 +151,9 @@ def test_a_stop_where_an_evaluation_is_due_loses_none(
     assert_same()
 
 
-def test_non_finite_updates_are_skipped_and_stop_the_run(paw_here, command, quick_model, read_metrics, tmp_path):
+def test_non_finite_updates_are_skipped_and_stop_the_run(
+    paw_here, command, quick_model, read_metrics, tmp_path
+):
     """A world-model weight at the end of float32's range: the loss is finite or not, the gradient norm never is."""
     wild = {"wm.scale": 1e38, "optim.minibatch_samples": 1000, "rollout.tasks": 4}
     wild |= {"run.save_every": 1, "run.max_skipped": 4}
@@ -143,7 +166,11 @@ def test_non_finite_updates_are_skipped_and_stop_the_run(paw_here, command, quic
     start = load_file(quick_model / "model.safetensors")
     for name in saved(run):
         now = load_file(run / "checkpoints" / name / "model.safetensors")
-        assert all(torch.equal(now[key].view(torch.int32), start[key].view(torch.int32)) for key in now)
+        assert all(
+            torch.equal(now[key].view(torch.int32), start[key].view(torch.int32)) for key in now
+        )
         assert not load_file(run / "checkpoints" / name / "optimizer.safetensors")
-    again = paw_here(*command, wild, "--resume", "auto", code=2)  # it does not forget what it has skipped
+    again = paw_here(
+        *command, wild, "--resume", "auto", code=2
+    )  # it does not forget what it has skipped
     assert again.stderr == done.stderr

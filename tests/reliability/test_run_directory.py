@@ -25,7 +25,10 @@ def test_a_held_folder_names_who_holds_it_and_a_child_holds_nothing(tmp_path):
     reading, writing = os.pipe()
     with lock(tmp_path):
         assert holder(tmp_path) == str(os.getpid())
-        with pytest.raises(InUseError, match=rf"{tmp_path} is in use by process {os.getpid()}; wait for it or stop it"):
+        with pytest.raises(
+            InUseError,
+            match=rf"{tmp_path} is in use by process {os.getpid()}; wait for it or stop it",
+        ):
             lock(tmp_path)
         orphan = os.fork()
         if not orphan:
@@ -52,7 +55,9 @@ def test_a_name_that_was_given_is_not_numbered(tmp_path):
         claim(mine, resume="auto", numbered=False)
     assert name == "mine"
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == [".lock", "metrics.jsonl"]
-    names, held = zip(*(claim(config(tmp_path), resume="", numbered=True) for _ in range(2)), strict=True)
+    names, held = zip(
+        *(claim(config(tmp_path), resume="", numbered=True) for _ in range(2)), strict=True
+    )
     for file in held:
         file.close()
     name, file = claim(config(tmp_path), resume="", numbered=True)  # one without a run is free
@@ -71,38 +76,68 @@ def test_what_changes_is_told_and_what_gives_a_run_its_meaning_cannot(tmp_path):
         section, leaf = key.split(".")
         base = {"lora": {"rank": 2}} if section == "lora" else {}
         (tmp_path / "config.toml").write_text(dump(config(tmp_path, **base)))
-        now = {**base.get(section, {}), **({"path": "m"} if section == "model" else {}), leaf: value}
+        now = {
+            **base.get(section, {}),
+            **({"path": "m"} if section == "model" else {}),
+            leaf: value,
+        }
         with pytest.raises(UserError) as caught:
             changes(tmp_path, config(tmp_path, **{section: now}))
         said = str(caught.value)
-        assert said.startswith(f"--resume auto: {tmp_path} was trained with {key} = ") and f", not {value!r}: " in said
+        assert (
+            said.startswith(f"--resume auto: {tmp_path} was trained with {key} = ")
+            and f", not {value!r}: " in said
+        )
         assert "; keep it" in said
     (tmp_path / "config.toml").write_text(dump(config(tmp_path, env={"kinds": ["pick"]})))
-    now = config(tmp_path / "moved", optim={"lr": 2e-6}, advantage={"type": "gigpo"}, env={"data": "games"})
+    now = config(
+        tmp_path / "moved", optim={"lr": 2e-6}, advantage={"type": "gigpo"}, env={"data": "games"}
+    )
     assert changes(tmp_path, now) == [
         "changed: advantage.type 'grpo' -> 'gigpo'",
         "changed: env.data none -> 'games'",
         "changed: env.kinds ['pick'] -> ['pick', 'look', 'clean', 'heat', 'cool', 'two']",
         "changed: optim.lr 1e-06 -> 2e-06",
     ]
-    text = dump(config(tmp_path)).replace("[run]", "[run]\nfuture = 1").replace("save_every = 50\n", "")
+    text = (
+        dump(config(tmp_path))
+        .replace("[run]", "[run]\nfuture = 1")
+        .replace("save_every = 50\n", "")
+    )
     (tmp_path / "config.toml").write_text(text)  # of another version: what it lacks are defaults
     now = config(tmp_path, run={"save_every": 7})
-    assert changes(tmp_path, now) == ["changed: run.future 1 -> none", "changed: run.save_every 50 -> 7"]
+    assert changes(tmp_path, now) == [
+        "changed: run.future 1 -> none",
+        "changed: run.save_every 50 -> 7",
+    ]
     for text in ("[run", "x = " + "[" * 5000, "x = " + "1" * 5000, "\0", None):
         (tmp_path / "config.toml").write_text(text) if text else (tmp_path / "config.toml").unlink()
         (line,) = changes(tmp_path, now)
-        assert line.startswith(f"warning: {tmp_path}/config.toml cannot be read") and "\n" not in line
+        assert (
+            line.startswith(f"warning: {tmp_path}/config.toml cannot be read") and "\n" not in line
+        )
 
 
 @pytest.mark.slow
-def test_two_runs_of_one_recipe_at_the_same_moment(paw_here, paw_start, quick, quick_model, tmp_path):
-    """Neither was given a name: both train, each in a directory of its own. A name that is in use is refused."""
-    words = ["train", "quickstart", quick, {"run.dir": tmp_path, "model.path": quick_model, "run.updates": 1}]
+def test_two_runs_of_one_recipe_at_the_same_moment(
+    paw_here, paw_start, quick, quick_model, tmp_path
+):
+    """Neither was given a name: both train, each in a directory of its own.
+
+    A name that is in use is refused.
+    """
+    words = [
+        "train",
+        "quickstart",
+        quick,
+        {"run.dir": tmp_path, "model.path": quick_model, "run.updates": 1},
+    ]
     children = [paw_start(*words) for _ in range(2)]
     names = ("quickstart", "quickstart-2")
     while not all((tmp_path / name / "metrics.jsonl").exists() for name in names):
-        assert all(child.poll() is None for child in children), [child.stderr.read() for child in children]
+        assert all(child.poll() is None for child in children), [
+            child.stderr.read() for child in children
+        ]
         time.sleep(0.05)
     trainers = [child.trainer for child in children]
     for trainer in trainers:
@@ -110,12 +145,18 @@ def test_two_runs_of_one_recipe_at_the_same_moment(paw_here, paw_start, quick, q
     done = paw_here(*words, {"run.name": "quickstart"}, "--resume", "auto", code=2)
     pid = (tmp_path / "quickstart" / ".lock").read_text().strip()
     assert int(pid) in trainers
-    assert done.stderr == f"paw: {tmp_path}/quickstart is in use by process {pid}; wait for it or stop it\n"
+    assert (
+        done.stderr
+        == f"paw: {tmp_path}/quickstart is in use by process {pid}; wait for it or stop it\n"
+    )
     for trainer in trainers:
         os.kill(trainer, signal.SIGCONT)
     assert [child.wait(timeout=120) for child in children] == [0, 0]
     for name in names:
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         assert [line["step"] for line in lines] == [0, 1]
         assert f'name = "{name}"' in (tmp_path / name / "config.toml").read_text()
 
@@ -123,14 +164,25 @@ def test_two_runs_of_one_recipe_at_the_same_moment(paw_here, paw_start, quick, q
 @pytest.mark.slow
 def test_a_resume_tells_what_changed_and_refuses_another_seed(paw_here, quick, quick_run, tmp_path):
     shutil.copytree(quick_run, tmp_path / "run")
-    words = ["train", "quickstart", quick, {"run.dir": tmp_path, "run.name": "run"}, "--resume", "auto"]
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("[!.]*") if path.is_file()}
+    words = [
+        "train",
+        "quickstart",
+        quick,
+        {"run.dir": tmp_path, "run.name": "run"},
+        "--resume",
+        "auto",
+    ]
+    before = {
+        path: path.read_bytes() for path in (tmp_path / "run").rglob("[!.]*") if path.is_file()
+    }
     done = paw_here(*words, {"run.seed": 3}, code=2)
     assert f"{tmp_path}/run was trained with run.seed = 0, not 3: its tasks" in done.stderr
     assert before == {path: path.read_bytes() for path in before}
     done = paw_here(*words, {"optim.lr": 2e-3})
     assert "\nchanged: optim.lr 0.001 -> 0.002\n" in done.stdout
-    was, now = (json.loads((folder / "run.json").read_text()) for folder in (quick_run, tmp_path / "run"))
+    was, now = (
+        json.loads((folder / "run.json").read_text()) for folder in (quick_run, tmp_path / "run")
+    )
     assert all(now[key] == was[key] for key in ("started", "warmup_s"))
     (resumed,) = now["resumed"]
     assert resumed["update"] == 2 and resumed["notes"] == ["changed: optim.lr 0.001 -> 0.002"]
@@ -138,7 +190,11 @@ def test_a_resume_tells_what_changed_and_refuses_another_seed(paw_here, quick, q
 
 def test_an_evaluation_has_its_folder_to_itself(paw_here, tmp_path, monkeypatch):
     """Two processes would write the same episodes down twice."""
-    endpoint = {"endpoint.url": "http://127.0.0.1:9/v1", "endpoint.model": "m", "endpoint.retries": 0}
+    endpoint = {
+        "endpoint.url": "http://127.0.0.1:9/v1",
+        "endpoint.model": "m",
+        "endpoint.retries": 0,
+    }
     monkeypatch.setattr("paw.agents.endpoint.Endpoint.check", lambda self: None)
     with lock(tmp_path):
         done = paw_here("eval", "--recipe", "quickstart", "--out", tmp_path, endpoint, code=2)

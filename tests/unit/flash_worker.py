@@ -1,4 +1,7 @@
-"""Child of test_flash.py: flash-adamw on emulated kernels. Usage: flash_worker.py CASE,... FOLDER."""
+"""Child of test_flash.py: flash-adamw on emulated kernels. Usage: flash_worker.py CASE,...
+
+FOLDER.
+"""
 
 import copy
 import os
@@ -27,7 +30,13 @@ def make(*, offload=False, lr=1e-2, bits=32, model=None):
     """Rows that 2 ranks share unevenly, norms of heads, a scalar head of one row, rows that are not whole groups."""
     if model is None:
         torch.manual_seed(0)
-        layers = [nn.Linear(64, 64), nn.RMSNorm(16), nn.Linear(64, 7, bias=False), nn.Linear(64, 1), nn.Linear(24, 5)]
+        layers = [
+            nn.Linear(64, 64),
+            nn.RMSNorm(16),
+            nn.Linear(64, 7, bias=False),
+            nn.Linear(64, 1),
+            nn.Linear(24, 5),
+        ]
         model = nn.Sequential(*layers).bfloat16()
     config = OptimConfig(name="flash-adamw", offload=offload, lr=lr, master_bits=bits)
     return model, make_optimizer(model.parameters(), config)
@@ -35,7 +44,9 @@ def make(*, offload=False, lr=1e-2, bits=32, model=None):
 
 def step(model, optimizer, i):
     for n, p in enumerate(model.parameters()):
-        gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * i + n)).bfloat16()
+        gradient = torch.randn(
+            p.shape, generator=torch.Generator().manual_seed(100 * i + n)
+        ).bfloat16()
         p.grad = shard_like(p, rows_like(p, {"": gradient}, ""))
     optimizer.step()
 
@@ -55,9 +66,14 @@ def resume(folder):
         for i in range(2):
             step(straight, optimizer, i)
         model = {name: p.detach() for name, p in straight.named_parameters()}
-        tensors = {"optimizer": train_state.optimizer_tensors(optimizer, straight.named_parameters()), "model": model}
+        tensors = {
+            "optimizer": train_state.optimizer_tensors(optimizer, straight.named_parameters()),
+            "model": model,
+        }
         path = checkpoint.save(folder, int(offloaded), tensors, {})
-        assert (path / "optimizer.safetensors").stat().st_size < 6 * sum(p.numel() for p in model.values())
+        assert (path / "optimizer.safetensors").stat().st_size < 6 * sum(
+            p.numel() for p in model.values()
+        )
         files = restore.load(path)[0]
         again, fresh = make(offload=offloaded)
         with torch.no_grad():
@@ -86,7 +102,10 @@ def bits(_):
     for master_bits in (24, 32):
         torch.manual_seed(0)
         start, slope = torch.randn(64, 64) * 0.02, torch.randn(64, 64) * 0.3
-        model, exact = nn.Linear(64, 64, bias=False).bfloat16(), nn.Parameter(start.bfloat16().float())
+        model, exact = (
+            nn.Linear(64, 64, bias=False).bfloat16(),
+            nn.Parameter(start.bfloat16().float()),
+        )
         model.weight.data = start.bfloat16()
         optimizer = make(model=model, lr=1e-6, bits=master_bits)[1]
         reference = torch.optim.AdamW([exact], lr=1e-6, betas=(0.9, 0.999), weight_decay=0.01)
@@ -95,7 +114,9 @@ def bits(_):
             model.weight.grad, exact.grad = gradient, gradient.float()
             optimizer.step()
             reference.step()
-        whole_weight = reconstruct_fp32_param(model.weight.detach(), optimizer.state[model.weight]["error_bits"])
+        whole_weight = reconstruct_fp32_param(
+            model.weight.detach(), optimizer.state[model.weight]["error_bits"]
+        )
         way = exact.detach() - start.bfloat16().float()
         off = float((whole_weight - exact.detach()).norm() / way.norm())
         print(f"{master_bits} bits: {off:.2%} off")
@@ -108,28 +129,46 @@ def plain(_):
     named = [(name, p) for name, p in model.named_parameters() if not in_groups(p)]
     assert [name for name, _ in named] == ["0.bias", "1.weight", "3.bias", "4.weight", "4.bias"]
     exact = [nn.Parameter(p.detach().float()) for _, p in named]
-    reference = torch.optim.AdamW(exact, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.01, foreach=False)
+    reference = torch.optim.AdamW(
+        exact, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.01, foreach=False
+    )
     for i in range(4):
         step(model, optimizer, i)
         for copy_, (_, p) in zip(exact, named, strict=True):
             copy_.grad = p.grad.float()
         reference.step()
     for copy_, (_, p) in zip(exact, named, strict=True):
-        assert torch.equal(optimizer.state[p]["weight"], copy_.detach()) and torch.equal(p, copy_.detach().bfloat16())
+        assert torch.equal(optimizer.state[p]["weight"], copy_.detach()) and torch.equal(
+            p, copy_.detach().bfloat16()
+        )
 
 
 def planned(_):
     """`paw plan` counts the bytes of the state, of a model with norms of heads."""
-    sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32)
-    settings = Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False)
+    sizes = dict(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32
+    )
+    settings = Qwen3Config(
+        **sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False
+    )
     model = Qwen3ForCausalLM(settings).bfloat16()
     for master_bits in (24, 32):
         optimizer = make(model=model, bits=master_bits)[1]
         step(model, optimizer, 0)
-        found = sum(t.nbytes for p in model.parameters() for k, t in optimizer.state_tensors(p).items() if k != "step")
-        tree = {"model": {"path": "here"}, "optim": {"name": "flash-adamw", "master_bits": master_bits}}
+        found = sum(
+            t.nbytes
+            for p in model.parameters()
+            for k, t in optimizer.state_tensors(p).items()
+            if k != "step"
+        )
+        tree = {
+            "model": {"path": "here"},
+            "optim": {"name": "flash-adamw", "master_bits": master_bits},
+        }
         shape = from_config(settings.to_dict(), origin="here")
-        wanted = Plan(validate(tree, origin="here"), shape, gpus=1, gpu_gib=80.0).phases["update"]["optimizer"]
+        wanted = Plan(validate(tree, origin="here"), shape, gpus=1, gpu_gib=80.0).phases["update"][
+            "optimizer"
+        ]
         assert found == round(wanted * 2**30), (found, wanted * 2**30)
 
 
@@ -151,7 +190,9 @@ def shards(folder):
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():  # as bytes: what travels as bfloat16 may be a NaN there
         assert tensor.shape == expected[name].shape, name
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            tensor.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)
+        ), name
     third = make(model=two)[1]
     restore.load_optimizer(third, two.named_parameters(), expected)
     fewer, last = make(model=copy.deepcopy(one))

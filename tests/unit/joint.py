@@ -8,7 +8,14 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from paw.algo import loss as losses
 from paw.algo.advantages import grpo
@@ -51,10 +58,16 @@ class Objective:
     @property
     def terms(self):
         """The losses of response and of observation tokens."""
-        names = ("clip_low", "clip_high", "dual_clip") if self.policy == "ppo" else ("clip_low", "clip_high")
+        names = (
+            ("clip_low", "clip_high", "dual_clip")
+            if self.policy == "ppo"
+            else ("clip_low", "clip_high")
+        )
         clips = {name: getattr(self, name) for name in names}
         own = {"cmae": {"rho": self.rho}, "gce": {"q": self.q}}.get(self.wm, {})
-        return partial(getattr(losses, self.policy), **clips), partial(getattr(losses, self.wm), **own)
+        return partial(getattr(losses, self.policy), **clips), partial(
+            getattr(losses, self.wm), **own
+        )
 
     @property
     def loss(self):
@@ -68,7 +81,9 @@ class Objective:
             "wm_scale": self.wm_scale,
             "is_level": self.is_level,
         }
-        return token_batch(batch, minibatch, update_samples=update_samples, reference=self.kl_coef > 0, **how)
+        return token_batch(
+            batch, minibatch, update_samples=update_samples, reference=self.kl_coef > 0, **how
+        )
 
     def forward(self, policy, batch, minibatch, update_samples):
         tokens = self.tokens(batch, minibatch, update_samples)
@@ -81,8 +96,16 @@ class Objective:
 def make_lm(family="qwen2-tied", *, seed=0, **settings):
     config, model, tied = FAMILIES[family]
     torch.manual_seed(seed)
-    sizes = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    more = dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.2)
+    sizes = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    more = dict(
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.2
+    )
     return model(config(**(sizes | more | dict(tie_word_embeddings=tied) | settings)))
 
 
@@ -111,14 +134,18 @@ def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
     """Rows as they stand before the update: old log-probs a little off the policy's, so that clips occur."""
     rng = random.Random(seed)
     rows = [make_row(rng, group=i % groups, trajectory=i % (2 * groups)) for i in range(n)]
-    for row, (logp, entropy) in zip(rows, log_probs(policy, rows, temperature=1.0, budget=10**6).values(), strict=True):
+    for row, (logp, entropy) in zip(
+        rows, log_probs(policy, rows, temperature=1.0, budget=10**6).values(), strict=True
+    ):
         row.old_logp = [value + rng.gauss(0, 0.3) for value in logp]
         row.entropy = entropy
         if reference:
             row.ref_logp = [value + rng.gauss(0, 0.5) for value in logp]
         if row.observation_ids and rng.random() < 0.75:
             row.wm_weight = rng.random() / n
-        row.token_weight = 1 / groups / sum(len(other.response_ids) for other in rows if other.group == row.group)
+        row.token_weight = (
+            1 / groups / sum(len(other.response_ids) for other in rows if other.group == row.group)
+        )
     return rows
 
 
@@ -144,7 +171,15 @@ def gradients(policy, loss=None):
 
 
 def packed(
-    policy, minibatch, objective, *, update_samples, budget=10**6, with_observation=True, skip=None, share=(0, 1)
+    policy,
+    minibatch,
+    objective,
+    *,
+    update_samples,
+    budget=10**6,
+    with_observation=True,
+    skip=None,
+    share=(0, 1),
 ):
     """(loss, gradient) of a mini-batch, or a rank's share, as the trainer makes them: through the fused head."""
     total = 0.0
@@ -160,7 +195,9 @@ def packed(
     for batch in batches:
         out = objective.forward(policy, batch, minibatch, update_samples)[0]
         out.loss.backward()
-        total += out.token_loss.double().sum().item()  # of either sign: what is left of them is small beside each
+        total += (
+            out.token_loss.double().sum().item()
+        )  # of either sign: what is left of them is small beside each
         assert out.loss.item() == pytest.approx(out.token_loss.sum().item())
     return total, gradients(policy)
 
@@ -182,9 +219,14 @@ def dense(policy, minibatch, objective: Objective, *, update_samples):
         logps = token_logps(lm, row, temperature=objective.temperature)
         start = len(row.prompt_ids)
         surrogate = torch.zeros((), dtype=torch.float64)
-        gaps = [logps[start + t - 1, token] - row.old_logp[t] for t, token in enumerate(row.response_ids)]
+        gaps = [
+            logps[start + t - 1, token] - row.old_logp[t]
+            for t, token in enumerate(row.response_ids)
+        ]
         drift = [old - sampled for old, sampled in zip(row.old_logp, row.sampled_logp, strict=True)]
-        drift = [sum(drift) / len(drift)] * len(drift) if objective.is_level == "response" else drift
+        drift = (
+            [sum(drift) / len(drift)] * len(drift) if objective.is_level == "response" else drift
+        )
         for t, token in enumerate(row.response_ids):
             at = logps[start + t - 1]
             ratio = (sum(gaps) / len(gaps) if objective.policy == "gspo" else gaps[t]).exp()
@@ -194,10 +236,15 @@ def dense(policy, minibatch, objective: Objective, *, update_samples):
             if objective.policy == "cispo":
                 term = -advantage * clamped.detach() * at[token]
             if advantage < 0 and objective.policy == "ppo":
-                term = torch.minimum(term, torch.tensor(-advantage * objective.dual_clip, dtype=torch.float64))
+                term = torch.minimum(
+                    term, torch.tensor(-advantage * objective.dual_clip, dtype=torch.float64)
+                )
             if objective.tis_cap is not None:
                 term = term * min(math.exp(drift[t]), objective.tis_cap)
-            if objective.is_mask and not objective.is_mask[0] <= math.exp(drift[t]) <= objective.is_mask[1]:
+            if (
+                objective.is_mask
+                and not objective.is_mask[0] <= math.exp(drift[t]) <= objective.is_mask[1]
+            ):
                 term = 0.0 * term
             if objective.kl_coef:
                 gap = row.ref_logp[t] - at[token]

@@ -1,7 +1,8 @@
 """Plays real tau2-bench, in an interpreter that has it: `python tau2_real.py DOMAIN`; one JSON line for each task.
 
-The customer is a script in place of the LLM, who states the request and then, once answered, leaves; the agent makes
-the tool calls that the task itself lists, of every tenth task all but the last that changes anything.
+The customer is a script in place of the LLM, who states the request and then, once answered,
+leaves; the agent makes the tool calls that the task itself lists, of every tenth task all but the
+last that changes anything.
 """
 
 import json
@@ -17,14 +18,29 @@ from paw.envs.base import eval_tasks
 
 
 def customer(model=None, messages=(), **_):
-    asked = sum(message.role == "assistant" for message in messages)  # roles are swapped: what it said itself
-    return UserMessage(role="user", content="###STOP###" if asked else "Hello, I need help.", cost=0.0)
+    asked = sum(
+        message.role == "assistant" for message in messages
+    )  # roles are swapped: what it said itself
+    return UserMessage(
+        role="user", content="###STOP###" if asked else "Hello, I need help.", cost=0.0
+    )
 
 
 user_simulator.generate = customer
-env = {"name": "tau2", "domain": sys.argv[1], "train_split": "train", "eval_split": "test", "max_turns": 60}
-config = Config.model_validate({"model": {"path": "-"}, "env": {**env, "think": False, "reward": 1.0}})
-factory, known = make_factory(config), {task.id: task for task in registry.get_tasks_loader(sys.argv[1])()}
+env = {
+    "name": "tau2",
+    "domain": sys.argv[1],
+    "train_split": "train",
+    "eval_split": "test",
+    "max_turns": 60,
+}
+config = Config.model_validate(
+    {"model": {"path": "-"}, "env": {**env, "think": False, "reward": 1.0}}
+)
+factory, known = (
+    make_factory(config),
+    {task.id: task for task in registry.get_tasks_loader(sys.argv[1])()},
+)
 tasks = eval_tasks(factory, "train", 0, 0) + eval_tasks(factory, "test", 0, 0)
 for number, task in enumerate(tasks):
     criteria = known[task.payload].evaluation_criteria
@@ -32,7 +48,9 @@ for number, task in enumerate(tasks):
         print(json.dumps({"task": task.id, "judged": True}))
         continue
     environment, calls = factory.make(), criteria.actions or []
-    writes = [act for act in calls if not act.name.startswith(("get_", "find_", "list_", "calculate"))]
+    writes = [
+        act for act in calls if not act.name.startswith(("get_", "find_", "list_", "calculate"))
+    ]
     if leaves := number % 10 == 0 and bool(writes):
         calls = [act for act in calls if act is not writes[-1]]
     first = environment.reset(task)
@@ -45,5 +63,15 @@ for number, task in enumerate(tasks):
     told = {"first": first, "seen": all(said.observation in shown for said in answers), "tool": all(
         said.valid and not said.done and said.observation.startswith("tool: ") for said in answers)}  # fmt: skip
     about = {"task": task.id, "judged": False, "incomplete": leaves, "calls": len(calls), **told}
-    print(json.dumps({**about, "done": end.done, "won": end.won, "reward": end.reward, "last": end.observation}))
+    print(
+        json.dumps(
+            {
+                **about,
+                "done": end.done,
+                "won": end.won,
+                "reward": end.reward,
+                "last": end.observation,
+            }
+        )
+    )
 print(json.dumps(factory.fingerprint()))

@@ -1,4 +1,7 @@
-"""Chat templates of the shapes that models ship, their instructions shortened. What surrounds texts is theirs."""
+"""Chat templates of the shapes that models ship, their instructions shortened.
+
+What surrounds texts is theirs.
+"""
 
 QWEN_TOOLS = """
 {%- if tools %}

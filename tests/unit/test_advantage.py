@@ -48,7 +48,9 @@ def test_the_worked_example():
     assert rloo(rows) == pytest.approx([7.525, 7.525, -4.975, -5.1, -4.975])
     expected = [2.250068, 1.095415, -1.29247, -1.328802, -0.724211]
     assert gigpo(rows) == pytest.approx(expected, abs=1e-5)
-    assert gigpo(rows, norm_std=False) == pytest.approx([12.386667, 6.02, -7.113333, -7.313333, -3.98], abs=1e-5)
+    assert gigpo(rows, norm_std=False) == pytest.approx(
+        [12.386667, 6.02, -7.113333, -7.313333, -3.98], abs=1e-5
+    )
     assert gigpo(rows, omega=0.0) == pytest.approx(grpo(rows))
     # Dr. GRPO: the mean over steps is 19.9 / 5 = 3.98, over trajectories (10 + 0) / 2.
     assert grpo(rows, norm_std=False) == pytest.approx([6.02, 6.02, -3.98, -4.08, -3.98])
@@ -67,12 +69,16 @@ def played(*trajectories):
 def test_a_long_win_and_a_short_failure_by_hand():
     """Three steps that return 1, one step that returns 0."""
     rows = played([("a", 0.0), ("b", 0.0), ("c", 1.0)], [("a", 0.0)])
-    # Over steps 1, 1, 1, 0: mean 3/4, var (3/16 + 9/16) / 3 = 1/4. Over trajectories 1, 0: mean 1/2, var 1/2.
+    # Over steps 1, 1, 1, 0: mean 3/4, var (3/16 + 9/16) / 3 = 1/4. Over trajectories 1, 0: mean
+    # 1/2, var 1/2.
     assert grpo(rows, eps=0.0) == pytest.approx([0.5, 0.5, 0.5, -1.5])
     assert grpo(rows, eps=0.0, stat="trajectories") == pytest.approx([0.5**0.5] * 3 + [-(0.5**0.5)])
-    assert grpo(rows, eps=0.5) == pytest.approx([0.25, 0.25, 0.25, -0.75])  # added to the std of 1/2
+    assert grpo(rows, eps=0.5) == pytest.approx(
+        [0.25, 0.25, 0.25, -0.75]
+    )  # added to the std of 1/2
     assert grpo(rows, norm_std=False) == pytest.approx([0.25, 0.25, 0.25, -0.75])
-    # The score less the mean of the others: 1 - (1 + 1 + 0) / 3 and 0 - 1; of two trajectories 1 - 0 and 0 - 1.
+    # The score less the mean of the others: 1 - (1 + 1 + 0) / 3 and 0 - 1; of two trajectories 1 -
+    # 0 and 0 - 1.
     assert rloo(rows) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
     assert rloo(rows, stat="trajectories") == pytest.approx([1.0, 1.0, 1.0, -1.0])
 
@@ -88,20 +94,25 @@ def test_gigpo_with_exact_anchors_by_hand():
     half = [3.2 + 0.5, 3.2 + 0, 3.2 + 2, -4.8 - 0.5, -4.8 - 2]
     assert gigpo(rows, gamma=0.5, norm_std=False, omega=0.5) == pytest.approx(half)
     win, loss, root = 3.2 / 19.2**0.5, -4.8 / 19.2**0.5, 0.5**0.5
-    assert gigpo(rows, gamma=0.5, eps=0.0) == pytest.approx([win + root, win + 0, win + 1, loss - root, loss - 1])
+    assert gigpo(rows, gamma=0.5, eps=0.0) == pytest.approx(
+        [win + root, win + 0, win + 1, loss - root, loss - 1]
+    )
 
 
 def test_gigpo_with_similar_anchors_by_hand():
     """One-step episodes. b is like a (9 of 10 letters: 0.9) and like c, but a and c are not (0.8).
 
-    Rows are compared with the first anchor of a cluster: c joins where b came first, and is alone where a did.
+    Rows are compared with the first anchor of a cluster: c joins where b came first, and is alone
+    where a did.
     """
     a, b, c = ("abcdefghij", 0.0), ("abcdefghiX", 6.0), ("abcdefghYX", 9.0)
     like = partial(gigpo, norm_std=False, similarity=0.9)
     # Scores 0, 6, 9, mean 5. Clusters {0, 6} and {9}, then {6, 0, 9}.
     assert like(played([a], [b], [c])) == pytest.approx([-5 - 3, 1 + 3, 4 + 0])
     assert like(played([b], [a], [c])) == pytest.approx([1 + 1, -5 - 5, 4 + 4])
-    assert gigpo(played([a], [b], [c]), norm_std=False) == pytest.approx([-5, 1, 4])  # no two are equal
+    assert gigpo(played([a], [b], [c]), norm_std=False) == pytest.approx(
+        [-5, 1, 4]
+    )  # no two are equal
 
 
 COLUMNS = {
@@ -115,14 +126,18 @@ COLUMNS = {
 }
 
 
-@pytest.mark.skipif(not PARITY.exists(), reason="parity data of the reference code is not on this machine")
+@pytest.mark.skipif(
+    not PARITY.exists(), reason="parity data of the reference code is not on this machine"
+)
 @pytest.mark.parametrize("column", COLUMNS)
 def test_all_cases_match_the_reference_code(column):
     cases = json.loads(PARITY.read_text())
     assert len(cases) == 31
     for case in cases:
         groups = {name: i for i, name in enumerate(dict.fromkeys(r["group"] for r in case["rows"]))}
-        trajectories = {name: i for i, name in enumerate(dict.fromkeys(r["trajectory"] for r in case["rows"]))}
+        trajectories = {
+            name: i for i, name in enumerate(dict.fromkeys(r["trajectory"] for r in case["rows"]))
+        }
         rows = [
             make_row(
                 groups[r["group"]],
@@ -135,16 +150,25 @@ def test_all_cases_match_the_reference_code(column):
             )
             for r in case["rows"]
         ]
-        assert step_returns(rows, gamma=case["gamma"]) == pytest.approx([r["step_return"] for r in case["rows"]])
-        got = advantages(rows, **COLUMNS[column], **({"gamma": case["gamma"]} if "gigpo" in column else {}))
+        assert step_returns(rows, gamma=case["gamma"]) == pytest.approx(
+            [r["step_return"] for r in case["rows"]]
+        )
+        got = advantages(
+            rows, **COLUMNS[column], **({"gamma": case["gamma"]} if "gigpo" in column else {})
+        )
         assert got == pytest.approx(case["expected"][column], rel=1e-4, abs=1e-4)
 
 
 def test_groups_do_not_mix():
     first = worked_example()
-    second = [make_row(1, 2 + t, 0, episode_return=r, reward=r, anchor="s0") for t, r in enumerate([0.0, 5.0])]
+    second = [
+        make_row(1, 2 + t, 0, episode_return=r, reward=r, anchor="s0")
+        for t, r in enumerate([0.0, 5.0])
+    ]
     for name in ("grpo", "rloo", "gigpo"):
-        assert advantages(first + second, name) == advantages(first, name) + advantages(second, name)
+        assert advantages(first + second, name) == advantages(first, name) + advantages(
+            second, name
+        )
 
 
 def test_a_group_that_differs_by_penalties_alone_can_be_dropped():

@@ -38,10 +38,17 @@ def folder(tmp_path: Path) -> Path:
 
 def test_fingerprints_tell_games_apart(folder: Path):
     tiny = factory(difficulty="tiny").fingerprint()
-    assert tiny == "generated tiny pick,look,clean,heat,cool 07ae69029a62b388"  # whatever the hash seed
-    assert factory(difficulty="full").fingerprint() == "generated full pick,look,clean,heat,cool,two 5fd1b4c7fce13577"
+    assert (
+        tiny == "generated tiny pick,look,clean,heat,cool 07ae69029a62b388"
+    )  # whatever the hash seed
+    assert (
+        factory(difficulty="full").fingerprint()
+        == "generated full pick,look,clean,heat,cool,two 5fd1b4c7fce13577"
+    )
     assert tiny == factory(difficulty="tiny", max_turns=3, style="compact").fingerprint()
-    small, heat = (factory(difficulty="small", **kinds).fingerprint() for kinds in ({}, {"kinds": ["heat"]}))
+    small, heat = (
+        factory(difficulty="small", **kinds).fingerprint() for kinds in ({}, {"kinds": ["heat"]})
+    )
     files = factory(data=folder).fingerprint()
     assert len({tiny, small, heat, files}) == 4 and files.startswith("alfworld train ")
     path = next(folder.glob("json_2.1.1/valid_unseen/*/*/game.tw-pddl"))
@@ -62,7 +69,9 @@ def test_kinds_and_splits_that_are_not_generated_and_an_engine_that_is_not_insta
         with pytest.raises(UserError, match=message):
             factory(difficulty="tiny", **settings)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs the package textworld: pip install 'paw-trainer\[alfworld\]'"):
+    with pytest.raises(
+        UserError, match=r"needs the package textworld: pip install 'paw-trainer\[alfworld\]'"
+    ):
         factory(backend="textworld")
     with pytest.raises(UserError, match="no split 'valid_seen'; use 'valid_unseen', or set"):
         eval_tasks(games, "valid_seen", 4, seed=0)
@@ -72,7 +81,8 @@ def test_kinds_and_splits_that_are_not_generated_and_an_engine_that_is_not_insta
 
 
 @pytest.mark.parametrize(
-    "settings", [{"style": "paper"}, {"style": "paper", "think": False}, {"style": "compact", "history": 3}]
+    "settings",
+    [{"style": "paper"}, {"style": "paper", "think": False}, {"style": "compact", "history": 3}],
 )
 def test_the_expert_wins_in_the_style_asked_for(settings: dict):
     games = factory(difficulty="tiny", reward=5.0, **settings)
@@ -94,7 +104,12 @@ def test_an_episode_ends_after_max_turns_and_nonsense_does_nothing():
     environment = games.make()
     environment.reset(train_tasks(games, 0, 1, seed=0)[0])
     first = environment.step("dance\n")
-    assert (first.observation, first.action, first.valid, first.done) == ("Nothing happens.", "dance", False, False)
+    assert (first.observation, first.action, first.valid, first.done) == (
+        "Nothing happens.",
+        "dance",
+        False,
+        False,
+    )
     assert "did:\ndance\nsee:\nNothing happens." in environment.context()
     second = environment.step("look")
     assert (second.valid, second.done, second.won, second.reward) == (True, True, False, 0.0)
@@ -105,10 +120,16 @@ def test_an_episode_ends_after_max_turns_and_nonsense_does_nothing():
 
 def test_training_goes_through_the_files_and_evaluation_draws(folder: Path):
     games, again = factory(data=folder), factory(data=folder / "json_2.1.1")
-    ids = [t.id for step in range(7) for t in train_tasks(games, step, 3, seed=0)]  # 21 tasks: three epochs of 7
-    assert len(set(ids[:7])) == len(set(ids[7:14])) == len(set(ids[14:])) == 7 and ids[:7] != ids[7:14]
+    ids = [
+        t.id for step in range(7) for t in train_tasks(games, step, 3, seed=0)
+    ]  # 21 tasks: three epochs of 7
+    assert (
+        len(set(ids[:7])) == len(set(ids[7:14])) == len(set(ids[14:])) == 7 and ids[:7] != ids[7:14]
+    )
     assert ids == [t.id for t in train_tasks(again, 0, 21, seed=0)]
-    assert train_tasks(games, 0, 1, seed=0)[0].payload is train_tasks(games, 0, 1, seed=0)[0].payload
+    assert (
+        train_tasks(games, 0, 1, seed=0)[0].payload is train_tasks(games, 0, 1, seed=0)[0].payload
+    )
     whole = [t.id for t in eval_tasks(games, "valid_unseen", 0, seed=9)]
     assert len(whole) == len(set(whole)) == 5 and whole == sorted(whole)
     drawn, same, other = (
@@ -128,7 +149,9 @@ def test_the_index_saves_the_scan_and_sees_new_games(folder: Path, monkeypatch):
         assert len(eval_tasks(factory(data=folder), "valid_unseen", 0, seed=0)) == 5
     for game in generator.games("unseen", 5, 2, seed=4, difficulty="tiny"):
         generator.write(game, folder / "json_2.1.1" / "valid_unseen")
-    monkeypatch.setenv("PAW_CACHE", "/dev/null/nowhere")  # a cache that cannot be written costs another scan
+    monkeypatch.setenv(
+        "PAW_CACHE", "/dev/null/nowhere"
+    )  # a cache that cannot be written costs another scan
     assert len(eval_tasks(factory(data=folder), "valid_unseen", 0, seed=0)) == 7
     games = factory(data=folder, eval_split="train")
     for path in folder.glob("json_2.1.1/train/*/*/game.tw-pddl"):
@@ -217,7 +240,9 @@ def test_paper_later_turn():
     )
 
     past = [(f"see {i}", f"do {i}") for i in range(1, 5)]
-    prompt = PaperStyle().prompt("{task} {0}", past, "{z}", ["look"])  # braces in game text are left alone
+    prompt = PaperStyle().prompt(
+        "{task} {0}", past, "{z}", ["look"]
+    )  # braces in game text are left alone
     shown = "[Observation 3: 'see 3', Action 3: 'do 3']\n[Observation 4: 'see 4', Action 4: 'do 4']\nYou are now"
     assert shown in prompt and "{task} {0}" in prompt and "{z}" in prompt
     assert "already taken 4 step(s). Below are the most recent 2 observations" in prompt
@@ -246,21 +271,40 @@ def test_compact_prompts():
 def test_paper_projection():
     for response, action, valid in (
         ("<think>a</think>\n<ACTION>\n Open Drawer 1 \n</ACTION>", "open drawer 1", True),
-        ("<think>a</think><action>dance</action><action>help</action>", "dance", True),  # inadmissible, yet well-formed
-        ("<action>look</action></think><think>", "look", True),  # the reference asks for both tags, in any order
+        (
+            "<think>a</think><action>dance</action><action>help</action>",
+            "dance",
+            True,
+        ),  # inadmissible, yet well-formed
+        (
+            "<action>look</action></think><think>",
+            "look",
+            True,
+        ),  # the reference asks for both tags, in any order
         ("<action>look</action>", "look", False),
         ("<THINK>a</THINK><action>look</action>", "look", False),
         ("<think>a</think><action>look 看</action>", "look 看", False),
         ("<think>\u3042 \ua000</think><action>look</action>", "look", True),
         ("<think>a</think><action>look", "<think>a</think><action>look"[-30:], False),
         ("", "", False),
-        ("<think>a</think></action><action>look", "", True),  # closed before it opens: nothing between, as there
-        ("I would rather GO TO the shelf 1 now, please", "er go to the shelf 1 now, please"[-30:], False),
+        (
+            "<think>a</think></action><action>look",
+            "",
+            True,
+        ),  # closed before it opens: nothing between, as there
+        (
+            "I would rather GO TO the shelf 1 now, please",
+            "er go to the shelf 1 now, please"[-30:],
+            False,
+        ),
     ):
         assert PaperStyle().parse_action(response, ADMISSIBLE) == (action, valid)
         well_formed = valid or response.lower().endswith("<action>look</action>")
         assert PaperStyle(think=False).parse_action(response, []) == (action, well_formed)
-    assert PaperStyle().parse_action("<think>\u9fff</think><action>look</action>", []) == ("look", False)
+    assert PaperStyle().parse_action("<think>\u9fff</think><action>look</action>", []) == (
+        "look",
+        False,
+    )
 
 
 def test_compact_projection_and_own_answers():
@@ -269,4 +313,7 @@ def test_compact_projection_and_own_answers():
     for response in ("help", "go to shelf 2", "<action>look</action>", ""):
         assert style.parse_action(response, ADMISSIBLE) == (response, False)
     for style in (PaperStyle(), PaperStyle(think=False), CompactStyle()):
-        assert style.parse_action(style.format_action("go to shelf 1"), ADMISSIBLE) == ("go to shelf 1", True)
+        assert style.parse_action(style.format_action("go to shelf 1"), ADMISSIBLE) == (
+            "go to shelf 1",
+            True,
+        )

@@ -41,10 +41,16 @@ def test_splits_never_share_a_game_and_a_stream_can_be_entered_anywhere():
     assert [game.scene for game in games("train", 0, 12, seed=4, difficulty="tiny")] != whole
     scene = whole[0]
     renamed = tuple((f"{id_}9", type_, place) for id_, type_, place in scene.receptacles)
-    assert replace(scene, sentence="other words", seed=1, receptacles=renamed).split() == scene.split()
+    assert (
+        replace(scene, sentence="other words", seed=1, receptacles=renamed).split() == scene.split()
+    )
     assert replace(scene, receptacles=scene.receptacles[::-1]).content() != scene.content()
     contents = [
-        {game.scene.content() for seed in (0, 1) for game in games(split, 0, 100, seed=seed, difficulty="tiny")}
+        {
+            game.scene.content()
+            for seed in (0, 1)
+            for game in games(split, 0, 100, seed=seed, difficulty="tiny")
+        }
         for split in SPLITS
     ]
     assert all(len(content) > 190 for content in contents)  # a split hardly repeats itself
@@ -68,7 +74,11 @@ def test_presets_keep_their_promises(level, kinds, receptacles, objects):
         assert min(receptacles[0], 8) <= len(game.scene.receptacles) <= receptacles[1]
         assert objects[0] <= len(game.scene.objects) <= objects[1]
     if level == "tiny":
-        assert all(game.names[id_].endswith(" 1") for game in made for id_ in (*game.location, *game.object_type))
+        assert all(
+            game.names[id_].endswith(" 1")
+            for game in made
+            for id_ in (*game.location, *game.object_type)
+        )
     if level == "full":
         assert {game.scene.floor_plan // 100 for game in made} == {0, 2, 3, 4}  # all four rooms
 
@@ -86,10 +96,14 @@ def test_a_written_game_plays_like_the_one_in_memory(tmp_path_factory, seed, lev
         assert ours.admissible == theirs.admissible
         command = rng.choice(ours.admissible)
         assert (ours.step(command), ours.won) == (theirs.step(command), theirs.won)
-    kind, object_, _, parent, scene = path.parent.parent.name.split("-")  # as ALFWorld calls and describes it
+    kind, object_, _, parent, scene = path.parent.parent.name.split(
+        "-"
+    )  # as ALFWorld calls and describes it
     trajectory = json.loads((path.parent / "traj_data.json").read_text())
     parameters = trajectory["pddl_params"]
-    assert kind == trajectory["task_type"] == TASK_TYPES[game.kind] and trajectory["scene"]["scene_num"] == int(scene)
+    assert kind == trajectory["task_type"] == TASK_TYPES[game.kind] and trajectory["scene"][
+        "scene_num"
+    ] == int(scene)
     target = "toggle_target" if game.kind == "look" else "parent_target"
     assert (parameters["object_target"], parameters[target]) == (object_, parent)
     data = json.loads(path.read_text())
@@ -117,11 +131,19 @@ def test_tables_and_data_are_alfworlds():
         assert ABILITIES[predicate.lower()] == whole(constants.VAL_ACTION_OBJECTS[predicate])
     assert ABILITIES["isReceptacleObject"] == constants.MOVABLE_RECEPTACLES_SET
     for kind, task_type in TASK_TYPES.items():
-        goal = library.gdict[task_type]["pddl"].format(obj="Mug", recep="Desk", toggle="Desk", mrecep="")
+        goal = library.gdict[task_type]["pddl"].format(
+            obj="Mug", recep="Desk", toggle="Desk", mrecep=""
+        )
         ours = f"(:goal (and {GOALS[kind].format(object='Mug', target='Desk')})))"
         assert "".join(ours.split()) == "".join(goal.replace("#", "-").split())
-        templates = [s.format(obj="O", recep="T", toggle="T", mrecep="") for s in library.gdict[task_type]["templates"]]
+        templates = [
+            s.format(obj="O", recep="T", toggle="T", mrecep="")
+            for s in library.gdict[task_type]["templates"]
+        ]
         assert [s.format(object="O", target="T") for s in SENTENCES[kind]] == templates
-    for name, path in (("alfred.pddl", info.ALFRED_PDDL_PATH), ("alfred.twl2", info.ALFRED_TWL2_PATH)):
+    for name, path in (
+        ("alfred.pddl", info.ALFRED_PDDL_PATH),
+        ("alfred.twl2", info.ALFRED_TWL2_PATH),
+    ):
         with open(path, "rb") as file:  # noqa: PTH123
             assert (_DATA / name).read_bytes() == file.read()

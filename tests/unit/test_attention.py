@@ -19,7 +19,13 @@ LONG = [300, 230, 260]  # which a CPU takes one by one
 def test_bounds_as_documented():
     packed = pack_rows([3, 2], kernel="sdpa", device=CPU)
     assert (packed.cu_seqlens.tolist(), packed.cu_seqlens.dtype) == ([0, 3, 5], torch.int32)
-    assert packed.position_ids.tolist() == [0, 1, 2, 0, 1] and packed.slot.tolist() == [0, 1, 2, 3, 4]
+    assert packed.position_ids.tolist() == [0, 1, 2, 0, 1] and packed.slot.tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     assert pack_rows([2, 3], kernel="sdpa", device=CPU).slot.tolist() == [0, 1, 3, 4, 5]
     assert pack_rows([2, 2], kernel="sdpa", device=CPU).slot is None
     assert pack_rows([2, 3], kernel="varlen", device=CPU).slot is None
@@ -33,11 +39,21 @@ def test_bounds_as_documented():
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 2.0), (4, 2.0)])
 def test_attention_is_that_of_a_block_diagonal_mask(lengths, window, softcap):
     torch.manual_seed(0)
-    total, atol = sum(lengths), 1e-12 if softcap is None else 1e-5  # with a cap the softmax is float32's
-    q, k, v = (torch.randn(1, heads, total, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    total, atol = (
+        sum(lengths),
+        1e-12 if softcap is None else 1e-5,
+    )  # with a cap the softmax is float32's
+    q, k, v = (
+        torch.randn(1, heads, total, 16, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
     row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     place = torch.arange(total)
-    mask = (row[:, None] == row) & (place[:, None] >= place) & (place[:, None] - place < (window or total))
+    mask = (
+        (row[:, None] == row)
+        & (place[:, None] >= place)
+        & (place[:, None] - place < (window or total))
+    )
     scores = 0.3 * q @ k.repeat_interleave(2, dim=1).mT
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     expected = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v.repeat_interleave(2, dim=1)
@@ -48,7 +64,9 @@ def test_attention_is_that_of_a_block_diagonal_mask(lengths, window, softcap):
     weight = torch.randn_like(out)
     grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
     for grad, other in zip(
-        grads, torch.autograd.grad((expected.transpose(1, 2) * weight).sum(), (q, k, v)), strict=True
+        grads,
+        torch.autograd.grad((expected.transpose(1, 2) * weight).sum(), (q, k, v)),
+        strict=True,
     ):
         assert torch.allclose(grad, other, atol=atol)
 
@@ -56,7 +74,10 @@ def test_attention_is_that_of_a_block_diagonal_mask(lengths, window, softcap):
 def test_the_varlen_kernel_is_called_as_torch_declares_it():
     """On fake tensors: shapes, dtypes and options pass its checks; the numbers need a GPU."""
     with FakeTensorMode(), torch.no_grad():
-        q, k, v = (torch.empty(1, heads, sum(LENGTHS), 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2))
+        q, k, v = (
+            torch.empty(1, heads, sum(LENGTHS), 64, dtype=torch.bfloat16, device="cuda")
+            for heads in (4, 2, 2)
+        )
         bounds = torch.empty(len(LENGTHS) + 1, dtype=torch.int32, device="cuda")
         packed = replace(pack_rows(LENGTHS, kernel="varlen", device=CPU), cu_seqlens=bounds)
         out, _ = packed_attention(None, q, k, v, None, packed=packed, scaling=0.125)
@@ -71,9 +92,14 @@ def test_kernels_agree_on_a_gpu(kernel):
     if kernel != "varlen":
         pytest.importorskip("flash_attn")
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, heads, sum(LENGTHS), 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(1, heads, sum(LENGTHS), 64, dtype=torch.bfloat16, device="cuda")
+        for heads in (4, 2, 2)
+    )
     outs = [
-        packed_attention(None, q, k, v, None, packed=pack_rows(LENGTHS, kernel=name, device=CUDA))[0]
+        packed_attention(None, q, k, v, None, packed=pack_rows(LENGTHS, kernel=name, device=CUDA))[
+            0
+        ]
         for name in (kernel, "sdpa")
     ]
     assert torch.allclose(*outs, atol=0.02)
@@ -90,7 +116,9 @@ def test_kernels_that_cannot_run_are_refused():
     assert pick_attention("auto", CPU, torch.bfloat16) == "sdpa"
     assert pick_attention("auto", CUDA, torch.float32) == "sdpa"
     assert pick_attention("varlen", CUDA, torch.bfloat16) == "varlen"
-    with pytest.raises(UserError, match=r"model\.attention = 'varlen': it runs on a GPU in bfloat16 only"):
+    with pytest.raises(
+        UserError, match=r"model\.attention = 'varlen': it runs on a GPU in bfloat16 only"
+    ):
         pick_attention("varlen", CPU, torch.bfloat16)
     with pytest.raises(UserError, match="flash-attn is not installed; run: pip install flash-attn"):
         pick_attention("flash", CUDA, torch.bfloat16)

@@ -16,18 +16,27 @@ from paw_kernels._head import Head
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-NAMES = [f"kernels{rest}" for rest in ("", "_cases", "_measure", "_must", "_plot", "_problem")] + ["peers", "roofline"]
-kernels, cases, measure, must, plot, problem, peers, roofline = (importlib.import_module(f"bench.{n}") for n in NAMES)
+NAMES = [f"kernels{rest}" for rest in ("", "_cases", "_measure", "_must", "_plot", "_problem")] + [
+    "peers",
+    "roofline",
+]
+kernels, cases, measure, must, plot, problem, peers, roofline = (
+    importlib.import_module(f"bench.{n}") for n in NAMES
+)
 
 CPU = torch.device("cpu")
-WITHOUT_A_COMPILER = [p for p in peers.PEERS if p.why_not(CPU) is None and p.name != "torch_compile"]
+WITHOUT_A_COMPILER = [
+    p for p in peers.PEERS if p.why_not(CPU) is None and p.name != "torch_compile"
+]
 
 
 def made(T=96, D=128, V=150, *, live=0.4, known=False, dtype=torch.float32):
     return problem.make_problem(T, D, V, live=live, known=known, dtype=dtype, device=CPU)
 
 
-@pytest.mark.parametrize(("live", "dtype"), [(1.0, torch.float32), (0.4, torch.bfloat16), (0.0, torch.float32)])
+@pytest.mark.parametrize(
+    ("live", "dtype"), [(1.0, torch.float32), (0.4, torch.bfloat16), (0.0, torch.float32)]
+)
 def test_exactly_the_chosen_rows_turn_out_live(live, dtype):
     p = made(live=live, dtype=dtype)
     out = token_loss(p.hidden, p.weight, p.target, problem.paw_loss, p.rows)
@@ -48,7 +57,9 @@ def test_the_reference_is_float64_autograd():
     logp = (h @ w.t()).log_softmax(-1).gather(1, p.target[:, None]).squeeze(1)
     d_hidden, d_weight = torch.autograd.grad((slope * logp).sum(), (h, w))
     torch.testing.assert_close(p.logp, logp.detach(), rtol=0, atol=1e-12)
-    torch.testing.assert_close(problem.d_hidden(p, slope), d_hidden[p.checked], rtol=1e-9, atol=1e-15)
+    torch.testing.assert_close(
+        problem.d_hidden(p, slope), d_hidden[p.checked], rtol=1e-9, atol=1e-15
+    )
     torch.testing.assert_close(problem.d_weight(p, slope), d_weight[p.words], rtol=1e-9, atol=1e-15)
 
 
@@ -58,21 +69,30 @@ def test_a_wrong_gradient_does_not_pass():
     right = problem.Errors(logp=0.0, d_hidden=0.0, d_weight=0.0)
     assert problem.passes(right, p.plain)
     h, w = torch.zeros_like(p.hidden), torch.zeros_like(p.weight)
-    h[p.checked], w[p.words] = problem.d_hidden(p, 1.01 * slope).float(), problem.d_weight(p, slope).float()
+    h[p.checked], w[p.words] = (
+        problem.d_hidden(p, 1.01 * slope).float(),
+        problem.d_weight(p, slope).float(),
+    )
     found = problem.errors(p, slope, loss=None, logp=None, gradients=[h, w])
     assert not problem.passes(found, p.plain)
     assert found.d_weight < 1e-6
 
 
-OURS = [("paw[auto]", live, dtype) for live in (1.0, 0.4) for dtype in (torch.float32, torch.bfloat16)]
+OURS = [
+    ("paw[auto]", live, dtype) for live in (1.0, 0.4) for dtype in (torch.float32, torch.bfloat16)
+]
 PEERS = [(peer.name, 0.4, torch.float32) for peer in WITHOUT_A_COMPILER]
 
 
 @pytest.mark.parametrize(("name", "live", "dtype"), OURS + PEERS)
 @pytest.mark.parametrize("dead", ["found", "known"])
 def test_ours_and_the_peers_have_the_reference_s_value_and_gradients(name, live, dtype, dead):
-    p = made(V=9000, live=live, known=dead == "known", dtype=dtype)  # more than one vocabulary block
-    run = cases.implementation(cases.Case(cases.Group("tiny", 96, 128, 9000), live, dead, name, cases.BOTH), p)
+    p = made(
+        V=9000, live=live, known=dead == "known", dtype=dtype
+    )  # more than one vocabulary block
+    run = cases.implementation(
+        cases.Case(cases.Group("tiny", 96, 128, 9000), live, dead, name, cases.BOTH), p
+    )
     h, w = p.hidden.requires_grad_(), p.weight.requires_grad_()
     loss, logp = run.both(h, w)
     wanted = None if run.want is None else (loss.detach(), run.want)
@@ -81,7 +101,9 @@ def test_ours_and_the_peers_have_the_reference_s_value_and_gradients(name, live,
     assert problem.passes(found, p.plain)
     assert (found.loss or 0) < (1e-6 if name == "paw[auto]" else 1e-4)
     if any(peer.name == name and peer.is_cross_entropy for peer in WITHOUT_A_COMPILER):
-        torch.testing.assert_close(run.want, -p.logp[p.live if dead == "known" else slice(None)].mean())
+        torch.testing.assert_close(
+            run.want, -p.logp[p.live if dead == "known" else slice(None)].mean()
+        )
 
 
 def test_peak_memory_counts_what_operators_hold():
@@ -97,7 +119,9 @@ def test_peak_memory_counts_what_operators_hold():
 
 
 @pytest.mark.slow
-def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(monkeypatch, tmp_path, capsys):
+def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(
+    monkeypatch, tmp_path, capsys
+):
     def failing(hidden, weight, target):
         raise RuntimeError("no kernel image\nis available")
 
@@ -110,11 +134,15 @@ def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(monk
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     ours = next(peer for peer in peers.PEERS if peer.name == "naive")
     monkeypatch.setattr(cases, "PEERS", [replace(ours, name="broken", loss=failing), ours])
-    monkeypatch.setattr(kernels, "groups", lambda device, quick: [cases.Group("tiny", 64, 128, 150)])
+    monkeypatch.setattr(
+        kernels, "groups", lambda device, quick: [cases.Group("tiny", 64, 128, 150)]
+    )
     first = measured(only=["tiny", "naive"])
     rows = measured(resume=True)
     assert rows[: len(first)] == first
-    others, broken = ([r for r in rows if (r["implementation"] == "broken") is which] for which in (False, True))
+    others, broken = (
+        [r for r in rows if (r["implementation"] == "broken") is which] for which in (False, True)
+    )
     assert "naive" not in {r["implementation"] for r in rows[len(first) :]}
     assert {r["implementation"] for r in others} >= {"naive", "paw[torch]"}
     assert rows.index(broken[0]) < rows.index(others[-1])  # the run goes on
@@ -130,11 +158,17 @@ def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(monk
 @pytest.mark.parametrize("only", ["", "quack", "f 1"])
 def test_plots_of_a_gpu_need_no_particular_case(only, tmp_path):
     roofline.write(tmp_path / "kernels_predicted.csv")
-    rows = [r for r in plot.read(tmp_path / "kernels_predicted.csv") if only in f"{r['implementation']} f {r['live']}"]
+    rows = [
+        r
+        for r in plot.read(tmp_path / "kernels_predicted.csv")
+        if only in f"{r['implementation']} f {r['live']}"
+    ]
     with (tmp_path / "k.csv").open("w", encoding="utf-8") as file:
         table = csv.DictWriter(file, [*rows[0], "device", "cuda"])
         table.writeheader()
-        table.writerows({**r, "kind": "measured", "device": "test data", "cuda": "13.0"} for r in rows)
+        table.writerows(
+            {**r, "kind": "measured", "device": "test data", "cuda": "13.0"} for r in rows
+        )
     assert len(plot.draw(tmp_path / "k.csv", tmp_path)) == 3
 
 
@@ -143,7 +177,8 @@ def test_the_model_matches_a_case_by_hand():
     T, D, V, live = 4096, 1024, 102_400, 0.5
     gemm = 2 * T * D * V / 500e12
     epilogue = 97 * 1307 * 8 / (4 * 1.755e9)  # 32 x 400 tiles on 132 multiprocessors
-    # 400 tiles of the vocabulary, 16 bytes of statistics each; e and dL/dz of half of the rows in bf16.
+    # 400 tiles of the vocabulary, 16 bytes of statistics each; e and dL/dz of half of the rows in
+    # bf16.
     merge = T * 400 * 16 / 2000e9
     gradient = (T / 2) * (2 * V + 400 * 16 + 2 * V) / 2000e9
     # Live rows gathered, their gradients scattered (read and written); d_hidden zeroed first.
@@ -151,7 +186,9 @@ def test_the_model_matches_a_case_by_hand():
     waits = 2 * 10e-6  # live rows of the one chunk (and whether the inputs are good), factor
     by_hand = 1e3 * (gemm * (1 + 2 * live) + epilogue + merge + gradient + copies + waits)
     assert roofline.total(roofline.paw(T, D, V, live), machine) == pytest.approx(by_hand, rel=1e-9)
-    assert roofline.total(roofline.paw(T, D, V, live), replace(machine, launch_us=1e3)) == 160.0  # the host's floor
+    assert (
+        roofline.total(roofline.paw(T, D, V, live), replace(machine, launch_us=1e3)) == 160.0
+    )  # the host's floor
 
 
 @pytest.mark.parametrize("T", [100, 4096, 32_768, 131_072])
@@ -168,16 +205,23 @@ def test_the_model_cuts_the_chunks_of_the_triton_backend(T, backward, monkeypatc
 
 def test_predictions_grow_with_the_live_share_and_never_beat_the_matmuls():
     for machine in (roofline.BEST, roofline.CAUTIOUS):
-        times = [roofline.total(roofline.paw(*roofline.REFERENCE, f), machine) for f in (0, 0.1, 0.4, 1)]
+        times = [
+            roofline.total(roofline.paw(*roofline.REFERENCE, f), machine) for f in (0, 0.1, 0.4, 1)
+        ]
         bounds = [roofline.matmul_bound(*roofline.REFERENCE, f) for f in (0, 0.1, 0.4, 1)]
         assert times == sorted(times)
         assert all(time > bound for time, bound in zip(times, bounds, strict=True))
-        others = [roofline.total(roofline.peer(name, *roofline.REFERENCE), machine) for name in roofline.PEERS]
+        others = [
+            roofline.total(roofline.peer(name, *roofline.REFERENCE), machine)
+            for name in roofline.PEERS
+        ]
         assert min(others) > bounds[-1]
     for row in roofline.predictions():
         assert float(row["ms_cautious"]) >= float(row["ms"])
         parts = sum(float(row[f"{name}_ms"]) for name in roofline.TERMS)
-        host = (roofline.LAUNCHES + roofline.CHUNK_LAUNCHES) * roofline.BEST.launch_us / 1e3  # of one chunk
+        host = (
+            (roofline.LAUNCHES + roofline.CHUNK_LAUNCHES) * roofline.BEST.launch_us / 1e3
+        )  # of one chunk
         assert max(parts, host) == pytest.approx(float(row["ms"]), abs=0.005)
 
 
@@ -187,8 +231,21 @@ def test_the_committed_predictions_are_those_of_the_model(tmp_path):
 
 
 def gpu_row(ms, live=1.0, dead="", name="paw[triton]", **more):
-    where = {"head": must.HEAD, "T": str(roofline.REFERENCE[0]), "live": str(live), "dead": dead, "mode": must.BOTH}
-    return {**where, "implementation": name, "ms": str(ms), "share": "0.95", "passes": "yes", **more}
+    where = {
+        "head": must.HEAD,
+        "T": str(roofline.REFERENCE[0]),
+        "live": str(live),
+        "dead": dead,
+        "mode": must.BOTH,
+    }
+    return {
+        **where,
+        "implementation": name,
+        "ms": str(ms),
+        "share": "0.95",
+        "passes": "yes",
+        **more,
+    }
 
 
 def test_the_measured_column_reads_the_tables():

@@ -42,12 +42,25 @@ class Stage:
 
 
 def test_an_update_is_one_line_of_the_first_rank():
-    evaluation = {"eval/success": 0.41, "eval/games": 100.0, "eval/failures": 0.0, "health/env_failures": 2}
+    evaluation = {
+        "eval/success": 0.41,
+        "eval/games": 100.0,
+        "eval/failures": 0.0,
+        "health/env_failures": 2,
+    }
     updates = [(1, METRICS | {"policy/kl": math.nan, "policy/entropy": None}), (2, evaluation)]
     first, second = Stage(updates=150).show(Progress(), *updates)
     assert first.startswith("step   1/150  reward 3.2  success 32.0%  lambda 0.680  ")
-    assert "2,310 tok/s" in first and "21.3 GiB" in first and "kl" not in first and "entropy" not in first
-    assert second.startswith("step   2/150  eval 41.0% of 100 games  ") and "environment failures 2" in second
+    assert (
+        "2,310 tok/s" in first
+        and "21.3 GiB" in first
+        and "kl" not in first
+        and "entropy" not in first
+    )
+    assert (
+        second.startswith("step   2/150  eval 41.0% of 100 games  ")
+        and "environment failures 2" in second
+    )
     assert Stage(first=False).show(Progress(), *updates) == []
 
 
@@ -79,12 +92,17 @@ def test_samples_show_what_was_seen_and_expected():
     limits = RolloutConfig(max_prompt_tokens=256, max_response_tokens=3)
     config = Config(model=ModelConfig(path="-"), rollout=limits, wm={"max_tokens": 16})
     run = SimpleNamespace(config=config, policy=Policy(model), engine=make_engine(model), chat=chat)
-    rollouts, tasks = Rollouts(factory, run.engine, chat, config), eval_tasks(factory, "valid_unseen", 1, 0)
+    rollouts, tasks = (
+        Rollouts(factory, run.engine, chat, config),
+        eval_tasks(factory, "valid_unseen", 1, 0),
+    )
     (group,), _ = rollouts.play(tasks, group_size=1, temperature=0.4, seed=0, stream="eval")
     (episode,) = group.trajectories
     sample = sample_episode(run, episode)
     assert json.loads(json.dumps(sample)) == sample
-    assert sample["task"] == episode.task.id and sample["length"] == len(episode.turns) == len(sample["turns"])
+    assert sample["task"] == episode.task.id and sample["length"] == len(episode.turns) == len(
+        sample["turns"]
+    )
     for shown, turn in zip(sample["turns"], episode.turns, strict=True):
         assert (shown["prompt"], shown["observation"]) == (turn.prompt, turn.outcome.observation)
         assert turn.outcome.observation.startswith("".join(shown["observation_tokens"]))
@@ -96,11 +114,21 @@ def test_samples_show_what_was_seen_and_expected():
 
     turn = episode.turns[0]  # what cannot be predicted is left out
     long = Turn(**{**vars(turn), "prompt_ids": turn.prompt_ids * 100})
-    silent = Turn(**{**vars(turn), "outcome": Outcome("", 0.0, True, False, "look", True), "entropy": None})
+    silent = Turn(
+        **{**vars(turn), "outcome": Outcome("", 0.0, True, False, "look", True), "entropy": None}
+    )
     assert len(long.prompt_ids) > model.config.max_position_embeddings
     beyond, empty = sample_episode(run, Trajectory(episode.task, 0, [long, silent]))["turns"]
-    assert beyond["predicted"] is None and len(beyond["observation_token_p"]) > 0 and run.engine.pending == 0
-    assert [empty[key] for key in ("predicted", "entropy", "observation_token_p")] == [None, None, []]
+    assert (
+        beyond["predicted"] is None
+        and len(beyond["observation_token_p"]) > 0
+        and run.engine.pending == 0
+    )
+    assert [empty[key] for key in ("predicted", "entropy", "observation_token_p")] == [
+        None,
+        None,
+        [],
+    ]
 
 
 def test_a_report_that_fails_is_a_warning(tmp_path):

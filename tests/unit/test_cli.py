@@ -55,9 +55,15 @@ with contextlib.suppress(SystemExit):
     main(["--version"])
 print(os.environ["PYTORCH_ALLOC_CONF"], *(m for m in {HEAVY} if m in sys.modules))
 """
-    env = {name: value for name, value in paw_env.items() if "ALLOC_CONF" not in name} | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
-    assert done.returncode == 0 and done.stdout == f"paw {__version__}\nexpandable_segments:True\n", done.stderr
+    env = {name: value for name, value in paw_env.items() if "ALLOC_CONF" not in name} | {
+        "HF_HUB_OFFLINE": "1"
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env
+    )
+    assert (
+        done.returncode == 0 and done.stdout == f"paw {__version__}\nexpandable_segments:True\n"
+    ), done.stderr
     assert done.stderr.count("\n") == 5 and done.stderr.count("it is not in the hub's cache") == 2
 
 
@@ -74,7 +80,12 @@ print(*(name for name in sys.modules if name.startswith("paw.")))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=paw_env)
     loaded, ours = done.stdout.splitlines()
-    assert not loaded and {*ours.split()} == {"paw.cli", "paw.errors", "paw.lifeline", "paw.watcher"}, done.stderr
+    assert not loaded and {*ours.split()} == {
+        "paw.cli",
+        "paw.errors",
+        "paw.lifeline",
+        "paw.watcher",
+    }, done.stderr
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -82,7 +93,9 @@ def test_an_allocator_that_the_user_has_set_stays(monkeypatch, name):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv(name, "max_split_size_mb:64")
     assert cli.main(["report", "nowhere"]) == 2
-    assert os.environ.get("PYTORCH_ALLOC_CONF") == ("max_split_size_mb:64" if "CUDA" not in name else None)
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == (
+        "max_split_size_mb:64" if "CUDA" not in name else None
+    )
 
 
 def test_a_dry_run_prints_the_resolved_recipe_and_explains_each_key(capsys, tmp_path, monkeypatch):
@@ -95,7 +108,10 @@ def test_a_dry_run_prints_the_resolved_recipe_and_explains_each_key(capsys, tmp_
         for key, (field, needs) in known_keys(config).items():
             explained = f"# {meaning(field)}" in lines
             assert explained == (not needs) and field.description, key
-    assert "# similarity is not set" in shown(capsys, "train", "alfworld-gigpo", "--dry-run").splitlines()
+    assert (
+        "# similarity is not set"
+        in shown(capsys, "train", "alfworld-gigpo", "--dry-run").splitlines()
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -120,9 +136,15 @@ MISTAKES = [
     ([*TRAIN, "--endpoint.url", "http://a"], "an endpoint plays in `paw eval`"),
     ([*TRAIN, "--env.name", "mine.py:Game"], "mine.py:Game': there is no file"),
     (["train", "own-environment"], "env.name = '': it is not set: give"),
-    (["train", "webshop-grpo", "--env.data", "nowhere"], "nowhere/items_shuffle_1000.json is missing"),
+    (
+        ["train", "webshop-grpo", "--env.data", "nowhere"],
+        "nowhere/items_shuffle_1000.json is missing",
+    ),
     (["eval", "."], "--recipe"),
-    (["eval", "nowhere"], "nowhere is no folder here; if it is a model of the hub, say what it plays with --recipe"),
+    (
+        ["eval", "nowhere"],
+        "nowhere is no folder here; if it is a model of the hub, say what it plays with --recipe",
+    ),
     (["eval", ".", "--recipe", "quickstart"], "model.path = '.'"),
     (["rollout", "nowhere", "--recipe", "quickstart", "--tasks", "0"], "--tasks 0"),
     (["report", "nowhere"], "nowhere: no such run directory"),
@@ -147,20 +169,34 @@ def test_environment_data_that_are_not_there_are_one_line_everywhere(capfd):
     for command in (TRAIN, ["play", "alfworld"], ["env", "check", "alfworld"]):
         assert cli.main([*command, "--env.data", "/nowhere"]) == 2, command
         error = capfd.readouterr().err.splitlines()[-1]
-        assert error.startswith("paw: env.data: /nowhere is no folder") and "`paw data alfworld --download`" in error
+        assert (
+            error.startswith("paw: env.data: /nowhere is no folder")
+            and "`paw data alfworld --download`" in error
+        )
 
 
 def test_a_high_rate_of_a_pretrained_model_is_warned_of(capsys):
-    for words, warned in ((["--model.path", "a/b"], 1), ([], 0), (["--model.path", "a/b", "--optim.lr", "1e-6"], 0)):
+    for words, warned in (
+        (["--model.path", "a/b"], 1),
+        ([], 0),
+        (["--model.path", "a/b", "--optim.lr", "1e-6"], 0),
+    ):
         assert cli.main([*TRAIN, "--dry-run", *words]) == 0
-        assert capsys.readouterr().err.count("warning: optim.lr = 0.001 is high for a pretrained model") == warned
+        assert (
+            capsys.readouterr().err.count(
+                "warning: optim.lr = 0.001 is high for a pretrained model"
+            )
+            == warned
+        )
 
 
 def test_a_chosen_checkpoint_must_be_there(capfd, tmp_path):
     make_run(tmp_path, "quickstart")
     (tmp_path / "quickstart" / "checkpoints" / "step_000040").mkdir(parents=True)
     error = mistake(capfd, *TRAIN, "--run.dir", tmp_path, "--resume", "step_000100")
-    assert "--resume step_000100: no such checkpoint in" in error and error.endswith("there are: step_000040\n")
+    assert "--resume step_000100: no such checkpoint in" in error and error.endswith(
+        "there are: step_000040\n"
+    )
 
 
 @pytest.mark.slow
@@ -172,30 +208,51 @@ def test_a_mistake_in_a_process_of_its_own(paw):
 
 def test_doctor_says_what_is_here_and_inspects_a_model(paw_here, tiny_llm, tmp_path):
     done = paw_here("doctor")
-    assert done.stdout.startswith(f"paw {__version__}, Python ") and "  ok       torch " in done.stdout
+    assert (
+        done.stdout.startswith(f"paw {__version__}, Python ") and "  ok       torch " in done.stdout
+    )
     assert done.stdout.endswith("ready: paw train quickstart\n")
     model = tiny_llm(tmp_path / "m", "qwen3")
     done = paw_here("doctor", "--model", model)
-    assert re.search(r"difference float32 +\d\S+ nats\n +difference bfloat16 +\d\S+ nats\n", done.stdout)
-    assert "chat template         usable" in done.stdout and done.stdout.endswith("can be trained\n")
+    assert re.search(
+        r"difference float32 +\d\S+ nats\n +difference bfloat16 +\d\S+ nats\n", done.stdout
+    )
+    assert "chat template         usable" in done.stdout and done.stdout.endswith(
+        "can be trained\n"
+    )
     found = json.loads(paw_here("doctor", "--model", model, "--json").stdout)
-    assert found["difference_float32"] < 1e-5 and found["layers"] == {"full_attention": 2} and not found["problems"]
+    assert (
+        found["difference_float32"] < 1e-5
+        and found["layers"] == {"full_attention": 2}
+        and not found["problems"]
+    )
     (model / "chat_template.jinja").unlink()
     done = paw_here("doctor", "--model", model, code=1)
-    assert "has no chat template" in done.stdout and done.stdout.endswith("cannot be trained as it is\n")
-    assert "there is no such folder" in paw_here("doctor", "--model", tmp_path / "none", code=2).stderr
+    assert "has no chat template" in done.stdout and done.stdout.endswith(
+        "cannot be trained as it is\n"
+    )
+    assert (
+        "there is no such folder" in paw_here("doctor", "--model", tmp_path / "none", code=2).stderr
+    )
 
 
 def test_a_run_is_named_after_its_recipe_and_numbered(capsys, tmp_path):
     def name_of(recipe="quickstart", *words):
-        return tomllib.loads(shown(capsys, "train", recipe, "--dry-run", "--run.dir", tmp_path, *words))["run"]["name"]
+        return tomllib.loads(
+            shown(capsys, "train", recipe, "--dry-run", "--run.dir", tmp_path, *words)
+        )["run"]["name"]
 
     for name in ("quickstart-copy", "quickstart-2-old", "my-quickstart", "quickstart2"):
         make_run(tmp_path, name)
     (tmp_path / "quickstart").mkdir()  # a folder without a run in it
     assert name_of() == "quickstart"
     (tmp_path / "quickstart").rmdir()
-    for name in ("quickstart", "quickstart-2", "quickstart-9", "quickstart-10"):  # by number, not by letter
+    for name in (
+        "quickstart",
+        "quickstart-2",
+        "quickstart-9",
+        "quickstart-10",
+    ):  # by number, not by letter
         make_run(tmp_path, name)
     assert name_of() == "quickstart-11"
     assert name_of("quickstart", "--resume", "auto") == "quickstart-10"

@@ -61,20 +61,31 @@ def test_an_unknown_key_is_refused_with_what_was_meant(recipe):
         section, _, name = wrong.rpartition(".")
         header = f"[{section}]\n" if section else ""
         path = recipe(f"{header}{name} = 1\n{MODEL}")
-        assert problem(path) in (f"{path}: unknown key '{key}'{hint}" for key in (wrong, section or wrong))
+        assert problem(path) in (
+            f"{path}: unknown key '{key}'{hint}" for key in (wrong, section or wrong)
+        )
         said = problem(recipe(), {wrong: "1"})
-        assert said.removeprefix("command line: unknown key '").replace("--", "") == f"{wrong}'{hint}"
+        assert (
+            said.removeprefix("command line: unknown key '").replace("--", "") == f"{wrong}'{hint}"
+        )
 
 
 def test_a_choice_leaves_the_keys_of_the_one_before_it_behind(recipe):
-    path = recipe(MODEL + '[advantage]\ntype = "gigpo"\nomega = 2.0\neps = 0.5\n[wm]\nrho = 0.3\nmax_tokens = 9\n')
+    path = recipe(
+        MODEL
+        + '[advantage]\ntype = "gigpo"\nomega = 2.0\neps = 0.5\n[wm]\nrho = 0.3\nmax_tokens = 9\n'
+    )
     config = load(path, {"advantage.type": "grpo", "wm.enabled": "False"})
     assert config.advantage.settings() == {"stat": "steps", "norm_std": True, "eps": 0.5}
     assert (config.wm.enabled, config.wm.rho, config.wm.max_tokens) == (False, 0.2, 9)
     assert "omega" not in dump(config) and "rho" not in dump(config)
     message = problem(path, {"advantage.type": "grpo", "advantage.omega": "2"})
-    assert message == "command line: unknown key '--advantage.omega'; advantage.type = 'gigpo' has it"
-    assert problem(path, {"wm.enabled": "false", "wm.rho": "0.1"}).endswith("'wm.rho'; it needs wm.enabled = True")
+    assert (
+        message == "command line: unknown key '--advantage.omega'; advantage.type = 'gigpo' has it"
+    )
+    assert problem(path, {"wm.enabled": "false", "wm.rho": "0.1"}).endswith(
+        "'wm.rho'; it needs wm.enabled = True"
+    )
 
 
 WRONG = [
@@ -128,7 +139,10 @@ OVERRIDES = [
 
 
 def test_overrides(recipe):
-    path = recipe(MODEL + '[env]\ndata = "x"\n[advantage]\ntype = "gigpo"\nsimilarity = 0.5\n[optim]\nepochs = 2\n')
+    path = recipe(
+        MODEL
+        + '[env]\ndata = "x"\n[advantage]\ntype = "gigpo"\nsimilarity = 0.5\n[optim]\nepochs = 2\n'
+    )
     for key, text, expected in OVERRIDES:
         config = load(path, {key: text})
         section, _, leaf = key.partition(".")
@@ -155,7 +169,10 @@ def test_malformed_recipes(recipe, tmp_path):
 
 
 def test_a_table_takes_one_key_at_a_time_or_all(recipe):
-    options = {"model.chat_template_kwargs.enable_thinking": "false", "model.chat_template_kwargs.effort": "low"}
+    options = {
+        "model.chat_template_kwargs.enable_thinking": "false",
+        "model.chat_template_kwargs.effort": "low",
+    }
     config = load(recipe(), options)
     assert config.model.chat_template_kwargs == {"enable_thinking": False, "effort": "low"}
     config = load(recipe(), {"model.chat_template_kwargs": "{enable_thinking = false}"})
@@ -164,7 +181,10 @@ def test_a_table_takes_one_key_at_a_time_or_all(recipe):
 
 
 def test_what_is_dumped_loads_to_the_same(recipe):
-    config = load("quickstart", {"run.dir": "a b/ü", "wm.weight": "0.25", "env.data": "/x", "optim.lr": "1e-7"})
+    config = load(
+        "quickstart",
+        {"run.dir": "a b/ü", "wm.weight": "0.25", "env.data": "/x", "optim.lr": "1e-7"},
+    )
     assert load(recipe(dump(config))) == config
     with pytest.raises(ValueError, match="frozen"):
         config.optim.lr = 1.0  # pyright: ignore[reportAttributeAccessIssue]
@@ -176,7 +196,12 @@ def test_a_recipe_overrides_keys_of_its_bases_in_order(recipe, tmp_path):
     recipe('base = "old.toml"\n[optim]\nlr = 2e-3\n[wm]\nrho = 0.5\n', "sub/middle")
     path = recipe('base = ["qwen2.5-7b", "sub/middle.toml"]\n[wm]\nalpha = 0.5\n')
     config = load(path, {"wm.rho": "0.3"})
-    assert (config.optim.lr, config.optim.epochs, config.wm.rho, config.wm.alpha) == (2e-3, 2, 0.3, 0.5)
+    assert (config.optim.lr, config.optim.epochs, config.wm.rho, config.wm.alpha) == (
+        2e-3,
+        2,
+        0.3,
+        0.5,
+    )
     assert config.model.path == "Qwen/Qwen2.5-7B-Instruct"
     assert config == load(recipe(dump(config))) and "\nbase" not in dump(config)
 
@@ -187,8 +212,14 @@ def test_a_base_that_cannot_be(recipe):
         ('"quikstart"', "mine.toml: base: unknown recipe 'quikstart': did you mean 'quickstart'?"),
         ('"absent.toml"', "absent.toml: No such file"),
         ('"mine.toml"', "mine.toml: base: 'mine.toml' is itself built on this recipe"),
-        ('["quickstart", "other.toml"]', "other.toml: base: 'mine.toml' is itself built on this recipe"),
-        ('["quickstart", 3]', "base = ['quickstart', 3]: it takes the name of a recipe or the path of a .toml file"),
+        (
+            '["quickstart", "other.toml"]',
+            "other.toml: base: 'mine.toml' is itself built on this recipe",
+        ),
+        (
+            '["quickstart", 3]',
+            "base = ['quickstart', 3]: it takes the name of a recipe or the path of a .toml file",
+        ),
     ):
         assert reason in problem(recipe(f"base = {base}\n{MODEL}"))
 
@@ -203,7 +234,8 @@ def test_a_wrong_value_names_the_file_it_is_in(recipe):
     assert problem(path, {"wm.rho": "1"}).startswith(f"{old}: lora.rank with")
 
 
-# --- plug-ins -------------------------------------------------------------------------------------------------------
+# --- plug-ins
+# -------------------------------------------------------------------------------------------------------
 
 PLUGINS = """
 import math
@@ -246,7 +278,11 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_plug_in_of_ones_own_brings_its_keys(recipe, folder):
-    chosen = {"env.name": "mine.py:Maze", "advantage.type": "mine.py:best", "policy.loss": "mine.py:token"}
+    chosen = {
+        "env.name": "mine.py:Maze",
+        "advantage.type": "mine.py:best",
+        "policy.loss": "mine.py:token",
+    }
     chosen |= {"advantage.width": "2"}
     config = load(recipe(), chosen | {"env.depth": "4", "policy.floor": "2", "env.max_turns": "7"})
     assert [part.settings() for part in (config.env, config.advantage, config.policy)] == [
@@ -257,7 +293,11 @@ def test_a_plug_in_of_ones_own_brings_its_keys(recipe, folder):
         ("env.dept", "4", "unknown key '--env.dept'; did you mean 'env.depth'?"),
         ("env.depth", "deep", "env.depth = 'deep': Input should"),
         ("env.kinds", "[]", "unknown key '--env.kinds'; env.name = 'alfworld' has it"),
-        ("env.name", "mine.py:Mase", "env.name = 'mine.py:Mase': the file has no 'Mase'; did you mean 'Maze'?"),
+        (
+            "env.name",
+            "mine.py:Mase",
+            "env.name = 'mine.py:Mase': the file has no 'Mase'; did you mean 'Maze'?",
+        ),
     ):
         assert problem(recipe(), chosen | {key: text}).startswith(f"command line: {said}")
 
@@ -269,10 +309,14 @@ def test_each_kind_of_name(folder, monkeypatch):
     for name in ("mine.py:Maze", f"{folder}/mine.py:Maze", "mine:Maze"):
         assert plugins.load("envs", name).__name__ == "Maze"
     assert plugins.load("envs", "mine.py:Maze.Config").__name__ == "Config"
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [EntryPoint("maze", "mine:Maze", group)])
+    monkeypatch.setattr(
+        plugins, "entry_points", lambda group: [EntryPoint("maze", "mine:Maze", group)]
+    )
     plugins._registered.cache_clear()
     try:
-        assert plugins.load("rewards", "maze").__name__ == "Maze" and plugins.names("rewards") == ["maze"]
+        assert plugins.load("rewards", "maze").__name__ == "Maze" and plugins.names("rewards") == [
+            "maze"
+        ]
     finally:
         plugins._registered.cache_clear()
 
@@ -304,24 +348,48 @@ def test_what_a_class_is_made_with():
         def __init__(self, depth=3):
             self.config = depth
 
-    assert [plugins.make(kind, "section").config for kind in (Needs, May, Takes, Alone)] == ["section"] * 3 + [3]
+    assert [plugins.make(kind, "section").config for kind in (Needs, May, Takes, Alone)] == [
+        "section"
+    ] * 3 + [3]
 
 
 def test_an_object_that_cannot_be_called_is_one_line(recipe):
-    assert "'given:list' is a list, no function or class" in problem(recipe(), {"policy.loss": plugins.give([1])})
+    assert "'given:list' is a list, no function or class" in problem(
+        recipe(), {"policy.loss": plugins.give([1])}
+    )
 
 
 MISNAMED = [
-    ("advantages", "gigop", "there is no 'gigop': did you mean 'gigpo'? (or give 'module:name' or 'FILE.py:name')"),
-    ("envs", "zzz", "there is no 'zzz': there are: alfworld, gymnasium, next_state, openenv, questions, search, tau2"),
+    (
+        "advantages",
+        "gigop",
+        "there is no 'gigop': did you mean 'gigpo'? (or give 'module:name' or 'FILE.py:name')",
+    ),
+    (
+        "envs",
+        "zzz",
+        "there is no 'zzz': there are: alfworld, gymnasium, next_state, openenv, questions, search, tau2",
+    ),
     ("envs", "mine.py:Mase", "'mine.py:Mase': the file has no 'Mase'; did you mean 'Maze'?"),
     ("envs", "mine:Mase", "'mine:Mase': the module has no 'Mase'; did you mean 'Maze'?"),
     ("envs", ":Maze", "':Maze': the module cannot be imported: ValueError: Empty module name"),
     ("envs", "mime.py:Maze", "'mime.py:Maze': there is no file /"),
-    ("envs", "mine.maze:Maze", "'mine.maze:Maze': the module cannot be imported: ModuleNotFoundError: "),
+    (
+        "envs",
+        "mine.maze:Maze",
+        "'mine.maze:Maze': the module cannot be imported: ModuleNotFoundError: ",
+    ),
     ("envs", "broken.py:Maze", "broken.py, line 2: ZeroDivisionError: division by zero"),
-    ("envs", "needs:Maze", "'needs:Maze': the module cannot be imported: ModuleNotFoundError: No module named 'no"),
-    ("envs", "given:gone", "'given:gone' was handed over by a program; run that again, or name a 'FILE"),
+    (
+        "envs",
+        "needs:Maze",
+        "'needs:Maze': the module cannot be imported: ModuleNotFoundError: No module named 'no",
+    ),
+    (
+        "envs",
+        "given:gone",
+        "'given:gone' was handed over by a program; run that again, or name a 'FILE",
+    ),
 ]
 
 
@@ -341,12 +409,21 @@ def test_settings_have_descriptions_and_types(folder):
     made = cave.model_validate({"depth": 4, "max_turns": 7}).model_dump()
     assert issubclass(cave, EnvConfig) and (made["depth"], made["max_turns"]) == (4, 7)
     best = plugins.settings(plugins.load("advantages", "mine.py:best"), "best")
-    assert best.model_fields["width"].is_required() and best.model_fields["width"].description == "how far it looks"
+    assert (
+        best.model_fields["width"].is_required()
+        and best.model_fields["width"].description == "how far it looks"
+    )
     assert plugins.settings(len, "len") is Section
     for name, message in (
         ("Listed", "'Listed': Listed.Config must be a subclass of paw.config.Section"),
-        ("untyped", "'untyped': the parameter 'depth' is a setting, and needs a type: depth: float = 1.0"),
-        ("odd", "'odd': its keyword-only parameters cannot be settings: name 'Nonesuch' is not defined"),
+        (
+            "untyped",
+            "'untyped': the parameter 'depth' is a setting, and needs a type: depth: float = 1.0",
+        ),
+        (
+            "odd",
+            "'odd': its keyword-only parameters cannot be settings: name 'Nonesuch' is not defined",
+        ),
     ):
         with pytest.raises(UserError) as caught:
             plugins.settings(plugins.load("envs", f"mine.py:{name}"), name)
@@ -365,7 +442,9 @@ def test_a_program_hands_over_what_it_made():
         return [0.0] * len(samples)
 
     config = load("quickstart", {"advantage.type": ours, "advantage.depth": 5})
-    assert plugins.load("advantages", config.advantage.type) is ours and config.advantage.settings() == {"depth": 5}
+    assert plugins.load(
+        "advantages", config.advantage.type
+    ) is ours and config.advantage.settings() == {"depth": 5}
     assert plugins.give(ours) == config.advantage.type != plugins.give(lambda samples: [])
 
 
@@ -373,9 +452,18 @@ def test_a_program_hands_over_what_it_made():
     ("changes", "message"),
     [
         ({"engine.type": "server"}, "needs either engine.urls"),
-        ({"engine.type": "server", "engine.urls": "http://a:1", "engine.servers": "1"}, "needs either engine.urls"),
-        ({"policy.is_mask": "[2, 1]"}, r"policy.is_mask = [2.0, 1.0] is [low, high] with low < high"),
-        ({"policy.is_mask": "[0.5, 2]", "policy.old_logp": "engine"}, "need policy.old_logp = 'trainer'"),
+        (
+            {"engine.type": "server", "engine.urls": "http://a:1", "engine.servers": "1"},
+            "needs either engine.urls",
+        ),
+        (
+            {"policy.is_mask": "[2, 1]"},
+            r"policy.is_mask = [2.0, 1.0] is [low, high] with low < high",
+        ),
+        (
+            {"policy.is_mask": "[0.5, 2]", "policy.old_logp": "engine"},
+            "need policy.old_logp = 'trainer'",
+        ),
         ({"policy.is_level": "response"}, "policy.tis_cap and policy.is_mask"),
         (
             {"policy.loss": "gspo", "policy.old_logp": "engine", "policy.tis_cap": "2"},
@@ -396,7 +484,10 @@ def test_settings_that_would_do_nothing_or_harm(changes, message):
 def test_ppo_has_no_groups_whose_penalties_could_be_dropped(recipe):
     """A recipe that sets both is refused; one that is built on another leaves the other's choice behind."""
     path = recipe(MODEL + '[advantage]\ntype = "ppo"\npenalty_only = "drop"\n')
-    assert problem(path) == f"{path}: unknown key 'advantage.penalty_only'; it needs advantage.type != 'ppo'"
+    assert (
+        problem(path)
+        == f"{path}: unknown key 'advantage.penalty_only'; it needs advantage.type != 'ppo'"
+    )
     path = recipe('base = ["own-environment", "ppo"]\n[env]\nname = "alfworld"\n')
     for chosen in (load(path), load("quickstart", {"advantage.type": "ppo"})):
         assert (chosen.advantage.type, chosen.advantage.penalty_only) == ("ppo", "keep")
@@ -404,4 +495,6 @@ def test_ppo_has_no_groups_whose_penalties_could_be_dropped(recipe):
 
 
 def test_one_server_is_a_list_of_one():
-    assert load("quickstart", {"engine.type": "server", "engine.urls": "http://a:1"}).engine.urls == ["http://a:1"]
+    assert load(
+        "quickstart", {"engine.type": "server", "engine.urls": "http://a:1"}
+    ).engine.urls == ["http://a:1"]

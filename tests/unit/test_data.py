@@ -28,7 +28,10 @@ def paw_data(capsys, *words, code=0):
 def test_a_shop_is_generated_and_played(tmp_path, capsys):
     folder = tmp_path / "shop"
     lines = paw_data(capsys, "webshop", "--generate", 40, "--out", folder, "--seed", 1)
-    assert [line[:31] for line in lines[:2]] == ["small  synthetic  40 products, ", "small  human      40 products, "]
+    assert [line[:31] for line in lines[:2]] == [
+        "small  synthetic  40 products, ",
+        "small  human      40 products, ",
+    ]
     assert lines[2] == f"use them with --env.data {folder}"
     env = WebshopConfig(data=folder, eval_split="test", goals="human")
     factory = make_factory(Config(model=ModelConfig(path="-"), env=env))
@@ -50,29 +53,41 @@ def test_a_world_is_generated_and_played(tmp_path, capsys):
     env = SearchConfig(data=folder, eval_split="test", max_turns=4, corpus=folder / "corpus.jsonl")
     factory = make_factory(Config(model=ModelConfig(path="-"), env=env))
     tasks = eval_tasks(factory, "test", 0, 0)
-    assert f"test   {len(tasks):,} questions (" in lines[1] and all(task.kind in lines[1] for task in tasks)
+    assert f"test   {len(tasks):,} questions (" in lines[1] and all(
+        task.kind in lines[1] for task in tasks
+    )
     environment = factory.make()
     environment.reset(tasks[0])
-    found = environment.step(environment.format_action(f"search[{tasks[0].payload.text.split()[-1]}]"))
+    found = environment.step(
+        environment.format_action(f"search[{tasks[0].payload.text.split()[-1]}]")
+    )
     assert "Doc 1: " in found.observation
     (folder / "corpus.jsonl").rename(tmp_path / "mine.jsonl")
     assert paw_data(capsys, "search", "--dir", folder)[-1].startswith("no documents: ")
-    assert paw_data(capsys, "search", "--dir", folder, "--corpus", tmp_path / "mine.jsonl")[2].startswith("corpus 200")
+    assert paw_data(capsys, "search", "--dir", folder, "--corpus", tmp_path / "mine.jsonl")[
+        2
+    ].startswith("corpus 200")
 
 
 def test_without_files_it_says_where_they_are(tmp_path, capsys):
     lines = paw_data(capsys, "webshop", code=2)
     assert "items_shuffle_1000.json" in "".join(lines[:-1])
-    assert lines[-1].startswith(f"paw: --dir {tmp_path}/.cache/webshop has none of WebShop's products")
+    assert lines[-1].startswith(
+        f"paw: --dir {tmp_path}/.cache/webshop has none of WebShop's products"
+    )
     lines = paw_data(capsys, "search", code=2)
     assert "PeterJinGo/wiki-18-corpus" in "".join(lines[:-1])
-    assert lines[-1].startswith(f"paw: --dir {tmp_path}/.cache/search has neither train nor test questions")
+    assert lines[-1].startswith(
+        f"paw: --dir {tmp_path}/.cache/search has neither train nor test questions"
+    )
 
 
 def test_households_are_generated_and_played(tmp_path, capsys):
     out = tmp_path / "games"
     lines = paw_data(capsys, "alfworld", "--generate", 12, "--out", out, "--difficulty", "tiny")
-    assert lines[0].startswith("train           12 games (") and lines[1].startswith("valid_unseen     1 games (")
+    assert lines[0].startswith("train           12 games (") and lines[1].startswith(
+        "valid_unseen     1 games ("
+    )
     assert lines[-1] == f"use them with --env.data {out}"
     assert len(train_tasks(AlfworldFactory(AlfworldConfig(data=out)), 0, 12, 0)) == 12
 
@@ -81,14 +96,18 @@ def test_download_runs_the_packages_own_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     words = ["alfworld", "--download", "--dir", tmp_path / "games"]
-    assert "not installed: pip install 'paw-trainer[alfworld]'" in paw_data(capsys, *words, code=2)[0]
+    assert (
+        "not installed: pip install 'paw-trainer[alfworld]'" in paw_data(capsys, *words, code=2)[0]
+    )
     (tmp_path / "alfworld-download").write_text('#!/bin/sh\n[ "$1" = --data-dir ] && exit 7\n')
     (tmp_path / "alfworld-download").chmod(0o755)
     assert "alfworld-download failed with exit code 7" in paw_data(capsys, *words, code=2)[0]
 
 
 def test_mistakes(tmp_path, capsys):
-    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "Who?", "golden_answers": []}) + "\n")
+    (tmp_path / "train.jsonl").write_text(
+        json.dumps({"question": "Who?", "golden_answers": []}) + "\n"
+    )
     for words, message in (
         ("webshop --download", "--download is for alfworld"),
         ("search --generate 30", "and --out DIR to write to"),
@@ -96,7 +115,10 @@ def test_mistakes(tmp_path, capsys):
         ("alfworld --generate 0 --out x", "from 1 on"),
         ("alfworld --dir /nonexistent", "is no folder"),
         ("webshop --generate 3 --out x", "from 20 on"),
-        ("search --generate 30 --out /dev/null/x", "cannot write --out /dev/null/x: Not a directory"),
+        (
+            "search --generate 30 --out /dev/null/x",
+            "cannot write --out /dev/null/x: Not a directory",
+        ),
         (f"search --dir {tmp_path}", f"{tmp_path}/train.jsonl, line 1: "),
     ):
         (line,) = paw_data(capsys, *words.split(), code=2)

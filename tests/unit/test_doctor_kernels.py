@@ -28,7 +28,9 @@ def test_times_are_where_auto_finds_them_and_replace_those_of_the_same_size(cach
     cache.parent.mkdir()
     cache.write_text("[broken")
     kernels.keep(dict([timed("cpu", 512, 2.0, V=70)]))
-    kernels.keep(dict([timed("cpu", 512, 2.0), timed("torch", 512, 3.0), timed("torch", 4096, 1.0)]))
+    kernels.keep(
+        dict([timed("cpu", 512, 2.0), timed("torch", 512, 3.0), timed("torch", 4096, 1.0)])
+    )
     kernels.keep(
         dict(
             [
@@ -53,29 +55,45 @@ def test_a_folder_that_cannot_be_written_is_told_and_no_error(cache, capsys):
     cache.parent.write_text("")
     kernels.keep(dict([timed("cpu", 512, 2.0)]))
     told = capsys.readouterr()
-    assert f"paw: cannot write {cache}: " in told.err and told.err.endswith("(set PAW_CACHE)\n") and not told.out
+    assert (
+        f"paw: cannot write {cache}: " in told.err
+        and told.err.endswith("(set PAW_CACHE)\n")
+        and not told.out
+    )
 
 
 def test_on_a_gpu_six_ways_of_triton_are_timed_beside_cuda_and_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     devices = {"triton": "cuda", "cuda": "cuda", "cpu": "cpu", "torch": "cuda"}
     cases = kernels.contest(151_936, 896, devices)
-    assert {case.dtype for case in cases} == {"bfloat16"} and {case.device for case in cases} == {"cuda"}
+    assert {case.dtype for case in cases} == {"bfloat16"} and {case.device for case in cases} == {
+        "cuda"
+    }
     assert len(set(cases)) == 16
     ways = [case.way for case in cases if case.n == 4096]
-    assert len(ways) == len(set(ways)) == 8 and sum(way.startswith("triton 128x") for way in ways) == 6
-    assert {case.backend for case in kernels.contest(600, 64, {"triton": "cpu", "cpu": "cpu"})} == {"cpu"}
+    assert (
+        len(ways) == len(set(ways)) == 8 and sum(way.startswith("triton 128x") for way in ways) == 6
+    )
+    assert {case.backend for case in kernels.contest(600, 64, {"triton": "cpu", "cpu": "cpu"})} == {
+        "cpu"
+    }
 
 
 @pytest.mark.slow
-def test_a_case_that_crashes_hangs_or_raises_is_an_answer_and_the_next_goes_on(tmp_path, monkeypatch):
+def test_a_case_that_crashes_hangs_or_raises_is_an_answer_and_the_next_goes_on(
+    tmp_path, monkeypatch
+):
     broken = tmp_path / "triton"
     broken.mkdir()
     (broken / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     of = {"dtype": "float32", "n": 40, "V": 101, "D": 64}
-    cases = [Case("triton", "cpu", **of), Case("cuda", "cuda", **of), *[Case("torch", "cpu", **of)] * 2]
+    cases = [
+        Case("triton", "cpu", **of),
+        Case("cuda", "cuda", **of),
+        *[Case("torch", "cpu", **of)] * 2,
+    ]
     crashed, raised, *right = kernels.run(cases, 250)
     assert crashed == Answer(why="killed by SIGSEGV", share=crashed.share)
     assert "CUDA" in raised.why and "Error: " in raised.why and not raised.right
@@ -85,7 +103,9 @@ def test_a_case_that_crashes_hangs_or_raises_is_an_answer_and_the_next_goes_on(t
 
 
 @pytest.mark.slow
-def test_the_command_checks_all_that_runs_here_and_auto_goes_by_its_times(paw_here, monkeypatch, cache, paw_env):
+def test_the_command_checks_all_that_runs_here_and_auto_goes_by_its_times(
+    paw_here, monkeypatch, cache, paw_env
+):
     monkeypatch.setattr(kernels, "WIDTHS", (64,))
     monkeypatch.setattr(kernels, "DTYPES", ("bfloat16",))
     monkeypatch.setattr(kernels, "ROWS", (32,))
@@ -94,9 +114,14 @@ def test_the_command_checks_all_that_runs_here_and_auto_goes_by_its_times(paw_he
         monkeypatch.setenv(name, value)
     done = paw_here("doctor", "--kernels", "--shape", "97x24")
     lines = done.stdout.splitlines()
-    assert [line.split()[:2] for line in lines[2:5]] == [[name, "bfloat16"] for name in ("triton", "cpu", "torch")]
+    assert [line.split()[:2] for line in lines[2:5]] == [
+        [name, "bfloat16"] for name in ("triton", "cpu", "torch")
+    ]
     assert "WRONG" not in done.stdout and "n 32" in done.stdout and " ms\n" in done.stdout
     assert done.stderr.count("triton bfloat16, n 40, V 101, D 64: 0.") == 1
     measured = _measured.fastest(CPU, torch.float32, 97, 24)
     assert measured and measured.ms > 0 and measured.backend in ("cpu", "torch")
-    assert "--shape 97: it is the head's" in paw_here("doctor", "--kernels", "--shape", "97", code=2).stderr
+    assert (
+        "--shape 97: it is the head's"
+        in paw_here("doctor", "--kernels", "--shape", "97", code=2).stderr
+    )

@@ -31,7 +31,10 @@ def make_requests(count):
     g = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 40, (count,), generator=g).tolist()
     prompts = [torch.randint(0, VOCAB, (n,), generator=g).tolist() for n in lengths]
-    return [Request(100 + i, prompt, i, temperature=1.0, max_tokens=12) for i, prompt in enumerate(prompts)]
+    return [
+        Request(100 + i, prompt, i, temperature=1.0, max_tokens=12)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def run(engine, requests):
@@ -51,7 +54,11 @@ def naive(model, request, end_ids):
         logits = model(input_ids=torch.tensor([request.prompt_ids + tokens])).logits[0, -1].double()
         logp = (logits / (request.temperature or 1.0)).log_softmax(-1)
         u = float(uniforms(torch.tensor([request.seed]).numpy().astype("uint64"), len(tokens))[0])
-        token = int(logits.argmax()) if request.temperature == 0 else int((logp.exp().cumsum(-1) <= u).sum())
+        token = (
+            int(logits.argmax())
+            if request.temperature == 0
+            else int((logp.exp().cumsum(-1) <= u).sum())
+        )
         tokens.append(token)
         logps.append(float(logp[token]))
         entropies.append(float(-(logp.exp() * logp).sum()))
@@ -75,21 +82,29 @@ def test_equals_a_loop_of_full_forward_passes():
         for i, request in enumerate(make_requests(20))
     ]
     completions = run(TransformersEngine(model, end_ids=ends, max_batch_tokens=400), requests)
-    assert len({len(c.token_ids) for c in completions}) > 3  # rows left the batch at different times
+    assert (
+        len({len(c.token_ids) for c in completions}) > 3
+    )  # rows left the batch at different times
     assert 0 < sum(c.token_ids[-1] in ends for c in completions) < 20
     for request, completion in zip(requests, completions, strict=True):
         assert_same(completion, naive(model, request, ends))
     longest = [replace(request, max_tokens=80) for request in requests[:3]]
-    for request, completion in zip(longest, run(TransformersEngine(model, end_ids=()), longest), strict=True):
+    for request, completion in zip(
+        longest, run(TransformersEngine(model, end_ids=()), longest), strict=True
+    ):
         assert len(completion.token_ids) == 80
         assert_same(completion, naive(model, request, ()))
-    assert {len(c.token_ids) for c in run(TransformersEngine(model, end_ids=()), requests[3::4])} == {1}
+    assert {
+        len(c.token_ids) for c in run(TransformersEngine(model, end_ids=()), requests[3::4])
+    } == {1}
 
 
 def test_tokens_depend_on_the_seed_and_not_on_the_batch():
     model = make_model()
     requests = make_requests(16)
-    engine, small = (TransformersEngine(model, end_ids={END}, max_batch_tokens=most) for most in (65536, 150))
+    engine, small = (
+        TransformersEngine(model, end_ids={END}, max_batch_tokens=most) for most in (65536, 150)
+    )
     together, alone = run(engine, requests), [run(engine, [request])[0] for request in requests]
     for a, b, c in zip(together, alone, run(small, requests[::-1])[::-1], strict=True):
         assert_same(a, b)
@@ -105,9 +120,14 @@ def test_sampling_follows_the_distribution():
     u = torch.stack([torch.from_numpy(uniforms(seeds, t)) for t in range(50)])
     assert u.min() >= 0 and u.max() < 1 and len(u.unique()) == u.numel()
     counts = torch.histc(u, bins=100, min=0, max=1)
-    assert float(((counts - 1000) ** 2 / 1000).sum()) < 149  # 99.9 % quantile at 99 degrees of freedom
+    assert (
+        float(((counts - 1000) ** 2 / 1000).sum()) < 149
+    )  # 99.9 % quantile at 99 degrees of freedom
     for neighbours in ((u[:-1], u[1:]), (u[:, :-1], u[:, 1:])):
-        assert abs(float(torch.corrcoef(torch.stack([part.flatten() for part in neighbours]))[0, 1])) < 0.01
+        assert (
+            abs(float(torch.corrcoef(torch.stack([part.flatten() for part in neighbours]))[0, 1]))
+            < 0.01
+        )
     n = u.numel()
     token, logp, entropy = sample(logits.expand(n, -1), torch.full((n,), temperature), u.flatten())
     p = (logits.double() / temperature).softmax(-1)
@@ -118,8 +138,12 @@ def test_sampling_follows_the_distribution():
     assert torch.allclose(entropy.double(), torch.special.entr(p).sum().expand(n), atol=1e-6)
     impossible = torch.tensor([[-torch.inf, 1.0, -torch.inf, 0.0, -torch.inf]])
     for most in (0.0, 0.5, 1 - 2**-53):
-        token, logp, entropy = sample(impossible, torch.ones(1), torch.tensor([most], dtype=torch.float64))
-        assert token.item() in (1, 3) and torch.isfinite(logp).all() and torch.isfinite(entropy).all()
+        token, logp, entropy = sample(
+            impossible, torch.ones(1), torch.tensor([most], dtype=torch.float64)
+        )
+        assert (
+            token.item() in (1, 3) and torch.isfinite(logp).all() and torch.isfinite(entropy).all()
+        )
 
 
 def test_the_model_is_left_as_it_was_and_its_update_is_seen_at_once():
@@ -167,13 +191,17 @@ def test_every_checkpoint_name_is_sent_and_the_head_always(tied):
 
 def test_one_odd_token_of_many_is_tolerated_many_are_stale_weights():
     found = sampler_mismatch([[-1.0, -2.0], [-0.5]], [[-1.0, -2.03], [-0.5]])
-    assert found == pytest.approx({"health/sampler_mismatch": 0.03, "health/sampler_mismatch_mean": 0.01})
+    assert found == pytest.approx(
+        {"health/sampler_mismatch": 0.03, "health/sampler_mismatch_mean": 0.01}
+    )
     same = [[-1.0] * 99]
     assert sampler_mismatch([*same, [-2.0]], [*same, [-1.0]])["health/sampler_mismatch"] == 1.0
     with pytest.raises(StaleWeightsError, match=r"stale weights.*0\.5 nats on 10% of 10 tokens"):
         sampler_mismatch([[-1.0] * 9 + [-3.0]], [[-1.0] * 10])
     servers = [["http://b"] * 4 + [None], ["http://a"] * 99]  # None: of other weights
-    with pytest.raises(StaleWeightsError, match=r"0\.5 nats on 100% of 4 tokens of http://b \(mean 2, max 2\)"):
+    with pytest.raises(
+        StaleWeightsError, match=r"0\.5 nats on 100% of 4 tokens of http://b \(mean 2, max 2\)"
+    ):
         sampler_mismatch([[-1.0] * 5, *same], [[-3.0] * 5, *same], servers)
     with pytest.raises(StaleWeightsError):
         sampler_mismatch([[float("nan")]], [[-1.0]])
@@ -182,7 +210,12 @@ def test_one_odd_token_of_many_is_tolerated_many_are_stale_weights():
 
 
 def test_missing_vllm_names_the_extra(monkeypatch, tmp_path):
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "VLLM_LOGGING_LEVEL"):
+    for name in (
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_NO_USAGE_STATS",
+        "DO_NOT_TRACK",
+        "VLLM_LOGGING_LEVEL",
+    ):
         monkeypatch.setenv(name, "0")  # restores what the import sets
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r"pip install 'paw-trainer\[vllm\]'"):

@@ -90,7 +90,10 @@ def called(response) -> bool:
 
 
 FAULTS = {
-    "members": (broken(reward_max="ten"), "reward_max = 'ten'; for what it must be see EnvFactory in paw/"),
+    "members": (
+        broken(reward_max="ten"),
+        "reward_max = 'ten'; for what it must be see EnvFactory in paw/",
+    ),
     "tasks": (tasks(lambda split, i: f"{next(COUNTER)}"), "asked again: "),
     "outcomes": (on_step(lambda self, o: replace(o, reward=math.nan)), "Outcome.reward is nan"),
     "task ids": (tasks(lambda split, i: f"{i}"), "in 'valid_unseen' and in training; keep"),
@@ -101,8 +104,14 @@ FAULTS = {
     "starts afresh": (on_reset(count), " 1' and then 'I think of a number. 2'; in an"),
     "group shares a task": (Payload, "Task.payload is read-only"),
     "no shared state": (Shared, "keep state in self, not in the"),
-    "looking changes nothing": (broken(context=lambda self: f"{count(self)}"), "looked at twice in turn 0: ('1"),
-    "observations": (on_step(lambda self, o: replace(o, observation=self.context())), "turn 0: the observation holds"),
+    "looking changes nothing": (
+        broken(context=lambda self: f"{count(self)}"),
+        "looked at twice in turn 0: ('1",
+    ),
+    "observations": (
+        on_step(lambda self, o: replace(o, observation=self.context())),
+        "turn 0: the observation holds",
+    ),
     "rewards": (broken(reward_max=0.5), "sum to 1, reward_max is 0.5; raise it"),
     "garbage": (on_step(lambda self, o: replace(o, valid=True)), "the response '' is valid"),
     "well formed answers": (
@@ -110,26 +119,53 @@ FAULTS = {
         "'seven', of oracle() or format_action(),",
     ),
     "tools": (
-        broken(tools=[ADD], step=lambda self, response: Guess.step(self, response) if not called(response) else 1 / 0),
+        broken(
+            tools=[ADD],
+            step=lambda self, response: (
+                Guess.step(self, response) if not called(response) else 1 / 0
+            ),
+        ),
         'the call add({"n": ',
     ),
     "closes": (broken(close=lambda self: delattr(self, "secret")), "raised AttributeError"),
 }
 OTHERS = [
-    ("members", broken(fingerprint=lambda self: f"{random.random()}"), "it must be one text for the same tasks"),
-    ("tasks", tasks(lambda split, i: {}["mine"]), "tasks('train', 0): KeyError: 'mine' (test_env_check.py, line 1"),
+    (
+        "members",
+        broken(fingerprint=lambda self: f"{random.random()}"),
+        "it must be one text for the same tasks",
+    ),
+    (
+        "tasks",
+        tasks(lambda split, i: {}["mine"]),
+        "tasks('train', 0): KeyError: 'mine' (test_env_check.py, line 1",
+    ),
     ("tasks", listed(lambda split, seed: ["a"]), "'a'; it must be a paw.Task"),
     ("tasks", listed(lambda split, seed: []), "is empty"),
-    ("outcomes", on_step(lambda self, o: replace(o, observation=None)), "Outcome.observation is None; it must be text"),
+    (
+        "outcomes",
+        on_step(lambda self, o: replace(o, observation=None)),
+        "Outcome.observation is None; it must be text",
+    ),
     ("outcomes", broken(context=lambda self: ""), "context() is empty"),
     ("task ids", tasks(lambda split, i: f"{split}/{i % 5}"), "two tasks of 'valid_unseen'"),
-    ("task ids", listed(lambda split, seed: [Task(f"{split}/1", "All", 1)]), "'All', which reports call all kinds tog"),
-    ("task ids", tasks(lambda split, i: f"{split != 'train'}/{i}"), "in 'valid_unseen' and in the warm-up; keep"),
+    (
+        "task ids",
+        listed(lambda split, seed: [Task(f"{split}/1", "All", 1)]),
+        "'All', which reports call all kinds tog",
+    ),
+    (
+        "task ids",
+        tasks(lambda split, i: f"{split != 'train'}/{i}"),
+        "in 'valid_unseen' and in the warm-up; keep",
+    ),
     ("rewards", on_step(lambda self, o: replace(o, won=True)), "won and not done"),
 ]
 
 
-@pytest.mark.parametrize(("rule", "given", "seen"), [*((rule, *fault) for rule, fault in FAULTS.items()), *OTHERS])
+@pytest.mark.parametrize(
+    ("rule", "given", "seen"), [*((rule, *fault) for rule, fault in FAULTS.items()), *OTHERS]
+)
 def test_each_rule_can_fail(rule, given, seen):
     try:
         found = failed(given)
@@ -143,13 +179,20 @@ def test_the_example_keeps_them(capsys):
     out = capsys.readouterr().out
     lines = re.sub(r"\d+\.\d s", "0.0 s", out)  # each with its seconds
     start = "ok      0.0 s  members                  guess\nok      0.0 s  tasks                    'train': 90, 'valid"
-    assert lines.startswith(start) and "tools                    none offered: no call was tried\n" in lines
+    assert (
+        lines.startswith(start)
+        and "tools                    none offered: no call was tried\n" in lines
+    )
     assert f"\nall {len(RULES)} rules hold; " in out and out.endswith(" steps/s\n")
 
 
 @pytest.mark.parametrize(
     "words",
-    ["alfworld --env.difficulty tiny --env.max_turns 8", "search --env.entities 200", "webshop --env.products 100"],
+    [
+        "alfworld --env.difficulty tiny --env.max_turns 8",
+        "search --env.entities 200",
+        "webshop --env.products 100",
+    ],
 )
 def test_what_is_built_in_keeps_them(words, capsys):
     assert cli.main(["env", "check", *words.split(), "--json"]) == 0
@@ -161,16 +204,27 @@ def test_what_is_built_in_keeps_them(words, capsys):
 
 def test_a_broken_one_is_reported(tmp_path, capsys):
     path = tmp_path / "mine.py"
-    path.write_text(EXAMPLE.read_text(encoding="utf-8").replace("    tasks =", "    reward_max = 0.5\n    tasks ="))
+    path.write_text(
+        EXAMPLE.read_text(encoding="utf-8").replace(
+            "    tasks =", "    reward_max = 0.5\n    tasks ="
+        )
+    )
     assert cli.main(["env", "check", f"{path}:Guess"]) == 1
     out = capsys.readouterr().out
-    assert re.search(r"\nFAIL +\d+\.\d s  rewards                  the rewards of an episode sum to 1", out)
+    assert re.search(
+        r"\nFAIL +\d+\.\d s  rewards                  the rewards of an episode sum to 1", out
+    )
     assert f"\n1 of {len(RULES)} rules failed; " in out
-    assert cli.main(["env", "check", f"{path}:Guess", "--env.max_turns", "1", "--json"]) == 0  # nobody wins
+    assert (
+        cli.main(["env", "check", f"{path}:Guess", "--env.max_turns", "1", "--json"]) == 0
+    )  # nobody wins
     assert json.loads(capsys.readouterr().out)["ok"]
 
 
-NUMBERS = {"type": "array", "items": {"type": "number", "multipleOf": 0.5, "exclusiveMinimum": 2, "maximum": 3}}
+NUMBERS = {
+    "type": "array",
+    "items": {"type": "number", "multipleOf": 0.5, "exclusiveMinimum": 2, "maximum": 3},
+}
 TREE = {"leaf": {"type": "boolean"}, "more": {"$ref": "#/$defs/tree"}}
 SCHEMAS = {
     "nothing": {},
@@ -192,7 +246,10 @@ SCHEMAS = {
         },
         "required": ["n", "m", "l"],
     },
-    "choices": {"properties": {"o": {"anyOf": [{"type": "null"}, {"const": 3}]}}, "required": ["o"]},
+    "choices": {
+        "properties": {"o": {"anyOf": [{"type": "null"}, {"const": 3}]}},
+        "required": ["o"],
+    },
     "parts": {
         "$defs": {
             "tree": {
@@ -212,7 +269,10 @@ SCHEMAS = {
         },
         "$ref": "#/$defs/x",
     },
-    "huge": {"properties": {"n": {"type": "number", "minimum": 1e308, "multipleOf": 1e-300}}, "required": ["n"]},
+    "huge": {
+        "properties": {"n": {"type": "number", "minimum": 1e308, "multipleOf": 1e-300}},
+        "required": ["n"],
+    },
     "secret": {"properties": {"key": {"pattern": "^sesame-[0-9]{9}$"}}, "required": ["key"]},
 }
 
@@ -242,7 +302,13 @@ class Shelf(Conversation):
 
     tasks = [Task(str(n)) for n in range(20)]
     tools = [
-        {"name": "put", "inputSchema": {"properties": {"thing": {"enum": ["cup", "jug"]}}, "required": ["thing"]}},
+        {
+            "name": "put",
+            "inputSchema": {
+                "properties": {"thing": {"enum": ["cup", "jug"]}},
+                "required": ["thing"],
+            },
+        },
         {"name": "unlock", "inputSchema": SCHEMAS["secret"]},
         {"name": "look", "description": "?"},
     ]
@@ -264,13 +330,18 @@ class Shelf(Conversation):
 
 def test_tools_are_called_and_those_that_are_not_are_named():
     env = EnvConfig(name="x.py:X", max_turns=8)
-    found = {finding.rule: finding for finding in check(Subject(lambda: OwnFactory(Shelf, env, "env"), env))}
+    found = {
+        finding.rule: finding
+        for finding in check(Subject(lambda: OwnFactory(Shelf, env, "env"), env))
+    }
     assert all(finding.ok for finding in found.values()), found
     assert found["tools"].seen == (
         "2 of 3 called, 1 of the calls valid; not called: unlock (no arguments were found that fit the schema)"
     )
     assert {"put" in call for call in Shelf.calls} == {True, False}
-    assert found["rewards"].seen == "returns up to 1 of 1"  # calls win, in the episodes of all rules
+    assert (
+        found["rewards"].seen == "returns up to 1 of 1"
+    )  # calls win, in the episodes of all rules
 
 
 SLOW = """

@@ -42,26 +42,45 @@ def test_metrics_overall_and_per_kind():
         "valid_actions": 10 / 12, "success_heat": 0.0, "success_pick": pytest.approx(2 / 3),
     }  # fmt: skip
     assert success_metrics([]) == {"games": 0.0, "failures": 0.0}
-    assert list(kind_rows(kinds(make_groups()))) == ["heat", "pick"] and kind_lines(kind_rows([])) == []
+    assert (
+        list(kind_rows(kinds(make_groups()))) == ["heat", "pick"]
+        and kind_lines(kind_rows([])) == []
+    )
 
 
 def episode_line(kind, success, *, score=None, failure=None):
     turns = [{"valid": True}, {"valid": success}]
-    spent = {"calls": 2, "prompt_tokens": 100, "completion_tokens": 10, "cost": 0.25, "seconds": 1.5}
+    spent = {
+        "calls": 2,
+        "prompt_tokens": 100,
+        "completion_tokens": 10,
+        "cost": 0.25,
+        "seconds": 1.5,
+    }
     return {"kind": kind, "success": success, "score": score, "steps": 2, "turns": turns, "context_full": False,
             "failure": failure, **spent}  # fmt: skip
 
 
 def row(environment, lines):
-    about = {"env.name": environment, "agent.type": "react", "model": "m", "games": "these", "eval.temperature": 0.4}
+    about = {
+        "env.name": environment,
+        "agent.type": "react",
+        "model": "m",
+        "games": "these",
+        "eval.temperature": 0.4,
+    }
     summary = summarise(lines, about, EndpointConfig(input_price=1.0), 9.0)
     return table(summary).splitlines()
 
 
 def test_rows_as_in_the_papers_tables():
     kinds = ("two", "pick", "look")
-    lines = [episode_line(kind, won) for kind in kinds for won in (True, False, False, kind == "pick")]
-    lines.append(episode_line("pick", False, failure="EndpointError: down"))  # counts nowhere but costs
+    lines = [
+        episode_line(kind, won) for kind in kinds for won in (True, False, False, kind == "pick")
+    ]
+    lines.append(
+        episode_line("pick", False, failure="EndpointError: down")
+    )  # counts nowhere but costs
     head, _, cells, _, success, rest, last = row("alfworld", lines)
     assert head == "| Model | Agent | Pick | Look | Pick2 | All |"
     assert cells == "| m | react | 50.0 | 25.0 | 25.0 | 33.3 |"
@@ -73,12 +92,23 @@ def test_rows_as_in_the_papers_tables():
         "20 s of episodes, 9 s by the clock in this run"
     )
     assert last == "1 episodes could not be played and count nowhere above"
-    sales = [("toys", True, 1.0), ("toys", False, 0.6), ("shoes", False, None)]  # the last one never took a step
+    sales = [
+        ("toys", True, 1.0),
+        ("toys", False, 0.6),
+        ("shoes", False, None),
+    ]  # the last one never took a step
     shop = row("webshop", [episode_line(kind, won, score=score) for kind, won, score in sales])
-    assert (shop[0], shop[2]) == ("| Model | Agent | Score | Succ. |", "| m | react | 53.3 | 33.3 |")
+    assert (shop[0], shop[2]) == (
+        "| Model | Agent | Score | Succ. |",
+        "| m | react | 53.3 | 33.3 |",
+    )
     played = {"bamboogle": [1, 0], "own": [0], "nq": [1, 1, 1, 0], "2wikimultihopqa": [0]}
-    search = row("search", [episode_line(kind, bool(won)) for kind, wins in played.items() for won in wins])
-    assert search[0] == "| Model | Agent | NQ | 2Wiki | Bamboogle | own | Avg. |"  # of Table 2's sets, each the same
+    search = row(
+        "search", [episode_line(kind, bool(won)) for kind, wins in played.items() for won in wins]
+    )
+    assert (
+        search[0] == "| Model | Agent | NQ | 2Wiki | Bamboogle | own | Avg. |"
+    )  # of Table 2's sets, each the same
     assert search[2] == "| m | react | 75.0 | 0.0 | 50.0 | 0.0 | 41.7 |"
     rows = kind_rows((kind, bool(won)) for kind, wins in played.items() for won in wins)
     lines, (low, high) = kind_lines(rows), wilson(3, 4)

@@ -35,7 +35,9 @@ def test_intervals_by_hand():
 def test_differences_are_paired_by_seed():
     found = paired({0: 0.1, 1: 0.5, 2: 0.9}, {2: 1.0, 0: 0.2, 1: 0.6, 7: 0.0})
     assert found is not None and found.n == 3 and found.mean == pytest.approx(0.1)
-    assert found.sd == pytest.approx(0.0, abs=1e-12)  # the seeds' levels differ, the differences do not
+    assert found.sd == pytest.approx(
+        0.0, abs=1e-12
+    )  # the seeds' levels differ, the differences do not
     assert verdict(found) == "helps beyond the interval"
     assert verdict(interval([-0.3, -0.31, -0.32])) == "hurts beyond the interval"
     assert verdict(interval([-0.3, 0.4, 0.1])) == "not shown"
@@ -46,7 +48,9 @@ def test_differences_are_paired_by_seed():
 def test_variants_and_seeds():
     vanilla = ("grpo", "rloo", "gigpo", "dr-grpo", "ppo")
     for name in VARIANTS:
-        assert load("quickstart", parse_variants(name, [])[name]).wm.enabled == (name not in vanilla)
+        assert load("quickstart", parse_variants(name, [])[name]).wm.enabled == (
+            name not in vanilla
+        )
     found = parse_variants("grpo", ["loud: wm.scale=10 wm.loss=mae", "same:"])
     assert found["loud"] == {"wm.scale": "10", "wm.loss": "mae"} and found["same"] == {}
     for names, own, message in (
@@ -65,7 +69,9 @@ def test_variants_and_seeds():
             runs.parse_seeds(text)
 
 
-def make_plan(out: Path, *, recipe="quickstart", variants="grpo,paw", seeds=(0, 1), jobs=1, **overrides):
+def make_plan(
+    out: Path, *, recipe="quickstart", variants="grpo,paw", seeds=(0, 1), jobs=1, **overrides
+):
     chosen = parse_variants(variants, [])
     keys = {key.replace("__", "."): value for key, value in overrides.items()}
     options = argparse.Namespace(recipe=recipe, out=out, jobs=jobs, gpus=1)
@@ -83,7 +89,9 @@ def test_a_plan_is_all_variants_of_a_seed_in_a_row(tmp_path):
         "--run.dir": f"{tmp_path}/runs", "--run.name": "paw-1", "--run.seed": "1", "--warmup.seed": "1",
     }  # fmt: skip
     assert "--run.threads" in make_plan(tmp_path, jobs=2)[0].words
-    assert "--warmup.seed" not in make_plan(tmp_path, recipe="webshop-grpo-14b")[0].words  # no model of ours
+    assert (
+        "--warmup.seed" not in make_plan(tmp_path, recipe="webshop-grpo-14b")[0].words
+    )  # no model of ours
     for overrides, message in (
         ({"wm__loss": "ce"}, "--wm.loss is what variant 'ce' sets"),
         ({"run__seed": "3"}, "--run.seed: the experiment sets it"),
@@ -100,21 +108,38 @@ def finish(job, evals: dict[int, float], *, training: float = 0.3, **metrics: fl
     job.directory.mkdir(parents=True)
     given = {key[2:]: value for key, value in zip(job.words[4::2], job.words[5::2], strict=True)}
     (job.directory / "config.toml").write_text(dump(load(job.words[1], given)))
-    lines = [{"step": step, "success/all": training, **metrics} for step in range(1, job.updates + 1)]
-    lines += [{"step": s, "eval/success": v, "eval/ci_low": v - 0.1, "eval/ci_high": v + 0.1} for s, v in evals.items()]
+    lines = [
+        {"step": step, "success/all": training, **metrics} for step in range(1, job.updates + 1)
+    ]
+    lines += [
+        {"step": s, "eval/success": v, "eval/ci_low": v - 0.1, "eval/ci_high": v + 0.1}
+        for s, v in evals.items()
+    ]
     (job.directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    info = {"warmup_s": 60.0, "wall_s": 120.0, "paw": "0", "device": "CPU", "ended": {"how": "finished"}}
+    info = {
+        "warmup_s": 60.0,
+        "wall_s": 120.0,
+        "paw": "0",
+        "device": "CPU",
+        "ended": {"how": "finished"},
+    }
     (job.directory / "run.json").write_text(json.dumps(info))
 
 
 def test_what_is_finished_is_not_trained_again(tmp_path):
     for job in make_plan(tmp_path, run__updates="3"):
         finish(job, {0: 0.2, 3: 0.4})
-    jobs = make_plan(tmp_path, run__updates="3", run__threads="2", run__save_every="0")  # learns the same
+    jobs = make_plan(
+        tmp_path, run__updates="3", run__threads="2", run__save_every="0"
+    )  # learns the same
     assert all(job.finished for job in jobs)
-    runs.train(jobs, at_once=1)  # would start `paw train` otherwise, which refuses a run that is there
+    runs.train(
+        jobs, at_once=1
+    )  # would start `paw train` otherwise, which refuses a run that is there
     stopped = jobs[0].directory / "metrics.jsonl"
-    stopped.write_text("\n".join(line for line in stopped.read_text().splitlines() if '"step": 3' not in line))
+    stopped.write_text(
+        "\n".join(line for line in stopped.read_text().splitlines() if '"step": 3' not in line)
+    )
     (jobs[1].directory / "run.json").write_text('{"ended": {"how": "stopped"}}')
     assert [bool(job.finished) for job in jobs] == [False, False, True, True]
     with pytest.raises(UserError, match=r"grpo-0 has optim.lr = 0.001, not 0.002"):
@@ -127,10 +152,15 @@ def finished(tmp_path):
     after = {"grpo": (0.50, 0.60, 0.40), "paw": (0.60, 0.69, 0.51), "ce": (0.30,)}
     for seed in range(3):
         for job in make_plan(
-            tmp_path, variants="grpo,paw,ce" if seed == 0 else "grpo,paw", seeds=[seed], run__updates="4"
+            tmp_path,
+            variants="grpo,paw,ce" if seed == 0 else "grpo,paw",
+            seeds=[seed],
+            run__updates="4",
         ):
             world = {} if job.variant == "grpo" else {"optim/gradient_frac": 0.3, "wm/lambda": 0.8}
-            finish(job, {0: 0.2, 2: 0.3, 4: after[job.variant][seed]}, training=0.05 * seed, **world)
+            finish(
+                job, {0: 0.2, 2: 0.3, 4: after[job.variant][seed]}, training=0.05 * seed, **world
+            )
     return tmp_path
 
 
@@ -151,8 +181,16 @@ def test_compare_writes_table_numbers_and_plot(finished, capsys):
     assert "| 66.7 | 0 of 3 | - |" in text
     with (finished / "compare.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["variant"], row["seed"]) for row in rows][:3] == [("grpo", "0"), ("grpo", "1"), ("grpo", "2")]
-    assert rows[3]["eval_2"] == "0.3" and rows[3]["lambda_last10"] == "0.8" and rows[0]["lambda_last10"] == ""
+    assert [(row["variant"], row["seed"]) for row in rows][:3] == [
+        ("grpo", "0"),
+        ("grpo", "1"),
+        ("grpo", "2"),
+    ]
+    assert (
+        rows[3]["eval_2"] == "0.3"
+        and rows[3]["lambda_last10"] == "0.8"
+        and rows[0]["lambda_last10"] == ""
+    )
     assert rows[0]["minutes"] == "3"
     assert (finished / "compare.png").read_bytes()[:4] == b"\x89PNG"
     summary = json.loads((finished / "summary.json").read_text())
@@ -162,12 +200,18 @@ def test_compare_writes_table_numbers_and_plot(finished, capsys):
 def test_dynamics_of_runs_and_of_an_experiment(finished, capsys):
     studies.main(["dynamics", str(finished), "--out", str(finished / "d")])
     text = capsys.readouterr().out
-    assert "|  | ce (1) | grpo (3) | paw (3) |" in text and "| lambda | 0.8 -> 0.8 | - | 0.8 -> 0.8 |" in text
+    assert (
+        "|  | ce (1) | grpo (3) | paw (3) |" in text
+        and "| lambda | 0.8 -> 0.8 | - | 0.8 -> 0.8 |" in text
+    )
     with (finished / "d" / "dynamics.csv").open() as file:
         found = [(row["update"], row["success/all"]) for row in csv.DictReader(file)]
     # what an update did not measure is an empty cell, never 0
     assert found[:6] == [("0", ""), ("1", "0"), ("2", "0"), ("3", "0"), ("4", "0"), ("0", "")]
-    assert list(studies.read([finished / "runs" / "paw-1", finished / "runs" / "ce-0"])) == ["paw-1", "ce-0"]
+    assert list(studies.read([finished / "runs" / "paw-1", finished / "runs" / "ce-0"])) == [
+        "paw-1",
+        "ce-0",
+    ]
 
 
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
@@ -183,7 +227,10 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_a_failing_run_ends_the_experiment(tmp_path, capfd):
-    jobs = [runs.Job("grpo", seed, tmp_path / "runs" / f"grpo-{seed}", 1, ("train", "nope")) for seed in (0, 1)]
+    jobs = [
+        runs.Job("grpo", seed, tmp_path / "runs" / f"grpo-{seed}", 1, ("train", "nope"))
+        for seed in (0, 1)
+    ]
     with pytest.raises(UserError, match=r"grpo-0 failed \(exit code 2\)"):
         runs.train(jobs, at_once=1)
     assert "unknown recipe 'nope'" in capfd.readouterr().err  # the run's last lines
@@ -192,14 +239,42 @@ def test_a_failing_run_ends_the_experiment(tmp_path, capfd):
 
 @pytest.mark.slow
 def test_an_experiment_trains_and_reports(paw, quick, tmp_path, capsys):
-    words = ("experiment", "compare", "quickstart", "--variants", "grpo,paw", "--seeds", 1, "--out", tmp_path)
-    small = {"eval.every": 1, "eval.games": 2, "rollout.tasks": 2, "rollout.group_size": 2, "run.updates": 1}
+    words = (
+        "experiment",
+        "compare",
+        "quickstart",
+        "--variants",
+        "grpo,paw",
+        "--seeds",
+        1,
+        "--out",
+        tmp_path,
+    )
+    small = {
+        "eval.every": 1,
+        "eval.games": 2,
+        "rollout.tasks": 2,
+        "rollout.group_size": 2,
+        "run.updates": 1,
+    }
     overrides = quick | small
     done = paw(*words, "--jobs", 2, overrides)
-    assert "0 of 2 runs" in done.stderr and "1 of 2 runs, about" in done.stderr and "2 of 2 runs" in done.stderr
+    assert (
+        "0 of 2 runs" in done.stderr
+        and "1 of 2 runs, about" in done.stderr
+        and "2 of 2 runs" in done.stderr
+    )
     rows = list(csv.DictReader((tmp_path / "compare.csv").open()))
     assert [row["variant"] for row in rows] == ["grpo", "paw"]
     assert rows[0]["before"] == rows[1]["before"]  # the variants of a seed share its start model
-    assert rows[1]["lambda_last10"] and not rows[0]["lambda_last10"] and rows[0]["eval_1"] and rows[0]["commit"]
+    assert (
+        rows[1]["lambda_last10"]
+        and not rows[0]["lambda_last10"]
+        and rows[0]["eval_1"]
+        and rows[0]["commit"]
+    )
     assert "| paw | 1 |" in done.stdout
-    assert command(capsys, *words[1:], *(word for k, v in overrides.items() for word in (f"--{k}", v))) == done.stdout
+    assert (
+        command(capsys, *words[1:], *(word for k, v in overrides.items() for word in (f"--{k}", v)))
+        == done.stdout
+    )

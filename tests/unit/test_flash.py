@@ -25,7 +25,9 @@ def test_it_is_refused_where_it_cannot_run():
 
 
 def test_settings_that_contradict_each_other_are_refused():
-    with pytest.raises(UserError, match=r"unknown key 'optim\.offload'; it needs optim\.name = 'flash-adamw'"):
+    with pytest.raises(
+        UserError, match=r"unknown key 'optim\.offload'; it needs optim\.name = 'flash-adamw'"
+    ):
         load("quickstart", {"optim.offload": "true"})
     with pytest.raises(UserError, match=r"it needs model\.dtype = 'bfloat16'"):
         load("quickstart", {"optim.name": "flash-adamw"})
@@ -41,7 +43,11 @@ def test_on_interpreted_kernels(cases, tmp_path):
 def test_ranks(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        where = {
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+        }
     run("shards", tmp_path, [where | {"RANK": str(rank)} for rank in range(2)])
 
 
@@ -51,7 +57,9 @@ def run(cases, folder, ranks):
     command = [sys.executable, str(WORKER), cases, str(folder)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    started = [subprocess.Popen(command, env=environment | variables, **pipes) for variables in ranks]
+    started = [
+        subprocess.Popen(command, env=environment | variables, **pipes) for variables in ranks
+    ]
     for child in started:
         _, error = child.communicate(timeout=300)
         assert child.returncode == 0, error[-3000:]

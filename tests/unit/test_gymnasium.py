@@ -61,11 +61,18 @@ for kind in (Letter, Door, Stuck):
 def load(tmp_path, name, **env):
     (tmp_path / "games.py").write_text(GAMES)
     (tmp_path / "rules.txt").write_text("Answer with one letter.")
-    given = {"name": "gymnasium", "id": name, "module": f"{tmp_path}/games.py", "instruction": f"{tmp_path}/rules.txt"}
+    given = {
+        "name": "gymnasium",
+        "id": name,
+        "module": f"{tmp_path}/games.py",
+        "instruction": f"{tmp_path}/rules.txt",
+    }
     return load_played(None, {f"env.{key}": value for key, value in (given | env).items()})
 
 
-@pytest.mark.parametrize(("name", "actions"), [("paw/Letter-v0", []), ("paw/Door-v0", ["push", "pull"])])
+@pytest.mark.parametrize(
+    ("name", "actions"), [("paw/Letter-v0", []), ("paw/Door-v0", ["push", "pull"])]
+)
 def test_it_keeps_the_rules(tmp_path, name, actions):
     config = load(tmp_path, name)
     findings = check(Subject(lambda: make_factory(config), config.env))
@@ -83,13 +90,19 @@ def test_an_episode_is_a_conversation(tmp_path):
     for task in train_tasks(factory, 0, 8, 0):
         assert environment.reset(task) == "name a letter tries: 2"
         invalid = environment.step("the letter a")
-        assert not invalid.valid and not invalid.done and "it is not in Text(1, 1" in invalid.observation
+        assert (
+            not invalid.valid
+            and not invalid.done
+            and "it is not in Text(1, 1" in invalid.observation
+        )
         system, *others = environment.context()
         assert system == {"role": "system", "content": "Answer with one letter."}
         assert [message["role"] for message in others] == ["user", "assistant", "user"]
         outcome = environment.step("<think>b?</think> b ")
         outcome = outcome if outcome.done else environment.step("c")
-        assert outcome.done and outcome.won == (outcome.observation == "right") == (outcome.reward == 1.0)
+        assert outcome.done and outcome.won == (outcome.observation == "right") == (
+            outcome.reward == 1.0
+        )
         returns.add(outcome.reward)
     assert returns == {0.0, 1.0}
 
@@ -98,7 +111,9 @@ def test_it_plays_in_a_process(tmp_path):
     config = load(tmp_path, "paw/Door-v0", processes="1")
     factory = make_factory(config)
     environment = Guarded(factory.make(), config.env)
-    assert environment.reset(train_tasks(factory, 0, 1, 0)[0]) and environment.admissible_actions() == ["push", "pull"]
+    assert environment.reset(
+        train_tasks(factory, 0, 1, 0)[0]
+    ) and environment.admissible_actions() == ["push", "pull"]
     assert not environment.step("5").valid and environment.step("pull").valid
     with pytest.raises(UserError, match="it cannot be made: NameNotFound"):
         make_factory(load(tmp_path, "paw/Lettre-v0", processes="1"))
@@ -116,7 +131,11 @@ def test_one_that_hangs_costs_its_episode(tmp_path):
 @pytest.mark.parametrize(
     ("name", "env", "said"),
     [
-        ("CartPole-v1", {"module": ""}, r"env\.id = 'CartPole-v1': observations are Box.*the first must be Text"),
+        (
+            "CartPole-v1",
+            {"module": ""},
+            r"env\.id = 'CartPole-v1': observations are Box.*the first must be Text",
+        ),
         ("paw/Lettre-v0", {}, "it cannot be made: NameNotFound"),
         ("paw/Letter-v0", {"module": "nowhere.py"}, "env.module = 'nowhere.py': there is no file"),
         ("Letter-v0", {"module": "no_such_module"}, "it cannot be made: ModuleNotFoundError"),

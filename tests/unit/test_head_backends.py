@@ -36,6 +36,8 @@ def test_the_scoring_pass_is_that_of_plain_torch(backend):
     rows, scores = make_rows(policy), {}
     for policy.head_backend in ("torch", backend):
         scored = log_probs(policy, rows, temperature=0.4, budget=60).values()
-        scores[policy.head_backend] = torch.tensor([x for logp, entropy in scored for x in (*logp, entropy)])
+        scores[policy.head_backend] = torch.tensor(
+            [x for logp, entropy in scored for x in (*logp, entropy)]
+        )
     torch.testing.assert_close(scores[backend], scores["torch"], rtol=1e-5, atol=1e-5)
     gradients(policy)

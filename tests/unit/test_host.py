@@ -15,8 +15,13 @@ def test_tensors_are_apart_and_share_slabs(tmp_path):
     for got, want in zip(found, like, strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want) and got.data_ptr() % 16 == 0
     assert len({tensor.untyped_storage().data_ptr() for tensor in found[:2]}) == 1
-    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().size() for tensor in found}
+    sizes = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().size() for tensor in found
+    }
     assert sorted(sizes.values()) == [4096, 4096, 10000]
     named = {str(i): tensor for i, tensor in enumerate(found) if tensor.numel()}
     save_file(named, tmp_path / "file.safetensors")  # which refuses tensors that overlap
-    assert all(torch.equal(tensor, named[name]) for name, tensor in load_file(tmp_path / "file.safetensors").items())
+    assert all(
+        torch.equal(tensor, named[name])
+        for name, tensor in load_file(tmp_path / "file.safetensors").items()
+    )

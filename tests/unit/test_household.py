@@ -53,18 +53,34 @@ def test_what_is_seen_and_what_is_admissible():
         "a cabinet 2, a cabinet 1, a countertop 1, a desk 1, a microwave 1, and a sinkbasin 1."
         "\n\nYour task is to: be quick."
     )
-    assert play(household, "look") == "You are in the middle of a room. Looking quickly around you, you see nothing."
+    assert (
+        play(household, "look")
+        == "You are in the middle of a room. Looking quickly around you, you see nothing."
+    )
     before = household.admissible
-    for command in ("", "fly away", "take mug 2 from countertop 1", "GO TO DESK 1", "open cabinet 1"):
+    for command in (
+        "",
+        "fly away",
+        "take mug 2 from countertop 1",
+        "GO TO DESK 1",
+        "open cabinet 1",
+    ):
         assert household.step(command) == "Nothing happens."
     assert household.admissible == before
-    assert household.step("  go to desk 1 \n") == "You arrive at desk 1. On the desk 1, you see a desklamp 1."
+    assert (
+        household.step("  go to desk 1 \n")
+        == "You arrive at desk 1. On the desk 1, you see a desklamp 1."
+    )
     household.step("go to cabinet 1")
     assert household.admissible == [
         *("examine cabinet 1", "examine cabinet 2", "examine countertop 1"),
         *("go to desk 1", "go to microwave 1", "go to sinkbasin 1", "help", "inventory", "look"),
         *("open cabinet 1", "open cabinet 2"),
-        *("take apple 1 from countertop 1", "take knife 1 from countertop 1", "take mug 2 from countertop 1"),
+        *(
+            "take apple 1 from countertop 1",
+            "take knife 1 from countertop 1",
+            "take mug 2 from countertop 1",
+        ),
     ]
 
 
@@ -80,8 +96,15 @@ def test_states_of_an_object_and_where_it_lies():
     assert play(household, "examine apple 1") == "This is a cool and clean apple 1."
     play(household, "go to microwave 1", "heat apple 1 with microwave 1")  # through the closed door
     assert play(household, "examine apple 1") == "This is a hot and clean apple 1."
-    play(household, "go to countertop 1", "move apple 1 to countertop 1", "take knife 1 from countertop 1")
-    assert play(household, "slice apple 1 with knife 1") == "You sliced the apple 1 with the knife 1."
+    play(
+        household,
+        "go to countertop 1",
+        "move apple 1 to countertop 1",
+        "take knife 1 from countertop 1",
+    )
+    assert (
+        play(household, "slice apple 1 with knife 1") == "You sliced the apple 1 with the knife 1."
+    )
     play(household, "move knife 1 to countertop 1", "take apple 1 from countertop 1")
     assert play(household, "examine apple 1") == "This is a hot and clean sliced apple 1."
     play(household, "move apple 1 to countertop 1", "take mug 2 from countertop 1")
@@ -90,14 +113,22 @@ def test_states_of_an_object_and_where_it_lies():
     facing = "You are facing the cabinet 2, cabinet 1, and countertop 1. Next to it, you see "
     assert play(household, "look") == facing + "a mug 2."
     play(household, "take mug 2 from cabinet 1", "open cabinet 2", "move mug 2 to cabinet 2")
-    assert play(household, "look") == facing + "a mug 2, and a mug 2."  # once for each place it was taken from
+    assert (
+        play(household, "look") == facing + "a mug 2, and a mug 2."
+    )  # once for each place it was taken from
     play(household, "take mug 2 from cabinet 2")
     assert play(household, "look") == facing + "nothing."
 
 
 def test_expert_gathers_two_objects_that_lie_in_two_targets():
     household = kitchen()
-    play(household, "go to countertop 1", "open cabinet 1", "take mug 2 from countertop 1", "move mug 2 to cabinet 1")
+    play(
+        household,
+        "go to countertop 1",
+        "open cabinet 1",
+        "take mug 2 from countertop 1",
+        "move mug 2 to cabinet 1",
+    )
     assert not household.won  # both must lie in one
     for _ in range(10):
         if not household.won:
@@ -156,13 +187,21 @@ def test_a_damaged_file_is_one_clear_line(tmp_path):
         ({"pddl_problem": problem[:-30]}, "cut off"),
         ({"pddl_problem": problem[:99]}, "(:goal"),
         ({"pddl_problem": problem.replace("(atLocation", "(at")}, "no agent"),
-        ({"pddl_problem": problem.replace("(inReceptacle", "(inReceptacle x")}, "has not two arguments"),
-        ({"pddl_problem": "(define (:init (a b)) (:goal (and (isSliced ?o))))"}, "none of ALFWorld's six"),
+        (
+            {"pddl_problem": problem.replace("(inReceptacle", "(inReceptacle x")},
+            "has not two arguments",
+        ),
+        (
+            {"pddl_problem": "(define (:init (a b)) (:goal (and (isSliced ?o))))"},
+            "none of ALFWorld's six",
+        ),
     ):
         changed = content if isinstance(content, str) else json.dumps(data | content)
         path.write_bytes(changed.encode(errors="surrogateescape"))
         assert complaint in refused(path)
-    assert "cannot be read" in refused(tmp_path / "absent") and "cannot be read" in refused(tmp_path)
+    assert "cannot be read" in refused(tmp_path / "absent") and "cannot be read" in refused(
+        tmp_path
+    )
 
 
 def refused(path: Path) -> str:
@@ -235,7 +274,9 @@ def test_generated_games_match_the_real_engine(both):
     rng = random.Random(1)
     for i in range(GAMES):
         level = list(DIFFICULTIES.values())[i % 4]
-        (game,) = games("train", i, 1, difficulty=level.name, kinds=[level.kinds[i % len(level.kinds)]])
+        (game,) = games(
+            "train", i, 1, difficulty=level.name, kinds=[level.kinds[i % len(level.kinds)]]
+        )
         wander = (40, 15, 0)[i % 3]
         assert play_both(both, Task("generated", game.kind, game), rng, wander) or wander
 
@@ -248,5 +289,7 @@ def test_quirks_match_the_real_engine(both, tmp_path):
     rng = random.Random(2)
     for kind in ("two", "look"):
         path = tmp_path / f"{kind}.tw-pddl"
-        path.write_text(json.dumps({**data, "pddl_problem": two_cabinets(kind), "walkthrough": None}))
+        path.write_text(
+            json.dumps({**data, "pddl_problem": two_cabinets(kind), "walkthrough": None})
+        )
         play_both(both, Task(kind, kind, Game.load(path)), rng, wander=80)

@@ -25,10 +25,16 @@ def card(recipe, **keys):
 def test_a_card_names_base_data_and_method(tmp_path):
     data = card("questions-grpo-paw", env__data="openai/gsm8k", env__subset="main")
     assert (data.base_model, data.datasets) == ("Qwen/Qwen2.5-1.5B-Instruct", ["openai/gsm8k"])
-    assert (data.library_name, data.pipeline_tag, data.license) == ("transformers", "text-generation", None)
+    assert (data.library_name, data.pipeline_tag, data.license) == (
+        "transformers",
+        "text-generation",
+        None,
+    )
     assert {"paw", "questions", "grpo", "world-model"} <= set(data.tags)
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n", encoding="utf-8")
-    data = card("alfworld-gigpo", model__path=str(tmp_path))  # folders of this disk are no names at the hub
+    data = card(
+        "alfworld-gigpo", model__path=str(tmp_path)
+    )  # folders of this disk are no names at the hub
     assert (data.base_model, data.datasets, data.license) == (None, None, "apache-2.0")
     assert "gigpo" in data.tags and "world-model" not in data.tags
     assert card("quickstart").base_model is None
@@ -48,7 +54,9 @@ class Hub(BaseHTTPRequestHandler):
     asked: list[tuple[str, str]] = []
 
     def do_GET(self):
-        self.answer({"id": "base", "sha": "0" * 40, "siblings": [], "cardData": {"license": "apache-2.0"}})
+        self.answer(
+            {"id": "base", "sha": "0" * 40, "siblings": [], "cardData": {"license": "apache-2.0"}}
+        )
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"] or 0)).decode()
@@ -73,7 +81,13 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text("---\nbase_model: a/b\n---\n# Mine\n", encoding="utf-8")
-    for name in ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "own.txt", "sub/config.json"):
+    for name in (
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "tokenizer.json",
+        "own.txt",
+        "sub/config.json",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
     monkeypatch.setattr(Hub, "asked", [])
@@ -89,8 +103,15 @@ def hub(tmp_path, monkeypatch):
 def test_a_push_is_private_and_sends_what_an_export_writes(tmp_path, hub):
     assert pushed(tmp_path).endswith("/me/mine/commit/0")
     asked = dict(Hub.asked)
-    assert json.loads(asked["/api/repos/create"]) == {"name": "mine", "organization": "me", "visibility": "private"}
-    sent = [json.loads(line)["value"] for line in asked["/api/models/me/mine/commit/main"].splitlines()[1:]]
+    assert json.loads(asked["/api/repos/create"]) == {
+        "name": "mine",
+        "organization": "me",
+        "visibility": "private",
+    }
+    sent = [
+        json.loads(line)["value"]
+        for line in asked["/api/models/me/mine/commit/main"].splitlines()[1:]
+    ]
     exported = ["README.md", "config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
     assert sorted(file["path"] for file in sent) == exported
     assert ModelCard.load(tmp_path / "README.md").data.license == "apache-2.0"  # the base model's
@@ -104,7 +125,9 @@ def test_what_the_hub_refuses_is_one_line_and_the_model_stays(tmp_path, hub, mon
     without = pushed(tmp_path, HF_HOME=str(tmp_path / "none"), HF_TOKEN="")
     assert without == f"--push me/mine: there is no token: `hf auth login`, or set HF_TOKEN{end}"
     hub.shutdown(), hub.server_close()
-    assert pushed(tmp_path) == f"--push me/mine: 127.0.0.1 cannot be reached (Connection refused){end}"
+    assert (
+        pushed(tmp_path) == f"--push me/mine: 127.0.0.1 cannot be reached (Connection refused){end}"
+    )
     assert pushed(tmp_path, HF_HUB_OFFLINE="1") == f"--push me/mine: HF_HUB_OFFLINE is set{end}"
     assert refused.endswith(end) and sorted(tmp_path.rglob("*")) == before
 
@@ -116,7 +139,9 @@ def pushed(folder: Path, **variables: str) -> str:
         "try: print(push.push(Path(sys.argv[1]), 'me/mine'))\nexcept UserError as error: print(error)"
     )
     words = [sys.executable, "-c", code, str(folder)]
-    done = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     return line

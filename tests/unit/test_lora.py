@@ -57,7 +57,9 @@ def test_without_its_adapters_the_model_is_the_base_and_merged_it_is_the_policy(
     sent, start = dict(full_parameters(policy.lm)), base.lm.state_dict()
     assert sent.keys() == start.keys()
     moved = {name for name in sent if not torch.equal(sent[name], start[name])}
-    assert moved == {name for name in sent if name.split(".")[-2] in CONFIG.targets and name.endswith(".weight")}
+    assert moved == {
+        name for name in sent if name.split(".")[-2] in CONFIG.targets and name.endswith(".weight")
+    }
     found = sampler_mismatch(logps(merged_policy(policy, family), rows), before)
     assert found["health/sampler_mismatch"] < 1e-5
 
@@ -80,7 +82,10 @@ def test_the_transformers_engine_samples_from_the_merged_policy(own_weights):
 def named_gradients(policy, rows):
     """(loss, gradients by name in float64) of the joint objective."""
     found, named = {}, policy.named_parameters_once().items()
-    hooks = [p.register_hook(lambda g, n=n: found.update({n: found.get(n, 0) + g.double()})) for n, p in named]
+    hooks = [
+        p.register_hook(lambda g, n=n: found.update({n: found.get(n, 0) + g.double()}))
+        for n, p in named
+    ]
     loss, _ = packed(policy, rows, Objective(), update_samples=len(rows))
     for hook in hooks:
         hook.remove()
@@ -91,7 +96,9 @@ def named_gradients(policy, rows):
 def test_the_gradient_is_that_of_the_merged_weights_by_the_chain_rule(family):
     policy = lora_policy(family)
     rows, parameters = make_rows(policy), dict(policy.lm.named_parameters())
-    (loss, found), (same, full) = (named_gradients(p, rows) for p in (policy, merged_policy(policy, family)))
+    (loss, found), (same, full) = (
+        named_gradients(p, rows) for p in (policy, merged_policy(policy, family))
+    )
     assert loss == pytest.approx(same, rel=1e-5)
     assert found.keys() == {name for name in parameters if ".lora_" in name}
     for name, gradient in found.items():
@@ -104,14 +111,22 @@ def test_the_gradient_is_that_of_the_merged_weights_by_the_chain_rule(family):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_update_moves_the_adapters_alone_and_in_float32(dtype):
     policy = lora_policy(dtype=dtype)
-    rows, start = make_rows(policy), {name: p.detach().clone() for name, p in policy.lm.named_parameters()}
+    rows, start = (
+        make_rows(policy),
+        {name: p.detach().clone() for name, p in policy.lm.named_parameters()},
+    )
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
     for name, gradient in named_gradients(policy, rows)[1].items():
         policy.named_parameters_once()[name].grad = gradient.float()
     optimizer.step()
     adapters = policy.named_parameters_once()
-    assert {name for name, p in policy.lm.named_parameters() if not torch.equal(p, start[name])} == adapters.keys()
-    assert all(p.dtype == (torch.float32 if name in adapters else policy.dtype) for name, p in start.items())
+    assert {
+        name for name, p in policy.lm.named_parameters() if not torch.equal(p, start[name])
+    } == adapters.keys()
+    assert all(
+        p.dtype == (torch.float32 if name in adapters else policy.dtype)
+        for name, p in start.items()
+    )
     assert adapters.keys() == {name for name in start if ".lora_" in name}
 
 
@@ -140,7 +155,9 @@ def test_wrong_targets_are_named_and_missing_peft(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"pip install 'paw-trainer\[lora\]'"):
         add_adapters(lm, CONFIG, seed=0)
-    with pytest.raises(UserError, match=r"lora\.targets: 'q_prj' is no linear layer .* did you mean 'q_proj'\?"):
+    with pytest.raises(
+        UserError, match=r"lora\.targets: 'q_prj' is no linear layer .* did you mean 'q_proj'\?"
+    ):
         check_targets(lm, LoraConfig(rank=1, targets=["v_proj", "q_prj"]))
     for target in ("lm_head", "embed_tokens", ""):
         with pytest.raises(UserError, match=f"'{target}' is no linear layer"):
@@ -149,11 +166,17 @@ def test_wrong_targets_are_named_and_missing_peft(monkeypatch):
 
 def test_targets_that_name_experts_are_refused():
     """GLM-4-MoE's first layer is dense, so that its names are those of linear layers too."""
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+    }
     lm = make("Glm4Moe", n_shared_experts=1, topk_group=1, first_k_dense_replace=1, **experts)
     check_targets(lm, CONFIG)
     with pytest.raises(
-        UserError, match=r"""'glm4_moe' some.* experts.* '\["q_proj", "k_proj", "v_proj", "o_proj"\]'$"""
+        UserError,
+        match=r"""'glm4_moe' some.* experts.* '\["q_proj", "k_proj", "v_proj", "o_proj"\]'$""",
     ):
         add_adapters(lm, CONFIG, seed=0)
 
@@ -163,7 +186,11 @@ def test_a_run_keeps_its_adapters_shape(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text(dump(before))
     (tmp_path / "run" / "metrics.jsonl").touch()
-    for change, words in (({"rank": 8}, "rank = 4"), ({"rank": 0}, "rank = 4"), ({"alpha": 2.0}, r"alpha = 6\.0")):
+    for change, words in (
+        ({"rank": 8}, "rank = 4"),
+        ({"rank": 0}, "rank = 4"),
+        ({"alpha": 2.0}, r"alpha = 6\.0"),
+    ):
         now = before.model_copy(update={"lora": CONFIG.model_copy(update=change)})
         with pytest.raises(UserError, match=rf"run was trained with lora\.{words}"):
             train(now, resume="auto")

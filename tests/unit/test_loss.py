@@ -22,7 +22,9 @@ OBJECTIVES = {
     "mae, scaled": Objective(wm="mae", wm_scale=3.0),
     "gce, truncated importance": Objective(wm="gce", q=0.4, tis_cap=2.0),
     "gspo": Objective(rho=0.05, policy="gspo", norm="sample", clip_low=0.1, clip_high=0.1),
-    "gspo, several tokens' mean": Objective(rho=0.05, policy="gspo", clip_low=0.1, clip_high=0.1, kl_coef=0.1),
+    "gspo, several tokens' mean": Objective(
+        rho=0.05, policy="gspo", clip_low=0.1, clip_high=0.1, kl_coef=0.1
+    ),
     "cispo": Objective(rho=0.05, policy="cispo", clip_low=1.0, clip_high=0.1),
     "masked tokens": Objective(rho=0.05, tis_cap=2.0, is_mask=(0.4, 2.5)),
     "masked responses": Objective(rho=0.05, tis_cap=1.2, is_mask=(0.5, 1.6), is_level="response"),
@@ -48,7 +50,10 @@ def test_loss_and_gradient_are_those_of_full_logits(name):
     policy = tiny_policy("qwen2-tied" if objective.wm == "cmae" else "llama")
     rng, rows = random.Random(5), make_rows(policy, reference=True)
     if name == "kl and entropy":  # PPO's advantages, one a token
-        rows = [replace(row, token_advantage=[rng.gauss(0, 1) for _ in row.response_ids]) for row in rows]
+        rows = [
+            replace(row, token_advantage=[rng.gauss(0, 1) for _ in row.response_ids])
+            for row in rows
+        ]
     loss, gradient = packed(policy, rows, objective, update_samples=40)
     expected, expected_gradient, masked, live = dense(policy, rows, objective, update_samples=40)
     assert loss == pytest.approx(expected, rel=1e-5)
@@ -61,14 +66,22 @@ def test_gradcheck_of_every_loss(name):
     """Away from the kinks of clip and mask."""
     g = torch.Generator().manual_seed(0)
     logp = (-3 * torch.rand(50, generator=g, dtype=torch.float64)).requires_grad_()
-    entropy, observation = torch.rand(50, generator=g, dtype=torch.float64), torch.zeros(50, dtype=torch.bool)
-    advantage, old = torch.randn(50, generator=g).double(), logp.detach() + torch.randn(50, generator=g).double()
+    entropy, observation = (
+        torch.rand(50, generator=g, dtype=torch.float64),
+        torch.zeros(50, dtype=torch.bool),
+    )
+    advantage, old = (
+        torch.randn(50, generator=g).double(),
+        logp.detach() + torch.randn(50, generator=g).double(),
+    )
     batch = losses.TokenBatch(torch.ones(50), observation, advantage, old, old, old + 0.1)
     settings = {"tis_cap": 2.0} if name == "tis" else {}
     of = getattr(losses, name)
     assert torch.autograd.gradcheck(lambda logp: of(logp, entropy, batch, **settings), logp)
     joint = losses.joint(lambda *of_tokens: of(*of_tokens, **settings), losses.ce, kl_coef=0.3)
-    assert torch.autograd.gradcheck(lambda logp, entropy: joint(logp, entropy, batch), (logp, entropy.requires_grad_()))
+    assert torch.autograd.gradcheck(
+        lambda logp, entropy: joint(logp, entropy, batch), (logp, entropy.requires_grad_())
+    )
 
 
 def test_a_ratio_truncated_at_c_flows_below_it_whatever_the_advantages_sign():
@@ -89,7 +102,9 @@ def test_log_probs_are_those_of_full_logits(policy, rows):
         at = len(row.prompt_ids) - 1
         with torch.no_grad():
             logps = token_logps(policy.lm, row, temperature=0.7)[at : at + len(row.response_ids)]
-        assert logp == pytest.approx([float(logps[t, i]) for t, i in enumerate(row.response_ids)], abs=1e-5)
+        assert logp == pytest.approx(
+            [float(logps[t, i]) for t, i in enumerate(row.response_ids)], abs=1e-5
+        )
         assert entropy == pytest.approx(float((-logps.exp() * logps).sum(-1).mean()), abs=1e-5)
 
 
@@ -105,11 +120,24 @@ def test_no_way_of_cutting_the_batch_changes_the_gradient(policy, rows, norm):
     """Micro-batches, the order of samples, ranks' shares, leaving out what has no gradient."""
     objective = replace(FULL, norm=norm, verl_samples=5)
     whole = packed(policy, rows, objective, update_samples=40)
-    cuts = [packed(policy, rows, objective, update_samples=40, budget=budget) for budget in (1, 40, 100)]
-    shares = [packed(policy, rows, objective, update_samples=40, budget=60, share=(rank, 3)) for rank in range(3)]
+    cuts = [
+        packed(policy, rows, objective, update_samples=40, budget=budget) for budget in (1, 40, 100)
+    ]
+    shares = [
+        packed(policy, rows, objective, update_samples=40, budget=60, share=(rank, 3))
+        for rank in range(3)
+    ]
     cuts.append(tuple(map(sum, zip(*shares, strict=True))))
     if norm != "verl":
-        cuts.append(packed(policy, random.Random(1).sample(rows, len(rows)), objective, update_samples=40, budget=100))
+        cuts.append(
+            packed(
+                policy,
+                random.Random(1).sample(rows, len(rows)),
+                objective,
+                update_samples=40,
+                budget=100,
+            )
+        )
     for loss, gradient in cuts:
         assert loss == pytest.approx(whole[0], rel=1e-6)
         assert relative(gradient, whole[1]) < 1e-6
@@ -123,9 +151,20 @@ def test_no_way_of_cutting_the_batch_changes_the_gradient(policy, rows, norm):
 
 
 def test_observations_of_unselected_rows_do_not_change_the_gradient(policy, rows):
-    without = [row if row.wm_weight else replace(row, separator_ids=[], observation_ids=[]) for row in rows]
-    assert sum(len(a.observation_ids) - len(b.observation_ids) for a, b in zip(rows, without, strict=True)) > 0
-    a, b = packed(policy, rows, FULL, update_samples=40), packed(policy, without, FULL, update_samples=40)
+    without = [
+        row if row.wm_weight else replace(row, separator_ids=[], observation_ids=[]) for row in rows
+    ]
+    assert (
+        sum(
+            len(a.observation_ids) - len(b.observation_ids)
+            for a, b in zip(rows, without, strict=True)
+        )
+        > 0
+    )
+    a, b = (
+        packed(policy, rows, FULL, update_samples=40),
+        packed(policy, without, FULL, update_samples=40),
+    )
     assert a[0] == b[0] and torch.equal(a[1], b[1])
 
 
@@ -135,7 +174,9 @@ def test_the_world_term_leaves_the_policy_term_alone(policy, rows):
     joint = packed(policy, rows, objective, update_samples=40)[1]
     no_weight = [replace(row, wm_weight=0.0) for row in rows]
     alone = packed(policy, no_weight, objective, update_samples=40)[1]
-    world = packed(policy, [replace(row, advantage=0.0) for row in rows], objective, update_samples=40)[1]
+    world = packed(
+        policy, [replace(row, advantage=0.0) for row in rows], objective, update_samples=40
+    )[1]
     assert world.norm() > 1e-3 * alone.norm() and relative(alone + world, joint) < 1e-6
     disabled = packed(policy, no_weight, objective, update_samples=40, with_observation=False)[1]
     assert torch.equal(disabled, alone)
@@ -144,7 +185,9 @@ def test_the_world_term_leaves_the_policy_term_alone(policy, rows):
 def test_on_policy_the_loss_is_minus_the_mean_advantage(policy, rows):
     """Ratio 1: the loss of every token is -A; nothing is clipped, KL to itself is 0."""
     fresh = [replace(row, wm_weight=0.0) for row in rows]
-    for row, (logp, _) in zip(fresh, log_probs(policy, fresh, temperature=1.0, budget=10**6).values(), strict=True):
+    for row, (logp, _) in zip(
+        fresh, log_probs(policy, fresh, temperature=1.0, budget=10**6).values(), strict=True
+    ):
         row.old_logp = row.ref_logp = logp
     objective, every = Objective(kl_coef=0.1), [[i] for i in range(len(fresh))]
     batch = collate(fresh, every, with_observation=False, device=CPU)
@@ -163,7 +206,9 @@ def test_mini_batches_sum_to_the_whole_update(rows, norm):
 
     def split(part):
         """Gradients of the policy's and of the world model's term."""
-        acting = packed(policy, part, objective, update_samples=len(rows), with_observation=False)[1]
+        acting = packed(policy, part, objective, update_samples=len(rows), with_observation=False)[
+            1
+        ]
         observing = [replace(row, advantage=0.0) for row in part]
         return acting, packed(policy, observing, objective, update_samples=len(rows))[1]
 
@@ -182,7 +227,9 @@ def test_mini_batches_sum_to_the_whole_update(rows, norm):
 def test_an_appended_observation_changes_no_action_log_prob_by_a_single_bit(policy):
     """Causal attention: same shape, same bits, whatever follows the response."""
     selected = [replace(row, wm_weight=1.0) for row in make_rows(policy) if row.observation_ids]
-    batch = collate(selected, [[i] for i in range(len(selected))], with_observation=True, device=CPU)
+    batch = collate(
+        selected, [[i] for i in range(len(selected))], with_observation=True, device=CPU
+    )
     bare = batch.input_ids.clone()
     for end, row in zip(accumulate(batch.lengths), selected, strict=True):
         bare[end - len(row.separator_ids) - len(row.observation_ids) : end] = 0
@@ -191,7 +238,9 @@ def test_an_appended_observation_changes_no_action_log_prob_by_a_single_bit(poli
     def action_logps(input_ids):
         actions = ~batch.observation
         hidden = policy.hidden(input_ids, batch.lengths)[batch.position[actions]]
-        return token_stats(hidden, policy.head_weight, batch.target[actions], bias=policy.head_bias).logp
+        return token_stats(
+            hidden, policy.head_weight, batch.target[actions], bias=policy.head_bias
+        ).logp
 
     with torch.no_grad():
         assert torch.equal(action_logps(batch.input_ids), action_logps(bare))
@@ -199,13 +248,20 @@ def test_an_appended_observation_changes_no_action_log_prob_by_a_single_bit(poli
 
 def test_the_shares_of_tokens_that_the_sampler_s_ratio_caps_and_masks(policy, rows):
     objective, cap, (low, high) = Objective(), 1.1, (0.8, 1.2)
-    rows = [replace(row, sampled_logp=[old + 0.15 * (i % 5 - 2) for i, old in enumerate(row.old_logp)]) for row in rows]
+    rows = [
+        replace(row, sampled_logp=[old + 0.15 * (i % 5 - 2) for i, old in enumerate(row.old_logp)])
+        for row in rows
+    ]
     batch = collate(rows, [[i] for i in range(len(rows))], with_observation=True, device=CPU)
     out, tokens = objective.forward(policy, batch, rows, len(rows))
     sums = losses.tally(out, tokens, *objective.terms, tis_cap=cap, is_mask=(low, high))
     found = losses.metrics(sums, steps=1, reference=False, masks=True, tis_cap=True, is_mask=True)
-    ratios = [math.exp(a - b) for row in rows for a, b in zip(row.old_logp, row.sampled_logp, strict=True)]
-    capped, masked = (sum(f(r) for r in ratios) for f in (lambda r: r > cap, lambda r: not low <= r <= high))
+    ratios = [
+        math.exp(a - b) for row in rows for a, b in zip(row.old_logp, row.sampled_logp, strict=True)
+    ]
+    capped, masked = (
+        sum(f(r) for r in ratios) for f in (lambda r: r > cap, lambda r: not low <= r <= high)
+    )
     assert 0 < capped < len(ratios) and 0 < masked < len(ratios)
     assert found["policy/tis_capped_frac"] == pytest.approx(capped / len(ratios))
     assert found["policy/is_masked_frac"] == pytest.approx(masked / len(ratios))
@@ -215,21 +271,31 @@ def metrics(policy, rows, objective, budget):
     sums = [0.0] * len(losses.SUMS)
     for batch in micro_batches(rows, budget=budget, with_observation=True, device=CPU):
         out, tokens = objective.forward(policy, batch, rows, 40)
-        sums = [a + b for a, b in zip(sums, losses.tally(out, tokens, *objective.terms), strict=True)]
-    return losses.metrics(sums, steps=1, reference=objective.kl_coef > 0, masks=objective.wm == "cmae")
+        sums = [
+            a + b for a, b in zip(sums, losses.tally(out, tokens, *objective.terms), strict=True)
+        ]
+    return losses.metrics(
+        sums, steps=1, reference=objective.kl_coef > 0, masks=objective.wm == "cmae"
+    )
 
 
 def test_metrics_of_micro_batches_are_those_of_one(policy, rows):
     whole = metrics(policy, rows, FULL, 10**6)
     assert metrics(policy, rows, FULL, 50) == pytest.approx(whole, rel=1e-5)
-    assert whole["policy/loss"] + whole["wm/loss"] == pytest.approx(packed(policy, rows, FULL, update_samples=40)[0])
+    assert whole["policy/loss"] + whole["wm/loss"] == pytest.approx(
+        packed(policy, rows, FULL, update_samples=40)[0]
+    )
     assert (
-        0 < whole["policy/clip_frac"] < 1 and 0 < whole["wm/masked_frac"] < 1 and 0 < whole["optim/gradient_frac"] < 1
+        0 < whole["policy/clip_frac"] < 1
+        and 0 < whole["wm/masked_frac"] < 1
+        and 0 < whole["optim/gradient_frac"] < 1
     )
     assert 0 < whole["policy/entropy"] < torch.tensor(float(VOCAB)).log() and whole["policy/kl"] > 0
 
 
-@pytest.mark.parametrize(("changed", "absent"), [({"kl_coef": 0.0}, "policy/kl"), ({"wm": "ce"}, "wm/masked_frac")])
+@pytest.mark.parametrize(
+    ("changed", "absent"), [({"kl_coef": 0.0}, "policy/kl"), ({"wm": "ce"}, "wm/masked_frac")]
+)
 def test_what_was_not_measured_is_absent(policy, rows, changed, absent):
     """And means over nothing: no entropy of 0 that a collapse warning would take for real."""
     every = metrics(policy, rows, FULL, 10**6).keys()

@@ -28,18 +28,31 @@ def fill(log: MetricsLog, steps: range) -> None:
 def test_values_become_plain_json_and_reach_the_disk(tmp_path, monkeypatch):
     synced = []
     with MetricsLog(tmp_path / "run") as log:
-        scalars = {"c": np.float32(0.5), "d": torch.tensor(float("inf")), "e": torch.tensor(3), "f": np.float64("nan")}
+        scalars = {
+            "c": np.float32(0.5),
+            "d": torch.tensor(float("inf")),
+            "e": torch.tensor(3),
+            "f": np.float64("nan"),
+        }
         log.log(1, {"a": math.nan, "b": -math.inf, **scalars, "g": 2})
         log.sample(1, {"text": "λ \ud800 \u2028 x", "nested": {"values": (1.0, math.inf)}})
         record = {"step": 1, "a": None, "b": None, "c": 0.5, "d": None, "e": 3, "f": None, "g": 2}
-        assert lines(tmp_path / "run" / "metrics.jsonl") == [record] == log.history  # before it is closed
+        assert (
+            lines(tmp_path / "run" / "metrics.jsonl") == [record] == log.history
+        )  # before it is closed
         fsync, files = os.fsync, Path("/proc/self/fd")
-        monkeypatch.setattr(os, "fsync", lambda fd: synced.append((files / str(fd)).readlink().name) or fsync(fd))
+        monkeypatch.setattr(
+            os, "fsync", lambda fd: synced.append((files / str(fd)).readlink().name) or fsync(fd)
+        )
         log.sync()
     assert synced == NAMES
     raw = (tmp_path / "run" / "samples.jsonl").read_bytes()
     assert raw.count(b"\n") == 1
-    assert json.loads(raw) == {"step": 1, "text": "λ \ud800 \u2028 x", "nested": {"values": [1.0, None]}}
+    assert json.loads(raw) == {
+        "step": 1,
+        "text": "λ \ud800 \u2028 x",
+        "nested": {"values": [1.0, None]},
+    }
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"step": 8, "rew', b"\xff\xfe\n"])
@@ -54,23 +67,38 @@ def test_a_resumed_run_ends_with_the_files_of_an_uninterrupted_one(tmp_path, tor
     with MetricsLog(tmp_path / "cut", resume_step=5) as log:
         assert [record["step"] for record in log.history] == [1, 2, 3, 4, 5]
         fill(log, range(6, 11))
-    assert all((tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in NAMES)
+    assert all(
+        (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        for name in NAMES
+    )
     assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == NAMES
 
 
 def test_an_evaluation_that_a_stop_left_out_is_added_to_its_line(tmp_path):
     with MetricsLog(tmp_path) as log:
         log.log(0, {"eval/success": 0.1})
-        log.log(1, {"reward/mean": 0.5, "eval/failures": 8.0, "eval/failure": "OSError: the server is gone"})
+        log.log(
+            1,
+            {
+                "reward/mean": 0.5,
+                "eval/failures": 8.0,
+                "eval/failure": "OSError: the server is gone",
+            },
+        )
         log.sample(0, {"prompt": "a"})
-        log.sample(1, {"prompt": "b"})  # a kill came between the episodes and the line of an evaluation
+        log.sample(
+            1, {"prompt": "b"}
+        )  # a kill came between the episodes and the line of an evaluation
     with MetricsLog(tmp_path, resume_step=1) as log:
         assert (log.evaluated(0), log.evaluated(1), log.evaluated(2)) == (True, False, False)
         log.sample(1, {"prompt": "b"})
         log.log(1, {"eval/success": 0.2})
         assert log.evaluated(1)
         log.log(2, {"reward/mean": 0.6})
-    expected = [{"step": 0, "eval/success": 0.1}, {"step": 1, "reward/mean": 0.5, "eval/success": 0.2}]
+    expected = [
+        {"step": 0, "eval/success": 0.1},
+        {"step": 1, "reward/mean": 0.5, "eval/success": 0.2},
+    ]
     assert lines(tmp_path / "metrics.jsonl") == [*expected, {"step": 2, "reward/mean": 0.6}]
     assert [sample["prompt"] for sample in lines(tmp_path / "samples.jsonl")] == ["a", "b"]
 
@@ -91,6 +119,8 @@ def test_a_new_run_does_not_write_over_another(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk_is_one_line(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    full = pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device: free some space")
+    full = pytest.raises(
+        UserError, match=r"metrics\.jsonl: No space left on device: free some space"
+    )
     with MetricsLog(tmp_path) as log, full:  # nothing is left in a buffer that would fail again
         log.log(1, {"reward/mean": 0.5})

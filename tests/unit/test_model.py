@@ -7,7 +7,17 @@ from contextlib import suppress
 
 import pytest
 import torch
-from joint import FAMILIES, VOCAB, Objective, gradients, make_lm, make_rows, packed, relative, tiny_policy
+from joint import (
+    FAMILIES,
+    VOCAB,
+    Objective,
+    gradients,
+    make_lm,
+    make_rows,
+    packed,
+    relative,
+    tiny_policy,
+)
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
@@ -49,12 +59,17 @@ def only_pickled(folder):
 BREAKS = {
     "no config": (lambda f: (f / "config.json").unlink(), "there is no config.json"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
-    "not a causal LM": (lambda f: rewrite(f, model_type="clip"), "model type 'clip' is no causal language model"),
+    "not a causal LM": (
+        lambda f: rewrite(f, model_type="clip"),
+        "model type 'clip' is no causal language model",
+    ),
     "a setting of a wrong type": (lambda f: rewrite(f, hidden_size="x"), "hidden_size"),
     "no heads": (lambda f: rewrite(f, num_attention_heads=0), "zero"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
     "truncated": (
-        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
+        lambda f: (f / "model.safetensors").write_bytes(
+            (f / "model.safetensors").read_bytes()[:-9]
+        ),
         "not fully covered",
     ),
     "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "header too small"),
@@ -64,9 +79,18 @@ BREAKS = {
         "its files name code of their own (auto_map), which is never run",
     ),
     "pickled weights alone": (only_pickled, "model.safetensors"),
-    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 99), "header too large"),
-    "a missing tensor": (without_norm, "1 weights are missing in its files, first 'model.norm.weight'"),
-    "other shapes": (lambda f: rewrite(f, hidden_size=64), "has shape [61, 32] in its files, [61, 64] by its config"),
+    "garbage": (
+        lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 99),
+        "header too large",
+    ),
+    "a missing tensor": (
+        without_norm,
+        "1 weights are missing in its files, first 'model.norm.weight'",
+    ),
+    "other shapes": (
+        lambda f: rewrite(f, hidden_size=64),
+        "has shape [61, 32] in its files, [61, 64] by its config",
+    ),
 }
 
 
@@ -89,7 +113,9 @@ def test_code_in_a_model_folder_is_never_run(broken, monkeypatch):
     for kind in ("mine", "qwen2"):  # qwen2: its own code instead
         autos = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
         rewrite(broken, model_type=kind, auto_map={auto: "mine.Mine" for auto in autos})
-        (broken / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["mine.Mine", null]}}')
+        (broken / "tokenizer_config.json").write_text(
+            '{"auto_map": {"AutoTokenizer": ["mine.Mine", null]}}'
+        )
         for load in (load_policy, load_tokenizer):
             with suppress(UserError):
                 load(broken)
@@ -119,20 +145,32 @@ def test_a_saved_model_loads_with_its_weights(family, tmp_path):
         hidden = policy.hidden(ids, [9, 9])
         assert torch.equal(hidden, original.hidden(ids, [9, 9]))
         assert torch.allclose(
-            hidden @ policy.head_weight.T, lm(input_ids=ids.view(2, 9)).logits.flatten(0, 1), atol=1e-6
+            hidden @ policy.head_weight.T,
+            lm(input_ids=ids.view(2, 9)).logits.flatten(0, 1),
+            atol=1e-6,
         )
     assert policy.head_bias is None
     assert policy.lm.num_parameters() == sum(p.numel() for p in lm.parameters())
     names = policy.named_parameters_once()
-    assert ("lm_head.weight" in names) is not FAMILIES[family][2] and "model.embed_tokens.weight" in names
+    assert ("lm_head.weight" in names) is not FAMILIES[family][
+        2
+    ] and "model.embed_tokens.weight" in names
     other = tiny_policy(family, seed=1)
     policy.load({name: p.detach() for name, p in other.named_parameters_once().items()})
-    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(policy.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_a_head_with_a_bias_is_read():
     torch.manual_seed(0)
-    sizes = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    sizes = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
     lm = PhiForCausalLM(PhiConfig(**sizes, max_position_embeddings=64))
     lm.lm_head.bias.data.normal_()
     policy, ids = Policy(lm), torch.tensor([1, 2, 3])
@@ -153,7 +191,9 @@ def test_bfloat16_is_that_of_a_model_stored_in_it(family, checkpointing):
     assert torch.equal(policy.hidden(ids, [5, 6]), plain.hidden(ids, [5, 6]))
     assert torch.equal(policy.lm(input_ids=ids[None]).logits, stored(input_ids=ids[None]).logits)
     rows, how = make_rows(exact), Objective(wm="ce")
-    ours, theirs, wanted = (packed(p, rows, how, update_samples=len(rows))[1] for p in (policy, plain, exact))
+    ours, theirs, wanted = (
+        packed(p, rows, how, update_samples=len(rows))[1] for p in (policy, plain, exact)
+    )
     assert relative(ours, theirs) < 0.01  # the sums of gradients are of bfloat16 in the other
     assert 0 < relative(ours, wanted) < 0.02
     scores = (log_probs(p, rows, temperature=1.0, budget=99).values() for p in (policy, exact))
@@ -168,7 +208,11 @@ def test_bfloat16_is_that_of_a_model_stored_in_it(family, checkpointing):
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_dropout_is_off_whatever_the_config_says(checkpointing):
     torch.manual_seed(0)
-    lm = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5))
+    lm = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5
+        )
+    )
     policy = Policy(lm, checkpointing=checkpointing)
     ids = torch.tensor([1, 2, 3, 4])
     first = policy.hidden(ids, [4])
@@ -183,6 +227,8 @@ def test_devices():
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match=r"model\.device = 'cuda'"):
             pick_device("cuda")
-        with pytest.raises(UserError, match=r"model.head_backend = 'cuda': it needs tensors.*head_backend auto"):
+        with pytest.raises(
+            UserError, match=r"model.head_backend = 'cuda': it needs tensors.*head_backend auto"
+        ):
             pick_backend("cuda", torch.device("cpu"), "float32")
         assert pick_backend("auto", torch.device("cpu"), "float32") in BACKENDS

@@ -9,7 +9,9 @@ from paw.config import Config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NAME = re.compile(rf"(?<![\w./])((?:{'|'.join(Config.model_fields)})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w./(])")
+NAME = re.compile(
+    rf"(?<![\w./])((?:{'|'.join(Config.model_fields)})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w./(])"
+)
 OTHER = {
     "agent.words", "reward.bonus", "reward.per_turn", "policy.width", "advantage.floor",  # of the pages' own examples
     "advantage.scale",
@@ -23,7 +25,9 @@ OTHER = {
 
 @pytest.fixture(scope="module")
 def keys():
-    page = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")  # held to the configuration by test_cli.py
+    page = (ROOT / "docs" / "keys.md").read_text(
+        encoding="utf-8"
+    )  # held to the configuration by test_cli.py
     return set(re.findall(r"^\| `([^`]+)`", page, re.M))
 
 

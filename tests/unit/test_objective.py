@@ -28,8 +28,20 @@ def play(seed=0):
     def turn(reward, done):
         response = ids(1, 5)
         observation = "" if rng.random() < 0.2 else "".join(chr(i) for i in ids(1, 8))
-        outcome = Outcome(observation, reward, done, reward > 0, action="a", valid=rng.random() < 0.8)
-        return Turn(ids(2, 10), response, [-1.0] * len(response), None, "p", "r", outcome, anchor="s", version=0)
+        outcome = Outcome(
+            observation, reward, done, reward > 0, action="a", valid=rng.random() < 0.8
+        )
+        return Turn(
+            ids(2, 10),
+            response,
+            [-1.0] * len(response),
+            None,
+            "p",
+            "r",
+            outcome,
+            anchor="s",
+            version=0,
+        )
 
     groups = []
     for g, returns in enumerate(RETURNS):
@@ -50,10 +62,14 @@ def encode(text):
 def equation_11(policy, groups, old_logps, norm):
     """Straight from the episodes: nothing of paw.algo is called. Returns loss and gradient.
 
-    `norm`: the policy's term is a mean over all tokens, or over groups of the mean over the group's tokens.
+    `norm`: the policy's term is a mean over all tokens, or over groups of the mean over the group's
+    tokens.
     """
     lm = copy.deepcopy(policy.lm).double()
-    turns, tokens = [], sum(len(t.response_ids) for g in groups for e in g.trajectories for t in e.turns)
+    turns, tokens = (
+        [],
+        sum(len(t.response_ids) for g in groups for e in g.trajectories for t in e.turns),
+    )
     total = torch.zeros((), dtype=torch.float64)
     for g, group in enumerate(groups):
         played = [(e, t) for e in group.trajectories for t in e.turns]
@@ -71,12 +87,17 @@ def equation_11(policy, groups, old_logps, norm):
                 ratio = (at[t, token] - old[t]).exp()
                 term = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
                 total = total - (term if advantage > 0 else term.clamp(min=3 * advantage)) / tokens
-            p = [each[token].exp() for each, token in zip(logps[len(ids) - len(target) - 1 :], target, strict=False)]
+            p = [
+                each[token].exp()
+                for each, token in zip(logps[len(ids) - len(target) - 1 :], target, strict=False)
+            ]
             turns.append((g, -(at.exp() * at).sum(-1).mean().item(), p))
     candidates = sorted((turn for turn in turns if turn[2]), key=lambda turn: -turn[1])
     chosen = candidates[: math.ceil(ALPHA * len(candidates))]
     for g, _, p in chosen:
-        cmae = sum((1 - x for x in p if x <= RHO), start=torch.zeros((), dtype=torch.float64)) / len(p)
+        cmae = sum(
+            (1 - x for x in p if x <= RHO), start=torch.zeros((), dtype=torch.float64)
+        ) / len(p)
         weight = 1 - statistics.mean(RETURNS[g]) / REWARD_MAX
         total = total + weight * cmae / sum(other[0] == g for other in chosen) / len(groups)
     total.backward()
@@ -86,7 +107,9 @@ def equation_11(policy, groups, old_logps, norm):
 @pytest.mark.parametrize(("norm", "family"), [("token", "llama"), ("group", "qwen2-tied")])
 def test_an_update_in_one_step_is_equation_11(norm, family):
     policy, groups = tiny_policy(family), play()
-    rows = to_samples(groups, separator_ids=SEPARATOR, encode_observation=encode, invalid_penalty=PENALTY)
+    rows = to_samples(
+        groups, separator_ids=SEPARATOR, encode_observation=encode, invalid_penalty=PENALTY
+    )
     rows = fill(policy, rows, n_groups=len(groups), alpha=ALPHA)
     assert {row.group for row in rows if row.wm_weight} == {0, 1, 2}
     objective = Objective(rho=RHO, norm=norm)

@@ -43,4 +43,6 @@ def test_the_optimizer_takes_its_settings_and_every_lr():
     optimizer.step()
     # AdamW's first step: decay by lr * weight_decay, then lr against the gradient's sign.
     for parameter in parameters:
-        assert parameter.detach().tolist() == pytest.approx([1 - 0.01 * 0.5 - 0.01] * len(parameter), abs=1e-6)
+        assert parameter.detach().tolist() == pytest.approx(
+            [1 - 0.01 * 0.5 - 0.01] * len(parameter), abs=1e-6
+        )

@@ -37,11 +37,15 @@ def test_the_examples_of_the_page_train(start, own, tmp_path):  # noqa: F811
         return torch.cat([value.flatten() for value in found[-1].values()])
 
     plain = weights()
-    assert torch.equal(weights(policy_loss="paw.algo.loss:ppo", wm_loss="paw.algo.loss:cmae"), plain)
+    assert torch.equal(
+        weights(policy_loss="paw.algo.loss:ppo", wm_loss="paw.algo.loss:cmae"), plain
+    )
     assert torch.equal(weights(advantage_type="paw.algo.advantages:grpo"), plain)
     sharp = weights(policy_loss=f"{own}:soft_clip", policy_width=0.1, wm_loss=f"{own}:focal")
     assert not torch.equal(sharp, plain)
-    assert not torch.equal(weights(policy_loss=f"{own}:soft_clip", policy_width=0.3, wm_loss=f"{own}:focal"), sharp)
+    assert not torch.equal(
+        weights(policy_loss=f"{own}:soft_clip", policy_width=0.3, wm_loss=f"{own}:focal"), sharp
+    )
     assert not torch.equal(weights(advantage_type=f"{own}:robust", advantage_floor=0.1), plain)
 
 
@@ -67,9 +71,14 @@ def test_the_gradient_is_that_of_autograd_through_the_statistics(own):
     """Fused, against token_stats and autograd, for ours and for the page's."""
     module, policy = import_file(str(own), ""), tiny_policy()
     rows = make_rows(policy, reference=True)
-    batch = collate(rows, [[i] for i in range(len(rows))], with_observation=True, device=torch.device("cpu"))
+    batch = collate(
+        rows, [[i] for i in range(len(rows))], with_observation=True, device=torch.device("cpu")
+    )
     tokens = Objective(kl_coef=0.1).tokens(batch, rows, len(rows))
-    for acting, watching in ((losses.ppo, losses.cmae), (module.soft_clip, partial(module.focal, gamma=1.0))):
+    for acting, watching in (
+        (losses.ppo, losses.cmae),
+        (module.soft_clip, partial(module.focal, gamma=1.0)),
+    ):
         loss = losses.joint(acting, watching, kl_coef=0.1, entropy_coef=0.01)
         losses.joint_loss(policy, batch, tokens, loss, temperature=0.7).loss.backward()
         fused = gradients(policy)
@@ -82,13 +91,29 @@ def test_the_gradient_is_that_of_autograd_through_the_statistics(own):
 @pytest.mark.parametrize(
     ("key", "code", "message"),
     [
-        ("policy_loss", "return logp.mean()", r"policy.loss must return one number for each token, torch.float32 of"),
-        ("wm_loss", "return logp[:1]", r"wm.loss must return one number for each token.*not torch.float32 of shape"),
+        (
+            "policy_loss",
+            "return logp.mean()",
+            r"policy.loss must return one number for each token, torch.float32 of",
+        ),
+        (
+            "wm_loss",
+            "return logp[:1]",
+            r"wm.loss must return one number for each token.*not torch.float32 of shape",
+        ),
         ("policy_loss", "return 1.0", "policy.loss must return one number for each token.*not 1.0"),
         ("advantage_type", "return [1.0]", r"returned 1 numbers for \d+ samples"),
-        ("advantage_type", "return [float('nan') for _ in samples]", r"returned nan for \d+ of \d+ samples"),
+        (
+            "advantage_type",
+            "return [float('nan') for _ in samples]",
+            r"returned nan for \d+ of \d+ samples",
+        ),
         ("advantage_type", "return None", "must return a number for each sample, not None"),
-        ("policy_loss", "missing = 1", "policy.loss must return one number for each token.*not None"),
+        (
+            "policy_loss",
+            "missing = 1",
+            "policy.loss must return one number for each token.*not None",
+        ),
     ],
 )
 def test_what_is_no_answer_is_one_line(start, tmp_path, key, code, message):  # noqa: F811
@@ -107,5 +132,7 @@ def test_a_module_is_no_loss(start, tmp_path):  # noqa: F811
 
 def test_a_loss_of_entropy_alone_trains(start, tmp_path):  # noqa: F811
     (tmp_path / "own.py").write_text("def sharpen(logp, entropy, batch):\n    return entropy\n")
-    _, _, metrics = run_updates(make_config(start, tmp_path, policy_loss=f"{tmp_path / 'own.py'}:sharpen"), 1)
+    _, _, metrics = run_updates(
+        make_config(start, tmp_path, policy_loss=f"{tmp_path / 'own.py'}:sharpen"), 1
+    )
     assert metrics[-1]["optim/grad_norm"] > 0 and metrics[-1]["policy/loss"] > 0

@@ -1,7 +1,8 @@
 """README.md and docs: each number that was measured is what the files of bench/results say, rounded as it stands there.
 
-A function a page yields pieces of its text, made from the data. Each must be on the page, whatever its line breaks; and
-in a section that cites such a file no number with a decimal point or a per cent sign may be left that is in no piece.
+A function a page yields pieces of its text, made from the data. Each must be on the page, whatever
+its line breaks; and in a section that cites such a file no number with a decimal point or a per
+cent sign may be left that is in no piece.
 """
 
 import importlib
@@ -28,7 +29,11 @@ WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 def read(name: str, **where: str) -> Rows:
     """The lines of a file in which these columns have these values; numbers as float, empty cells as None."""
     lines = common.read(common.RESULTS / f"{name}.csv")
-    return [{key: typed(value) for key, value in row.items()} for row in lines if where.items() <= row.items()]
+    return [
+        {key: typed(value) for key, value in row.items()}
+        for row in lines
+        if where.items() <= row.items()
+    ]
 
 
 def typed(text: str) -> Any:
@@ -58,7 +63,9 @@ def short(value: float) -> str:
 
 
 def by_seed(rows: Rows, variant: str, key: str) -> dict[float, float]:
-    return {row["seed"]: row[key] for row in rows if row["variant"] == variant and row[key] is not None}
+    return {
+        row["seed"]: row[key] for row in rows if row["variant"] == variant and row[key] is not None
+    }
 
 
 def differences(name: str, variant: str, key: str = "after") -> Interval:
@@ -83,7 +90,9 @@ def cooler(name: str) -> list[tuple[float, float]]:
             for seed in sorted({row["seed"] for row in rows})]  # fmt: skip
 
 
-def trl_steps(dtype: str = "float32", style: str = "turns") -> tuple[str, dict[str, dict[str, float]]]:
+def trl_steps(
+    dtype: str = "float32", style: str = "turns"
+) -> tuple[str, dict[str, dict[str, float]]]:
     """The table of one optimizer step against TRL's, and its medians."""
     versus = importlib.import_module("bench.trainer_vs_trl")
     rows = common.read(common.RESULTS / "trainer_vs_trl_cpu.csv")
@@ -116,7 +125,9 @@ def readme() -> Iterator[str]:
     for dtype in ("bfloat16", "float32"):
         medians = trl_steps(dtype)[1]
         for side in ("TRL, completions only", "TRL"):
-            ratios[dtype, side] = [medians[side][f"{key} / GRPO"] for key in ("seconds", "peak_gib")]
+            ratios[dtype, side] = [
+                medians[side][f"{key} / GRPO"] for key in ("seconds", "peak_gib")
+            ]
     time, memory = ratios["bfloat16", "TRL, completions only"]
     yield f"TRL needs {time:.2f} times the time and {memory:.2f} times the memory of PaW in bfloat16"
     time, memory = ratios["float32", "TRL, completions only"]
@@ -126,14 +137,18 @@ def readme() -> Iterator[str]:
     rows, tokens, time = profiled("profile_cpu")
     yield f"GRPO + PaW trains on {tokens} tokens in an update, and a step, its rollout included, takes {time} of GRPO's"
     about = [rows[0][key] for key in ("turns", "device", "torch", "paw")]
-    yield "({:,.0f} turns; {}, torch {}, PaW {}, ".format(*about) + f"{rows[-1]['repeat']} repeats; "
+    yield (
+        "({:,.0f} turns; {}, torch {}, PaW {}, ".format(*about) + f"{rows[-1]['repeat']} repeats; "
+    )
     _, tokens, time = profiled("profile_cpu_synthetic")
     yield f"At ALFWorld's sizes it is {tokens} tokens and, without the rollout, {time} of the time"
     over = read("rollout_cpu", envs="16", env_ms="0.0")
     for model in {row["model"] for row in over}:
         steps, wall = ([[one(over, key, model=model, mode=mode, repeat=r) for r in range(5)] for mode in MODES]
                        for key in ("engine_steps", "wall_s"))  # fmt: skip
-        fewer, faster = (median(a / b for a, b in zip(*pair, strict=True)) for pair in (steps, wall))
+        fewer, faster = (
+            median(a / b for a, b in zip(*pair, strict=True)) for pair in (steps, wall)
+        )
         assert fewer == pytest.approx(2.0, abs=0.05)
         yield f"half the engine steps, {faster:.1f} times the speed"
 
@@ -158,14 +173,21 @@ def quickstart() -> Iterator[str]:
         else:
             yield f"is .20 | 0-3 | {', '.join(ends)} (240)"
     ends = [
-        (row["setting"], row["success_before_t04"], row["success_after_t04"]) for row in read("quickstart_prototype")
+        (row["setting"], row["success_before_t04"], row["success_after_t04"])
+        for row in read("quickstart_prototype")
     ]
     warm = {name.removeprefix("warm-up only, "): f"{after:.2f}"[1:] for name, _, after in ends}
     for setting in ("GRPO, head size 16", "GRPO + PaW, head size 32"):
-        yield "3 seeds: " + ", ".join(f"{short(a)} -> {short(b)}" for name, a, b in ends if name == setting)
+        yield "3 seeds: " + ", ".join(
+            f"{short(a)} -> {short(b)}" for name, a, b in ends if name == setting
+        )
     yield f"Qwen3 {warm['Qwen3']}, Qwen2 {warm['Qwen2']}, Llama with biases {warm['Llama with attention biases']}"
     for row in read("quickstart_search"):
-        told = f"{short(row['success_before'])} -> {short(row['success_after'])}" if row["success_after"] else ""
+        told = (
+            f"{short(row['success_before'])} -> {short(row['success_after'])}"
+            if row["success_after"]
+            else ""
+        )
         told += f" after {row['after_update']:.0f}" if row["after_update"] not in (None, 80) else ""
         trained = f"{short(row['train_first10'])} {short(row['train_last10'])}"
         trained += f" after {row['updates']:.0f}" if row["updates"] != 80 else ""
@@ -178,13 +200,26 @@ def quickstart() -> Iterator[str]:
 def experiments() -> Iterator[str]:
     name = "experiment_compare"
     rows = read(name)
-    seeds = {variant: len(by_seed(rows, variant, "after")) for variant in {row["variant"] for row in rows}}
-    labels = {"paw": "GRPO + PaW", "ce": "PaW with cross-entropy", "constant": "PaW, constant lambda 1"}
+    seeds = {
+        variant: len(by_seed(rows, variant, "after"))
+        for variant in {row["variant"] for row in rows}
+    }
+    labels = {
+        "paw": "GRPO + PaW",
+        "ce": "PaW with cross-entropy",
+        "constant": "PaW, constant lambda 1",
+    }
     labels |= {"unselected": "PaW without selection (alpha 1)"}
     yield f"| GRPO | {seeds['grpo']} | {mean(name, 'grpo', 'after')} | | | |"
     for variant, label in labels.items():
         difference = differences(name, variant)
-        cells = [label, seeds[variant], mean(name, variant, "after"), less(name, variant), less(name, variant, "area")]
+        cells = [
+            label,
+            seeds[variant],
+            mean(name, variant, "after"),
+            less(name, variant),
+            less(name, variant, "area"),
+        ]
         yield f"| {' | '.join(map(str, cells))} | {'hurts' if (difference.high or 0) < 0 else 'not shown'} |"
     table = [row for row in rows if row["variant"] in ("grpo", *labels)]
     yield f"All start at {per_cent(fmean(row['before'] for row in table), 0)} %"
@@ -195,7 +230,9 @@ def experiments() -> Iterator[str]:
     yield f"ALFWorld: {printed['constant']} with a constant lambda of 1, {printed['paw']} with the adaptive one"
     yield f"(ALFWorld {printed['grpo']} -> {printed['paw']} with GRPO on Qwen2.5-1.5B)"
     yield f"Llama 3.2 on WebShop ({llama['grpo']} -> {llama['paw']})"
-    (early, late), (fresh, settled) = (gradient_ratios(run) for run in ("ce-clipped-0", "balanced-0"))
+    (early, late), (fresh, settled) = (
+        gradient_ratios(run) for run in ("ce-clipped-0", "balanced-0")
+    )
     yield f"its gradient is {early:.1f} times the policy's in the first ten updates and {late:.1f} times in the last"
     yield f"where CMAE's is {per_cent(fresh, 0)} % and {per_cent(settled, 0)} %"
     yield f"a fraction of the policy's ({per_cent(fresh, 0)} % in the miniature's"
@@ -232,7 +269,10 @@ def experiments() -> Iterator[str]:
     yield f"paired; {sum(row['minutes'] for row in found):.0f} minutes of a core"
     yield f"{per_cent(fmean(by_seed(found, 'paw', 'masked_frac').values()), 0)} % of observation tokens"
 
-    stages = [read("noise_gradient", **{"class": "noise", "stage": stage}) for stage in ("start", "trained")]
+    stages = [
+        read("noise_gradient", **{"class": "noise", "stage": stage})
+        for stage in ("start", "trained")
+    ]
     yield f"on noise, which is {' to '.join(per_cent(lines[0]['token_share'], 0) for lines in stages)} % of tokens"
     for loss, label in {
         "ce": "cross-entropy",
@@ -240,7 +280,10 @@ def experiments() -> Iterator[str]:
         "mae": "MAE, before the mask",
         "cmae": "CMAE, after it",
     }.items():
-        cells = [[per_cent(one(lines, key, loss=loss)) for lines in stages] for key in ("by_logp", "by_logits")]
+        cells = [
+            [per_cent(one(lines, key, loss=loss)) for lines in stages]
+            for key in ("by_logp", "by_logits")
+        ]
         yield f"| {label} | {' | '.join(map(' -> '.join, cells))} |"
 
     sparse = read("experiment_sparse")
@@ -250,7 +293,9 @@ def experiments() -> Iterator[str]:
         "drop": 'GRPO with `advantage.penalty_only = "drop"`',
     }.items():
         keys = ("before", "after", "updates_with_success")
-        before, after, share = (per_cent(fmean(by_seed(sparse, variant, key).values())) for key in keys)
+        before, after, share = (
+            per_cent(fmean(by_seed(sparse, variant, key).values())) for key in keys
+        )
         gap = differences("experiment_sparse", variant)
         told = "" if variant == "grpo" else f"{points(gap, sign=True)} " if gap.mean else "0.0 "
         yield f"| {label} | {before} | {after} | {told}| {share} % |"
@@ -315,7 +360,9 @@ def environments() -> Iterator[str]:
     search, (shop,) = read("experiment_search", variant="paw"), read("experiment_webshop")
     before, after = (per_cent(fmean(row[key] for row in search)) for key in ("before", "after"))
     yield f"{before} to {after} % of {search[0]['games']:.0f} questions"
-    assert len(search) == 10 and 0.5 <= fmean(row["minutes"] for row in search) <= 1  # "in a minute", "ten seeds"
+    assert (
+        len(search) == 10 and 0.5 <= fmean(row["minutes"] for row in search) <= 1
+    )  # "in a minute", "ten seeds"
     yield f"{per_cent(shop['before'])} to {per_cent(shop['after'])} % of {shop['games']:.0f} purchases"
     yield f"in {shop['minutes']:.0f} (one seed"
     assert shop["seed"] == 0 and shop["games"] == search[0]["games"] == 256
@@ -335,7 +382,8 @@ def rollout() -> Iterator[str]:
         yield f"{alone / merged:.1f} times the tokens on {name}"
     for name in ("search", "tau2"):
         turns, episodes = (
-            [row["cpu_s"] for row in read("conversations_time_cpu", environment=name, rows=rows)] for rows in of
+            [row["cpu_s"] for row in read("conversations_time_cpu", environment=name, rows=rows)]
+            for rows in of
         )
         yield f"{median(a / b for a, b in zip(turns, episodes, strict=True)):.1f} times the processor seconds on {name}"
     for row in read("shared_prefix_cpu"):
@@ -352,7 +400,9 @@ def rollout() -> Iterator[str]:
     times = [f"{min(row['cpu_s'] for row in rows):.1f} to {max(row['cpu_s'] for row in rows):.1f} s"
              for rows in (before, after)]  # fmt: skip
     yield f"{times[0]} of processor time a play before and {times[1]} after"
-    apart = max(abs(x["engine_steps"] / y["engine_steps"] - 1) for x, y in zip(before, after, strict=True))
+    apart = max(
+        abs(x["engine_steps"] / y["engine_steps"] - 1) for x, y in zip(before, after, strict=True)
+    )
     yield f"engine steps within {per_cent(apart)} % of each other"
 
 
@@ -369,11 +419,14 @@ def rwml() -> Iterator[str]:
         cells = []
         for kind in ("next_state", "task"):
             share, low, high = (
-                per_cent(one(rows, f"{kind}_{key}", model=model)) for key in ("success", "ci_low", "ci_high")
+                per_cent(one(rows, f"{kind}_{key}", model=model))
+                for key in ("success", "ci_low", "ci_high")
             )
             cells.append(share if share == "0.0" else f"{share} ({low} to {high})")
         yield f"| {label} | {cells[0]} | {cells[1]} |"
-    gain = one(rows, "next_state_success", model="rwml") - one(rows, "next_state_success", model="start")
+    gain = one(rows, "next_state_success", model="rwml") - one(
+        rows, "next_state_success", model="start"
+    )
     yield f"over its start by {per_cent(gain)} points"
     text = (common.RESULTS / "rwml_filter.txt").read_text(encoding="utf-8")
     keys = r"on (\d+) triplets; predicted (\d+) .*right ([\d.]+)%.*: ([\d.]+)%.*kept (\d+)"
@@ -384,13 +437,18 @@ def rwml() -> Iterator[str]:
 
 
 def memory() -> Iterator[str]:
-    yield importlib.import_module("bench.memory").table(common.read(common.RESULTS / "memory_plan.csv"))
+    yield importlib.import_module("bench.memory").table(
+        common.read(common.RESULTS / "memory_plan.csv")
+    )
 
 
 def reliability() -> Iterator[str]:
     rows = read("checkpoints_cpu")
     yield f"a model of {rows[0]['parameters'] / 1e6:.0f} million parameters ({rows[0]['gib']:.1f} GiB on the disk)"
-    waits = {way: median(row["waits_s"] for row in rows if row["way"] == way) for way in {row["way"] for row in rows}}
+    waits = {
+        way: median(row["waits_s"] for row in rows if row["way"] == way)
+        for way in {row["way"] for row in rows}
+    }
     yield f"waits {waits['gathered']:.1f} s for a checkpoint that rank 0 gathers and writes"
     yield f"{waits['shards']:.1f} s where each rank writes its own; {waits['background']:.1f} s where that is done"
 
@@ -401,9 +459,13 @@ def retriever() -> Iterator[str]:
         found = []
         for name in ("bm25", "dense"):
             (row,) = read("retriever_cpu", retriever=name, case=case, batch=batch)
-            wall, cpu = (row[key] / (row["count"] if batch != "0" else 1) for key in ("wall_s", "cpu_s"))
+            wall, cpu = (
+                row[key] / (row["count"] if batch != "0" else 1) for key in ("wall_s", "cpu_s")
+            )
             unit, scale = ("ms", 1000) if wall < 0.1 else ("s", 1)
-            found.append(tuple(f"{scale * value:#.2g}".rstrip(".") + f" {unit}" for value in (wall, cpu)))
+            found.append(
+                tuple(f"{scale * value:#.2g}".rstrip(".") + f" {unit}" for value in (wall, cpu))
+            )
         return found
 
     bm25, dense = cells("index")
@@ -411,13 +473,19 @@ def retriever() -> Iterator[str]:
     yield f"| open again | {' | '.join(wall for wall, _ in cells('reopen'))} |"
     for label, batch in (("a query, alone", "1"), ("a query, 64 a call", "64")):
         yield f"| {label} | {' | '.join(f'{wall} ({cpu})' for wall, cpu in cells('process', batch))} |"
-    rates = [one(read("retriever_cpu"), "a_second", retriever=name, case="http") for name in ("bm25", "dense")]
+    rates = [
+        one(read("retriever_cpu"), "a_second", retriever=name, case="http")
+        for name in ("bm25", "dense")
+    ]
     yield f"| queries/s over HTTP, 16 clients | {rates[0]:.0f} | {rates[1]:.0f} |"
 
 
 def profiled(name: str) -> tuple[Rows, str, str]:
     """(lines of `paw profile`, what PaW adds to the tokens of an update, and to the time of a step)."""
-    rows = [{k: 0.0 if v is None else v for k, v in row.items()} | {"repeat": int(row["repeat"])} for row in read(name)]
+    rows = [
+        {k: 0.0 if v is None else v for k, v in row.items()} | {"repeat": int(row["repeat"])}
+        for row in read(name)
+    ]
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     phases = list(dict.fromkeys(row["phase"] for row in rows))
     grpo, paw = (pick(rows, variant, ["update"], "tokens")[0] for variant in variants)
@@ -431,9 +499,12 @@ def profile() -> Iterator[str]:
         ("profile_cpu_synthetic", "ALFWorld's sizes, random 0.2 M model, {:.0f} turns"),
     ):
         rows = [
-            {k: 0.0 if v is None else v for k, v in row.items()} | {"repeat": int(row["repeat"])} for row in read(name)
+            {k: 0.0 if v is None else v for k, v in row.items()} | {"repeat": int(row["repeat"])}
+            for row in read(name)
         ]
-        arms, phases = (list(dict.fromkeys(row[key] for row in rows)) for key in ("variant", "phase"))
+        arms, phases = (
+            list(dict.fromkeys(row[key] for row in rows)) for key in ("variant", "phase")
+        )
         without = "" if "rollout" in phases else " (no rollout)"
 
         def added(phases: list[str], key: str, arms=arms, rows=rows) -> str:
@@ -456,7 +527,9 @@ def profile() -> Iterator[str]:
     masked, ruled, wrong, skipped = (
         sum(row[key] for row in late) / sum(row[of] for row in late)
         for key, of in zip(
-            ("masked", "ruled", "wrong", "skipped"), ("selected", "selected", "ruled", "tokens"), strict=True
+            ("masked", "ruled", "wrong", "skipped"),
+            ("selected", "selected", "ruled", "tokens"),
+            strict=True,
         )
     )
     yield f"{per_cent(masked, 0)} % of the selected observations are masked as a whole"
@@ -477,13 +550,21 @@ def profile() -> Iterator[str]:
     )
     yield f"{per_cent(turns['GRPO']['body_s'] / turns['GRPO']['seconds'], 0)} % of the step are the body"
     assert turns["GRPO"]["body_s"] > turns["TRL"]["seconds"] / 2
-    ratios = (turns["GRPO + PaW"]["seconds / GRPO"], turns["GRPO + PaW, compiled"]["seconds / GRPO, compiled"])
+    ratios = (
+        turns["GRPO + PaW"]["seconds / GRPO"],
+        turns["GRPO + PaW, compiled"]["seconds / GRPO, compiled"],
+    )
     yield "float32: {:+.1f} %, compiled {:+.1f} %".format(*(100 * ratio - 100 for ratio in ratios))
     yield f"In the conversations {100 * conversations['GRPO + PaW']['seconds / GRPO'] - 100:+.1f} %"
     versus = importlib.import_module("bench.trainer_vs_trl")
     samples = versus.make_samples("conversations")
-    last = sum(len(its[-1].separator_ids + its[-1].observation_ids) for its in versus.episodes(samples))
-    rows = [sum(len(getattr(sample, key)) for sample in samples) for key in ("observation_ids", "response_ids")]
+    last = sum(
+        len(its[-1].separator_ids + its[-1].observation_ids) for its in versus.episodes(samples)
+    )
+    rows = [
+        sum(len(getattr(sample, key)) for sample in samples)
+        for key in ("observation_ids", "response_ids")
+    ]
     more = per_cent(last / versus.tokens(samples)), per_cent(rows[0] / rows[1], 0)
     yield "{} % more tokens, and observations add {} %".format(*more)
 
@@ -494,16 +575,24 @@ def scale() -> Iterator[str]:
     yield f"{tokens / 1e6:.0f} million tokens"
     for way, told in (("arrays", "{:.1f} s, {:.1f} GiB at most and {:.1f} in the end"),
                       ("json", "{:.1f} s, {:.1f} and {:.1f} GiB")):  # fmt: skip
-        sizes = (max(row[key] - row["base_gib"] for row in rows[way]) for key in ("peak_gib", "end_gib"))
+        sizes = (
+            max(row[key] - row["base_gib"] for row in rows[way]) for key in ("peak_gib", "end_gib")
+        )
         yield told.format(max(row["cpu_s"] for row in rows[way]), *sizes)
     keys = ("seconds", "rollout", "update")
-    zero, ahead = ({key: median(row[key] for row in read("ahead_cpu", ahead=of)) for key in keys} for of in "01")
+    zero, ahead = (
+        {key: median(row[key] for row in read("ahead_cpu", ahead=of)) for key in keys}
+        for of in "01"
+    )
     faster = zero["seconds"] / ahead["seconds"]
     yield f"takes {zero['seconds']:.1f} s with 0 and {ahead['seconds']:.1f} s with 1: {faster:.1f} times the speed"
     yield f"episodes take {zero['rollout']:.1f} s and the optimizer's part {zero['update']:.1f} s"
     late, now = ({row["seed"]: row["success"] for row in exact(read(name, update="240")) if row["seed"] < 3}
                  for name in ("ahead_learning", "quickstart_long"))  # fmt: skip
-    for told, of in (("quickstart-long`](quickstart.md) to {} % of the unseen games", late), ("itself to {} %", now)):
+    for told, of in (
+        ("quickstart-long`](quickstart.md) to {} % of the unseen games", late),
+        ("itself to {} %", now),
+    ):
         yield told.format("{}, {} and {}".format(*map(per_cent, of.values())))
     yield f"a difference of {points(paired(now, late), sign=True)} points"
 
@@ -544,21 +633,38 @@ def test_each_measured_number_is_what_its_file_says(page):
     assert not missing, f"{page} does not say:\n" + "\n".join(missing)
     text = re.sub(r"```.*?```|^ {4}.*?$", "", text, flags=re.DOTALL | re.MULTILINE)
     sections = map(normal, re.split(r"^#+ ", text, flags=re.MULTILINE))
-    cited = [part for part in sections if "bench/results" in part or any(piece in part for piece in pieces)]
+    cited = [
+        part
+        for part in sections
+        if "bench/results" in part or any(piece in part for piece in pieces)
+    ]
     for known in [*pieces, *normal(SETTINGS).split("; ")]:
         cited = [section.replace(known, "") for section in cited]
-    left = [found for section in cited for found in re.findall(r".{,30}(?:[0-9]+[.][0-9]+|[0-9]+ ?%).{,20}", section)]
+    left = [
+        found
+        for section in cited
+        for found in re.findall(r".{,30}(?:[0-9]+[.][0-9]+|[0-9]+ ?%).{,20}", section)
+    ]
     assert not left, f"{page}: not recomputed from bench/results:\n" + "\n".join(left)
 
 
 def test_what_the_compiler_makes_of_a_tile_is_what_its_files_say():
-    text, place = normal((ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")), ("arch", "V", "D", "gradients")
-    tabled = read("triton_aot", table="yes", triton="3.9.0", kernel="forward_kernel", dtype="bfloat16")
+    text, place = (
+        normal((ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")),
+        ("arch", "V", "D", "gradients"),
+    )
+    tabled = read(
+        "triton_aot", table="yes", triton="3.9.0", kernel="forward_kernel", dtype="bfloat16"
+    )
     now = {tuple(map(row.get, place)): row for row in tabled if not row["softcap"]}
     before = read("triton_aot_before")
     assert len(before) == 10
     for row in before:
         to, size = now[tuple(map(row.get, place))], f"{row['V']:,.0f} x {row['D']:,.0f}"
-        what = size + ", bias" * (row["bias"] == "True") + ", no gradients" * (row["gradients"] == "False")
+        what = (
+            size
+            + ", bias" * (row["bias"] == "True")
+            + ", no gradients" * (row["gradients"] == "False")
+        )
         tile, spills = ([f"{of[key]:,.0f}" for of in (row, to)] for key in ("tile", "spills"))
         assert f"| {row['arch']} | {what} | {' | '.join(tile + spills)} |" in text

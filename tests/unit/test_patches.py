@@ -16,14 +16,20 @@ from paw.errors import UserError
 from paw.model.patches import apply_liger, compile_layers, import_liger
 from paw.model.policy import Policy
 
-needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="Liger is not installed")
+needs_liger = pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is None, reason="Liger is not installed"
+)
 
 
 def assert_same(fast, plain, *, n):
     rows = make_rows(plain, n)
     scores = (log_probs(p, rows, temperature=1.0, budget=60).values() for p in (fast, plain))
-    assert all(ours[0] == pytest.approx(theirs[0], abs=1e-5) for ours, theirs in zip(*scores, strict=True))
-    ours, theirs = (packed(p, rows, Objective(), update_samples=n, budget=60) for p in (fast, plain))
+    assert all(
+        ours[0] == pytest.approx(theirs[0], abs=1e-5) for ours, theirs in zip(*scores, strict=True)
+    )
+    ours, theirs = (
+        packed(p, rows, Objective(), update_samples=n, budget=60) for p in (fast, plain)
+    )
     assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
     assert relative(ours[1], theirs[1]) < 1e-5
 
@@ -73,7 +79,10 @@ def test_liger_gives_the_same():
     words = [sys.executable, "-c", INTERPRETED, str(Path(__file__).parent)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["liger_kernel.transformers.rms_norm", "liger_kernel.transformers.swiglu"]
+    assert done.stdout.split() == [
+        "liger_kernel.transformers.rms_norm",
+        "liger_kernel.transformers.swiglu",
+    ]
     assert not done.stderr
 
 

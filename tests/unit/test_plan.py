@@ -20,7 +20,8 @@ from paw.tools.shapes import SHAPES, Shape, from_config, shape_of
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 COMMON, MEMORY, SIMULATION, PAGES = (
-    importlib.import_module(f"bench.{name}") for name in ("common", "memory", "memory_simulation", "plan_pages")
+    importlib.import_module(f"bench.{name}")
+    for name in ("common", "memory", "memory_simulation", "plan_pages")
 )
 CARD = {"gpus": 1, "gpu_gib": 80.0}
 NAME = "Qwen/Qwen2.5-14B-Instruct"
@@ -28,7 +29,9 @@ SERVERS = {"engine__type": "server", "engine__servers": 4}
 
 
 def low_memory(**change):
-    return changed(load("14b-low-memory"), {key.replace("__", "."): value for key, value in change.items()})
+    return changed(
+        load("14b-low-memory"), {key.replace("__", "."): value for key, value in change.items()}
+    )
 
 
 def test_known_shapes_have_the_published_numbers_of_parameters():
@@ -47,9 +50,22 @@ def test_known_shapes_have_the_published_numbers_of_parameters():
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama", "Qwen3Moe", "Mixtral"])
 def test_a_shape_counts_what_hugging_face_builds(kind):
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
-    experts = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1} | (experts if kind in ("Qwen3Moe", "Mixtral") else {})
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    experts = {
+        "num_experts": 5,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    }
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1} | (
+        experts if kind in ("Qwen3Moe", "Mixtral") else {}
+    )
     settings = getattr(transformers, f"{kind}Config")(**sizes)
     with torch.device("meta"):
         model = getattr(transformers, f"{kind}ForCausalLM")(settings)
@@ -57,7 +73,11 @@ def test_a_shape_counts_what_hugging_face_builds(kind):
     assert shape.parameters == model.num_parameters()
     assert shape.layer == sum(p.numel() for p in model.model.layers[0].parameters())
     for name, sizes in shape.linears.items():
-        (weight,) = [p for key, p in model.model.layers[0].named_parameters() if key.endswith(f"{name}.weight")]
+        (weight,) = [
+            p
+            for key, p in model.model.layers[0].named_parameters()
+            if key.endswith(f"{name}.weight")
+        ]
         assert tuple(weight.shape) == sizes[::-1]
 
 
@@ -74,16 +94,25 @@ def test_a_folder_and_a_name_give_the_same_shape(tmp_path):
 
 
 def test_the_head_takes_what_the_kernels_say():
-    torch_rows, triton_rows = (importlib.import_module(f"paw_kernels.{name}") for name in ("_torch", "_triton"))
+    torch_rows, triton_rows = (
+        importlib.import_module(f"paw_kernels.{name}") for name in ("_torch", "_triton")
+    )
     assert {2: triton_rows.CHUNK_BYTES, 4: 3 * torch_rows.CHUNK_BYTES["cuda"]} == HEAD_BUFFER
 
 
 def test_the_14b_recipe_stays_within_76_gib_of_a_card_and_110_of_host_memory():
     found = Plan(low_memory(), shape_of(NAME), **CARD, host_gib=110.0)
-    assert found.peak <= 76.0 and found.host_total <= 110.0 and not found.reasons() and not low_memory().lora.rank
+    assert (
+        found.peak <= 76.0
+        and found.host_total <= 110.0
+        and not found.reasons()
+        and not low_memory().lora.rank
+    )
     assert found.config.policy.kl_coef == 0.01  # the paper's, its reference model in host memory
     half = Plan(low_memory(), shape_of(NAME), gpus=8, gpu_gib=80.0)
-    one, two = (Plan(low_memory(), shape_of(NAME), gpus=16, gpu_gib=80.0, hosts=hosts) for hosts in (1, 2))
+    one, two = (
+        Plan(low_memory(), shape_of(NAME), gpus=16, gpu_gib=80.0, hosts=hosts) for hosts in (1, 2)
+    )
     assert half.peak <= 76.0 and one.phases == two.phases
     assert two.host["update"]["processes"] == half.host["update"]["processes"]
     assert two.host["update"]["optimizer"] < 0.6 * one.host["update"]["optimizer"]
@@ -94,10 +123,15 @@ def test_the_14b_recipe_stays_within_76_gib_of_a_card_and_110_of_host_memory():
 def test_a_checkpoint_is_copied_where_half_of_the_room_holds_it():
     """Float32 weights and two moments; else eight ranks hold a part of a file, and a share of the embedding."""
     shape, plain = shape_of(NAME), low_memory(optim__name="adamw", optim__offload=False)
-    for host_gib, wanted in ((None, 8 * 4 * 2**30 + 2 * shape.embedding), (1000.0, 12 * shape.parameters)):
+    for host_gib, wanted in (
+        (None, 8 * 4 * 2**30 + 2 * shape.embedding),
+        (1000.0, 12 * shape.parameters),
+    ):
         plan = Plan(plain, shape, gpus=8, gpu_gib=80.0, host_gib=host_gib)
         assert plan.host["save"]["checkpoint"] == pytest.approx(wanted / 2**30)
-        saved = 12 * shape.parameters / (8 * 25e9 if host_gib else 1.6e9)  # training waits for the copy, or the disk
+        saved = (
+            12 * shape.parameters / (8 * 25e9 if host_gib else 1.6e9)
+        )  # training waits for the copy, or the disk
         assert plan.seconds["checkpoint"] * plain.run.save_every == pytest.approx(saved)
 
 
@@ -109,31 +143,50 @@ def test_components_are_those_of_the_settings():
     moments = 2 + 2 * 2 / 32  # 8-bit, with a 16-bit scale for every 32
     vectors = shape.vectors / 2**30  # norms and biases: weight and moments in float32
     for bits in (24, 32):
-        kept = Plan(low_memory(optim__offload=False, optim__master_bits=bits), shape, **CARD).phases["update"]
-        assert kept["optimizer"] == pytest.approx(((bits - 16) / 8 + moments) * (P - vectors) + 12 * vectors)
+        kept = Plan(
+            low_memory(optim__offload=False, optim__master_bits=bits), shape, **CARD
+        ).phases["update"]
+        assert kept["optimizer"] == pytest.approx(
+            ((bits - 16) / 8 + moments) * (P - vectors) + 12 * vectors
+        )
     plain = low_memory(optim__name="adamw", policy__offload_reference=False)
     parts = Plan(plain, shape, gpus=8, gpu_gib=80.0).phases["step"]
     sharded = {"weights": 4, "reference": 4, "gradients": 4, "optimizer": 8}
-    assert {name: parts[name] for name in sharded} == pytest.approx({n: b * P / 8 for n, b in sharded.items()})
+    assert {name: parts[name] for name in sharded} == pytest.approx(
+        {n: b * P / 8 for n, b in sharded.items()}
+    )
 
 
 def test_a_critic_takes_a_second_model():
     shape, eight = shape_of(NAME), {"gpus": 8, "gpu_gib": 80.0, "host_gib": 900.0}
     grpo, ppo = (Plan(low_memory(advantage__type=name), shape, **eight) for name in ("grpo", "ppo"))
-    critic = 2 * (shape.parameters - shape.embedding + shape.hidden + 1) / 8 / 2**30  # bf16, no vocabulary's head
-    assert all(parts == pytest.approx(grpo.phases[phase] | {"critic": critic}) for phase, parts in ppo.phases.items())
+    critic = (
+        2 * (shape.parameters - shape.embedding + shape.hidden + 1) / 8 / 2**30
+    )  # bf16, no vocabulary's head
+    assert all(
+        parts == pytest.approx(grpo.phases[phase] | {"critic": critic})
+        for phase, parts in ppo.phases.items()
+    )
     # Its optimizer state lies in host memory beside the policy's: 2 + 2.125 bytes a parameter.
     state = ppo.host["update"]["optimizer"] - grpo.host["update"]["optimizer"]
     vectors = shape.vectors / 2**30
     assert state == pytest.approx(4.125 * (critic / 2 * 8 - vectors) + 12 * vectors)
-    assert ppo.seconds["score"] > grpo.seconds["score"] and ppo.seconds["update"] > grpo.seconds["update"]
+    assert (
+        ppo.seconds["score"] > grpo.seconds["score"]
+        and ppo.seconds["update"] > grpo.seconds["update"]
+    )
 
 
 def test_servers_take_nothing_of_the_trainers_cards():
     cards: dict[str, Any] = {"gpu_gib": 80.0, "host_gib": 900.0}
     beside = Plan(low_memory(engine__type="transformers"), shape_of(NAME), gpus=4, **cards)
     apart = Plan(low_memory(**SERVERS), shape_of(NAME), gpus=8, **cards)
-    elsewhere = Plan(low_memory(engine__type="server", engine__urls="http://a:1"), shape_of(NAME), gpus=4, **cards)
+    elsewhere = Plan(
+        low_memory(engine__type="server", engine__urls="http://a:1"),
+        shape_of(NAME),
+        gpus=4,
+        **cards,
+    )
     for phase, parts in beside.phases.items():
         others = {name: size for name, size in parts.items() if name not in ("engine", "KV cache")}
         assert apart.phases[phase] == elsewhere.phases[phase] == pytest.approx(others)
@@ -144,49 +197,73 @@ def test_servers_take_nothing_of_the_trainers_cards():
 
 def test_a_server_divides_weights_and_heads_among_its_cards():
     def plan(model, size, share=0.9):
-        tree = {"model.path": model, "engine.type": "server", "engine.servers": 1, "engine.tensor_parallel": size}
+        tree = {
+            "model.path": model,
+            "engine.type": "server",
+            "engine.servers": 1,
+            "engine.tensor_parallel": size,
+        }
         config = changed(load("alfworld-gigpo-paw"), tree, {"engine.gpu_memory_utilization": share})
         return Plan(config, shape_of(model), gpus=32, gpu_gib=80.0)
 
     one, two, many = (plan(NAME, size) for size in (1, 2, 16))
     whole = 2 * SHAPES["Qwen2.5-14B"].parameters / 2**30
-    assert one.phases["server"]["engine"] - two.phases["server"]["engine"] == pytest.approx(whole / 2)
+    assert one.phases["server"]["engine"] - two.phases["server"]["engine"] == pytest.approx(
+        whole / 2
+    )
     cache = two.phases["server"]["KV cache"] * 2**30
     assert two.kv_tokens * SHAPES["Qwen2.5-14B"].kv_bytes == pytest.approx(2 * cache)
-    cache = many.phases["server"]["KV cache"] * 2**30  # more cards than heads of keys: each has one, as another has
+    cache = (
+        many.phases["server"]["KV cache"] * 2**30
+    )  # more cards than heads of keys: each has one, as another has
     assert many.kv_tokens * SHAPES["Qwen2.5-14B"].kv_bytes == pytest.approx(8 * cache)
-    least = {name: plan(name, 8).least for name in (NAME, "Qwen/Qwen2.5-32B", "meta-llama/Llama-3.3-70B-Instruct")}
+    least = {
+        name: plan(name, 8).least
+        for name in (NAME, "Qwen/Qwen2.5-32B", "meta-llama/Llama-3.3-70B-Instruct")
+    }
     assert list(least.values()) == [1, 1, 2] and plan("Qwen/Qwen2.5-32B", 1, 0.8).least == 2
     small = plan("meta-llama/Llama-3.3-70B-Instruct", 1)
     assert "a server needs engine.tensor_parallel = 2" in small.reasons()
 
 
 @pytest.mark.parametrize(
-    ("model", "gpus", "hosts"), [("Qwen/Qwen2.5-32B-Instruct", 16, 2), ("meta-llama/Llama-3.3-70B-Instruct", 32, 4)]
+    ("model", "gpus", "hosts"),
+    [("Qwen/Qwen2.5-32B-Instruct", 16, 2), ("meta-llama/Llama-3.3-70B-Instruct", 32, 4)],
 )
 def test_servers_make_room_for_large_models_before_anything_else_is_learnt(model, gpus, hosts):
     config = changed(load("alfworld-gigpo-paw"), {"model.path": model})
     machine = {"gpus": gpus, "gpu_gib": 80.0, "hosts": hosts}
     tried = fit(config, shape_of(model), **machine)
     best = tried[-1][1]
-    assert not best.reasons() and best.served and best.N + best.engines * best.tensor_parallel <= gpus
-    assert (best.config.lora.rank, best.config.policy.kl_coef) == (0, 0.01) and best.tensor_parallel >= best.least > 0
+    assert (
+        not best.reasons() and best.served and best.N + best.engines * best.tensor_parallel <= gpus
+    )
+    assert (best.config.lora.rank, best.config.policy.kl_coef) == (
+        0,
+        0.01,
+    ) and best.tensor_parallel >= best.least > 0
     assert "--engine.type server" in tried[-1][0]
     assert not fit(config, shape_of(model), pinned=["engine.type"], **machine)[-1][1].served
 
 
 def test_rollouts_ahead_overlap_and_the_longest_episode_ends_them():
     config, cards = low_memory(**SERVERS, env__max_turns=50), {"gpus": 8, "gpu_gib": 80.0}
-    one, ahead = (Plan(changed(config, {"rollout.ahead": k}), shape_of(NAME), **cards) for k in (0, 1))
+    one, ahead = (
+        Plan(changed(config, {"rollout.ahead": k}), shape_of(NAME), **cards) for k in (0, 1)
+    )
     seconds = one.seconds
     training = sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
     assert one.seconds == ahead.seconds and one.step_s == pytest.approx(sum(seconds.values()))
     assert ahead.step_s == pytest.approx(seconds["sync"] + max(seconds["rollout"], training))
     assert ahead.step_s < one.step_s
-    small = changed(config, {"model.path": "Qwen/Qwen2.5-0.5B", "rollout.tasks": 1, "rollout.group_size": 2})
+    small = changed(
+        config, {"model.path": "Qwen/Qwen2.5-0.5B", "rollout.tasks": 1, "rollout.group_size": 2}
+    )
     few = Plan(small, SHAPES["Qwen2.5-0.5B"], **cards)
     response = Play.of(small).response
-    assert few.seconds["rollout"] == pytest.approx(50 * response * 5e-3, rel=0.01)  # 5 ms a token, all turns
+    assert few.seconds["rollout"] == pytest.approx(
+        50 * response * 5e-3, rel=0.01
+    )  # 5 ms a token, all turns
     twice = Plan(changed(small, {"rollout.group_size": 4}), SHAPES["Qwen2.5-0.5B"], **cards)
     assert twice.seconds["rollout"] == pytest.approx(few.seconds["rollout"], rel=0.01)
 
@@ -199,18 +276,31 @@ def test_what_follows_a_rollout():
 
     base, P = seconds(), shape.parameters
     assert seconds(engine__transfer="files")["sync"] == pytest.approx(2 * P / 1.6e9)
-    lora = {"lora__rank": 16, "optim__name": "adamw", "optim__offload": False, "policy__offload_reference": False}
+    lora = {
+        "lora__rank": 16,
+        "optim__name": "adamw",
+        "optim__offload": False,
+        "policy__offload_reference": False,
+    }
     adapters, merged = seconds(**lora), seconds(**lora, lora__send="merged")
     assert adapters["sync"] < base["sync"] / 40 and adapters["checkpoint"] < base["checkpoint"] / 20
     assert merged["sync"] == pytest.approx(base["sync"])
-    engines = [low_memory(**lora, engine__type="vllm", engine__sleep_level=level) for level in (1, 2)]
+    engines = [
+        low_memory(**lora, engine__type="vllm", engine__sleep_level=level) for level in (1, 2)
+    ]
     beside = [Plan(config, shape, **cards).seconds["sync"] for config in engines]
-    assert beside[0] < 0.1 < beside[1] == pytest.approx(2 * P / 25e9)  # a vLLM that drops the base weights gets them
+    assert (
+        beside[0] < 0.1 < beside[1] == pytest.approx(2 * P / 25e9)
+    )  # a vLLM that drops the base weights gets them
     assert seconds(run__save_every=50)["checkpoint"] == pytest.approx(base["checkpoint"] / 2)
     assert seconds(run__save_every=0)["checkpoint"] == 0
-    assert seconds(policy__old_logp="engine")["score"] == pytest.approx(base["score"] / 2)  # the reference's is left
+    assert seconds(policy__old_logp="engine")["score"] == pytest.approx(
+        base["score"] / 2
+    )  # the reference's is left
     modes = [seconds(model__checkpointing=mode)["update"] for mode in ("none", "selective", "full")]
-    assert 0.74 < modes[0] / modes[2] < 0.77 and modes[1] == pytest.approx((modes[0] + modes[2]) / 2)
+    assert 0.74 < modes[0] / modes[2] < 0.77 and modes[1] == pytest.approx(
+        (modes[0] + modes[2]) / 2
+    )
     assert seconds(model__compile=True)["update"] == pytest.approx(0.86 * base["update"])
     assert seconds(optim__minibatch_samples=128)["step"] == pytest.approx(2 * base["step"], rel=0.1)
     # Cut into small micro-batches, gathers over the network take longer than the arithmetic.
@@ -221,7 +311,9 @@ def test_what_follows_a_rollout():
     assert one.seconds["update"] < copies.seconds["update"] < two.seconds["update"]
 
 
-@pytest.mark.parametrize("run", [run for run in PAGES.RUNS if run.held], ids=lambda run: f"{run.model}-{run.length}")
+@pytest.mark.parametrize(
+    "run", [run for run in PAGES.RUNS if run.held], ids=lambda run: f"{run.model}-{run.length}"
+)
 def test_training_takes_as_long_as_in_published_runs(run):
     """torchtitan and prime-rl on H100s, within a quarter; bench/plan_pages.py has the sources."""
     assert run.predicted == pytest.approx(run.published, rel=0.25)
@@ -259,19 +351,39 @@ def test_every_saving_saves():
         Plan(config, one, gpus=8, gpu_gib=80.0)
         for one in (experts, replace(experts, experts=0, active=1, intermediate=128 * 768))
     )  # whole in memory, in part in time
-    assert routed.phases["rollout"]["weights"] == pytest.approx(dense.phases["rollout"]["weights"], rel=0.01)
+    assert routed.phases["rollout"]["weights"] == pytest.approx(
+        dense.phases["rollout"]["weights"], rel=0.01
+    )
     assert routed.seconds["update"] < dense.seconds["update"] / 4
 
 
 @pytest.mark.slow
 def test_the_fallbacks_find_full_parameter_training_of_14b_on_one_card(tmp_path, capsys):
     out = tmp_path / "found.toml"
-    words = ["plan", "--model", NAME, "--gpus", "1x80GB", "--host-gib", "110", "--json", "--out", str(out)]
+    words = [
+        "plan",
+        "--model",
+        NAME,
+        "--gpus",
+        "1x80GB",
+        "--host-gib",
+        "110",
+        "--json",
+        "--out",
+        str(out),
+    ]
     assert cli.main(words) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["fits"] and found["peak_gib"] <= 76 and found["host_gib"] <= 110 and found["reasons"] == []
+    assert (
+        found["fits"]
+        and found["peak_gib"] <= 76
+        and found["host_gib"] <= 110
+        and found["reasons"] == []
+    )
     assert found["settings"]["lora.rank"] == 0 and found["settings"]["optim.name"] == "flash-adamw"
-    assert {"weights", "gradients", "activations", "head", "engine"} <= found["components"]["update"].keys()
+    assert {"weights", "gradients", "activations", "head", "engine"} <= found["components"][
+        "update"
+    ].keys()
     assert "KV cache" in found["components"]["rollout"] and found["step_s"] > 0
     config = load(out)
     assert config.model.path == NAME
@@ -281,12 +393,25 @@ def test_the_fallbacks_find_full_parameter_training_of_14b_on_one_card(tmp_path,
 
 def test_what_fits_is_left_alone_and_keys_on_the_command_line_stay(capsys):
     config = load("alfworld-gigpo-paw")
-    assert [label for label, _ in fit(config, shape_of(config.model.path), **CARD)] == ["as configured"]
+    assert [label for label, _ in fit(config, shape_of(config.model.path), **CARD)] == [
+        "as configured"
+    ]
     assert cli.main(["plan", "alfworld-gigpo-paw", "--gpus", "1x80GB"]) == 0
     shown = capsys.readouterr().out
     assert "as configured" in shown and "KV cache" in shown and "a prediction" in shown
     assert all(f"{basis}: " in shown for basis in ("published", "measured", "assumed"))
-    words = ["plan", "--model", NAME, "--gpus", "1x24GB", "--json", "--optim.name", "adamw", "--lora.rank", "0"]
+    words = [
+        "plan",
+        "--model",
+        NAME,
+        "--gpus",
+        "1x24GB",
+        "--json",
+        "--optim.name",
+        "adamw",
+        "--lora.rank",
+        "0",
+    ]
     assert cli.main(words) == 1  # no such thing fits
     found = json.loads(capsys.readouterr().out)
     assert not found["fits"] and found["reasons"] and not found["settings"]["optim.offload"]
@@ -295,7 +420,9 @@ def test_what_fits_is_left_alone_and_keys_on_the_command_line_stay(capsys):
 
 def planned(capsys, *words, code=0):
     """What `paw plan ... --json` prints for Qwen3-4B on a card of 24 GB."""
-    assert cli.main(["plan", "--model", "Qwen/Qwen3-4B", "--gpus", "1x24GB", "--json", *words]) == code
+    assert (
+        cli.main(["plan", "--model", "Qwen/Qwen3-4B", "--gpus", "1x24GB", "--json", *words]) == code
+    )
     return json.loads(capsys.readouterr().out)
 
 
@@ -305,16 +432,28 @@ def test_a_share_of_the_card_between_the_steps_is_found(capsys):
         planned(capsys, "--lora.rank", "32", "--engine.gpu_memory_utilization", share, code=1)
     found = planned(capsys, "--lora.rank", "32")
     assert found["fits"] and 0.50 < found["settings"]["engine.gpu_memory_utilization"] < 0.55
-    assert found["settings"]["policy.kl_coef"] == 0.01  # nothing else about the learning was changed
+    assert (
+        found["settings"]["policy.kl_coef"] == 0.01
+    )  # nothing else about the learning was changed
 
 
 def test_adapters_are_tried_or_offered_before_the_plan_says_no(capsys):
     tried = planned(capsys, "--optim.name", "adamw")  # which is what adapters are trained with
-    assert tried["fits"] and (tried["settings"]["lora.rank"], tried["settings"]["policy.kl_coef"]) == (32, 0.01)
-    small_host = planned(capsys, "--host-gib", "16")  # what the fallbacks before offload does not fit there
+    assert tried["fits"] and (
+        tried["settings"]["lora.rank"],
+        tried["settings"]["policy.kl_coef"],
+    ) == (32, 0.01)
+    small_host = planned(
+        capsys, "--host-gib", "16"
+    )  # what the fallbacks before offload does not fit there
     assert small_host["fits"] and small_host["settings"]["lora.rank"] == 32
 
-    pinned = ["--optim.name", "flash-adamw", "--optim.offload", "false"]  # no adapters with that optimizer
+    pinned = [
+        "--optim.name",
+        "flash-adamw",
+        "--optim.offload",
+        "false",
+    ]  # no adapters with that optimizer
     refused = planned(capsys, *pinned, code=1)
     assert not refused["fits"] and "--lora.rank 32" in refused["adapters"]
     offered = refused["adapters"].split()
@@ -326,22 +465,39 @@ def test_adapters_are_tried_or_offered_before_the_plan_says_no(capsys):
 
 def test_the_plan_names_the_workload_that_it_assumes(capsys):
     words = ["--gpus", "1x80GB", "--rollout.tasks", "4", "--rollout.max_prompt_tokens", "4096"]
-    for what, origin in ((["quickstart", "--model", NAME], "quickstart"), (["--model", NAME], "alfworld-gigpo-paw")):
+    for what, origin in (
+        (["quickstart", "--model", NAME], "quickstart"),
+        (["--model", NAME], "alfworld-gigpo-paw"),
+    ):
         cli.main(["plan", *what, *words])
-        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("workload of ")]
-        assert f"workload of {origin}" in line and ("another: paw plan RECIPE" in line) == (what[0] == "--model")
-        assert "4 tasks x " in line and "prompts of 4,096 tokens at most" in line and "KV cache of 8 sequences" in line
+        (line,) = [
+            line for line in capsys.readouterr().out.splitlines() if line.startswith("workload of ")
+        ]
+        assert f"workload of {origin}" in line and ("another: paw plan RECIPE" in line) == (
+            what[0] == "--model"
+        )
+        assert (
+            "4 tasks x " in line
+            and "prompts of 4,096 tokens at most" in line
+            and "KV cache of 8 sequences" in line
+        )
 
 
 def test_a_refusal_names_numbers_and_settings_that_pass():
     config, shape = changed(load("alfworld-gigpo-paw"), {"model.path": NAME}), shape_of(NAME)
-    with pytest.raises(UserError, match=r"needs \d+\.\d GiB of a GPU, 80\.0 are usable \(weights 55\.0") as refusal:
+    with pytest.raises(
+        UserError, match=r"needs \d+\.\d GiB of a GPU, 80\.0 are usable \(weights 55\.0"
+    ) as refusal:
         check_fits(config, shape, **CARD, host_gib=110.0)
     assert "\n" not in str(refusal.value)
     words = str(refusal.value).partition("what fits: ")[2].partition(" (see")[0].split()
     advised = dict(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
-    check_fits(load("alfworld-gigpo-paw", {"model.path": NAME} | advised), shape, **CARD, host_gib=110.0)
-    assert advised.keys() <= {key for change in FALLBACKS for key in change} | {"engine.gpu_memory_utilization"}
+    check_fits(
+        load("alfworld-gigpo-paw", {"model.path": NAME} | advised), shape, **CARD, host_gib=110.0
+    )
+    assert advised.keys() <= {key for change in FALLBACKS for key in change} | {
+        "engine.gpu_memory_utilization"
+    }
 
 
 def test_a_refusal_names_servers_where_a_run_can_start_them():
@@ -356,11 +512,20 @@ def test_training_refuses_what_cannot_fit_before_it_loads_anything(tmp_path, cap
     huge = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 1 << 17)
     settings = huge | {"model_type": "llama", "num_hidden_layers": 200, "num_attention_heads": 64}
     (tmp_path / "config.json").write_text(json.dumps(settings))  # and neither tokenizer nor weights
-    words = ["--model.path", str(tmp_path), "--model.device", "cpu", "--run.dir", str(tmp_path / "runs")]
+    words = [
+        "--model.path",
+        str(tmp_path),
+        "--model.device",
+        "cpu",
+        "--run.dir",
+        str(tmp_path / "runs"),
+    ]
     assert cli.main(["train", "quickstart", *words]) == 2
     assert "does not fit: weights, gradients and optimizer take" in capsys.readouterr().err
 
-    config = changed(load("quickstart"), {"model.path": "Qwen/Qwen2.5-1.5B", "model.shard": "world"})
+    config = changed(
+        load("quickstart"), {"model.path": "Qwen/Qwen2.5-1.5B", "model.shard": "world"}
+    )
     need = Plan(config, shape_of(config.model.path), **CARD).phases["update"]
     pages = 0.75 * sum(need[part] for part in ("weights", "gradients", "optimizer")) * 2**30
     monkeypatch.setattr("os.sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else 1)
@@ -374,7 +539,10 @@ def test_training_refuses_what_cannot_fit_before_it_loads_anything(tmp_path, cap
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_tracker_counts_what_the_allocator_does(dtype):
-    tree = {"model": {"path": "-", "dtype": dtype, "checkpointing": "full"}, "optim": {"micro_batch_tokens": 512}}
+    tree = {
+        "model": {"path": "-", "dtype": dtype, "checkpointing": "full"},
+        "optim": {"micro_batch_tokens": 512},
+    }
     config = MEMORY.validate(tree, origin="test")
     small = Shape(512, 256, 512, 2, 4, 2, 64, tied=False, qkv_bias=True)
     found = SIMULATION.simulate(config, small, attention="sdpa")
@@ -383,10 +551,15 @@ def test_the_tracker_counts_what_the_allocator_does(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [("Qwen2.5-1.5B", 1, "flash-adamw", "full"), ("Qwen2.5-1.5B", 8, "adamw", "full")])
+@pytest.mark.parametrize(
+    "case", [("Qwen2.5-1.5B", 1, "flash-adamw", "full"), ("Qwen2.5-1.5B", 8, "adamw", "full")]
+)
 def test_the_plan_agrees_with_the_simulation(case):
     config, shape = MEMORY.make_config(*case, 8192), replace(SHAPES[case[0]], layers=8)
-    wanted, found = MEMORY.predicted(config, shape, case[1]), SIMULATION.simulate(config, shape, case[1])
+    wanted, found = (
+        MEMORY.predicted(config, shape, case[1]),
+        SIMULATION.simulate(config, shape, case[1]),
+    )
     assert wanted["update"] == pytest.approx(found.update, rel=0.05)
     assert wanted["step"] == pytest.approx(found.step, rel=0.05)
 

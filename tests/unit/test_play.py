@@ -35,12 +35,18 @@ def messages(typed: str, *words: str, **options: str) -> list[dict]:
 
 
 def test_json_wins_with_the_walkthrough_and_stops_there():
-    game = eval_tasks(make_factory(load_played(None, TINY, {"env.data": "none"})), "valid_unseen", 1, 5)[0].payload
+    game = eval_tasks(
+        make_factory(load_played(None, TINY, {"env.data": "none"})), "valid_unseen", 1, 5
+    )[0].payload
     first, *said = messages("\n".join(["{}", *game.walkthrough, "look"]), "--seed", "5", **TINY)
     assert first["feedback"].endswith(game.task) and said[0]["feedback"] == "Nothing happens."
     assert len(said) == len(game.walkthrough) + 1
     assert all(list(message) == KEYS for message in said)
-    assert [m["done"] for m in said] == [m["won"] for m in said] == [False] * len(game.walkthrough) + [True]
+    assert (
+        [m["done"] for m in said]
+        == [m["won"] for m in said]
+        == [False] * len(game.walkthrough) + [True]
+    )
     assert [m["reward"] for m in said] == [0.0] * len(game.walkthrough) + [10.0]
     for command, before in zip(game.walkthrough, said, strict=False):
         assert command in before["admissible"]
@@ -55,11 +61,22 @@ def test_json_nonsense_does_nothing_and_ends_with_the_input():
 
 
 def test_json_answers_each_line_before_the_next_is_written():
-    command = [sys.executable, "-m", "paw", "play", "alfworld", "--json", "--env.difficulty", "tiny"]
+    command = [
+        sys.executable,
+        "-m",
+        "paw",
+        "play",
+        "alfworld",
+        "--json",
+        "--env.difficulty",
+        "tiny",
+    ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as child:
         assert child.stdin is not None and child.stdout is not None
-        assert json.loads(child.stdout.readline())["feedback"].startswith("-= Welcome to TextWorld, ALFRED! =-")
+        assert json.loads(child.stdout.readline())["feedback"].startswith(
+            "-= Welcome to TextWorld, ALFRED! =-"
+        )
         for typed in (b"inventory\n", b"\xff\xfe\n"):
             child.stdin.write(typed)
             child.stdin.flush()
@@ -71,8 +88,15 @@ def test_json_answers_each_line_before_the_next_is_written():
 def test_a_person_sees_numbered_actions_and_the_prompt():
     out = talk("1\nprompt\nquit\nlook\n", "--seed", "3", **TINY)
     first = re.search(r"^   1  (go to (.+))$", out, re.M)
-    assert first and f"\n> {first[1]}\n\nYou arrive at {first[2]}." in out and f"Action 1: '{first[1]}']" in out
-    assert "You are an expert agent operating in the ALFRED Embodied Environment. Your task is to: " in out
+    assert (
+        first
+        and f"\n> {first[1]}\n\nYou arrive at {first[2]}." in out
+        and f"Action 1: '{first[1]}']" in out
+    )
+    assert (
+        "You are an expert agent operating in the ALFRED Embodied Environment. Your task is to: "
+        in out
+    )
     assert out.count("\n> ") == 3  # nothing is read after quit
     assert "> task: " in talk("prompt\n", "--seed", "3", **TINY, env__style="compact")
 
@@ -89,5 +113,11 @@ def test_a_shop():
 
 
 def test_an_environment_of_ones_own_gets_what_is_typed():
-    out = talk("prompt\n50\n" + "\n".join(map(str, range(1, 100))), env=EXAMPLE, env__max_turns="200")
-    assert "I think of a number from 1 to 99. Your guess?" in out and "than 50." in out and "Won in " in out
+    out = talk(
+        "prompt\n50\n" + "\n".join(map(str, range(1, 100))), env=EXAMPLE, env__max_turns="200"
+    )
+    assert (
+        "I think of a number from 1 to 99. Your guess?" in out
+        and "than 50." in out
+        and "Won in " in out
+    )

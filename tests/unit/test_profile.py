@@ -25,7 +25,18 @@ from paw.run import open_run
 from paw.tools import quickstart, shapes
 from paw.tools.plan import Play
 from paw.tools.played import load_played
-from paw.tools.profile import STAGES, make_variants, measure, memory, one_pass, overhead, pick, play, table, timed
+from paw.tools.profile import (
+    STAGES,
+    make_variants,
+    measure,
+    memory,
+    one_pass,
+    overhead,
+    pick,
+    play,
+    table,
+    timed,
+)
 from paw.tools.recorded import random_groups, random_model, read_episodes, with_log_probs
 from paw.trainer import prepare, update
 
@@ -42,7 +53,12 @@ def make_config(start, folder, **wm):
         "run": {"dir": str(folder), "name": "profile", "updates": 3, "threads": 1},
         "model": {"path": str(start), "dtype": "float32", "device": "cpu"},
         "env": ENV.model_dump(),
-        "rollout": {"tasks": 3, "group_size": 3, "max_prompt_tokens": 256, "max_response_tokens": 3},
+        "rollout": {
+            "tasks": 3,
+            "group_size": 3,
+            "max_prompt_tokens": 256,
+            "max_response_tokens": 3,
+        },
         "optim": {"lr": 3e-3, "minibatch_samples": 1000, "micro_batch_tokens": 1024},
         "wm": wm,
     }
@@ -56,7 +72,9 @@ def live(start, tmp_path_factory):
 
 
 def turns(groups):
-    return [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+    return [
+        turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns
+    ]
 
 
 @pytest.mark.slow
@@ -64,7 +82,9 @@ def test_both_arms_see_the_same_rows_and_leave_the_weights_as_they_are(start, tm
     variants = make_variants(make_config(start, tmp_path))
     played = {}
     with open_run(variants["GRPO + PaW"]) as run:
-        before = {name: p.detach().clone() for name, p in run.policy.named_parameters_once().items()}
+        before = {
+            name: p.detach().clone() for name, p in run.policy.named_parameters_once().items()
+        }
         groups = play(run, played)
         as_played = copy.deepcopy(turns(groups))
         rows = {}
@@ -72,22 +92,42 @@ def test_both_arms_see_the_same_rows_and_leave_the_weights_as_they_are(start, tm
             rows[name] = prepare(run, groups)
         records = measure(run, variants, groups, played, repeats=2)
         moments = [state["exp_avg"] for state in run.optimizer.state.values()]
-        assert all(torch.equal(p, before[name]) for name, p in run.policy.named_parameters_once().items())
+        assert all(
+            torch.equal(p, before[name]) for name, p in run.policy.named_parameters_once().items()
+        )
         assert run.step == 0
-    for vanilla, paw in zip(*rows.values(), strict=True):  # what only the world model reads put aside
-        assert replace(paw, separator_ids=[], observation_ids=[], wm_weight=0.0, entropy=vanilla.entropy) == vanilla
-    assert turns(groups) == as_played and any(moment.any() for moment in moments)  # the optimizer did work
+    for vanilla, paw in zip(
+        *rows.values(), strict=True
+    ):  # what only the world model reads put aside
+        assert (
+            replace(
+                paw, separator_ids=[], observation_ids=[], wm_weight=0.0, entropy=vanilla.entropy
+            )
+            == vanilla
+        )
+    assert turns(groups) == as_played and any(
+        moment.any() for moment in moments
+    )  # the optimizer did work
 
     order = [("GRPO", 1), ("GRPO + PaW", 1), ("GRPO + PaW", 2), ("GRPO", 2)]
     assert [(r["variant"], r["repeat"]) for r in records[::4]] == order
     assert [r["phase"] for r in records] == ["rollout", *STAGES] * 4
-    vanilla, paw = ({phase: pick(records, variant, [phase], "tokens")[0] for phase in STAGES} for variant in variants)
+    vanilla, paw = (
+        {phase: pick(records, variant, [phase], "tokens")[0] for phase in STAGES}
+        for variant in variants
+    )
     acting = sum(len(turn.prompt_ids) + len(turn.response_ids) for turn in turns(groups))
     assert vanilla["score"] == paw["score"] == vanilla["update"] == acting < paw["update"]
     assert all(r["seconds"] > 0 and r["cpu_seconds"] > 0 for r in records if r["phase"] != "sync")
     assert len({r["seconds"] for r in records if r["phase"] == "rollout"}) == 1
-    bytes_held = 16 * sum(p.numel() for p in before.values())  # weights, those of the reference, two moments
-    assert all(r["peak_gib"] > r["mean_gib"] > bytes_held / 2**30 for r in records if r["phase"] == "update")
+    bytes_held = 16 * sum(
+        p.numel() for p in before.values()
+    )  # weights, those of the reference, two moments
+    assert all(
+        r["peak_gib"] > r["mean_gib"] > bytes_held / 2**30
+        for r in records
+        if r["phase"] == "update"
+    )
     assert "+2.1 %" in list(table(records).columns[-1].cells)
 
 
@@ -95,8 +135,12 @@ def test_both_arms_see_the_same_rows_and_leave_the_weights_as_they_are(start, tm
 def test_the_vanilla_arm_has_the_gradient_of_an_update_without_a_world_model(start, tmp_path):
     found = []
     off = make_config(start, tmp_path / "off", enabled=False)
-    for place, config in enumerate((off, *make_variants(make_config(start, tmp_path / "on")).values())):
-        config = config.model_copy(update={"run": config.run.model_copy(update={"name": str(place)})})
+    for place, config in enumerate(
+        (off, *make_variants(make_config(start, tmp_path / "on")).values())
+    ):
+        config = config.model_copy(
+            update={"run": config.run.model_copy(update={"name": str(place)})}
+        )
         with open_run(config) as run:
             if place == 0:
                 push_weights(run.policy.lm, run.engine, version=0)
@@ -128,11 +172,19 @@ def test_few_repeats_have_a_range_and_no_interval():
     for repeats, said in ((5, "[range of 5]"), (6, "[95 % interval]")):
         ratios = 1.0 + 0.01 * np.arange(1, repeats + 1) ** 2
         point, low, high = overhead(np.ones(repeats), ratios)
-        middle, *ends = (100 * value - 100 for value in (np.median(ratios), ratios.min(), ratios.max()))
+        middle, *ends = (
+            100 * value - 100 for value in (np.median(ratios), ratios.min(), ratios.max())
+        )
         assert ends[0] <= low < point < high <= ends[1]
         assert repeats > 5 or [point, low, high] == pytest.approx([middle, *ends])
         records = [
-            {"variant": variant, "repeat": repeat, "phase": "update", "seconds": seconds, "tokens": 1}
+            {
+                "variant": variant,
+                "repeat": repeat,
+                "phase": "update",
+                "seconds": seconds,
+                "tokens": 1,
+            }
             for repeat, ratio in enumerate(ratios, 1)
             for variant, seconds in (("GRPO", 1.0), ("GRPO + PaW", ratio))
         ]
@@ -144,7 +196,12 @@ def test_few_repeats_have_a_range_and_no_interval():
 def test_recorded_episodes_come_back_as_they_were_played(start, live, tmp_path):
     recipe, file = tmp_path / "recipe.toml", tmp_path / "episodes.jsonl"
     recipe.write_text(dump(live.config))
-    assert cli.main(["rollout", str(start), "--recipe", str(recipe), "--tasks", "3", "--out", str(file)]) == 0
+    assert (
+        cli.main(
+            ["rollout", str(start), "--recipe", str(recipe), "--tasks", "3", "--out", str(file)]
+        )
+        == 0
+    )
     expected, groups = play(live, {}), with_log_probs(live, read_episodes(file))
     assert [[t.member for t in group.trajectories] for group in groups] == [[0, 1, 2]] * 3
     for ours, theirs in zip(turns(groups), turns(expected), strict=True):
@@ -158,34 +215,50 @@ def test_recorded_episodes_come_back_as_they_were_played(start, live, tmp_path):
     with pytest.raises(UserError, match="No such file"):
         read_episodes(tmp_path / "none.jsonl", vocabulary=9)
     (tmp_path / "latin.jsonl").write_bytes(b"\xff\n")
-    with pytest.raises(UserError, match=r"--rollouts .*latin\.jsonl: cannot be read: 'utf-8' codec"):
+    with pytest.raises(
+        UserError, match=r"--rollouts .*latin\.jsonl: cannot be read: 'utf-8' codec"
+    ):
         read_episodes(tmp_path / "latin.jsonl")
 
 
 def test_random_episodes_keep_the_limits(live):
     run, groups = random_groups(live)
-    assert groups == random_groups(live)[1] and [len(group.trajectories) for group in groups] == [3, 3, 3]
+    assert groups == random_groups(live)[1] and [len(group.trajectories) for group in groups] == [
+        3,
+        3,
+        3,
+    ]
     assert len(run.chat.separator_ids) == 4 and run.chat is not live.chat  # as ChatML's
     for turn in turns(groups):
-        assert 1 <= len(turn.prompt_ids) <= 256 and 1 <= len(turn.response_ids) == len(turn.sampled_logp) <= 3
+        assert (
+            1 <= len(turn.prompt_ids) <= 256
+            and 1 <= len(turn.response_ids) == len(turn.sampled_logp) <= 3
+        )
         assert 9 <= len(run.encode_observation(turn.outcome.observation)) <= 12
     assert any(len(t.turns) == ENV.max_turns for group in groups for t in group.trajectories)
     prompts = [len(turn.prompt_ids) for turn in turns(groups)]
-    assert np.mean(prompts) == pytest.approx(Play.of(run.config).prompt, rel=0.1)  # as the plan takes them
+    assert np.mean(prompts) == pytest.approx(
+        Play.of(run.config).prompt, rel=0.1
+    )  # as the plan takes them
 
 
 def test_an_environment_without_games_to_leave_out_can_be_profiled():
     example = Path(__file__).parents[2] / "docs" / "example_environment.py"
     own = {"env.name": f"{example}:Guess", "model.path": "-"}
     assert load_played("own-environment", own, {"env.data": "none"}).env.name == own["env.name"]
-    assert load_played("alfworld-grpo-paw", {"env.data": "x"}, {"env.data": "none"}).env.data == Path("x")
+    assert load_played(
+        "alfworld-grpo-paw", {"env.data": "x"}, {"env.data": "none"}
+    ).env.data == Path("x")
 
 
 def test_a_mistake_is_one_line(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words, said in (
         (["quickstart", "--repeats", "1"], "--repeats 1: a spread needs at least 2"),
-        (["alfworld-grpo"], "alfworld-grpo: wm.enabled = false leaves nothing to compare; add --wm.enabled true"),
+        (
+            ["alfworld-grpo"],
+            "alfworld-grpo: wm.enabled = false leaves nothing to compare; add --wm.enabled true",
+        ),
         (["quickstart", "--out", "/dev/null/x"], "--out /dev/null/x: Not a directory"),
     ):
         assert cli.main(["profile", *words]) == 2
@@ -196,11 +269,21 @@ def test_a_mistake_is_one_line(capfd, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_command_writes_table_chart_and_traces(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    sizes = {"rollout.tasks": 1, "rollout.group_size": 2, "rollout.max_prompt_tokens": 64, "env.max_turns": 2}
+    sizes = {
+        "rollout.tasks": 1,
+        "rollout.group_size": 2,
+        "rollout.max_prompt_tokens": 64,
+        "env.max_turns": 2,
+    }
     sizes |= {"rollout.max_response_tokens": 8, "wm.max_tokens": 16, "warmup.layers": 1}
     sizes |= {"model.path": "quickstart", "model.dtype": "float32", "model.device": "cpu"}
     words = [word for key, value in sizes.items() for word in (f"--{key}", str(value))]
-    assert cli.main(["profile", "alfworld-gigpo-paw", "--synthetic", "--trace", "--repeats", "2", *words]) == 0
+    assert (
+        cli.main(
+            ["profile", "alfworld-gigpo-paw", "--synthetic", "--trace", "--repeats", "2", *words]
+        )
+        == 0
+    )
     assert "GIGPO + PaW" in capsys.readouterr().out
     with Path("profile/profile.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
@@ -218,7 +301,15 @@ def test_the_command_writes_table_chart_and_traces(tmp_path, capsys, monkeypatch
 
 def test_random_weights_have_the_shape_of_the_name(tmp_path, monkeypatch):
     name = "Qwen3-0.6B"
-    small = replace(shapes.SHAPES[name], vocabulary=300, hidden=32, intermediate=48, layers=1, heads=4, head_size=8)
+    small = replace(
+        shapes.SHAPES[name],
+        vocabulary=300,
+        hidden=32,
+        intermediate=48,
+        layers=1,
+        heads=4,
+        head_size=8,
+    )
     monkeypatch.setitem(shapes.SHAPES, name, replace(small, kv_heads=2))
     folder = random_model(make_config(f"Qwen/{name}-Instruct", tmp_path), tmp_path / "model")
     assert load_policy(folder).lm.num_parameters() == shapes.SHAPES[name].parameters

@@ -14,7 +14,10 @@ from paw.errors import EnvironmentFailure, UserError
 from paw.recipe import load
 from paw.rollouts.guard import make_threads
 
-ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} and {n} #### {n + n}", "level": n % 2} for n in range(30)]
+ROWS = [
+    {"question": f"What is {n} + {n}?", "answer": f"{n} and {n} #### {n + n}", "level": n % 2}
+    for n in range(30)
+]
 OWN = """
 def judge(answer, row):
     if answer == "boom":
@@ -26,7 +29,9 @@ def judge(answer, row):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="the optional package datasets is not installed")
+    datasets = pytest.importorskip(
+        "datasets", reason="the optional package datasets is not installed"
+    )
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
@@ -100,25 +105,44 @@ def test_a_folder_has_splits_and_columns_go_by_keys(tmp_path):
     env = start(made, task)
     system, asked = env.context()
     assert system == {"role": "system", "content": "Be brief."} and asked["role"] == "user"
-    assert asked["content"] == "1 + 1?\n\nReason step by step, then give the final answer as <answer>...</answer>."
-    assert env.task == "1 + 1?" and env.step(env.oracle()).won and env.oracle() == "<answer>2</answer>"
+    assert (
+        asked["content"]
+        == "1 + 1?\n\nReason step by step, then give the final answer as <answer>...</answer>."
+    )
+    assert (
+        env.task == "1 + 1?" and env.step(env.oracle()).won and env.oracle() == "<answer>2</answer>"
+    )
     system, _ = start(factory(tmp_path / "set", **columns, system="persona"), task).context()
     assert system["content"] == "You add."
-    assert eval_tasks(factory(tmp_path / "set", **columns, eval_split="train"), "train", 0, 0)[0].kind == "sums"
+    assert (
+        eval_tasks(factory(tmp_path / "set", **columns, eval_split="train"), "train", 0, 0)[0].kind
+        == "sums"
+    )
 
 
 def test_what_is_wrong_with_a_set_is_one_line(tmp_path, monkeypatch):
     good = write(tmp_path / "good.jsonl")
     where = f"env.data = '{good}'"
     columns = "it has question, answer, level"
-    assert refused(good, question="problem") == f"env.question = 'problem': {where} has no such column; {columns}"
+    assert (
+        refused(good, question="problem")
+        == f"env.question = 'problem': {where} has no such column; {columns}"
+    )
     assert refused(good, system="s") == f"env.system = 's': {where} has no such column; {columns}"
-    assert refused(good, train_split="dev") == f"env.train_split = 'dev': {where} has no such split, only train"
-    assert refused(good, eval_split="dev") == f"env.eval_split = 'dev': {where} has no such split, only train"
+    assert (
+        refused(good, train_split="dev")
+        == f"env.train_split = 'dev': {where} has no such split, only train"
+    )
+    assert (
+        refused(good, eval_split="dev")
+        == f"env.eval_split = 'dev': {where} has no such split, only train"
+    )
     assert refused(good, answer=None).endswith("compares with env.answer, which is none")
     assert refused(good, score="nmber").startswith("env.score = there is no 'nmber'")
     assert refused(tmp_path / "none.jsonl").endswith("none.jsonl': there is no such file or folder")
-    assert refused(write(tmp_path / "a.parquet").rename(tmp_path / "a.txt")).endswith(".parquet, .jsonl, .json, .csv")
+    assert refused(write(tmp_path / "a.parquet").rename(tmp_path / "a.txt")).endswith(
+        ".parquet, .jsonl, .json, .csv"
+    )
     for i, (row, reason) in enumerate(
         [
             ({"answer": None}, "'answer' is empty"),
@@ -129,13 +153,24 @@ def test_what_is_wrong_with_a_set_is_one_line(tmp_path, monkeypatch):
     ):
         path = write(tmp_path / f"{i}.jsonl", [ROWS[0], {**ROWS[1], **row}])
         assert refused(path) == f"env.data = '{path}': train, row 2: {reason}"
-    assert "no regular expression" in refused(write(tmp_path / "r.jsonl", [{**ROWS[0], "answer": "("}]), score="regex")
-    ends = [{"question": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "answer": "1"}]
+    assert "no regular expression" in refused(
+        write(tmp_path / "r.jsonl", [{**ROWS[0], "answer": "("}]), score="regex"
+    )
+    ends = [
+        {
+            "question": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            "answer": "1",
+        }
+    ]
     assert "the question is the user's" in refused(write(tmp_path / "ends.jsonl", ends))
     (tmp_path / "broken.jsonl").write_text('{"question": "1')
-    assert refused(tmp_path / "broken.jsonl").startswith(f"env.data = '{tmp_path / 'broken.jsonl'}': ")
+    assert refused(tmp_path / "broken.jsonl").startswith(
+        f"env.data = '{tmp_path / 'broken.jsonl'}': "
+    )
     (tmp_path / "empty.jsonl").write_text("")
-    assert refused(tmp_path / "empty.jsonl").startswith(f"env.data = '{tmp_path / 'empty.jsonl'}': ")
+    assert refused(tmp_path / "empty.jsonl").startswith(
+        f"env.data = '{tmp_path / 'empty.jsonl'}': "
+    )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     lacks = "there is no such file or folder, it is not in the cache of datasets, and HF_HUB_OFFLINE is set"
     assert refused("openai/gsm8k", subset="main") == f"env.data = 'openai/gsm8k': {lacks}"
@@ -152,12 +187,27 @@ def test_tries_are_a_conversation_whose_verdicts_are_observed(tmp_path):
     assert (first.valid, first.done, first.reward) == (False, False, 0.0)
     assert first.observation == "There is no answer. Give it as <answer>...</answer>. Try again."
     second = env.step("<answer>7</answer> or <answer>9</answer>")
-    assert (second.valid, second.action, second.observation) == (True, "9", "That is wrong. Try again.")
+    assert (second.valid, second.action, second.observation) == (
+        True,
+        "9",
+        "That is wrong. Try again.",
+    )
     conversation = env.context()
-    assert [message["role"] for message in conversation] == ["user", "assistant", "user", "assistant", "user"]
+    assert [message["role"] for message in conversation] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "user",
+    ]
     assert conversation[0]["content"] == asked and conversation[-1]["content"] == second.observation
     last = env.step("<answer>it is 8.0</answer>")
-    assert (last.reward, last.done, last.won, last.observation) == (1.0, True, True, "That is right.")
+    assert (last.reward, last.done, last.won, last.observation) == (
+        1.0,
+        True,
+        True,
+        "That is right.",
+    )
     single = start(factory(tmp_path / "some.jsonl")).step("<answer>1</answer>")
     assert (single.reward, single.done, single.won) == (0.0, True, False)
 
@@ -176,13 +226,22 @@ def test_tries_are_a_conversation_whose_verdicts_are_observed(tmp_path):
     ],
 )
 def test_scores(tmp_path, score, right, answer, won):
-    made = factory(write(tmp_path / "one.jsonl", [{"question": "?", "answer": right}]), score=score, format="{answer}")
+    made = factory(
+        write(tmp_path / "one.jsonl", [{"question": "?", "answer": right}]),
+        score=score,
+        format="{answer}",
+    )
     assert start(made).step(answer).won is won
 
 
 def test_a_score_of_ones_own_is_partial_and_speaks(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
-    own = {"score": f"{tmp_path / 'mine.py'}:judge", "answer": None, "max_turns": 3, "format": "\\boxed{{answer}}"}
+    own = {
+        "score": f"{tmp_path / 'mine.py'}:judge",
+        "answer": None,
+        "max_turns": 3,
+        "format": "\\boxed{{answer}}",
+    }
     made = factory(write(tmp_path / "some.jsonl"), **own)
     env = start(made)
     assert made.may_block
@@ -197,17 +256,31 @@ def test_a_score_of_ones_own_is_partial_and_speaks(tmp_path):
 def test_the_pages_functions_score(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
     for i, (mark, right, answer, score) in enumerate(
-        [("math_verify", "$\\frac{1}{2}$", "0.5", 1.0), ("got - wanted", "red green", "red blue", 1 / 3)]
+        [
+            ("math_verify", "$\\frac{1}{2}$", "0.5", 1.0),
+            ("got - wanted", "red green", "red blue", 1 / 3),
+        ]
     ):
         if mark == "math_verify":
-            pytest.importorskip("math_verify", reason="the optional package math-verify is not installed")
-        (code,) = (block for block in re.findall(r"  ```python\n(.*?)  ```", page, re.DOTALL) if mark in block)
+            pytest.importorskip(
+                "math_verify", reason="the optional package math-verify is not installed"
+            )
+        (code,) = (
+            block
+            for block in re.findall(r"  ```python\n(.*?)  ```", page, re.DOTALL)
+            if mark in block
+        )
         (tmp_path / f"page{i}.py").write_text(textwrap.dedent(code))
         data = write(tmp_path / f"{i}.jsonl", [{"question": "?", "answer": right}])
         made = factory(data, score=f"{tmp_path / f'page{i}.py'}:judge")
         threads = make_threads(made, made.config, 4)
-        assert (threads.count, threads.timeout_s) == (4, 60.0)  # a function that hangs costs its episode
-        assert threads.call(start(made).step, f"<answer>{answer}</answer>").score == pytest.approx(score)
+        assert (threads.count, threads.timeout_s) == (
+            4,
+            60.0,
+        )  # a function that hangs costs its episode
+        assert threads.call(start(made).step, f"<answer>{answer}</answer>").score == pytest.approx(
+            score
+        )
         threads.close()
 
 
@@ -217,16 +290,24 @@ def test_generated_problems_are_right_and_in_one_split_only():
         rows = [questions.problem(split, 0, i, operations=4, largest=300) for i in range(150)]
         assert rows[7] == questions.problem(split, 0, 7, operations=4, largest=300)
         assert {row["steps"] for row in rows} == set(questions.STEPS)
-        few = (questions.problem(split, 0, i, operations=1, largest=5) for i in range(1000))  # which would often meet
+        few = (
+            questions.problem(split, 0, i, operations=1, largest=5) for i in range(1000)
+        )  # which would often meet
         texts[split] = {row["question"] for row in few}
         assert all(solved(row["question"]) == int(row["answer"]) <= 300 for row in rows)
-    assert not (texts["train"] & texts["test"] or texts["train"] & texts["warmup"] or texts["test"] & texts["warmup"])
+    assert not (
+        texts["train"] & texts["test"]
+        or texts["train"] & texts["warmup"]
+        or texts["test"] & texts["warmup"]
+    )
     made = make_factory(load("maths-quickstart"))
     warm = warmup_tasks(made, 0, 5, 0)
     env = start(made, warm[0])
     assert env.context() == warm[0].payload["question"] and env.step(env.oracle()).won
     assert env.admissible_actions() == [str(n) for n in range(1, 11)]
-    with pytest.raises(UserError, match="generated problems have no split 'dev', only test, warmup, train"):
+    with pytest.raises(
+        UserError, match="generated problems have no split 'dev', only test, warmup, train"
+    ):
         make_factory(load("maths-quickstart", {"env.eval_split": "dev"}))
 
 

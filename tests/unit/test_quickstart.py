@@ -23,7 +23,17 @@ SPECIAL = [quickstart.PAD, quickstart.USER, quickstart.ASSISTANT, quickstart.END
 game_text = st.sampled_from([*corpus()[0][:30], *corpus()[2][:30], *sorted(corpus()[1])[:30]])
 pieces = st.text(max_size=5) | game_text | st.sampled_from([*SPECIAL, "<0x41>", " ", "\n"])
 texts = st.text() | st.lists(pieces).map("".join)
-awkward = ["", "\n", "  two  spaces\t", "\r\n\x1c\x85\u2028", "e\u0301 é", "\U0001f600", "<0x41>", "mug 12 3", "\x00"]
+awkward = [
+    "",
+    "\n",
+    "  two  spaces\t",
+    "\r\n\x1c\x85\u2028",
+    "e\u0301 é",
+    "\U0001f600",
+    "<0x41>",
+    "mug 12 3",
+    "\x00",
+]
 
 
 @given(text=texts)
@@ -58,14 +68,19 @@ def test_every_action_is_one_token_and_the_same_in_prompt_and_response():
         assert tokenizer.convert_ids_to_tokens(token) == action and end in chat.end_ids
     for prompt in prompts[:200]:
         shown = ["\n" + action for action in prompt.partition("\ncan:\n")[2].splitlines()]
-        listed = chat.prompt_ids(prompt)[-len(shown) - 2 : -2]  # before the end of the turn and the start of the answer
+        listed = chat.prompt_ids(prompt)[
+            -len(shown) - 2 : -2
+        ]  # before the end of the turn and the start of the answer
         assert listed == [chat.response_ids(action)[0] for action in shown]
     assert sum(len(chat.prompt_ids(prompt)) for prompt in prompts) / len(prompts) < 50
 
 
 def test_the_saved_folder_gives_the_same_ids_and_logits(tmp_path):
     quickstart.save(make_model(), make_tokenizer(), tmp_path)
-    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(tmp_path),
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+    )
     for text in [*corpus()[0][:100], *corpus()[2][:100], *awkward, "<|end|>"]:
         assert tokenizer.encode(text) == make_tokenizer().encode(text)
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -86,7 +101,9 @@ def test_demonstrations_are_expert_play_with_random_actions():
     turns = first(0.3)
     assert turns == first(0.3) != first(0.0)
     for turn in turns:
-        assert turn.response in turn.choices and all(choice in turn.prompt for choice in turn.choices)
+        assert turn.response in turn.choices and all(
+            choice in turn.prompt for choice in turn.choices
+        )
         assert turn.observation and turn.observation != "Nothing happens."
     assert any(turn.observation == "Nothing happens." for turn in first(0.3, stray_actions=0.1))
 
@@ -99,7 +116,13 @@ def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkey
     factory, said, folders = make_factory(max_turns=4), [], []
 
     def config_of(max_steps):
-        size = {"hidden_size": 32, "layers": 1, "intermediate_size": 48, "batch_size": 16, "max_steps": max_steps}
+        size = {
+            "hidden_size": 32,
+            "layers": 1,
+            "intermediate_size": 48,
+            "batch_size": 16,
+            "max_steps": max_steps,
+        }
         env = AlfworldConfig(**ENV.model_dump() | {"max_turns": 4})
         limits = RolloutConfig(max_prompt_tokens=256, max_response_tokens=2)
         model = ModelConfig(path="quickstart", dtype="float32")
@@ -113,20 +136,32 @@ def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkey
     folders.append(ensure_warm_model(config_of(40), factory, report))
     folder = ensure_warm_model(config_of(40), factory, said.append)
     assert folders == [folder, folder] and "cached" in said[-1]
-    assert [path.name for path in tmp_path.iterdir()] == [folder.name]  # nothing unfinished stays behind
+    assert [path.name for path in tmp_path.iterdir()] == [
+        folder.name
+    ]  # nothing unfinished stays behind
     start = ensure_warm_model(config_of(1), factory, said.append)
     assert start != folder
-    loss, loss_at_start = (json.loads((f / "warmup.json").read_text())["loss"] for f in (folder, start))
+    loss, loss_at_start = (
+        json.loads((f / "warmup.json").read_text())["loss"] for f in (folder, start)
+    )
     assert loss < 0.6 * loss_at_start
-    assert len(AutoTokenizer.from_pretrained(folder)) == AutoModelForCausalLM.from_pretrained(folder).vocab_size
+    assert (
+        len(AutoTokenizer.from_pretrained(folder))
+        == AutoModelForCausalLM.from_pretrained(folder).vocab_size
+    )
 
 
 def test_the_first_line_comes_before_anything_that_takes_long(tmp_path):
     """Of the command, before torch is imported, which this child cannot; of the warm-up, before a game is played."""
     words = ["train", "quickstart", "--run.dir", str(tmp_path), "--gpus", "2"]
     code = f"import sys; sys.modules['torch'] = None; import paw.cli; paw.cli.main({words})"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PAW_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PAW_CACHE": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1 and "import of torch halted" in done.stderr
     assert done.stdout.startswith("warm-up: loading PyTorch; ") and done.stdout.count("\n") == 1
 
@@ -144,7 +179,10 @@ def test_the_first_line_comes_before_anything_that_takes_long(tmp_path):
 def test_muon_is_torchs_in_float32(monkeypatch):
     """Matrices of each layout, three steps: torch's own function, whose bfloat16 is taken out, gives the same."""
     torch.manual_seed(0)
-    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in [(6, 6), (12, 6), (6, 12), (6, 6), (12, 6)]]
+    ours = [
+        torch.nn.Parameter(torch.randn(shape))
+        for shape in [(6, 6), (12, 6), (6, 12), (6, 6), (12, 6)]
+    ]
     theirs = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ours]
     optimizers = (
         Muon([{"params": ours}], {"lr": 0.02, "weight_decay": 0.1}),

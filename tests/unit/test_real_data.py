@@ -30,7 +30,9 @@ def at_hand(name: str) -> Path:
 
 def test_webshops_real_products_are_bought_by_the_buyer():
     folder = at_hand("webshop")
-    factory = WebshopFactory(WebshopConfig(data=folder, eval_split="test", max_turns=15, nouns="rules"))
+    factory = WebshopFactory(
+        WebshopConfig(data=folder, eval_split="test", max_turns=15, nouns="rules")
+    )
     held_out, train = factory.tasks("test", 0), factory.tasks("train", 0)
     assert (len(factory.catalogue.products), len(held_out), len(train)) == (100, 125, 376)
     assert not {task.id for task in held_out} & {task.id for task in train}
@@ -47,8 +49,11 @@ def test_webshops_real_products_are_bought_by_the_buyer():
         assert said.won == (said.score == 1.0) and (said.reward > 0) == said.won
         if not said.won:
             unmet.add(goal.product.asin)
-            assert {*environment.session.options.values()} == {*goal.options.values()}  # all was chosen as asked
-    # The score of WebShop itself: it takes "green2" for "green", "antique graywash" for "gray", "dash kit" for "dash".
+            assert {*environment.session.options.values()} == {
+                *goal.options.values()
+            }  # all was chosen as asked
+    # The score of WebShop itself: it takes "green2" for "green", "antique graywash" for "gray",
+    # "dash kit" for "dash".
     assert unmet == {"B07MGB73NJ", "B08QRHVS6N", "B09B7G7P58"}
     assert sum(score == 1.0 for score in scores) == 480 and min(scores) >= 2 / 3
 
@@ -56,17 +61,28 @@ def test_webshops_real_products_are_bought_by_the_buyer():
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
     """NQ's and HotpotQA's development questions as a test set in the form of Search-R1's, and a factory of them."""
-    nq, hotpot = at_hand("search/nq_open_dev.jsonl.gz"), at_hand("search/hotpot_dev_v1_simplified.json.gz")
+    nq, hotpot = (
+        at_hand("search/nq_open_dev.jsonl.gz"),
+        at_hand("search/hotpot_dev_v1_simplified.json.gz"),
+    )
     folder = tmp_path_factory.mktemp("qa")
     lines = gzip.decompress(nq.read_bytes()).decode().splitlines()
     found = [("nq", *json.loads(line).values()) for line in lines]
-    found += [("hotpotqa", row["question"], row["answer"]) for row in json.loads(gzip.decompress(hotpot.read_bytes()))]
+    found += [
+        ("hotpotqa", row["question"], row["answer"])
+        for row in json.loads(gzip.decompress(hotpot.read_bytes()))
+    ]
     columns = ("data_source", "question", "golden_answers")
     lines = [json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in found]
     (folder / "test.jsonl").write_text("".join(lines))
-    documents = [{"id": str(i), "contents": f"{question}\n{answers}"} for i, (_, question, answers) in enumerate(found)]
+    documents = [
+        {"id": str(i), "contents": f"{question}\n{answers}"}
+        for i, (_, question, answers) in enumerate(found)
+    ]
     (folder / "corpus.jsonl").write_text("".join(json.dumps(of) + "\n" for of in documents[::40]))
-    config = SearchConfig(data=folder, eval_split="test", corpus=folder / "corpus.jsonl", max_turns=4)
+    config = SearchConfig(
+        data=folder, eval_split="test", corpus=folder / "corpus.jsonl", max_turns=4
+    )
     return found, SearchFactory(config, RunConfig())
 
 
@@ -85,7 +101,11 @@ def test_real_questions_are_loaded_as_they_are_and_scored_by_set(questions):
         assert said.done and said.valid and said.won == bool(i % 2), (task, said)
         played.append((task.kind, said.won))
     table = kind_rows(played)
-    assert {name: row.get("games") for name, row in table.items()} == {"NQ": 3610, "HotpotQA": 7405, "Avg.": None}
+    assert {name: row.get("games") for name, row in table.items()} == {
+        "NQ": 3610,
+        "HotpotQA": 7405,
+        "Avg.": None,
+    }
     assert table["NQ"]["success"] == 0.5 and table["HotpotQA"]["success"] == 3702 / 7405
     assert table["Avg."]["success"] == fmean(table[name]["success"] for name in ("NQ", "HotpotQA"))
 
@@ -96,7 +116,10 @@ def test_a_real_question_finds_its_document(questions):
     for task in eval_tasks(factory, "test", 0, 0)[::400]:
         environment.reset(task)
         said = environment.step(environment.format_action(f"search[{task.payload.text}]"))
-        hits.append(task.payload.answers[0] in said.observation and said.observation in environment.context())
+        hits.append(
+            task.payload.answers[0] in said.observation
+            and said.observation in environment.context()
+        )
     assert sum(hits) >= len(hits) - 1
 
 
@@ -107,15 +130,25 @@ def test_tau2s_retail_tasks_are_won_by_their_own_calls():
     if not (python and data):
         pytest.skip("tau2-bench needs Python 3.12: set PAW_TAU2_PYTHON and TAU2_DATA_DIR")
     script = Path(__file__).with_name("tau2_real.py")
-    paths = os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parents[2] / "kernels")))
+    paths = os.pathsep.join(
+        map(str, (Path(__file__).parents[2], Path(__file__).parents[2] / "kernels"))
+    )
     env = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run([python, script, "retail"], env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [python, script, "retail"], env=env, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     *tasks, fingerprint = map(json.loads, done.stdout.splitlines())
-    assert len(tasks) == 114 == len({task["task"] for task in tasks}) and fingerprint.startswith("tau2 ")
+    assert len(tasks) == 114 == len({task["task"] for task in tasks}) and fingerprint.startswith(
+        "tau2 "
+    )
     played = [task for task in tasks if not task["judged"]]
     assert len(played) == 74 and sum(task["incomplete"] for task in played) >= 5
     for task in played:
-        assert task["first"] == "user: Hello, I need help." and task["last"] == "user: ###STOP###" and task["done"]
+        assert (
+            task["first"] == "user: Hello, I need help."
+            and task["last"] == "user: ###STOP###"
+            and task["done"]
+        )
         assert task["tool"] and task["seen"]
         assert task["won"] == (not task["incomplete"]) == (task["reward"] > 0), task

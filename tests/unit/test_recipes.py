@@ -58,7 +58,9 @@ def test_a_recipe_resolves_fits_its_gpus_and_is_what_its_name_and_its_row_say(na
         if model.startswith("runs/"):  # what another recipe has trained
             model = load(model.split("/")[1]).model.path
         check_fits(config, shape_of(model), gpus=gpus, gpu_gib=gib, host_gib=None)
-        assert not Plan(config, shape_of(model), gpus=gpus, gpu_gib=gib).reasons()  # as `paw plan` sees it
+        assert not Plan(
+            config, shape_of(model), gpus=gpus, gpu_gib=gib
+        ).reasons()  # as `paw plan` sees it
     else:
         assert model == "quickstart"
     baseline = name.replace("-paw", "")
@@ -70,9 +72,15 @@ def test_a_recipe_resolves_fits_its_gpus_and_is_what_its_name_and_its_row_say(na
         assert model.rpartition("/")[2] in what and config.env.name in name
         for suffix, size in SIZES.items():
             assert name.endswith(suffix) == (size in what)
-        label = {"ppo": "PPO", "rloo": "RLOO", "gigpo": "GiGPO", "grpo": "GRPO"}[config.advantage.type]
+        label = {"ppo": "PPO", "rloo": "RLOO", "gigpo": "GiGPO", "grpo": "GRPO"}[
+            config.advantage.type
+        ]
         assert re.search(rf"\b{label}\b", what)
-        assert config.wm.enabled == ("PaW" in what.partition(":")[2].partition(" baseline of")[0]) == ("paw" in name)
+        assert (
+            config.wm.enabled
+            == ("PaW" in what.partition(":")[2].partition(" baseline of")[0])
+            == ("paw" in name)
+        )
 
 
 def test_each_base_says_what_it_sets():
@@ -99,7 +107,8 @@ def test_the_papers_settings(column, env):
     assert {key: get(config, key) for key in BY_BENCHMARK} == wanted
 
 
-# --- what the paper prints -------------------------------------------------------------------------------------------
+# --- what the paper prints
+# -------------------------------------------------------------------------------------------
 
 PRINTED = Path(__file__).parents[3] / "shared" / "data" / "paper" / "tables.json"
 METHODS = {"GRPO": "grpo", "GRPO w/ PaW": "grpo-paw", "GIGPO": "gigpo", "GIGPO w/ PaW": "gigpo-paw"}
@@ -133,7 +142,10 @@ def rows_of(printed) -> dict[str, tuple[str, str]]:
     for table, environments in (("table1", ("alfworld", "webshop")), ("table2", ("search",))):
         for row in printed[table]:
             for env in environments if row["method"] in METHODS else ():
-                found[f"{env}-{METHODS[row['method']]}{sizes.get(row['base'], '')}"] = (table, row["base"])
+                found[f"{env}-{METHODS[row['method']]}{sizes.get(row['base'], '')}"] = (
+                    table,
+                    row["base"],
+                )
     for row in printed["table3"]["rows"]:
         model = row["model"].replace("Llama3", "Llama-3")
         suffix = next((suffix for suffix, name in SIZES.items() if name == model), "")
@@ -141,7 +153,9 @@ def rows_of(printed) -> dict[str, tuple[str, str]]:
             found[f"webshop-{row['rl'].lower()}{paw}{suffix}"] = ("table3", model)
     for row in printed["table4"]["rows"]:
         for env in ("alfworld", "webshop"):
-            found.setdefault(f"{env}-{ABLATIONS[row['method']]}", ("table4", "Qwen2.5-1.5B-Instruct"))
+            found.setdefault(
+                f"{env}-{ABLATIONS[row['method']]}", ("table4", "Qwen2.5-1.5B-Instruct")
+            )
     return found
 
 
@@ -150,7 +164,9 @@ def test_there_is_a_recipe_for_each_trained_row_and_no_other(printed):
     claimed = {name for name in recipe_names() if page()[name][0].startswith("Table")}
     assert claimed == rows.keys()
     for name, (table, model) in rows.items():
-        assert load(name).model.path.rpartition("/")[2] == model and page()[name][0].startswith(f"Table {table[-1]}")
+        assert load(name).model.path.rpartition("/")[2] == model and page()[name][0].startswith(
+            f"Table {table[-1]}"
+        )
 
 
 def test_the_settings_are_those_the_paper_prints(printed):
@@ -162,19 +178,26 @@ def test_the_settings_are_those_the_paper_prints(printed):
         for key in ("products", "instructions", "trained_on"):  # of the files, which are the user's
             wanted.pop(key, None)
         if wanted.pop("retriever", "") == "E5":
-            assert get(config, "env.retriever") == "dense" and "e5" in get(config, "env.encoder"), name
+            assert get(config, "env.retriever") == "dense" and "e5" in get(config, "env.encoder"), (
+                name
+            )
         environments = wanted.pop("ppo_environments", None)
         if config.advantage.type == "ppo":
             wanted |= {"groups": environments, "group_size": 1}
         if config.advantage.type != "gigpo":
             wanted = {key: value for key, value in wanted.items() if not key.startswith("gigpo_")}
         else:
-            wanted["gigpo_norm"] = {"normalised (std)": True}[wanted.get("gigpo_norm", "normalised (std)")]
+            wanted["gigpo_norm"] = {"normalised (std)": True}[
+                wanted.get("gigpo_norm", "normalised (std)")
+            ]
         if wanted["history"] == "complete":
             wanted["history"] = config.env.max_turns
         assert {key: get(config, SETTINGS[key]) for key in wanted} == wanted, name
         paw = printed["hyperparameters"]["paw"]
-        assert not config.wm.enabled or (config.wm.alpha, config.wm.rho) == (paw["alpha"], paw["rho"])
+        assert not config.wm.enabled or (config.wm.alpha, config.wm.rho) == (
+            paw["alpha"],
+            paw["rho"],
+        )
 
 
 def test_the_numbers_beside_ours_are_those_the_paper_prints(printed):
@@ -184,7 +207,11 @@ def test_the_numbers_beside_ours_are_those_the_paper_prints(printed):
         name = model.removesuffix("-Instruct").replace("Llama3", "Llama-3")
         assert found.setdefault((env, name), {}).setdefault(arm, value) == value
 
-    columns = (("table1", "alfworld", "all"), ("table1", "webshop", "webshop_success"), ("table2", "search", "avg"))
+    columns = (
+        ("table1", "alfworld", "all"),
+        ("table1", "webshop", "webshop_success"),
+        ("table2", "search", "avg"),
+    )
     for table, env, column in columns:
         for row in printed[table]:
             if arm := METHODS.get(row["method"], "").replace("grpo-paw", "paw"):
@@ -200,7 +227,9 @@ def test_the_numbers_beside_ours_are_those_the_paper_prints(printed):
     for arms in found.values():  # baselines that are no arm of a comparison
         for arm in ("r1", "zerosearch"):
             arms.pop(arm, None)
-    assert {(env, model): arms for env, models in PAPER.items() for model, arms in models.items()} == found
+    assert {
+        (env, model): arms for env, models in PAPER.items() for model, arms in models.items()
+    } == found
     assert {arm for arms in found.values() for arm in arms} <= VARIANTS.keys()
 
 
@@ -208,18 +237,31 @@ def test_what_the_variants_change():
     def differences(name: str, other: str) -> dict:
         one, two = load(name), load(other)
         trees = [flatten(as_tree(config)) for config in (one, two)]
-        return {key: trees[0].get(key) for key in {**trees[0], **trees[1]} if trees[0].get(key) != trees[1].get(key)}
+        return {
+            key: trees[0].get(key)
+            for key in {**trees[0], **trees[1]}
+            if trees[0].get(key) != trees[1].get(key)
+        }
 
     paw, shop = "alfworld-grpo-paw", "webshop-grpo-paw"
     gigpo = {"advantage.type": "gigpo", "advantage.omega": 1.0, "advantage.gamma": 0.95}
     ce, constant = {"wm.loss": "ce", "wm.rho": None}, {"wm.weight": 1.0}
     assert differences("alfworld-paw-ce", paw) == differences("webshop-paw-ce", shop) == ce
-    assert differences("alfworld-paw-constant", paw) == differences("webshop-paw-constant", shop) == constant
+    assert (
+        differences("alfworld-paw-constant", paw)
+        == differences("webshop-paw-constant", shop)
+        == constant
+    )
     assert differences("alfworld-echo", paw) == {**ce, "wm.weight": 0.05, "wm.alpha": 1.0}
     assert differences("alfworld-dr-grpo-paw", paw) == {"advantage.norm_std": False}
     assert differences("alfworld-gigpo-paw", paw) == gigpo
     rloo = {"advantage.type": "rloo", "advantage.norm_std": None, "advantage.eps": None}
     assert differences("webshop-rloo-paw", shop) == rloo
     found = differences("webshop-ppo-paw", shop)
-    others = {key: value for key, value in found.items() if not key.startswith(("advantage.", "critic."))}
-    assert found["advantage.type"] == "ppo" and others == {"rollout.tasks": 128, "rollout.group_size": 1}
+    others = {
+        key: value for key, value in found.items() if not key.startswith(("advantage.", "critic."))
+    }
+    assert found["advantage.type"] == "ppo" and others == {
+        "rollout.tasks": 128,
+        "rollout.group_size": 1,
+    }

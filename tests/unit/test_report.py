@@ -21,7 +21,9 @@ advantage.type = "grpo"
 wm = {{ enabled = {world}, rho = 0.2 }}
 eval.temperature = 0.4
 """
-OBSERVATION = "You arrive at shelf 2. On the shelf 2, you see a mug 1, a saltshaker 2, and a vase 1."
+OBSERVATION = (
+    "You arrive at shelf 2. On the shelf 2, you see a mug 1, a saltshaker 2, and a vase 1."
+)
 TOKENS = re.findall(r"mug 1|shelf 2|[\w']+|[.,]", OBSERVATION)
 TURN = {
     "prompt": f"Your task is to: put a mug in shelf.\n{OBSERVATION}\nActions: go to shelf 2, look",
@@ -34,14 +36,26 @@ TURN = {
 def evaluation(success: float) -> dict:
     low, high = wilson(round(256 * success), 256)
     kinds = {f"eval/success_{kind}": success for kind in KINDS}
-    return {"eval/success": success, **kinds, "eval/games": 256, "eval/ci_low": low, "eval/ci_high": high}
+    return {
+        "eval/success": success,
+        **kinds,
+        "eval/games": 256,
+        "eval/ci_low": low,
+        "eval/ci_high": high,
+    }
 
 
 def make_run(folder: Path, *, world: bool = True, few: bool = False) -> Path:
     """A run directory with a curve, every metric or `few`, episodes of three updates: the first and last are shown."""
     folder.mkdir()
     (folder / "config.toml").write_text(CONFIG.format(name=folder.name, world=str(world).lower()))
-    info = {"paw": "0.1.0", "device": "CPU", "model": "quickstart", "parameters": 162_304, "wall_s": 312.4}
+    info = {
+        "paw": "0.1.0",
+        "device": "CPU",
+        "model": "quickstart",
+        "parameters": 162_304,
+        "wall_s": 312.4,
+    }
     (folder / "run.json").write_text(json.dumps(info))
     keys = [] if few else [metric.key for metrics in SECTIONS.values() for metric in metrics]
     keys = [key for key in keys if world or not key.startswith("wm/")]
@@ -60,7 +74,9 @@ def make_run(folder: Path, *, world: bool = True, few: bool = False) -> Path:
 
 def self_contained(page: str) -> bool:
     """No script, nothing fetched: the only references are to ids of the page itself."""
-    references = re.findall(r"""(?:src|href|action|data|poster)\s*=\s*["']?([^"'>\s]*)|url\(([^)]*)\)|@import""", page)
+    references = re.findall(
+        r"""(?:src|href|action|data|poster)\s*=\s*["']?([^"'>\s]*)|url\(([^)]*)\)|@import""", page
+    )
     return "<script" not in page.lower() and "http" not in page.replace("http-equiv", "") and all(
         (a or b).startswith("#") for a, b in references
     )  # fmt: skip
@@ -72,34 +88,65 @@ def test_report_of_a_whole_run(tmp_path):
     page = page_path.read_text()
     assert page_path == tmp_path / "tiny" / "report.html" and self_contained(page)
     assert page_path.stat().st_size < 3_000_000
-    assert "39.8%" in page and "[34.0, 45.9]" in page, "start of the headline, with its Wilson interval"
-    assert "256 unseen games at temperature 0.4" in page and "5 min 12 s" in page and "162k parameters" in page
+    assert "39.8%" in page and "[34.0, 45.9]" in page, (
+        "start of the headline, with its Wilson interval"
+    )
+    assert (
+        "256 unseen games at temperature 0.4" in page
+        and "5 min 12 s" in page
+        and "162k parameters" in page
+    )
     assert page.count("<svg") == len(list((tmp_path / "tiny" / "plots").glob("*.png"))) >= 15
     assert (tmp_path / "tiny" / "plots" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert len(set(re.findall(r'\sid="([^"]*)"', page))) == len(re.findall(r'\sid="[^"]*"', page)), "ids are unique"
+    assert len(set(re.findall(r'\sid="([^"]*)"', page))) == len(
+        re.findall(r'\sid="[^"]*"', page)
+    ), "ids are unique"
     assert page.count('<details class="episode"') == 6
-    assert re.search(r'<i class="kept" style="--q:0.98" title="p = 0.020">', page), "a token under the mask is marked"
-    assert "<mark>plate" in page and ">exact<" in page and ">selected<" in page and ">invalid<" in page
-    assert not re.search(r"\b(nan|None)\b", re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL))
+    assert re.search(r'<i class="kept" style="--q:0.98" title="p = 0.020">', page), (
+        "a token under the mask is marked"
+    )
+    assert (
+        "<mark>plate" in page and ">exact<" in page and ">selected<" in page and ">invalid<" in page
+    )
+    assert not re.search(
+        r"\b(nan|None)\b", re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
+    )
 
 
 @pytest.mark.slow
 def test_hostile_long_and_damaged_text_stays_text(tmp_path):
     run = make_run(tmp_path / "run", few=True)
     evil = '"><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac{$ \ud800 \x00 &amp;'
-    hostile = TURN | dict.fromkeys(("prompt", "response", "action", "observation", "predicted"), evil)
+    hostile = TURN | dict.fromkeys(
+        ("prompt", "response", "action", "observation", "predicted"), evil
+    )
     hostile |= {"observation_tokens": [evil, 3, None], "observation_token_p": [0.1, "x", math.nan]}
     long = TURN | {"observation": "word " * 9000, "observation_tokens": ["word "] * 9000}
     long |= {"observation_token_p": [0.5] * 9000}
-    sample = {"step": 99, "task": evil, "kind": evil, "won": True, "return": evil, "length": evil, "turns": [hostile]}
+    sample = {
+        "step": 99,
+        "task": evil,
+        "kind": evil,
+        "won": True,
+        "return": evil,
+        "length": evil,
+        "turns": [hostile],
+    }
     for name, added in {
-        "samples.jsonl": f"{json.dumps(sample)}\n" + f"{json.dumps(sample | {'turns': [long] * 50})}\n" * 4 + '{"step"',
-        "metrics.jsonl": json.dumps({"step": 31, "eval/success_<script>$x_": 0.5, "success/<script>$x_": 0.5}) + "\n{",
+        "samples.jsonl": f"{json.dumps(sample)}\n"
+        + f"{json.dumps(sample | {'turns': [long] * 50})}\n" * 4
+        + '{"step"',
+        "metrics.jsonl": json.dumps(
+            {"step": 31, "eval/success_<script>$x_": 0.5, "success/<script>$x_": 0.5}
+        )
+        + "\n{",
         "config.toml": "# </pre><script>alert(3)</script>\n",
     }.items():
         with (run / name).open("a") as file:
             file.write(added)
-    (run / "run.json").write_text(json.dumps({"device": evil, "model": evil, "parameters": "many", "paw": evil}))
+    (run / "run.json").write_text(
+        json.dumps({"device": evil, "model": evil, "parameters": "many", "paw": evil})
+    )
     page_path = write_report(run)
     page = page_path.read_text()
     assert "&lt;script&gt;alert(1)" in page and "39.8%" in page
@@ -121,7 +168,10 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(page_path)
     page = page_path.read_text()
     assert self_contained(page) and not (tmp_path / "grpo" / "report.html").exists()
-    assert "2 runs compared" in page and "<code>wm.enabled</code></td><td>False</td><td>True</td>" in page
+    assert (
+        "2 runs compared" in page
+        and "<code>wm.enabled</code></td><td>False</td><td>True</td>" in page
+    )
     assert "run.updates</code>" not in page, "only the keys that differ are listed"
 
 

@@ -47,11 +47,14 @@ def news(tmp_path_factory) -> DenseRetriever:
 
 
 def write(path: Path, documents: list[tuple[str, str]]) -> Path:
-    path.write_text("".join(json.dumps({"id": i, "contents": text}) + "\n" for i, text in documents))
+    path.write_text(
+        "".join(json.dumps({"id": i, "contents": text}) + "\n" for i, text in documents)
+    )
     return path
 
 
-# --- BM25 ----------------------------------------------------------------------------------------------------------
+# --- BM25
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_bm25_scores_as_lucene():
@@ -65,7 +68,10 @@ def test_bm25_scores_as_lucene():
 
 def test_bm25_splits_words_as_lucene():
     index = Bm25(["running shoes, size M", "the runner's socks", "a hat"])
-    found = [[at for at, _ in index.top(query, 9)] for query in ("run", "runner", "s", "m", "SOCK!", "THE a of")]
+    found = [
+        [at for at, _ in index.top(query, 9)]
+        for query in ("run", "runner", "s", "m", "SOCK!", "THE a of")
+    ]
     assert found == [[0], [1], [], [0], [1], []]
     hits = Bm25(["red hat"] * 50 + ["red"] + ["blue"] * 50).top("red", 5)
     assert [at for at, _ in hits] == [50, 0, 1, 2, 3]  # ties keep the order of the texts
@@ -73,23 +79,30 @@ def test_bm25_splits_words_as_lucene():
 
 
 def test_a_saved_index_answers_the_same_and_is_mapped(tmp_path, cache):
-    corpus = write(tmp_path / "c.jsonl", [(f"d{i}", f"word{i % 7} word{i % 11} other{i}") for i in range(200)])
+    corpus = write(
+        tmp_path / "c.jsonl", [(f"d{i}", f"word{i % 7} word{i % 11} other{i}") for i in range(200)]
+    )
     queries = ["word3 word5", "other17", "nothing", "word0 word0 other70"]
     first = make_retriever(SearchConfig(corpus=corpus)).search(queries, 7)
     kept = {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
     again = make_retriever(SearchConfig(corpus=corpus))
     assert again.search(queries, 7) == first and [len(hits) for hits in first] == [7, 1, 0, 7]
     assert kept and kept == {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
-    assert isinstance(again._index._data.base, np.memmap) or isinstance(again._index._data, np.memmap)
+    assert isinstance(again._index._data.base, np.memmap) or isinstance(
+        again._index._data, np.memmap
+    )
     assert first[1] == [Hit("d17", "word3 word6 other17", first[1][0].score)]
 
 
-# --- the corpus ----------------------------------------------------------------------------------------------------
+# --- the corpus
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_a_corpus_gives_its_documents(tmp_path):
     path = tmp_path / "c.jsonl"
-    path.write_text('{"id": 7, "contents": "\\"T\\"\\nfirst ü"}\n\n  \n{"contents": "x", "id": "b", "more": []}')
+    path.write_text(
+        '{"id": 7, "contents": "\\"T\\"\\nfirst ü"}\n\n  \n{"contents": "x", "id": "b", "more": []}'
+    )
     corpus = Corpus(path)
     assert list(corpus) == [corpus[0], corpus[1]] == [("7", '"T"\nfirst ü'), ("b", "x")]
     path.write_text('{"id": 1, "contents": "rewritten"}\n')
@@ -123,7 +136,8 @@ def test_a_corpus_that_is_damaged_or_not_there_is_named(tmp_path, cache):
         make_retriever(SearchConfig())
 
 
-# --- dense ---------------------------------------------------------------------------------------------------------
+# --- dense
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_dense_finds_what_bm25_cannot(news):
@@ -138,9 +152,13 @@ def test_dense_finds_what_bm25_cannot(news):
 def test_e5_gets_its_prefixes(tmp_path):
     (tmp_path / "e5-small").symlink_to(_folder(ENCODER, ""))
     retriever = DenseRetriever(NEWS, str(tmp_path / "e5-small"))
-    passage, query, bare = Embedding(ENCODER).encode([f"passage: {NEWS[0][1]}", "query: cat", NEWS[0][1]]).numpy()
+    passage, query, bare = (
+        Embedding(ENCODER).encode([f"passage: {NEWS[0][1]}", "query: cat", NEWS[0][1]]).numpy()
+    )
     assert np.allclose(retriever._vectors_ND[0], passage, atol=1e-5)
-    assert retriever.search(["cat"], 1)[0][0].score == pytest.approx(float(query @ passage), abs=1e-5)
+    assert retriever.search(["cat"], 1)[0][0].score == pytest.approx(
+        float(query @ passage), abs=1e-5
+    )
     assert passage @ bare < 0.99  # what it is refused for if the prefix is missing
 
 
@@ -167,7 +185,9 @@ def test_an_interrupted_dense_index_goes_on_where_it_ended(news, loaded, cache, 
     written = []
     passages = DenseRetriever._encode_passages
     monkeypatch.setattr(
-        DenseRetriever, "_encode_passages", lambda self, part: written.append(part) or passages(self, part)
+        DenseRetriever,
+        "_encode_passages",
+        lambda self, part: written.append(part) or passages(self, part),
     )
     again = DenseRetriever(NEWS, ENCODER)
     assert written == [slice(0, 1), slice(4, 6)]  # the check, and what was missing
@@ -183,9 +203,14 @@ def test_search_r1s_index_beside_the_corpus_is_read(tmp_path, cache, news, loade
     found = DenseRetriever(Corpus(corpus), ENCODER)
     assert found.search(list(PARAPHRASES), 3) == news.search(list(PARAPHRASES), 3)
     assert not list(cache.glob("dense-*"))
-    for name, documents, says in (("order", NEWS[::-1], "5 x 384"), ("count", NEWS[:4], "these 4 documents")):
+    for name, documents, says in (
+        ("order", NEWS[::-1], "5 x 384"),
+        ("count", NEWS[:4], "these 4 documents"),
+    ):
         (folder := tmp_path / name).mkdir()
         (folder / "MiniLM_Flat.index").write_bytes((tmp_path / "MiniLM_Flat.index").read_bytes())
-        with pytest.raises(UserError, match=r"MiniLM_Flat\.index: .* that are not those of") as error:
+        with pytest.raises(
+            UserError, match=r"MiniLM_Flat\.index: .* that are not those of"
+        ) as error:
             DenseRetriever(Corpus(write(folder / "wiki.jsonl", documents)), ENCODER)
         assert says in str(error.value)

@@ -22,7 +22,9 @@ from paw.rollouts.episode import derive_seed, plain
 from paw.rollouts.scheduler import Rollouts
 from paw.types import Outcome, Task
 
-CONFIG = Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3))
+CONFIG = Config(
+    model=ModelConfig(path="-"), rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +46,13 @@ def rollouts(model):
     return Rollouts(make_factory(), make_engine(model), make_chat(), CONFIG)
 
 
-def play(rollouts, tasks=None, *, group_size=4, temperature=1.0, seed=0, stream="train/0", **options):
+def play(
+    rollouts, tasks=None, *, group_size=4, temperature=1.0, seed=0, stream="train/0", **options
+):
     tasks = train_tasks(rollouts.factory, 0, 3, 0) if tasks is None else tasks
-    return rollouts.play(tasks, group_size=group_size, temperature=temperature, seed=seed, stream=stream, **options)
+    return rollouts.play(
+        tasks, group_size=group_size, temperature=temperature, seed=seed, stream=stream, **options
+    )
 
 
 def episodes_of(groups):
@@ -76,11 +82,15 @@ def test_further_tasks_take_the_place_of_groups_whose_returns_are_all_equal(mode
         return float(sum(sum(turn.response_ids) for turn in trajectory.turns) % 4 == 0)
 
     def training(refill, step=0):
-        config = changed(rollout={"refill": refill, "group_size": 3}, reward={"type": plugins.give(some)})
+        config = changed(
+            rollout={"refill": refill, "group_size": 3}, reward={"type": plugins.give(some)}
+        )
         return Rollouts(make_factory(), make_engine(model), make_chat(), config).training(step, 6)
 
     def said(groups):
-        return [(group.task.id, [turn.response_ids for turn in turns_of([group])]) for group in groups]
+        return [
+            (group.task.id, [turn.response_ids for turn in turns_of([group])]) for group in groups
+        ]
 
     def returns(groups):
         return [len({episode.episode_return for episode in group.trajectories}) for group in groups]
@@ -88,8 +98,14 @@ def test_further_tasks_take_the_place_of_groups_whose_returns_are_all_equal(mode
     plain, _ = training(0)
     groups, stats = training(4)
     kept = [group for group, count in zip(plain, returns(plain), strict=True) if count > 1]
-    assert 0 < len(kept) < 6 == len(groups) and said(groups)[: len(kept)] == said(kept) and min(returns(groups)) > 1
-    assert set(returns(stats.uniform)) == {1} and stats.metrics()["health/groups_refilled"] == len(stats.uniform)
+    assert (
+        0 < len(kept) < 6 == len(groups)
+        and said(groups)[: len(kept)] == said(kept)
+        and min(returns(groups)) > 1
+    )
+    assert set(returns(stats.uniform)) == {1} and stats.metrics()["health/groups_refilled"] == len(
+        stats.uniform
+    )
     played = [group.task.id for group in groups + stats.uniform]
     assert len(set(played)) == len(played) and {group.task.id for group in plain} <= set(played)
     assert said(training(4)[0]) == said(groups)
@@ -102,7 +118,9 @@ def test_further_tasks_take_the_place_of_groups_whose_returns_are_all_equal(mode
 def test_an_update_keeps_its_groups_where_no_further_one_varies(model):
     config = changed(rollout={"refill": 2, "group_size": 4})
     played = []
-    groups, stats = scripted(model, config=config).training(0, 2, lambda *done: played.append(done))  # all are won
+    groups, stats = scripted(model, config=config).training(
+        0, 2, lambda *done: played.append(done)
+    )  # all are won
     assert [group.task.id for group in groups] == ["train/0/0", "train/0/1"] and stats.uniform == []
     assert played[-1] == (8, 8) and len(played) == 3 * 8
 
@@ -114,24 +132,38 @@ def test_turns_carry_what_engine_and_environment_said(rollouts):
     assert seen == [(n, 12) for n in range(1, 13)]
     assert [group.task for group in groups] == tasks
     for group in groups:
-        assert [(episode.member, episode.task) for episode in group.trajectories] == [(i, group.task) for i in range(4)]
+        assert [(episode.member, episode.task) for episode in group.trajectories] == [
+            (i, group.task) for i in range(4)
+        ]
         assert len({episode.turns[0].prompt for episode in group.trajectories}) == 1
-        assert len({tuple(t.response_ids[0] for t in episode.turns) for episode in group.trajectories}) > 1
+        assert (
+            len({tuple(t.response_ids[0] for t in episode.turns) for episode in group.trajectories})
+            > 1
+        )
     assert (stats.groups_dropped, stats.prompts_truncated, stats.failures) == (0, 0, [])
     environment, chat, turns = rollouts.factory.make(), make_chat(), turns_of(groups)
     for episode in episodes_of(groups):
         environment.reset(episode.task)
         for turn in episode.turns:
-            assert (environment.context(), environment.step(turn.response)) == (turn.prompt, turn.outcome)
-        assert [turn.outcome.done for turn in episode.turns] == [False] * (len(episode.turns) - 1) + [True]
+            assert (environment.context(), environment.step(turn.response)) == (
+                turn.prompt,
+                turn.outcome,
+            )
+        assert [turn.outcome.done for turn in episode.turns] == [False] * (
+            len(episode.turns) - 1
+        ) + [True]
         for turn, following in itertools.pairwise(episode.turns):
             assert following.anchor == turn.outcome.observation
     for turn in turns:
-        assert turn.prompt_ids == chat.prompt_ids(turn.prompt) and turn.response == chat.decode(turn.response_ids)
+        assert turn.prompt_ids == chat.prompt_ids(turn.prompt) and turn.response == chat.decode(
+            turn.response_ids
+        )
         assert len(turn.response_ids) == len(turn.sampled_logp) == len(turn.entropy) <= 3
         assert len(turn.response_ids) == 3 or turn.response_ids[-1] in chat.end_ids
         assert turn.version == 0 and not chat.end_ids.intersection(turn.response_ids[:-1])
-        assert all(value <= 0 for value in turn.sampled_logp) and all(value >= 0 for value in turn.entropy)
+        assert all(value <= 0 for value in turn.sampled_logp) and all(
+            value >= 0 for value in turn.entropy
+        )
     assert stats.prompt_tokens == sum(len(turn.prompt_ids) for turn in turns)
     assert stats.response_tokens == sum(len(turn.response_ids) for turn in turns)
 
@@ -143,7 +175,9 @@ def test_a_turns_tokens_follow_from_its_coordinates(rollouts):
         for episode in group.trajectories:
             for t, turn in enumerate(episode.turns):
                 seed = derive_seed(5, "train/7", g, episode.member, t)
-                rollouts.engine.submit(Request(0, turn.prompt_ids, seed, temperature=1.0, max_tokens=3))
+                rollouts.engine.submit(
+                    Request(0, turn.prompt_ids, seed, temperature=1.0, max_tokens=3)
+                )
                 assert rollouts.engine.step()[0].token_ids == turn.response_ids
 
 
@@ -160,12 +194,20 @@ def test_a_failing_episode_is_left_out_and_changes_no_other(model):
     broken, closed = {"step": raises(RuntimeError("broken"))}, []
     whole, rollouts = play(scripted(model))[0], scripted(model, **broken, close=closed.append)
     groups, stats = play(rollouts)
-    assert [[episode.member for episode in group.trajectories] for group in groups] == [[0, 2, 3]] * 3
-    others = [turn for episode in episodes_of(whole) if episode.member != 1 for turn in episode.turns]
-    assert [(t.response_ids, t.outcome) for t in turns_of(groups)] == [(t.response_ids, t.outcome) for t in others]
+    assert [[episode.member for episode in group.trajectories] for group in groups] == [
+        [0, 2, 3]
+    ] * 3
+    others = [
+        turn for episode in episodes_of(whole) if episode.member != 1 for turn in episode.turns
+    ]
+    assert [(t.response_ids, t.outcome) for t in turns_of(groups)] == [
+        (t.response_ids, t.outcome) for t in others
+    ]
     assert stats.failures == [f"train/0/{i}: RuntimeError: broken" for i in range(3)]
     assert stats.groups_dropped == 0 and len(closed) == 3
-    again, stats = play(rollouts)  # the broken environments were replaced, one by a broken one; the others are kept
+    again, stats = play(
+        rollouts
+    )  # the broken environments were replaced, one by a broken one; the others are kept
     assert (len(episodes_of(again)), len(stats.failures), rollouts.factory.made) == (11, 1, 15)
     for size, kept in ((1, [0, 2]), (2, [1])):
         groups, stats = play(scripted(model, **broken), group_size=size)
@@ -173,7 +215,11 @@ def test_a_failing_episode_is_left_out_and_changes_no_other(model):
         assert stats.groups_dropped == 3 - len(kept)
     rollouts = scripted(model, everywhere=True, **broken, close=raises(OSError("already gone")))
     groups, stats = play(rollouts)
-    assert groups == [] and (len(stats.failures), stats.groups_dropped) == (12, 3) and rollouts.engine.pending == 0
+    assert (
+        groups == []
+        and (len(stats.failures), stats.groups_dropped) == (12, 3)
+        and rollouts.engine.pending == 0
+    )
 
 
 class Together(DistributedRanks):
@@ -208,13 +254,24 @@ def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, 
     tasks = train_tasks(alone.factory, 0, 3, 0)
     options = {"group_size": size, "temperature": 1.0, "seed": 0, "stream": "train/0"}
     own = [rank.play_own(tasks, **options) for rank in ranks]
-    played = [[(group.place, t.member) for group in groups for t in group.trajectories] for groups, _ in own]
-    assert sorted(itertools.chain(*played)) == [(p, m) for p in range(3) for m in range(size) if (p, m) != (1, 1)]
+    played = [
+        [(group.place, t.member) for group in groups for t in group.trajectories]
+        for groups, _ in own
+    ]
+    assert sorted(itertools.chain(*played)) == [
+        (p, m) for p in range(3) for m in range(size) if (p, m) != (1, 1)
+    ]
     assert all(a < b for a, b in itertools.pairwise(filter(None, played)))
-    sizes = [len(members) + len(stats.failed) for members, (_, stats) in zip(played, own, strict=True)]
+    sizes = [
+        len(members) + len(stats.failed) for members, (_, stats) in zip(played, own, strict=True)
+    ]
     assert max(sizes) - min(sizes) <= 1
-    firsts = [episode for groups, _ in own for episode in episodes_of(groups) if episode.member == 0]
-    for turn in (turn for episode in firsts for turn in episode.turns):  # no entropies, and other weights meanwhile
+    firsts = [
+        episode for groups, _ in own for episode in episodes_of(groups) if episode.member == 0
+    ]
+    for turn in (
+        turn for episode in firsts for turn in episode.turns
+    ):  # no entropies, and other weights meanwhile
         turn.versions, turn.entropy = [7] * len(turn.response_ids), None
     with ThreadPoolExecutor(world) as pool:
         found = list(pool.map(lambda rank, its: rank.share(its, tasks, size), ranks, own))
@@ -231,7 +288,9 @@ def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, 
             assert ours.sampled_logp == pytest.approx(theirs.sampled_logp, abs=1e-5)
             assert ours.observation_ids == [len(ours.outcome.observation), 1]
             if member:
-                assert ours.versions is None and ours.entropy == pytest.approx(theirs.entropy, abs=1e-5)
+                assert ours.versions is None and ours.entropy == pytest.approx(
+                    theirs.entropy, abs=1e-5
+                )
             else:
                 assert ours.versions == [7] * len(ours.response_ids) and ours.entropy is None
 
@@ -255,7 +314,9 @@ def test_environments_that_may_block_step_at_the_same_time(model):
 
     groups, stats = play(scripted(model, step=meet, may_block=True, everywhere=True))
     whole = turns_of(play(scripted(model))[0])
-    assert stats.failures == [] and [t.response_ids for t in turns_of(groups)] == [t.response_ids for t in whole]
+    assert stats.failures == [] and [t.response_ids for t in turns_of(groups)] == [
+        t.response_ids for t in whole
+    ]
 
 
 def test_a_continuous_engine_works_on_while_an_environment_steps(model):
@@ -268,16 +329,27 @@ def test_a_continuous_engine_works_on_while_an_environment_steps(model):
 
     rollouts = scripted(model, step=wait, may_block=True)
     rollouts.engine.continuous = True
-    groups, stats = play(rollouts, progress=lambda done, total: done == total - 3 and others_finished.set())
-    assert stats.failures == [] and [turn.outcome.observation for turn in turns_of(groups)].count("at last") == 3
+    groups, stats = play(
+        rollouts, progress=lambda done, total: done == total - 3 and others_finished.set()
+    )
+    assert (
+        stats.failures == []
+        and [turn.outcome.observation for turn in turns_of(groups)].count("at last") == 3
+    )
     played, whole = (
-        [turn.response_ids for episode in episodes_of(found) if episode.member != 1 for turn in episode.turns]
+        [
+            turn.response_ids
+            for episode in episodes_of(found)
+            if episode.member != 1
+            for turn in episode.turns
+        ]
         for found in (groups, play(scripted(model))[0])
     )
     assert played == whole
 
 
-# --- agents: what they see and what becomes of it ---------------------------------------------------------------------
+# --- agents: what they see and what becomes of it
+# ---------------------------------------------------------------------
 
 
 def test_a_call_that_continues_another_has_its_ids_and_those_of_the_text(model):
@@ -299,7 +371,9 @@ def test_a_call_that_continues_another_has_its_ids_and_those_of_the_text(model):
         assert len(episode.turns) == 3
         for text, before, turn in zip(texts, episode.turns, episode.turns[1:], strict=False):
             ids = chat.observation_ids(text, 99)
-            if before.response_ids[-1] in chat.end_ids:  # it had ended its turn: the text is the user's
+            if (
+                before.response_ids[-1] in chat.end_ids
+            ):  # it had ended its turn: the text is the user's
                 ended += 1
                 ids = chat.separator_ids + ids + chat.reply_ids
             assert turn.prompt_ids == before.prompt_ids + before.response_ids + ids
@@ -323,14 +397,18 @@ def test_a_response_ends_at_the_first_token_that_completes_a_stop_string(model):
     whole = played()
     stop = max((turn.response for turn in whole), key=len)[2:5]
     turns = played("no such text", stop)
-    cut = [(before, turn) for before, turn in zip(whole, turns, strict=True) if stop in before.response]
+    cut = [
+        (before, turn) for before, turn in zip(whole, turns, strict=True) if stop in before.response
+    ]
     assert cut
     for before, turn in cut:
         n = len(turn.response_ids)
         assert turn.response_ids == before.response_ids[:n]
         assert turn.sampled_logp == pytest.approx(before.sampled_logp[:n], abs=1e-5)
         assert turn.entropy == pytest.approx(before.entropy[:n], abs=1e-5)
-        assert stop in chat.decode(turn.response_ids) and stop not in chat.decode(turn.response_ids[:-1])
+        assert stop in chat.decode(turn.response_ids) and stop not in chat.decode(
+            turn.response_ids[:-1]
+        )
     assert sum(response.stop == stop for response in said) == len(cut)
     assert all(stop not in response and response.stop in ("", stop) for response in said)
 
@@ -349,7 +427,11 @@ def test_turns_without_a_step_and_steps_without_a_turn(model):
     assert stats.failures == []
     for episode in episodes_of(groups):
         thought, last = episode.turns
-        assert (thought.prompt, thought.outcome.observation, thought.outcome.valid) == ("think", "", True)
+        assert (thought.prompt, thought.outcome.observation, thought.outcome.valid) == (
+            "think",
+            "",
+            True,
+        )
         assert (last.outcome.reward, last.outcome.done, last.outcome.won) == (1.0, True, True)
         assert episode.episode_return == 1.0
 
@@ -390,9 +472,16 @@ async def swallows(env, model):
     ],
 )
 def test_an_agent_that_fails_costs_its_episode(model, agent, reason):
-    broken, config = {"step": raises(RuntimeError("broken")), "everywhere": True}, changed(env={"max_turns": 1})
-    groups, stats = play(scripted(model, agent=agent, config=config, **broken), [Task("a", "b")], group_size=2)
-    assert groups == [] and [failure.partition(": ")[2] for failure in stats.failures] == [reason] * 2
+    broken, config = (
+        {"step": raises(RuntimeError("broken")), "everywhere": True},
+        changed(env={"max_turns": 1}),
+    )
+    groups, stats = play(
+        scripted(model, agent=agent, config=config, **broken), [Task("a", "b")], group_size=2
+    )
+    assert (
+        groups == [] and [failure.partition(": ")[2] for failure in stats.failures] == [reason] * 2
+    )
 
 
 class AsyncGame(Game):
@@ -422,10 +511,14 @@ def test_environments_may_be_async_inside_a_running_loop(model):
         return played
 
     groups, stats = asyncio.run(cell())
-    assert stats.failures == [] and [len(episode.turns) for episode in episodes_of(groups)] == [3] * 12
+    assert (
+        stats.failures == [] and [len(episode.turns) for episode in episodes_of(groups)] == [3] * 12
+    )
     assert [turn.anchor for turn in groups[0].trajectories[0].turns] == ["start", "now 1", "now 2"]
     whole = turns_of(play(scripted(model))[0])
-    assert AsyncGame.most > 1 and [t.response_ids for t in turns_of(groups)] == [t.response_ids for t in whole]
+    assert AsyncGame.most > 1 and [t.response_ids for t in turns_of(groups)] == [
+        t.response_ids for t in whole
+    ]
 
 
 REWARDS = """
@@ -461,19 +554,27 @@ class Talk(Game):
 
     def step(self, response):
         outcome = super().step(response)
-        self.messages += [{"role": "assistant", "content": str(response)}, {"role": "user", "content": f"now {self.n}"}]
+        self.messages += [
+            {"role": "assistant", "content": str(response)},
+            {"role": "user", "content": f"now {self.n}"},
+        ]
         return outcome
 
 
 def test_a_conversation_goes_on_with_its_own_tokens(model):
-    """Its turns share a sequence, in which the observations stand already; none is encoded again. After an answer that
-    was cut at rollout.max_response_tokens comes its end token."""
+    """Its turns share a sequence, in which the observations stand already; none is encoded again.
+    After an answer that was cut at rollout.max_response_tokens comes its end token."""
     chat, counts = make_chat(), Counter()
     (end,) = chat.response_ids("")
-    played = [play(scripted(model, playing(Talk), config=changed(rollout={"max_response_tokens": n}))) for n in (3, 1)]
+    played = [
+        play(scripted(model, playing(Talk), config=changed(rollout={"max_response_tokens": n})))
+        for n in (3, 1)
+    ]
     assert [stats.failures for _, stats in played] == [[], []]
     groups = played[0][0] + played[1][0]
-    for before, after in (pair for episode in episodes_of(groups) for pair in itertools.pairwise(episode.turns)):
+    for before, after in (
+        pair for episode in episodes_of(groups) for pair in itertools.pairwise(episode.turns)
+    ):
         cut = before.response_ids[-1] not in chat.end_ids
         user = chat.observation_ids(before.outcome.observation, 99)
         said = before.prompt_ids + before.response_ids + [end] * cut + chat.separator_ids + user
@@ -499,9 +600,16 @@ def test_a_conversation_goes_on_with_its_own_tokens(model):
             "the role of context()[1] is 'developer'; it must be one of system, user",
         ),
         ({"role": "tool", "content": None}, "the content of context()[1] is None; it must be text"),
-        ({"role": "assistant", "content": "I do."}, "it must be a conversation that ends before the model's answer"),
         (
-            {"role": "user", "content": "", "tool_calls": [{"function": {"name": "x", "arguments": {}}}]},
+            {"role": "assistant", "content": "I do."},
+            "it must be a conversation that ends before the model's answer",
+        ),
+        (
+            {
+                "role": "user",
+                "content": "",
+                "tool_calls": [{"function": {"name": "x", "arguments": {}}}],
+            },
             "those of an ass",
         ),
         (

@@ -1,6 +1,7 @@
 """Rules of the house that no linter has, over every file of paw/ and kernels/; what is installed, and by what.
 
-Who may import what: import-linter's contracts in pyproject.toml. What runs code from files: ruff's S rules there.
+Who may import what: import-linter's contracts in pyproject.toml. What runs code from files: ruff's
+S rules there.
 """
 
 import ast
@@ -16,7 +17,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted(p for folder in ("paw", "kernels") for p in (ROOT / folder).rglob("*.py") if "build" not in p.parts)
+SOURCES = sorted(
+    p
+    for folder in ("paw", "kernels")
+    for p in (ROOT / folder).rglob("*.py")
+    if "build" not in p.parts
+)
 TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in SOURCES}
 LAZY = {  # library -> extra that installs it
     "vllm": "vllm", "alfworld": "alfworld", "textworld": "alfworld", "peft": "lora", "liger_kernel": "liger",
@@ -28,7 +34,9 @@ BRINGS = {"fastapi": "openenv", "uvicorn": "openenv"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
 WANTED = {name: [Requirement(text) for text in texts] for name, texts in EXTRAS.items()}
-CONSTRAINTS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+CONSTRAINTS = [
+    line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")
+]
 ELSEWHERE = {"openenv", "vllm", "bench"}
 """Extras that the tests on a CPU do without, or have in a virtual environment of its own."""
 NOT_OURS = {"paw", "paw_kernels", "triton", "flash_attn", "spacy", "tau2", "loguru"}
@@ -63,7 +71,9 @@ def trusting(text: str) -> list[int]:
 
 
 def test_no_model_folder_runs_code():
-    assert trusting("f(trust_remote_code=True)") == trusting("AutoModel.from_pretrained(path)") == [1]
+    assert (
+        trusting("f(trust_remote_code=True)") == trusting("AutoModel.from_pretrained(path)") == [1]
+    )
     assert {name: lines for name, text in TEXTS.items() if (lines := trusting(text))} == {}
 
 
@@ -71,9 +81,13 @@ def test_a_library_of_an_extra_is_imported_late_and_named_where_it_is_missing():
     libraries = "|".join(LAZY)
     inside_vllm = {"paw/rollouts/engines/entropy.py"}  # vLLM alone imports it
     for name, text in TEXTS.items():
-        assert name in inside_vllm or not re.search(rf"^(?:from|import) (?:{libraries})\b", text, re.M), name
+        assert name in inside_vllm or not re.search(
+            rf"^(?:from|import) (?:{libraries})\b", text, re.M
+        ), name
         for library in set(re.findall(rf"^ +(?:from|import) ({libraries})\b", text, re.M)):
-            named = [f"paw-trainer[{extra}]" in text for extra in (LAZY[library], BRINGS.get(library))]
+            named = [
+                f"paw-trainer[{extra}]" in text for extra in (LAZY[library], BRINGS.get(library))
+            ]
             assert any(named), f"{name}: a UserError must name the extra of {library}"
         for call in calls(text):
             if isinstance(call.func, ast.Name) and call.func.id == "needed":
@@ -91,7 +105,9 @@ def test_the_kernels_folder_is_no_package():
 def loaded_after(modules: list[str]) -> set[str]:
     """Top-level packages in a fresh interpreter that imported `modules`."""
     code = f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\nprint(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return {module.split(".")[0] for module in done.stdout.split()}
 
@@ -113,32 +129,51 @@ def test_a_runs_files_are_written_whole():
     """By paw.files.write_file: what is written in place is cut where the disk fills up or the power goes."""
     for name in TEXTS.keys() - IN_PLACE:
         if name.startswith(("paw/run", "paw/state/", "paw/model/")):
-            called = {call.func.attr for call in calls(TEXTS[name]) if isinstance(call.func, ast.Attribute)}
+            called = {
+                call.func.attr
+                for call in calls(TEXTS[name])
+                if isinstance(call.func, ast.Attribute)
+            }
             assert not {"write_text", "write_bytes", "savefig"} & called, name
 
 
 def test_dependencies_have_bounds_and_constraints_a_version_within_them():
     """No address, no path, no local version such as +cpu: another machine installs from it too."""
     for requirement in (requirement for wanted in WANTED.values() for requirement in wanted):
-        assert {part.operator for part in requirement.specifier} & {"<", "<=", "==", "~="}, str(requirement)
+        assert {part.operator for part in requirement.specifier} & {"<", "<=", "==", "~="}, str(
+            requirement
+        )
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in CONSTRAINTS)
-    pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in CONSTRAINTS)}
+    pinned = {
+        canonicalize_name(name): version
+        for name, version in (line.split("==") for line in CONSTRAINTS)
+    }
     assert len(pinned) == len(CONSTRAINTS) > 100 and "triton" not in pinned
     for extra in WANTED.keys() - ELSEWHERE:
         for requirement in WANTED[extra]:
             version = pinned[canonicalize_name(requirement.name)]
-            assert requirement.specifier.contains(version, prereleases=True), f"{requirement} is not {version}"
+            assert requirement.specifier.contains(version, prereleases=True), (
+                f"{requirement} is not {version}"
+            )
 
 
 def test_what_is_imported_is_a_dependency():
     """Not only something that a dependency brings along today."""
     provided = packages_distributions()
-    named = {canonicalize_name(requirement.name) for wanted in WANTED.values() for requirement in wanted}
+    named = {
+        canonicalize_name(requirement.name) for wanted in WANTED.values() for requirement in wanted
+    }
     for path, text in TEXTS.items():
         for node in ast.walk(ast.parse(text)):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            for module in {module.split(".")[0] for module in modules} - NOT_OURS - set(sys.stdlib_module_names):
+            modules += (
+                [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            )
+            for module in (
+                {module.split(".")[0] for module in modules}
+                - NOT_OURS
+                - set(sys.stdlib_module_names)
+            ):
                 packages = [PARTS.get(module, module), *provided.get(module, [])]
                 assert named & set(map(canonicalize_name, packages)), f"{path}: {module}"
 
@@ -149,9 +184,13 @@ def test_what_is_in_the_way_of_the_first_run_is_named(tmp_path):
         fake, log = tmp_path / "python", tmp_path / "log"
         fake.write_text(RECORDER.format(log=log, version=version))
         fake.chmod(0o755)
-        path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not Path(p, "nvidia-smi").exists())
+        path = os.pathsep.join(
+            p for p in os.environ["PATH"].split(os.pathsep) if not Path(p, "nvidia-smi").exists()
+        )
         command = ["make", "-C", ROOT, "train", f"PYTHON={fake}", f"VENV={tmp_path / 'venv'}"]
-        done = subprocess.run([*command, *words], capture_output=True, text=True, env={**os.environ, "PATH": path})
+        done = subprocess.run(
+            [*command, *words], capture_output=True, text=True, env={**os.environ, "PATH": path}
+        )
         return done.returncode, done.stderr, log.read_text()
 
     code, said, log = make(version=1)
@@ -161,4 +200,8 @@ def test_what_is_in_the_way_of_the_first_run_is_named(tmp_path):
     code, said, log = make()
     assert code == 0 and index in said and "--index-url" not in log
     code, said, log = make("-B", index)
-    assert code == 0 and "TORCH_INDEX" not in said and "--index-url https://download.pytorch.org/whl/cpu torch" in log
+    assert (
+        code == 0
+        and "TORCH_INDEX" not in said
+        and "--index-url https://download.pytorch.org/whl/cpu torch" in log
+    )

@@ -45,7 +45,9 @@ def same(pairs):
 
 
 def triplet(task="g/0", step=0, next_state=SEEN):
-    return Triplet(task, "pick", step, "task: put a mug.\nsee:\nA room.", "\nlook", "look", next_state)
+    return Triplet(
+        task, "pick", step, "task: put a mug.\nsee:\nA room.", "\nlook", "look", next_state
+    )
 
 
 def games(n):
@@ -69,18 +71,30 @@ def make_config(tmp_path, triplets, **changes):
 
 
 def test_triplets_are_the_valid_turns_once_and_a_file_gives_them_back(tmp_path):
-    factory, config = make_factory(), Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_response_tokens=3))
+    factory, config = (
+        make_factory(),
+        Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_response_tokens=3)),
+    )
     rollouts = Rollouts(factory, make_engine(practised_model()), make_chat(), config)
     options = {"group_size": 3, "temperature": 1.0, "seed": 0, "stream": "triplets"}
     played, _ = rollouts.play(train_tasks(factory, 0, 8, 0), **options)
-    turns = [(e.task.id, n, turn) for group in played for e in group.trajectories for n, turn in enumerate(e.turns)]
+    turns = [
+        (e.task.id, n, turn)
+        for group in played
+        for e in group.trajectories
+        for n, turn in enumerate(e.turns)
+    ]
     valid = [(task, n, turn) for task, n, turn in turns if turn.outcome.valid]
     assert 0 < len(valid) < len(turns)
     every, once = rwml.cut(played, dedup=False), rwml.cut(played, dedup=True)
     assert [(t.task, t.step) for t in every] == [(task, n) for task, n, _ in valid]
     for found, (_, _, turn) in zip(every, valid, strict=True):
         said = turn.outcome
-        assert (found.prompt, found.response, found.action) == (turn.prompt, turn.response, said.action)
+        assert (found.prompt, found.response, found.action) == (
+            turn.prompt,
+            turn.response,
+            said.action,
+        )
         assert found.next_state == said.observation != ""
     key = lambda t: (t.prompt, t.action, t.next_state)  # noqa: E731
     assert [key(t) for t in once] == list(dict.fromkeys(map(key, every))) and len(once) < len(every)
@@ -90,7 +104,9 @@ def test_triplets_are_the_valid_turns_once_and_a_file_gives_them_back(tmp_path):
 
 def test_splits_hold_whole_games_apart(tmp_path):
     factory = NextStateFactory(make_config(tmp_path, games(100)).env, same)
-    apart = [{task.payload.task for task in tasks} for tasks in (factory.training, factory.held_out)]
+    apart = [
+        {task.payload.task for task in tasks} for tasks in (factory.training, factory.held_out)
+    ]
     assert not apart[0] & apart[1] and 2 <= len(apart[1]) <= 20
     assert len(factory.tasks("train", 0)) + len(eval_tasks(factory, "held_out", 0, 0)) == 200
 
@@ -100,10 +116,16 @@ def test_what_is_asked_and_what_an_answer_predicts():
     assert asked.index("[Action]\nlook\n") > asked.index(triplet().prompt) and "<think>" in asked
     assert asked.endswith("<next_state> </next_state> tags.")
     quiet = PAPER.model_copy(update={"think": False})
-    assert "<think>" not in ask(triplet(), quiet) and "<next_state> </next_state> tags." in ask(triplet(), quiet)
+    assert "<think>" not in ask(triplet(), quiet) and "<next_state> </next_state> tags." in ask(
+        triplet(), quiet
+    )
     assert ask(triplet(), ENV) == triplet().prompt + "\ndid:\nlook"
     for response, think, plain in (
-        ("<think>it opens</think><next_state> It is\nopen. </next_state>", "It is\nopen.", "It is\nopen."),
+        (
+            "<think>it opens</think><next_state> It is\nopen. </next_state>",
+            "It is\nopen.",
+            "It is\nopen.",
+        ),
         ("<think>say <next_state>?</think>\n<next_state>Yes.</next_state>\n", "Yes.", "Yes."),
         ("<next_state>It is\nopen.</next_state>", None, "It is\nopen."),
         ("</think><next_state>It is open.</next_state>", None, "It is open."),
@@ -113,7 +135,9 @@ def test_what_is_asked_and_what_an_answer_predicts():
         ("It is open.", None, None),
     ):
         assert (predicted(response, PAPER), predicted(response, quiet)) == (think, plain)
-    assert predicted(answer(SEEN, quiet), quiet) == predicted(answer(SEEN, ENV), ENV) == SEEN  # what is imitated
+    assert (
+        predicted(answer(SEEN, quiet), quiet) == predicted(answer(SEEN, ENV), ENV) == SEEN
+    )  # what is imitated
     assert predicted(" \n", ENV) is None
 
 
@@ -132,7 +156,9 @@ def test_reward_is_given_below_the_threshold_and_never_to_a_malformed_answer(tmp
 def test_minilm_distinguishes_what_the_reward_has_to_and_embeds_a_text_once():
     embedding = Embedding(NAME)
     other = SEEN.replace("mug 1", "mug 2"), "On the shelf 1, you see nothing.", "Nothing happens."
-    swapped, empty, nothing = (1 - c for c in embedding.similarity([(text, SEEN) for text in other]))
+    swapped, empty, nothing = (
+        1 - c for c in embedding.similarity([(text, SEEN) for text in other])
+    )
     assert swapped < 0.05 < 0.2 < empty < nothing and nothing > 0.8
     assert embedding.similarity([(SEEN, SEEN)]) == pytest.approx([1.0], abs=1e-6)
     alone, both = embedding.encode([SEEN]), Embedding(NAME).encode(["Nothing happens. " * 20, SEEN])
@@ -189,7 +215,9 @@ def test_a_fine_tuned_model_predicts_by_playing(tmp_path):
     rwml.fine_tune(Policy(model), chat, factory.training, config)
     after, _ = rollouts.play(factory.held_out[:2], **options)
     assert not any(e.won for group in before for e in group.trajectories)
-    assert all(e.won and e.turns[0].outcome.action == SEEN for group in after for e in group.trajectories)
+    assert all(
+        e.won and e.turns[0].outcome.action == SEEN for group in after for e in group.trajectories
+    )
 
 
 def test_a_damaged_file_is_named_with_its_line(tmp_path):
@@ -202,7 +230,10 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path):
         ("{", "line 1: Invalid JSON"),
         (json.dumps(good) + "\n\n[1]", "line 3: Input should be an object"),
         (json.dumps({**good, "more": 1}), "line 1: more: "),
-        (json.dumps({**good, "step": "0"}), "line 1: step: Input should be a valid integer, not '0'"),
+        (
+            json.dumps({**good, "step": "0"}),
+            "line 1: step: Input should be a valid integer, not '0'",
+        ),
         (json.dumps({**good, "next_state": " "}), "line 1: next_state: String should match"),
     ):
         path.write_text(text)
@@ -220,7 +251,9 @@ def test_other_mistakes_are_named(capsys, tmp_path, monkeypatch):
 
     held = next(t for t in games(100) if t.held_out)
     assert "none of its 1 games is one to train on" in fault([held])
-    assert "none of its 1 games is one to evaluate on" in fault([next(t for t in games(9) if not t.held_out)])
+    assert "none of its 1 games is one to evaluate on" in fault(
+        [next(t for t in games(9) if not t.held_out)]
+    )
     assert "env.eval_split = 'valid_unseen'" in fault(games(30), eval_split="valid_unseen")
     with pytest.raises(UserError, match=r"env\.triplets is not set"):
         NextStateFactory(ENV, same)
@@ -229,8 +262,17 @@ def test_other_mistakes_are_named(capsys, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"set wm\.enabled = false"):
         validate({"model": {"path": "-"}, "env": {"name": "next_state"}}, origin="r")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paw.build.load_policy", lambda *_, **__: pytest.fail("the policy was loaded"))
-    words = ["train", "rwml-quickstart", "--env.triplets", str(tmp_path / "triplets.jsonl"), "--env.embedding", "."]
+    monkeypatch.setattr(
+        "paw.build.load_policy", lambda *_, **__: pytest.fail("the policy was loaded")
+    )
+    words = [
+        "train",
+        "rwml-quickstart",
+        "--env.triplets",
+        str(tmp_path / "triplets.jsonl"),
+        "--env.embedding",
+        ".",
+    ]
     assert cli.main(words) == 2
     err = capsys.readouterr().err
     assert "env.embedding = '.': there is no config.json in it" in err and err.count("\n") == 1

@@ -32,14 +32,20 @@ def make_turn(n, *, observation="you see a mug", reward=0.0, valid=True, done=Fa
 
 
 def make_groups():
-    won = Trajectory(Task("a", "pick"), 0, [make_turn(0), make_turn(1, reward=10.0, observation="", done=True)])
+    won = Trajectory(
+        Task("a", "pick"), 0, [make_turn(0), make_turn(1, reward=10.0, observation="", done=True)]
+    )
     lost = Trajectory(Task("a", "pick"), 1, [make_turn(2, valid=False)])
-    other = Trajectory(Task("b", "heat"), 0, [make_turn(3), make_turn(4), make_turn(5, valid=False)])
+    other = Trajectory(
+        Task("b", "heat"), 0, [make_turn(3), make_turn(4), make_turn(5, valid=False)]
+    )
     return [Group(won.task, [won, lost]), Group(other.task, [other])]
 
 
 def samples_of(groups, *, encode=lambda text: [ord(c) for c in text], penalty=0.1):
-    return to_samples(groups, separator_ids=SEPARATOR, encode_observation=encode, invalid_penalty=penalty)
+    return to_samples(
+        groups, separator_ids=SEPARATOR, encode_observation=encode, invalid_penalty=penalty
+    )
 
 
 def test_one_sample_a_turn_in_order_with_the_engines_own_ids_and_the_return_less_its_own_penalty():
@@ -61,16 +67,23 @@ def test_one_sample_a_turn_in_order_with_the_engines_own_ids_and_the_return_less
 
 def test_an_empty_observation_and_no_world_model_give_neither_target_nor_separator():
     samples = samples_of(make_groups())
-    assert samples[0].observation_ids == [ord(c) for c in "you see a mug"] and samples[0].separator_ids == SEPARATOR
+    assert (
+        samples[0].observation_ids == [ord(c) for c in "you see a mug"]
+        and samples[0].separator_ids == SEPARATOR
+    )
     assert (samples[1].observation_ids, samples[1].separator_ids) == ([], [])
     for sample in samples_of(make_groups(), encode=None):
         assert not sample.observation_ids and not sample.separator_ids and sample.wm_weight == 0.0
 
 
 def test_collate_as_documented():
-    row = replace(make_row(random.Random(0)), prompt_ids=[1, 5, 6], response_ids=[7, 2], separator_ids=[1])
+    row = replace(
+        make_row(random.Random(0)), prompt_ids=[1, 5, 6], response_ids=[7, 2], separator_ids=[1]
+    )
     selected = replace(row, observation_ids=[8, 9], wm_weight=0.5)
-    batch = collate([selected, replace(selected, wm_weight=0.0)], [[0], [1]], with_observation=True, device=CPU)
+    batch = collate(
+        [selected, replace(selected, wm_weight=0.0)], [[0], [1]], with_observation=True, device=CPU
+    )
     assert batch.input_ids.tolist() == [1, 5, 6, 7, 2, 1, 8, 9, 1, 5, 6, 7, 2]
     assert batch.lengths == [8, 5] and batch.target.tolist() == [7, 2, 8, 9, 7, 2]
     assert batch.position.tolist() == [2, 3, 5, 6, 10, 11]
@@ -78,9 +91,10 @@ def test_collate_as_documented():
 
 
 def conversation(*, turns=5, seed=0, mangled=(), cut=()):
-    """Three groups of two trajectories, each a conversation: the next prompt is this one, the response, the observation
-    as a user's message, and the template's way to the next response. `mangled` turns see another text than they return;
-    responses of `cut` turns have no end token, which stands before the user's message.
+    """Three groups of two trajectories, each a conversation: the next prompt is this one, the
+    response, the observation as a user's message, and the template's way to the next response.
+    `mangled` turns see another text than they return; responses of `cut` turns have no end token,
+    which stands before the user's message.
     """
     rng, groups = random.Random(seed), []
 
@@ -94,8 +108,15 @@ def conversation(*, turns=5, seed=0, mangled=(), cut=()):
             for t in range(turns):
                 response, observation = ids(rng.randint(1, 4)), ids(5) if t < turns - 1 else []
                 reward = 10.0 * (t == turns - 1 and member == 0)
-                turn = make_turn(t, observation=" ".join(map(str, observation)), reward=reward, valid=t != 1)
-                turn = replace(turn, prompt_ids=prompt, response_ids=response, sampled_logp=[-1.0] * len(response))
+                turn = make_turn(
+                    t, observation=" ".join(map(str, observation)), reward=reward, valid=t != 1
+                )
+                turn = replace(
+                    turn,
+                    prompt_ids=prompt,
+                    response_ids=response,
+                    sampled_logp=[-1.0] * len(response),
+                )
                 end = END if t in cut else []
                 turn.separator_ids = END + SEPARATOR if t in cut else None
                 played.append(turn)
@@ -117,15 +138,23 @@ def test_turns_in_one_sequence_learn_as_they_do_one_by_one(wm, norm):
     policy = tiny_policy()
     samples = prepared(policy, conversation(), wm=wm)
     alone = [replace(sample, continues=False) for sample in samples]
-    assert len(sequences(samples, with_observation=wm)) == 6 and len(sequences(alone, with_observation=wm)) == 30
+    assert (
+        len(sequences(samples, with_observation=wm)) == 6
+        and len(sequences(alone, with_observation=wm)) == 30
+    )
     policy.double()  # the body: its rounding depends on what a sequence is batched with
     objective = Objective(norm=norm, kl_coef=0.1, entropy_coef=0.01, rho=0.05)
-    one, many = (packed(policy, s, objective, update_samples=40, with_observation=wm) for s in (samples, alone))
+    one, many = (
+        packed(policy, s, objective, update_samples=40, with_observation=wm)
+        for s in (samples, alone)
+    )
     assert one[0] == pytest.approx(many[0], rel=1e-6) and relative(one[1], many[1]) < 1e-6
     assert one[1].norm() > 0
     by_one, by_many = (log_probs(policy, s, temperature=0.7, budget=60) for s in (samples, alone))
     for i, (logp, entropy) in by_many.items():
-        assert by_one[i][0] == pytest.approx(logp, abs=1e-6) and by_one[i][1] == pytest.approx(entropy, abs=1e-6)
+        assert by_one[i][0] == pytest.approx(logp, abs=1e-6) and by_one[i][1] == pytest.approx(
+            entropy, abs=1e-6
+        )
 
 
 def test_a_conversation_takes_less_than_half_the_tokens_and_the_world_model_adds_none():
@@ -133,7 +162,10 @@ def test_a_conversation_takes_less_than_half_the_tokens_and_the_world_model_adds
     alone = [replace(sample, continues=False) for sample in samples]
     assert any(sample.wm_weight for sample in samples)
     joined, joined_wm, plain = (
-        sum(sum(batch.lengths) for batch in micro_batches(of, budget=10**6, with_observation=wm, device=CPU))
+        sum(
+            sum(batch.lengths)
+            for batch in micro_batches(of, budget=10**6, with_observation=wm, device=CPU)
+        )
         for of, wm in ((samples, False), (samples, True), (alone, False))
     )
     assert joined == joined_wm < plain / 2
@@ -151,7 +183,9 @@ def test_a_target_that_is_not_in_the_next_prompt_is_appended():
     objective = Objective(wm="ce")
     loss, gradient = packed(policy, samples, objective, update_samples=30)
     expected, expected_gradient, *_ = dense(policy, samples, objective, update_samples=30)
-    assert loss == pytest.approx(expected, rel=1e-5) and relative(gradient, expected_gradient) < 1e-5
+    assert (
+        loss == pytest.approx(expected, rel=1e-5) and relative(gradient, expected_gradient) < 1e-5
+    )
 
 
 OBJECTIVES = {
@@ -163,12 +197,15 @@ OBJECTIVES = {
 @pytest.mark.parametrize("of", OBJECTIVES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(of, dtype):
-    """Cut answers share their sequence with what follows; loss and gradient are those of each row alone, and those of
-    full logits in float64. Only response tokens count as such."""
+    """Cut answers share their sequence with what follows; loss and gradient are those of each row
+    alone, and those of full logits in float64. Only response tokens count as such."""
     policy, objective = Policy(make_lm(), dtype=dtype), OBJECTIVES[of]
     samples = prepared(policy, conversation(cut={0, 1, 3}), wm=True)
     alone = [replace(sample, continues=False) for sample in samples]
-    assert len(sequences(samples, with_observation=True)) == 6 and len(sequences(alone, with_observation=True)) == 30
+    assert (
+        len(sequences(samples, with_observation=True)) == 6
+        and len(sequences(alone, with_observation=True)) == 30
+    )
     assert {sample.step for sample in samples if sample.separator_ids[:1] == END} == {0, 1, 3}
     expected, exact, *_ = dense(policy, samples, objective, update_samples=30)
     one, many = (packed(policy, s, objective, update_samples=30) for s in (samples, alone))
@@ -176,7 +213,9 @@ def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(of, dtype):
     if dtype == "float32":
         assert error < 1e-5 and one[0] == pytest.approx(expected, rel=1e-5)
     else:
-        assert error < 2 * usual + 1e-4 and one[0] == pytest.approx(expected, abs=2 * abs(many[0] - expected) + 1e-3)
+        assert error < 2 * usual + 1e-4 and one[0] == pytest.approx(
+            expected, abs=2 * abs(many[0] - expected) + 1e-3
+        )
 
     (batch,) = micro_batches(samples, budget=10**6, with_observation=True, device=CPU)
     out, tokens = objective.forward(policy, batch, samples, 30)
@@ -184,7 +223,9 @@ def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(of, dtype):
     assert sums["actions"] == sum(len(sample.response_ids) for sample in samples)
     assert sums["observations"] == sum(len(s.observation_ids) for s in samples if s.wm_weight)
     scored = log_probs(policy, samples, temperature=1.0, budget=10**6)
-    assert [len(logp) for logp, _ in scored.values()] == [len(sample.response_ids) for sample in samples]
+    assert [len(logp) for logp, _ in scored.values()] == [
+        len(sample.response_ids) for sample in samples
+    ]
 
 
 def test_minibatches_keep_sequences_together_and_ranks_share_them():
@@ -194,6 +235,9 @@ def test_minibatches_keep_sequences_together_and_ranks_share_them():
     assert [len(part) for part in parts] == [10, 10, 10]
     assert all(len(sequences(part, with_observation=False)) == 2 for part in parts)
     whole = packed(policy, samples, Objective(), update_samples=30)
-    shares = [packed(policy, samples, Objective(), update_samples=30, budget=60, share=(rank, 4)) for rank in range(4)]
+    shares = [
+        packed(policy, samples, Objective(), update_samples=30, budget=60, share=(rank, 4))
+        for rank in range(4)
+    ]
     assert sum(loss for loss, _ in shares) == pytest.approx(whole[0], rel=1e-6)
     assert relative(sum(gradient for _, gradient in shares), whole[1]) < 1e-6

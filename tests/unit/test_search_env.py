@@ -37,27 +37,38 @@ def factory(**changes):
 
 def shelf(**documents):
     """A search that finds the documents whose title is in the query."""
-    return lambda _, query: [Hit(t, f'"{t}"\n{text}', 1.0) for t, text in documents.items() if t in query]
+    return lambda _, query: [
+        Hit(t, f'"{t}"\n{text}', 1.0) for t, text in documents.items() if t in query
+    ]
 
 
 def episode(question=None, search=None, **changes):
-    environment = SearchEnv(ENV.model_copy(update=changes), search or shelf(Nile="It is in Africa."))
-    environment.reset(Task("t", "nq", question or Question("Where is the Nile?", ("Africa", "in Africa"))))
+    environment = SearchEnv(
+        ENV.model_copy(update=changes), search or shelf(Nile="It is in Africa.")
+    )
+    environment.reset(
+        Task("t", "nq", question or Question("Where is the Nile?", ("Africa", "in Africa")))
+    )
     return environment
 
 
-# --- the world ----------------------------------------------------------------------------------------------------
+# --- the world
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_a_world_follows_from_its_seed_and_has_every_kind():
     for entities in (20, 41, 59):
         small = World(entities, numbered=entities == 41)
-        assert len(small.entities) == len(small.documents) == entities and all(split([small]).values())
+        assert len(small.entities) == len(small.documents) == entities and all(
+            split([small]).values()
+        )
         assert {entity.kind for entity in small.entities} == set(RELATIONS)
     worlds = [World(40), World(40, seed=1), World(41), World(40, numbered=True)]
     assert digest([World(40)]) == digest(worlds[:1])
     assert len({digest([world]) for world in worlds}) == 4
-    parts = split(make_worlds(20, numbered=True, count=10))  # of several worlds each is in one split
+    parts = split(
+        make_worlds(20, numbered=True, count=10)
+    )  # of several worlds each is in one split
     found = {name: sorted({question.world for _, question in part}) for name, part in parts.items()}
     assert found == {"test": [0, 1], "warmup": [2, 3, 4], "train": [5, 6, 7, 8, 9]}
 
@@ -67,11 +78,15 @@ def test_each_hop_is_a_document_that_names_the_next_and_the_last_the_answer():
     names = [name for entity in world.entities for name in set(map(normalize, entity.names))]
     texts = [question.text for _, question in world.questions]
     assert len(names) == len(set(names)) and len(texts) == len(set(texts)) > 1000
-    documents = {contents.partition("\n")[0].strip('"'): contents for _, contents in world.documents}
+    documents = {
+        contents.partition("\n")[0].strip('"'): contents for _, contents in world.documents
+    }
     for kind, question in world.questions:
         assert len(question.hops) == {"one-hop": 1, "two-hop": 2}[kind]
         assert question.hops[0] in question.text and question.answers[0] not in question.text
-        for title, said in zip(question.hops, [*question.hops[1:], question.answers[0]], strict=True):
+        for title, said in zip(
+            question.hops, [*question.hops[1:], question.answers[0]], strict=True
+        ):
             assert said in documents[title].partition("\n")[2]
         if kind == "two-hop":  # it takes two documents
             first, second = question.hops
@@ -79,7 +94,8 @@ def test_each_hop_is_a_document_that_names_the_next_and_the_last_the_answer():
             assert question.answers[0] not in documents[first]
 
 
-# --- the paper's prompts ------------------------------------------------------------------------------------------
+# --- the paper's prompts
+# ------------------------------------------------------------------------------------------
 
 FIRST = """
 You are an expert agent tasked with answering the given question step-by-step.
@@ -110,11 +126,16 @@ def test_the_papers_prompts_literally():
 def test_history_thought_and_braces():
     environment = episode(Question("{history} %s {0}?", ("a",)), history=1, think=False)
     assert "Your question: {history} %s {0}?\n" in environment.context()
-    assert "think" not in environment.context() and "step.\nChoose only one" in environment.context()
+    assert (
+        "think" not in environment.context() and "step.\nChoose only one" in environment.context()
+    )
     environment.step("<search>the Nile</search>")
     environment.step("<search>Volta</search>")
     assert "Step 1:" not in environment.context()
-    assert 'Step 2:<search>Volta</search> <information>{"result": ""}</information>\n\n\n' in environment.context()
+    assert (
+        'Step 2:<search>Volta</search> <information>{"result": ""}</information>\n\n\n'
+        in environment.context()
+    )
     environment = episode(history=0)
     environment.step("<search>the Nile</search>")
     assert environment.context() == FIRST
@@ -136,7 +157,13 @@ def test_projections():
     ):
         played, well_formed = PaperStyle().parse_action(response)
         assert (str(played), well_formed) == (action, valid)
-    responses = ("\nsearch town 12", "answer river 3 ", "search", "search town 12\nanswer river 3", "look at town 12")
+    responses = (
+        "\nsearch town 12",
+        "answer river 3 ",
+        "search",
+        "search town 12\nanswer river 3",
+        "look at town 12",
+    )
     found = [(str(action), valid) for action, valid in map(CompactStyle().parse_action, responses)]
     assert found == [("search[town 12]", True), ("answer[river 3]", True), *[("", False)] * 3]
     for style in ("paper", "compact"):
@@ -150,7 +177,10 @@ def test_what_is_found_is_told_as_the_search_tool_tells_it():
     assert PaperStyle().observation(['"Köln"\nA "city".\n', " b "]) == (
         '<information>{"result": "Doc 1: \\"K\\u00f6ln\\"\\nA \\"city\\".\\nDoc 2: b\\n"}</information>'
     )
-    assert CompactStyle().observation(['"town 1"\ntown 1 is\n old.', "no title"]) == "town 1 is old.\nno title"
+    assert (
+        CompactStyle().observation(['"town 1"\ntown 1 is\n old.', "no title"])
+        == "town 1 is old.\nno title"
+    )
 
 
 def test_exact_match():
@@ -177,24 +207,41 @@ def test_exact_match():
     assert not exact_match("", [])
 
 
-# --- episodes -----------------------------------------------------------------------------------------------------
+# --- episodes
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_an_episode_of_a_search_and_an_answer():
     environment = episode()
     assert environment.task == "Where is the Nile?" and environment.admissible_actions() == []
     found = environment.step("<search>Nile</search>")
-    assert found.observation == '<information>{"result": "Doc 1: \\"Nile\\"\\nIt is in Africa.\\n"}</information>'
+    assert (
+        found.observation
+        == '<information>{"result": "Doc 1: \\"Nile\\"\\nIt is in Africa.\\n"}</information>'
+    )
     assert (found.done, found.won, found.reward, found.valid) == (False, False, 0.0, True)
     answered = environment.step("<answer>in africa</answer>")
-    assert (answered.done, answered.won, answered.reward, answered.observation) == (True, True, 1.0, "")
+    assert (answered.done, answered.won, answered.reward, answered.observation) == (
+        True,
+        True,
+        1.0,
+        "",
+    )
     with pytest.raises(AssertionError):
         environment.step("<answer>again</answer>")
     environment = episode(search=shelf(Nile="<answer>Africa</answer>"), max_turns=3)
     environment.step("<search>Nile</search>")
     assert environment.step("nothing").observation == ""
-    last = environment.step("<search>Nile</search>")  # finds nothing any more, and words found are no answer
-    assert (last.done, last.won, last.observation, last.action, last.valid) == (True, False, "", "search[Nile]", True)
+    last = environment.step(
+        "<search>Nile</search>"
+    )  # finds nothing any more, and words found are no answer
+    assert (last.done, last.won, last.observation, last.action, last.valid) == (
+        True,
+        False,
+        "",
+        "search[Nile]",
+        True,
+    )
 
 
 def test_a_failing_search_fails_its_episode_alone():
@@ -202,7 +249,9 @@ def test_a_failing_search_fails_its_episode_alone():
         raise UserError("no\nserver")
 
     environment = episode(search=broken)
-    empty = environment.step("<search> </search>")  # is not asked for: an agent cannot break its episode so
+    empty = environment.step(
+        "<search> </search>"
+    )  # is not asked for: an agent cannot break its episode so
     assert (empty.observation, empty.valid) == ('<information>{"result": ""}</information>', True)
     assert environment.step("<answer>Africa</answer>").won
     with pytest.raises(EnvironmentFailure, match=r"search failed: UserError: no server$"):
@@ -232,8 +281,16 @@ def test_settings_that_do_not_go_together_and_fingerprints(tmp_path):
         factory(eval_split="valid_unseen")
     with pytest.raises(UserError, match=r"env.corpus = .* needs env.data"):
         factory(corpus=tmp_path / "corpus.jsonl")
-    made = [factory(), factory(entities=101), factory(topk=2), factory(entities=20, style="compact")]
-    assert len({one.fingerprint() for one in made}) == 4 and factory().fingerprint() == made[0].fingerprint()
+    made = [
+        factory(),
+        factory(entities=101),
+        factory(topk=2),
+        factory(entities=20, style="compact"),
+    ]
+    assert (
+        len({one.fingerprint() for one in made}) == 4
+        and factory().fingerprint() == made[0].fingerprint()
+    )
 
 
 def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
@@ -245,7 +302,9 @@ def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
             quality = "noisy" if "noisy" in prompt else "useful"
             return Reply(f"Doc 1: {quality} words\nDoc 2: more", 0, 0)
 
-    monkeypatch.setattr(zerosearch, "make_simulator", lambda *config: zerosearch.Simulator(Writer(), *config))
+    monkeypatch.setattr(
+        zerosearch, "make_simulator", lambda *config: zerosearch.Simulator(Writer(), *config)
+    )
     played = factory(retriever="zerosearch")
     assert played.may_block
 
@@ -260,9 +319,14 @@ def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
     assert 15 < noisy(train_tasks(played, 150, 60, 0)) < 45  # half of them, by default
 
 
-# --- questions from files ------------------------------------------------------------------------------------------
+# --- questions from files
+# ------------------------------------------------------------------------------------------
 
-NILE = {"question": "which river is longest?", "golden_answers": ["Nile", "River Nile"], "data_source": "searchR1_nq"}
+NILE = {
+    "question": "which river is longest?",
+    "golden_answers": ["Nile", "River Nile"],
+    "data_source": "searchR1_nq",
+}
 ROWS = [NILE, {"question": "Who?", "golden_answers": ["Ada"], "data_source": "2wikimultihopqa"}]
 
 
@@ -273,9 +337,14 @@ def jsonl(path, rows):
 
 def searchr1(rows):
     """As Search-R1's scripts/data_process write a row."""
-    extra = {"prompt": [{"role": "user", "content": "Answer the question."}], "ability": "fact-reasoning"}
+    extra = {
+        "prompt": [{"role": "user", "content": "Answer the question."}],
+        "ability": "fact-reasoning",
+    }
     target = [{"style": "rule", "ground_truth": {"target": row["golden_answers"]}} for row in rows]
-    return [{**row, **extra, "reward_model": model} for row, model in zip(rows, target, strict=True)]
+    return [
+        {**row, **extra, "reward_model": model} for row, model in zip(rows, target, strict=True)
+    ]
 
 
 def parquet(path, rows):
@@ -284,7 +353,9 @@ def parquet(path, rows):
 
 
 def of_files(folder, corpus=True, **changes):
-    documents = [{"id": name, "contents": f'"{name}"\n{name} is a river.'} for name in ("Nile", "Volta")]
+    documents = [
+        {"id": name, "contents": f'"{name}"\n{name} is a river.'} for name in ("Nile", "Volta")
+    ]
     search = {"corpus": jsonl(folder / "corpus.jsonl", documents)} if corpus else {}
     return factory(**{"data": folder, **search, **changes})
 
@@ -293,7 +364,10 @@ def contents(tasks):
     return [(task.kind, task.payload.text, task.payload.answers) for task in tasks]
 
 
-EXPECTED = [("nq", "which river is longest?", ("Nile", "River Nile")), ("2wikimultihopqa", "Who?", ("Ada",))]
+EXPECTED = [
+    ("nq", "which river is longest?", ("Nile", "River Nile")),
+    ("2wikimultihopqa", "Who?", ("Ada",)),
+]
 
 
 def test_parquet_and_json_lines_say_the_same(tmp_path):
@@ -301,9 +375,14 @@ def test_parquet_and_json_lines_say_the_same(tmp_path):
     assert contents(data.load(parquet(tmp_path / "a.parquet", ROWS))) == EXPECTED
     rows = searchr1(ROWS)
     assert contents(data.load(parquet(tmp_path / "b.parquet", rows))) == EXPECTED
-    without = [{key: value for key, value in row.items() if key != "golden_answers"} for row in rows]
+    without = [
+        {key: value for key, value in row.items() if key != "golden_answers"} for row in rows
+    ]
     assert contents(data.load(parquet(tmp_path / "c.parquet", without))) == EXPECTED
-    path = jsonl(tmp_path / "capitals.jsonl", [{"question": "Capital of Chad?", "golden_answers": "N'Djamena"}])
+    path = jsonl(
+        tmp_path / "capitals.jsonl",
+        [{"question": "Capital of Chad?", "golden_answers": "N'Djamena"}],
+    )
     assert contents(data.load(path)) == [("capitals", "Capital of Chad?", ("N'Djamena",))]
     sources = ("searchR1_nq", "RUC-NLPIR/FlashRAG_datasets/TriviaQA", "bamboogle", "my_own", "uniq")
     assert [*map(data.short_name, sources)] == ["nq", "triviaqa", "bamboogle", "my_own", "uniq"]
@@ -326,9 +405,18 @@ def test_damaged_files_are_named(tmp_path):
         (b'\n\n{"question": "\xff"}', ", line 3: Invalid JSON: invalid unicode"),
         (GOOD + b"\n[1]", ", line 2: Input should be an object, not [1]"),
         (b'{"golden_answers": ["a"]}', ", line 1: question: Field required"),
-        (b'{"question": " ", "golden_answers": ["a"]}', ", line 1: question: String should match pattern"),
-        (b'{"question": "a", "golden_answers": []}', ", line 1: golden_answers: List should have at least 1 item"),
-        (b'{"question": "a", "golden_answers": [7]}', ", line 1: golden_answers: 0: Input should be a valid string"),
+        (
+            b'{"question": " ", "golden_answers": ["a"]}',
+            ", line 1: question: String should match pattern",
+        ),
+        (
+            b'{"question": "a", "golden_answers": []}',
+            ", line 1: golden_answers: List should have at least 1 item",
+        ),
+        (
+            b'{"question": "a", "golden_answers": [7]}',
+            ", line 1: golden_answers: 0: Input should be a valid string",
+        ),
         (b"\n\n", "holds no question"),
     ):
         path.write_bytes(content)
@@ -338,10 +426,16 @@ def test_damaged_files_are_named(tmp_path):
     for content in (whole[:-20], GOOD, b"", whole[:4] + b"\xff" * 36 + whole[40:]):
         path.write_bytes(content)
         assert "no whole parquet" in refused(path)
-    assert "no column 'question'; it has golden_answers" in refused(parquet(path, [{"golden_answers": ["a"]}]))
+    assert "no column 'question'; it has golden_answers" in refused(
+        parquet(path, [{"golden_answers": ["a"]}])
+    )
     missing = {"question": "Why?", "golden_answers": None, "data_source": "nq"}
-    assert ", row 3: golden_answers: Input should be a valid list" in refused(parquet(path, [*ROWS, missing]))
-    assert "row 1: question: Input should be" in refused(parquet(path, [{"question": 3, "golden_answers": ["a"]}]))
+    assert ", row 3: golden_answers: Input should be a valid list" in refused(
+        parquet(path, [*ROWS, missing])
+    )
+    assert "row 1: question: Input should be" in refused(
+        parquet(path, [{"question": 3, "golden_answers": ["a"]}])
+    )
 
 
 def test_a_folder_has_one_file_of_a_split_and_no_expert(tmp_path):
@@ -358,11 +452,16 @@ def test_a_folder_has_one_file_of_a_split_and_no_expert(tmp_path):
     environment.reset(eval_tasks(played, "test", 0, 0)[0])
     with pytest.raises(NoOracleError):
         environment.oracle()
-    assert environment.step("<search>river Volta</search>").observation.startswith('<information>{"result": "Doc 1: ')
+    assert environment.step("<search>river Volta</search>").observation.startswith(
+        '<information>{"result": "Doc 1: '
+    )
     assert environment.step("<answer>the nile</answer>").won
     with pytest.raises(UserError, match="leave env"):
         warmup_tasks(played, 0, 1, 0)
-    assert of_files(tmp_path).fingerprint() == played.fingerprint() and "corpus.jsonl" in played.fingerprint()
+    assert (
+        of_files(tmp_path).fingerprint() == played.fingerprint()
+        and "corpus.jsonl" in played.fingerprint()
+    )
     with pytest.raises(UserError, match=r"needs documents: set env\.corpus"):
         of_files(tmp_path, corpus=False)
     one = of_files(tmp_path, data=jsonl(tmp_path / "nq.jsonl", ROWS[:1]))  # is every split

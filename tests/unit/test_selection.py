@@ -11,8 +11,14 @@ from paw.types import Sample
 
 
 def make_row(group, trajectory, entropy, *, episode_return=0.0, penalty=0.0, target=True):
-    returns = {"score": episode_return - penalty, "episode_return": episode_return, "penalty": penalty}
-    return Sample(group, trajectory, 0, [1], [2], observation_ids=[3, 4] * target, entropy=entropy, **returns)
+    returns = {
+        "score": episode_return - penalty,
+        "episode_return": episode_return,
+        "penalty": penalty,
+    }
+    return Sample(
+        group, trajectory, 0, [1], [2], observation_ids=[3, 4] * target, entropy=entropy, **returns
+    )
 
 
 @st.composite
@@ -24,13 +30,21 @@ def updates(draw):
             episode_return = draw(st.sampled_from([0.0, 5.0, 10.0, 12.0, -3.0]))
             for _ in range(draw(st.integers(1, 4))):
                 entropy, target = draw(st.sampled_from([0.0, 0.1, 0.5, 2.0])), draw(st.booleans())
-                rows.append(make_row(group, trajectory, entropy, episode_return=episode_return, target=target))
+                rows.append(
+                    make_row(
+                        group, trajectory, entropy, episode_return=episode_return, target=target
+                    )
+                )
             trajectory += 1
     return rows
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(rows=updates(), alpha=st.sampled_from([0.0, 0.1, 0.5, 0.75, 1.0]), extra_groups=st.integers(0, 2))
+@given(
+    rows=updates(),
+    alpha=st.sampled_from([0.0, 0.1, 0.5, 0.75, 1.0]),
+    extra_groups=st.integers(0, 2),
+)
 def test_the_most_uncertain_rows_with_a_target_are_selected(rows, alpha, extra_groups):
     present = list(dict.fromkeys(row.group for row in rows))
     n_groups = len(present) + extra_groups
@@ -53,7 +67,9 @@ def test_the_most_uncertain_rows_with_a_target_are_selected(rows, alpha, extra_g
 
 
 def test_lambda_counts_each_trajectory_once_ignores_penalties_and_may_be_constant():
-    rows = [make_row(0, 0, 1.0, episode_return=10.0)] + [make_row(0, 1, 1.0, penalty=0.1) for _ in range(9)]
+    rows = [make_row(0, 0, 1.0, episode_return=10.0)] + [
+        make_row(0, 1, 1.0, penalty=0.1) for _ in range(9)
+    ]
     out = select(rows, alpha=1.0, weight="adaptive", reward_max=10.0, n_groups=1)
     assert out.lambdas == [0.5] and out.weights == pytest.approx([0.05] * 10)
     out = select(rows, alpha=1.0, weight=0.3, reward_max=10.0, n_groups=2)

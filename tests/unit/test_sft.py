@@ -14,7 +14,10 @@ from paw.model.policy import Policy
 from paw.tools import sft
 from paw.types import Outcome, Sample, Turn
 
-ROWS = [Sample(0, 0, 0, [5, 6, 7, 8], [9, 1], [2], [10, 11, 12]), Sample(0, 0, 0, [4, 3], [8, 7, 1], [2], [6])]
+ROWS = [
+    Sample(0, 0, 0, [5, 6, 7, 8], [9, 1], [2], [10, 11, 12]),
+    Sample(0, 0, 0, [4, 3], [8, 7, 1], [2], [6]),
+]
 SMALL = {
     "env.difficulty": "tiny", "env.max_turns": 6, "sft.turns": 24, "sft.lr": 1e-2, "optim.minibatch_samples": 6,
     "optim.warmup_updates": 0, "run.threads": 1, "rollout.max_prompt_tokens": 2048, "rollout.max_response_tokens": 32,
@@ -25,9 +28,16 @@ def plain_loss(model, lm_weight, observations, by_row):
     """What `step` minimises, sequence by sequence, with full logits."""
     answers, rest = [], []
     for row in ROWS:
-        ids = torch.tensor(row.prompt_ids + row.response_ids + row.separator_ids + row.observation_ids)
+        ids = torch.tensor(
+            row.prompt_ids + row.response_ids + row.separator_ids + row.observation_ids
+        )
         start, end = len(row.prompt_ids), len(row.prompt_ids + row.response_ids)
-        nll = -model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        nll = (
+            -model(input_ids=ids[None])
+            .logits[0, :-1]
+            .log_softmax(-1)
+            .gather(1, ids[1:, None])[:, 0]
+        )
         answers.append(nll[start - 1 : end - 1])
         rest += [nll[: start - 1], *([nll[end - 1 :]] if observations else [])]
     answer = torch.cat(answers).sum() / (len(ROWS) if by_row else sum(map(len, answers)))
@@ -36,7 +46,9 @@ def plain_loss(model, lm_weight, observations, by_row):
 
 @pytest.mark.parametrize(("lm_weight", "observations"), [(0.0, True), (0.3, True), (0.3, False)])
 @pytest.mark.parametrize("by_row", [False, True])
-def test_a_step_is_that_of_the_mean_over_answers_and_the_weighed_rest(lm_weight, observations, by_row):
+def test_a_step_is_that_of_the_mean_over_answers_and_the_weighed_rest(
+    lm_weight, observations, by_row
+):
     reference = make_model()
     answer, loss = plain_loss(reference, lm_weight, observations, by_row)
     loss.backward()
@@ -45,7 +57,12 @@ def test_a_step_is_that_of_the_mean_over_answers_and_the_weighed_rest(lm_weight,
     for budget in (None, 12, 1000):  # full logits; the fused head, row by row and at once
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        options = {"lm_weight": lm_weight, "observations": observations, "by_row": by_row, "budget": budget}
+        options = {
+            "lm_weight": lm_weight,
+            "observations": observations,
+            "by_row": by_row,
+            "budget": budget,
+        }
         told = sft.step(Policy(model), [optimizer], ROWS, lr=0.0, **options)
         assert told == pytest.approx(float(answer.detach()), abs=1e-4)
         for name, parameter in model.named_parameters():
@@ -58,18 +75,34 @@ def learn(tiny_llm, tmp_path, paw_here):
 
     def run(out, *words, code=0, **changes):
         overrides = SMALL | {key.replace("__", "."): value for key, value in changes.items()}
-        return paw_here("sft", model, "--recipe", "quickstart", "--out", tmp_path / out, *words, overrides, code=code)
+        return paw_here(
+            "sft",
+            model,
+            "--recipe",
+            "quickstart",
+            "--out",
+            tmp_path / out,
+            *words,
+            overrides,
+            code=code,
+        )
 
     return run
 
 
 @pytest.mark.slow
-def test_expert_play_is_learnt_and_a_stopped_run_goes_on_to_the_same_model(learn, tmp_path, monkeypatch):
+def test_expert_play_is_learnt_and_a_stopped_run_goes_on_to_the_same_model(
+    learn, tmp_path, monkeypatch
+):
     err = learn("whole", sft__epochs=4).stderr
     assert "24 turns of expert play of alfworld" in err and "step 16 of 16" in err
-    losses = [float(line.partition("loss ")[2].split()[0]) for line in err.splitlines() if "loss " in line]
+    losses = [
+        float(line.partition("loss ")[2].split()[0]) for line in err.splitlines() if "loss " in line
+    ]
     assert losses[-1] < 0.7 * losses[0]  # from log 258
-    assert "fine-tuning on expert play of alfworld" in (tmp_path / "whole" / "README.md").read_text()
+    assert (
+        "fine-tuning on expert play of alfworld" in (tmp_path / "whole" / "README.md").read_text()
+    )
 
     real, steps = sft.step, []
 
@@ -88,7 +121,9 @@ def test_expert_play_is_learnt_and_a_stopped_run_goes_on_to_the_same_model(learn
     assert "step_000007 there is of other data or settings" in err and err.count("\n") == 2
     assert "going on from step 7 of 16" in learn("parts", sft__epochs=4).stderr
     whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert whole.keys() == parts.keys() and all(
+        torch.equal(whole[name], parts[name]) for name in whole
+    )
     assert not (tmp_path / "parts" / "checkpoints").exists()
     assert "it holds a model already" in learn("parts", code=2).stderr
 
@@ -97,9 +132,13 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(learn, tmp_path, monkeypa
     real = sft.step
     with monkeypatch.context() as patch:
         patch.setattr(
-            sft, "step", lambda *a, **k: math.nan if len(list(tmp_path.glob("o/*/step_*3"))) else real(*a, **k)
+            sft,
+            "step",
+            lambda *a, **k: math.nan if len(list(tmp_path.glob("o/*/step_*3"))) else real(*a, **k),
         )
-        assert "diverged at step 4 of 4; lower sft.lr" in learn("o", code=2, sft__save_every=3).stderr
+        assert (
+            "diverged at step 4 of 4; lower sft.lr" in learn("o", code=2, sft__save_every=3).stderr
+        )
     assert "going on from step 3 of 4" in learn("o", sft__save_every=3).stderr
 
 
@@ -107,11 +146,19 @@ def test_of_recorded_episodes_the_valid_turns_of_won_ones_are_learnt(learn, tmp_
     def turn(response, *, valid=True, won=False, done=False, ids=None):
         said = Outcome("You see a mug 1.", float(won), done, won, response, valid=valid)
         ids = ids or [ord(c) - ord("a") for c in response]
-        return {**asdict(Turn([1, 2], ids, [], None, "task: go.", response, said, "", 0)), "task": "t", "kind": "k"}
+        return {
+            **asdict(Turn([1, 2], ids, [], None, "task: go.", response, said, "", 0)),
+            "task": "t",
+            "kind": "k",
+        }
 
     lines = [
         {**turn("look", valid=False), "member": 0, "step": 0},
-        {**turn("go", won=True, done=True, ids=[300_000]), "member": 0, "step": 1},  # of a model with more tokens
+        {
+            **turn("go", won=True, done=True, ids=[300_000]),
+            "member": 0,
+            "step": 1,
+        },  # of a model with more tokens
         {**turn("wait", done=True), "member": 1, "step": 0},
     ]
     file = tmp_path / "episodes.jsonl"
@@ -122,7 +169,11 @@ def test_of_recorded_episodes_the_valid_turns_of_won_ones_are_learnt(learn, tmp_
         out = learn(f"out{len(expected)}", "--rollouts", file, code=0 if expected else 2)
         if expected:
             (row,) = seen.pop()
-            assert len(row.response_ids) == 3 and max(row.response_ids) < 258 and len(row.prompt_ids) > 20
+            assert (
+                len(row.response_ids) == 3
+                and max(row.response_ids) < 258
+                and len(row.prompt_ids) > 20
+            )
         else:
             assert "no valid turn of a won episode in it (--sft.won false takes all)" in out.stderr
     learn("all", "--rollouts", file, sft__won="false")
@@ -142,4 +193,6 @@ def test_no_expert_to_learn_from_is_one_line(tiny_llm, paw_here, tmp_path):
     )
     name = f"{tmp_path / 'mine.py'}:Mine"
     err = paw_here("sft", model, "--out", tmp_path / "o", {"env.name": name}, code=2).stderr
-    assert "has no oracle(), so there is no expert play to learn from" in err and err.count("\n") == 1
+    assert (
+        "has no oracle(), so there is no expert play to learn from" in err and err.count("\n") == 1
+    )

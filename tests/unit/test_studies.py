@@ -1,5 +1,5 @@
-"""bench/studies.py. Where the world model's gradient lies: shares by hand, rules on real texts, p against full logits;
-and training curves."""
+"""bench/studies.py. Where the world model's gradient lies: shares by hand, rules on real texts, p
+against full logits; and training curves."""
 
 import csv
 import importlib
@@ -23,8 +23,12 @@ from paw.rollouts.chat import Chat
 from paw.types import Outcome, Sample, Turn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-studies, prediction = (importlib.import_module(f"bench.{name}") for name in ("studies", "prediction_reward"))
-PROMPT = "see:\nYou arrive at shelf 1. On the shelf 1, you see a mug 1.\ncan:\ntake mug 1 from shelf 1"
+studies, prediction = (
+    importlib.import_module(f"bench.{name}") for name in ("studies", "prediction_reward")
+)
+PROMPT = (
+    "see:\nYou arrive at shelf 1. On the shelf 1, you see a mug 1.\ncan:\ntake mug 1 from shelf 1"
+)
 RESULTS = (
     "Instruction: [SEP] a mug [SEP] Page 1 (Total results: 2) [SEP] B09ABCDEF1 [SEP] Acme mug, blue [SEP] $9.99"
     " [SEP] B01ZZZZZZ9 [SEP] Other cup B0 [SEP] $5"
@@ -37,8 +41,16 @@ def test_what_nobody_can_predict_is_noise(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def digits(prompt, action, observation):\n    return [(0, 3)]\n")
     for name, observation, expected in (
-        ("alfworld", "You arrive at shelf 2. On the shelf 2, you see a mug 1, and a pan 2.", ["a mug 1, and a pan 2"]),
-        ("alfworld", "You open the fridge 1. The fridge 1 is open. In it, you see nothing.", ["nothing"]),
+        (
+            "alfworld",
+            "You arrive at shelf 2. On the shelf 2, you see a mug 1, and a pan 2.",
+            ["a mug 1, and a pan 2"],
+        ),
+        (
+            "alfworld",
+            "You open the fridge 1. The fridge 1 is open. In it, you see nothing.",
+            ["nothing"],
+        ),
         ("alfworld", "You arrive at fridge 1. The fridge 1 is closed.", []),
         ("alfworld", "You are facing the shelf 1. Next to it, you see nothing.", []),
         ("alfworld", "On the shelf 1, you see a mug 1.", []),  # examined again: the prompt holds it
@@ -48,7 +60,10 @@ def test_what_nobody_can_predict_is_noise(tmp_path):
         ("webshop", "Search", []),
         (f"{file}:digits", "abcdef", ["abc"]),
     ):
-        assert [observation[start:end] for start, end in studies.find_rule(name)(PROMPT, "", observation)] == expected
+        assert [
+            observation[start:end]
+            for start, end in studies.find_rule(name)(PROMPT, "", observation)
+        ] == expected
     known = r"no noise rule 'search': there are alfworld, webshop, or give --rule FILE\.py:FUNCTION"
     with pytest.raises(UserError, match=known):
         studies.find_rule("search")
@@ -57,10 +72,19 @@ def test_what_nobody_can_predict_is_noise(tmp_path):
 
 
 def test_shares_by_hand():
-    tokens = [studies.Token(True, 0.25, 1.0), studies.Token(False, 0.16, 0.5), studies.Token(False, 0.64, 0.25)]
+    tokens = [
+        studies.Token(True, 0.25, 1.0),
+        studies.Token(False, 0.16, 0.5),
+        studies.Token(False, 0.64, 0.25),
+    ]
     lines = {(line["class"], line["loss"]): line for line in studies.table(tokens, rho=0.2, q=0.5)}
     one = lines["noise", "ce"]
-    assert (one["tokens"], one["token_share"], one["mean_p"], one["live"]) == (1, pytest.approx(1 / 3), 0.25, 0.0)
+    assert (one["tokens"], one["token_share"], one["mean_p"], one["live"]) == (
+        1,
+        pytest.approx(1 / 3),
+        0.25,
+        0.0,
+    )
     by_hand = {  # slopes 1, 1, 1; roots .5, .4, .8; p; p under .2
         "ce": (1 / 3, 1 / 1.75),
         "gce": (0.5 / 1.7, 0.5 / (0.5 + 0.2 + 0.2)),
@@ -71,45 +95,84 @@ def test_shares_by_hand():
         for key, share in zip(("by_logp", "by_logits"), shares, strict=True):
             assert lines["noise", loss][key] == pytest.approx(share)
             assert lines["rest", loss][key] == pytest.approx(1 - share)
-    assert (lines["rest", "mae"]["mean_p"], lines["rest", "mae"]["live"]) == (pytest.approx(0.4), 0.5)
+    assert (lines["rest", "mae"]["mean_p"], lines["rest", "mae"]["live"]) == (
+        pytest.approx(0.4),
+        0.5,
+    )
     with pytest.raises(UserError, match="no token of class 'noise' among 2"):
         studies.table(tokens[1:], rho=0.2, q=0.5)
 
 
 def test_tokens_carry_their_probability_and_the_norm_of_their_error(tiny_llm, tmp_path):
     folder = tiny_llm(tmp_path / "llm", kind="qwen3")
-    chat, lm = Chat(AutoTokenizer.from_pretrained(folder)), AutoModelForCausalLM.from_pretrained(folder)
+    chat, lm = (
+        Chat(AutoTokenizer.from_pretrained(folder)),
+        AutoModelForCausalLM.from_pretrained(folder),
+    )
     texts = ["You arrive at shelf 1. On the shelf 1, you see a mug 1.", "", "Nothing happens."]
     ids = chat.prompt_ids("go"), chat.response_ids("look")
     path, expected = tmp_path / "rollouts.jsonl", []
     with path.open("w") as file:
         for i, text in enumerate(texts):
-            turn = Turn(*ids, [], None, "go", "look", Outcome(text, 0.0, False, False, "look", True), "", 0)
-            file.write(json.dumps({"task": "t", "kind": "pick", "member": 0, "step": i, **asdict(turn)}) + "\n")
+            turn = Turn(
+                *ids, [], None, "go", "look", Outcome(text, 0.0, False, False, "look", True), "", 0
+            )
+            file.write(
+                json.dumps({"task": "t", "kind": "pick", "member": 0, "step": i, **asdict(turn)})
+                + "\n"
+            )
     config = load("quickstart", {"rollout.temperature": "0.7", "wm.max_tokens": "50"})
-    got = sorted(studies.measure(str(folder), config, studies.household, 1, path))  # batches have an order of their own
+    got = sorted(
+        studies.measure(str(folder), config, studies.household, 1, path)
+    )  # batches have an order of their own
     for text in texts:
         target = chat.observation_ids(text, 50)
         before = [*ids[0], *ids[1], *chat.separator_ids]
         with torch.no_grad():
-            p = (lm(torch.tensor([before + target])).logits[0, len(before) - 1 : -1] / 0.7).double().softmax(-1)
+            p = (
+                (lm(torch.tensor([before + target])).logits[0, len(before) - 1 : -1] / 0.7)
+                .double()
+                .softmax(-1)
+            )
         for at, token, (_, end) in zip(p, target, chat.observation_spans(text, 50), strict=False):
             error = at - torch.nn.functional.one_hot(torch.tensor(token), len(at))
-            expected.append(("a mug" in text and end > text.find("a mug"), at[token].item(), error.norm().item()))
+            expected.append(
+                (
+                    "a mug" in text and end > text.find("a mug"),
+                    at[token].item(),
+                    error.norm().item(),
+                )
+            )
     assert len(got) == len(expected) > 60 and {token.noise for token in got} == {True, False}
     for token, want in zip(got, sorted(expected), strict=True):
         assert token == pytest.approx(want, abs=1e-5)
 
 
 @pytest.mark.slow
-def test_a_run_is_measured_at_its_start_and_after_training(quick_run, paw_env, tmp_path, monkeypatch, capsys):
+def test_a_run_is_measured_at_its_start_and_after_training(
+    quick_run, paw_env, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("PAW_CACHE", paw_env["PAW_CACHE"])
     noise, curves = tmp_path / "noise", tmp_path / "curves"
-    studies.main(["noise-gradient", str(quick_run), "--tasks", "2", "--out", str(noise), "--rollout.group_size", "2"])
+    studies.main(
+        [
+            "noise-gradient",
+            str(quick_run),
+            "--tasks",
+            "2",
+            "--out",
+            str(noise),
+            "--rollout.group_size",
+            "2",
+        ]
+    )
     with (noise / "noise.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert {(line["stage"], line["class"], line["loss"]) for line in lines} == {
-        (stage, kind, loss) for stage in ("start", "trained") for kind in ("noise", "rest") for loss in studies.SLOPES
+        (stage, kind, loss)
+        for stage in ("start", "trained")
+        for kind in ("noise", "rest")
+        for loss in studies.SLOPES
     }
     assert all(0 < float(line["mean_p"]) < 1 and int(line["tokens"]) > 0 for line in lines)
     study = tmp_path / "study" / "runs"
@@ -120,7 +183,11 @@ def test_a_run_is_measured_at_its_start_and_after_training(quick_run, paw_env, t
     with (curves / "dynamics.csv").open() as file:
         assert [row["update"] for row in csv.DictReader(file)] == ["0", "1", "2"] * 3
     told = capsys.readouterr().out
-    assert (noise / "noise.md").read_text() in told and "|  | first (3) |" in told and "| lambda | " in told
+    assert (
+        (noise / "noise.md").read_text() in told
+        and "|  | first (3) |" in told
+        and "| lambda | " in told
+    )
     for figure in (noise / "noise.png", curves / "dynamics.png"):
         assert figure.read_bytes().startswith(b"\x89PNG")
 
@@ -143,12 +210,17 @@ def test_prediction_as_a_reward_adds_to_the_score_what_an_episode_predicted():
     run = SimpleNamespace(policy=tiny_policy(), config=load("miniature"))
     prediction.Prediction().on_start(run)
     seen = [[4, 5], [6, 7, 8]]
-    samples = [Sample(0, i, 0, [1, 2], [3], separator_ids=[9], observation_ids=ids) for i, ids in enumerate(seen)]
+    samples = [
+        Sample(0, i, 0, [1, 2], [3], separator_ids=[9], observation_ids=ids)
+        for i, ids in enumerate(seen)
+    ]
     alone = [Sample(0, i, 0, [1, 2, 3, 9], ids) for i, ids in enumerate(seen)]
     logp = log_probs(run.policy, alone, temperature=1.0, budget=64)
     first, second = (fmean(map(math.exp, logp[i][0])) for i in range(2))
     found = prediction.grpo(samples, bonus=2.0, eps=0.0)
-    assert found == pytest.approx([math.copysign(2**-0.5, first - second), math.copysign(2**-0.5, second - first)])
+    assert found == pytest.approx(
+        [math.copysign(2**-0.5, first - second), math.copysign(2**-0.5, second - first)]
+    )
     half = prediction.grpo(samples, bonus=2.0, eps=1.0)[0]
     std = abs(first - second) * 2 / 2**0.5
     assert half == pytest.approx((first - second) / (std + 1.0))

@@ -53,21 +53,37 @@ def test_splits_are_apart():
     factory = make_factory(config_of())
     train = [task.id for step in range(2) for task in train_tasks(factory, step, 4, seed=1)]
     assert sorted(train) == [f"retail/{i}" for i in range(8)]  # each once an epoch
-    assert [t.id for t in eval_tasks(factory, "test", 0, 0)] == ["retail/8", "retail/9", "retail/10", "retail/11"]
-    assert factory.may_block and factory.reward_max == 10.0 and factory.fingerprint().startswith("tau2 1.0.1 retail ")
+    assert [t.id for t in eval_tasks(factory, "test", 0, 0)] == [
+        "retail/8",
+        "retail/9",
+        "retail/10",
+        "retail/11",
+    ]
+    assert (
+        factory.may_block
+        and factory.reward_max == 10.0
+        and factory.fingerprint().startswith("tau2 1.0.1 retail ")
+    )
 
 
 def test_a_conversation_is_won():
     environment = start()
     prompt = environment.context()
     assert "Cancel orders on request.\n\n# Tools" in prompt and prompt.count('{"name": "') == 4 - 1
-    assert prompt.partition("# Conversation\n")[2].startswith("user: Hi, please cancel order 8.\n\nNow")
+    assert prompt.partition("# Conversation\n")[2].startswith(
+        "user: Hi, please cancel order 8.\n\nNow"
+    )
     assert environment.task == "user: Hi, please cancel order 8."
     outcome = environment.step(call("cancel", order="8", requestor="user"))
     assert outcome.observation == 'tool: {"order": "8"}' and not outcome.done and outcome.valid
     assert environment.context().count("assistant: ") == 1
     outcome = environment.step(environment.format_action("It is cancelled."))
-    assert (outcome.action, outcome.reward, outcome.won, outcome.score) == ("It is cancelled.", 10.0, True, 1.0)
+    assert (outcome.action, outcome.reward, outcome.won, outcome.score) == (
+        "It is cancelled.",
+        10.0,
+        True,
+        1.0,
+    )
     assert outcome.done and outcome.observation == "user: Thank you. ###STOP###"
     with pytest.raises(AssertionError):
         environment.step("")
@@ -79,7 +95,10 @@ def test_as_a_conversation_with_tools():
     environment = Guarded(factory.make(), config.env)
     environment.reset(eval_tasks(factory, "test", 0, 0)[0])
     system, user = environment.context()
-    assert system["content"].endswith("# Policy\nCancel orders on request.") and "<action>" not in system["content"]
+    assert (
+        system["content"].endswith("# Policy\nCancel orders on request.")
+        and "<action>" not in system["content"]
+    )
     assert user == {"role": "user", "content": "Hi, please cancel order 8."}
     assert [tool["function"]["name"] for tool in environment.tools] == ["find", "cancel", "done"]
     find, cancel = (ToolCall(name, {"order": "8"}, "call00000") for name in ("find", "cancel"))
@@ -89,7 +108,11 @@ def test_as_a_conversation_with_tools():
         (Reply('{"name": "cancel"'), "who reads no JSON"),
     ):
         outcome = environment.step(wrong)
-        assert not outcome.valid and problem in outcome.observation and not environment._environment._game._gym.actions
+        assert (
+            not outcome.valid
+            and problem in outcome.observation
+            and not environment._environment._game._gym.actions
+        )
     outcome = environment.step(Reply.of("", cancel))
     assert outcome.valid and outcome.observation == '{"order": "8"}'
     assert environment.context()[-1] == {
@@ -142,7 +165,9 @@ def test_what_breaks_is_a_failure():
         with pytest.raises(EnvironmentFailure, match=message):
             environment.step(environment.format_action("Hello"))
         environment.close()
-    with pytest.raises(EnvironmentFailure, match=r"retail/8 ended before it began; its log says why"):
+    with pytest.raises(
+        EnvironmentFailure, match=r"retail/8 ended before it began; its log says why"
+    ):
         start(user_model="down")
     with pytest.raises(EnvironmentFailure, match="not enough values to unpack"):
         make_factory(config_of()).make().reset(Task("retail/99", payload="99"))
@@ -171,11 +196,15 @@ def test_no_tau2_or_another(path, tmp_path, monkeypatch):
     (tmp_path / "tau2").mkdir()
     (tmp_path / "tau2" / "__init__.py").write_text("raise RuntimeError('never to be imported')")
     path(tmp_path)
-    with pytest.raises(UserError, match=r"unrelated chemistry program\. pip uninstall tau2, then git clone"):
+    with pytest.raises(
+        UserError, match=r"unrelated chemistry program\. pip uninstall tau2, then git clone"
+    ):
         make_factory(config_of())
     (tmp_path / "tau2" / "gym").mkdir()
     (tmp_path / "tau2" / "__init__.py").write_text("import gymnasium_that_is_missing")
-    with pytest.raises(UserError, match="cannot be imported: No module named 'gymnasium_that_is_missing'"):
+    with pytest.raises(
+        UserError, match="cannot be imported: No module named 'gymnasium_that_is_missing'"
+    ):
         make_factory(config_of())
 
 
@@ -188,7 +217,12 @@ def test_it_keeps_the_rules(capsys):
 def script(prompt):
     """Look an order up, cancel it and say so; without <action> in the very first turn."""
     order = prompt.partition("cancel order ")[2].partition(".")[0]
-    answers = [THOUGHT, call("find", order=order), call("cancel", order=order), f"{THOUGHT}<action>Done.</action>"]
+    answers = [
+        THOUGHT,
+        call("find", order=order),
+        call("cancel", order=order),
+        f"{THOUGHT}<action>Done.</action>",
+    ]
     return answers[prompt.count("\nassistant: ")]
 
 
@@ -197,16 +231,27 @@ def test_rollouts_become_triplets_of_next_states(tmp_path):
         config, chat = config_of(**changes), make_chat()
         factory = make_factory(config)
         rollouts = Rollouts(factory, Scripted(chat, script), chat, config)
-        return rollouts.play(train_tasks(factory, 0, 2, 0), group_size=2, temperature=1.0, seed=0, stream="t")
+        return rollouts.play(
+            train_tasks(factory, 0, 2, 0), group_size=2, temperature=1.0, seed=0, stream="t"
+        )
 
     groups, stats = play()
     assert not stats.failures and [len(group.trajectories) for group in groups] == [2, 2]
-    assert all(e.won and e.episode_return == 10.0 and len(e.turns) == 4 for g in groups for e in g.trajectories)
+    assert all(
+        e.won and e.episode_return == 10.0 and len(e.turns) == 4
+        for g in groups
+        for e in g.trajectories
+    )
     triplets = cut(groups, dedup=True)
     assert len(triplets) == 2 * 3  # without the malformed one, each conversation once
-    assert [t.next_state for t in triplets[1:3]] == [triplets[0].next_state, "user: Thank you. ###STOP###"]
+    assert [t.next_state for t in triplets[1:3]] == [
+        triplets[0].next_state,
+        "user: Thank you. ###STOP###",
+    ]
     write_triplets(tmp_path / "triplets.jsonl", triplets)
     assert read_triplets(tmp_path / "triplets.jsonl") == triplets
-    assert triplets[2].action == "Done." and "Done." in ask(triplets[2], NextStateConfig(eval_split="held_out"))
+    assert triplets[2].action == "Done." and "Done." in ask(
+        triplets[2], NextStateConfig(eval_split="held_out")
+    )
     groups, stats = play(user_model="unreachable")  # costs its episodes alone
     assert groups == [] and len(stats.failures) == 4 and "infrastructure_error" in stats.failures[0]

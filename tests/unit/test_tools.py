@@ -17,7 +17,10 @@ from paw.rollouts.scheduler import Rollouts
 from paw.types import Outcome, Reply, Task, ToolCall, Trajectory
 
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-ADD = {"type": "function", "function": {"name": "add", "description": "Adds n.", "parameters": NUMBER}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds n.", "parameters": NUMBER},
+}
 
 
 class Adder(Conversation):
@@ -27,7 +30,10 @@ class Adder(Conversation):
 
     def begin(self, task):
         self.sum = 0
-        return [{"role": "system", "content": "Use the tool."}, {"role": "user", "content": "Reach 7."}]
+        return [
+            {"role": "system", "content": "Use the tool."},
+            {"role": "user", "content": "Reach 7."},
+        ]
 
     def call(self, call):
         self.sum += call.arguments["n"]
@@ -54,7 +60,10 @@ def test_a_conversation_with_tools():
     assert first.action == 'add({"n": 3}); add({"n": 4})'
     assert env.step("well").valid and not env.step(" ").valid
     roles = [message["role"] for message in env.context()]
-    assert roles == ["system", "user", "assistant", "tool", "tool", *["assistant", "user"] * 2] and env.step("done").won
+    assert (
+        roles == ["system", "user", "assistant", "tool", "tool", *["assistant", "user"] * 2]
+        and env.step("done").won
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,8 +95,14 @@ def test_a_broken_call_is_answered_and_nothing_is_played(reply, problem):
         ([{"type": "function", "function": {"description": "?"}}], "tools[0] has no name"),
         ([ADD, ADD], "tools[1]: there are two tools 'add'; rename one"),
         ([{"name": "f", "parameters": {"default": {1}}}], "tool 'f' cannot be written as JSON"),
-        ([{"name": "f", "parameters": {"type": "array"}}], "its parameters are no JSON schema of an object"),
-        ([{"name": "f", "parameters": {"properties": {"x": {"type": "integr"}}}}], "'integr' is not valid"),
+        (
+            [{"name": "f", "parameters": {"type": "array"}}],
+            "its parameters are no JSON schema of an object",
+        ),
+        (
+            [{"name": "f", "parameters": {"properties": {"x": {"type": "integr"}}}}],
+            "'integr' is not valid",
+        ),
     ],
 )
 def test_a_schema_that_is_none_is_one_clear_line(tools, problem):
@@ -98,7 +113,12 @@ def test_a_schema_that_is_none_is_one_clear_line(tools, problem):
 
 def test_a_bare_function_is_a_tool():
     assert checked_tools([ADD["function"]]) == [ADD]
-    assert json.loads(json.dumps(checked_tools([{"name": "now"}])))[0]["function"]["parameters"]["type"] == "object"
+    assert (
+        json.loads(json.dumps(checked_tools([{"name": "now"}])))[0]["function"]["parameters"][
+            "type"
+        ]
+        == "object"
+    )
 
 
 def test_an_endpoint_gets_the_tools_and_its_calls_come_back():
@@ -115,7 +135,11 @@ def test_an_endpoint_gets_the_tools_and_its_calls_come_back():
     ):
         body = completion(text)
         if arguments:
-            call = {"id": "abc", "type": "function", "function": function | {"arguments": arguments}}
+            call = {
+                "id": "abc",
+                "type": "function",
+                "function": function | {"arguments": arguments},
+            }
             body["choices"][0]["message"]["tool_calls"] = [call]
         answers.append((200, body, {}))
     with serve() as server:
@@ -125,14 +149,31 @@ def test_an_endpoint_gets_the_tools_and_its_calls_come_back():
         rollouts = Rollouts(factory, None, None, config)
         rollouts.run(episodes[:1], lambda env: EndpointModel(env, config, endpoint))
         sent, turns = server.requests, episodes[0].trajectory.turns
-        assert episodes[0].trajectory.failure is None and [turn.outcome.valid for turn in turns] == [False, True, True]
+        assert episodes[0].trajectory.failure is None and [
+            turn.outcome.valid for turn in turns
+        ] == [False, True, True]
         assert "are no JSON" in turns[0].outcome.observation and turns[2].outcome.won
-        assert turns[1].response.endswith('<tool_call>\n{"name": "add", "arguments": {"n": 7}}\n</tool_call>')
+        assert turns[1].response.endswith(
+            '<tool_call>\n{"name": "add", "arguments": {"n": 7}}\n</tool_call>'
+        )
         assert all(request["tools"] == [ADD] for request in sent)
         call, result = sent[2]["messages"][-2:]
-        assert call["content"] == "I add < |im_end|>." and call["tool_calls"][0]["function"] == function
-        assert result == {"role": "tool", "content": "the sum is 7", "name": "add", "tool_call_id": "abc"}
-        server.script = [(400, refusal('"auto" tool choice requires --enable-auto-tool-choice'), {})]
-        with pytest.raises(UserError, match=r"takes no tools, which the environment has: .*--enable-auto-tool-choice"):
+        assert (
+            call["content"] == "I add < |im_end|>."
+            and call["tool_calls"][0]["function"] == function
+        )
+        assert result == {
+            "role": "tool",
+            "content": "the sum is 7",
+            "name": "add",
+            "tool_call_id": "abc",
+        }
+        server.script = [
+            (400, refusal('"auto" tool choice requires --enable-auto-tool-choice'), {})
+        ]
+        with pytest.raises(
+            UserError,
+            match=r"takes no tools, which the environment has: .*--enable-auto-tool-choice",
+        ):
             rollouts.run(episodes[1:], lambda env: EndpointModel(env, config, endpoint))
         rollouts.close()

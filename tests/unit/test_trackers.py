@@ -27,18 +27,25 @@ def play(package, folder):
     config = Config(model=ModelConfig(path="-"), run={"trackers": [package]}, tracking=TRACKING)
     for begun, updates in ((0, (1, 2, 3)), (1, (2, 3, 4))):
         ranks = SimpleNamespace(first=True)
-        stage = SimpleNamespace(config=config, step=begun, directory=Path(folder), ranks=ranks, failed=False)
+        stage = SimpleNamespace(
+            config=config, step=begun, directory=Path(folder), ranks=ranks, failed=False
+        )
         tracker = load("callbacks", package)()
         tracker.on_start(stage)
         for stage.step in updates:
-            tracker.on_update(stage, {"reward/mean": stage.step + 10.0 * begun, "policy/kl": math.nan, "note": "text"})
+            tracker.on_update(
+                stage,
+                {"reward/mean": stage.step + 10.0 * begun, "policy/kl": math.nan, "note": "text"},
+            )
         tracker.on_end(stage)
 
 
 def child(package, folder, **variables):
     """`play` in a process of its own: these keep threads, processes and settings."""
     words = [sys.executable, __file__, package, str(folder)]
-    done = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -52,9 +59,14 @@ def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
     (found,) = client.search_runs([client.get_experiment_by_name("households").experiment_id])
     assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
     assert found.data.tags["toy"] == found.data.tags["cpu"] == "true"
-    assert found.data.params["tracking.project"] == "households" and found.data.params["optim.lr"] == "1e-06"
+    assert (
+        found.data.params["tracking.project"] == "households"
+        and found.data.params["optim.lr"] == "1e-06"
+    )
     assert sorted(found.data.metrics) == ["reward/mean"]
-    assert [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, "reward/mean")] == EXPECTED
+    assert [
+        (m.step, m.value) for m in client.get_metric_history(found.info.run_id, "reward/mean")
+    ] == EXPECTED
     client.delete_run(found.info.run_id)
     play("mlflow", tmp_path / "run")  # which is no reason to fail
     assert len(client.search_runs([found.info.experiment_id])) == 1
@@ -77,11 +89,22 @@ def test_wandb_goes_on_with_its_run(tmp_path):
     child("wandb", tmp_path / "run", WANDB_MODE="offline")
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     records = [wandb_records(file) for file in files]
-    (first, second) = (next(record.run for record in of if record.HasField("run")) for of in records)
-    assert (first.project, first.display_name, list(first.tags)) == ("households", "mine", ["toy", "cpu"])
-    assert first.run_id == second.run_id == (tmp_path / "run" / "wandb_id.txt").read_text().split()[0]
+    (first, second) = (
+        next(record.run for record in of if record.HasField("run")) for of in records
+    )
+    assert (first.project, first.display_name, list(first.tags)) == (
+        "households",
+        "mine",
+        ["toy", "cpu"],
+    )
+    assert (
+        first.run_id == second.run_id == (tmp_path / "run" / "wandb_id.txt").read_text().split()[0]
+    )
     history = [record.history.item for of in records for record in of if record.HasField("history")]
-    rows = [{".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items} for items in history]
+    rows = [
+        {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+        for items in history
+    ]
     assert [(row["_step"], row["reward/mean"]) for row in rows] == EXPECTED
 
 
@@ -125,7 +148,11 @@ def test_tracking_needs_a_tracker():
     with pytest.raises(UserError, match=r"unknown key 'tracking.project'; it needs run.trackers"):
         load_recipe("quickstart", {"tracking.project": "mine"})
     config = load_recipe("quickstart", {"run.trackers": "mlflow", "tracking.tags": "one"})
-    assert (config.tracking.project, config.tracking.name, config.tracking.tags) == ("paw", None, ["one"])
+    assert (config.tracking.project, config.tracking.name, config.tracking.tags) == (
+        "paw",
+        None,
+        ["one"],
+    )
 
 
 if __name__ == "__main__":

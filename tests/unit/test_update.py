@@ -43,7 +43,12 @@ def make_config(start, folder, **changes) -> Config:
         "run": {"dir": str(folder), "updates": 3, "save_every": 0},
         "model": {"path": str(start), "dtype": "float32", "device": "cpu"},
         "env": ENV.model_dump(),
-        "rollout": {"tasks": 4, "group_size": 4, "max_prompt_tokens": 256, "max_response_tokens": 3},
+        "rollout": {
+            "tasks": 4,
+            "group_size": 4,
+            "max_prompt_tokens": 256,
+            "max_response_tokens": 3,
+        },
         "policy": {"kl_coef": 0.0, "entropy_coef": 0.0},
         "optim": {"lr": LR, "minibatch_samples": MINIBATCH, "micro_batch_tokens": BUDGET},
         "eval": {"every": 0, "games": 2},
@@ -73,7 +78,9 @@ def run_updates(config, count):
         weights = []
         for _ in range(count):
             update(run, rollouts)
-            weights.append({name: p.detach().clone() for name, p in run.policy.named_parameters_once().items()})
+            weights.append(
+                {name: p.detach().clone() for name, p in run.policy.named_parameters_once().items()}
+            )
         return weights, rollouts.history, list(run.log.history)
 
 
@@ -83,11 +90,15 @@ def vanilla_grpo(start, count):
     chat, factory = Chat(tokenizer), make_factory()
     engine = TransformersEngine(policy.lm, end_ids=chat.end_ids)
     rollouts = Rollouts(factory, engine, chat, make_config(start, start))
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.999), weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=LR, betas=(0.9, 0.999), weight_decay=0.01, fused=True
+    )
     weights = []
     for step in range(count):
         tasks = train_tasks(factory, step, 4, 0)
-        groups, _ = rollouts.play(tasks, group_size=4, temperature=1.0, seed=0, stream=f"train/{step}")
+        groups, _ = rollouts.play(
+            tasks, group_size=4, temperature=1.0, seed=0, stream=f"train/{step}"
+        )
         samples = []
         for group in groups:
             turns = [(e.episode_return, t) for e in group.trajectories for t in e.turns]
@@ -95,7 +106,14 @@ def vanilla_grpo(start, count):
             mean, std = statistics.mean(scores), statistics.stdev(scores)
             for (_, turn), score in zip(turns, scores, strict=True):
                 samples.append(
-                    Sample(0, 0, 0, turn.prompt_ids, turn.response_ids, advantage=(score - mean) / (std + EPS))
+                    Sample(
+                        0,
+                        0,
+                        0,
+                        turn.prompt_ids,
+                        turn.response_ids,
+                        advantage=(score - mean) / (std + EPS),
+                    )
                 )
         with torch.no_grad():
             for batch in batches(samples):
@@ -111,9 +129,13 @@ def vanilla_grpo(start, count):
             weight = 1.0 / sum(len(sample.response_ids) for sample in minibatch)
             live = [sample for sample in minibatch if sample.advantage != 0.0]
             for batch in batches(live):
-                of_tokens = [(live[i].advantage, old) for i in batch.indices for old in live[i].old_logp]
+                of_tokens = [
+                    (live[i].advantage, old) for i in batch.indices for old in live[i].old_logp
+                ]
                 advantage, old = torch.tensor(of_tokens).unbind(1)
-                tokens = TokenBatch(torch.full_like(old, weight), advantage.isnan(), advantage, old, old)
+                tokens = TokenBatch(
+                    torch.full_like(old, weight), advantage.isnan(), advantage, old, old
+                )
                 hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position]
                 loss = joint(partial(ppo, clip_low=CLIP, clip_high=CLIP), ce)
                 token_loss(hidden, policy.head_weight, batch.target, loss, tokens).loss.backward()
@@ -141,10 +163,16 @@ def test_without_world_model_an_update_is_vanilla_grpo_bit_for_bit(start, tmp_pa
     assert not any(key.startswith("wm/") for line in metrics for key in line)
 
 
-def test_the_world_model_trains_without_changing_the_first_rollouts_and_with_weight_zero_nothing(start, tmp_path):
+def test_the_world_model_trains_without_changing_the_first_rollouts_and_with_weight_zero_nothing(
+    start, tmp_path
+):
     (off, groups_off, _), (zero, groups_zero, _), (on, groups_on, metrics) = (
         run_updates(make_config(start, tmp_path / name, **changes), 2)
-        for name, changes in {"off": {"wm_enabled": False}, "zero": {"wm_weight": 0.0}, "on": {}}.items()
+        for name, changes in {
+            "off": {"wm_enabled": False},
+            "zero": {"wm_weight": 0.0},
+            "on": {},
+        }.items()
     )
     assert groups_off == groups_zero
     assert all(torch.equal(off[-1][name], zero[-1][name]) for name in off[-1])
@@ -154,7 +182,9 @@ def test_the_world_model_trains_without_changing_the_first_rollouts_and_with_wei
 
 
 def test_kl_to_the_start_model_is_zero_on_the_first_update_and_grows(start, tmp_path):
-    _, _, metrics = run_updates(make_config(start, tmp_path, policy_kl_coef=0.1, optim_minibatch_samples=1000), 2)
+    _, _, metrics = run_updates(
+        make_config(start, tmp_path, policy_kl_coef=0.1, optim_minibatch_samples=1000), 2
+    )
     assert metrics[0]["policy/kl"] < 1e-9
     assert metrics[1]["policy/kl"] > 1e-4
 
@@ -181,21 +211,35 @@ def test_stale_weights_are_seen_without_a_scoring_pass(start, tmp_path, wm_enabl
         assert 0 < run.log.history[-1]["health/sampler_mismatch"] < 1e-4
         if wm_enabled:  # selection needs the engine's entropies
             groups, _ = rollouts.training(1, 4)
-            for turn in (turn for group in groups for episode in group.trajectories for turn in episode.turns):
+            for turn in (
+                turn for group in groups for episode in group.trajectories for turn in episode.turns
+            ):
                 turn.entropy = [value + 1.0 for value in turn.entropy]
-            with pytest.raises(StaleWeightsError, match="the sampler's entropies differ from the trainer's"):
+            with pytest.raises(
+                StaleWeightsError, match="the sampler's entropies differ from the trainer's"
+            ):
                 optimize(run, prepare(run, groups))
             run.optimizer.zero_grad()
-        run.engine = TransformersEngine(copy.deepcopy(run.policy.lm), end_ids=run.chat.end_ids, own_weights=True)
+        run.engine = TransformersEngine(
+            copy.deepcopy(run.policy.lm), end_ids=run.chat.end_ids, own_weights=True
+        )
         run.engine.sync = lambda parameters, version: setattr(run.engine, "version", version)
         with torch.no_grad():
             for parameter in run.policy.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+                )
         push_weights(run.policy.lm, run.engine, version=1)
-        before = {name: p.detach().clone() for name, p in run.policy.named_parameters_once().items()}
-        with pytest.raises(StaleWeightsError, match="the engine does not hold the weights it was sent"):
+        before = {
+            name: p.detach().clone() for name, p in run.policy.named_parameters_once().items()
+        }
+        with pytest.raises(
+            StaleWeightsError, match="the engine does not hold the weights it was sent"
+        ):
             update(run, Rollouts(run.factory, run.engine, run.chat, config))
-        assert all(torch.equal(p, before[name]) for name, p in run.policy.named_parameters_once().items())
+        assert all(
+            torch.equal(p, before[name]) for name, p in run.policy.named_parameters_once().items()
+        )
 
 
 class TwoServers(TransformersEngine):
@@ -226,7 +270,11 @@ def test_a_server_of_other_weights_is_left_out_and_the_update_played_again(start
         update(run, Rollouts(run.factory, run.engine, run.chat, config))
         assert run.step == 1 and run.log.history[-1]["health/sampler_mismatch"] < 1e-4
         told = capsys.readouterr().out
-        assert "more than 0.5 nats on 100% of" in told and "http://b left out" in told and "http://a" not in told
+        assert (
+            "more than 0.5 nats on 100% of" in told
+            and "http://b left out" in told
+            and "http://a" not in told
+        )
         run.engine.wrong = ["http://a"]
         with pytest.raises(StaleWeightsError, match="http://a"):
             update(run, Rollouts(run.factory, run.engine, run.chat, config))
@@ -235,7 +283,9 @@ def test_a_server_of_other_weights_is_left_out_and_the_update_played_again(start
 @pytest.mark.parametrize("old_logp", ["trainer", "engine"])
 def test_truncated_importance_sampling_on_policy_is_the_plain_update(start, tmp_path, old_logp):
     """The sampler has the trainer's weights: every ratio of the first optimizer step is 1."""
-    plain, _, _ = run_updates(make_config(start, tmp_path / "plain", optim_minibatch_samples=1000), 1)
+    plain, _, _ = run_updates(
+        make_config(start, tmp_path / "plain", optim_minibatch_samples=1000), 1
+    )
     options = {"optim_minibatch_samples": 1000, "policy_old_logp": old_logp, "policy_tis_cap": 2.0}
     truncated, _, metrics = run_updates(make_config(start, tmp_path / "tis", **options), 1)
     initial = load_policy(start).named_parameters_once()
@@ -257,20 +307,32 @@ class Shuffled(Rollouts):
 
 @pytest.mark.slow
 def test_an_update_is_the_same_however_it_is_computed(start, tmp_path):
-    """But for the order of sums. Beside this: cuts of the batch in test_loss, numbers of ranks in tests/distributed,
-    engines in tests/e2e/test_vllm_engine."""
+    """But for the order of sums. Beside this: cuts of the batch in test_loss, numbers of ranks in
+    tests/distributed, engines in tests/e2e/test_vllm_engine."""
 
     def step(rollouts=Rollouts, **changes):
         """The way of the weights in one optimizer step (mini-batches are drawn by position)."""
-        # Cross-entropy: of a fresh model's observations p is nearly 0, and so is the gradient of any other loss.
-        plain = {"run_updates": 1, "optim_minibatch_samples": 10**6, "optim_weight_decay": 0.0, "wm_loss": "ce"}
-        with open_run(make_config(start, tmp_path / str(len(list(tmp_path.iterdir()))), **plain | changes)) as run:
+        # Cross-entropy: of a fresh model's observations p is nearly 0, and so is the gradient of
+        # any other loss.
+        plain = {
+            "run_updates": 1,
+            "optim_minibatch_samples": 10**6,
+            "optim_weight_decay": 0.0,
+            "wm_loss": "ce",
+        }
+        with open_run(
+            make_config(start, tmp_path / str(len(list(tmp_path.iterdir()))), **plain | changes)
+        ) as run:
             for group in run.optimizer.param_groups:
-                group["eps"] = 1.0  # Adam's first step is lr * g / (|g| + eps): proportional to the gradient
+                group["eps"] = (
+                    1.0  # Adam's first step is lr * g / (|g| + eps): proportional to the gradient
+                )
             push_weights(run.policy.lm, run.engine, version=0)
             before = torch.cat([p.detach().flatten().double() for p in run.policy.parameters()])
             update(run, rollouts(run.factory, run.engine, run.chat, run.config))
-            return torch.cat([p.detach().flatten().double() for p in run.policy.parameters()]) - before
+            return (
+                torch.cat([p.detach().flatten().double() for p in run.policy.parameters()]) - before
+            )
 
     expected = step()
     for changes in (

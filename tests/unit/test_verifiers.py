@@ -26,7 +26,9 @@ from paw.rollouts.scheduler import Rollouts
 from paw.trainer import train
 from paw.types import Reply, Task, ToolCall
 
-pytest.importorskip("verifiers.v1", reason="verifiers is not installed: pip install 'paw-trainer[verifiers]'")
+pytest.importorskip(
+    "verifiers.v1", reason="verifiers is not installed: pip install 'paw-trainer[verifiers]'"
+)
 PACKAGES = Path(__file__).with_name("verifiers_packages")
 
 
@@ -44,7 +46,10 @@ def path(monkeypatch):
 
 def config_of(name, **env):
     return Config.model_validate(
-        {"model": ModelConfig(path="-"), "env": {"name": "verifiers", "id": name, "max_turns": 4, **env}}
+        {
+            "model": ModelConfig(path="-"),
+            "env": {"name": "verifiers", "id": name, "max_turns": 4, **env},
+        }
     )
 
 
@@ -59,14 +64,24 @@ def test_one_turn_with_an_answer():
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
     assert (PACKAGES / "sums.py").read_text(encoding="utf-8").partition('"""\n\n')[2] in page
     factory = make_factory(config_of("sums"))
-    assert [task.id for task in eval_tasks(factory, "eval", 0, 0)] == ["sums/eval/0", "sums/eval/1", "sums/eval/2"]
+    assert [task.id for task in eval_tasks(factory, "eval", 0, 0)] == [
+        "sums/eval/0",
+        "sums/eval/1",
+        "sums/eval/2",
+    ]
     assert len({task.id for task in train_tasks(factory, 0, 27, 0)}) == 27
-    assert factory.may_block and factory.reward_max == 1.0 and factory.fingerprint().startswith("verifiers 0.4")
+    assert (
+        factory.may_block
+        and factory.reward_max == 1.0
+        and factory.fingerprint().startswith("verifiers 0.4")
+    )
     assert factory.fingerprint() == make_factory(config_of("sums")).fingerprint()
     assert len({make_factory(config_of("guess", tasks=n)).fingerprint() for n in (20, 30, 30)}) == 2
     for answer, reward in (("38", 1.0), (" 38 ", 1.0), ("39", 0.0)):
         environment, first = start("sums", "eval", 1)
-        assert first == "What is 19 + 19?" and environment.context() == [{"role": "user", "content": first}]
+        assert first == "What is 19 + 19?" and environment.context() == [
+            {"role": "user", "content": first}
+        ]
         outcome = environment.step(answer)
         assert (outcome.reward, outcome.won, outcome.score) == (reward, reward == 1.0, reward)
         assert outcome.done and outcome.valid and outcome.observation == ""
@@ -85,10 +100,14 @@ def test_a_conversation_grows_and_its_rewards_come_at_the_end():
     assert [m["role"] for m in environment.context()[2:]] == ["assistant", "user"] * 2
     outcome = environment.step("2")
     assert (outcome.reward, outcome.score, outcome.won, outcome.done) == (2.0, 0.5, True, True)
-    environment.reset(make_factory(config_of("guess", tasks=20)).tasks("train", 0)[1])  # the same one again
+    environment.reset(
+        make_factory(config_of("guess", tasks=20)).tasks("train", 0)[1]
+    )  # the same one again
     outcomes = [environment.step(guess) for guess in ("4", "", "6", "7")]
     assert [o.observation for o in outcomes] == ["lower", "lower", "lower", ""]
-    assert outcomes[-1].done and outcomes[-1].reward == 0.0  # env.max_turns ends it, and it is scored
+    assert (
+        outcomes[-1].done and outcomes[-1].reward == 0.0
+    )  # env.max_turns ends it, and it is scored
     assert [o.valid for o in outcomes] == [True, False, True, True]
     environment.close()
     environment, _ = start("guess", reward=4.0, tasks=20)  # without won_at the maximum wins alone
@@ -99,7 +118,13 @@ def test_a_conversation_grows_and_its_rewards_come_at_the_end():
 def test_what_breaks_or_hangs_costs_its_episode():
     config, chat = config_of("guess", tasks=20, step_timeout_s=2), make_chat()
     before = threading.active_count()
-    words = ["raise", "wait", "block", "1", "1"]  # what each begins with, in the order of asking; they go on with 2
+    words = [
+        "raise",
+        "wait",
+        "block",
+        "1",
+        "1",
+    ]  # what each begins with, in the order of asking; they go on with 2
     engine = Scripted(chat, lambda prompt: "2" if "higher" in prompt else words.pop(0))
     rollouts = Rollouts(make_factory(config), engine, chat, config)
     tasks = [rollouts.factory.tasks("train", 0)[0]]
@@ -111,9 +136,15 @@ def test_what_breaks_or_hangs_costs_its_episode():
     ]
     (group,) = groups
     for episode in group.trajectories:
-        assert [turn.outcome.observation for turn in episode.turns] == ["higher", ""] and episode.episode_return == 2.0
+        assert [turn.outcome.observation for turn in episode.turns] == [
+            "higher",
+            "",
+        ] and episode.episode_return == 2.0
         one, two = episode.turns
-        assert two.prompt_ids[: len(one.prompt_ids + one.response_ids)] == one.prompt_ids + one.response_ids
+        assert (
+            two.prompt_ids[: len(one.prompt_ids + one.response_ids)]
+            == one.prompt_ids + one.response_ids
+        )
     assert stats.threads_lost == 1
     rollouts.close()
     deadline = time.monotonic() + 5
@@ -134,7 +165,9 @@ async def librarian(env, model):
     while not env.done:
         said = await model.generate(env.context())
         looks = env.observation.startswith("When")
-        await env.step(Reply.of("", ToolCall("books_year", {"title": "Emma"}, "call00000")) if looks else said)
+        await env.step(
+            Reply.of("", ToolCall("books_year", {"title": "Emma"}, "call00000")) if looks else said
+        )
 
 
 @pytest.mark.slow
@@ -154,8 +187,16 @@ def test_tools_of_a_server_that_episodes_share(tiny_llm, tmp_path, read_metrics,
     assert outcome.observation == "Ulysses appeared in 1922." and outcome.valid and not outcome.done
     assert outcome.action == 'books_year({"title": "Ulysses"})'
     said, result = one.context()[1:]
-    assert said["tool_calls"][0]["function"] == {"name": "books_year", "arguments": {"title": "Ulysses"}}
-    assert result == {"role": "tool", "name": "books_year", "tool_call_id": "c1", "content": outcome.observation}
+    assert said["tool_calls"][0]["function"] == {
+        "name": "books_year",
+        "arguments": {"title": "Ulysses"},
+    }
+    assert result == {
+        "role": "tool",
+        "name": "books_year",
+        "tool_call_id": "c1",
+        "content": outcome.observation,
+    }
     for broken, seen in (
         (Reply("<tool_call>{", "", problem="it is no JSON"), "Invalid call: it is no JSON"),
         (Reply.of("", ToolCall("shelf", {}, "c2")), "No tool 'shelf'."),
@@ -179,14 +220,20 @@ def test_tools_of_a_server_that_episodes_share(tiny_llm, tmp_path, read_metrics,
     monkeypatch.setitem(CALLBACKS, "report", "builtins:object")
     train(load("own-environment", keys))
     (row,) = [row for row in read_metrics(tmp_path / "r") if "wm/loss" in row]
-    assert row["health/env_failures"] == 0 and row["wm/selected_frac"] == 0.5  # the first turn of two has a target
-    assert row["wm/loss"] > 0 and row["optim/grad_norm"] > 0 and row["policy/loss"] == 0  # nothing else to learn
+    assert (
+        row["health/env_failures"] == 0 and row["wm/selected_frac"] == 0.5
+    )  # the first turn of two has a target
+    assert (
+        row["wm/loss"] > 0 and row["optim/grad_norm"] > 0 and row["policy/loss"] == 0
+    )  # nothing else to learn
     turns = json.loads((tmp_path / "r" / "samples.jsonl").read_text().splitlines()[-1])["turns"]
     assert ["".join(turn["observation_tokens"]) for turn in turns] == ["Emma appeared in 1815.", ""]
 
 
 def test_a_program_may_stream_and_write_text_in_parts():
-    openai = pytest.importorskip("openai", reason="openai is not installed: pip install 'paw-trainer[agents]'")
+    openai = pytest.importorskip(
+        "openai", reason="openai is not installed: pip install 'paw-trainer[agents]'"
+    )
 
     async def play(part, url, model):
         async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
@@ -194,7 +241,9 @@ def test_a_program_may_stream_and_write_text_in_parts():
             with pytest.raises(openai.NotFoundError, match="there is no model 'gpt' here"):
                 await ask(model="gpt", messages=[])
             messages = [{"role": "user", "content": [{"type": "text", "text": "Yes"}, part]}]
-            chunks = [chunk async for chunk in await ask(model=model, messages=messages, stream=True)]
+            chunks = [
+                chunk async for chunk in await ask(model=model, messages=messages, stream=True)
+            ]
         return float(chunks[0].choices[0].delta.content == "\U0001f600?")
 
     config = config_of("none").env
@@ -213,24 +262,36 @@ def test_a_mistake_is_one_line(path, tmp_path):
     judge = {"taskset": {"task": {"judges": [{"id": "reference", "api_key_var": "NO_SUCH_KEY"}]}}}
     for name, env, message in (
         ("", {}, r"needs env\.id, the name of an environment's package"),
-        ("no_such_one", {}, "env.id = 'no_such_one': .*No module named 'no_such_one'; install its package"),
+        (
+            "no_such_one",
+            {},
+            "env.id = 'no_such_one': .*No module named 'no_such_one'; install its package",
+        ),
         ("needs", {}, "No module named 'a_package_that_is_missing'"),
         ("json", {}, "env.id = 'json': .*exports no Taskset"),
         ("mine", {}, r"for verifiers before 0\.4 \(load_environment\)"),
-        ("sums", {"args": {"taskset": {"level": 3}}}, "env.args of env.id = 'sums': taskset: level: Extra inputs"),
+        (
+            "sums",
+            {"args": {"taskset": {"level": 3}}},
+            "env.args of env.id = 'sums': taskset: level: Extra inputs",
+        ),
         ("sums", {"args": judge}, "key is missing: set the environment variable NO_SUCH_KEY"),
     ):
         with pytest.raises(UserError, match=message) as error:
             make_factory(config_of(name, **env))
         assert "\n" not in str(error.value)
-    with pytest.raises(EnvironmentFailure, match=r"'user' is not to be trained: give it a client in env\.args"):
+    with pytest.raises(
+        EnvironmentFailure, match=r"'user' is not to be trained: give it a client in env\.args"
+    ):
         start("sums", args={"id": "user-sim"})
 
 
 def test_without_verifiers_the_command_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
     monkeypatch.delitem(sys.modules, "paw.envs.verifiers", raising=False)
-    with pytest.raises(UserError, match=r"needs verifiers 0\.4 .*: pip install 'paw-trainer\[verifiers\]'"):
+    with pytest.raises(
+        UserError, match=r"needs verifiers 0\.4 .*: pip install 'paw-trainer\[verifiers\]'"
+    ):
         make_factory(config_of("sums"))
 
 
@@ -241,15 +302,30 @@ def test_ctrl_c_ends_tool_servers_too():
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 words = (process / "cmdline").read_bytes().split(b"\0")
-                if b"library" in words and str(PACKAGES).encode() in (process / "environ").read_bytes():
+                if (
+                    b"library" in words
+                    and str(PACKAGES).encode() in (process / "environ").read_bytes()
+                ):
                     found.add(process.name)
         return found
 
-    words = ["env", "check", "verifiers", "--env.id", "library", "--env.eval_split", "test", "--env.max_turns", "2"]
+    words = [
+        "env",
+        "check",
+        "verifiers",
+        "--env.id",
+        "library",
+        "--env.eval_split",
+        "test",
+        "--env.max_turns",
+        "2",
+    ]
     code = f"import paw.cli, paw.tools.env_check as c; c.TELL_S = 0.05; paw.cli.sys.argv[1:] = {words}; paw.cli.entry()"
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(PACKAGES), *filter(None, sys.path)])}
     before = servers()
-    with subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True
+    ) as child:
         own = {str(child.pid)}
         assert any("outcomes: 1 episodes begun" in line for line in child.stderr)
         started = servers() - before - own
@@ -263,7 +339,17 @@ def test_ctrl_c_ends_tool_servers_too():
 
 
 def test_it_keeps_the_rules(capsys):
-    words = ["env", "check", "verifiers", "--env.id", "guess", "--env.tasks", "40", "--env.max_turns", "3"]
+    words = [
+        "env",
+        "check",
+        "verifiers",
+        "--env.id",
+        "guess",
+        "--env.tasks",
+        "40",
+        "--env.max_turns",
+        "3",
+    ]
     assert cli.main(words) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
     assert "'train': 36, 'eval': 4\n" in out and "all 15 rules hold" in out

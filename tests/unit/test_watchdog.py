@@ -12,7 +12,10 @@ from paw.model.watchdog import Watchdog
 
 @pytest.fixture
 def make(monkeypatch):
-    """`make(rank, timeout_s=...)`: one of three ranks. What ends a process is kept in `.ended` instead."""
+    """`make(rank, timeout_s=...)`: one of three ranks.
+
+    What ends a process is kept in `.ended` instead.
+    """
     monkeypatch.setattr(watchdog, "TICK_S", 0.02)
     monkeypatch.setattr(watchdog, "PATIENCE_S", 2.0)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -53,7 +56,8 @@ def test_a_silent_rank_is_named_with_its_phase(make):
     for rank in ranks[:2]:
         found = verdict(rank)
         assert re.match(
-            r"rank 2 has been silent for \d+ s \(run\.peer_timeout_s = 0\.5\), last in phase 'update'", found
+            r"rank 2 has been silent for \d+ s \(run\.peer_timeout_s = 0\.5\), last in phase 'update'",
+            found,
         )
 
 

@@ -24,16 +24,41 @@ PEOPLE = WebshopConfig(goals="human", nouns="rules")
 
 
 def item(asin: str, name: str, **others) -> dict:
-    about = {"category": "beauty", "query": " Shampoo ", "product_category": "Beauty › Hair › Shampoo"}
-    shown = {"full_description": "Made by hand.", "small_description": ["Sulfate free", "Smells good"]}
-    return {"asin": asin, "name": name, **about, **shown, "pricing": "$12.99", "customization_options": {}, **others}
+    about = {
+        "category": "beauty",
+        "query": " Shampoo ",
+        "product_category": "Beauty › Hair › Shampoo",
+    }
+    shown = {
+        "full_description": "Made by hand.",
+        "small_description": ["Sulfate free", "Smells good"],
+    }
+    return {
+        "asin": asin,
+        "name": name,
+        **about,
+        **shown,
+        "pricing": "$12.99",
+        "customization_options": {},
+        **others,
+    }
 
 
 SIZES = [{"value": " 8 OZ "}, {"value": "12 oz"}]
 SCENTS = [{"value": "Lavender/Mint", "image": "x"}, {"value": "Citrus"}]
 SHOP = [
-    item("B000000001", "Lumo Tree Shampoo", customization_options={"Size": SIZES, "Scent": SCENTS, "Style": None}),
-    item("B000000002", "Vero Slim Shirt", pricing="$10.00 - $30.50", customization_options=None, query="men's shirts"),
+    item(
+        "B000000001",
+        "Lumo Tree Shampoo",
+        customization_options={"Size": SIZES, "Scent": SCENTS, "Style": None},
+    ),
+    item(
+        "B000000002",
+        "Vero Slim Shirt",
+        pricing="$10.00 - $30.50",
+        customization_options=None,
+        query="men's shirts",
+    ),
     {"asin": "nan"},
     item("B0000000055", "Skipped"),
     item("B000000001", "Skipped: seen before"),
@@ -43,11 +68,17 @@ SHOP = [
 
 
 def entry(instruction: str | None, *wanted: str, attributes: tuple[str, ...] = ()) -> dict:
-    return {"attributes": [*attributes], "instruction": instruction, "instruction_attributes": [*wanted]}
+    return {
+        "attributes": [*attributes],
+        "instruction": instruction,
+        "instruction_attributes": [*wanted],
+    }
 
 
 ATTRIBUTES = {
-    "B000000001": entry("Find me sulfate free shampoo", "sulfate free", attributes=("tea tree", "sulfate free")),
+    "B000000001": entry(
+        "Find me sulfate free shampoo", "sulfate free", attributes=("tea tree", "sulfate free")
+    ),
     "B000000002": entry("Find me a shirt", "slim fit"),
     "b000000003": {"instruction": None},
     "B000000004": entry("Find me a sofa", "soft"),
@@ -55,11 +86,18 @@ ATTRIBUTES = {
 
 
 def written(instruction: str, attributes: list[str], *options: str) -> dict:
-    return {"instruction": instruction, "instruction_attributes": attributes, "instruction_options": [*options]}
+    return {
+        "instruction": instruction,
+        "instruction_attributes": attributes,
+        "instruction_options": [*options],
+    }
 
 
 WRITTEN = {
-    "B000000001": [written("i need a shampoo.", ["tea tree"], "citrus", "8 oz"), written("anything", [])],
+    "B000000001": [
+        written("i need a shampoo.", ["tea tree"], "citrus", "8 oz"),
+        written("anything", []),
+    ],
     "B000000004": [written("a sofa", ["soft"])],
 }
 
@@ -85,7 +123,12 @@ GOALS = [  # as the reference makes them, its generator seeded with 233 before t
 ]
 HUMAN_GOALS = [
     ("a sofa", ("soft",), {}, math.inf),
-    ("i need a shampoo, and price lower than 40.00 dollars", ("tea tree",), {"0": "citrus", "1": "8 oz"}, 40.0),
+    (
+        "i need a shampoo, and price lower than 40.00 dollars",
+        ("tea tree",),
+        {"0": "citrus", "1": "8 oz"},
+        40.0,
+    ),
 ]
 
 
@@ -94,20 +137,41 @@ def test_products_goals_and_search(tmp_path: Path):
     first, second, third, fourth = tiny.products
     assert list(tiny.by_asin) == ["b000000001", "b000000002", "b000000003", "b000000004"]
     assert first.options == {"size": ("8 oz", "12 oz"), "scent": ("lavender | mint", "citrus")}
-    assert (first.query, first.category, first.attributes) == ("shampoo", "beauty", ("tea tree", "sulfate free"))
+    assert (first.query, first.category, first.attributes) == (
+        "shampoo",
+        "beauty",
+        ("tea tree", "sulfate free"),
+    )
     assert (first.price_text, first.price) == ("$12.99", 12.99)
-    assert (second.price_text, second.price) == ("$10.0 to $30.5", random.Random(233).uniform(10.0, 30.5))
-    assert (third.price_text, third.price, third.description, third.bullets) == ("$100.0", 100.0, "", ("Brass",))
+    assert (second.price_text, second.price) == (
+        "$10.0 to $30.5",
+        random.Random(233).uniform(10.0, 30.5),
+    )
+    assert (third.price_text, third.price, third.description, third.bullets) == (
+        "$100.0",
+        100.0,
+        "",
+        ("Brass",),
+    )
     assert (second.options, third.attributes, fourth.bullets) == ({}, (), ())
     assert [(goal.instruction, goal.options, goal.price_upper) for goal in tiny.goals] == GOALS
-    assert (tiny.goals[0].product, tiny.goals[0].attributes, tiny.n_test) == (first, ("sulfate free",), 1)
-    assert [product.title for product in tiny.search("LAMPS, shampoos")] == ["Old Lamp", "Lumo Tree Shampoo"]
+    assert (tiny.goals[0].product, tiny.goals[0].attributes, tiny.n_test) == (
+        first,
+        ("sulfate free",),
+        1,
+    )
+    assert [product.title for product in tiny.search("LAMPS, shampoos")] == [
+        "Old Lamp",
+        "Lumo Tree Shampoo",
+    ]
     assert tiny.search("lavender") == [first]  # an option
     assert tiny.search("good") == [] == tiny.search("the")  # the second bullet is not indexed
     data = (tmp_path / ENTRIES).read_bytes() + (tmp_path / ITEMS).read_bytes()
     assert tiny.digest == hashlib.sha256(data).hexdigest()
     people = load(tmp_path, PEOPLE).goals
-    assert [(goal.instruction, goal.attributes, goal.options, goal.price_upper) for goal in people] == HUMAN_GOALS
+    assert [
+        (goal.instruction, goal.attributes, goal.options, goal.price_upper) for goal in people
+    ] == HUMAN_GOALS
     (tmp_path / HUMAN).unlink()
     for name in (ITEMS, ENTRIES):
         (tmp_path / name).rename(tmp_path / name.replace("_1000", ""))
@@ -115,7 +179,12 @@ def test_products_goals_and_search(tmp_path: Path):
 
 
 def second_item(**changes) -> dict:
-    return {"items_shuffle_1000": [SHOP[0], {k: v for k, v in {**SHOP[1], **changes}.items() if v is not Ellipsis}]}
+    return {
+        "items_shuffle_1000": [
+            SHOP[0],
+            {k: v for k, v in {**SHOP[1], **changes}.items() if v is not Ellipsis},
+        ]
+    }
 
 
 SECOND = f"{ITEMS}, product 2 (B000000002): "
@@ -124,26 +193,58 @@ SECOND = f"{ITEMS}, product 2 (B000000002): "
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"items_shuffle_1000": '{"a": 1}'}, f"{ITEMS}: broken or cut short in product 1 (no array)"),
-        ({"items_shuffle_1000": '[{"asin": "' + "B" * 10_000}, "cut short in product 1 (Unterminated string"),
+        (
+            {"items_shuffle_1000": '{"a": 1}'},
+            f"{ITEMS}: broken or cut short in product 1 (no array)",
+        ),
+        (
+            {"items_shuffle_1000": '[{"asin": "' + "B" * 10_000},
+            "cut short in product 1 (Unterminated string",
+        ),
         (second_item(query=...), f"{SECOND}query: Field required"),
         (second_item(name=5), f"{SECOND}name: Input should be a valid string, not 5"),
-        (second_item(customization_options=["S"]), f"{SECOND}customization_options: should be like {{name: [{{'value"),
+        (
+            second_item(customization_options=["S"]),
+            f"{SECOND}customization_options: should be like {{name: [{{'value",
+        ),
         (second_item(pricing="free"), f"{SECOND}pricing: should be like '$12.99', not 'free'"),
-        ({"items_shuffle_1000": []}, f"{ITEMS}: 0 products make 0 goals with env.goals = 'synthetic'"),
-        ({"items_ins_v2_1000": '{\n"B1": '}, f"{ENTRIES}, line 2: broken or cut short (Expecting value)"),
-        ({"items_ins_v2_1000": {}}, f"{ENTRIES} has no 'B000000001': it belongs to another products file"),
-        ({"items_ins_v2_1000": {"B000000001": entry("x")}}, "B000000001: an instruction without 'instruction_attrib"),
-        ({"items_human_ins": {"B000000001": [{"instruction": "x"}]}}, "1: instruction_attributes: Field required"),
+        (
+            {"items_shuffle_1000": []},
+            f"{ITEMS}: 0 products make 0 goals with env.goals = 'synthetic'",
+        ),
+        (
+            {"items_ins_v2_1000": '{\n"B1": '},
+            f"{ENTRIES}, line 2: broken or cut short (Expecting value)",
+        ),
+        (
+            {"items_ins_v2_1000": {}},
+            f"{ENTRIES} has no 'B000000001': it belongs to another products file",
+        ),
+        (
+            {"items_ins_v2_1000": {"B000000001": entry("x")}},
+            "B000000001: an instruction without 'instruction_attrib",
+        ),
+        (
+            {"items_human_ins": {"B000000001": [{"instruction": "x"}]}},
+            "1: instruction_attributes: Field required",
+        ),
         ({"items_human_ins": {}}, "4 products make 0 goals with env.goals = 'human'"),
         ({"items_human_ins": None}, f"{HUMAN} is missing (env.data with env.catalogue = 'small'"),
-        ({"items_shuffle_1000": None}, f"{ITEMS} is missing (env.data with env.catalogue = 'small'"),
-        ({"items_ins_v2_1000": None}, f"{ENTRIES} is missing (env.data with env.catalogue = 'small'"),
+        (
+            {"items_shuffle_1000": None},
+            f"{ITEMS} is missing (env.data with env.catalogue = 'small'",
+        ),
+        (
+            {"items_ins_v2_1000": None},
+            f"{ENTRIES} is missing (env.data with env.catalogue = 'small'",
+        ),
         ({"items_shuffle_1000": '[{"asin": "fr\udcff"}]'}, f"{ITEMS}: no UTF-8"),
         ({"items_ins_v2_1000": '{"B1": "fr\udcff"}'}, f"{ENTRIES}: no UTF-8"),
     ],
 )
-def test_damage_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict, message: str):
+def test_damage_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict, message: str
+):
     monkeypatch.setattr(catalogue, "CHUNK", 64)
     monkeypatch.setattr(catalogue, "LARGEST", 4096)
     with pytest.raises(UserError) as caught:
@@ -157,11 +258,19 @@ def test_rapidfuzz_is_missed_before_files_are_read(tmp_path: Path, monkeypatch: 
         load(tmp_path, RULES)
 
 
-def test_an_array_is_read_piece_by_piece_and_a_cut_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path, values = tmp_path / "array.json", [{}, {"a, ]": 'ü"\\', "b": [1.5, None]}, {"c": {"d": [[]]}}, {}]
+def test_an_array_is_read_piece_by_piece_and_a_cut_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, values = (
+        tmp_path / "array.json",
+        [{}, {"a, ]": 'ü"\\', "b": [1.5, None]}, {"c": {"d": [[]]}}, {}],
+    )
     for chunk in (4, 7, 40):
         monkeypatch.setattr(catalogue, "CHUNK", chunk)
-        path.write_text(text := json.dumps(values, indent=chunk % 3 or None, ensure_ascii=chunk % 2 == 0), "utf-8")
+        path.write_text(
+            text := json.dumps(values, indent=chunk % 3 or None, ensure_ascii=chunk % 2 == 0),
+            "utf-8",
+        )
         digest = hashlib.sha256()
         assert list(catalogue.read_array(path, digest)) == values
         assert digest.digest() == hashlib.sha256(path.read_bytes()).digest()
@@ -174,7 +283,11 @@ def test_an_array_is_read_piece_by_piece_and_a_cut_is_an_error(tmp_path: Path, m
 def test_the_generated_shop_is_a_function_of_its_seed_and_its_goals_can_be_met(tmp_path: Path):
     assert generator.records(50, 3) == generator.records(50, 3) != generator.records(50, 4)
     made = generated(600, "synthetic", "rules")
-    assert len(made.products) == len(made.by_asin) == 600 and made.n_test == 500 and len(made.goals) > 2000
+    assert (
+        len(made.products) == len(made.by_asin) == 600
+        and made.n_test == 500
+        and len(made.goals) > 2000
+    )
     assert {product.category for product in made.products} == set(generator.SHOP["roots"])
     assert {product.query for product in made.products} == {ware.query for ware in generator.WARES}
     assert 0.05 < sum(not product.options for product in made.products) / 600 < 0.3
@@ -183,7 +296,9 @@ def test_the_generated_shop_is_a_function_of_its_seed_and_its_goals_can_be_met(t
         read, direct = load(tmp_path, config), generated(120, config.goals, "rules")
         assert read.products == direct.products and read.goals == direct.goals
     for goal in (*made.goals[:1000], *direct.goals):
-        assert all(wanted in goal.instruction for wanted in (*goal.attributes, *goal.options.values()))
+        assert all(
+            wanted in goal.instruction for wanted in (*goal.attributes, *goal.options.values())
+        )
         assert reward(goal.product, goal, goal.options, "rules") == 1.0
         assert goal.product.price < goal.price_upper or goal.price_upper == math.inf
     for name, values in generator.OPTIONS.values():  # values differ from each other to the reward
@@ -195,7 +310,9 @@ def test_the_generated_shop_is_a_function_of_its_seed_and_its_goals_can_be_met(t
 
 
 def factory(**settings) -> WebshopFactory:
-    return WebshopFactory(WebshopConfig(**{"eval_split": "test", "max_turns": 15, "products": 200, **settings}))
+    return WebshopFactory(
+        WebshopConfig(**{"eval_split": "test", "max_turns": 15, "products": 200, **settings})
+    )
 
 
 def episode(environment, task, respond=lambda environment: environment.oracle()) -> list:
@@ -228,7 +345,9 @@ def test_tasks_are_pure_and_splits_share_no_goal():
     n = len(shop.catalogue.goals)
     train = {task.id for task in train_tasks(shop, 0, n, 0)}
     held_out = eval_tasks(shop, "test", 0, 0)
-    assert len({task.id for task in eval_tasks(shop, "test", 400, 5)}) < 400  # drawn with replacement
+    assert (
+        len({task.id for task in eval_tasks(shop, "test", 400, 5)}) < 400
+    )  # drawn with replacement
     test = {task.id for task in held_out}
     assert len(train) + len(test) == n == len(train | test)
     assert test == {f"goal/{i}" for i in range(shop.catalogue.n_test)}
@@ -240,7 +359,9 @@ def test_the_warm_up_visits_shops_of_its_own():
     tasks = warmup_tasks(shop, 0, 130, 0)
     assert len({task.id for task in tasks} | {warmup_tasks(shop, 0, 1, 1)[0].id}) == 131
     assert {task.payload.shop for task in tasks} == {1, 2, 3}
-    assert all(task.payload.goal.product.asin.lower() not in shop.catalogue.by_asin for task in tasks)
+    assert all(
+        task.payload.goal.product.asin.lower() not in shop.catalogue.by_asin for task in tasks
+    )
     environment = shop.make()
     for task in (*tasks[60:66], *train_tasks(shop, 0, 2, 0)):
         assert episode(environment, task)[-1].won
@@ -252,9 +373,13 @@ def test_outcomes_of_an_episode():
     *turns, last = episode(environment, task)
     assert (last.reward, last.done, last.won, last.score) == (10.0, True, True, 1.0)
     assert last.observation == "" and last.action == "click[buy now]"
-    assert all((turn.reward, turn.done, turn.won, turn.score) == (0.0, False, False, 0.0) for turn in turns)
+    assert all(
+        (turn.reward, turn.done, turn.won, turn.score) == (0.0, False, False, 0.0) for turn in turns
+    )
     assert environment.reset(task) == "'Search'"
-    assert environment.task == task.payload.goal.instruction and environment.admissible_actions() == []
+    assert (
+        environment.task == task.payload.goal.instruction and environment.admissible_actions() == []
+    )
     found = environment.step(environment.oracle())
     assert found.observation.startswith("'Back to Search' [SEP] 'Page 1")
     assert found.valid and found.action == f"search[{task.payload.goal.product.query}]"
@@ -263,7 +388,11 @@ def test_outcomes_of_an_episode():
     partly = environment.step(environment.format_action("click[buy now]"))
     assert 0 < partly.score < 1 and partly.reward == 0 and partly.done and not partly.won
     outcomes = episode(factory(max_turns=3).make(), task, lambda environment: "no tags")
-    assert [(o.done, o.valid, o.score) for o in outcomes] == [(False, False, 0), (False, False, 0), (True, False, 0)]
+    assert [(o.done, o.valid, o.score) for o in outcomes] == [
+        (False, False, 0),
+        (False, False, 0),
+        (True, False, 0),
+    ]
 
 
 def test_no_other_splits_and_fingerprints_tell_catalogues_apart(tmp_path):

@@ -7,7 +7,15 @@ import pytest
 
 from paw.envs.webshop.catalogue import Catalogue
 from paw.envs.webshop.prompt import CompactStyle, PaperStyle
-from paw.envs.webshop.reward import Goal, Product, base_colour, choose_nouns, reward, title_nouns, type_reward
+from paw.envs.webshop.reward import (
+    Goal,
+    Product,
+    base_colour,
+    choose_nouns,
+    reward,
+    title_nouns,
+    type_reward,
+)
 from paw.envs.webshop.session import Session
 from paw.errors import UserError
 
@@ -17,13 +25,23 @@ TASK = "Find me cotton men's shirts with color: red, and size: large, and price 
 def shirt(i: int, **changes) -> Product:
     shown = {"title": f"Plain Shirt {i}", "description": f"A shirt, number {i}."}
     shown |= {"bullets": ("Cotton: soft.", "Washable."), "price_text": "$12.0 to $15.5"}
-    kind = {"category": "fashion", "query": "men's shirts", "product_category": "Clothing › Men › Shirts"}
+    kind = {
+        "category": "fashion",
+        "query": "men's shirts",
+        "product_category": "Clothing › Men › Shirts",
+    }
     values = {"options": {"color": ("red", "navy blue"), "size": ("small", "large")}, "price": 13.0}
     about = {"asin": f"B{i:09d}", "attributes": ("cotton", "machine wash")}
     return Product(**{**shown, **kind, **values, **about, **changes})
 
 
-GOAL = Goal(shirt(0), TASK, attributes=("cotton",), options={"color": "red", "size": "large"}, price_upper=20.0)
+GOAL = Goal(
+    shirt(0),
+    TASK,
+    attributes=("cotton",),
+    options={"color": "red", "size": "large"},
+    price_upper=20.0,
+)
 ODD = shirt(
     99,
     asin="B0ODDASIN9",
@@ -31,7 +49,11 @@ ODD = shirt(
     query="mugs",
     description="",
     bullets=("", "two\nlines "),
-    options={"style": ("features", "search", "next >", "a [b] c", "red"), "color": ("red", "  "), "none": ()},
+    options={
+        "style": ("features", "search", "next >", "a [b] c", "red"),
+        "color": ("red", "  "),
+        "none": (),
+    },
 )
 SHOP = Catalogue([*(shirt(i) for i in range(12)), ODD], [GOAL], "digest", "rules")
 
@@ -47,7 +69,11 @@ def text(session: Session) -> str:
     return " [SEP] ".join(session.parts)
 
 
-SHIRTS, FIRST, MUG = "search[plain shirt]", "click[b000000000]", ("search[tea mug]", "click[b0oddasin9]")
+SHIRTS, FIRST, MUG = (
+    "search[plain shirt]",
+    "click[b000000000]",
+    ("search[tea mug]", "click[b0oddasin9]"),
+)
 ITEM = (
     "Back to Search [SEP] < Prev [SEP] color [SEP] red [SEP] navy blue [SEP] size [SEP] small [SEP] large [SEP] "
     "Plain Shirt 0 [SEP] Price: $12.0 to $15.5 [SEP] Rating: N.A. [SEP] "
@@ -57,23 +83,39 @@ ITEM = (
 
 def test_search_and_results_pages():
     session = play()
-    assert text(session) == "Search" and session.available() == ["search[<your query>]", "click[search]"]
+    assert text(session) == "Search" and session.available() == [
+        "search[<your query>]",
+        "click[search]",
+    ]
     session.step(SHIRTS)
     items = [f"{p.asin} [SEP] {p.title} [SEP] $12.0 to $15.5" for p in session.hits]
     links = [f"click[{product.asin.lower()}]" for product in session.hits]
-    assert text(session) == " [SEP] ".join(["Back to Search", "Page 1 (Total results: 12)", "Next >", *items[:10]])
+    assert text(session) == " [SEP] ".join(
+        ["Back to Search", "Page 1 (Total results: 12)", "Next >", *items[:10]]
+    )
     assert session.available() == ["click[back to search]", "click[next >]", *links[:10]]
     session.step("click[next >]")
     second = ["Back to Search", "Page 2 (Total results: 12)", "< Prev", "Next >"]
     assert text(session) == " [SEP] ".join([*second, *items[10:]])
-    assert session.available() == ["click[back to search]", "click[< prev]", "click[next >]", *links[10:]]
+    assert session.available() == [
+        "click[back to search]",
+        "click[< prev]",
+        "click[next >]",
+        *links[10:],
+    ]
     session.step("click[next >]")
-    assert text(session) == "Back to Search [SEP] Page 3 (Total results: 12) [SEP] < Prev [SEP] Next >"
+    assert (
+        text(session) == "Back to Search [SEP] Page 3 (Total results: 12) [SEP] < Prev [SEP] Next >"
+    )
     for page in (2, 1, 1):
         session.step("click[< prev]")
         assert session.page == page
-    assert text(play("search[zebra]")) == "Back to Search [SEP] Page 1 (Total results: 0) [SEP] Next >"
-    assert text(play("search[TEA mug] now")) == text(play("search[tea mug]"))  # what follows the bracket is ignored
+    assert (
+        text(play("search[zebra]")) == "Back to Search [SEP] Page 1 (Total results: 0) [SEP] Next >"
+    )
+    assert text(play("search[TEA mug] now")) == text(
+        play("search[tea mug]")
+    )  # what follows the bracket is ignored
 
 
 def test_an_item_its_sub_pages_and_the_purchase():
@@ -86,11 +128,17 @@ def test_an_item_its_sub_pages_and_the_purchase():
     assert session.options == {"color": "navy blue", "size": "large"}
     session.step("click[< prev]")
     assert (session.page, session.product, session.options) == (1, None, {})
-    pages = {"description": " [SEP] A shirt, number 0.", "features": " [SEP] Cotton: soft. [SEP] Washable."}
+    pages = {
+        "description": " [SEP] A shirt, number 0.",
+        "features": " [SEP] Cotton: soft. [SEP] Washable.",
+    }
     for name, rest in {**pages, "reviews": ""}.items():
         session = play(SHIRTS, FIRST, "click[red]", f"click[{name}]", "click[buy now]")
         assert text(session) == f"Back to Search [SEP] < Prev{rest}"
-        assert session.available() == ["click[back to search]", "click[< prev]"] and session.reward is None
+        assert (
+            session.available() == ["click[back to search]", "click[< prev]"]
+            and session.reward is None
+        )
         session.step("click[< prev]")
         assert (text(session), session.options) == (ITEM, {"color": "red"})
     session.step("click[buy now]")
@@ -100,16 +148,46 @@ def test_an_item_its_sub_pages_and_the_purchase():
     assert play(SHIRTS, FIRST, "click[large]", "click[red]", "click[buy now]").reward == 1.0
 
 
-@pytest.mark.parametrize("place", [(), (SHIRTS,), (SHIRTS, FIRST, "click[red]"), (SHIRTS, FIRST, "click[reviews]")])
+@pytest.mark.parametrize(
+    "place", [(), (SHIRTS,), (SHIRTS, FIRST, "click[red]"), (SHIRTS, FIRST, "click[reviews]")]
+)
 def test_illegal_actions_do_nothing_and_a_search_or_back_works_everywhere(place):
     session = play(*place)
-    before = (text(session), session.clickables, session.page, dict(session.options), session.reward)
+    before = (
+        text(session),
+        session.clickables,
+        session.page,
+        dict(session.options),
+        session.reward,
+    )
     for action in (
-        *("", "click", "search", "click[]", "search[]", "buy now", "click[search]", "click[attributes]", "think[hm]"),
-        *("click[no such thing]", "Click[back to search]", "click[back to search", "click[red ]", "click[a [b] c]"),
+        *(
+            "",
+            "click",
+            "search",
+            "click[]",
+            "search[]",
+            "buy now",
+            "click[search]",
+            "click[attributes]",
+            "think[hm]",
+        ),
+        *(
+            "click[no such thing]",
+            "Click[back to search]",
+            "click[back to search",
+            "click[red ]",
+            "click[a [b] c]",
+        ),
     ):
         session.step(action)
-        assert (text(session), session.clickables, session.page, session.options, session.reward) == before
+        assert (
+            text(session),
+            session.clickables,
+            session.page,
+            session.options,
+            session.reward,
+        ) == before
     assert text(play(*place, "click[back to search]")) == "Search"
     assert text(play(*place, "search[tea mug]")) == text(play("search[tea mug]"))
 
@@ -154,7 +232,11 @@ def test_paper_first_turn():
 
 
 def test_paper_later_turn_has_the_last_two_numbered_from_one():
-    past = [("'Search'", "fly"), ("'Search'", "search[tea mug]"), ("'Back to Search' [SEP] 'B0'", "click[b0oddasin9]")]
+    past = [
+        ("'Search'", "fly"),
+        ("'Search'", "search[tea mug]"),
+        ("'Back to Search' [SEP] 'B0'", "click[b0oddasin9]"),
+    ]
     assert PaperStyle(think=False).prompt(play(SHIRTS, FIRST, "click[reviews]"), past) == (
         f"{HEAD}\nYour task is to: {TASK}.\n"
         "Prior to this step, you have already taken 3 step(s). Below are the most recent 2 observations and the "
@@ -180,15 +262,24 @@ def test_paper_projection():
     """What it shares with ALFWorld's is tested there."""
     unparsed = "<think>a</think>I would like to CLICK[buy now]"
     assert PaperStyle().parse_action(unparsed, {}) == ("ke to click[buy now]", False)
-    assert PaperStyle().format_action("click[red]") == "<think>I should click[red].</think><action>click[red]</action>"
+    assert (
+        PaperStyle().format_action("click[red]")
+        == "<think>I should click[red].</think><action>click[red]</action>"
+    )
 
 
 def test_compact_prompts():
-    style, task = CompactStyle(history=1), "task:\nsearch men'sShirts\nwith cotton\npick red\npick large\n"
+    style, task = (
+        CompactStyle(history=1),
+        "task:\nsearch men'sShirts\nwith cotton\npick red\npick large\n",
+    )
     see, brief = f"{task}did:\nb\nsee:\n", "cotton machineWash"
     assert style.prompt(play(), []) == f"{task}see:\nshop\ncan:\nsearch men'sShirts\nsearch mugs"
     mug = play("search[tea mug]")
-    assert style.prompt(mug, [("", "a"), ("", "b")]) == f"{see}page 1\na: {brief}\ncan:\nopen a\nnext\nleave"
+    assert (
+        style.prompt(mug, [("", "a"), ("", "b")])
+        == f"{see}page 1\na: {brief}\ncan:\nopen a\nnext\nleave"
+    )
     chosen = play(SHIRTS, FIRST, "click[navy blue]")
     assert style.prompt(chosen, [("", "b")]) == (
         f"{see}product: {brief}\ncolor: red navyBlue\nsize: small large\nchosen: navyBlue\n"
@@ -197,17 +288,22 @@ def test_compact_prompts():
     dear = Session(Catalogue([shirt(1, price=20.01)], [GOAL], "", "rules"), GOAL)
     dear.step(SHIRTS)
     assert style.observation(dear) == f"page 1\na: {brief} dear"
-    assert style.actions(play())["search men'sShirts"].startswith("search[men's shirts men's shirt button down")
+    assert style.actions(play())["search men'sShirts"].startswith(
+        "search[men's shirts men's shirt button down"
+    )
     assert style.actions(play())["search mugs"] == "search[mugs]"
     assert list(style.actions(play(SHIRTS, "click[next >]")))[2:] == ["next", "previous", "leave"]
     actions = style.actions(chosen)
     assert (actions["pick navyBlue"], actions["buy"]) == ("click[navy blue]", "click[buy now]")
     for shown in (actions, style.actions(play()), style.actions(play(SHIRTS))):
-        assert all(style.parse_action(style.format_action(name), shown) == (name, True) for name in shown)
+        assert all(
+            style.parse_action(style.format_action(name), shown) == (name, True) for name in shown
+        )
         assert style.parse_action("\nopen z", shown) == ("open z", False)
 
 
-# ---- the reward: r_type * (attributes + options + [price <= limit]) / (|attributes| + |options| + 1)
+# ---- the reward: r_type * (attributes + options + [price <= limit]) / (|attributes| + |options| +
+# 1)
 
 SHIRT = shirt(
     0,
@@ -218,7 +314,9 @@ SHIRT = shirt(
     price=29.5,
 )
 BOTH = {"color": "navy blue", "size": "large"}
-WISH = Goal(SHIRT, "i need a shirt", attributes=("slim fit", "machine wash"), options=BOTH, price_upper=40.0)
+WISH = Goal(
+    SHIRT, "i need a shirt", attributes=("slim fit", "machine wash"), options=BOTH, price_upper=40.0
+)
 
 
 def earned(product: Product = SHIRT, chosen: dict[str, str] = BOTH, **goal) -> float:
@@ -233,16 +331,27 @@ def test_each_part_is_one_of_five():
     assert earned(attributes=("stretch", "velvet"), chosen={}, price_upper=20.0) == 0.0
     assert earned(options={}, chosen=BOTH) == 1.0  # what was not asked for costs nothing
     assert earned(options={}, chosen={}, attributes=("slim fit", "stretch")) == 2 / 3
-    assert [earned(price_upper=limit) for limit in (29.0, 29.49, 29.5, math.inf)] == [4 / 5, 4 / 5, 1.0, 1.0]
+    assert [earned(price_upper=limit) for limit in (29.0, 29.49, 29.5, math.inf)] == [
+        4 / 5,
+        4 / 5,
+        1.0,
+        1.0,
+    ]
 
 
 def test_an_attribute_may_stand_anywhere():
     """In an attribute (also with all its words, or nearly), a bullet, the description lower-cased, or the title."""
     found = ["long sleeve", "fit slim", "machine wash", "organic cotton", "vero"]
-    absent = ["washwear", "short sleeve", "Organic Cotton"]  # not lower-cased itself, as in the reference
+    absent = [
+        "washwear",
+        "short sleeve",
+        "Organic Cotton",
+    ]  # not lower-cased itself, as in the reference
     assert [earned(attributes=(attribute,)) for attribute in found] == [1.0] * 5
     assert [earned(attributes=(attribute,)) for attribute in absent] == [3 / 4] * 3
-    product = dataclasses.replace(SHIRT, attributes=("aaaaaab", 23 * "a" + "bbbb"))  # a ratio is rounded
+    product = dataclasses.replace(
+        SHIRT, attributes=("aaaaaab", 23 * "a" + "bbbb")
+    )  # a ratio is rounded
     assert earned(product, attributes=("aaaaaac",)) == 1.0  # 12 / 14: 86
     assert earned(product, attributes=(23 * "a" + "cccc",)) == 3 / 4  # 46 / 54: 85.2, so 85
 
@@ -262,15 +371,39 @@ def test_options_of_people_are_compared_by_value_synthetic_ones_with_their_name(
         ("standard", "standard", 1, 0),  # both are tan; tan is no word of "color standard"
         ("", "", 0, 0),
     ):
-        assert earned(options={"0": wanted}, chosen={"style": chosen}) == (3 + by_value) / 4, (wanted, chosen)
-        assert earned(options={"color": wanted}, chosen={"color": chosen}) == (3 + with_name) / 4, (wanted, chosen)
+        assert earned(options={"0": wanted}, chosen={"style": chosen}) == (3 + by_value) / 4, (
+            wanted,
+            chosen,
+        )
+        assert earned(options={"color": wanted}, chosen={"color": chosen}) == (3 + with_name) / 4, (
+            wanted,
+            chosen,
+        )
 
 
 def test_one_choice_may_meet_two_wishes_and_base_colours():
     assert earned(options={"0": "red", "1": "rose red"}, chosen={"color": "wine red"}) == 1.0
     assert earned(options={"0": "red", "1": "rose"}, chosen={"color": "wine red"}) == 4 / 5
-    texts = ("", "black forest", "violet lavender", "steelivy fuchsia", "dark grey", "Red", "standard", "shop")
-    assert [*map(base_colour, texts)] == ["", "black", "lavender", "fuchsia", "dark", "Red", "tan", "shop"]
+    texts = (
+        "",
+        "black forest",
+        "violet lavender",
+        "steelivy fuchsia",
+        "dark grey",
+        "Red",
+        "standard",
+        "shop",
+    )
+    assert [*map(base_colour, texts)] == [
+        "",
+        "black",
+        "lavender",
+        "fuchsia",
+        "dark",
+        "Red",
+        "tan",
+        "shop",
+    ]
 
 
 LONG = "Aa Bb Cc Dd Ee Ff Gg Hh Ii Jj Kk"  # eleven nouns
@@ -282,7 +415,12 @@ def test_the_type():
         (LONG, "Aa Bb Cc", {}, 1.0),  # 3 of 11: more than 0.2
         (LONG, "Aa Bb", {}, 0.5),  # 2 of 11
         (LONG, "Aa Bb", SAME, 1.0),
-        (LONG, "Aa Bb", {"product_category": "Men › Sale › Clothing"}, 1.0),  # two parts of the path, in any order
+        (
+            LONG,
+            "Aa Bb",
+            {"product_category": "Men › Sale › Clothing"},
+            1.0,
+        ),  # two parts of the path, in any order
         (LONG, "Aa Bb", {"product_category": "Men › Men › Shoes"}, 0.5),
         (LONG, "Aa", SAME, 0.1),  # 1 of 11: less than 0.1, and the same query does not save it
         (LONG, "Zz", SAME, 0.0),
@@ -290,14 +428,22 @@ def test_the_type():
         ("Aa Aa Aa Aa Bb", "Aa", {}, 0.5),  # 1 of 5
         ("12 34", "Aa", {}, 0.5),  # no nouns: 0.2
     ):
-        product = dataclasses.replace(SHIRT, title=title, **({"query": "x", "product_category": "y"} | others))
-        goal = dataclasses.replace(WISH, product=dataclasses.replace(SHIRT, title=wanted), attributes=("slim fit",))
-        assert type_reward(product, goal, "rules") == r_type == reward(product, goal, BOTH, "rules"), (wanted, title)
+        product = dataclasses.replace(
+            SHIRT, title=title, **({"query": "x", "product_category": "y"} | others)
+        )
+        goal = dataclasses.replace(
+            WISH, product=dataclasses.replace(SHIRT, title=wanted), attributes=("slim fit",)
+        )
+        assert (
+            type_reward(product, goal, "rules") == r_type == reward(product, goal, BOTH, "rules")
+        ), (wanted, title)
 
 
 def test_nouns_of_titles():
     """The shares are those that the reference's tests expect of spaCy's model, within 0.03."""
-    cord = "Saireed UL Listed 2 Prong Power Cord for JBL Bar 3.1 Bar 2.1 Channel 4K Ultra HD Soundbar"
+    cord = (
+        "Saireed UL Listed 2 Prong Power Cord for JBL Bar 3.1 Bar 2.1 Channel 4K Ultra HD Soundbar"
+    )
     lead = "BRST AC Power Cord Outlet Socket Cable Plug Lead for Panasonic SC-HT830V DVD/VCR Combo Home Theater System"
     knob = "Rusticware 921ORB Kitchen and Bath Cabinet Knob"
     sneakers = "Mens D.O.N. Issue 2 Gca Basketball Sneakers Shoes Casual - Off White"
@@ -309,18 +455,37 @@ def test_nouns_of_titles():
         (knob, "Minkissy Stainless Steel Eyebrow Tweezers", 0.0),
     ):
         own = title_nouns(wanted, "rules")
-        assert len({*own} & {*title_nouns(bought, "rules")}) / len(own) == pytest.approx(share, abs=0.03)
+        assert len({*own} & {*title_nouns(bought, "rules")}) / len(own) == pytest.approx(
+            share, abs=0.03
+        )
     title = "PEAK Men's High-Top Shoes for the Gym, 2pcs (Size 12) & More"
-    assert title_nouns(title, "rules") == ("peak", "men", "high", "top", "shoes", "gym", "2pcs", "size")
+    assert title_nouns(title, "rules") == (
+        "peak",
+        "men",
+        "high",
+        "top",
+        "shoes",
+        "gym",
+        "2pcs",
+        "size",
+    )
     pytest.importorskip("en_core_web_sm", reason="spaCy's English model is not installed")
     assert title_nouns(knob, "spacy") == title_nouns(knob, "rules")
 
 
 def test_which_nouns(monkeypatch: pytest.MonkeyPatch):
     installed = {"spacy"}
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: name if name in installed else None
+    )
     assert (choose_nouns("auto"), choose_nouns("rules")) == ("rules", "rules")
-    with pytest.raises(UserError, match=r"env.nouns = 'spacy' needs spaCy and en_core_web_sm: pip install spacy"):
+    with pytest.raises(
+        UserError, match=r"env.nouns = 'spacy' needs spaCy and en_core_web_sm: pip install spacy"
+    ):
         choose_nouns("spacy")
     installed.add("en_core_web_sm")
-    assert (choose_nouns("auto"), choose_nouns("spacy"), choose_nouns("rules")) == ("spacy", "spacy", "rules")
+    assert (choose_nouns("auto"), choose_nouns("spacy"), choose_nouns("rules")) == (
+        "spacy",
+        "spacy",
+        "rules",
+    )

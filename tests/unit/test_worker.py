@@ -78,7 +78,10 @@ def test_plays_and_is_reused(make):
 def test_whatever_breaks_is_one_failure_and_a_new_start_heals(make):
     worker = make(timeout_s=2.0)
     for command, reason in (
-        ("int('x\\ny')", r"step raised ValueError: invalid literal for int\(\) with base 10: 'x\\ny'$"),
+        (
+            "int('x\\ny')",
+            r"step raised ValueError: invalid literal for int\(\) with base 10: 'x\\ny'$",
+        ),
         ("os._exit(3)", "exited with code 3 during step"),
         ("os.abort()", "died of signal 6 during step"),
         ("'x' * 10**7", "answered step with more than 1048576 bytes"),
@@ -112,7 +115,9 @@ print(worker.step("str(os.getpid())"), flush=True)
 worker.step("time.sleep(600)")
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    with subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=env, stdout=subprocess.PIPE
+    ) as parent:
         pid = int(parent.stdout.readline())
         parent.kill()
     deadline = time.monotonic() + 10

@@ -17,7 +17,9 @@ from paw.rollouts.engines.base import Completion
 from paw.rollouts.engines.transformers import TransformersEngine
 from paw.tools import quickstart
 
-ENV = AlfworldConfig(difficulty="tiny", style="compact", history=3, max_turns=5, reward=1.0, invalid_penalty=0.1)
+ENV = AlfworldConfig(
+    difficulty="tiny", style="compact", history=3, max_turns=5, reward=1.0, invalid_penalty=0.1
+)
 MODEL = WarmupConfig(hidden_size=32, layers=2, intermediate_size=48, initializer_range=0.2)
 
 
@@ -38,7 +40,9 @@ def corpus(games=100):
             choices = admissible_responses(environment)
             prompts.append(environment.context())
             actions.update(choices)
-            outcome = environment.step(rng.choice(choices) if rng.random() < 0.3 else environment.oracle())
+            outcome = environment.step(
+                rng.choice(choices) if rng.random() < 0.3 else environment.oracle()
+            )
             observations.append(outcome.observation)
             done = outcome.done
     return prompts, actions, observations
@@ -65,7 +69,9 @@ def _practised(steps=20):
         inputs, labels = [], []
         for prompt in rng.choices(corpus()[0], k=32):
             head = chat.prompt_ids(prompt)
-            answer = chat.response_ids("\n" + rng.choice(prompt.partition("\ncan:\n")[2].splitlines()))
+            answer = chat.response_ids(
+                "\n" + rng.choice(prompt.partition("\ncan:\n")[2].splitlines())
+            )
             inputs.append(torch.tensor(head + answer))
             labels.append(torch.tensor([-100] * len(head) + answer))
         input_ids, targets = pad_sequence(inputs, True, 0), pad_sequence(labels, True, -100)
@@ -102,5 +108,11 @@ class Scripted:
 
     def step(self):
         done, self.queue = self.queue, []
-        said = [self.chat.response_ids(self.answer(self.chat.decode(request.prompt_ids))) for request in done]
-        return [Completion(r.key, ids, [-1.0] * len(ids), None) for r, ids in zip(done, said, strict=True)]
+        said = [
+            self.chat.response_ids(self.answer(self.chat.decode(request.prompt_ids)))
+            for request in done
+        ]
+        return [
+            Completion(r.key, ids, [-1.0] * len(ids), None)
+            for r, ids in zip(done, said, strict=True)
+        ]

@@ -1,6 +1,7 @@
 """ALFWorld: which games are played in training, warm-up and evaluation, and one episode of them.
 
-Evaluation on files draws with replacement, as the reference code's independently seeded environments do.
+Evaluation on files draws with replacement, as the reference code's independently seeded
+environments do.
 """
 
 import functools
@@ -32,7 +33,8 @@ TEXTWORLD = "paw.envs.alfworld.textworld:TextworldHousehold"
 class AlfworldFactory(EnvFactory):
     """The games of env.data, or generated ones, endlessly many.
 
-    Raises UserError: env.data lacks something, what is not generated is asked for, or textworld is not installed.
+    Raises UserError: env.data lacks something, what is not generated is asked for, or textworld is
+    not installed.
     """
 
     Config = AlfworldConfig
@@ -45,12 +47,17 @@ class AlfworldFactory(EnvFactory):
         self.may_block = config.backend == "textworld"
         if self.may_block:
             require_textworld()
-        self.config, self.reward_max, self.invalid_penalty = config, config.reward, config.invalid_penalty
+        self.config, self.reward_max, self.invalid_penalty = (
+            config,
+            config.reward,
+            config.invalid_penalty,
+        )
         self._root = None if config.data is None else index.find_root(config.data)
         self._split = functools.cache(self._load_split)
         self._read = functools.lru_cache(KEPT_GAMES)(Game.load)
         self._generate = functools.lru_cache(KEPT_GAMES)(self._generate_game)
-        # All six kinds, the default, are those that the difficulty offers; a choice must be one it does offer.
+        # All six kinds, the default, are those that the difficulty offers; a choice must be one it
+        # does offer.
         self._kinds = None if set(config.kinds) == set(KINDS) else config.kinds
         if self._root is not None:
             self._split(config.eval_split)
@@ -66,7 +73,10 @@ class AlfworldFactory(EnvFactory):
         self._generate("train", 0, 0)
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """UserError: the split is unknown, missing or empty. Warm-up games are generated, whatever is trained on."""
+        """UserError: the split is unknown, missing or empty.
+
+        Warm-up games are generated, whatever is trained on.
+        """
         if split != "warmup" and self._root is not None:
             games, root = self._split(split), self._root
 
@@ -77,7 +87,9 @@ class AlfworldFactory(EnvFactory):
             return Made(read, len(games))
         stream = {"warmup": "warmup", "train": "train", HELD_OUT: "unseen"}.get(split)
         if stream is None:
-            raise UserError(f"generated games have no split '{split}'; use '{HELD_OUT}', or set env.data")
+            raise UserError(
+                f"generated games have no split '{split}'; use '{HELD_OUT}', or set env.data"
+            )
 
         def task(i: int) -> Task:
             game = self._generate(stream, seed, i)
@@ -91,27 +103,45 @@ class AlfworldFactory(EnvFactory):
     def fingerprint(self) -> str:
         """Where the games come from and a hash of them; the engine's version where it is not the native one."""
         config, root = self.config, self._root
-        engine = f"textworld {metadata.version('textworld')} " if config.backend == "textworld" else ""
-        kinds = ",".join(self._kinds or (config.kinds if root else DIFFICULTIES[config.difficulty].kinds))
+        engine = (
+            f"textworld {metadata.version('textworld')} " if config.backend == "textworld" else ""
+        )
+        kinds = ",".join(
+            self._kinds or (config.kinds if root else DIFFICULTIES[config.difficulty].kinds)
+        )
         if root is None:
             digest = hashlib.sha256()
             for split in generator.SPLITS:
                 for i in range(8):
                     digest.update(repr(self._generate(split, 0, i).scene).encode())
             return f"{engine}generated {config.difficulty} {kinds} {digest.hexdigest()[:16]}"
-        splits = [split for split in dict.fromkeys((config.train_split, config.eval_split)) if (root / split).is_dir()]
-        hashes = " ".join(f"{split} {index.load_split(root, split).digest[:16]}" for split in splits)
+        splits = [
+            split
+            for split in dict.fromkeys((config.train_split, config.eval_split))
+            if (root / split).is_dir()
+        ]
+        hashes = " ".join(
+            f"{split} {index.load_split(root, split).digest[:16]}" for split in splits
+        )
         return f"{engine}alfworld {hashes} {kinds}"
 
     def _generate_game(self, split: str, seed: int, i: int) -> Game:
         config = self.config
-        return next(generator.games(split, i, 1, seed=seed, difficulty=config.difficulty, kinds=self._kinds))
+        return next(
+            generator.games(split, i, 1, seed=seed, difficulty=config.difficulty, kinds=self._kinds)
+        )
 
     def _load_split(self, split: str) -> list[tuple[str, str]]:
         assert self._root is not None
-        games = [game for game in index.load_split(self._root, split).games if game[1] in self.config.kinds]
+        games = [
+            game
+            for game in index.load_split(self._root, split).games
+            if game[1] in self.config.kinds
+        ]
         if not games:
-            raise UserError(f"{self._root / split} holds no game of env.kinds = {self.config.kinds}; name other kinds")
+            raise UserError(
+                f"{self._root / split} holds no game of env.kinds = {self.config.kinds}; name other kinds"
+            )
         return games
 
 
@@ -124,11 +154,18 @@ class AlfworldEnv:
         self.config = config
         style = PaperStyle if config.style == "paper" else CompactStyle
         self.style: Style = style(history=config.history, think=config.think)
-        self._worker = Worker(TEXTWORLD, timeout_s=config.step_timeout_s) if config.backend == "textworld" else None
+        self._worker = (
+            Worker(TEXTWORLD, timeout_s=config.step_timeout_s)
+            if config.backend == "textworld"
+            else None
+        )
         self._household: Household | Worker | None = None
 
     def reset(self, task: Task) -> str:
-        """Start `task`, whose payload is a Game. EnvironmentFailure: textworld's worker died, hung or raised."""
+        """Start `task`, whose payload is a Game.
+
+        EnvironmentFailure: textworld's worker died, hung or raised.
+        """
         self._game: Game = task.payload
         self._household = self._worker or Household(self._game)
         self._text = self._start(self._household)
@@ -148,12 +185,17 @@ class AlfworldEnv:
         won = self._household.won
         self._past.append((self._text, action))
         self._text, self._admissible = feedback, self._playable()
-        done, reward = won or len(self._past) >= self.config.max_turns, self.config.reward if won else 0.0
+        done, reward = (
+            won or len(self._past) >= self.config.max_turns,
+            self.config.reward if won else 0.0,
+        )
         return Outcome(feedback, reward, done=done, won=won, action=action, valid=valid)
 
     def oracle(self) -> str:
         household = self._household
-        if not isinstance(household, Household):  # the oracle reads hidden state: replay the episode where it shows
+        if not isinstance(
+            household, Household
+        ):  # the oracle reads hidden state: replay the episode where it shows
             household = Household(self._game)
             for _, action in self._past:
                 household.step(action)

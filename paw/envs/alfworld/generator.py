@@ -1,7 +1,8 @@
 """Household games made offline, in ALFWorld's own file format, each with a walkthrough that wins it.
 
-Everything is a pure function of the seed, the difficulty and the kinds of task. A game belongs to one split, decided by
-a hash of goal and scene without ids, numbers and wording; a draw that belongs to another split is drawn again.
+Everything is a pure function of the seed, the difficulty and the kinds of task. A game belongs to
+one split, decided by a hash of goal and scene without ids, numbers and wording; a draw that belongs
+to another split is drawn again.
 """
 
 import hashlib
@@ -23,7 +24,10 @@ SPLITS = {"train": (0, 1), "warmup": (2,), "unseen": (3,)}
 
 _DATA = Path(__file__).parent / "data"
 # The domain names these types, so a problem must declare them whether or not the room has any.
-_DOMAIN_RECEPTACLES, _DOMAIN_OBJECTS = ("SinkBasin", "Microwave", "Fridge"), ("Knife", "ButterKnife")
+_DOMAIN_RECEPTACLES, _DOMAIN_OBJECTS = (
+    ("SinkBasin", "Microwave", "Fridge"),
+    ("Knife", "ButterKnife"),
+)
 
 
 @dataclass(frozen=True)
@@ -58,20 +62,31 @@ class Scene:
 
 
 def games(
-    split: str, start: int, count: int, *, seed: int = 0, difficulty: str = "full", kinds: Sequence[str] | None = None
+    split: str,
+    start: int,
+    count: int,
+    *,
+    seed: int = 0,
+    difficulty: str = "full",
+    kinds: Sequence[str] | None = None,
 ) -> Iterator[Game]:
     """Games `start`, ..., `start + count - 1` of an endless seeded stream; within one a tiny game may come twice.
 
-    `difficulty` is one of DIFFICULTIES. UserError: it does not offer one of the `kinds` (default: all it has).
+    `difficulty` is one of DIFFICULTIES. UserError: it does not offer one of the `kinds` (default:
+    all it has).
     """
     level = DIFFICULTIES[difficulty]
     kinds = level.kinds if kinds is None else kinds
     if wrong := [kind for kind in kinds if kind not in level.kinds]:
         offered = ", ".join(level.kinds)
-        raise UserError(f'task type "{wrong[0]}" is not offered by difficulty "{level.name}"; it has {offered}')
+        raise UserError(
+            f'task type "{wrong[0]}" is not offered by difficulty "{level.name}"; it has {offered}'
+        )
     for index in range(start, start + count):
         for attempt in itertools.count():
-            parts = json.dumps((split, seed, index, attempt)).encode()  # neighbouring games share nothing
+            parts = json.dumps(
+                (split, seed, index, attempt)
+            ).encode()  # neighbouring games share nothing
             scene = _draw(int.from_bytes(hashlib.sha256(parts).digest()[:6], "big"), level, kinds)
             if scene.split() == split:
                 break
@@ -104,15 +119,21 @@ def _draw(seed: int, difficulty: Difficulty, kinds: Sequence[str]) -> Scene:
         kind=kind,
         object=object_,
         target=target,
-        receptacles=tuple((_id(rng, type_, taken), type_, spots[i]) for i, type_ in enumerate(types)),
+        receptacles=tuple(
+            (_id(rng, type_, taken), type_, spots[i]) for i, type_ in enumerate(types)
+        ),
         objects=tuple((_id(rng, type_, taken), type_, index) for type_, index in placed),
         start=spots[-1],
-        sentence=rng.choice(tables.SENTENCES[kind]).format(object=object_.lower(), target=target.lower()),
+        sentence=rng.choice(tables.SENTENCES[kind]).format(
+            object=object_.lower(), target=target.lower()
+        ),
         floor_plan=room.scenes + rng.randint(1, 30),
     )
 
 
-def _receptacle_types(rng: random.Random, room: Room, kind: str, difficulty: Difficulty) -> list[str]:
+def _receptacle_types(
+    rng: random.Random, room: Room, kind: str, difficulty: Difficulty
+) -> list[str]:
     types: list[str] = []
     for type_, (low, high) in room.receptacles.items():
         number = rng.randint(low, high) if high > low else low
@@ -141,9 +162,18 @@ def _goal(rng: random.Random, room: Room, kind: str, types: list[str]) -> tuple[
 
 
 def _place_objects(
-    rng: random.Random, room: Room, kind: str, types: list[str], object_: str, target: str, difficulty: Difficulty
+    rng: random.Random,
+    room: Room,
+    kind: str,
+    types: list[str],
+    object_: str,
+    target: str,
+    difficulty: Difficulty,
 ) -> list[tuple[str, int]]:
-    """(type, index of the receptacle) of every object. Those of the goal's type start outside its target."""
+    """(type, index of the receptacle) of every object.
+
+    Those of the goal's type start outside its target.
+    """
     needed = 2 if kind == "two" else 1
     if difficulty.objects is None:
         crowd = []
@@ -161,7 +191,12 @@ def _place_objects(
         if places:
             placed.append((type_, rng.choice(places)))
     if kind == "look":
-        placed.append((tables.LAMP, rng.choice([i for i, type_ in enumerate(types) if type_ in tables.LAMP_SPOTS])))
+        placed.append(
+            (
+                tables.LAMP,
+                rng.choice([i for i, type_ in enumerate(types) if type_ in tables.LAMP_SPOTS]),
+            )
+        )
     return placed
 
 
@@ -181,7 +216,9 @@ def _location(spot: int, rng: random.Random) -> str:
 
 def _id(rng: random.Random, type_: str, taken: set[str]) -> str:
     """An unused id: type and position in metres, "Mug_bar__plus_01_dot_65_bar_..."; a basin is part of a sink."""
-    head, tail = (type_.removesuffix("Basin"), f"_bar_{type_}") if type_.endswith("Basin") else (type_, "")
+    head, tail = (
+        (type_.removesuffix("Basin"), f"_bar_{type_}") if type_.endswith("Basin") else (type_, "")
+    )
     while True:
         id_ = head
         for _ in range(3):
@@ -205,19 +242,32 @@ def _problem(scene: Scene) -> str:
         facts += [f"receptacleType {id_} {type_}Type", f"receptacleAtLocation {id_} {location}"]
         facts += [f"openable {id_}"] if type_ in tables.OPENABLE else []
     for type_ in sorted(receptacle_types):
-        facts += [f"canContain {type_}Type {object_}Type" for object_ in tables.HOLDS[type_] if object_ in object_types]
+        facts += [
+            f"canContain {type_}Type {object_}Type"
+            for object_ in tables.HOLDS[type_]
+            if object_ in object_types
+        ]
     for id_, type_, index in scene.objects:
         receptacle, _, location = scene.receptacles[index]
-        facts += [f"objectType {id_} {type_}Type", f"{'toggleable' if type_ == tables.LAMP else 'pickupable'} {id_}"]
-        facts += [f"{ability} {id_}" for ability, types in tables.ABILITIES.items() if type_ in types]
+        facts += [
+            f"objectType {id_} {type_}Type",
+            f"{'toggleable' if type_ == tables.LAMP else 'pickupable'} {id_}",
+        ]
+        facts += [
+            f"{ability} {id_}" for ability, types in tables.ABILITIES.items() if type_ in types
+        ]
         facts += [f"inReceptacle {id_} {receptacle}", f"objectAtLocation {id_} {location}"]
     facts.append(f"atLocation agent1 {scene.start}")
     declared = ["agent1 - agent"]
     declared += [f"{type_}Type - otype" for type_ in sorted({*object_types, *_DOMAIN_OBJECTS})]
-    declared += [f"{type_}Type - rtype" for type_ in sorted({*receptacle_types, *_DOMAIN_RECEPTACLES})]
+    declared += [
+        f"{type_}Type - rtype" for type_ in sorted({*receptacle_types, *_DOMAIN_RECEPTACLES})
+    ]
     declared += [f"{id_} - object" for id_, _, _ in scene.objects]
     declared += [f"{id_} - receptacle" for id_, _, _ in scene.receptacles]
-    declared += [f"{place} - location" for place in sorted({scene.start, *(r[2] for r in scene.receptacles)})]
+    declared += [
+        f"{place} - location" for place in sorted({scene.start, *(r[2] for r in scene.receptacles)})
+    ]
     head = f"(define (problem generated_{scene.seed:012x})\n(:domain alfred)\n(:objects\n    "
     goal = tables.GOALS[scene.kind].format(object=scene.object, target=scene.target)
     body = "\n    ".join(declared) + ")\n(:init\n    (" + ")\n    (".join(facts)
@@ -231,11 +281,17 @@ def write(game: Game, folder: str | Path) -> Path:
     """
     scene = game.scene
     assert isinstance(scene, Scene), f"{game.name} was not generated"
-    domain, grammar = ((_DATA / name).read_text(encoding="utf-8") for name in ("alfred.pddl", "alfred.twl2"))
+    domain, grammar = (
+        (_DATA / name).read_text(encoding="utf-8") for name in ("alfred.pddl", "alfred.twl2")
+    )
     task_type, parent = TASK_TYPES[scene.kind], "" if scene.kind == "look" else scene.target
     data = {"pddl_domain": domain, "grammar": grammar.replace("UNKNOWN GOAL", scene.sentence)}
     data |= {"pddl_problem": _problem(scene), "solvable": True, "walkthrough": game.walkthrough}
-    goal = {"object_target": scene.object, "parent_target": parent, "toggle_target": "" if parent else scene.target}
+    goal = {
+        "object_target": scene.object,
+        "parent_target": parent,
+        "toggle_target": "" if parent else scene.target,
+    }
     trial_id = f"trial_G{scene.seed:012x}"
     trajectory = {
         "task_type": task_type,
@@ -244,7 +300,11 @@ def write(game: Game, folder: str | Path) -> Path:
         "pddl_params": {**goal, "mrecep_target": "", "object_sliced": False},
         "turk_annotations": {"anns": [{"task_desc": scene.sentence, "high_descs": []}]},
     }
-    trial = Path(folder) / f"{task_type}-{scene.object}-None-{scene.target}-{scene.floor_plan}" / trial_id
+    trial = (
+        Path(folder)
+        / f"{task_type}-{scene.object}-None-{scene.target}-{scene.floor_plan}"
+        / trial_id
+    )
     trial.mkdir(parents=True, exist_ok=True)
     (trial / "traj_data.json").write_text(json.dumps(trajectory), encoding="utf-8")
     path = trial / "game.tw-pddl"

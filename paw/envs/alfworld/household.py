@@ -1,14 +1,18 @@
 """ALFWorld's text game in plain Python: one household, played one command at a time.
 
-Feedback, admissible commands and the win flag equal, string for string, those of the real engine (textworld's PddlEnv
-with alfworld's AlfredDemangler, alfworld 0.4.2) for the rules of `data/alfred.pddl` and `data/alfred.twl2`. These have
-quirks, and an agent trained here must meet the same ones:
+Feedback, admissible commands and the win flag equal, string for string, those of the real engine
+(textworld's PddlEnv with alfworld's AlfredDemangler, alfworld 0.4.2) for the rules of
+`data/alfred.pddl` and `data/alfred.twl2`. These have quirks, and an agent trained here must meet
+the same ones:
 
-- Only the object in hand can be examined: a stray comma in the domain disables the branch for objects in sight.
-- `look` sees no receptacle before the first move, although the welcome text has just listed them all.
+- Only the object in hand can be examined: a stray comma in the domain disables the branch for
+  objects in sight.
+- `look` sees no receptacle before the first move, although the welcome text has just listed them
+  all.
 - A lamp can be used again and again, and always says "You turn on".
-- "Next to it, you see a mug 1" appears after a mug was taken off one receptacle and put down on another at the same
-  location: it is where the agent is, and known not to be in the first. It appears once for each such receptacle.
+- "Next to it, you see a mug 1" appears after a mug was taken off one receptacle and put down on
+  another at the same location: it is where the agent is, and known not to be in the first. It
+  appears once for each such receptacle.
 - `go to` a receptacle at the agent's own location is not admissible.
 - Cleaning, heating and cooling need no open door; slicing needs no sight of the object.
 """
@@ -76,7 +80,10 @@ class Household:
         self.location = game.start
         self.held: str | None = None
         self.contents = dict(game.contents)
-        """Receptacle id -> sorted objects in it. The tuples are shared with the game, never changed in place."""
+        """Receptacle id -> sorted objects in it.
+
+        The tuples are shared with the game, never changed in place.
+        """
         self.object_location = set(game.object_location)
         self.taken_from: set[tuple[str, str]] = set()
         """Pairs (object, receptacle) that an action made false: the only ones the grammar's not_inreceptacle knows."""
@@ -84,11 +91,16 @@ class Household:
         self.states = dict(game.states)
         self._won: bool | None = None
         self._admissible: dict[str, tuple] | None = None
-        view = self._facing() or self._in_the_middle(game.names[receptacle] for receptacle in game.location)
+        view = self._facing() or self._in_the_middle(
+            game.names[receptacle] for receptacle in game.location
+        )
         return f"-= Welcome to TextWorld, ALFRED! =-\n\n{view}\n\n{game.task}"
 
     def step(self, command: str) -> str:
-        """Play `command`; returns the feedback. What is not admissible does nothing, and says so."""
+        """Play `command`; returns the feedback.
+
+        What is not admissible does nothing, and says so.
+        """
         play, *arguments = self._actions().get(command.strip(), (None,))
         if play is None:
             return NOTHING_HAPPENS
@@ -114,7 +126,10 @@ class Household:
     def can_hold(self, receptacle: str, thing: str) -> bool:
         """Whether the domain allows the object in the receptacle, open or not."""
         game = self.game
-        return (game.receptacle_type.get(receptacle), game.object_type.get(thing)) in game.can_contain
+        return (
+            game.receptacle_type.get(receptacle),
+            game.object_type.get(thing),
+        ) in game.can_contain
 
     def is_shut(self, receptacle: str) -> bool:
         return receptacle in self.game.able["openable"] and receptacle not in self.opened
@@ -132,7 +147,9 @@ class Household:
         def done(thing: str) -> bool:
             return thing in game.candidates and (state is None or state in self.state_of(thing))
 
-        return any(sum(map(done, self.contents.get(target, ()))) >= needed for target in game.targets)
+        return any(
+            sum(map(done, self.contents.get(target, ()))) >= needed for target in game.targets
+        )
 
     # ---- what can be done
 
@@ -159,28 +176,47 @@ class Household:
                 if held is None and not shut and thing in able["pickupable"]:
                     actions[f"take {names[thing]} from {name}"] = (self._take, thing, receptacle)
                 if thing in able["toggleable"]:
-                    actions[f"use {names[thing]}"] = (self._add, thing, "toggled", f"You turn on the {names[thing]}.")
+                    actions[f"use {names[thing]}"] = (
+                        self._add,
+                        thing,
+                        "toggled",
+                        f"You turn on the {names[thing]}.",
+                    )
             if held is None:
                 continue
             if not shut and self.can_hold(receptacle, held):
                 actions[f"move {names[held]} to {name}"] = (self._put, held, receptacle)
             for verb, tools in game.tools.items():
                 if game.receptacle_type.get(receptacle) in tools and held in able[f"{verb}able"]:
-                    actions[f"{verb} {names[held]} with {name}"] = (self._treat, held, receptacle, verb)
+                    actions[f"{verb} {names[held]} with {name}"] = (
+                        self._treat,
+                        held,
+                        receptacle,
+                        verb,
+                    )
         if held is not None:
             actions[f"examine {names[held]}"] = (self._examine_object, held)
             if game.object_type.get(held) in _KNIVES:
                 for thing in able["sliceable"]:
                     if (thing, self.location) in self.object_location:
                         said = f"You sliced the {names[thing]} with the {names[held]}."
-                        actions[f"slice {names[thing]} with {names[held]}"] = (self._add, thing, "sliced", said)
+                        actions[f"slice {names[thing]} with {names[held]}"] = (
+                            self._add,
+                            thing,
+                            "sliced",
+                            said,
+                        )
         self._admissible = actions
         return actions
 
     # ---- what is only said
 
     def _inventory(self) -> str:
-        return f"You are carrying: a {self._name(self.held)}." if self.held else "You are not carrying anything."
+        return (
+            f"You are carrying: a {self._name(self.held)}."
+            if self.held
+            else "You are not carrying anything."
+        )
 
     def _look(self) -> str:
         return self._facing() or self._in_the_middle(())
@@ -220,7 +256,11 @@ class Household:
                 return f"This is a {adjective} {name}."
         if "toggled" in states:
             return f"This {name} is on."
-        return f"This is a sliced {name}." if "sliced" in states else f"There's nothing special about {name}."
+        return (
+            f"This is a sliced {name}."
+            if "sliced" in states
+            else f"There's nothing special about {name}."
+        )
 
     def _name(self, thing: str) -> str:
         return self.game.names[thing]
@@ -255,8 +295,12 @@ class Household:
 
     def _treat(self, thing: str, receptacle: str, verb: str) -> str:
         state = REQUIRED_STATE[verb]
-        self.states[thing] = self.state_of(thing) - {"hot": {"cool"}, "cool": {"hot"}}.get(state, set())
-        return self._add(thing, state, f"You {verb} the {self._name(thing)} using the {self._name(receptacle)}.")
+        self.states[thing] = self.state_of(thing) - {"hot": {"cool"}, "cool": {"hot"}}.get(
+            state, set()
+        )
+        return self._add(
+            thing, state, f"You {verb} the {self._name(thing)} using the {self._name(receptacle)}."
+        )
 
     def _add(self, thing: str, state: str, said: str) -> str:
         self.states[thing] = self.state_of(thing) | {state}

@@ -25,13 +25,18 @@ class Split(NamedTuple):
 
 
 def find_root(data: Path, *, origin: str = "env.data") -> Path:
-    """The folder with the splits: `data` itself or its json_2.1.1. UserError, naming `origin`, if it is neither."""
+    """The folder with the splits: `data` itself or its json_2.1.1.
+
+    UserError, naming `origin`, if it is neither.
+    """
     data = data.expanduser()
     for root in (data, data / FOLDER):
         if any((root / split).is_dir() for split in SPLITS):
             return root
     problem = "holds no ALFWorld games" if data.is_dir() else "is no folder"
-    raise UserError(f"{origin}: {data} {problem} (looked for {FOLDER}/{{{','.join(SPLITS)}}}); {FIX}")
+    raise UserError(
+        f"{origin}: {data} {problem} (looked for {FOLDER}/{{{','.join(SPLITS)}}}); {FIX}"
+    )
 
 
 def load_split(root: Path, split: str) -> Split:
@@ -42,10 +47,15 @@ def load_split(root: Path, split: str) -> Split:
     if not folder.is_dir():
         there = ", ".join(name for name in SPLITS if (root / name).is_dir())
         raise UserError(f"{root} has no split '{split}' (it has: {there}); {FIX}")
-    tasks = sorted((entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(folder) if entry.is_dir())
+    tasks = sorted(
+        (entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(folder) if entry.is_dir()
+    )
     stamp = hashlib.sha256(json.dumps([str(folder.resolve()), tasks]).encode()).hexdigest()[:16]
     try:
-        kept = cached(f"alfworld-{stamp}", lambda at: (at / "index.json").write_text(json.dumps(_scan(root, split))))
+        kept = cached(
+            f"alfworld-{stamp}",
+            lambda at: (at / "index.json").write_text(json.dumps(_scan(root, split))),
+        )
         games, digest = json.loads((kept / "index.json").read_text())
     except UserError:  # no games, or no room for an index: the scan says which
         games, digest = _scan(root, split)
@@ -54,7 +64,9 @@ def load_split(root: Path, split: str) -> Split:
 
 def _scan(root: Path, split: str) -> Split:
     games, digest = [], hashlib.sha256()
-    kinds = {type_: kind for kind, type_ in TASK_TYPES.items()}  # the only ones that alfworld's own environment plays
+    kinds = {
+        type_: kind for kind, type_ in TASK_TYPES.items()
+    }  # the only ones that alfworld's own environment plays
     for path in sorted((root / split).glob(f"*/*/{GAME_FILE}")):
         name = path.parent.relative_to(root).as_posix()
         kind = kinds.get(name.split("/")[1].split("-")[0])
@@ -67,5 +79,7 @@ def _scan(root: Path, split: str) -> Split:
         games.append((name, kind))
         digest.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
     if not games:
-        raise UserError(f"{root / split} holds no games (no {GAME_FILE} of a known task type); {FIX}")
+        raise UserError(
+            f"{root / split} holds no games (no {GAME_FILE} of a known task type); {FIX}"
+        )
     return Split(games, digest.hexdigest())

@@ -9,7 +9,8 @@ from paw.envs.alfworld.problem import REQUIRED_STATE, Game
 def oracle(household: Household) -> str:
     """The next command of a plan that wins from any state; "look" when won already or beyond help.
 
-    Among equals it prefers what is at the agent's location, so that "go to" settles the next choice and nothing loops.
+    Among equals it prefers what is at the agent's location, so that "go to" settles the next choice
+    and nothing loops.
     """
     game, held = household.game, household.held
     if household.won:
@@ -17,17 +18,24 @@ def oracle(household: Household) -> str:
     if held is None:
         return _fetch(household)
     if held not in game.candidates:
-        return _move_to_nearest(household, (r for r in game.location if household.can_hold(r, held)))
+        return _move_to_nearest(
+            household, (r for r in game.location if household.can_hold(r, held))
+        )
     if game.kind == "look":
         return _use_lamp(household)
     if game.kind in REQUIRED_STATE and REQUIRED_STATE[game.kind] not in household.state_of(held):
         return _treat(household, held)
     targets = [r for r in game.targets if household.can_hold(r, held)]
-    return _move_to_nearest(household, [_fullest(household)] if game.kind == "two" and targets else targets)
+    return _move_to_nearest(
+        household, [_fullest(household)] if game.kind == "two" and targets else targets
+    )
 
 
 def solve(game: Game, *, max_steps: int = 60) -> list[str]:
-    """The expert's commands from the start of `game` until it is won. ValueError after `max_steps`."""
+    """The expert's commands from the start of `game` until it is won.
+
+    ValueError after `max_steps`.
+    """
     household, commands = Household(game), []
     while not household.won:
         if len(commands) == max_steps:
@@ -39,15 +47,25 @@ def solve(game: Game, *, max_steps: int = 60) -> list[str]:
 
 def _effort(household: Household, receptacle: str) -> tuple[bool, bool, str]:
     """Sort key: here before elsewhere, open before shut, then by id."""
-    return household.game.location[receptacle] != household.location, household.is_shut(receptacle), receptacle
+    return (
+        household.game.location[receptacle] != household.location,
+        household.is_shut(receptacle),
+        receptacle,
+    )
 
 
 def _fetch(household: Household) -> str:
     """Towards an object that can fulfil the goal: a finished one (clean, hot, cool) first, then the nearest."""
     game, state = household.game, REQUIRED_STATE.get(household.game.kind)
-    delivered = household.contents[_fullest(household)] if game.kind == "two" and game.targets else ()
+    delivered = (
+        household.contents[_fullest(household)] if game.kind == "two" and game.targets else ()
+    )
     choices = [
-        (state is not None and state not in household.state_of(thing), *_effort(household, receptacle), thing)
+        (
+            state is not None and state not in household.state_of(thing),
+            *_effort(household, receptacle),
+            thing,
+        )
         for receptacle in game.location
         for thing in household.contents[receptacle]
         if thing in game.candidates and thing in game.able["pickupable"] and thing not in delivered
@@ -55,17 +73,22 @@ def _fetch(household: Household) -> str:
     if not choices:
         return "look"
     *_, receptacle, thing = min(choices)
-    return _reach(household, receptacle) or f"take {game.names[thing]} from {game.names[receptacle]}"
+    return (
+        _reach(household, receptacle) or f"take {game.names[thing]} from {game.names[receptacle]}"
+    )
 
 
 def _fullest(household: Household) -> str:
     """The receptacle in which to gather two objects: that which holds most of them, else the nearest.
 
-    Between filled ones the agent's location does not count: it would go to and fro between two that hold one each.
+    Between filled ones the agent's location does not count: it would go to and fro between two that
+    hold one each.
     """
 
     def rank(receptacle: str) -> tuple:
-        filled = sum(thing in household.game.candidates for thing in household.contents.get(receptacle, ()))
+        filled = sum(
+            thing in household.game.candidates for thing in household.contents.get(receptacle, ())
+        )
         return (-filled, receptacle) if filled else (0, *_effort(household, receptacle))
 
     return min(household.game.targets, key=rank)

@@ -1,7 +1,8 @@
 """One ALFWorld problem, parsed once and shared by every episode that plays it.
 
-Of a game file (`game.tw-pddl`) the PDDL problem and the task are read; the rules, the same for every game of a release,
-are written out in `household.py`. PDDL is case-insensitive, and everything is kept lower-case.
+Of a game file (`game.tw-pddl`) the PDDL problem and the task are read; the rules, the same for
+every game of a release, are written out in `household.py`. PDDL is case-insensitive, and everything
+is kept lower-case.
 """
 
 import json
@@ -35,8 +36,22 @@ _COMMENT = re.compile(r";[^\n]*")
 _FACT = re.compile(r"\((\w+)((?:\s+[^\s()]+)*)\s*\)")
 _TASK = re.compile(r'"rhs":\s*("Your task is to: (?:[^"\\]|\\.)*")')
 _SINK_RULE = re.compile(r"^\s*\(receptacleType \?r SinkType\)", re.MULTILINE)
-_ABILITIES = ("openable", "pickupable", "cleanable", "heatable", "coolable", "toggleable", "sliceable")
-_STATE_PREDICATES = {"isclean": "clean", "ishot": "hot", "iscool": "cool", "issliced": "sliced", "istoggled": "toggled"}
+_ABILITIES = (
+    "openable",
+    "pickupable",
+    "cleanable",
+    "heatable",
+    "coolable",
+    "toggleable",
+    "sliceable",
+)
+_STATE_PREDICATES = {
+    "isclean": "clean",
+    "ishot": "hot",
+    "iscool": "cool",
+    "issliced": "sliced",
+    "istoggled": "toggled",
+}
 
 
 class GameFile(Strict):
@@ -76,9 +91,13 @@ class Game:
         text = _COMMENT.sub("", problem.lower())
         init, goal = text.find("(:init"), text.find("(:goal")
         if not 0 <= init < goal:
-            raise UserError(f"game file {name}: its PDDL problem has no (:init ...) followed by a (:goal ...)")
+            raise UserError(
+                f"game file {name}: its PDDL problem has no (:init ...) followed by a (:goal ...)"
+            )
         if text.count("(") != text.count(")"):
-            raise UserError(f"game file {name}: its PDDL problem has unbalanced parentheses; it may be cut off")
+            raise UserError(
+                f"game file {name}: its PDDL problem has unbalanced parentheses; it may be cut off"
+            )
         facts: dict[str, list[tuple[str, ...]]] = defaultdict(list)
         for predicate, arguments in _FACT.findall(text, init, goal):
             facts[predicate].append(tuple(arguments.split()))
@@ -87,7 +106,9 @@ class Game:
             try:
                 return sorted((first, second) for first, second in facts.get(predicate, ()))
             except ValueError:
-                raise UserError(f"game file {name}: a fact ({predicate} ...) has not two arguments") from None
+                raise UserError(
+                    f"game file {name}: a fact ({predicate} ...) has not two arguments"
+                ) from None
 
         def having(predicate: str) -> frozenset[str]:
             return frozenset(arguments[0] for arguments in facts.get(predicate, ()))
@@ -96,20 +117,29 @@ class Game:
         start, located = pairs("atlocation"), pairs("receptacleatlocation")
         if len(start) != 1 or not located:
             missing = "receptacle" if start else "agent"
-            raise UserError(f"game file {name}: its PDDL problem places no {missing}, or more than one agent")
+            raise UserError(
+                f"game file {name}: its PDDL problem places no {missing}, or more than one agent"
+            )
         self.names = _names(facts)
         """Id -> the name the player sees: "mug_bar__plus_01..." -> "mug 2"."""
         self.location = dict(located)
         """Receptacle id -> location id, receptacles in sorted order."""
         self.at = _grouped(self.location.items())
         """Location id -> its receptacles, sorted."""
-        self.destinations = {f"go to {self.names[receptacle]}": receptacle for receptacle in self.location}
-        self.receptacle_type, self.object_type = dict(pairs("receptacletype")), dict(pairs("objecttype"))
+        self.destinations = {
+            f"go to {self.names[receptacle]}": receptacle for receptacle in self.location
+        }
+        self.receptacle_type, self.object_type = (
+            dict(pairs("receptacletype")),
+            dict(pairs("objecttype")),
+        )
         self.can_contain = frozenset(pairs("cancontain"))
         """Pairs (receptacle type, object type)."""
         self.able = {ability: having(ability) for ability in _ABILITIES}
         """Ability -> the ids it holds for."""
-        self.inner = dict.fromkeys(having("isreceptacleobject"), ()) | _grouped(pairs("inreceptacleobject"))
+        self.inner = dict.fromkeys(having("isreceptacleobject"), ()) | _grouped(
+            pairs("inreceptacleobject")
+        )
         """Objects that are receptacles themselves (a bowl) -> what lies in them; nothing ever moves in or out."""
         self.tools = {"clean": sink_types, "heat": ("microwavetype",), "cool": ("fridgetype",)}
         """Receptacle types in which an object is treated so."""
@@ -128,7 +158,9 @@ class Game:
 
         kind, object_, target = self.goal
         fit = self.able.get(f"{kind}able", self.object_type.keys())
-        self.candidates = frozenset(thing for thing, t in self.object_type.items() if t == object_ and thing in fit)
+        self.candidates = frozenset(
+            thing for thing, t in self.object_type.items() if t == object_ and thing in fit
+        )
         """Objects that can fulfil the goal."""
         types = self.object_type if kind == "look" else self.receptacle_type
         self.targets = sorted(thing for thing, t in types.items() if t == target)
@@ -140,7 +172,10 @@ class Game:
 
     @classmethod
     def load(cls, path: str | Path) -> "Game":
-        """Read a game.tw-pddl file. UserError if that fails, or its goal or grammar is none of ALFWorld's."""
+        """Read a game.tw-pddl file.
+
+        UserError if that fails, or its goal or grammar is none of ALFWorld's.
+        """
         with reading(f"game file {path}"):
             data = Path(path).read_bytes()
         try:
@@ -156,9 +191,19 @@ class Game:
                 "json_2.1.2; download the games with alfworld >= 0.4.0, or play it with the textworld back end"
             )
         # The domain inside the released games also cleans in a sink that has no basin.
-        sinks = ("sinkbasintype", "sinktype") if _SINK_RULE.search(file.pddl_domain) else ("sinkbasintype",)
+        sinks = (
+            ("sinkbasintype", "sinktype")
+            if _SINK_RULE.search(file.pddl_domain)
+            else ("sinkbasintype",)
+        )
         sentence = json.loads(task.group(1))
-        return cls(file.pddl_problem, sentence, walkthrough=file.walkthrough, name=str(path), sink_types=sinks)
+        return cls(
+            file.pddl_problem,
+            sentence,
+            walkthrough=file.walkthrough,
+            name=str(path),
+            sink_types=sinks,
+        )
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
@@ -176,7 +221,10 @@ def _names(facts: Facts) -> dict[str, str]:
     """
     ids = set()
     for predicate, arguments in facts.items():
-        if predicate not in ("distance", "cancontain"):  # no engine counts the one; the other is long, and about types
+        if predicate not in (
+            "distance",
+            "cancontain",
+        ):  # no engine counts the one; the other is long, and about types
             ids.update(*arguments)
     types = {}
     for thing in sorted(ids):
@@ -196,7 +244,9 @@ def _parse_goal(text: str, name: str) -> Goal:
     receptacle_types = re.findall(r"\(receptacletype\s+\?\w+\s+(\w+)\s*\)", text)
     held = re.search(r"\(holds\s+\?\w+\s+(\?\w+)\s*\)", text)
     lamp = re.search(r"\(istoggled\s+(\?\w+)\s*\)", text)
-    unknown = UserError(f"game file {name}: its goal is none of ALFWorld's six task types ({', '.join(KINDS)})")
+    unknown = UserError(
+        f"game file {name}: its goal is none of ALFWorld's six task types ({', '.join(KINDS)})"
+    )
     if "(issliced" in text or "(inreceptacleobject" in text:
         raise unknown
     if held and lamp and {held.group(1), lamp.group(1)} == object_types.keys():

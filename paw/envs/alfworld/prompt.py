@@ -1,7 +1,7 @@
 """What the agent reads and how its answer becomes an action: pure text, no game.
 
-`PaperStyle` is Figure 7 of the paper, character for character as the reference code (verl-agent) sends it: the empty
-first and last lines and the blank after "tags." included.
+`PaperStyle` is Figure 7 of the paper, character for character as the reference code (verl-agent)
+sends it: the empty first and last lines and the blank after "tags." included.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,7 +23,10 @@ LATER_TURN = f"{HEAD} {TASK}{{task}}\n{LATER}{ACTIONS}"
 
 
 class PaperStyle(TaggedStyle):
-    """Figure 7 of the paper. With `history` 0 later turns keep their template, and the task, unlike the reference's."""
+    """Figure 7 of the paper.
+
+    With `history` 0 later turns keep their template, and the task, unlike the reference's.
+    """
 
     unparsed = 30
 
@@ -48,9 +51,13 @@ class CompactStyle(LineStyle):
     """
 
     def prompt(self, task: str, past: Past, observation: str, admissible: Sequence[str]) -> str:
-        if TASK in observation:  # of an opening text only the room, as the task has a line of its own
+        if (
+            TASK in observation
+        ):  # of an opening text only the room, as the task has a line of its own
             observation = observation.partition(TASK)[0].removeprefix(WELCOME)
-        return self.fill([f"task: {task}"], [("", _line(a)) for _, a in past], _line(observation), admissible)
+        return self.fill(
+            [f"task: {task}"], [("", _line(a)) for _, a in past], _line(observation), admissible
+        )
 
     def parse_action(self, response: str, admissible: Collection[str]) -> tuple[str, bool]:
         return super().parse_action(response.lower(), admissible)

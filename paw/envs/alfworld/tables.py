@@ -8,16 +8,24 @@ from pathlib import Path
 
 from paw.envs.alfworld.problem import KINDS
 
-_TABLES = tomllib.loads((Path(__file__).parent / "data" / "household.toml").read_text(encoding="utf-8"))
+_TABLES = tomllib.loads(
+    (Path(__file__).parent / "data" / "household.toml").read_text(encoding="utf-8")
+)
 
 HOLDS = {receptacle: tuple(types.split()) for receptacle, types in _TABLES["holds"].items()}
 """Receptacle type -> types of the objects that may lie in or on it."""
 OPENABLE = ("Cabinet", "Drawer", "Fridge", "Microwave", "Safe")
 LAMP = "DeskLamp"
 LAMP_SPOTS = ("CoffeeTable", "Desk", "DiningTable", "Dresser", "Shelf", "SideTable")
-ABILITIES = {predicate: frozenset(types.split()) for predicate, types in _TABLES["abilities"].items()}
+ABILITIES = {
+    predicate: frozenset(types.split()) for predicate, types in _TABLES["abilities"].items()
+}
 """Predicate -> the object types it holds for."""
-TREATMENTS = {"clean": ("SinkBasin", "cleanable"), "heat": ("Microwave", "heatable"), "cool": ("Fridge", "coolable")}
+TREATMENTS = {
+    "clean": ("SinkBasin", "cleanable"),
+    "heat": ("Microwave", "heatable"),
+    "cool": ("Fridge", "coolable"),
+}
 """Kind of task -> where the object is treated, and which objects can be."""
 SENTENCES: dict[str, list[str]] = _TABLES["sentences"]
 GOALS: dict[str, str] = _TABLES["goals"]
@@ -60,7 +68,9 @@ class Difficulty:
 def _room(name: str) -> Room:
     table = _TABLES["rooms"][name]
     counts = {type_: (low, high) for type_, (low, high) in table["receptacles"].items()}
-    return Room(counts, tuple(table["objects"].split()), tuple(table["kinds"].split()), table["scenes"])
+    return Room(
+        counts, tuple(table["objects"].split()), tuple(table["kinds"].split()), table["scenes"]
+    )
 
 
 DIFFICULTIES = {

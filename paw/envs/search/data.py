@@ -1,7 +1,7 @@
 """Questions from files: parquet as Search-R1 has it, or JSON lines; a whole folder of them, or one file.
 
-Columns are `question`, `golden_answers` (where empty, `reward_model.ground_truth.target`) and `data_source`; no other
-is read. A JSON line may lack the last one.
+Columns are `question`, `golden_answers` (where empty, `reward_model.ground_truth.target`) and
+`data_source`; no other is read. A JSON line may lack the last one.
 """
 
 import hashlib
@@ -38,7 +38,9 @@ Text = Annotated[str, Field(pattern=r"\S")]
 class Row(Strict):
     question: Text
     golden_answers: Annotated[
-        list[Text], Field(min_length=1), BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+        list[Text],
+        Field(min_length=1),
+        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
     ]
     data_source: str | None = None
 
@@ -60,7 +62,11 @@ class Question:
 def candidates(data: Path, split: str) -> list[Path]:
     """What there is of a split: `data` itself if it is a file, else its SPLIT.parquet and SPLIT.jsonl."""
     data = data.expanduser()
-    return [path for path in (data, *(data / f"{split}{suffix}" for suffix in SUFFIXES)) if path.is_file()]
+    return [
+        path
+        for path in (data, *(data / f"{split}{suffix}" for suffix in SUFFIXES))
+        if path.is_file()
+    ]
 
 
 def find_file(data: Path, split: str) -> Path:
@@ -70,11 +76,16 @@ def find_file(data: Path, split: str) -> Path:
         return found[0]
     names = " and ".join(f"{split}{suffix}" for suffix in SUFFIXES)
     what = f"holds both {names}; keep one" if found else f"holds neither {names}"
-    raise UserError(f"env.data = '{data}' {what if data.expanduser().is_dir() else 'does not exist'}; {FIX}")
+    raise UserError(
+        f"env.data = '{data}' {what if data.expanduser().is_dir() else 'does not exist'}; {FIX}"
+    )
 
 
 def load(path: Path) -> list[Task]:
-    """The questions of a file in order, their kind the data_source. UserError, naming line or row, for damage."""
+    """The questions of a file in order, their kind the data_source.
+
+    UserError, naming line or row, for damage.
+    """
     if path.suffix not in SUFFIXES:
         raise UserError(f"env.data: {path} is neither {' nor '.join(SUFFIXES)}; {FIX}")
     with reading(f"env.data: {path}"):
@@ -85,7 +96,9 @@ def load(path: Path) -> list[Task]:
     tasks = []
     for i, row in enumerate(rows):
         question = Question(row.question.strip(), tuple(row.golden_answers))
-        tasks.append(Task(f"{path.stem}/{i}", short_name(row.data_source or "") or path.stem, question))
+        tasks.append(
+            Task(f"{path.stem}/{i}", short_name(row.data_source or "") or path.stem, question)
+        )
     return tasks
 
 
@@ -109,12 +122,18 @@ def _parquet(path: Path) -> Iterator[Row]:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if "question" not in names:
-                raise UserError(f"env.data: {path} has no column 'question'; it has {', '.join(names)}")
-            for row in (row for batch in file.iter_batches(columns=COLUMNS) for row in batch.to_pylist()):
+                raise UserError(
+                    f"env.data: {path} has no column 'question'; it has {', '.join(names)}"
+                )
+            for row in (
+                row for batch in file.iter_batches(columns=COLUMNS) for row in batch.to_pylist()
+            ):
                 number += 1
                 target = ((row.get("reward_model") or {}).get("ground_truth") or {}).get("target")
                 answers = row.get("golden_answers") or target
-                yield checked(Row, {**row, "golden_answers": answers}, f"env.data: {path}, row {number}")
+                yield checked(
+                    Row, {**row, "golden_answers": answers}, f"env.data: {path}, row {number}"
+                )
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None):  # without a number it is pyarrow's way to say: damaged
             raise

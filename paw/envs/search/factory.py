@@ -10,7 +10,16 @@ from paw.envs.base import Endless, EnvFactory, Tasks, shuffled
 from paw.envs.conversation import Message, Retold
 from paw.envs.search import data, world
 from paw.envs.search.data import Question
-from paw.envs.search.prompt import SEARCH, SYSTEM, Action, ChatStyle, CompactStyle, PaperStyle, Style, title
+from paw.envs.search.prompt import (
+    SEARCH,
+    SYSTEM,
+    Action,
+    ChatStyle,
+    CompactStyle,
+    PaperStyle,
+    Style,
+    title,
+)
 from paw.envs.search.retrieval import Hit, make_retriever
 from paw.envs.search.reward import exact_match
 from paw.envs.settings import SearchConfig
@@ -26,7 +35,8 @@ WORLDS = 100
 class SearchFactory(EnvFactory):
     """The questions of files, or of generated worlds, and the retriever that answers searches.
 
-    Raises UserError if env.data or env.corpus is damaged or set without the other, or if the retriever is missing.
+    Raises UserError if env.data or env.corpus is damaged or set without the other, or if the
+    retriever is missing.
     """
 
     Config = SearchConfig
@@ -43,7 +53,8 @@ class SearchFactory(EnvFactory):
         self._worlds: list[world.World] = []
         self._generated: dict[str, list[Task]] = {}
         if config.data is None:
-            # A tiny model would learn the facts of one small world by heart: it gets many, and is evaluated in others.
+            # A tiny model would learn the facts of one small world by heart: it gets many, and is
+            # evaluated in others.
             numbered = config.style == "compact"
             count = WORLDS if numbered and not self.may_block else 1
             self._worlds = world.make_worlds(config.entities, numbered=numbered, count=count)
@@ -68,11 +79,13 @@ class SearchFactory(EnvFactory):
     def tasks(self, split: str, seed: int) -> Tasks:
         """The questions of a split. With ZeroSearch, those of training carry the update in which they are asked.
 
-        Raises UserError if the split is unknown, missing, damaged or empty, and for "warmup" with questions from files,
-        which come without a way to the answer.
+        Raises UserError if the split is unknown, missing, damaged or empty, and for "warmup" with
+        questions from files, which come without a way to the answer.
         """
         if split == "warmup" and self.config.data:
-            raise UserError("model.path = 'quickstart' is warmed up on generated questions: leave env.data out")
+            raise UserError(
+                "model.path = 'quickstart' is warmed up on generated questions: leave env.data out"
+            )
         tasks = self._split(split)
         if self._simulator is None or split != self.config.train_split:
             return tasks
@@ -88,7 +101,9 @@ class SearchFactory(EnvFactory):
             return SearchChat(SearchEnv(self.config, self._search))
         names: list[str] = []
         if self.config.style == "compact" and self._worlds:
-            names = [entity.names[0] for entity in self._worlds[0].entities]  # the same in each numbered world
+            names = [
+                entity.names[0] for entity in self._worlds[0].entities
+            ]  # the same in each numbered world
         return SearchEnv(self.config, self._search, names)
 
     def fingerprint(self) -> str:
@@ -99,7 +114,9 @@ class SearchFactory(EnvFactory):
         if self._worlds:
             return f"generated {config.entities} {world.digest(self._worlds)}, {engine}"
         assert config.data is not None
-        files = data.candidates(config.data, config.train_split) + data.candidates(config.data, config.eval_split)
+        files = data.candidates(config.data, config.train_split) + data.candidates(
+            config.data, config.eval_split
+        )
         digests = [f"{path.stem} {data.digest(path)}" for path in dict.fromkeys(files)]
         return f"{' '.join(digests)}, {engine}"
 
@@ -108,7 +125,9 @@ class SearchFactory(EnvFactory):
             return self._load(data.find_file(self.config.data, split))
         if split not in self._generated:
             splits = ", ".join(self._generated)
-            raise UserError(f"generated questions have no split '{split}', only {splits}; name one, or set env.data")
+            raise UserError(
+                f"generated questions have no split '{split}', only {splits}; name one, or set env.data"
+            )
         return self._generated[split]
 
     def _search(self, question: Question, query: str) -> list[Hit]:
@@ -231,7 +250,10 @@ class SearchChat(Retold):
     tools = (SEARCH,)
 
     def begin(self, task: Task) -> list[Message]:
-        return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": self._game.reset(task)}]
+        return [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": self._game.reset(task)},
+        ]
 
     def call(self, call: ToolCall) -> Outcome:
         return self._game.play(Action("search", call.arguments["query"].strip()), valid=True)
@@ -249,4 +271,6 @@ class SearchChat(Retold):
     def _written(self, action: Action) -> Reply:
         if action.verb == "answer":
             return Reply.of(action.text)
-        return Reply.of("", ToolCall("search", {"query": action.text}, f"call{len(self.messages):05}"))
+        return Reply.of(
+            "", ToolCall("search", {"query": action.text}, f"call{len(self.messages):05}")
+        )

@@ -1,7 +1,7 @@
 """What the agent reads and how its answer becomes an action: pure text, no retrieval.
 
-`PaperStyle` is Figure 9 of the paper, character for character as the reference code (verl-agent, prompts/search.py and
-SearchMemory) sends it.
+`PaperStyle` is Figure 9 of the paper, character for character as the reference code (verl-agent,
+prompts/search.py and SearchMemory) sends it.
 """
 
 import json
@@ -50,7 +50,9 @@ SEARCH = {
     },
 }
 
-BLOCKS = [(verb, re.compile(rf"<{verb}>(.*?)</{verb}>", re.I | re.S)) for verb in ("search", "answer")]
+BLOCKS = [
+    (verb, re.compile(rf"<{verb}>(.*?)</{verb}>", re.I | re.S)) for verb in ("search", "answer")
+]
 TAG = re.compile("<(search|answer)>", re.I)
 LINE = re.compile(r"(search|answer) (\S[^\n]*)")
 BARE = re.compile(r"(search|answer)\[(.*)\]", re.S)
@@ -72,7 +74,10 @@ class Action(NamedTuple):
 
 
 class PaperStyle:
-    """Figure 9 of the paper. With `history` 0 later turns look like the first, as in the reference."""
+    """Figure 9 of the paper.
+
+    With `history` 0 later turns look like the first, as in the reference.
+    """
 
     def __init__(self, *, history: int = 4, think: bool = True) -> None:
         self.shown = history
@@ -82,7 +87,10 @@ class PaperStyle:
         """The user message of a turn after `past`, (action, observation) of every earlier one."""
         text = HEAD.format(question=question)
         if past and self.shown:
-            steps = [f"Step {i}:{_tagged(action)} {seen}\n" for i, (action, seen) in enumerate(past, start=1)]
+            steps = [
+                f"Step {i}:{_tagged(action)} {seen}\n"
+                for i, (action, seen) in enumerate(past, start=1)
+            ]
             text += PAST.format(taken=len(past), history="\n".join(steps[-self.shown :]))
         instruction = INSTRUCTION.format(think=THINK if self.think else NO_THINK)
         return f"{text}\n{instruction}\n"
@@ -90,8 +98,9 @@ class PaperStyle:
     def parse_action(self, response: str) -> tuple[Action, bool]:
         """(the first <search> block, else the first <answer> block; whether the response is valid).
 
-        The text is cut after the first </search>, or else after the first </answer>. It is invalid unless exactly one
-        tag is opened in all of it (reference: search_projection, which does not look for a thought either).
+        The text is cut after the first </search>, or else after the first </answer>. It is invalid
+        unless exactly one tag is opened in all of it (reference: search_projection, which does not
+        look for a thought either).
         """
         text = response
         for closing in ("</search>", "</answer>"):
@@ -110,7 +119,9 @@ class PaperStyle:
 
     def observation(self, documents: Sequence[str]) -> str:
         """As verl-agent's search tool returns it: JSON, in which non-ASCII characters are escaped."""
-        result = "".join(f"Doc {i}: {contents.strip()}\n" for i, contents in enumerate(documents, start=1))
+        result = "".join(
+            f"Doc {i}: {contents.strip()}\n" for i, contents in enumerate(documents, start=1)
+        )
         return f"<information>{json.dumps({'result': result})}</information>"
 
 
@@ -121,7 +132,9 @@ class ChatStyle(PaperStyle):
         super().__init__(history=1_000_000, think=False)
 
     def observation(self, documents: Sequence[str]) -> str:
-        return "\n".join(f"Doc {i}: {contents.strip()}" for i, contents in enumerate(documents, start=1))
+        return "\n".join(
+            f"Doc {i}: {contents.strip()}" for i, contents in enumerate(documents, start=1)
+        )
 
 
 class CompactStyle:

@@ -1,7 +1,8 @@
 """Exact match after SQuAD's normalisation, as Search-R1 scores an answer (verl/utils/reward_score/qa_em.py).
 
-Unlike there, only what the agent itself answered counts, not an <answer> in retrieved documents; and what normalisation
-leaves nothing of ("The The") is compared as it is written, so that the empty answer is not right.
+Unlike there, only what the agent itself answered counts, not an <answer> in retrieved documents;
+and what normalisation leaves nothing of ("The The") is compared as it is written, so that the empty
+answer is not right.
 """
 
 import re

@@ -1,7 +1,8 @@
 """A generated world of facts: people, towns, rivers, lakes, companies and books, a document for each, and questions.
 
-Every name holds a word that no other name has, so a question has one answer. A two-hop question names neither the
-entity in between nor the document that answers it. The world is a function of (entities, numbered, seed).
+Every name holds a word that no other name has, so a question has one answer. A two-hop question
+names neither the entity in between nor the document that answers it. The world is a function of
+(entities, numbered, seed).
 """
 
 import functools
@@ -34,7 +35,10 @@ class Relation(NamedTuple):
 
 _TEXTS = tomllib.loads(Path(__file__).with_name("world.toml").read_text(encoding="utf-8"))
 RELATIONS = {
-    kind: [Relation(object, question, phrase, sentences) for object, question, phrase, *sentences in rows]
+    kind: [
+        Relation(object, question, phrase, sentences)
+        for object, question, phrase, *sentences in rows
+    ]
     for kind, rows in _TEXTS["relations"].items()
 }
 CONSONANTS = "bdfghjklmnprstvwz"
@@ -49,7 +53,10 @@ class Entity(NamedTuple):
 
 
 class World:
-    """Entities, their documents and questions. `numbered` names them "town 12", in short documents, for tiny models."""
+    """Entities, their documents and questions.
+
+    `numbered` names them "town 12", in short documents, for tiny models.
+    """
 
     def __init__(self, entities: int, *, numbered: bool = False, seed: int = 0) -> None:
         self._rng = random.Random(f"world/{seed}/{entities}")
@@ -65,7 +72,9 @@ class World:
         self.facts: list[list[int]] = []
         """Objects of each entity, in the order of its kind's RELATIONS."""
         for kind in kinds:
-            self.facts.append([self._rng.choice(by_kind[relation.object]) for relation in RELATIONS[kind]])
+            self.facts.append(
+                [self._rng.choice(by_kind[relation.object]) for relation in RELATIONS[kind]]
+            )
         self.documents = [(str(i), self._document(i)) for i in range(entities)]
         """(id, contents) of each, as in a corpus."""
         subjects = self._rng.sample(range(entities), entities)
@@ -99,7 +108,9 @@ class World:
         name = self.entities[i].names[0]
         sentences = []
         for relation, object in zip(RELATIONS[kind], self.facts[i], strict=True):
-            wording = relation.sentences[0] if self._numbered else self._rng.choice(relation.sentences)
+            wording = (
+                relation.sentences[0] if self._numbered else self._rng.choice(relation.sentences)
+            )
             sentences.append(wording.format(s=name, o=self.entities[object].names[0]))
         if not self._numbered:
             self._rng.shuffle(sentences)
@@ -116,12 +127,20 @@ class World:
             for relation, middle in zip(RELATIONS[entity.kind], facts, strict=True):
                 yield "one-hop", self._question(relation, name, answer=middle, hops=(subject,))
                 phrase = relation.phrase.format(s=name)
-                for second, answer in zip(RELATIONS[relation.object], self.facts[middle], strict=True):
-                    # One search must not do: its documents would state the answer, or include the second document.
+                for second, answer in zip(
+                    RELATIONS[relation.object], self.facts[middle], strict=True
+                ):
+                    # One search must not do: its documents would state the answer, or include the
+                    # second document.
                     if answer not in (subject, *facts) and subject not in self.facts[middle]:
-                        yield "two-hop", self._question(second, phrase, answer=answer, hops=(subject, middle))
+                        yield (
+                            "two-hop",
+                            self._question(second, phrase, answer=answer, hops=(subject, middle)),
+                        )
 
-    def _question(self, relation: Relation, subject: str, answer: int, hops: tuple[int, ...]) -> Question:
+    def _question(
+        self, relation: Relation, subject: str, answer: int, hops: tuple[int, ...]
+    ) -> Question:
         return Question(
             text=relation.question.format(s=subject),
             answers=self.entities[answer].names,

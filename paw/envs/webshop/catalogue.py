@@ -1,7 +1,8 @@
 """The shop's stock: products, the goals made from them and the search over them. All sessions share it.
 
-After WebShop's `load_products` (web_agent_site/engine/engine.py) and `get_goals` (goal.py there). Differences: prices
-and limits are drawn from a generator seeded with 233, as its shuffle of goals is; null texts are empty.
+After WebShop's `load_products` (web_agent_site/engine/engine.py) and `get_goals` (goal.py there).
+Differences: prices and limits are drawn from a generator seeded with 233, as its shuffle of goals
+is; null texts are empty.
 """
 
 import functools
@@ -33,7 +34,10 @@ CHUNK = 1 << 20
 LARGEST = 1 << 24
 """Most characters of one product; more is broken JSON."""
 LIMITS = [10.0 * i for i in range(1, 100)]
-"""Price limits, US dollars. A goal's is the larger of two drawn from the four next above its product's price."""
+"""Price limits, US dollars.
+
+A goal's is the larger of two drawn from the four next above its product's price.
+"""
 
 
 class Item(Strict):
@@ -69,7 +73,9 @@ class Item(Strict):
     def _values(cls, value: Any) -> dict[str, tuple[str, ...]]:
         try:
             return {
-                name.lower(): tuple(choice["value"].strip().replace("/", " | ").lower() for choice in choices)
+                name.lower(): tuple(
+                    choice["value"].strip().replace("/", " | ").lower() for choice in choices
+                )
                 for name, choices in (value or {}).items()
                 if choices is not None
             }
@@ -198,9 +204,16 @@ def _stock(
 
 
 def _clean(
-    items: Iterable[Any], entries: dict[str, Any], rng: random.Random, source: str, entry_source: str
+    items: Iterable[Any],
+    entries: dict[str, Any],
+    rng: random.Random,
+    source: str,
+    entry_source: str,
 ) -> Iterator[Product]:
-    """Products as the shop shows them. Skips what the reference skips: no asin, a long asin, one seen before."""
+    """Products as the shop shows them.
+
+    Skips what the reference skips: no asin, a long asin, one seen before.
+    """
     seen = {"nan"}
     for number, raw in enumerate(items, 1):
         asin = str(raw.get("asin")) if isinstance(raw, dict) else ""
@@ -225,7 +238,10 @@ def _clean(
 
 
 def _synthetic_goals(product: Product, raw: Any, rng: random.Random, where: str) -> Iterator[Goal]:
-    """A goal for each combination of a product's options, if it has an instruction. All share one price limit."""
+    """A goal for each combination of a product's options, if it has an instruction.
+
+    All share one price limit.
+    """
     entry = checked(Entry, raw, where)
     if entry.instruction is None:
         return
@@ -237,7 +253,9 @@ def _synthetic_goals(product: Product, raw: Any, rng: random.Random, where: str)
         options = dict(zip(names, values, strict=True))
         wishes = ", and ".join(f"{name}: {value}" for name, value in options.items())
         instruction = f"{entry.instruction} with {wishes}" if wishes else entry.instruction
-        yield Goal(product, instruction + ending, tuple(entry.instruction_attributes), options, limit)
+        yield Goal(
+            product, instruction + ending, tuple(entry.instruction_attributes), options, limit
+        )
 
 
 def _human_goals(product: Product, written: Any, rng: random.Random, where: str) -> Iterator[Goal]:
@@ -263,7 +281,9 @@ def _limit(product: Product, rng: random.Random) -> tuple[float, str]:
 
 def _text(product: Product) -> str:
     """The text of a product that a search looks at."""
-    options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in product.options.items())
+    options = ", and ".join(
+        f"{name}: {', '.join(values)}" for name, values in product.options.items()
+    )
     return " ".join([product.title, product.description, *product.bullets[:1], options]).lower()
 
 
@@ -290,7 +310,9 @@ def read_array(path: Path, digest: Any) -> Iterator[Any]:
                         digest.update(file.read().encode())
                         return
                     value, position = decode(text, position)
-                except json.JSONDecodeError as error:  # the text read so far ends within this element
+                except (
+                    json.JSONDecodeError
+                ) as error:  # the text read so far ends within this element
                     chunk = file.read(CHUNK) if len(text) - position < LARGEST else ""
                     if not chunk:
                         problem = f"broken or cut short in product {number} ({error.msg})"
@@ -311,6 +333,8 @@ def _read_object(path: Path, digest: Any) -> dict[str, Any]:
     try:
         return checked(dict[str, Any], json.loads(data), str(path))
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {error.lineno}: broken or cut short ({error.msg}); download it again") from None
+        raise UserError(
+            f"{path}, line {error.lineno}: broken or cut short ({error.msg}); download it again"
+        ) from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: no UTF-8; download it again") from None

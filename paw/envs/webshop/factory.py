@@ -1,7 +1,7 @@
 """WebShop: which goals training, warm-up and evaluation play, and the environment that plays one of them.
 
-The first goals are for evaluation, drawn with replacement as in the reference code; the others are for training. The
-warm-up visits generated shops, of which there is no end.
+The first goals are for evaluation, drawn with replacement as in the reference code; the others are
+for training. The warm-up visits generated shops, of which there is no end.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,12 +38,16 @@ class WebshopFactory(EnvFactory):
 
     def __init__(self, config: WebshopConfig) -> None:
         if config.train_split != "train":
-            raise UserError(f"env.train_split = '{config.train_split}': WebShop's goals to train on are 'train'")
+            raise UserError(
+                f"env.train_split = '{config.train_split}': WebShop's goals to train on are 'train'"
+            )
         _check_held_out(config.eval_split)
         self.config = config
         self.reward_max = config.reward
         self.invalid_penalty = config.invalid_penalty
-        self.catalogue = catalogue.load(config.data.expanduser(), config) if config.data else self._generated(0)
+        self.catalogue = (
+            catalogue.load(config.data.expanduser(), config) if config.data else self._generated(0)
+        )
         tasks = [
             Task(f"goal/{i}", kind=goal.product.category, payload=Visit(shop=0, goal=goal))
             for i, goal in enumerate(self.catalogue.goals)
@@ -61,7 +65,9 @@ class WebshopFactory(EnvFactory):
         return self._test
 
     def make(self) -> "WebshopEnv":
-        return WebshopEnv(self.config, lambda shop: self._generated(shop) if shop else self.catalogue)
+        return WebshopEnv(
+            self.config, lambda shop: self._generated(shop) if shop else self.catalogue
+        )
 
     def fingerprint(self) -> str:
         """The catalogue's size and hash, and how goals and rewards are made."""
@@ -74,7 +80,9 @@ class WebshopFactory(EnvFactory):
         shop = 1 + shop_number + seed * 1_000_000
         goals = self._generated(shop).goals
         goal = goals[visit_number % len(goals)]
-        return Task(f"warmup/{shop}/{visit_number}", kind=goal.product.category, payload=Visit(shop, goal))
+        return Task(
+            f"warmup/{shop}/{visit_number}", kind=goal.product.category, payload=Visit(shop, goal)
+        )
 
     def _generated(self, seed: int) -> catalogue.Catalogue:
         return catalogue.generated(self.config.products, self.config.goals, self.config.nouns, seed)
@@ -85,7 +93,9 @@ class WebshopEnv:
 
     task: str = ""
 
-    def __init__(self, config: WebshopConfig, catalogue_of: Callable[[int], catalogue.Catalogue]) -> None:
+    def __init__(
+        self, config: WebshopConfig, catalogue_of: Callable[[int], catalogue.Catalogue]
+    ) -> None:
         self.config = config
         self._catalogue_of = catalogue_of
         style = PaperStyle if config.style == "paper" else CompactStyle
@@ -104,7 +114,10 @@ class WebshopEnv:
         return self.style.prompt(self.session, self._past)
 
     def step(self, response: str) -> Outcome:
-        """Play the action parsed from `response`. The session ends with a purchase or after env.max_turns turns."""
+        """Play the action parsed from `response`.
+
+        The session ends with a purchase or after env.max_turns turns.
+        """
         action, valid = self.style.parse_action(response, self._actions)
         self.session.step(self._actions.get(action, action))
         self._past.append((self._text, action))
@@ -127,7 +140,10 @@ class WebshopEnv:
         return self.format_action(next_action(self.session, self.style.queries(self.session)))
 
     def admissible_actions(self) -> list[str]:
-        """`click[...]` for everything that does something now. `search[...]` in free words also does, on every page."""
+        """`click[...]` for everything that does something now.
+
+        `search[...]` in free words also does, on every page.
+        """
         return list(self._actions.values())
 
     def format_action(self, action: str) -> str:
@@ -141,7 +157,9 @@ class WebshopEnv:
 
 def _check_held_out(split: str) -> None:
     if split != HELD_OUT:
-        raise UserError(f"env.eval_split = '{split}': WebShop's goals to evaluate on are '{HELD_OUT}'")
+        raise UserError(
+            f"env.eval_split = '{split}': WebShop's goals to evaluate on are '{HELD_OUT}'"
+        )
 
 
 # --- the oracle: a buyer by rules that knows which product a goal was made from
@@ -162,7 +180,10 @@ def next_action(session: Session, queries: Sequence[str]) -> str:
         return f"click[{_towards(goal.product, session)}]"
 
     wanted = wanted_options(product, goal)
-    fits = product.asin == goal.product.asin or reward(product, goal, wanted, session.catalogue.nouns) == 1
+    fits = (
+        product.asin == goal.product.asin
+        or reward(product, goal, wanted, session.catalogue.nouns) == 1
+    )
     if session.sub_page or not fits:
         return f"click[{PREVIOUS}]"
     missing = [value for value in wanted.values() if value not in session.options.values()]
@@ -182,7 +203,12 @@ def _towards(wanted: Product, session: Session) -> str:
 def wanted_options(product: Product, goal: Goal) -> dict[str, str]:
     """The options of `product` that meet those of `goal`, as far as it has them."""
     wanted = set(goal.options.values())
-    exact = {name: value for name, offered in product.options.items() for value in offered if value in wanted}
+    exact = {
+        name: value
+        for name, offered in product.options.items()
+        for value in offered
+        if value in wanted
+    }
     if wanted <= set(exact.values()):
         return exact
 

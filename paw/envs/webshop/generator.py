@@ -1,7 +1,7 @@
 """A shop made from a seed, in the schema of WebShop's three files. What it sells is in shop.toml.
 
-Products come in families of nearly the same title, of which variants miss one thing that a buyer of the first may want,
-so search results need reading. A goal's own product always fits it.
+Products come in families of nearly the same title, of which variants miss one thing that a buyer of
+the first may want, so search results need reading. A goal's own product always fits it.
 """
 
 import json
@@ -11,7 +11,9 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SHOP: dict[str, Any] = tomllib.loads(Path(__file__).with_name("shop.toml").read_text(encoding="utf-8"))
+SHOP: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("shop.toml").read_text(encoding="utf-8")
+)
 OPTIONS = {key: (name, values.split(", ")) for key, (name, values) in SHOP["options"].items()}
 FILES = ("items_shuffle_1000.json", "items_ins_v2_1000.json", "items_human_ins.json")
 DEARER = (50.0, 90.0)
@@ -33,7 +35,9 @@ class Ware(NamedTuple):
     def parse(cls, line: str) -> "Ware":
         category, query, path, *lists, prices = line.split(" | ")
         nouns, uses, adjectives, features, options = (cell.split(", ") for cell in lists)
-        return cls(category, query, path, nouns, uses, adjectives, features, options, prices.split())
+        return cls(
+            category, query, path, nouns, uses, adjectives, features, options, prices.split()
+        )
 
 
 WARES = [Ware.parse(line) for line in SHOP["wares"].splitlines()]
@@ -45,7 +49,9 @@ def records(products: int, seed: int = 0) -> tuple[list[Any], dict[str, Any], di
     items, entries, human = [], {}, {}
     while len(items) < products:
         for made in _family(rng, WARES[len(items) % len(WARES)])[: products - len(items)]:
-            while (asin := "B0" + "".join(rng.choices(string.ascii_uppercase + string.digits, k=8))) in entries:
+            while (
+                asin := "B0" + "".join(rng.choices(string.ascii_uppercase + string.digits, k=8))
+            ) in entries:
                 pass
             items.append({"asin": asin, **made["item"]})
             entries[asin] = made["entry"]
@@ -59,11 +65,16 @@ def write(folder: Path, products: int = 3000, seed: int = 0) -> None:
     """The three files, named as the small ones, for a look or for another program."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in zip(FILES, records(products, seed), strict=True):
-        (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+        (folder / name).write_text(
+            json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8"
+        )
 
 
 def _family(rng: random.Random, ware: Ware) -> list[dict[str, Any]]:
-    """A product and up to three variants, each of which misses one thing. The order of draws fixes what is sold."""
+    """A product and up to three variants, each of which misses one thing.
+
+    The order of draws fixes what is sold.
+    """
     syllables = SHOP["syllables"].split()
     brand = rng.choice(syllables) + rng.choice(syllables) + rng.choice(SHOP["ends"].split())
     words = {
@@ -79,7 +90,12 @@ def _family(rng: random.Random, ware: Ware) -> list[dict[str, Any]]:
     price = round(rng.uniform(*map(float, ware.prices)), 2)
     family = [_product(rng, ware, words, adjectives, features, options, price)]
     for missing in rng.sample(("adjective", "feature", "option", "price"), rng.randrange(4)):
-        variant = {"adjectives": adjectives, "features": features, "options": options, "price": price}
+        variant = {
+            "adjectives": adjectives,
+            "features": features,
+            "options": options,
+            "price": price,
+        }
         if missing == "adjective":
             others = [adjective for adjective in ware.adjectives if adjective not in adjectives]
             variant["adjectives"] = [adjectives[0], rng.choice(others)]
@@ -133,7 +149,11 @@ def _product(
         "images": [""],
         "customization_options": {
             OPTIONS[key][0].title(): [
-                {"value": value, "price": round(price if i == 0 else rng.uniform(price, spread), 2), "image": None}
+                {
+                    "value": value,
+                    "price": round(price if i == 0 else rng.uniform(price, spread), 2),
+                    "image": None,
+                }
                 for i, value in enumerate(values)
             ]
             for key, values in options.items()
@@ -158,7 +178,9 @@ def _product(
 def _human(rng: random.Random, made: dict[str, Any]) -> dict[str, Any]:
     """What a person might have written for a product, and what they meant."""
     adjectives = made["adjectives"]
-    options = {name: rng.choice(values) for name, values in made["options"].items() if rng.random() < 0.8}
+    options = {
+        name: rng.choice(values) for name, values in made["options"].items() if rng.random() < 0.8
+    }
     opening = rng.choice(SHOP["openings"])
     request = rng.choice(SHOP["requests"]).format(
         article=_article(adjectives[0], noun=made["words"]["noun"]),

@@ -1,7 +1,7 @@
 """What a customer reads and how the answer becomes an action.
 
-`PaperStyle` is Figure 8 of the paper, character for character as the reference code (verl-agent) sends it: the blanks
-at two line ends and the non-breaking hyphen of "e-commerce" included.
+`PaperStyle` is Figure 8 of the paper, character for character as the reference code (verl-agent)
+sends it: the blanks at two line ends and the non-breaking hyphen of "e-commerce" included.
 """
 
 import functools
@@ -14,7 +14,8 @@ from paw.envs.webshop.generator import WARES
 from paw.envs.webshop.reward import Goal, Product
 from paw.envs.webshop.session import BACK, BUY, NEXT, PREVIOUS, Session
 
-# The blanks at line ends are the reference's: after "environment." (first turn alone), "are:" and "tags.".
+# The blanks at line ends are the reference's: after "environment." (first turn alone), "are:" and
+# "tags.".
 HEAD = "\nYou are an expert autonomous agent operating in the WebShop e\u2011commerce environment."
 TASK = "\nYour task is to: {task}.\n"
 ACTIONS = """\
@@ -34,7 +35,10 @@ LONGEST = 13_000
 
 
 class PaperStyle(TaggedStyle):
-    """Figure 8 of the paper. Without `history`, or if the prompt gets too long, the first turn's template is used."""
+    """Figure 8 of the paper.
+
+    Without `history`, or if the prompt gets too long, the first turn's template is used.
+    """
 
     unparsed = 20
     advice = ", then think carefully which admissible action best advances the shopping goal"
@@ -70,8 +74,8 @@ class PaperStyle(TaggedStyle):
 class CompactStyle(LineStyle):
     """A short prompt for small models: the goal as a list, the last actions, the page, the actions.
 
-    Names of several words are written as one ("easyAssemble"). The products of a page are lettered, each with its
-    attributes and whether it is too expensive.
+    Names of several words are written as one ("easyAssemble"). The products of a page are lettered,
+    each with its attributes and whether it is too expensive.
     """
 
     def observation(self, session: Session) -> str:
@@ -84,14 +88,19 @@ class CompactStyle(LineStyle):
                 lines.append(f"{letter}: {_brief(listed, session.goal)}")
             return "\n".join(lines)
         lines = [f"product: {_brief(product, session.goal)}"]
-        lines += [f"{_one_word(name)}: {_words(values)}" for name, values in product.options.items()]
+        lines += [
+            f"{_one_word(name)}: {_words(values)}" for name, values in product.options.items()
+        ]
         if session.options:
             lines.append(f"chosen: {_words(session.options.values())}")
         return "\n".join(lines)
 
     def actions(self, session: Session) -> dict[str, str]:
         if session.searching:
-            return {f"search {name}": f"search[{words}]" for name, words in _searches(session.catalogue).items()}
+            return {
+                f"search {name}": f"search[{words}]"
+                for name, words in _searches(session.catalogue).items()
+            }
         if session.product is None:
             listed = zip(LETTERS, session.listed, strict=False)
             clicks = {f"open {letter}": product.asin.lower() for letter, product in listed}
@@ -101,12 +110,19 @@ class CompactStyle(LineStyle):
             clicks = {f"pick {_one_word(value)}": value for value in values}
             clicks |= {"buy": BUY, "previous": PREVIOUS}
         clicks["leave"] = BACK
-        return {name: f"click[{text}]" for name, text in clicks.items() if text in session.clickables}
+        return {
+            name: f"click[{text}]" for name, text in clicks.items() if text in session.clickables
+        }
 
     def prompt(self, session: Session, past: Past) -> str:
         goal = session.goal
         picks = [f"pick {_one_word(value)}" for value in goal.options.values()]
-        task = ["task:", f"search {_one_word(goal.product.query)}", f"with {_words(goal.attributes)}", *picks]
+        task = [
+            "task:",
+            f"search {_one_word(goal.product.query)}",
+            f"with {_words(goal.attributes)}",
+            *picks,
+        ]
         return self.fill(task, past, self.observation(session), self.actions(session))
 
     def queries(self, session: Session) -> list[str]:

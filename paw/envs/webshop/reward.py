@@ -1,15 +1,17 @@
 """The reward of buying a product, as in the reference's `get_reward` (web_agent_site/engine/goal.py).
 
-    r = r_type * (attributes matched + options matched + [price <= limit]) / (|attributes| + |options| + 1)
+    r = r_type * (attributes matched + options matched + [price <= limit]) / (|attributes| +
+    |options| + 1)
 
-Two texts match if their token set ratio, rounded, is above 85. A chosen option is compared as its base colour; so is a
-wanted one if a person wrote the goal. A synthetic goal's wanted option is compared as name and value together, such as
-"size large", unless the value is exactly a base colour: the reference passes the pair, and scores have to compare.
-Hence a value such as "standard", which counts as "tan" once chosen, meets no synthetic goal there or here.
+Two texts match if their token set ratio, rounded, is above 85. A chosen option is compared as its
+base colour; so is a wanted one if a person wrote the goal. A synthetic goal's wanted option is
+compared as name and value together, such as "size large", unless the value is exactly a base
+colour: the reference passes the pair, and scores have to compare. Hence a value such as "standard",
+which counts as "tan" once chosen, meets no synthetic goal there or here.
 
-Difference: nouns come from spaCy's tagger, as in the reference, only if its model is installed. Titles are capitalised,
-so the tagger takes most adjectives for names and leaves out numbers and function words; the filter used without spaCy
-leaves out the same.
+Difference: nouns come from spaCy's tagger, as in the reference, only if its model is installed.
+Titles are capitalised, so the tagger takes most adjectives for names and leaves out numbers and
+function words; the filter used without spaCy leaves out the same.
 """
 
 import functools
@@ -77,7 +79,10 @@ class Goal:
     """As the session shows it, with the price limit where it has one."""
     attributes: tuple[str, ...]
     options: dict[str, str]
-    """Option name -> wanted value. Human goals know values only: there the names are "0", "1", ..."""
+    """Option name -> wanted value.
+
+    Human goals know values only: there the names are "0", "1", ...
+    """
     price_upper: float
     """Largest price, US dollars; infinite without a limit."""
 
@@ -109,7 +114,9 @@ def type_reward(product: Product, goal: Goal, nouns: str) -> float:
     title_score = 0.2
     if wanted_nouns:
         shared_nouns = set(wanted_nouns) & set(title_nouns(product.title, nouns))
-        title_score = len(shared_nouns) / len(wanted_nouns)  # repeated nouns count in the denominator only, as there
+        title_score = len(shared_nouns) / len(
+            wanted_nouns
+        )  # repeated nouns count in the denominator only, as there
     if title_score == 0:
         return 0.0
     if title_score < 0.1:
@@ -158,7 +165,10 @@ LATIN_1 = dict.fromkeys(range(128, 256))
 
 
 def choose_nouns(wanted: str) -> str:
-    """ "spacy" or "rules" for env.nouns. Raises UserError if spaCy's model is wanted and not installed."""
+    """ "spacy" or "rules" for env.nouns.
+
+    Raises UserError if spaCy's model is wanted and not installed.
+    """
     installed = all(importlib.util.find_spec(name) for name in ("spacy", MODEL))
     if wanted == "spacy" and not installed:
         raise UserError(
@@ -171,7 +181,9 @@ def choose_nouns(wanted: str) -> str:
 def title_nouns(title: str, kind: str) -> tuple[str, ...]:
     """Lower-cased nouns of `title` in order, repeats kept, as `kind` ("spacy" or "rules") finds them."""
     if kind == "spacy":
-        return tuple(word.text.lower() for word in _spacy()(title) if word.pos_ in ("NOUN", "PROPN"))
+        return tuple(
+            word.text.lower() for word in _spacy()(title) if word.pos_ in ("NOUN", "PROPN")
+        )
     return tuple(word for word in WORD.findall(title.lower()) if word not in FUNCTION)
 
 

@@ -1,8 +1,9 @@
 """One visit to the shop: the pages, as text, and what each action does on them.
 
-Source: web_agent_site/envs/web_agent_text_env.py of WebShop (`step`, `get_available_actions`, `SimServer.receive`); its
-search commands for debugging are ordinary words here. A page is the visible parts of the reference's HTML, in order. An
-empty text leaves no part; one of blanks alone leaves an empty part, unless it breaks the line.
+Source: web_agent_site/envs/web_agent_text_env.py of WebShop (`step`, `get_available_actions`,
+`SimServer.receive`); its search commands for debugging are ordinary words here. A page is the
+visible parts of the reference's HTML, in order. An empty text leaves no part; one of blanks alone
+leaves an empty part, unless it breaks the line.
 """
 
 import re
@@ -98,7 +99,10 @@ class Session:
         self.clickables = ["search"]
 
     def _results(self, page: int) -> None:
-        """Show a page of results. The links to the pages before and after have no upper bound, as in the reference."""
+        """Show a page of results.
+
+        The links to the pages before and after have no upper bound, as in the reference.
+        """
         self.page = page
         self.product = None
         self.sub_page = False

@@ -33,12 +33,16 @@ def make_engine(
 ) -> Engine:
     """The engine that `config.engine.type` names; push the policy's weights before the first request.
 
-    `model_path` gives vLLM the architecture. Responses end at the chat template's end token or at any that the model's
-    generation config names. `own_weights` keeps the transformers engine apart from the policy, whose weights are about
-    to be sharded; `check` holds what it samples against the model. `servers`: those that rank 0 has started. `lora`: of
-    adapters that the model will have, which vLLM is sent apart from the other weights.
+    `model_path` gives vLLM the architecture. Responses end at the chat template's end token or at
+    any that the model's generation config names. `own_weights` keeps the transformers engine apart
+    from the policy, whose weights are about to be sharded; `check` holds what it samples against
+    the model. `servers`: those that rank 0 has started. `lora`: of adapters that the model will
+    have, which vLLM is sent apart from the other weights.
     """
-    named, limits = policy.lm.generation_config and policy.lm.generation_config.eos_token_id, config.rollout
+    named, limits = (
+        policy.lm.generation_config and policy.lm.generation_config.eos_token_id,
+        config.rollout,
+    )
     context = limits.max_prompt_tokens + limits.max_response_tokens
     end_ids = chat.end_ids | set([named] if isinstance(named, int) else named or [])
     if config.engine.type == "server":

@@ -11,13 +11,13 @@ from paw.envs.checked import FIRST_ERROR, Strict
 from paw.errors import clean, shown
 
 BASE_BYTES, TOKEN_BYTES, LINE_BYTES = 1 << 16, 1 << 10, 1 << 12
-"""Of an answer at most: whatever its tokens, for each token of it, and for each token that comes in a line of its own.
-vLLM takes some 150 and 400."""
+"""Of an answer at most: whatever its tokens, for each token of it, and for each token that comes in
+a line of its own. vLLM takes some 150 and 400."""
 ROUNDING = 1e-3
 """A log-probability is at most this; an entropy may be as much, relatively, above that of equal probabilities."""
 LOWEST = -1000.0
-"""A log-probability is at least this: float32 draws nothing below -104. vLLM has -9999 for one that it does not know,
-or that is no number."""
+"""A log-probability is at least this: float32 draws nothing below -104. vLLM has -9999 for one that
+it does not know, or that is no number."""
 SPANS = 4
 """Of versions that are named in a fault's line."""
 VERSION = re.compile(r"[0-9]{1,18}")
@@ -40,14 +40,18 @@ class Span(Strict):
 
 class Choice(Strict):
     token_ids: Annotated[list[int], FIRST_ERROR]
-    spots: Annotated[list[Spot], FIRST_ERROR] = Field([], validation_alias=AliasPath("logprobs", "content"))
+    spots: Annotated[list[Spot], FIRST_ERROR] = Field(
+        [], validation_alias=AliasPath("logprobs", "content")
+    )
     finish_reason: str | None = None
     weight_versions: Annotated[list[Span], FIRST_ERROR] | None = None
 
 
 class Answer(Strict):
     choices: Annotated[list[Choice], FIRST_ERROR] = Field(min_length=1)
-    cached: int | None = Field(None, validation_alias=AliasPath("usage", "prompt_tokens_details", "cached_tokens"))
+    cached: int | None = Field(
+        None, validation_alias=AliasPath("usage", "prompt_tokens_details", "cached_tokens")
+    )
 
 
 EntropiesOfResponse = Annotated[list[FiniteFloat], FIRST_ERROR]
@@ -70,9 +74,13 @@ def check_tokens(choice: Choice, vocabulary: int) -> None:
             raise WrongAnswer(f"token {shown(token)} of a vocabulary of {vocabulary}")
     for spot in choice.spots:
         if spot.logprob > ROUNDING:
-            raise WrongAnswer("a log-probability above 0: the server needs --logprobs-mode processed_logprobs")
+            raise WrongAnswer(
+                "a log-probability above 0: the server needs --logprobs-mode processed_logprobs"
+            )
         if spot.logprob < LOWEST:
-            raise WrongAnswer(f"a log-probability of {spot.logprob:g}, with which no token is drawn")
+            raise WrongAnswer(
+                f"a log-probability of {spot.logprob:g}, with which no token is drawn"
+            )
 
 
 def check_entropies(entropies: Sequence[float], vocabulary: int) -> None:
@@ -85,8 +93,8 @@ def check_entropies(entropies: Sequence[float], vocabulary: int) -> None:
 
 
 def token_versions(spans: Sequence[Span], count: int) -> list[int]:
-    """The version of the weights of each of `count` tokens. Raises WrongAnswer if the spans do not give one for each,
-    in order.
+    """The version of the weights of each of `count` tokens. Raises WrongAnswer if the spans do not
+    give one for each, in order.
 
     >>> token_versions([Span(version="1", start=0, end=2), Span(version="2", start=2, end=3)], 3)
     [1, 1, 2]
@@ -94,10 +102,16 @@ def token_versions(spans: Sequence[Span], count: int) -> list[int]:
     end = 0
     in_order = True
     for span in spans:
-        in_order = in_order and span.start == end <= span.end <= count and bool(VERSION.fullmatch(span.version))
+        in_order = (
+            in_order
+            and span.start == end <= span.end <= count
+            and bool(VERSION.fullmatch(span.version))
+        )
         end = span.end
     if not in_order or end != count:
-        raise WrongAnswer(f"no version of the weights for each of {count} tokens: {_described(spans)}")
+        raise WrongAnswer(
+            f"no version of the weights for each of {count} tokens: {_described(spans)}"
+        )
     return [int(span.version) for span in spans for _ in range(span.start, span.end)]
 
 
@@ -106,5 +120,6 @@ def _described(spans: Sequence[Span]) -> str:
     if not spans:
         return "without a version"
     return ", ".join(
-        f"{clean(span.version, 20)} of tokens {shown(span.start)} to {shown(span.end)}" for span in spans[:SPANS]
+        f"{clean(span.version, 20)} of tokens {shown(span.start)} to {shown(span.end)}"
+        for span in spans[:SPANS]
     )

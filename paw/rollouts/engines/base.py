@@ -1,7 +1,7 @@
 """What the engines share: token ids in, token ids and log-probabilities out.
 
-`submit` requests at any time, `step` until the finished ones come back. The transformers engine finishes whatever is
-queued in one step; vLLM batches continuously.
+`submit` requests at any time, `step` until the finished ones come back. The transformers engine
+finishes whatever is queued in one step; vLLM batches continuously.
 """
 
 from abc import ABC, abstractmethod
@@ -54,7 +54,10 @@ class Engine(ABC):
     """Holds requests of at most `positions` tokens, prompt and response together (None: any)."""
 
     continuous = False
-    """Whether requests may join while others run. Otherwise `step` finishes what is queued, so full batches pay."""
+    """Whether requests may join while others run.
+
+    Otherwise `step` finishes what is queued, so full batches pay.
+    """
     checkpoint_names = False
     """Whether `sync` wants names as in a model's files, or as transformers has them: experts one by one or together."""
     version = 0
@@ -74,7 +77,10 @@ class Engine(ABC):
         return len(self._requests)
 
     def submit(self, request: Request) -> None:
-        """Queue a request for the next `step`. Raises ValueError for a key in flight, UserError beyond the limit."""
+        """Queue a request for the next `step`.
+
+        Raises ValueError for a key in flight, UserError beyond the limit.
+        """
         if request.key in self._requests:
             raise ValueError(f"key in flight: {request.key}")
         if self.positions and len(request.prompt_ids) + request.max_tokens > self.positions:
@@ -89,12 +95,18 @@ class Engine(ABC):
         """Work a little (or a lot) and return what has finished; [] only while something is still running."""
 
     def sync(self, parameters: "Iterable[tuple[str, Tensor]]", version: int) -> None:
-        """Take new weights, (Hugging Face name, full tensor) one at a time. Nothing may be pending."""
+        """Take new weights, (Hugging Face name, full tensor) one at a time.
+
+        Nothing may be pending.
+        """
         self._must_be_idle("sync")
         self.version = version
 
     def sleep(self) -> None:
-        """Give device memory back until the next `sync`, which wakes the engine. Nothing may be pending."""
+        """Give device memory back until the next `sync`, which wakes the engine.
+
+        Nothing may be pending.
+        """
         self._must_be_idle("sleep")
 
     def leave_out(self, servers: Collection[str]) -> bool:
@@ -106,4 +118,6 @@ class Engine(ABC):
 
     def _must_be_idle(self, action: str) -> None:
         if self._requests:
-            raise RuntimeError(f"{action} with {self.pending} requests pending: step until they have finished")
+            raise RuntimeError(
+                f"{action} with {self.pending} requests pending: step until they have finished"
+            )

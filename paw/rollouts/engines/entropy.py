@@ -1,9 +1,10 @@
-"""The entropy of vLLM's distribution at each sampled token, which it does not return: a logits processor that changes
-nothing, in whatever process vLLM samples.
+"""The entropy of vLLM's distribution at each sampled token, which it does not return: a logits
+processor that changes nothing, in whatever process vLLM samples.
 
-PaW selects transitions by the entropy of their actions. With it from the sampler, `policy.old_logp = "engine"` needs no
-pass of the trainer over the samples. Written for vLLM 0.32 and both of its model runners: V1, which CPUs use, hands
-over logits that are divided by the temperature; V2, which GPUs use, logits that are not.
+PaW selects transitions by the entropy of their actions. With it from the sampler, `policy.old_logp
+= "engine"` needs no pass of the trainer over the samples. Written for vLLM 0.32 and both of its
+model runners: V1, which CPUs use, hands over logits that are divided by the temperature; V2, which
+GPUs use, logits that are not.
 """
 
 from typing import Any
@@ -43,14 +44,21 @@ class Entropy(ProcessorV1, ProcessorV2):
     def is_argmax_invariant(self) -> bool:
         return True
 
-    def add_request(self, req_idx: int, sampling_params: SamplingParams, response: list[int] | None = None) -> bool:
+    def add_request(
+        self, req_idx: int, sampling_params: SamplingParams, response: list[int] | None = None
+    ) -> bool:
         """V2: a request enters the batch, or comes back."""
         self._rows.pop(req_idx, None)
         name = (sampling_params.extra_args or {}).get(NAME)
         if name:
             key, prompt = name
             _taken.setdefault(key, {})
-            self._rows[req_idx] = key, prompt, sampling_params.temperature or 1.0, [] if response is None else response
+            self._rows[req_idx] = (
+                key,
+                prompt,
+                sampling_params.temperature or 1.0,
+                [] if response is None else response,
+            )
         return bool(name)
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -69,10 +77,14 @@ class Entropy(ProcessorV1, ProcessorV2):
                 self._rows[one] = theirs
 
     def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
-        """[rows, V] float32, returned as they are. A prompt that is computed in parts is sampled from after each; the
-        last one counts, as it writes where the others did."""
+        """[rows, V] float32, returned as they are. A prompt that is computed in parts is sampled
+        from after each; the last one counts, as it writes where the others did."""
         if ctx is None:
-            at = {row: (found, len(found[3])) for row, found in self._rows.items() if row < len(logits)}
+            at = {
+                row: (found, len(found[3]))
+                for row, found in self._rows.items()
+                if row < len(logits)
+            }
             scaled = logits
         else:
             slots, lengths = ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist()

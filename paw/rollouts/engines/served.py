@@ -1,6 +1,7 @@
 """vLLM's server, each of whose processes ends with the one that started it, kill -9 included.
 
-vLLM's engine does not notice that its API server is gone. It is started by spawn, which imports this module again.
+vLLM's engine does not notice that its API server is gone. It is started by spawn, which imports
+this module again.
 """
 
 import ctypes

@@ -1,10 +1,11 @@
 """vLLM behind HTTP: requests go to servers, finished ones come back through a queue.
 
-Written for vLLM 0.32's `vllm serve --enable-scale-out` with VLLM_SERVER_DEV_MODE=1: token ids and a seed in; token ids,
-log-probs and the version of the weights of each token out. A server is trusted with little: one that does not answer in
-time, or answers wrongly, is given nothing more until it has taken the next weights, and the requests it held go to
-another one with the same seeds. Where none is left, requests come back as failed. What it sends is bounded before it is
-read, and each number is held against what was asked before it is used.
+Written for vLLM 0.32's `vllm serve --enable-scale-out` with VLLM_SERVER_DEV_MODE=1: token ids and a
+seed in; token ids, log-probs and the version of the weights of each token out. A server is trusted
+with little: one that does not answer in time, or answers wrongly, is given nothing more until it
+has taken the next weights, and the requests it held go to another one with the same seeds. Where
+none is left, requests come back as failed. What it sends is bounded before it is read, and each
+number is held against what was asked before it is used.
 """
 
 import asyncio
@@ -66,11 +67,12 @@ class Server:
 class Fleet:
     """The servers at `urls`, of one model and of this run's weights alone; each rank begins with another one of them.
 
-    `vocabulary` is how many tokens the model has. `timeout_s` is for a whole answer. `started`: those of them that the
-    run has started. `entropy`: completions have it; the servers need this package for that, see `vllm_command`.
-    `adapters`: how LoRA's are sent, alone but for the first time, when `transfer` sends the base weights, where the
-    servers do not `have_base`. Without `transfer` another fleet sends the weights, LoRA's by the name `model`, and
-    `expect` and `arrive` say how far they are.
+    `vocabulary` is how many tokens the model has. `timeout_s` is for a whole answer. `started`:
+    those of them that the run has started. `entropy`: completions have it; the servers need this
+    package for that, see `vllm_command`. `adapters`: how LoRA's are sent, alone but for the first
+    time, when `transfer` sends the base weights, where the servers do not `have_base`. Without
+    `transfer` another fleet sends the weights, LoRA's by the name `model`, and `expect` and
+    `arrive` say how far they are.
     """
 
     def __init__(
@@ -92,7 +94,12 @@ class Fleet:
         self.servers = [Server(url.rstrip("/")) for url in [*urls[first:], *urls[:first]]]
         self.version = self.coming = -1
         """Of the weights that all servers have, and of those on their way."""
-        self._transfer, self._ranks, self._timeout_s, self._started = transfer, ranks, timeout_s, started
+        self._transfer, self._ranks, self._timeout_s, self._started = (
+            transfer,
+            ranks,
+            timeout_s,
+            started,
+        )
         self.end_ids, self.entropy = sorted(end_ids), entropy
         self.vocabulary = vocabulary
         self._adapters, self._have_base = adapters, have_base
@@ -124,7 +131,9 @@ class Fleet:
                 to_stderr(line)
         for transfer, part in parts:
             if self._ranks.first and transfer:
-                faults |= transfer.send(part, [s.url for s in self.servers if s.url not in faults], version)
+                faults |= transfer.send(
+                    part, [s.url for s in self.servers if s.url not in faults], version
+                )
             else:
                 for _ in part:
                     pass  # gathering them takes all ranks
@@ -132,7 +141,9 @@ class Fleet:
         faults = self._ranks.broadcast_from_rank0(lambda: faults)
         for url, fault in faults.items():
             if self.version < 0:  # nothing has been sampled yet: a mistake
-                raise UserError(f"engine.urls: {url}: {fault}; docs/scale.md says how a server is started")
+                raise UserError(
+                    f"engine.urls: {url}: {fault}; docs/scale.md says how a server is started"
+                )
             if self._ranks.first:
                 to_stderr(f"{url} has not taken the weights of update {version}: {fault}")
         self.arrive(version, faults)
@@ -170,7 +181,8 @@ class Fleet:
                 task = asyncio.current_task()
                 if task and task.cancelling():
                     raise
-                # Else the call alone was: another request has found out what is wrong with the server.
+                # Else the call alone was: another request has found out what is wrong with the
+                # server.
             except ValidationError as error:
                 self._lose(server, f"not vLLM's answer: {problem(error)}")
             except Exception as error:
@@ -183,7 +195,9 @@ class Fleet:
     def _lose(self, server: Server, fault: str) -> None:
         if not server.fault:
             server.fault = fault
-            to_stderr(f"rank {self._ranks.rank}: {server.url} is left out until the next weights: {fault}")
+            to_stderr(
+                f"rank {self._ranks.rank}: {server.url} is left out until the next weights: {fault}"
+            )
             server.asking, server.asked = asyncio.Lock(), None
             for call in server.calls:
                 call.cancel()
@@ -211,9 +225,13 @@ class Fleet:
         spots = choice.spots
         check_tokens(choice, self.vocabulary)
         if ids != [spot.token_id for spot in spots] or not 1 <= len(ids) <= request.max_tokens:
-            raise WrongAnswer(f"{len(ids)} token ids with {len(spots)} log-probs for at most {request.max_tokens}")
+            raise WrongAnswer(
+                f"{len(ids)} token ids with {len(spots)} log-probs for at most {request.max_tokens}"
+            )
         if not 0 <= cached <= len(request.prompt_ids):
-            raise WrongAnswer(f"{shown(cached)} cached tokens of {len(request.prompt_ids)} in the prompt")
+            raise WrongAnswer(
+                f"{shown(cached)} cached tokens of {len(request.prompt_ids)} in the prompt"
+            )
         spans = choice.weight_versions or []
         versions = token_versions(spans, len(ids))
         if not all(since <= version <= self.coming for version in versions):
@@ -225,10 +243,21 @@ class Fleet:
             if entropy is not None and len(entropy) != len(ids):
                 raise WrongAnswer(f"{len(entropy)} entropies for {len(ids)} tokens")
         logp = [spot.logprob for spot in spots]
-        return Completion(request.key, ids, logp, entropy, cached_tokens=cached, versions=versions, server=server.name)
+        return Completion(
+            request.key,
+            ids,
+            logp,
+            entropy,
+            cached_tokens=cached,
+            versions=versions,
+            server=server.name,
+        )
 
     async def _entropy_of(self, server: Server, name: str, count: int) -> list[float] | None:
-        """The entropies of a finished response. One call asks for all that finish while the one before is under way."""
+        """The entropies of a finished response.
+
+        One call asks for all that finish while the one before is under way.
+        """
         if server.asked is None:
             asked: list[tuple[str, int]] = []
             server.asked = asked, asyncio.ensure_future(self._entropies(server, asked))
@@ -238,14 +267,20 @@ class Fleet:
         place = len(asked) - 1
         return (await asyncio.shield(call))[place]
 
-    async def _entropies(self, server: Server, asked: list[tuple[str, int]]) -> list[list[float] | None]:
+    async def _entropies(
+        self, server: Server, asked: list[tuple[str, int]]
+    ) -> list[list[float] | None]:
         async with server.asking:
             server.asked = None
             call = {"method": "paw_entropy", "args": [asked]}
             most = most_bytes(sum(count for _, count in asked))
-            reply = await self._client.ask("POST", f"{server.url}/collective_rpc", call, max_bytes=most)
+            reply = await self._client.ask(
+                "POST", f"{server.url}/collective_rpc", call, max_bytes=most
+            )
         if reply.status != 200:
-            raise WrongAnswer("it gives no entropy: it needs two more options (docs/scale.md, Entropy)")
+            raise WrongAnswer(
+                "it gives no entropy: it needs two more options (docs/scale.md, Entropy)"
+            )
         responses = Entropies.model_validate_json(reply.body).results[0]
         if len(responses) != len(asked):
             raise WrongAnswer(f"entropies of {len(responses)} responses in place of {len(asked)}")
@@ -254,19 +289,23 @@ class Fleet:
         return responses
 
     async def _stream(self, url: str, body: dict[str, Any], request: Request) -> Choice:
-        """The response up to where `request.stopped` says that it is complete; the server hears it from the connection,
-        which is closed."""
+        """The response up to where `request.stopped` says that it is complete; the server hears it
+        from the connection, which is closed."""
         ids: list[int] = []
         spots: list[Spot] = []
         stopped = request.stopped
         since = self.version
         max_line = most_bytes(request.max_tokens)
         max_bytes = most_bytes(request.max_tokens, lines=True)
-        asked = self._client.lines(url, body | {"stream": True}, max_line=max_line, max_bytes=max_bytes)
+        asked = self._client.lines(
+            url, body | {"stream": True}, max_line=max_line, max_bytes=max_bytes
+        )
         async with asked as lines:
             async for line in lines:
                 if len(ids) > request.max_tokens:
-                    raise WrongAnswer("a stream without end: it has more tokens than were asked for")
+                    raise WrongAnswer(
+                        "a stream without end: it has more tokens than were asked for"
+                    )
                 if not line.startswith("data: {"):
                     continue
                 choice = Answer.model_validate_json(line.removeprefix("data: ")).choices[0]
@@ -275,7 +314,9 @@ class Fleet:
                 spots += choice.spots
                 if choice.finish_reason or (stopped and stopped(ids)):
                     break
-        spans = [Span(version=str(since), start=0, end=len(ids))]  # told at the end of whole ones alone
+        spans = [
+            Span(version=str(since), start=0, end=len(ids))
+        ]  # told at the end of whole ones alone
         return Choice.model_construct(token_ids=ids, spots=spots, weight_versions=spans)
 
 

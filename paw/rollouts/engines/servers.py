@@ -1,7 +1,7 @@
 """vLLM servers that a run starts on its own machine: watched, restarted once, and ended with the run, however it ends.
 
-Each is a child of a small process (watch.py) that holds the other end of a pipe to the trainer: once that is gone,
-kill -9 included, the server's whole process group is ended.
+Each is a child of a small process (watch.py) that holds the other end of a pipe to the trainer:
+once that is gone, kill -9 included, the server's whole process group is ended.
 """
 
 import os
@@ -49,7 +49,10 @@ def vllm_command(
     options |= {"model": model, "host": "127.0.0.1", "disable_uvicorn_access_log": True}
     options |= {"enable_scale_out": True, "enable_prompt_tokens_details": True}
     if not on_cpu:
-        options |= {"gpu_memory_utilization": gpu_memory_utilization, "tensor_parallel_size": tensor_parallel}
+        options |= {
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "tensor_parallel_size": tensor_parallel,
+        }
     if nccl:
         options["weight_transfer_config"] = '{"backend": "nccl"}'
     if entropy:
@@ -81,17 +84,24 @@ def start_servers(
     entropy: bool,
     lora: LoraConfig | None,
 ) -> "Servers":
-    """Start engine.servers on the GPUs after the ranks' own. Raises UserError where there are too few."""
+    """Start engine.servers on the GPUs after the ranks' own.
+
+    Raises UserError where there are too few.
+    """
     options, limits = config.engine, config.rollout
     if ranks.on_host != ranks.world_size:
-        raise UserError("engine.servers: a run on several machines does not start servers; start them, set engine.urls")
+        raise UserError(
+            "engine.servers: a run on several machines does not start servers; start them, set engine.urls"
+        )
     gpus: list[list[str]] = [[]] * options.servers
     if device.type == "cuda":
         every = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         every = every if every != [""] else list(map(str, range(torch.cuda.device_count())))
         if len(every) < ranks.world_size + options.gpus:
             need = f"engine.servers = {options.servers} x engine.tensor_parallel = {options.tensor_parallel}"
-            raise UserError(f"{need} and training need {ranks.world_size + options.gpus} GPUs; there are {len(every)}")
+            raise UserError(
+                f"{need} and training need {ranks.world_size + options.gpus} GPUs; there are {len(every)}"
+            )
         size = options.tensor_parallel
         gpus = [every[ranks.world_size + size * i :][:size] for i in range(options.servers)]
     command = vllm_command(
@@ -111,8 +121,8 @@ def start_servers(
 class Servers:
     """A server on each of `gpus`, the devices of one; `command` is what starts it, but for the port.
 
-    `urls` are known at once; `wait` until they answer. `folder` is for what they write; `weights_dir` is where this
-    process leaves weights for them (None: in memory).
+    `urls` are known at once; `wait` until they answer. `folder` is for what they write;
+    `weights_dir` is where this process leaves weights for them (None: in memory).
     """
 
     def __init__(
@@ -135,7 +145,10 @@ class Servers:
         return [f"http://127.0.0.1:{port}" for port in self._ports]
 
     def wait(self) -> None:
-        """Until every server answers. Raises UserError for one that ends, with its last words, or takes too long."""
+        """Until every server answers.
+
+        Raises UserError for one that ends, with its last words, or takes too long.
+        """
         client = BlockingHttpClient("engine.servers", timeout_s=HEALTH_S)
         try:
             self._wait(client)
@@ -147,22 +160,28 @@ class Servers:
         while left:
             for index in sorted(left):
                 if self._running[index].poll() is not None:
-                    raise UserError(f"vLLM server {index} ended while it started: {self._last_words(index)}")
+                    raise UserError(
+                        f"vLLM server {index} ended while it started: {self._last_words(index)}"
+                    )
                 with suppress(Exception):  # nobody listens yet, or something else does
                     answer = client.ask("GET", f"{self.urls[index]}/health")
                     left -= {index} if answer.status == 200 else set()
             if left and time.monotonic() - began > START_S:
-                raise UserError(f"vLLM server {min(left)} does not answer after {START_S:g} s: {self._log(min(left))}")
+                raise UserError(
+                    f"vLLM server {min(left)} does not answer after {START_S:g} s: {self._log(min(left))}"
+                )
             time.sleep(0.5 if left else 0)
 
     def revive(self) -> list[str]:
-        """Start the servers that have ended once more, each once in a run; returns a line about each. Does not wait:
-        the next weights go to those that answer by then."""
+        """Start the servers that have ended once more, each once in a run; returns a line about
+        each. Does not wait: the next weights go to those that answer by then."""
         lines = []
         for index, process in enumerate(self._running):
             if process.poll() is not None and index not in self._restarted:
                 self._restarted.add(index)
-                lines.append(f"vLLM server {index} has ended ({self._last_words(index)}): starting it once more")
+                lines.append(
+                    f"vLLM server {index} has ended ({self._last_words(index)}): starting it once more"
+                )
                 self._running[index] = self._start(index)
         return lines
 
@@ -190,7 +209,9 @@ class Servers:
             watch.append(f"{WEIGHTS_DIR}{self._weights_dir.absolute()}")
         command = [*watch, *self._command, "--port", str(self._ports[index])]
         with self._log(index).open("ab") as log:
-            return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=log, stderr=log)
+            return subprocess.Popen(
+                command, env=variables, stdin=subprocess.PIPE, stdout=log, stderr=log
+            )
 
     def _log(self, index: int) -> Path:
         return self._folder / f"server-{index}.log"
@@ -200,7 +221,9 @@ class Servers:
         if code > 128:
             return f"killed by {signal.Signals(code - 128).name}; {self._log(index)}"
         lines = text_of(self._log(index)).splitlines()
-        errors = [place for place, line in enumerate(lines) if "Error" in line and "WARNING" not in line]
+        errors = [
+            place for place, line in enumerate(lines) if "Error" in line and "WARNING" not in line
+        ]
         said = " ".join(lines[errors[-1] :][:LAST_LINES]) if errors else "no error in its log"
         return f"{clean(said, 500)}; {self._log(index)}"
 

@@ -1,7 +1,8 @@
 """Weights on their way to rollout servers: by NCCL between GPUs, or as files that both sides see.
 
-Both use vLLM 0.32's own ways in (VLLM_SERVER_DEV_MODE=1): its weight transfer engine, or `reload_weights`. `send` goes
-on when a server fails, and tells which. What a server answers is bounded in time and size, and checked.
+Both use vLLM 0.32's own ways in (VLLM_SERVER_DEV_MODE=1): its weight transfer engine, or
+`reload_weights`. `send` goes on when a server fails, and tells which. What a server answers is
+bounded in time and size, and checked.
 """
 
 import importlib
@@ -66,7 +67,10 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Transfer(ABC):
-    """How rank 0 sends weights; the other ranks take part in gathering alone. `timeout_s` is for each whole answer."""
+    """How rank 0 sends weights; the other ranks take part in gathering alone.
+
+    `timeout_s` is for each whole answer.
+    """
 
     def __init__(self, dtype: torch.dtype, timeout_s: float) -> None:
         self.dtype = dtype
@@ -77,8 +81,9 @@ class Transfer(ABC):
     def send(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
         """Load the weights into every server, which then answers with this version. Returns what went wrong, by URL.
 
-        Always makes one whole pass over `weights`. Requests that are running go on with the new weights: what they
-        computed before is computed again, so that each token's log-prob is that of one version.
+        Always makes one whole pass over `weights`. Requests that are running go on with the new
+        weights: what they computed before is computed again, so that each token's log-prob is that
+        of one version.
         """
         self._prepare(weights, version)
         faults = self.each(urls, lambda url: self.post(url, "pause?mode=keep", quick=True))
@@ -89,8 +94,8 @@ class Transfer(ABC):
 
     @abstractmethod
     def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
-        """Load the weights into servers that are paused, and have each go on with them, see `_resume`; what went wrong,
-        by URL."""
+        """Load the weights into servers that are paused, and have each go on with them, see
+        `_resume`; what went wrong, by URL."""
 
     def _resume(self, url: str, version: int) -> None:
         """Have a server that has loaded the weights go on, under their version."""
@@ -105,17 +110,29 @@ class Transfer(ABC):
         self._client.close()
 
     def ask(
-        self, method: str, url: str, path: str, body: dict[str, Any] | None = None, *, quick: bool = False
+        self,
+        method: str,
+        url: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        quick: bool = False,
     ) -> HttpAnswer:
         """What the server answers, whatever the status; `quick`: to a call that gives it no work."""
         limit_s = self._quick_s if quick else None
-        return self._client.ask(method, f"{url}/{path}", body, timeout_s=limit_s, max_bytes=ANSWER_BYTES)
+        return self._client.ask(
+            method, f"{url}/{path}", body, timeout_s=limit_s, max_bytes=ANSWER_BYTES
+        )
 
-    def post(self, url: str, path: str, body: dict[str, Any] | None = None, *, quick: bool = False) -> Any:
+    def post(
+        self, url: str, path: str, body: dict[str, Any] | None = None, *, quick: bool = False
+    ) -> Any:
         """The JSON that the server answers. Raises RuntimeError for anything but 200."""
         answer = self.ask("POST", url, path, body, quick=quick)
         if answer.status == 404:
-            raise RuntimeError(f"it has no /{path}: start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out")
+            raise RuntimeError(
+                f"it has no /{path}: start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+            )
         if answer.status != 200:
             raise RuntimeError(f"/{path}: status {answer.status}: {clean(answer.text, 200)}")
         return json.loads(answer.body) if answer.body else None
@@ -123,7 +140,9 @@ class Transfer(ABC):
     def each(self, urls: Iterable[str], call: Callable[[str], object]) -> dict[str, str]:
         """Call `call(url)` for all servers at once; what it raised, by URL."""
         calls = {url: self._threads.submit(call, url) for url in urls}
-        return {url: describe(error) for url, future in calls.items() if (error := future.exception())}
+        return {
+            url: describe(error) for url, future in calls.items() if (error := future.exception())
+        }
 
 
 class FileTransfer(Transfer):
@@ -142,7 +161,10 @@ class FileTransfer(Transfer):
             cast = ((name, tensor.to(self.dtype)) for name, tensor in weights)
             for number, part in enumerate(in_parts(cast, SHARD_BYTES)):
                 # A tied head has the embedding's memory, which the format refuses.
-                own = {name: tensor.clone() if name == "lm_head.weight" else tensor for name, tensor in part.items()}
+                own = {
+                    name: tensor.clone() if name == "lm_head.weight" else tensor
+                    for name, tensor in part.items()
+                }
                 save_file(own, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
 
     def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
@@ -165,11 +187,14 @@ class FileTransfer(Transfer):
 class AdapterTransfer(FileTransfer):
     """LoRA adapters for servers that have the base weights: a folder of peft's, by vLLM 0.32's own LoRA support.
 
-    Those of each version take the place of the last ones: requests that run go on with the new ones.
-    vLLM knows them by the name `model`, under which it answers, and reads them when they are first needed.
+    Those of each version take the place of the last ones: requests that run go on with the new
+    ones. vLLM knows them by the name `model`, under which it answers, and reads them when they are
+    first needed.
     """
 
-    def __init__(self, dtype: torch.dtype, timeout_s: float, folder: Path | None, lora: LoraConfig) -> None:
+    def __init__(
+        self, dtype: torch.dtype, timeout_s: float, folder: Path | None, lora: LoraConfig
+    ) -> None:
         super().__init__(dtype, timeout_s, folder)
         self._lora, self.model = lora, self._folder.name
 
@@ -177,7 +202,9 @@ class AdapterTransfer(FileTransfer):
         write_adapters(self._folder, weights, self.dtype, self._lora, "new")
 
     def _load(self, weights: Any, urls: list[str], version: int) -> dict[str, str]:
-        (self._folder / "new").replace(self._folder / "adapter_model.safetensors")  # while nobody samples
+        (self._folder / "new").replace(
+            self._folder / "adapter_model.safetensors"
+        )  # while nobody samples
 
         def load(url: str) -> None:
             self._take(url)
@@ -196,8 +223,9 @@ class AdapterTransfer(FileTransfer):
                 f"it takes no LoRA adapters: it needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and {needs}, or use"
                 f" --lora.send merged (status {answer.status}: {clean(answer.text, 200)})"
             )
-        # Not by load_inplace, with which vLLM reads the files again at every step, nor under another name, which
-        # requests that run do not have: dropped by its number, it is read again from the same place.
+        # Not by load_inplace, with which vLLM reads the files again at every step, nor under
+        # another name, which requests that run do not have: dropped by its number, it is read again
+        # from the same place.
         held = self.post(url, "collective_rpc", {"method": "list_loras"})
         for number in _read(AdapterNumbers, held, "collective_rpc").results[0]:
             self.post(url, "collective_rpc", {"method": "remove_lora", "args": [number]})
@@ -206,8 +234,9 @@ class AdapterTransfer(FileTransfer):
 class NcclTransfer(Transfer):
     """vLLM's own NCCL broadcast: rank 0's GPU and those of all servers are one group.
 
-    The group is made again where other servers than before can be reached: one that restarted is not in it. Servers
-    need --weight-transfer-config '{"backend": "nccl"}'. One that dies while weights are on their way holds up the run.
+    The group is made again where other servers than before can be reached: one that restarted is
+    not in it. Servers need --weight-transfer-config '{"backend": "nccl"}'. One that dies while
+    weights are on their way holds up the run.
     """
 
     def __init__(self, dtype: torch.dtype, timeout_s: float, address: str) -> None:
@@ -222,7 +251,9 @@ class NcclTransfer(Transfer):
         def meet(url: str) -> None:
             answer = self.ask("GET", url, "get_world_size", quick=True)
             if answer.status != 200:
-                raise RuntimeError(f"/get_world_size: status {answer.status}: {clean(answer.text, 200)}")
+                raise RuntimeError(
+                    f"/get_world_size: status {answer.status}: {clean(answer.text, 200)}"
+                )
             sizes[url] = _read(WorldSize, json.loads(answer.body), "get_world_size").world_size
 
         faults = self.each(urls, meet)
@@ -238,7 +269,9 @@ class NcclTransfer(Transfer):
             self._members, reason = [], describe(error)
             faults |= dict.fromkeys(members, reason)
         source.finish()
-        return faults | self.each([url for url in urls if url not in faults], lambda url: self._resume(url, version))
+        return faults | self.each(
+            [url for url in urls if url not in faults], lambda url: self._resume(url, version)
+        )
 
     def _join(self, sizes: dict[str, int]) -> None:
         import_vllm("engine.transfer = 'nccl'")
@@ -275,14 +308,21 @@ class _Servers:
         self._transfer, self._sizes = transfer, sizes
 
     def _all(self, path: str, bodies: dict[str, dict[str, Any]]) -> None:
-        faults = self._transfer.each(bodies, lambda url: self._transfer.post(url, path, bodies[url]))
+        faults = self._transfer.each(
+            bodies, lambda url: self._transfer.post(url, path, bodies[url])
+        )
         if faults:
             raise RuntimeError("; ".join(f"{url}: {fault}" for url, fault in faults.items()))
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         before = accumulate(self._sizes.values(), initial=1)  # rank 0 is the trainer
-        infos = {url: init_info | {"rank_offset": offset} for url, offset in zip(self._sizes, before, strict=False)}
-        self._all("init_weight_transfer_engine", {url: {"init_info": info} for url, info in infos.items()})
+        infos = {
+            url: init_info | {"rank_offset": offset}
+            for url, offset in zip(self._sizes, before, strict=False)
+        }
+        self._all(
+            "init_weight_transfer_engine", {url: {"init_info": info} for url, info in infos.items()}
+        )
 
     def start_weight_update(self) -> None:
         self._all("start_weight_update", {url: {} for url in self._sizes})

@@ -1,9 +1,10 @@
 """Generation on the trainer's own weights: no second copy, no weight transfer, nothing to install.
 
-`step` answers everything queued: prompts sorted by length, right-padded (causal attention never looks right, so prefill
-needs no mask), the head applied to last positions only, then one token a row with a KV cache whose finished rows leave.
-Token t of a request is drawn by inverting the distribution function at a uniform number that is a pure function of
-(seed, t), so tokens do not depend on the batch, but for rounding.
+`step` answers everything queued: prompts sorted by length, right-padded (causal attention never
+looks right, so prefill needs no mask), the head applied to last positions only, then one token a
+row with a KV cache whose finished rows leave. Token t of a request is drawn by inverting the
+distribution function at a uniform number that is a pure function of (seed, t), so tokens do not
+depend on the batch, but for rounding.
 """
 
 import math
@@ -30,10 +31,11 @@ from paw.rollouts.engines.base import Completion, Engine, Request
 class TransformersEngine(Engine):
     """Samples from `model`, a Hugging Face causal LM: the trainer's, or with `own_weights` a copy that `sync` fills.
 
-    `max_batch_tokens` bounds the padded prompt tokens of one prefill; within `in_dtype()` parameters have the dtype of
-    the trainer's forward passes. Raises UserError for attention other than full (sliding windows, soft caps);
-    a window of all layers may be as wide as the `longest` prompt with its response.
-    Layers that mix tokens by recurrence or convolution would read padding: prompts of a batch are of one length then.
+    `max_batch_tokens` bounds the padded prompt tokens of one prefill; within `in_dtype()`
+    parameters have the dtype of the trainer's forward passes. Raises UserError for attention other
+    than full (sliding windows, soft caps); a window of all layers may be as wide as the `longest`
+    prompt with its response. Layers that mix tokens by recurrence or convolution would read
+    padding: prompts of a batch are of one length then.
     """
 
     def __init__(
@@ -52,13 +54,19 @@ class TransformersEngine(Engine):
         kinds = {kind for kind in getattr(config, "layer_types", None) or [] if "attention" in kind}
         kinds -= {"full_attention", *(["linear_attention"] if self._mixes else [])}
         kinds |= {"sliding_attention"} if (sliding_window(config) or math.inf) < longest else set()
-        kinds |= {"soft-capped attention"} if getattr(config, "attn_logit_softcapping", None) else set()
+        kinds |= (
+            {"soft-capped attention"} if getattr(config, "attn_logit_softcapping", None) else set()
+        )
         if kinds:
             raise UserError(
                 f"engine.type = 'transformers' samples from full-attention models only; '{config.model_type}' has"
                 f" {', '.join(sorted(kinds))} layers: use --engine.type vllm"
             )
-        self._model, self._end_ids, self._max_batch_tokens = model, frozenset(end_ids), max_batch_tokens
+        self._model, self._end_ids, self._max_batch_tokens = (
+            model,
+            frozenset(end_ids),
+            max_batch_tokens,
+        )
         self._transform = LogitTransform.of(model.config)
         self._in_dtype, self._own_weights = in_dtype, own_weights
 
@@ -84,17 +92,23 @@ class TransformersEngine(Engine):
         head: Any = self._model.get_output_embeddings()
         device = head.weight.device
         columns: list[tuple[list[Any], ...]] = [([], [], []) for _ in batch]
-        live = list(range(len(batch)))  # what the rows of the tensors below are, finished ones until they leave
+        live = list(
+            range(len(batch))
+        )  # what the rows of the tensors below are, finished ones until they leave
         finished: set[int] = set()
         seeds = np.array([request.seed & (2**64 - 1) for request in batch], dtype=np.uint64)
         temperature_B = torch.tensor([request.temperature for request in batch], device=device)
-        ids_BL = pad_sequence([torch.tensor(request.prompt_ids) for request in batch], batch_first=True).to(device)
+        ids_BL = pad_sequence(
+            [torch.tensor(request.prompt_ids) for request in batch], batch_first=True
+        ).to(device)
         length_B = torch.tensor([len(request.prompt_ids) for request in batch], device=device)
         longest = max(request.max_tokens for request in batch)
         cache: Any = None
         if longest > 1:
             cache = _EvenCache(config=self._model.config) if self._mixes else _RowCache()
-        hidden_BLD = decoder(input_ids=ids_BL, past_key_values=cache, use_cache=cache is not None).last_hidden_state
+        hidden_BLD = decoder(
+            input_ids=ids_BL, past_key_values=cache, use_cache=cache is not None
+        ).last_hidden_state
         hidden_BD = hidden_BLD[torch.arange(len(batch), device=device), length_B - 1]
         del hidden_BLD
 
@@ -113,10 +127,16 @@ class TransformersEngine(Engine):
             if len(finished) == len(batch) or cache is None:
                 break
             keep, token_B = [n for n, row in enumerate(live) if row not in finished], drawn[0]
-            if len(keep) <= 0.75 * len(live):  # dropping rows copies the cache, about the price of one decoding step
+            if len(keep) <= 0.75 * len(
+                live
+            ):  # dropping rows copies the cache, about the price of one decoding step
                 keep_B = torch.tensor(keep, device=device)
                 live = [live[n] for n in keep]
-                temperature_B, length_B, token_B = temperature_B[keep_B], length_B[keep_B], token_B[keep_B]
+                temperature_B, length_B, token_B = (
+                    temperature_B[keep_B],
+                    length_B[keep_B],
+                    token_B[keep_B],
+                )
                 cache.keep(keep_B)
             cache.write_at(length_B + t, max(len(batch[row].prompt_ids) for row in live) + t + 1)
             hidden_BD = decoder(
@@ -126,12 +146,15 @@ class TransformersEngine(Engine):
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state[:, 0]
-        return [Completion(r.key, ids, logp, entropy) for r, (ids, logp, entropy) in zip(batch, columns, strict=True)]
+        return [
+            Completion(r.key, ids, logp, entropy)
+            for r, (ids, logp, entropy) in zip(batch, columns, strict=True)
+        ]
 
 
 class _RowCache(Cache):
-    """Keys and values [B, heads, slots, head size] of right-padded rows: position p of a row sits in slot p, so the
-    first token that a row generates overwrites its first pad slot."""
+    """Keys and values [B, heads, slots, head size] of right-padded rows: position p of a row sits
+    in slot p, so the first token that a row generates overwrites its first pad slot."""
 
     def __init__(self):
         super().__init__(layers=[])
@@ -139,7 +162,9 @@ class _RowCache(Cache):
         self._slot_B: Tensor | None = None
         self._width = 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ):
         if self._slot_B is None:
             self._layers.append([key_states, value_states])
             return key_states, value_states
@@ -160,7 +185,9 @@ class _RowCache(Cache):
     def mask(self) -> Tensor:
         """[B, 1, 1, width] bool: the slots a row's current token may look at, its own included."""
         assert self._slot_B is not None
-        return (torch.arange(self._width, device=self._slot_B.device) <= self._slot_B[:, None])[:, None, None]
+        return (torch.arange(self._width, device=self._slot_B.device) <= self._slot_B[:, None])[
+            :, None, None
+        ]
 
     def keep(self, rows: Tensor) -> None:
         self._change(lambda x: x.index_select(0, rows))
@@ -180,17 +207,24 @@ class _EvenCache(DynamicCache):
         self.reorder_cache(rows)  # type: ignore[arg-type]
 
 
-def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sample(
+    logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """(token, log-probability, entropy in nats), each [B]: inverse CDF at `uniform_B` in [0, 1).
 
-    Temperature 0 takes the most likely token; log-probability and entropy are those of temperature 1 then.
+    Temperature 0 takes the most likely token; log-probability and entropy are those of temperature
+    1 then.
     """
     greedy_B = temperature_B == 0
-    logp_BV = (logits_BV.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]).log_softmax(-1)
+    logp_BV = (logits_BV.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]).log_softmax(
+        -1
+    )
     p_BV = logp_BV.exp()
     cdf_BV = p_BV.double().cumsum(-1)
     token_B1 = torch.searchsorted(cdf_BV, uniform_B[:, None] * cdf_BV[:, -1:], right=True)
-    token_B1 = token_B1.clamp_(max=logits_BV.shape[-1] - 1)  # beyond the end only where the logits are not finite
+    token_B1 = token_B1.clamp_(
+        max=logits_BV.shape[-1] - 1
+    )  # beyond the end only where the logits are not finite
     token_B1 = torch.where(greedy_B[:, None], logits_BV.argmax(-1, keepdim=True), token_B1)
     return token_B1[:, 0], logp_BV.gather(-1, token_B1)[:, 0], torch.special.entr(p_BV).sum(-1)
 
@@ -208,12 +242,16 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _batches(requests: list[Request], max_tokens: int, *, even: bool = False) -> Iterator[list[Request]]:
+def _batches(
+    requests: list[Request], max_tokens: int, *, even: bool = False
+) -> Iterator[list[Request]]:
     """Requests of similar prompt length (`even`: the same), at most `max_tokens` padded tokens or one request."""
     batch: list[Request] = []
     for request in sorted(requests, key=lambda request: len(request.prompt_ids)):
         n = len(request.prompt_ids)
-        if batch and ((len(batch) + 1) * n > max_tokens or (even and n != len(batch[0].prompt_ids))):
+        if batch and (
+            (len(batch) + 1) * n > max_tokens or (even and n != len(batch[0].prompt_ids))
+        ):
             yield batch
             batch = []
         batch.append(request)
@@ -223,8 +261,9 @@ def _batches(requests: list[Request], max_tokens: int, *, even: bool = False) ->
 
 @contextmanager
 def _generation_mode(model: PreTrainedModel) -> Iterator[None]:
-    """No gradients, no dropout, an attention that takes masks. In no_grad and not inference_mode what a module caches
-    (rotary tables, FSDP's gathered parameters) remains usable by the backward pass."""
+    """No gradients, no dropout, an attention that takes masks. In no_grad and not inference_mode
+    what a module caches (rotary tables, FSDP's gathered parameters) remains usable by the backward
+    pass."""
     training, attention = model.training, model.config._attn_implementation
     model.eval()
     model.config._attn_implementation = "sdpa"
@@ -237,13 +276,15 @@ def _generation_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 def check_sampling(lm: PreTrainedModel) -> float:
-    """The largest difference, in float32, of log-probs that the transformers engine samples with, prompts of two
-    lengths in a batch. UserError where they are not the model's own."""
+    """The largest difference, in float32, of log-probs that the transformers engine samples with,
+    prompts of two lengths in a batch. UserError where they are not the model's own."""
     vocabulary, prompts, found = lm.config.get_text_config().vocab_size, {}, []
     refused = f"engine.type = 'transformers' cannot sample from model type '{lm.config.model_type}'"
     engine = TransformersEngine(lm, end_ids=[], longest=max(LENGTHS) + 4)
     for key, length in enumerate(LENGTHS):
-        prompts[key] = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(key)).tolist()
+        prompts[key] = torch.randint(
+            vocabulary, (length,), generator=torch.Generator().manual_seed(key)
+        ).tolist()
         engine.submit(Request(key, prompts[key], seed=key, temperature=1.0, max_tokens=4))
     with running_in(torch.float32, lm):
         try:
@@ -254,7 +295,9 @@ def check_sampling(lm: PreTrainedModel) -> float:
             raise UserError(f"{refused}: {describe(error)}; use --engine.type vllm") from error
         for done in sampled:
             row = torch.tensor(prompts[done.key] + done.token_ids, device=lm.device)
-            found.append((own_logp(lm, row)[-len(done.logp) :].cpu() - torch.tensor(done.logp)).abs())
+            found.append(
+                (own_logp(lm, row)[-len(done.logp) :].cpu() - torch.tensor(done.logp)).abs()
+            )
     difference = torch.cat(found)
     largest = float(difference.max())
     if not typical(difference, lm) <= EXACT:

@@ -1,15 +1,19 @@
 """vLLM in this process: continuous batching, prefix caching, weights streamed in after every update.
 
 Written for vLLM 0.32; everything that knows its internals is in this file. What is not obvious:
-- `add_request` returns an internal id, outputs carry ours. It accepts duplicate ids and clips prompts beyond the limit,
-  silently: `submit` refuses both.
-- The default output kind is cumulative with an aliased list. Seeds with chunked prefill crash the CPU engine.
-- Raw log-probs ignore the temperature (2.2 nats off at 0.4): `processed_logprobs`. top-p and top-k would renormalise
-  them away from the policy and are never set; neither is generation_config.json read.
-- Construction reseeds every global random generator and, on CPU, replaces `torch.set_num_threads` by a no-op: both are
-  put back. On a GPU it would set torch to one thread, which Dynamo's guards then hold its compiled graphs to, unless
-  OMP_NUM_THREADS is set: it is meanwhile, to the trainer's number.
-- What the attention kernels cannot do (head sizes on CPU) shows only at the first token: construction samples one.
+- `add_request` returns an internal id, outputs carry ours. It accepts duplicate ids and clips
+  prompts beyond the limit, silently: `submit` refuses both.
+- The default output kind is cumulative with an aliased list. Seeds with chunked prefill crash the
+  CPU engine.
+- Raw log-probs ignore the temperature (2.2 nats off at 0.4): `processed_logprobs`. top-p and top-k
+  would renormalise them away from the policy and are never set; neither is generation_config.json
+  read.
+- Construction reseeds every global random generator and, on CPU, replaces `torch.set_num_threads`
+  by a no-op: both are put back. On a GPU it would set torch to one thread, which Dynamo's guards
+  then hold its compiled graphs to, unless OMP_NUM_THREADS is set: it is meanwhile, to the trainer's
+  number.
+- What the attention kernels cannot do (head sizes on CPU) shows only at the first token:
+  construction samples one.
 """
 
 import json
@@ -37,7 +41,11 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -51,9 +59,10 @@ class EngineDiedError(UserError):
 
 
 class VllmEngine(Engine):
-    """One vLLM engine; under torchrun one in each rank. `model_dir` needs only the architecture (config.json): weights
-    are random until the first `sync`. `entropy`: completions have it. `lora`: `sync` takes its adapters apart from
-    the base weights, and those where it has none. Raises UserError when vLLM is missing or cannot serve the model."""
+    """One vLLM engine; under torchrun one in each rank. `model_dir` needs only the architecture
+    (config.json): weights are random until the first `sync`. `entropy`: completions have it.
+    `lora`: `sync` takes its adapters apart from the base weights, and those where it has none.
+    Raises UserError when vLLM is missing or cannot serve the model."""
 
     continuous = checkpoint_names = True
     version = -1
@@ -74,7 +83,9 @@ class VllmEngine(Engine):
         super().__init__(max_model_len)
         vllm = self._vllm = import_vllm()
         self._on_cpu = vllm.platforms.current_platform.is_cpu()
-        arguments = engine_options(max_model_len, dtype=dtype, on_cpu=self._on_cpu, entropy=entropy, lora=lora) | dict(
+        arguments = engine_options(
+            max_model_len, dtype=dtype, on_cpu=self._on_cpu, entropy=entropy, lora=lora
+        ) | dict(
             gpu_memory_utilization=gpu_memory_utilization,
             enable_sleep_mode=not self._on_cpu,
             load_format="dummy",
@@ -96,7 +107,9 @@ class VllmEngine(Engine):
         except (ValueError, RuntimeError, OSError) as error:
             if out_of_memory(error):
                 raise
-            reason = " ".join(str(error).split())[:300] or type(error).__name__  # one line of what may be a page
+            reason = (
+                " ".join(str(error).split())[:300] or type(error).__name__
+            )  # one line of what may be a page
             raise UserError(
                 f"vLLM cannot serve model.path = '{model_dir}' with {max_model_len} tokens of context"
                 f" (rollout.max_prompt_tokens + rollout.max_response_tokens): {reason}"
@@ -119,7 +132,9 @@ class VllmEngine(Engine):
             output_kind=kinds.CUMULATIVE if request.stopped else kinds.FINAL_ONLY,
         )
         prompt = self._vllm.inputs.tokens_input(request.prompt_ids)
-        self._llm.llm_engine.add_request(str(request.key), prompt, parameters, lora_request=self._adapters)
+        self._llm.llm_engine.add_request(
+            str(request.key), prompt, parameters, lora_request=self._adapters
+        )
 
     def step(self) -> list[Completion]:
         """One token for every running request; the requests that finished with it."""
@@ -136,11 +151,20 @@ class VllmEngine(Engine):
             early += [] if output.finished else [output.request_id]
             del self._requests[key]
             token_ids = list(answer.token_ids)
-            logp = [position[token].logprob for position, token in zip(answer.logprobs, token_ids, strict=True)]
+            logp = [
+                position[token].logprob
+                for position, token in zip(answer.logprobs, token_ids, strict=True)
+            ]
             entropy = self._entropy and self._entropy(str(key), len(token_ids))
-            completions.append(Completion(key, token_ids, logp, entropy, cached_tokens=output.num_cached_tokens or 0))
+            completions.append(
+                Completion(
+                    key, token_ids, logp, entropy, cached_tokens=output.num_cached_tokens or 0
+                )
+            )
         if early:
-            self._llm.llm_engine.abort_request(early)  # our names, not the engine's own: it ignores those
+            self._llm.llm_engine.abort_request(
+                early
+            )  # our names, not the engine's own: it ignores those
         return completions
 
     def sync(self, parameters: Any, version: int) -> None:
@@ -177,7 +201,9 @@ class VllmEngine(Engine):
             dtype = self._llm.llm_engine.model_config.dtype
             write_adapters(Path(folder), adapters, dtype, lora, "adapter_model.safetensors")
             self._llm.llm_engine.add_lora(make("paw", 1, folder, load_inplace=True))
-        self._adapters = make("paw", 1, "loaded")  # with load_inplace vLLM would read the files at every step
+        self._adapters = make(
+            "paw", 1, "loaded"
+        )  # with load_inplace vLLM would read the files at every step
 
     def close(self) -> None:
         """Shut down; before `destroy_process_group`, since vLLM destroys its own groups."""
@@ -214,33 +240,54 @@ def sampling_options(request: Request, end_ids: Collection[int], entropy_of: str
         "logprobs": 0,
         "detokenize": False,
     }
-    return options | ({"extra_args": {"paw_entropy": [entropy_of, len(request.prompt_ids)]}} if entropy_of else {})
+    return options | (
+        {"extra_args": {"paw_entropy": [entropy_of, len(request.prompt_ids)]}} if entropy_of else {}
+    )
 
 
 def lora_options(lora: LoraConfig) -> dict[str, Any]:
-    """vLLM's, for adapters of one policy on the layers that have them. UserError for a rank that it does not serve."""
+    """vLLM's, for adapters of one policy on the layers that have them.
+
+    UserError for a rank that it does not serve.
+    """
     rank = next((rank for rank in LORA_RANKS if rank >= lora.rank), None)
     if rank is None:
         raise UserError(
             f"lora.rank = {lora.rank}: vLLM serves adapters of at most {LORA_RANKS[-1]}; use --lora.send merged"
         )
-    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "lora_target_modules": lora.targets}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": rank,
+        "max_loras": 1,
+        "lora_target_modules": lora.targets,
+    }
 
 
 def write_adapters(
-    folder: Path, adapters: Iterable[tuple[str, Tensor]], dtype: torch.dtype, lora: LoraConfig, name: str
+    folder: Path,
+    adapters: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    lora: LoraConfig,
+    name: str,
 ) -> None:
     """A folder as peft writes it, the tensors in file `name`; every rank takes part in gathering them."""
     from safetensors.torch import save_file
 
     tensors = {key: tensor.to("cpu", dtype).contiguous() for key, tensor in adapters}
-    settings = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.targets}
+    settings = {
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": lora.targets,
+    }
     with writing(folder, " (engine.weights_dir says where)"):
         (folder / "adapter_config.json").write_text(json.dumps(settings))
         save_file(tensors, folder / name, {"format": "pt"})
 
 
-def checkpoint_parameters(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_parameters(
+    model: nn.Module, named: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """The same under the names of the model's files, where transformers keeps the experts of a layer in one tensor."""
     for name, tensor in named:
         if tensor.dim() == 3:
@@ -273,7 +320,10 @@ def _naming(action: str) -> Iterator[None]:
 
 
 def import_vllm(what: str = "engine.type = 'vllm'") -> Any:
-    """vLLM, with the variables that it reads when it is imported. Raises UserError where it is not installed."""
+    """vLLM, with the variables that it reads when it is imported.
+
+    Raises UserError where it is not installed.
+    """
     os.environ.update(ENVIRONMENT)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -296,7 +346,9 @@ def _global_state_kept() -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     wanted = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ.pop("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", None)  # an engine before: the number would count for nothing
+    os.environ.pop(
+        "VLLM_OMP_NUM_THREADS_SET_BY_VLLM", None
+    )  # an engine before: the number would count for nothing
     try:
         with torch.random.fork_rng():
             yield

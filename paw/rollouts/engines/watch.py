@@ -1,6 +1,7 @@
 """The parent of a vLLM server: ends it, and all that it started, with the trainer. It imports no torch: it is small.
 
-If the trainer has ended without a word (kill -9), it also removes the folders of weights that the trainer has left.
+If the trainer has ended without a word (kill -9), it also removes the folders of weights that the
+trainer has left.
 """
 
 import os
@@ -34,7 +35,9 @@ def main(command: Sequence[str], parent: int, weights_dir: Path | None = None) -
         trainer_started = started_at(trainer)
     for number in STOPS:  # of a terminal or a launcher: the trainer saves first
         signal.signal(number, signal.SIG_IGN)
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_listen_again)
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_listen_again
+    )
     ended = threading.Event()
     closed = threading.Event()
     goodbye = threading.Event()

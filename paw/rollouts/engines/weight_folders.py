@@ -1,11 +1,13 @@
-"""Folders in which weights travel to servers, by default in memory. The name of each says whose it is, so those of a
-run that was killed are removed: at the start of any run, and by the watcher of the run's servers. No torch.
+"""Folders in which weights travel to servers, by default in memory. The name of each says whose it
+is, so those of a run that was killed are removed: at the start of any run, and by the watcher of
+the run's servers. No torch.
 
     paw-weights-BOOT-NAMESPACE-PID-START-RANDOM
 
-A number of a process is given anew once the process has ended: only with the time of its start does it name one. It
-holds within one boot of one machine and one namespace (containers may share /dev/shm, and number their processes
-apart). A folder of another boot, namespace or user is left alone.
+A number of a process is given anew once the process has ended: only with the time of its start does
+it name one. It holds within one boot of one machine and one namespace (containers may share
+/dev/shm, and number their processes apart). A folder of another boot, namespace or user is left
+alone.
 """
 
 import os
@@ -41,8 +43,8 @@ def default_parent() -> Path:
 
 
 def started_at(pid: int) -> str:
-    """When a process started, in clock ticks since the boot; "" if it runs no more. Raises OSError if there is none, or
-    it cannot be known."""
+    """When a process started, in clock ticks since the boot; "" if it runs no more. Raises OSError
+    if there is none, or it cannot be known."""
     text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     fields = text.rpartition(") ")[2].split()
     return "" if fields[STATE] in DEAD else fields[START]
@@ -63,8 +65,8 @@ def is_running(pid: int, started: str) -> bool:
 
 
 def remove_abandoned(parents: Iterable[Path | None]) -> list[str]:
-    """Remove this user's folders of processes that have ended from `parents` (None: the default one). Returns a line
-    about each."""
+    """Remove this user's folders of processes that have ended from `parents` (None: the default
+    one). Returns a line about each."""
     lines = []
     try:
         machine = _machine()
@@ -76,7 +78,9 @@ def remove_abandoned(parents: Iterable[Path | None]) -> list[str]:
             if match and match[1] == machine and not is_running(int(match[2]), match[3]):
                 size = _size(path)
                 shutil.rmtree(path, ignore_errors=True)
-                lines.append(f"removed {path} ({size / 2**30:.1f} GiB): weights of a run that was killed")
+                lines.append(
+                    f"removed {path} ({size / 2**30:.1f} GiB): weights of a run that was killed"
+                )
     return lines
 
 
@@ -101,7 +105,10 @@ def _size(folder: Path) -> int:
 
 
 def _machine() -> str:
-    """This boot of this machine, and the namespace of this process. Raises OSError if that cannot be known."""
+    """This boot of this machine, and the namespace of this process.
+
+    Raises OSError if that cannot be known.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     namespace = Path("/proc/self/ns/pid").stat().st_ino
     return f"{boot}-{namespace}"

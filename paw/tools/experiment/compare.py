@@ -40,7 +40,9 @@ def run(options: argparse.Namespace, overrides: Overrides) -> int:
         text=report(f"Comparison: {options.recipe}", summary, records, paper),
         records=records,
         figure=figures.comparison(figures.evaluations(records), summary),
-        summary={variant: {"overrides": variants[variant]} | row for variant, row in summary.items()},
+        summary={
+            variant: {"overrides": variants[variant]} | row for variant, row in summary.items()
+        },
     )
     return 0
 
@@ -54,7 +56,10 @@ def _seeds_of(variants: list[str], seeds: list[int], pair_seeds: list[int]) -> d
 
 
 def measure(variant: str, seed: int, run: Run) -> Record:
-    """A line of the CSV. Success is a share; `_last10` is a mean over the last ten updates, other means over all."""
+    """A line of the CSV.
+
+    Success is a share; `_last10` is a mean over the last ten updates, other means over all.
+    """
     evaluated = run.metrics.get("eval/success", {})
     trained = run.metrics.get("success/all", {})
     all_updates = run.updates + 1
@@ -67,8 +72,12 @@ def measure(variant: str, seed: int, run: Run) -> Record:
     record["area"] = results.area(evaluated) if evaluated else None
 
     record["train_last10"] = run.last("success/all", 10)
-    record["updates_with_success"] = fmean(share > 0 for share in trained.values()) if trained else None
-    record["takes_off_at"] = next((step for step, share in trained.items() if share > REACHED), None)
+    record["updates_with_success"] = (
+        fmean(share > 0 for share in trained.values()) if trained else None
+    )
+    record["takes_off_at"] = next(
+        (step for step, share in trained.items() if share > REACHED), None
+    )
 
     record["lambda_first10"] = run.first("wm/lambda", 10)
     record["lambda_last10"] = run.last("wm/lambda", 10)
@@ -125,7 +134,9 @@ def _by_seed(rows: list[Record], key: str) -> dict[int, float]:
     return {row["seed"]: row[key] for row in rows if row[key] is not None}
 
 
-def report(title: str, summary: dict[str, Any], records: list[Record], paper: dict[str, dict[str, float]]) -> str:
+def report(
+    title: str, summary: dict[str, Any], records: list[Record], paper: dict[str, dict[str, float]]
+) -> str:
     """The markdown: our table with the paper's numbers (title -> variant -> per cent) beside, and how to read both."""
     baseline = next(iter(summary))
     header = [
@@ -145,7 +156,9 @@ def report(title: str, summary: dict[str, Any], records: list[Record], paper: di
     header += [f"paper: {heading}" for heading in paper]
     rows = [_table_row(variant, line, list(paper.values())) for variant, line in summary.items()]
 
-    half_widths = [(row["ci_high"] - row["ci_low"]) / 2 for row in records if row["ci_low"] is not None]
+    half_widths = [
+        (row["ci_high"] - row["ci_low"]) / 2 for row in records if row["ci_low"] is not None
+    ]
     precision = ""
     if half_widths:
         precision = (
@@ -166,7 +179,9 @@ def report(title: str, summary: dict[str, Any], records: list[Record], paper: di
     ])  # fmt: skip
 
 
-def _table_row(variant: str, line: Mapping[str, Any], paper: Sequence[Mapping[str, float]]) -> list[Any]:
+def _table_row(
+    variant: str, line: Mapping[str, Any], paper: Sequence[Mapping[str, float]]
+) -> list[Any]:
     seeds = len(line["seeds"])
     row = [
         variant,

@@ -1,4 +1,7 @@
-"""The experiments' figures: curves with bands over seeds, differences with intervals. Loads matplotlib."""
+"""The experiments' figures: curves with bands over seeds, differences with intervals.
+
+Loads matplotlib.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +23,9 @@ Curve = dict[int, Interval]
 def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
     """The evaluation curve of each variant, from the lines of compare.csv, as measured or as read back."""
     prefix = "eval_"
-    steps = sorted({int(key.removeprefix(prefix)) for row in records for key in row if key.startswith(prefix)})
+    steps = sorted(
+        {int(key.removeprefix(prefix)) for row in records for key in row if key.startswith(prefix)}
+    )
     curves: dict[str, Curve] = {row["variant"]: {} for row in records}
     for variant, curve in curves.items():
         rows = [row for row in records if row["variant"] == variant]
@@ -35,8 +40,8 @@ def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
 def comparison(curves: Mapping[str, Curve], summary: Mapping[str, Any]) -> Figure:
     """Success (shares) over the updates by variant, and beside it each variant's paired difference to the first.
 
-    With more than five variants, only the first two and those whose interval excludes zero have a colour. Bands are
-    drawn for at most three coloured variants.
+    With more than five variants, only the first two and those whose interval excludes zero have a
+    colour. Bands are drawn for at most three coloured variants.
     """
     baseline, *others = curves
     differences: dict[str, Interval] = {}
@@ -82,23 +87,35 @@ def _draw_curves(axes: Axes, curves: Mapping[str, Curve], coloured: list[str]) -
     legend(axes)
 
 
-def _draw_differences(axes: Axes, differences: Mapping[str, Interval], coloured: list[str], baseline: str) -> None:
+def _draw_differences(
+    axes: Axes, differences: Mapping[str, Interval], coloured: list[str], baseline: str
+) -> None:
     names = []
     for row, (variant, difference) in enumerate(differences.items()):
         colour = MUTED
         if variant in coloured:
             colour, _ = look(coloured.index(variant))
         if difference.low is not None and difference.high is not None:
-            axes.plot([100 * difference.low, 100 * difference.high], [row, row], color=colour, linewidth=1.8)
+            axes.plot(
+                [100 * difference.low, 100 * difference.high],
+                [row, row],
+                color=colour,
+                linewidth=1.8,
+            )
         axes.plot(100 * difference.mean, row, "o", color=colour, markersize=6)
         names.append(f"{printable(variant)} ({difference.n} seeds)")
 
     axes.axvline(0, color=MUTED, linewidth=1)
     name_bars(axes, names)
-    axes.set(xlabel=f"Success after training, less {baseline} (points)", ylim=(len(differences) - 0.5, -0.5))
+    axes.set(
+        xlabel=f"Success after training, less {baseline} (points)",
+        ylim=(len(differences) - 0.5, -0.5),
+    )
 
 
-def draw(axes: Axes, curve: Curve, index: int, label: str, factor: float, *, band: bool = True) -> None:
+def draw(
+    axes: Axes, curve: Curve, index: int, label: str, factor: float, *, band: bool = True
+) -> None:
     """Draw a mean over seeds, and with `band` its interval.
 
     The band is cut off where no value can lie: below 0 if no mean is negative, and above 100 %.
@@ -132,5 +149,10 @@ def draw(axes: Axes, curve: Curve, index: int, label: str, factor: float, *, ban
     floor = 0 if min(means) >= 0 else -np.inf
     ceiling = 100 if factor == 100 else np.inf
     axes.fill_between(
-        steps, np.clip(low, floor, None), np.clip(high, None, ceiling), color=colour, alpha=0.1, linewidth=0
+        steps,
+        np.clip(low, floor, None),
+        np.clip(high, None, ceiling),
+        color=colour,
+        alpha=0.1,
+        linewidth=0,
     )

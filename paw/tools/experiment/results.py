@@ -54,7 +54,8 @@ def interval(values: Sequence[float]) -> Interval:
 def student(freedom: int) -> float:
     """t with P(|T| <= t) = 0.95 for a Student variable T of so many degrees of freedom.
 
-    With t = sqrt(freedom) tan(a), the density of a is proportional to cos(a)^(freedom - 1), summed numerically here.
+    With t = sqrt(freedom) tan(a), the density of a is proportional to cos(a)^(freedom - 1), summed
+    numerically here.
 
     >>> [round(student(n), 3) for n in (1, 2, 9, 120)]
     [12.706, 4.303, 2.262, 1.98]
@@ -66,7 +67,10 @@ def student(freedom: int) -> float:
 
 
 def paired(first: Mapping[int, float], other: Mapping[int, float]) -> Interval | None:
-    """`other` less `first` seed by seed, as a seed means the same start model and games. None without a common seed."""
+    """`other` less `first` seed by seed, as a seed means the same start model and games.
+
+    None without a common seed.
+    """
     differences = [other[seed] - first[seed] for seed in first if seed in other]
     return interval(differences) if differences else None
 
@@ -139,7 +143,9 @@ def _csv_value(value: Any) -> Any:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def write(out: Path, name: str, *, text: str, records: Sequence[Record], figure: Any, summary: Any = None) -> None:
+def write(
+    out: Path, name: str, *, text: str, records: Sequence[Record], figure: Any, summary: Any = None
+) -> None:
     """Write NAME.md, NAME.csv and NAME.png to `out`, and summary.json if given; print the text and the file names."""
     with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """The runs of an experiment: variants x seeds, each a separate `paw train` in OUT/runs/<variant>-<seed>.
 
-The seed is used for training and for the warm-up, so the variants of a seed share its start model and games. Finished
-runs are not trained again; interrupted ones are resumed.
+The seed is used for training and for the warm-up, so the variants of a seed share its start model
+and games. Finished runs are not trained again; interrupted ones are resumed.
 """
 
 import argparse
@@ -44,8 +44,14 @@ VARIANTS = {
     "echo": (f"{PAW} wm.loss=ce wm.weight=1.0 wm.alpha=1.0", "ECHO (arXiv 2605.24517)"),
     "scaled": (f"{PAW} wm.scale=10", "PaW's term ten times as large"),
     "dedup": (f"{PAW} wm.dedup=true", "identical turns predicted once"),
-    **{name: (f"{keys} wm.enabled=false", f"{name} without a world model") for name, keys in ESTIMATORS.items()},
-    **{f"{name}-paw": (f"{keys} wm.enabled=true", f"{name} + PaW") for name, keys in ESTIMATORS.items()},
+    **{
+        name: (f"{keys} wm.enabled=false", f"{name} without a world model")
+        for name, keys in ESTIMATORS.items()
+    },
+    **{
+        f"{name}-paw": (f"{keys} wm.enabled=true", f"{name} + PaW")
+        for name, keys in ESTIMATORS.items()
+    },
 }
 """Variants of a comparison by name: (what it changes in the recipe, a line on what it is)."""
 OWN = {"run.dir", "run.name", "run.seed", "warmup.seed"}
@@ -71,7 +77,10 @@ class Job:
 
     @property
     def finished(self) -> Run | None:
-        """The run if it has ended by itself after all its updates, otherwise None. It may lack a report."""
+        """The run if it has ended by itself after all its updates, otherwise None.
+
+        It may lack a report.
+        """
         with suppress(UserError):  # not started
             run = load_run(self.directory)
             if run.finished and run.updates >= self.updates:
@@ -93,7 +102,9 @@ def parse_seeds(text: str) -> list[int]:
                 ends = part.split("-")
                 seeds.update(range(int(ends[0]), int(ends[-1]) + 1))
     if not seeds:
-        raise argparse.ArgumentTypeError(f"'{text}' names no seed; give how many, or which: 0-0 or 0-4,7")
+        raise argparse.ArgumentTypeError(
+            f"'{text}' names no seed; give how many, or which: 0-0 or 0-4,7"
+        )
     return sorted(seeds)
 
 
@@ -109,7 +120,9 @@ def parse_variants(names: str, own: Sequence[str]) -> dict[str, Overrides]:
             continue
         if name not in VARIANTS:
             hint = nearest(name, VARIANTS) or f"there are: {', '.join(VARIANTS)}"
-            raise UserError(f"--variants: unknown variant '{name}': {hint} (or give your own with --variant)")
+            raise UserError(
+                f"--variants: unknown variant '{name}': {hint} (or give your own with --variant)"
+            )
         changes, _ = VARIANTS[name]
         definitions.append(f"{name}: {changes}")
 
@@ -117,8 +130,14 @@ def parse_variants(names: str, own: Sequence[str]) -> dict[str, Overrides]:
     for definition in [*definitions, *own]:
         name, colon, changes = definition.partition(":")
         pairs = [word.partition("=") for word in shlex.split(changes)]
-        if not colon or not re.fullmatch(r"[\w.+=-]+", name) or not all(equals for _, equals, _ in pairs):
-            raise UserError(f"--variant '{definition}': give a name and what it changes, such as 'loud: wm.scale=10'")
+        if (
+            not colon
+            or not re.fullmatch(r"[\w.+=-]+", name)
+            or not all(equals for _, equals, _ in pairs)
+        ):
+            raise UserError(
+                f"--variant '{definition}': give a name and what it changes, such as 'loud: wm.scale=10'"
+            )
         if name in variants:
             raise UserError(f"variant '{name}' is there twice")
         variants[name] = {key: value for key, _, value in pairs}
@@ -128,11 +147,15 @@ def parse_variants(names: str, own: Sequence[str]) -> dict[str, Overrides]:
 
 
 def conduct(
-    options: argparse.Namespace, variants: dict[str, Overrides], seeds: dict[str, list[int]], overrides: Overrides
+    options: argparse.Namespace,
+    variants: dict[str, Overrides],
+    seeds: dict[str, list[int]],
+    overrides: Overrides,
 ) -> Runs:
     """Train what is missing, unless --report-only; returns the finished runs, variants in order.
 
-    Raises UserError if a run cannot be planned or fails, or if the first variant has no finished run.
+    Raises UserError if a run cannot be planned or fails, or if the first variant has no finished
+    run.
     """
     jobs = plan(options, variants, seeds, overrides)
     if not options.report_only:
@@ -145,17 +168,22 @@ def conduct(
 
     baseline = next(iter(variants))
     if not runs[baseline]:
-        raise UserError(f"--report-only: no finished run of variant '{baseline}' in {options.out / 'runs'}")
+        raise UserError(
+            f"--report-only: no finished run of variant '{baseline}' in {options.out / 'runs'}"
+        )
     return {variant: by_seed for variant, by_seed in runs.items() if by_seed}
 
 
 def plan(
-    options: argparse.Namespace, variants: dict[str, Overrides], seeds: dict[str, list[int]], overrides: Overrides
+    options: argparse.Namespace,
+    variants: dict[str, Overrides],
+    seeds: dict[str, list[int]],
+    overrides: Overrides,
 ) -> list[Job]:
     """The runs, all variants of a seed in a row.
 
-    Raises UserError if `overrides` has a key that a variant or the experiment sets, or if a run is there already with
-    another configuration.
+    Raises UserError if `overrides` has a key that a variant or the experiment sets, or if a run is
+    there already with another configuration.
     """
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: give 1 or more")
@@ -211,7 +239,8 @@ def difference(path: Path, now: Config) -> str:
 def train(jobs: Sequence[Job], *, at_once: int) -> None:
     """Run what is not finished, `at_once` processes at a time: first one variant of each seed, which makes its model.
 
-    Raises UserError if a run fails. On the way out the running ones are asked to stop; they save a checkpoint first.
+    Raises UserError if a run fails. On the way out the running ones are asked to stop; they save a
+    checkpoint first.
     """
     pending = [job for job in jobs if not job.finished]
     first_of_seed = {job.seed: job for job in reversed(pending)}
@@ -237,7 +266,9 @@ def train(jobs: Sequence[Job], *, at_once: int) -> None:
             for line in job.log.read_text(errors="replace").splitlines()[-10:]:
                 to_stderr(line)
             ending = f"failed (exit code {code})" if code else "was stopped"
-            raise UserError(f"run {job.directory} {ending}, see {job.log}; the same command goes on from here")
+            raise UserError(
+                f"run {job.directory} {ending}, see {job.log}; the same command goes on from here"
+            )
 
     on_sigterm = signal.signal(signal.SIGTERM, watcher.interrupt)
     pool = ThreadPoolExecutor(at_once)
@@ -248,7 +279,10 @@ def train(jobs: Sequence[Job], *, at_once: int) -> None:
                 done += 1
                 seconds_per_run = (time.monotonic() - started) / (done - done_before)
                 minutes = seconds_per_run * (len(jobs) - done) / 60
-                to_stderr(f"{done} of {len(jobs)} runs" + (f", about {minutes:.0f} min left" if minutes else ""))
+                to_stderr(
+                    f"{done} of {len(jobs)} runs"
+                    + (f", about {minutes:.0f} min left" if minutes else "")
+                )
     finally:
         stopping.set()
         for child in tuple(running):
@@ -267,4 +301,6 @@ def _start(job: Job) -> subprocess.Popen[bytes]:
             command += ["--resume", "auto"]
         with job.log.open("ab") as log:
             # A session of its own: Ctrl-C reaches it once, through `train`.
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )

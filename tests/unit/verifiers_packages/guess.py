@@ -23,7 +23,11 @@ class Numbers(vf.Taskset[Guess, vf.TasksetConfig]):
         n = 0
         while True:
             n += 1
-            data = Data(prompt="Guess a number from 1 to 9.", system_prompt="Only the number.", number=1 + n % 9)
+            data = Data(
+                prompt="Guess a number from 1 to 9.",
+                system_prompt="Only the number.",
+                number=1 + n % 9,
+            )
             yield Guess(data, self.config.task)
 
 

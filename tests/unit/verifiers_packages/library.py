@@ -9,7 +9,11 @@ class Books(vf.Toolset[vf.SharedToolsetConfig]):
     @vf.tool
     def year(self, title: str) -> str:
         """The year in which a book appeared."""
-        return f"{title} appeared in {YEARS[title]}." if title in YEARS else f"There is no book {title}."
+        return (
+            f"{title} appeared in {YEARS[title]}."
+            if title in YEARS
+            else f"There is no book {title}."
+        )
 
 
 class Data(vf.TaskData):

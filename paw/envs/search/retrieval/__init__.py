@@ -37,7 +37,9 @@ def make_retriever(config: SearchConfig, documents: Documents | None = None) -> 
     if config.corpus is not None:
         documents = Corpus(config.corpus)
     if not documents:
-        raise UserError(f"env.retriever = '{config.retriever}' needs documents: name a file with --env.corpus")
+        raise UserError(
+            f"env.retriever = '{config.retriever}' needs documents: name a file with --env.corpus"
+        )
     if config.retriever == "dense":
         from paw.envs.search.retrieval.dense import DenseRetriever
 

@@ -24,10 +24,14 @@ VERSION = 1
 
 
 class Bm25:
-    """An index of `texts`, or the memory-mapped one that `save` left in `saved`. Safe to use from several threads."""
+    """An index of `texts`, or the memory-mapped one that `save` left in `saved`.
+
+    Safe to use from several threads.
+    """
 
     def __init__(self, texts: Iterable[str] = (), *, saved: Path | None = None):
-        # bm25s imports numba if it can: unused here, it costs a second, and vLLM's start on a CPU fails over it.
+        # bm25s imports numba if it can: unused here, it costs a second, and vLLM's start on a CPU
+        # fails over it.
         if hide := "numba" not in sys.modules:
             sys.modules["numba"] = None  # type: ignore[assignment]
         try:
@@ -43,13 +47,19 @@ class Bm25:
                 del sys.modules["numba"]
         self._stemmer, self._lock = Stemmer("porter"), threading.Lock()
         self._stopwords = frozenset(STOPWORDS_EN)
-        self._index: Any = self._build(bm25s, texts) if saved is None else bm25s.BM25.load(saved, mmap=True)
+        self._index: Any = (
+            self._build(bm25s, texts) if saved is None else bm25s.BM25.load(saved, mmap=True)
+        )
         self._data, self._texts, self._starts = (
             np.asarray(self._index.scores[name]) for name in ("data", "indices", "indptr")
         )
 
     def _build(self, bm25s: Any, texts: Iterable[str]) -> Any:
-        options: dict[str, Any] = {"token_pattern": WORD.pattern, "stopwords": "en", "stemmer": self._stemmer}
+        options: dict[str, Any] = {
+            "token_pattern": WORD.pattern,
+            "stopwords": "en",
+            "stemmer": self._stemmer,
+        }
         rows, stems = bm25s.tokenize(texts, show_progress=False, **options)
         index = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
         with np.errstate(invalid="ignore"):  # 0 / 0 where no text has a word
@@ -67,11 +77,15 @@ class Bm25:
         known = [self._index.vocab_dict[stem] for stem in stems if stem in self._index.vocab_dict]
         if not known:
             return []
-        total = np.zeros(self._index.scores["num_docs"], np.float32)  # pages that nothing is added to cost nothing
+        total = np.zeros(
+            self._index.scores["num_docs"], np.float32
+        )  # pages that nothing is added to cost nothing
         parts = [slice(self._starts[word], self._starts[word + 1]) for word in known]
         for part in parts:
             np.add.at(total, self._texts[part], self._data[part])
-        touched = np.concatenate([self._texts[part] for part in parts])  # a text once for each word it has
+        touched = np.concatenate(
+            [self._texts[part] for part in parts]
+        )  # a text once for each word it has
         scores, most = total[touched], k * len(parts)
         least = np.partition(scores, -most)[-most] if most < len(scores) else 0
         found = np.unique(touched[scores >= least])
@@ -85,7 +99,9 @@ class Bm25Retriever:
     def __init__(self, documents: Documents):
         self._documents = documents
         if isinstance(documents, Corpus):
-            folder = cached(f"bm25-{stamp(documents.path)}-{VERSION}", lambda folder: self._build().save(folder))
+            folder = cached(
+                f"bm25-{stamp(documents.path)}-{VERSION}", lambda folder: self._build().save(folder)
+            )
             self._index = Bm25(saved=folder)
         else:
             self._index = self._build()

@@ -1,6 +1,7 @@
 """A corpus: JSON lines {"id", "contents": "\"Title\"\ntext"}, read where they lie.
 
-Lines are checked when the file is first seen; where they start is kept in the cache, so that 14 GB open at once.
+Lines are checked when the file is first seen; where they start is kept in the cache, so that 14 GB
+open at once.
 """
 
 import os
@@ -30,7 +31,10 @@ class Document(Strict):
 
 
 class Corpus:
-    """The documents (id, contents) of the JSONL file `path`. UserError, with file and line, for what is no document."""
+    """The documents (id, contents) of the JSONL file `path`.
+
+    UserError, with file and line, for what is no document.
+    """
 
     def __init__(self, path: Path):
         self.path = path.expanduser()
@@ -48,12 +52,17 @@ class Corpus:
         return str(found.id), found.contents
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        return ((str(found.id), found.contents) for _, found in json_lines(self.path, Document, str(self.path)))
+        return (
+            (str(found.id), found.contents)
+            for _, found in json_lines(self.path, Document, str(self.path))
+        )
 
     def _index(self, folder: Path) -> None:
         size = self.path.stat().st_size
         lines = progress(
-            json_lines(self.path, Document, str(self.path)), None, f"checking {self.path.name} ({size >> 20:,} MB)"
+            json_lines(self.path, Document, str(self.path)),
+            None,
+            f"checking {self.path.name} ({size >> 20:,} MB)",
         )
         starts = array("q", (offset for offset, _ in lines))
         if not starts:

@@ -1,8 +1,9 @@
 """Dense retrieval: a sentence encoder, and the inner product of its unit vectors over all documents (faiss).
 
-If the encoder's name contains "e5", texts get "query: " and "passage: " in front, as in its training (Search-R1's
-settings). The vectors are a float32 file in the cache, written in steps: an interrupted start continues where it ended.
-If Search-R1's NAME_Flat.index is beside the corpus, NAME being part of the encoder's name, that is read instead.
+If the encoder's name contains "e5", texts get "query: " and "passage: " in front, as in its
+training (Search-R1's settings). The vectors are a float32 file in the cache, written in steps: an
+interrupted start continues where it ended. If Search-R1's NAME_Flat.index is beside the corpus,
+NAME being part of the encoder's name, that is read instead.
 """
 
 import fcntl
@@ -23,7 +24,10 @@ from paw.files import writing
 TOKENS = 256
 CHUNK = 1024
 SAME = 0.99
-"""Least cosine of a document's vector with its vector on disk. Different texts come to 0.7 to 0.95 under E5."""
+"""Least cosine of a document's vector with its vector on disk.
+
+Different texts come to 0.7 to 0.95 under E5.
+"""
 
 
 class DenseRetriever:
@@ -63,12 +67,21 @@ class DenseRetriever:
         if not queries:
             return []
         with self._encoder_lock:  # threads may not share a tokenizer
-            queries_QD = self._encoder.encode([self._query_prefix + query for query in queries]).numpy()
+            queries_QD = self._encoder.encode(
+                [self._query_prefix + query for query in queries]
+            ).numpy()
         k = min(topk, len(self._documents))
-        scores_QK, indices_QK = self._faiss.knn(queries_QD, self._vectors_ND, k, self._faiss.METRIC_INNER_PRODUCT)
+        scores_QK, indices_QK = self._faiss.knn(
+            queries_QD, self._vectors_ND, k, self._faiss.METRIC_INNER_PRODUCT
+        )
         hits = []
         for scores_K, indices_K in zip(scores_QK, indices_QK, strict=True):
-            hits.append([self._hit(int(i), float(score)) for i, score in zip(indices_K, scores_K, strict=True)])
+            hits.append(
+                [
+                    self._hit(int(i), float(score))
+                    for i, score in zip(indices_K, scores_K, strict=True)
+                ]
+            )
         return hits
 
     def _hit(self, i: int, score: float) -> Hit:
@@ -103,7 +116,9 @@ class DenseRetriever:
 
     def _encode_passages(self, part: slice) -> np.ndarray:
         indices = range(len(self._documents))[part]
-        return self._encoder.encode([self._passage_prefix + self._documents[i][1] for i in indices]).numpy()
+        return self._encoder.encode(
+            [self._passage_prefix + self._documents[i][1] for i in indices]
+        ).numpy()
 
     def _write(self, path: Path, *, width: int) -> None:
         partial = path.with_suffix(".part")
@@ -117,7 +132,9 @@ class DenseRetriever:
                 done = chunks_done * CHUNK  # documents
                 file.truncate(4 * width * done)
                 starts = range(done, len(self._documents), CHUNK)
-                for start in progress(starts, len(starts), f"dense index, {CHUNK:,} documents a step"):
+                for start in progress(
+                    starts, len(starts), f"dense index, {CHUNK:,} documents a step"
+                ):
                     file.write(self._encode_passages(slice(start, start + CHUNK)).tobytes())
                     file.flush()
                 partial.rename(path)

@@ -12,7 +12,10 @@ from paw.envs.search.retrieval import Hit
 from paw.errors import UserError, clean
 
 TRIES, PATIENT_TRIES = 3, 10
-"""Of a request: the first one, and later ones while the server is away. The latter outlast a restart of two minutes."""
+"""Of a request: the first one, and later ones while the server is away.
+
+The latter outlast a restart of two minutes.
+"""
 PAUSE_S = 0.5
 """Before the second try; then twice as long each time, 60 times that at most."""
 AWAY = (502, 503, 504)
@@ -42,8 +45,9 @@ class Answer(BaseModel):
 class RemoteRetriever:
     """The server at `url`, with or without /retrieve at its end. Connections are kept open.
 
-    UserError, naming the URL, where it answers anything but hits, or not within `timeout_s`. Lost connections, 5xx are
-    tried again; once the server has answered, for two minutes (500: three times).
+    UserError, naming the URL, where it answers anything but hits, or not within `timeout_s`. Lost
+    connections, 5xx are tried again; once the server has answered, for two minutes (500: three
+    times).
     """
 
     def __init__(self, url: str, *, timeout_s: float):
@@ -64,8 +68,13 @@ class RemoteRetriever:
         except ValueError as error:
             reason = problem(error) if isinstance(error, ValidationError) else error
             answer = clean(text, 200)
-            raise UserError(f"{self._url}: it does not answer as a retriever ({clean(reason)}): {answer}") from None
-        return [[Hit(str(item.id), item.contents, item.score) for item in items[:topk]] for items in found]
+            raise UserError(
+                f"{self._url}: it does not answer as a retriever ({clean(reason)}): {answer}"
+            ) from None
+        return [
+            [Hit(str(item.id), item.contents, item.score) for item in items[:topk]]
+            for items in found
+        ]
 
     def _ask(self, request: dict[str, Any]) -> str:
         """The body of the answer 200."""
@@ -88,4 +97,6 @@ class RemoteRetriever:
             reason = f"status {answer.status}: {clean(answer.text, 200)}"
             if answer.status < 500 or (answer.status not in AWAY and tried + 1 >= TRIES):
                 break
-        raise UserError(f"env.retriever = '{self._url}': {reason}; `paw serve retriever` starts such a server")
+        raise UserError(
+            f"env.retriever = '{self._url}': {reason}; `paw serve retriever` starts such a server"
+        )

@@ -5,7 +5,8 @@
                     without return_scores: {"result": [[{"id", "contents"}, ...], ...]}
     GET /health     -> {"status": "ok", "documents": 21015324, "retriever": "bm25"}
 
-Whatever goes wrong is {"error": "..."}: 4xx for what the client did, 503 where the server has too much to do.
+Whatever goes wrong is {"error": "..."}: 4xx for what the client did, 503 where the server has too
+much to do.
 """
 
 import asyncio
@@ -46,7 +47,10 @@ class Query(BaseModel):
 
 
 def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> Any:
-    """The FastAPI application. A request is one batch in a thread; it may take `config.timeout_s`, as may its body."""
+    """The FastAPI application.
+
+    A request is one batch in a thread; it may take `config.timeout_s`, as may its body.
+    """
     from fastapi import FastAPI, HTTPException, Request
     from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException as AnyHTTPException
@@ -59,8 +63,13 @@ def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> A
 
     @app.post("/retrieve")
     async def retrieve(request: Request) -> JSONResponse:
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise HTTPException(415, "the body is to be JSON: send the header Content-Type: application/json")
+        if (
+            request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            != "application/json"
+        ):
+            raise HTTPException(
+                415, "the body is to be JSON: send the header Content-Type: application/json"
+            )
         try:
             asked = Query.model_validate_json(await request.body())
         except ClientDisconnect:
@@ -76,7 +85,9 @@ def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> A
         try:
             hits = await asyncio.wait_for(found, config.timeout_s)
         except TimeoutError:
-            raise HTTPException(503, f"not done within {config.timeout_s:g} s; try again with fewer queries") from None
+            raise HTTPException(
+                503, f"not done within {config.timeout_s:g} s; try again with fewer queries"
+            ) from None
 
         def result(hit: Hit) -> dict[str, Any]:
             document = {"id": hit.id, "contents": hit.contents}

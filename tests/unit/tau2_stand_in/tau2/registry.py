@@ -2,7 +2,11 @@
 
 from pydantic import BaseModel
 
-SPLITS = {"train": [str(i) for i in range(8)], "test": ["8", "9", "10", "11"], "full": ["0", "not in base"]}
+SPLITS = {
+    "train": [str(i) for i in range(8)],
+    "test": ["8", "9", "10", "11"],
+    "full": ["0", "not in base"],
+}
 
 
 class Task(BaseModel):

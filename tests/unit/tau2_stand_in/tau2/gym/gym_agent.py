@@ -1,6 +1,7 @@
 """`AgentGymEnv` with its constructor, `reset`, `step` and `info`; the user is a script instead of an LLM.
 
-The user wants order W<task id> cancelled and leaves when the agent writes after that. `user_llm` says what breaks.
+The user wants order W<task id> cancelled and leaves when the agent writes after that. `user_llm`
+says what breaks.
 """
 
 import json
@@ -13,7 +14,11 @@ class Tool:
     def __init__(self, name, **parameters):
         self.name = name
         properties = {key: {"type": kind} for key, kind in parameters.items()}
-        function = {"name": name, "description": f"To {name}.", "parameters": {"properties": properties}}
+        function = {
+            "name": name,
+            "description": f"To {name}.",
+            "parameters": {"properties": properties},
+        }
         self.openai_schema = {"type": "function", "function": function}
 
 
@@ -28,11 +33,18 @@ class AgentGymEnv:
         user_llm_args: dict | None = None,
         all_messages_as_observation: bool = False,
     ):
-        self.domain, self.task_id, self.max_steps, self.user_llm = domain, task_id, max_steps, user_llm
+        self.domain, self.task_id, self.max_steps, self.user_llm = (
+            domain,
+            task_id,
+            max_steps,
+            user_llm,
+        )
         self.actions, self.run, self.cancelled = [], {}, False
 
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
-        (self.scenario,) = (task for task in registry.get_tasks_loader(self.domain)() if task.id == self.task_id)
+        (self.scenario,) = (
+            task for task in registry.get_tasks_loader(self.domain)() if task.id == self.task_id
+        )
         if self.user_llm == "down":  # the real one swallows what its thread raises
             return "", self._info()
         return f"user: Hi, please {self.scenario.user_scenario}.", self._info()
