@@ -21,12 +21,10 @@ import pytest
 # Before torch is loaded: on a busy machine OpenMP threads that spin for their turn make a test 80
 # times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # the cores are taken by other workers, and by children
-os.environ.setdefault(
-    "HF_HUB_OFFLINE", "1"
-)  # read at import; a name that is no folder is tried for a minute else
+# The cores are taken by other workers, and by children.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Read at import; a name that is no folder is tried for a minute else.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Before FSDP or vLLM imports Triton, which settles whether its own functions are interpreted. The
 # variable does not stay: the children that tests start would inherit it.
@@ -338,9 +336,8 @@ def says_only() -> Callable[..., Path]:
         tokenizer.add_tokens(words)
         tokenizer.chat_template = template or tokenizer.chat_template
         model.resize_token_embeddings(len(tokenizer))
-        weights = (
-            model.state_dict()
-        )  # the parameters themselves; dimension 0 is the same everywhere, says the words
+        # The parameters themselves; dimension 0 is the same everywhere, says the words.
+        weights = model.state_dict()
         weights["model.embed_tokens.weight"][:, 0] = 5.0
         weights["lm_head.weight"][:, 0] = 0.0
         weights["lm_head.weight"][tokenizer.convert_tokens_to_ids(words), 0] = 1.0

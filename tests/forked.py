@@ -287,9 +287,8 @@ def run(words: list[str], env: dict[str, str], cwd: str, *output: Connection) ->
             module.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
         if "--rollout.ahead" in words:
             cli.entry = partial(enter_with_player, cli.entry)
-        if patch := os.environ.get(
-            "FORKED_PATCH"
-        ):  # a file of a test's own, run before the command
+        # A file of a test's own, run before the command.
+        if patch := os.environ.get("FORKED_PATCH"):
             runpy.run_path(patch)
         from paw.__main__ import run as command
 

@@ -148,9 +148,8 @@ class DownInTraining(Honest):
         listed = super().tasks(split, seed)
 
         def task(i: int) -> Task:
-            if (
-                split == "train" and i == 2 and self.down_until == math.inf
-            ):  # the second update's first
+            # The second update's first.
+            if split == "train" and i == 2 and self.down_until == math.inf:
                 self.down_until = time.monotonic() + float(os.environ.get("ATTACK_DOWN_FOR_S", "0"))
             return listed[i]
 

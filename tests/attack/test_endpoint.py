@@ -352,9 +352,8 @@ def test_an_evaluation_its_files_and_the_same_command_again(server, evaluate, tm
 
 
 def test_an_interrupted_evaluation_goes_on(server, evaluate, tmp_path):
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background jobs ignore it
+    # A shell's background jobs ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     told = []
 
     def answer(handler):

@@ -335,9 +335,8 @@ def test_agents_do_not_wait_for_threads_of_others_nor_for_the_engine(rollouts):
     )
     assert [len(group.trajectories) for group in groups] == [3] * 8
     hanging = [thread for thread in threading.enumerate() if "(work)" in thread.name]
-    assert len(hanging) == 8 and all(
-        thread.daemon for thread in hanging
-    )  # the interpreter does not wait for them
+    # The interpreter does not wait for them.
+    assert len(hanging) == 8 and all(thread.daemon for thread in hanging)
     released.set()
 
 
@@ -455,9 +454,8 @@ def test_a_thread_of_an_agent_that_stops_the_loop_stops_nothing(rollouts):
     async def agent(env, model):
         await env.reset()
         loop = asyncio.get_running_loop()
-        threading.Thread(
-            target=lambda: loop.call_soon_threadsafe(loop.stop)
-        ).start()  # whose it is nobody can tell
+        # Whose it is nobody can tell.
+        threading.Thread(target=lambda: loop.call_soon_threadsafe(loop.stop)).start()
         while not env.done:
             await env.step(await model.generate(env.context()))
 

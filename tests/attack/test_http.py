@@ -130,9 +130,8 @@ def test_a_retriever_that_restarts_costs_nothing(server, monkeypatch):
     server.script = [(200, HITS, {}), *[close] * 4, *[(503, b"starting", {})] * 4, (200, HITS, {})]
     client = RemoteRetriever(server.url, timeout_s=5)
     assert client.search(["q"], 1) == [[Hit("1", "x", 0.5)]]
-    assert (
-        sum(0.5 * min(60, 2**n) for n in range(remote.PATIENT_TRIES - 1)) > 120
-    )  # as the pauses are
+    # As the pauses are.
+    assert sum(0.5 * min(60, 2**n) for n in range(remote.PATIENT_TRIES - 1)) > 120
 
 
 # --- our server
@@ -178,9 +177,8 @@ def search(address: tuple[str, int], timeout_s: float = 5.0) -> int:
 
 def test_half_open_connections_shut_nobody_out(serving):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (min(hard, 8192), hard)
-    )  # both ends are in this process
+    # Both ends are in this process.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     address = serving(HEAD_S=600)
     held = [socket.create_connection(address) for _ in range(1100)]
     for n, connection in enumerate(held):
@@ -299,9 +297,8 @@ def environment(paw_env) -> Iterator[tuple[str, int]]:
     words = [sys.executable, "-c", IMPATIENT, "serve", "env", f"{GAME}:Guess", "--port", "0"]
     child = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
     url = next(line for line in child.stderr if line.startswith("http")).split(": ")[0]
-    threading.Thread(
-        target=child.stderr.read, daemon=True
-    ).start()  # a full pipe would stop the server
+    # A full pipe would stop the server.
+    threading.Thread(target=child.stderr.read, daemon=True).start()
     yield "127.0.0.1", int(url.rpartition(":")[2])
     child.kill()
     child.wait()

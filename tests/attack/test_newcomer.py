@@ -68,9 +68,8 @@ def test_an_evaluation_in_which_all_run_out_of_context_says_so_and_fails(
     assert reason in done.stderr and done.stderr.count("\n") == 1
     assert "success 0.0% of 3 games" in done.stdout
     assert "3 episodes were lost because the context was full" in done.stdout
-    done = paw_here(
-        "eval", model, settings, "--out", tmp_path / "kept", "--json", code=1
-    )  # the way of agents
+    # The way of agents.
+    done = paw_here("eval", model, settings, "--out", tmp_path / "kept", "--json", code=1)
     assert reason in done.stderr and json.loads(done.stdout)["context_full"] == 3
 
     game.write_text(f"LENGTH = 1\n{TALKATIVE}")

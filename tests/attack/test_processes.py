@@ -183,9 +183,8 @@ def test_every_member_of_an_environment_is_at_hand():
 
 def test_an_environment_that_a_process_cannot_import_is_one_line():
     config = configured("Deadly", 2)
-    environment = Guarded(
-        make_factory(config, Deadly).make(), config.env
-    )  # a class of a module that can be
+    # A class of a module that can be.
+    environment = Guarded(make_factory(config, Deadly).make(), config.env)
     assert environment.reset(Task("x")) == "start"
 
     class Local(Deadly):

@@ -106,9 +106,8 @@ def test_whatever_stops_a_part_of_ones_own_is_one_line_and_the_update_is_saved(
     }
     settings |= {"eval.every": 1, "run.save_every": 1, "run.name": "run"}
     settings |= {"advantage.type": f"{FILE}:advantages", "policy.loss": f"{FILE}:loss"}
-    monkeypatch.setattr(
-        Saving, "done", False
-    )  # as on a slow disk: nothing is published before something waits for it
+    # As on a slow disk: nothing is published before something waits for it.
+    monkeypatch.setattr(Saving, "done", False)
     monkeypatch.setenv("ATTACK", attack)
     done = paw_here("train", recipe, settings, code=2)
     assert re.fullmatch(f"paw: {line}.*\n", done.stderr), done.stderr

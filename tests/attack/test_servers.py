@@ -390,9 +390,8 @@ def test_weights_reach_every_server_that_takes_them(connected, capsys):
     good, bad = Peer(), Peer("takes no weights")
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
     refused = "CUDA error: an illegal memory access"
-    with pytest.raises(
-        UserError, match=f"engine.urls: {bad.url}: .*{refused}"
-    ):  # a server that never had any
+    # A server that never had any.
+    with pytest.raises(UserError, match=f"engine.urls: {bad.url}: .*{refused}"):
         push_weights(model, connected(good, bad), version=0)
     bad.habit = ""
     engine = connected(good, bad)

@@ -42,9 +42,8 @@ def held(pid: int) -> Any:
 
 def disturb(child: Any, run: Path, fault: str, rng: random.Random) -> None:
     """Let it write a few lines, then strike, and see how it ends."""
-    if (
-        fault == "disk"
-    ):  # metrics and model files are larger by then: it is full wherever the next write happens to be
+    # Metrics and model files are larger by then: it is full wherever the next write happens to be.
+    if fault == "disk":
         limit = rng.choice([1 << 10, 64 << 10, 256 << 10])
         resource.prlimit(child.trainer, resource.RLIMIT_FSIZE, (limit, limit))
     stride = max(1, min(UPDATES // 6, UPDATES // FAULTS))  # all of them fit

@@ -166,9 +166,8 @@ def test_kill_9_while_it_is_written_leaves_the_older_one(start, tmp_path, monkey
         tmp_path / "run",
     )
     with started([words] * ranks, tmp_path) as ended:
-        while (
-            len(lines(run)) < 4
-        ):  # after the third update it waits for the checkpoint of the second
+        # After the third update it waits for the checkpoint of the second.
+        while len(lines(run)) < 4:
             assert not ended.done(), ended.result()
             time.sleep(0.05)
         assert {path.name for path in (run / "checkpoints").iterdir()} == {
@@ -195,9 +194,8 @@ def test_kill_9_while_it_is_written_leaves_the_older_one(start, tmp_path, monkey
     assert [line["step"] for line in lines(run)] == [0, 1, 2, 3]
     assert lines(run)[-1]["time/save"] > 0
 
-    patched(
-        monkeypatch, tmp_path, SLOW.format(what="time.sleep(2)")
-    )  # it holds what was there when it began
+    # It holds what was there when it began.
+    patched(monkeypatch, tmp_path, SLOW.format(what="time.sleep(2)"))
     slow = train(tmp_path, start, "slow", gpus=ranks, run_updates=3, run_save_every=1, **PPO)
     ours, theirs = (
         checkpoint.read_manifest(folder / "checkpoints/step_000002")[0] for folder in (slow, run)

@@ -31,9 +31,8 @@ def test_an_environment_trains_with_paw(paw, quick, tmp_path, name, words, steps
         "warmup.max_steps": steps,
     }
     where |= {"env.max_turns": 3} if name == "maths" else {}
-    paw(
-        "train", f"{name}-quickstart", quick | where, env={"PAW_CACHE": str(tmp_path)}
-    )  # the session's has one model
+    # The session's has one model.
+    paw("train", f"{name}-quickstart", quick | where, env={"PAW_CACHE": str(tmp_path)})
     start, line = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -42,7 +41,6 @@ def test_an_environment_trains_with_paw(paw, quick, tmp_path, name, words, steps
     assert line["health/env_failures"] == 0 == line["health/groups_dropped"]
     assert line["optim/grad_norm"] > 0 and line["wm/loss"] > 0
     exported = list((tmp_path / "run" / "hf").iterdir())
-    assert len(exported) > 5 and all(
-        any(map(file.match, EXPORTED)) for file in exported
-    )  # what a push would send
+    # What a push would send.
+    assert len(exported) > 5 and all(any(map(file.match, EXPORTED)) for file in exported)
     assert json.dumps(words)[1:-1] in (tmp_path / "run" / "samples.jsonl").read_text()

@@ -49,9 +49,8 @@ def start(paw_env):
         def url():
             for line in child.stderr:
                 if line.startswith("http"):
-                    threading.Thread(
-                        target=child.stderr.read, daemon=True
-                    ).start()  # a full pipe would stop the server
+                    # A full pipe would stop the server.
+                    threading.Thread(target=child.stderr.read, daemon=True).start()
                     return line.split(": ")[0].strip()
             raise AssertionError("the server ended")
 

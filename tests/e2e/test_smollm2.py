@@ -152,9 +152,8 @@ def test_an_update_on_vllm_and_its_export_there(
     asked = [
         [{"role": "user", "content": text}] for text in (*texts, "What is the capital of France?")
     ]
-    monkeypatch.setattr(
-        torch, "set_num_threads", torch.set_num_threads
-    )  # which its worker replaces
+    # Which its worker replaces.
+    monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)
     llm = vllm_here.LLM(
         str(tmp_path / "run" / "hf"), dtype="float32", enforce_eager=True, max_model_len=512, block_size=32,
         enable_chunked_prefill=False,

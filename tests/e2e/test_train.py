@@ -268,9 +268,8 @@ def test_the_python_page_runs_as_a_notebook(quick, paw_env, tmp_path, monkeypatc
         for number, cell in enumerate(cells, start=1):
             exec(compile(cell, f"docs/python.md, block {number}", "exec"), names)  # noqa: S102
             await asyncio.sleep(0)
-            monkeypatch.setitem(
-                CALLBACKS, "report", "builtins:object"
-            )  # the first is enough: one takes seconds
+            # The first is enough: one takes seconds.
+            monkeypatch.setitem(CALLBACKS, "report", "builtins:object")
 
     monkeypatch.setenv("PAW_CACHE", paw_env["PAW_CACHE"])
     monkeypatch.chdir(tmp_path)

@@ -271,9 +271,8 @@ def test_the_same_episodes_in_half_the_engine_steps(setup):
     assert their_stats == stats and their_steps >= 2 * steps
     episodes = [episode for group in groups for episode in group.trajectories]
     longest = max(sum(len(turn.response_ids) for turn in episode.turns) for episode in episodes)
-    assert (
-        longest <= steps <= longest + 25
-    )  # it never waits: the longest episode alone takes as many
+    # It never waits: the longest episode alone takes as many.
+    assert longest <= steps <= longest + 25
 
 
 def test_the_hit_rate_that_training_logs(setup):

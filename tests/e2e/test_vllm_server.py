@@ -246,9 +246,8 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
         "rollout.max_response_tokens": 6, "rollout.max_prompt_tokens": LIMIT - 6, "rollout.tasks": 4, "run.threads": 1,
         "rollout.group_size": 4, "policy.old_logp": "trainer", "run.dir": tmp_path, "model.dtype": "auto",
     }  # fmt: skip
-    monkeypatch.setattr(
-        "paw.model.dtype.cpu_features", frozenset
-    )  # "auto" is float32 here, for what servers get too
+    # "auto" is float32 here, for what servers get too.
+    monkeypatch.setattr("paw.model.dtype.cpu_features", frozenset)
     config = load("quickstart", {key: str(value) for key, value in keys.items()})
     with open_run(config) as run:
         groups, stats = updated(run)
@@ -388,9 +387,8 @@ def test_adapters_alone_are_sent_also_under_running_requests(
     for engine in (here, over_http):
         (again,) = play(engine, [longest])
         assert again.logp == pytest.approx(truth(models[1], longest, again)[0], abs=1e-4)
-        assert (
-            again.cached_tokens == 0 or engine is over_http
-        )  # where the requests above computed it anew
+        # Where the requests above computed it anew.
+        assert again.cached_tokens == 0 or engine is over_http
     for version in (2, 3):
         push_weights(models[0], over_http, version=version)
     assert [c.token_ids for c in play(over_http, asked)] == [

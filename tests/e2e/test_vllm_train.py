@@ -65,13 +65,11 @@ def trained(run_here, vllm_here, quick, tiny_llm, tmp_path_factory):
     (folder / "mine.py").write_text(
         "def odd(trajectory):\n    return float(trajectory.turns[0].response_ids[0] % 2)\n"
     )
-    own = {
-        "reward.type": f"{folder / 'mine.py'}:odd"
-    }  # it wins no game: of rewards that are all 0 comes no gradient
+    # It wins no game: of rewards that are all 0 comes no gradient.
+    own = {"reward.type": f"{folder / 'mine.py'}:odd"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "paw.model.dtype.cpu_features", frozenset
-        )  # "auto" is float32 here, for vLLM too
+        # "auto" is float32 here, for vLLM too.
+        patch.setattr("paw.model.dtype.cpu_features", frozenset)
         assert run_here("train", "quickstart", quick | small, engine, where, own) == 0
     return model, folder / "run"
 
@@ -83,9 +81,8 @@ def test_the_sampler_has_the_trainers_weights_at_every_update(trained, quick_run
         json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
     ]
     assert len(updates) == 2 and start["eval/games"] == updates[-1]["eval/games"] == 2
-    ours = json.loads(
-        (quick_run / "metrics.jsonl").read_text().splitlines()[1]
-    )  # of other kinds of games
+    # Of other kinds of games.
+    ours = json.loads((quick_run / "metrics.jsonl").read_text().splitlines()[1])
     other = {name for name in updates[0].keys() ^ ours.keys() if not name.startswith("success/")}
     assert other == {"perf/cached_frac"}
     for line in updates:

@@ -50,9 +50,8 @@ def backend(request, monkeypatch):
             pytest.skip("the interpreter is for machines without a GPU")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     if name == "cuda":
-        request.getfixturevalue("emulator").paw_emulate(
-            2, -1
-        )  # the threads of a block take turns at random
+        # The threads of a block take turns at random.
+        request.getfixturevalue("emulator").paw_emulate(2, -1)
         monkeypatch.setattr("paw_kernels._rows.KEPT_BYTES", 0)  # logits are kept on a CPU alone
         for passes in ("token_loss", "token_stats"):  # which a dispatch mode looks up by name
             monkeypatch.setattr(

@@ -20,9 +20,8 @@ TORCH = Path(torch.__file__).parent
 
 assert _native  # defines the operators whose schemas are copied here
 for name in NAMES:
-    if not hasattr(
-        torch.ops.paw_on_cpu, name
-    ):  # collecting doctests imports this file under another name
+    # Collecting doctests imports this file under another name.
+    if not hasattr(torch.ops.paw_on_cpu, name):
         LIBRARY.define(
             str(getattr(torch.ops.paw_kernels, name).default._schema).removeprefix("paw_kernels::")
         )

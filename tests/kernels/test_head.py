@@ -198,9 +198,8 @@ def test_invariants_hold_for_any_shape(backend):
         assert (out.logp <= 0).all() and (out.entropy >= 0).all()
         assert (out.entropy <= torch.tensor(V).log() * (1 + 1e-6)).all()
         assert (gradients[0][~out.has_gradient] == 0).all()
-        assert_close(
-            gradients[2].sum(), torch.zeros(()), 1e-4
-        )  # sum over the vocabulary of each row's dL/dz is 0
+        # Sum over the vocabulary of each row's dL/dz is 0.
+        assert_close(gradients[2].sum(), torch.zeros(()), 1e-4)
         if scale < 60:  # at |z| in the hundreds float32 logits may fall on the other side of a clip
             for got, want in zip(
                 gradients, dense(*inputs, temperature=temperature)[1], strict=True
@@ -236,9 +235,8 @@ def test_chunks_change_nothing_but_rounding_and_runs_nothing(backend, monkeypatc
         # Full logits are never allocated.
         assert largest.numel <= (40 * 150 / 2 if tiles else max(chunk * 150, 150 * 8))
         for ours, theirs in zip((*split, *others), (*whole, *gradients), strict=True):
-            assert_close(
-                ours, theirs, max(1e-6, 40 / chunk * 2**-24)
-            )  # a sum of that many parts rounds as often
+            # A sum of that many parts rounds as often.
+            assert_close(ours, theirs, max(1e-6, 40 / chunk * 2**-24))
     again = backend.loss(*inputs)
     assert torch.equal(again[0].loss, split.loss) and all(map(torch.equal, again[1], others))
     if tiles:
@@ -371,9 +369,8 @@ def test_any_layout_of_weight_hidden_and_target(backend, layout):
         torch.stack([target, target], 1)[:, 0].to(backend.device),
         rows.to(backend.device, torch.float32),
     )
-    with torch.autocast(
-        backend.device, dtype=torch.bfloat16
-    ):  # which leaves inputs of one dtype alone
+    # Which leaves inputs of one dtype alone.
+    with torch.autocast(backend.device, dtype=torch.bfloat16):
         out = fused_loss(h, w, y, on, backend=backend.key)
     out.loss.backward()
     assert_close(out.loss, want.loss, 1e-6)

@@ -184,9 +184,8 @@ def test_activation_checkpointing_changes_nothing(reentrant):
 def test_fake_tensors_get_the_shapes_and_dtypes_of_real_ones(device):
     _, inputs, weight, target, rows = body_and_rows()
     real = fused_loss(inputs.bfloat16(), weight.bfloat16(), target, rows)
-    grad = (
-        device == "cpu"
-    )  # autograd of fake tensors of a device that this torch was not built for ends the process
+    # Autograd of fake tensors of a device that this torch was not built for ends the process.
+    grad = device == "cpu"
     with FakeTensorMode(), torch.set_grad_enabled(grad):
         number, labels = (
             torch.empty(60, device=device),

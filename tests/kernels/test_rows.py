@@ -211,9 +211,8 @@ def test_kernels_run_on_the_current_stream(machine):
     want = machine.ops.row_statistics(2 * x, None, target, 1.0)[0]
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(
-            100_000_000
-        )  # on another stream the kernel would not wait for the product
+        # On another stream the kernel would not wait for the product.
+        torch.cuda._sleep(100_000_000)
         got = machine.ops.row_statistics(x.mul_(2), None, target, 1.0)[0]
     torch.cuda.synchronize()
     assert torch.equal(got, want)

@@ -22,9 +22,8 @@ def test_chunks_are_few_equal_and_flat_in_T(monkeypatch, V, D):
     def step(N, gradients=True):
         rows, step = _triton.make_rows(Head(weight, None, 1.0, None), N, gradients)
         held = sum(t.nbytes for t in (rows._buffer, rows._partial, rows._result) if t is not None)
-        copies = (
-            3 if gradients else 1
-        )  # of the chunk's hidden states: taken, packed, their gradient
+        # Of the chunk's hidden states: taken, packed, their gradient.
+        copies = 3 if gradients else 1
         assert held + copies * step * D * 2 <= (1.45 * 2**30 if gradients else 100 * 2**20)
         return step
 

@@ -28,9 +28,8 @@ def test_a_model_that_cannot_be_used_leaves_the_name_free(paw_here, quick, tiny_
     words = ["train", "quickstart", quick, {"model.path": "model", "run.name": "x"}]
     run = tmp_path / "runs" / "x"
     template = tiny_llm(tmp_path / "model", positions=64) / "chat_template.jinja"
-    said = paw_here(
-        *words, code=None, cwd=tmp_path
-    )  # at the last moment, the engine and the optimizer being there
+    # At the last moment, the engine and the optimizer being there.
+    said = paw_here(*words, code=None, cwd=tmp_path)
     assert_refused(said, "exceed the model's 64 positions; lower rollout.max_prompt_tokens")
     assert (
         (run / "config.toml").exists()

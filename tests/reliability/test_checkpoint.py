@@ -188,9 +188,8 @@ def test_damage_is_found_named_and_stepped_over(tmp_path, damage):
         assert f"{bad} is damaged ({name})" in said[0] and "using step_000001" in said[0]
     (good / "extra.safetensors").write_bytes(b"")
     refused(good, "extra.safetensors")
-    with pytest.raises(
-        CheckpointError, match="no other checkpoint in"
-    ):  # rather than starting over
+    # Rather than starting over.
+    with pytest.raises(CheckpointError, match="no other checkpoint in"):
         latest(folder)
 
 
@@ -405,9 +404,8 @@ def test_a_run_falls_back_from_whatever_does_not_fit(
         len({line.split(":")[0] for line in passed}) == len(passed) == step - 2
         and f"resumed from {good}" in said
     )
-    named = [
-        re.search(r"/(\w+)\.safetensors: '(\S+)' is ", line) for line in passed[:8]
-    ]  # the newest first
+    # The newest first.
+    named = [re.search(r"/(\w+)\.safetensors: '(\S+)' is ", line) for line in passed[:8]]
     assert [found and found[1] for found in named] == ["model"] * 4 + ["optimizer"] * 4
     assert [found[2] for found in named[:4]] == [
         "model.norm.weight",

@@ -91,9 +91,8 @@ def test_failed_episodes_are_in_the_denominator_and_in_the_line(
     summary = json.loads(paw_here("eval", tmp_path / "run", "--json", code=1).stdout)
     assert (summary["games"], summary["failures"], summary["success"]) == (8, 6, 0.25)
     assert summary["kinds"]["guess"]["games"] == 8
-    done = paw_here(
-        "eval", tmp_path / "run", "--out", tmp_path / "agent", code=1
-    )  # the way of agents
+    # The way of agents.
+    done = paw_here("eval", tmp_path / "run", "--out", tmp_path / "agent", code=1)
     assert "6 episodes could not be played (RuntimeError: boom)" in done.stderr
 
 

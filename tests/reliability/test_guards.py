@@ -59,14 +59,12 @@ def test_collapse_is_told_once_when_the_signature_completes():
     history = HEALTHY + [COLLAPSED] * 8
     told = [collapse_warning(history[: i + 1]) is not None for i in range(len(history))]
     assert [i for i, said in enumerate(told) if said] == [len(HEALTHY) + 4]
-    mixed = [entry for line in history[:11] for entry in (line, {})][
-        :-1
-    ]  # rows without the metrics do not count
+    # Rows without the metrics do not count.
+    mixed = [entry for line in history[:11] for entry in (line, {})][:-1]
     message = collapse_warning(mixed) or ""
     assert "advantage.penalty_only" in message and "\n" not in message
-    assert "penalty_only" not in (
-        collapse_warning(mixed, in_groups=False) or "penalty_only"
-    )  # PPO has no such key
+    # PPO has no such key.
+    assert "penalty_only" not in (collapse_warning(mixed, in_groups=False) or "penalty_only")
     for name, other in NO_ALARM.items():
         assert all(collapse_warning(other[: i + 1]) is None for i in range(len(other))), name
 

@@ -65,9 +65,8 @@ def test_the_newest_checkpoint_survives_a_cut_at_any_moment(tmp_path, monkeypatc
         )
     for step in (1, 2, 2):
         checkpoint.save(checkpoints, step, {"model": {"weight": torch.full((8,), float(step))}}, {})
-        assert (
-            not owed and checkpoints.parent.stat().st_ino in synced
-        )  # it was made, and is found again
+        # It was made, and is found again.
+        assert not owed and checkpoints.parent.stat().st_ino in synced
         checkpoint.prune(checkpoints, 1)
         write_file(tmp_path / "run.json", str(step))
         cached(f"model{step}", lambda made: (made / "weights").write_text("whole"))

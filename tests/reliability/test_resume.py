@@ -136,9 +136,8 @@ def test_a_stop_where_an_evaluation_is_due_loses_none(
         "stopped after update 3 of" in done.stdout
         and "the same command with --resume goes on" in done.stdout
     )
-    assert (
-        saved(run)[-1] == "step_000003" and "eval/success" not in read_metrics(run)[3]
-    )  # it did not wait for that
+    # It did not wait for that.
+    assert saved(run)[-1] == "step_000003" and "eval/success" not in read_metrics(run)[3]
     assert (run / "hf" / "model.safetensors").is_file() and "eval/success" in read_metrics(whole)[3]
     info = json.loads((run / "run.json").read_text())
     assert info["ended"]["why"] == "SIGTERM"
@@ -170,7 +169,6 @@ def test_non_finite_updates_are_skipped_and_stop_the_run(
             torch.equal(now[key].view(torch.int32), start[key].view(torch.int32)) for key in now
         )
         assert not load_file(run / "checkpoints" / name / "optimizer.safetensors")
-    again = paw_here(
-        *command, wild, "--resume", "auto", code=2
-    )  # it does not forget what it has skipped
+    # It does not forget what it has skipped.
+    again = paw_here(*command, wild, "--resume", "auto", code=2)
     assert again.stderr == done.stderr

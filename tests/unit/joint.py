@@ -195,9 +195,8 @@ def packed(
     for batch in batches:
         out = objective.forward(policy, batch, minibatch, update_samples)[0]
         out.loss.backward()
-        total += (
-            out.token_loss.double().sum().item()
-        )  # of either sign: what is left of them is small beside each
+        # Of either sign: what is left of them is small beside each.
+        total += out.token_loss.double().sum().item()
         assert out.loss.item() == pytest.approx(out.token_loss.sum().item())
     return total, gradients(policy)
 

@@ -18,9 +18,8 @@ from paw.envs.base import eval_tasks
 
 
 def customer(model=None, messages=(), **_):
-    asked = sum(
-        message.role == "assistant" for message in messages
-    )  # roles are swapped: what it said itself
+    # Roles are swapped: what it said itself.
+    asked = sum(message.role == "assistant" for message in messages)
     return UserMessage(
         role="user", content="###STOP###" if asked else "Hello, I need help.", cost=0.0
     )

@@ -73,9 +73,8 @@ def test_a_long_win_and_a_short_failure_by_hand():
     # 1/2, var 1/2.
     assert grpo(rows, eps=0.0) == pytest.approx([0.5, 0.5, 0.5, -1.5])
     assert grpo(rows, eps=0.0, stat="trajectories") == pytest.approx([0.5**0.5] * 3 + [-(0.5**0.5)])
-    assert grpo(rows, eps=0.5) == pytest.approx(
-        [0.25, 0.25, 0.25, -0.75]
-    )  # added to the std of 1/2
+    # Added to the std of 1/2.
+    assert grpo(rows, eps=0.5) == pytest.approx([0.25, 0.25, 0.25, -0.75])
     assert grpo(rows, norm_std=False) == pytest.approx([0.25, 0.25, 0.25, -0.75])
     # The score less the mean of the others: 1 - (1 + 1 + 0) / 3 and 0 - 1; of two trajectories 1 -
     # 0 and 0 - 1.
@@ -110,9 +109,8 @@ def test_gigpo_with_similar_anchors_by_hand():
     # Scores 0, 6, 9, mean 5. Clusters {0, 6} and {9}, then {6, 0, 9}.
     assert like(played([a], [b], [c])) == pytest.approx([-5 - 3, 1 + 3, 4 + 0])
     assert like(played([b], [a], [c])) == pytest.approx([1 + 1, -5 - 5, 4 + 4])
-    assert gigpo(played([a], [b], [c]), norm_std=False) == pytest.approx(
-        [-5, 1, 4]
-    )  # no two are equal
+    # No two are equal.
+    assert gigpo(played([a], [b], [c]), norm_std=False) == pytest.approx([-5, 1, 4])
 
 
 COLUMNS = {

@@ -97,9 +97,8 @@ def test_the_limiter_spaces_requests_and_tokens_evenly(monkeypatch):
     requests = endpoint.Limiter(30, 0)
     assert admit(requests, *[1000] * 4) == [2.0] * 3
     now += 60
-    assert admit(requests, 1000, 1000) == [
-        2.0
-    ]  # nobody came for a minute: no wait, and no burst after it
+    # Nobody came for a minute: no wait, and no burst after it.
+    assert admit(requests, 1000, 1000) == [2.0]
     limiter = endpoint.Limiter(60, 6000)
     assert admit(limiter, 100, 100, 500, 100) == [1.0, 1.0, 5.0]
     now += 60
@@ -294,9 +293,8 @@ def test_reflexion_plays_again_with_plans():
 
     config = configure("reflexion", agent={"trials": 3}, env={"max_turns": 30})
     episode, _ = play(config, ["look"] * 30 + ["walk"] + oracle_actions(config))
-    assert (
-        episode.outcome.won and episode.trials == 2 and episode.steps[-1][0] == 2
-    )  # it stops when it has won
+    # It stops when it has won.
+    assert episode.outcome.won and episode.trials == 2 and episode.steps[-1][0] == 2
 
 
 # --- search

@@ -38,9 +38,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_fingerprints_tell_games_apart(folder: Path):
     tiny = factory(difficulty="tiny").fingerprint()
-    assert (
-        tiny == "generated tiny pick,look,clean,heat,cool 07ae69029a62b388"
-    )  # whatever the hash seed
+    # Whatever the hash seed.
+    assert tiny == "generated tiny pick,look,clean,heat,cool 07ae69029a62b388"
     assert (
         factory(difficulty="full").fingerprint()
         == "generated full pick,look,clean,heat,cool,two 5fd1b4c7fce13577"
@@ -120,9 +119,8 @@ def test_an_episode_ends_after_max_turns_and_nonsense_does_nothing():
 
 def test_training_goes_through_the_files_and_evaluation_draws(folder: Path):
     games, again = factory(data=folder), factory(data=folder / "json_2.1.1")
-    ids = [
-        t.id for step in range(7) for t in train_tasks(games, step, 3, seed=0)
-    ]  # 21 tasks: three epochs of 7
+    # 21 tasks: three epochs of 7.
+    ids = [t.id for step in range(7) for t in train_tasks(games, step, 3, seed=0)]
     assert (
         len(set(ids[:7])) == len(set(ids[7:14])) == len(set(ids[14:])) == 7 and ids[:7] != ids[7:14]
     )
@@ -149,9 +147,8 @@ def test_the_index_saves_the_scan_and_sees_new_games(folder: Path, monkeypatch):
         assert len(eval_tasks(factory(data=folder), "valid_unseen", 0, seed=0)) == 5
     for game in generator.games("unseen", 5, 2, seed=4, difficulty="tiny"):
         generator.write(game, folder / "json_2.1.1" / "valid_unseen")
-    monkeypatch.setenv(
-        "PAW_CACHE", "/dev/null/nowhere"
-    )  # a cache that cannot be written costs another scan
+    # A cache that cannot be written costs another scan.
+    monkeypatch.setenv("PAW_CACHE", "/dev/null/nowhere")
     assert len(eval_tasks(factory(data=folder), "valid_unseen", 0, seed=0)) == 7
     games = factory(data=folder, eval_split="train")
     for path in folder.glob("json_2.1.1/train/*/*/game.tw-pddl"):
@@ -240,9 +237,8 @@ def test_paper_later_turn():
     )
 
     past = [(f"see {i}", f"do {i}") for i in range(1, 5)]
-    prompt = PaperStyle().prompt(
-        "{task} {0}", past, "{z}", ["look"]
-    )  # braces in game text are left alone
+    # Braces in game text are left alone.
+    prompt = PaperStyle().prompt("{task} {0}", past, "{z}", ["look"])
     shown = "[Observation 3: 'see 3', Action 3: 'do 3']\n[Observation 4: 'see 4', Action 4: 'do 4']\nYou are now"
     assert shown in prompt and "{task} {0}" in prompt and "{z}" in prompt
     assert "already taken 4 step(s). Below are the most recent 2 observations" in prompt

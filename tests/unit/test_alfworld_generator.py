@@ -96,9 +96,8 @@ def test_a_written_game_plays_like_the_one_in_memory(tmp_path_factory, seed, lev
         assert ours.admissible == theirs.admissible
         command = rng.choice(ours.admissible)
         assert (ours.step(command), ours.won) == (theirs.step(command), theirs.won)
-    kind, object_, _, parent, scene = path.parent.parent.name.split(
-        "-"
-    )  # as ALFWorld calls and describes it
+    # As ALFWorld calls and describes it.
+    kind, object_, _, parent, scene = path.parent.parent.name.split("-")
     trajectory = json.loads((path.parent / "traj_data.json").read_text())
     parameters = trajectory["pddl_params"]
     assert kind == trajectory["task_type"] == TASK_TYPES[game.kind] and trajectory["scene"][

@@ -87,9 +87,8 @@ PEERS = [(peer.name, 0.4, torch.float32) for peer in WITHOUT_A_COMPILER]
 @pytest.mark.parametrize(("name", "live", "dtype"), OURS + PEERS)
 @pytest.mark.parametrize("dead", ["found", "known"])
 def test_ours_and_the_peers_have_the_reference_s_value_and_gradients(name, live, dtype, dead):
-    p = made(
-        V=9000, live=live, known=dead == "known", dtype=dtype
-    )  # more than one vocabulary block
+    # More than one vocabulary block.
+    p = made(V=9000, live=live, known=dead == "known", dtype=dtype)
     run = cases.implementation(
         cases.Case(cases.Group("tiny", 96, 128, 9000), live, dead, name, cases.BOTH), p
     )
@@ -186,9 +185,8 @@ def test_the_model_matches_a_case_by_hand():
     waits = 2 * 10e-6  # live rows of the one chunk (and whether the inputs are good), factor
     by_hand = 1e3 * (gemm * (1 + 2 * live) + epilogue + merge + gradient + copies + waits)
     assert roofline.total(roofline.paw(T, D, V, live), machine) == pytest.approx(by_hand, rel=1e-9)
-    assert (
-        roofline.total(roofline.paw(T, D, V, live), replace(machine, launch_us=1e3)) == 160.0
-    )  # the host's floor
+    # The host's floor.
+    assert roofline.total(roofline.paw(T, D, V, live), replace(machine, launch_us=1e3)) == 160.0
 
 
 @pytest.mark.parametrize("T", [100, 4096, 32_768, 131_072])
@@ -219,9 +217,8 @@ def test_predictions_grow_with_the_live_share_and_never_beat_the_matmuls():
     for row in roofline.predictions():
         assert float(row["ms_cautious"]) >= float(row["ms"])
         parts = sum(float(row[f"{name}_ms"]) for name in roofline.TERMS)
-        host = (
-            (roofline.LAUNCHES + roofline.CHUNK_LAUNCHES) * roofline.BEST.launch_us / 1e3
-        )  # of one chunk
+        # Of one chunk.
+        host = (roofline.LAUNCHES + roofline.CHUNK_LAUNCHES) * roofline.BEST.launch_us / 1e3
         assert max(parts, host) == pytest.approx(float(row["ms"]), abs=0.005)
 
 

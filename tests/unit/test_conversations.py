@@ -141,9 +141,8 @@ def test_what_is_added_is_the_templates_own(name):
         *(json.dumps(t)[1:-1] if name == "llama3.1" else t for t in texts),
         "",
     ]
-    calls = (
-        talk[2] if name == "llama3.1" else Reply.of("", PROBE, PROBE).message()
-    )  # which takes one call a message
+    # Which takes one call a message.
+    calls = talk[2] if name == "llama3.1" else Reply.of("", PROBE, PROBE).message()
     whole = tokenizer.apply_chat_template(
         [talk[1], calls, *two], add_generation_prompt=True, tokenize=False
     )

@@ -82,9 +82,8 @@ def test_equals_a_loop_of_full_forward_passes():
         for i, request in enumerate(make_requests(20))
     ]
     completions = run(TransformersEngine(model, end_ids=ends, max_batch_tokens=400), requests)
-    assert (
-        len({len(c.token_ids) for c in completions}) > 3
-    )  # rows left the batch at different times
+    # Rows left the batch at different times.
+    assert len({len(c.token_ids) for c in completions}) > 3
     assert 0 < sum(c.token_ids[-1] in ends for c in completions) < 20
     for request, completion in zip(requests, completions, strict=True):
         assert_same(completion, naive(model, request, ends))
@@ -120,9 +119,8 @@ def test_sampling_follows_the_distribution():
     u = torch.stack([torch.from_numpy(uniforms(seeds, t)) for t in range(50)])
     assert u.min() >= 0 and u.max() < 1 and len(u.unique()) == u.numel()
     counts = torch.histc(u, bins=100, min=0, max=1)
-    assert (
-        float(((counts - 1000) ** 2 / 1000).sum()) < 149
-    )  # 99.9 % quantile at 99 degrees of freedom
+    # 99.9 % quantile at 99 degrees of freedom.
+    assert float(((counts - 1000) ** 2 / 1000).sum()) < 149
     for neighbours in ((u[:-1], u[1:]), (u[:, :-1], u[:, 1:])):
         assert (
             abs(float(torch.corrcoef(torch.stack([part.flatten() for part in neighbours]))[0, 1]))

@@ -215,9 +215,8 @@ def test_a_broken_one_is_reported(tmp_path, capsys):
         r"\nFAIL +\d+\.\d s  rewards                  the rewards of an episode sum to 1", out
     )
     assert f"\n1 of {len(RULES)} rules failed; " in out
-    assert (
-        cli.main(["env", "check", f"{path}:Guess", "--env.max_turns", "1", "--json"]) == 0
-    )  # nobody wins
+    # Nobody wins.
+    assert cli.main(["env", "check", f"{path}:Guess", "--env.max_turns", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"]
 
 
@@ -339,9 +338,8 @@ def test_tools_are_called_and_those_that_are_not_are_named():
         "2 of 3 called, 1 of the calls valid; not called: unlock (no arguments were found that fit the schema)"
     )
     assert {"put" in call for call in Shelf.calls} == {True, False}
-    assert (
-        found["rewards"].seen == "returns up to 1 of 1"
-    )  # calls win, in the episodes of all rules
+    # Calls win, in the episodes of all rules.
+    assert found["rewards"].seen == "returns up to 1 of 1"
 
 
 SLOW = """

@@ -78,9 +78,8 @@ def test_rows_as_in_the_papers_tables():
     lines = [
         episode_line(kind, won) for kind in kinds for won in (True, False, False, kind == "pick")
     ]
-    lines.append(
-        episode_line("pick", False, failure="EndpointError: down")
-    )  # counts nowhere but costs
+    # Counts nowhere but costs.
+    lines.append(episode_line("pick", False, failure="EndpointError: down"))
     head, _, cells, _, success, rest, last = row("alfworld", lines)
     assert head == "| Model | Agent | Pick | Look | Pick2 | All |"
     assert cells == "| m | react | 50.0 | 25.0 | 25.0 | 33.3 |"
@@ -106,9 +105,8 @@ def test_rows_as_in_the_papers_tables():
     search = row(
         "search", [episode_line(kind, bool(won)) for kind, wins in played.items() for won in wins]
     )
-    assert (
-        search[0] == "| Model | Agent | NQ | 2Wiki | Bamboogle | own | Avg. |"
-    )  # of Table 2's sets, each the same
+    # Of Table 2's sets, each the same.
+    assert search[0] == "| Model | Agent | NQ | 2Wiki | Bamboogle | own | Avg. |"
     assert search[2] == "| m | react | 75.0 | 0.0 | 50.0 | 0.0 | 41.7 |"
     rows = kind_rows((kind, bool(won)) for kind, wins in played.items() for won in wins)
     lines, (low, high) = kind_lines(rows), wilson(3, 4)

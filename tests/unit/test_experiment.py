@@ -35,9 +35,8 @@ def test_intervals_by_hand():
 def test_differences_are_paired_by_seed():
     found = paired({0: 0.1, 1: 0.5, 2: 0.9}, {2: 1.0, 0: 0.2, 1: 0.6, 7: 0.0})
     assert found is not None and found.n == 3 and found.mean == pytest.approx(0.1)
-    assert found.sd == pytest.approx(
-        0.0, abs=1e-12
-    )  # the seeds' levels differ, the differences do not
+    # The seeds' levels differ, the differences do not.
+    assert found.sd == pytest.approx(0.0, abs=1e-12)
     assert verdict(found) == "helps beyond the interval"
     assert verdict(interval([-0.3, -0.31, -0.32])) == "hurts beyond the interval"
     assert verdict(interval([-0.3, 0.4, 0.1])) == "not shown"
@@ -89,9 +88,8 @@ def test_a_plan_is_all_variants_of_a_seed_in_a_row(tmp_path):
         "--run.dir": f"{tmp_path}/runs", "--run.name": "paw-1", "--run.seed": "1", "--warmup.seed": "1",
     }  # fmt: skip
     assert "--run.threads" in make_plan(tmp_path, jobs=2)[0].words
-    assert (
-        "--warmup.seed" not in make_plan(tmp_path, recipe="webshop-grpo-14b")[0].words
-    )  # no model of ours
+    # No model of ours.
+    assert "--warmup.seed" not in make_plan(tmp_path, recipe="webshop-grpo-14b")[0].words
     for overrides, message in (
         ({"wm__loss": "ce"}, "--wm.loss is what variant 'ce' sets"),
         ({"run__seed": "3"}, "--run.seed: the experiment sets it"),
@@ -129,13 +127,11 @@ def finish(job, evals: dict[int, float], *, training: float = 0.3, **metrics: fl
 def test_what_is_finished_is_not_trained_again(tmp_path):
     for job in make_plan(tmp_path, run__updates="3"):
         finish(job, {0: 0.2, 3: 0.4})
-    jobs = make_plan(
-        tmp_path, run__updates="3", run__threads="2", run__save_every="0"
-    )  # learns the same
+    # Learns the same.
+    jobs = make_plan(tmp_path, run__updates="3", run__threads="2", run__save_every="0")
     assert all(job.finished for job in jobs)
-    runs.train(
-        jobs, at_once=1
-    )  # would start `paw train` otherwise, which refuses a run that is there
+    # Would start `paw train` otherwise, which refuses a run that is there.
+    runs.train(jobs, at_once=1)
     stopped = jobs[0].directory / "metrics.jsonl"
     stopped.write_text(
         "\n".join(line for line in stopped.read_text().splitlines() if '"step": 3' not in line)

@@ -113,9 +113,8 @@ def test_states_of_an_object_and_where_it_lies():
     facing = "You are facing the cabinet 2, cabinet 1, and countertop 1. Next to it, you see "
     assert play(household, "look") == facing + "a mug 2."
     play(household, "take mug 2 from cabinet 1", "open cabinet 2", "move mug 2 to cabinet 2")
-    assert (
-        play(household, "look") == facing + "a mug 2, and a mug 2."
-    )  # once for each place it was taken from
+    # Once for each place it was taken from.
+    assert play(household, "look") == facing + "a mug 2, and a mug 2."
     play(household, "take mug 2 from cabinet 2")
     assert play(household, "look") == facing + "nothing."
 

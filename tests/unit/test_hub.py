@@ -32,9 +32,8 @@ def test_a_card_names_base_data_and_method(tmp_path):
     )
     assert {"paw", "questions", "grpo", "world-model"} <= set(data.tags)
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n", encoding="utf-8")
-    data = card(
-        "alfworld-gigpo", model__path=str(tmp_path)
-    )  # folders of this disk are no names at the hub
+    # Folders of this disk are no names at the hub.
+    data = card("alfworld-gigpo", model__path=str(tmp_path))
     assert (data.base_model, data.datasets, data.license) == (None, None, "apache-2.0")
     assert "gigpo" in data.tags and "world-model" not in data.tags
     assert card("quickstart").base_model is None

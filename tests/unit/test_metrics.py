@@ -37,9 +37,8 @@ def test_values_become_plain_json_and_reach_the_disk(tmp_path, monkeypatch):
         log.log(1, {"a": math.nan, "b": -math.inf, **scalars, "g": 2})
         log.sample(1, {"text": "λ \ud800 \u2028 x", "nested": {"values": (1.0, math.inf)}})
         record = {"step": 1, "a": None, "b": None, "c": 0.5, "d": None, "e": 3, "f": None, "g": 2}
-        assert (
-            lines(tmp_path / "run" / "metrics.jsonl") == [record] == log.history
-        )  # before it is closed
+        # Before it is closed.
+        assert lines(tmp_path / "run" / "metrics.jsonl") == [record] == log.history
         fsync, files = os.fsync, Path("/proc/self/fd")
         monkeypatch.setattr(
             os, "fsync", lambda fd: synced.append((files / str(fd)).readlink().name) or fsync(fd)
@@ -86,9 +85,8 @@ def test_an_evaluation_that_a_stop_left_out_is_added_to_its_line(tmp_path):
             },
         )
         log.sample(0, {"prompt": "a"})
-        log.sample(
-            1, {"prompt": "b"}
-        )  # a kill came between the episodes and the line of an evaluation
+        # A kill came between the episodes and the line of an evaluation.
+        log.sample(1, {"prompt": "b"})
     with MetricsLog(tmp_path, resume_step=1) as log:
         assert (log.evaluated(0), log.evaluated(1), log.evaluated(2)) == (True, False, False)
         log.sample(1, {"prompt": "b"})

@@ -163,9 +163,8 @@ def test_a_head_that_does_more_than_we_know_is_refused_at_load(tmp_path):
 
 
 def test_an_engine_that_samples_from_something_else_is_refused():
-    lm = make(
-        "Mamba2", num_heads=8, n_groups=1, state_size=8
-    )  # its cache is not the one we give it
+    # Its cache is not the one we give it.
+    lm = make("Mamba2", num_heads=8, n_groups=1, state_size=8)
     with pytest.raises(
         UserError,
         match=r"'transformers' cannot sample from model type 'mamba2'.*use --engine.type v",

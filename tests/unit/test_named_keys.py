@@ -25,9 +25,8 @@ OTHER = {
 
 @pytest.fixture(scope="module")
 def keys():
-    page = (ROOT / "docs" / "keys.md").read_text(
-        encoding="utf-8"
-    )  # held to the configuration by test_cli.py
+    # Held to the configuration by test_cli.py.
+    page = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
     return set(re.findall(r"^\| `([^`]+)`", page, re.M))
 
 

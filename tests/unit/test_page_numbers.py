@@ -360,9 +360,8 @@ def environments() -> Iterator[str]:
     search, (shop,) = read("experiment_search", variant="paw"), read("experiment_webshop")
     before, after = (per_cent(fmean(row[key] for row in search)) for key in ("before", "after"))
     yield f"{before} to {after} % of {search[0]['games']:.0f} questions"
-    assert (
-        len(search) == 10 and 0.5 <= fmean(row["minutes"] for row in search) <= 1
-    )  # "in a minute", "ten seeds"
+    # "in a minute", "ten seeds".
+    assert len(search) == 10 and 0.5 <= fmean(row["minutes"] for row in search) <= 1
     yield f"{per_cent(shop['before'])} to {per_cent(shop['after'])} % of {shop['games']:.0f} purchases"
     yield f"in {shop['minutes']:.0f} (one seed"
     assert shop["seed"] == 0 and shop["games"] == search[0]["games"] == 256

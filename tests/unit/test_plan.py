@@ -129,9 +129,8 @@ def test_a_checkpoint_is_copied_where_half_of_the_room_holds_it():
     ):
         plan = Plan(plain, shape, gpus=8, gpu_gib=80.0, host_gib=host_gib)
         assert plan.host["save"]["checkpoint"] == pytest.approx(wanted / 2**30)
-        saved = (
-            12 * shape.parameters / (8 * 25e9 if host_gib else 1.6e9)
-        )  # training waits for the copy, or the disk
+        # Training waits for the copy, or the disk.
+        saved = 12 * shape.parameters / (8 * 25e9 if host_gib else 1.6e9)
         assert plan.seconds["checkpoint"] * plain.run.save_every == pytest.approx(saved)
 
 
@@ -160,9 +159,8 @@ def test_components_are_those_of_the_settings():
 def test_a_critic_takes_a_second_model():
     shape, eight = shape_of(NAME), {"gpus": 8, "gpu_gib": 80.0, "host_gib": 900.0}
     grpo, ppo = (Plan(low_memory(advantage__type=name), shape, **eight) for name in ("grpo", "ppo"))
-    critic = (
-        2 * (shape.parameters - shape.embedding + shape.hidden + 1) / 8 / 2**30
-    )  # bf16, no vocabulary's head
+    # Bf16, no vocabulary's head.
+    critic = 2 * (shape.parameters - shape.embedding + shape.hidden + 1) / 8 / 2**30
     assert all(
         parts == pytest.approx(grpo.phases[phase] | {"critic": critic})
         for phase, parts in ppo.phases.items()
@@ -213,9 +211,8 @@ def test_a_server_divides_weights_and_heads_among_its_cards():
     )
     cache = two.phases["server"]["KV cache"] * 2**30
     assert two.kv_tokens * SHAPES["Qwen2.5-14B"].kv_bytes == pytest.approx(2 * cache)
-    cache = (
-        many.phases["server"]["KV cache"] * 2**30
-    )  # more cards than heads of keys: each has one, as another has
+    # More cards than heads of keys: each has one, as another has.
+    cache = many.phases["server"]["KV cache"] * 2**30
     assert many.kv_tokens * SHAPES["Qwen2.5-14B"].kv_bytes == pytest.approx(8 * cache)
     least = {
         name: plan(name, 8).least
@@ -261,9 +258,8 @@ def test_rollouts_ahead_overlap_and_the_longest_episode_ends_them():
     )
     few = Plan(small, SHAPES["Qwen2.5-0.5B"], **cards)
     response = Play.of(small).response
-    assert few.seconds["rollout"] == pytest.approx(
-        50 * response * 5e-3, rel=0.01
-    )  # 5 ms a token, all turns
+    # 5 ms a token, all turns.
+    assert few.seconds["rollout"] == pytest.approx(50 * response * 5e-3, rel=0.01)
     twice = Plan(changed(small, {"rollout.group_size": 4}), SHAPES["Qwen2.5-0.5B"], **cards)
     assert twice.seconds["rollout"] == pytest.approx(few.seconds["rollout"], rel=0.01)
 
@@ -289,14 +285,12 @@ def test_what_follows_a_rollout():
         low_memory(**lora, engine__type="vllm", engine__sleep_level=level) for level in (1, 2)
     ]
     beside = [Plan(config, shape, **cards).seconds["sync"] for config in engines]
-    assert (
-        beside[0] < 0.1 < beside[1] == pytest.approx(2 * P / 25e9)
-    )  # a vLLM that drops the base weights gets them
+    # A vLLM that drops the base weights gets them.
+    assert beside[0] < 0.1 < beside[1] == pytest.approx(2 * P / 25e9)
     assert seconds(run__save_every=50)["checkpoint"] == pytest.approx(base["checkpoint"] / 2)
     assert seconds(run__save_every=0)["checkpoint"] == 0
-    assert seconds(policy__old_logp="engine")["score"] == pytest.approx(
-        base["score"] / 2
-    )  # the reference's is left
+    # The reference's is left.
+    assert seconds(policy__old_logp="engine")["score"] == pytest.approx(base["score"] / 2)
     modes = [seconds(model__checkpointing=mode)["update"] for mode in ("none", "selective", "full")]
     assert 0.74 < modes[0] / modes[2] < 0.77 and modes[1] == pytest.approx(
         (modes[0] + modes[2]) / 2
@@ -432,9 +426,8 @@ def test_a_share_of_the_card_between_the_steps_is_found(capsys):
         planned(capsys, "--lora.rank", "32", "--engine.gpu_memory_utilization", share, code=1)
     found = planned(capsys, "--lora.rank", "32")
     assert found["fits"] and 0.50 < found["settings"]["engine.gpu_memory_utilization"] < 0.55
-    assert (
-        found["settings"]["policy.kl_coef"] == 0.01
-    )  # nothing else about the learning was changed
+    # Nothing else about the learning was changed.
+    assert found["settings"]["policy.kl_coef"] == 0.01
 
 
 def test_adapters_are_tried_or_offered_before_the_plan_says_no(capsys):
@@ -443,9 +436,8 @@ def test_adapters_are_tried_or_offered_before_the_plan_says_no(capsys):
         tried["settings"]["lora.rank"],
         tried["settings"]["policy.kl_coef"],
     ) == (32, 0.01)
-    small_host = planned(
-        capsys, "--host-gib", "16"
-    )  # what the fallbacks before offload does not fit there
+    # What the fallbacks before offload does not fit there.
+    small_host = planned(capsys, "--host-gib", "16")
     assert small_host["fits"] and small_host["settings"]["lora.rank"] == 32
 
     pinned = [

@@ -96,18 +96,16 @@ def test_both_arms_see_the_same_rows_and_leave_the_weights_as_they_are(start, tm
             torch.equal(p, before[name]) for name, p in run.policy.named_parameters_once().items()
         )
         assert run.step == 0
-    for vanilla, paw in zip(
-        *rows.values(), strict=True
-    ):  # what only the world model reads put aside
+    # What only the world model reads put aside.
+    for vanilla, paw in zip(*rows.values(), strict=True):
         assert (
             replace(
                 paw, separator_ids=[], observation_ids=[], wm_weight=0.0, entropy=vanilla.entropy
             )
             == vanilla
         )
-    assert turns(groups) == as_played and any(
-        moment.any() for moment in moments
-    )  # the optimizer did work
+    # The optimizer did work.
+    assert turns(groups) == as_played and any(moment.any() for moment in moments)
 
     order = [("GRPO", 1), ("GRPO + PaW", 1), ("GRPO + PaW", 2), ("GRPO", 2)]
     assert [(r["variant"], r["repeat"]) for r in records[::4]] == order
@@ -120,9 +118,8 @@ def test_both_arms_see_the_same_rows_and_leave_the_weights_as_they_are(start, tm
     assert vanilla["score"] == paw["score"] == vanilla["update"] == acting < paw["update"]
     assert all(r["seconds"] > 0 and r["cpu_seconds"] > 0 for r in records if r["phase"] != "sync")
     assert len({r["seconds"] for r in records if r["phase"] == "rollout"}) == 1
-    bytes_held = 16 * sum(
-        p.numel() for p in before.values()
-    )  # weights, those of the reference, two moments
+    # Weights, those of the reference, two moments.
+    bytes_held = 16 * sum(p.numel() for p in before.values())
     assert all(
         r["peak_gib"] > r["mean_gib"] > bytes_held / 2**30
         for r in records
@@ -237,9 +234,8 @@ def test_random_episodes_keep_the_limits(live):
         assert 9 <= len(run.encode_observation(turn.outcome.observation)) <= 12
     assert any(len(t.turns) == ENV.max_turns for group in groups for t in group.trajectories)
     prompts = [len(turn.prompt_ids) for turn in turns(groups)]
-    assert np.mean(prompts) == pytest.approx(
-        Play.of(run.config).prompt, rel=0.1
-    )  # as the plan takes them
+    # As the plan takes them.
+    assert np.mean(prompts) == pytest.approx(Play.of(run.config).prompt, rel=0.1)
 
 
 def test_an_environment_without_games_to_leave_out_can_be_profiled():

@@ -290,9 +290,8 @@ def test_generated_problems_are_right_and_in_one_split_only():
         rows = [questions.problem(split, 0, i, operations=4, largest=300) for i in range(150)]
         assert rows[7] == questions.problem(split, 0, 7, operations=4, largest=300)
         assert {row["steps"] for row in rows} == set(questions.STEPS)
-        few = (
-            questions.problem(split, 0, i, operations=1, largest=5) for i in range(1000)
-        )  # which would often meet
+        # Which would often meet.
+        few = (questions.problem(split, 0, i, operations=1, largest=5) for i in range(1000))
         texts[split] = {row["question"] for row in few}
         assert all(solved(row["question"]) == int(row["answer"]) <= 300 for row in rows)
     assert not (

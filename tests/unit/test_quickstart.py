@@ -68,9 +68,8 @@ def test_every_action_is_one_token_and_the_same_in_prompt_and_response():
         assert tokenizer.convert_ids_to_tokens(token) == action and end in chat.end_ids
     for prompt in prompts[:200]:
         shown = ["\n" + action for action in prompt.partition("\ncan:\n")[2].splitlines()]
-        listed = chat.prompt_ids(prompt)[
-            -len(shown) - 2 : -2
-        ]  # before the end of the turn and the start of the answer
+        # Before the end of the turn and the start of the answer.
+        listed = chat.prompt_ids(prompt)[-len(shown) - 2 : -2]
         assert listed == [chat.response_ids(action)[0] for action in shown]
     assert sum(len(chat.prompt_ids(prompt)) for prompt in prompts) / len(prompts) < 50
 
@@ -136,9 +135,8 @@ def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkey
     folders.append(ensure_warm_model(config_of(40), factory, report))
     folder = ensure_warm_model(config_of(40), factory, said.append)
     assert folders == [folder, folder] and "cached" in said[-1]
-    assert [path.name for path in tmp_path.iterdir()] == [
-        folder.name
-    ]  # nothing unfinished stays behind
+    # Nothing unfinished stays behind.
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
     start = ensure_warm_model(config_of(1), factory, said.append)
     assert start != folder
     loss, loss_at_start = (

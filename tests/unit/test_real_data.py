@@ -49,9 +49,8 @@ def test_webshops_real_products_are_bought_by_the_buyer():
         assert said.won == (said.score == 1.0) and (said.reward > 0) == said.won
         if not said.won:
             unmet.add(goal.product.asin)
-            assert {*environment.session.options.values()} == {
-                *goal.options.values()
-            }  # all was chosen as asked
+            # All was chosen as asked.
+            assert {*environment.session.options.values()} == {*goal.options.values()}
     # The score of WebShop itself: it takes "green2" for "green", "antique graywash" for "gray",
     # "dash kit" for "dash".
     assert unmet == {"B07MGB73NJ", "B08QRHVS6N", "B09B7G7P58"}

@@ -58,9 +58,8 @@ def test_a_recipe_resolves_fits_its_gpus_and_is_what_its_name_and_its_row_say(na
         if model.startswith("runs/"):  # what another recipe has trained
             model = load(model.split("/")[1]).model.path
         check_fits(config, shape_of(model), gpus=gpus, gpu_gib=gib, host_gib=None)
-        assert not Plan(
-            config, shape_of(model), gpus=gpus, gpu_gib=gib
-        ).reasons()  # as `paw plan` sees it
+        # As `paw plan` sees it.
+        assert not Plan(config, shape_of(model), gpus=gpus, gpu_gib=gib).reasons()
     else:
         assert model == "quickstart"
     baseline = name.replace("-paw", "")

@@ -118,9 +118,8 @@ def test_further_tasks_take_the_place_of_groups_whose_returns_are_all_equal(mode
 def test_an_update_keeps_its_groups_where_no_further_one_varies(model):
     config = changed(rollout={"refill": 2, "group_size": 4})
     played = []
-    groups, stats = scripted(model, config=config).training(
-        0, 2, lambda *done: played.append(done)
-    )  # all are won
+    # All are won.
+    groups, stats = scripted(model, config=config).training(0, 2, lambda *done: played.append(done))
     assert [group.task.id for group in groups] == ["train/0/0", "train/0/1"] and stats.uniform == []
     assert played[-1] == (8, 8) and len(played) == 3 * 8
 
@@ -205,9 +204,8 @@ def test_a_failing_episode_is_left_out_and_changes_no_other(model):
     ]
     assert stats.failures == [f"train/0/{i}: RuntimeError: broken" for i in range(3)]
     assert stats.groups_dropped == 0 and len(closed) == 3
-    again, stats = play(
-        rollouts
-    )  # the broken environments were replaced, one by a broken one; the others are kept
+    # The broken environments were replaced, one by a broken one; the others are kept.
+    again, stats = play(rollouts)
     assert (len(episodes_of(again)), len(stats.failures), rollouts.factory.made) == (11, 1, 15)
     for size, kept in ((1, [0, 2]), (2, [1])):
         groups, stats = play(scripted(model, **broken), group_size=size)
@@ -269,9 +267,8 @@ def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, 
     firsts = [
         episode for groups, _ in own for episode in episodes_of(groups) if episode.member == 0
     ]
-    for turn in (
-        turn for episode in firsts for turn in episode.turns
-    ):  # no entropies, and other weights meanwhile
+    # No entropies, and other weights meanwhile.
+    for turn in (turn for episode in firsts for turn in episode.turns):
         turn.versions, turn.entropy = [7] * len(turn.response_ids), None
     with ThreadPoolExecutor(world) as pool:
         found = list(pool.map(lambda rank, its: rank.share(its, tasks, size), ranks, own))
@@ -371,9 +368,8 @@ def test_a_call_that_continues_another_has_its_ids_and_those_of_the_text(model):
         assert len(episode.turns) == 3
         for text, before, turn in zip(texts, episode.turns, episode.turns[1:], strict=False):
             ids = chat.observation_ids(text, 99)
-            if (
-                before.response_ids[-1] in chat.end_ids
-            ):  # it had ended its turn: the text is the user's
+            # It had ended its turn: the text is the user's.
+            if before.response_ids[-1] in chat.end_ids:
                 ended += 1
                 ids = chat.separator_ids + ids + chat.reply_ids
             assert turn.prompt_ids == before.prompt_ids + before.response_ids + ids

@@ -135,9 +135,8 @@ def test_what_is_asked_and_what_an_answer_predicts():
         ("It is open.", None, None),
     ):
         assert (predicted(response, PAPER), predicted(response, quiet)) == (think, plain)
-    assert (
-        predicted(answer(SEEN, quiet), quiet) == predicted(answer(SEEN, ENV), ENV) == SEEN
-    )  # what is imitated
+    # What is imitated.
+    assert predicted(answer(SEEN, quiet), quiet) == predicted(answer(SEEN, ENV), ENV) == SEEN
     assert predicted(" \n", ENV) is None
 
 

@@ -66,9 +66,8 @@ def test_a_world_follows_from_its_seed_and_has_every_kind():
     worlds = [World(40), World(40, seed=1), World(41), World(40, numbered=True)]
     assert digest([World(40)]) == digest(worlds[:1])
     assert len({digest([world]) for world in worlds}) == 4
-    parts = split(
-        make_worlds(20, numbered=True, count=10)
-    )  # of several worlds each is in one split
+    # Of several worlds each is in one split.
+    parts = split(make_worlds(20, numbered=True, count=10))
     found = {name: sorted({question.world for _, question in part}) for name, part in parts.items()}
     assert found == {"test": [0, 1], "warmup": [2, 3, 4], "train": [5, 6, 7, 8, 9]}
 
@@ -232,9 +231,8 @@ def test_an_episode_of_a_search_and_an_answer():
     environment = episode(search=shelf(Nile="<answer>Africa</answer>"), max_turns=3)
     environment.step("<search>Nile</search>")
     assert environment.step("nothing").observation == ""
-    last = environment.step(
-        "<search>Nile</search>"
-    )  # finds nothing any more, and words found are no answer
+    # Finds nothing any more, and words found are no answer.
+    last = environment.step("<search>Nile</search>")
     assert (last.done, last.won, last.observation, last.action, last.valid) == (
         True,
         False,
@@ -249,9 +247,8 @@ def test_a_failing_search_fails_its_episode_alone():
         raise UserError("no\nserver")
 
     environment = episode(search=broken)
-    empty = environment.step(
-        "<search> </search>"
-    )  # is not asked for: an agent cannot break its episode so
+    # Is not asked for: an agent cannot break its episode so.
+    empty = environment.step("<search> </search>")
     assert (empty.observation, empty.valid) == ('<information>{"result": ""}</information>', True)
     assert environment.step("<answer>Africa</answer>").won
     with pytest.raises(EnvironmentFailure, match=r"search failed: UserError: no server$"):

@@ -100,14 +100,12 @@ def test_a_conversation_grows_and_its_rewards_come_at_the_end():
     assert [m["role"] for m in environment.context()[2:]] == ["assistant", "user"] * 2
     outcome = environment.step("2")
     assert (outcome.reward, outcome.score, outcome.won, outcome.done) == (2.0, 0.5, True, True)
-    environment.reset(
-        make_factory(config_of("guess", tasks=20)).tasks("train", 0)[1]
-    )  # the same one again
+    # The same one again.
+    environment.reset(make_factory(config_of("guess", tasks=20)).tasks("train", 0)[1])
     outcomes = [environment.step(guess) for guess in ("4", "", "6", "7")]
     assert [o.observation for o in outcomes] == ["lower", "lower", "lower", ""]
-    assert (
-        outcomes[-1].done and outcomes[-1].reward == 0.0
-    )  # env.max_turns ends it, and it is scored
+    # env.max_turns ends it, and it is scored.
+    assert outcomes[-1].done and outcomes[-1].reward == 0.0
     assert [o.valid for o in outcomes] == [True, False, True, True]
     environment.close()
     environment, _ = start("guess", reward=4.0, tasks=20)  # without won_at the maximum wins alone
@@ -220,12 +218,10 @@ def test_tools_of_a_server_that_episodes_share(tiny_llm, tmp_path, read_metrics,
     monkeypatch.setitem(CALLBACKS, "report", "builtins:object")
     train(load("own-environment", keys))
     (row,) = [row for row in read_metrics(tmp_path / "r") if "wm/loss" in row]
-    assert (
-        row["health/env_failures"] == 0 and row["wm/selected_frac"] == 0.5
-    )  # the first turn of two has a target
-    assert (
-        row["wm/loss"] > 0 and row["optim/grad_norm"] > 0 and row["policy/loss"] == 0
-    )  # nothing else to learn
+    # The first turn of two has a target.
+    assert row["health/env_failures"] == 0 and row["wm/selected_frac"] == 0.5
+    # Nothing else to learn.
+    assert row["wm/loss"] > 0 and row["optim/grad_norm"] > 0 and row["policy/loss"] == 0
     turns = json.loads((tmp_path / "r" / "samples.jsonl").read_text().splitlines()[-1])["turns"]
     assert ["".join(turn["observation_tokens"]) for turn in turns] == ["Emma appeared in 1815.", ""]
 

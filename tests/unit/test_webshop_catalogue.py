@@ -345,9 +345,8 @@ def test_tasks_are_pure_and_splits_share_no_goal():
     n = len(shop.catalogue.goals)
     train = {task.id for task in train_tasks(shop, 0, n, 0)}
     held_out = eval_tasks(shop, "test", 0, 0)
-    assert (
-        len({task.id for task in eval_tasks(shop, "test", 400, 5)}) < 400
-    )  # drawn with replacement
+    # Drawn with replacement.
+    assert len({task.id for task in eval_tasks(shop, "test", 400, 5)}) < 400
     test = {task.id for task in held_out}
     assert len(train) + len(test) == n == len(train | test)
     assert test == {f"goal/{i}" for i in range(shop.catalogue.n_test)}

@@ -113,9 +113,8 @@ def test_search_and_results_pages():
     assert (
         text(play("search[zebra]")) == "Back to Search [SEP] Page 1 (Total results: 0) [SEP] Next >"
     )
-    assert text(play("search[TEA mug] now")) == text(
-        play("search[tea mug]")
-    )  # what follows the bracket is ignored
+    # What follows the bracket is ignored.
+    assert text(play("search[TEA mug] now")) == text(play("search[tea mug]"))
 
 
 def test_an_item_its_sub_pages_and_the_purchase():
@@ -349,9 +348,8 @@ def test_an_attribute_may_stand_anywhere():
     ]  # not lower-cased itself, as in the reference
     assert [earned(attributes=(attribute,)) for attribute in found] == [1.0] * 5
     assert [earned(attributes=(attribute,)) for attribute in absent] == [3 / 4] * 3
-    product = dataclasses.replace(
-        SHIRT, attributes=("aaaaaab", 23 * "a" + "bbbb")
-    )  # a ratio is rounded
+    # A ratio is rounded.
+    product = dataclasses.replace(SHIRT, attributes=("aaaaaab", 23 * "a" + "bbbb"))
     assert earned(product, attributes=("aaaaaac",)) == 1.0  # 12 / 14: 86
     assert earned(product, attributes=(23 * "a" + "cccc",)) == 3 / 4  # 46 / 54: 85.2, so 85
 
