@@ -5,7 +5,7 @@
                                            episodes, through a model of SmolLM2-135M's shape, a row a turn or an episode
 
 The same tasks, actions and observations in each style, played by a script: questions of the
-generated world by its oracle, and tests/unit/tau2_stand_in, whose policy is a line. SmolLM2's
+generated world by its oracle, and tests/envs/tau2_stand_in, whose policy is a line. SmolLM2's
 vocabulary, a template of Qwen2.5's shape; no model runs. `paw`: what PaW adds to the tokens of an
 update, in per cent, at the paper's alpha and random entropies.
 """

@@ -4,7 +4,7 @@
 
 A published run is planned as it was: its model, cards, checkpointing and sequences, all tokens
 learnt from. Runs whose trainer also wrote the weights for its servers are planned with
-engine.transfer = "files". tests/unit/test_plan.py fails where one that is `held` is off by more
+engine.transfer = "files". tests/tools/test_plan.py fails where one that is `held` is off by more
 than a quarter, and where a page is not what this makes.
 """
 

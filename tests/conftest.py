@@ -29,8 +29,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Before FSDP or vLLM imports Triton, which settles whether its own functions are interpreted. The
 # variable does not stay: the children that tests start would inherit it.
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from forked import Child
 
 from paw.cli import main

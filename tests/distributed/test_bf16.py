@@ -1,15 +1,11 @@
 """bf16 means the same in one rank and in two: log-probs, and gradients of all weights or of LoRA's adapters."""
 
 import copy
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from forked import call_in_ranks
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from joint import Objective, make_lm, make_rows, tiny_policy
 
 from paw.algo import loss

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-
-sys.path.insert(0, str(Path(__file__).parent))
 from test_train_ranks import ENV, start  # noqa: F401
 
 from paw.state import restore

@@ -2,22 +2,18 @@
 
 import json
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import forked
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
-sys.path.insert(0, str(Path(__file__).parent))
 from forked import Child, call_in_ranks, run_ranks
 from test_train_ranks import start, train, two_machines, words_of  # noqa: F401
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from toyworld import practised_model
 
 from paw.model.host import available_memory

@@ -2,16 +2,12 @@
 
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parent))
 from test_train_ranks import distance, start, train, weights  # noqa: F401
+from transformers import AutoModelForCausalLM
 
 from paw.state import checkpoint
 from paw.state.restore import export_run

@@ -5,12 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import tomli_w
 import torch
+from forked import run_ranks
 from safetensors.torch import load_file
+from toyworld import ENV, make_tokenizer, practised_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paw import watcher
@@ -19,10 +20,6 @@ from paw.errors import UserError
 from paw.model.launcher import launch
 from paw.state import restore
 from paw.tools import quickstart
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from forked import run_ranks
-from toyworld import ENV, make_tokenizer, practised_model
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 from forked import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
 from test_train_ranks import distance, start, train, two_machines, weights, words_of  # noqa: F401
 
 pytestmark = pytest.mark.slow

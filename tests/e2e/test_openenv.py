@@ -8,15 +8,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from templates import QWEN25_TEMPLATE
 
 from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.rollouts.guard import Guarded
 from paw.tools.played import load_played
 from paw.types import Reply, ToolCall
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from templates import QWEN25_TEMPLATE
 
 PACKAGE = Path(sys.prefix) / "openenv"
 HERE = Path(__file__).parent

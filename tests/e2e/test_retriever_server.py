@@ -5,7 +5,6 @@ import json
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,15 +13,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from scripted_server import serve as serve_script
 
 from paw.envs import serving
 from paw.envs.search.retrieval import Hit, make_retriever, remote, server
 from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.settings import SearchConfig
 from paw.errors import UserError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "attack"))
-from scripted_server import serve as serve_script
 
 pytestmark = pytest.mark.slow
 TIGHT_S = 0.5

@@ -5,9 +5,7 @@ import importlib
 import importlib.util
 import os
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +28,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-sys.path.insert(0, str(Path(__file__).parents[2]))
 bench, simulation = (
     importlib.import_module(f"bench.{name}") for name in ("rollout", "rollout_simulation")
 )

@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 import signal
-import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import CONTEXT, run_ranks
+from templates import QWEN25_TEMPLATE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paw.algo.samples import sequences
@@ -35,9 +35,6 @@ from paw.rollouts.sync import Weights, push_weights
 from paw.run import open_run
 from paw.trainer import prepare
 from paw.types import Reply, ToolCall
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from templates import QWEN25_TEMPLATE
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,12 +1,8 @@
 """Where the tests here run: every backend of the head, and the operators of csrc/ on the CPU, emulated or on a GPU."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode adds no test folder to the path
 BACKENDS = [
     *("torch", "cpu"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("triton", "cuda")),

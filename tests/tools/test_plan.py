@@ -2,9 +2,7 @@
 
 import importlib
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,7 +16,6 @@ from paw.tools.plan import HOST_S, Plan, Play
 from paw.tools.plan_memory import HEAD_BUFFER
 from paw.tools.shapes import SHAPES, Shape, from_config, shape_of
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 COMMON, MEMORY, SIMULATION, PAGES = (
     importlib.import_module(f"bench.{name}")
     for name in ("common", "memory", "memory_simulation", "plan_pages")

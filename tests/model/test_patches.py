@@ -4,7 +4,6 @@ import importlib.util
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ interpreter._implicit_cvt = lambda x: float32(x) if isinstance(x, float) else as
 from liger_kernel.ops import rms_norm
 
 rms_norm.rsqrt = lambda x: tl.rsqrt(x)  # libdevice's is CUDA's
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from joint import make_rows, tiny_policy
 from paw.model.patches import apply_liger
 from test_patches import assert_same
@@ -76,7 +75,7 @@ print(norm.forward.__func__.__module__, mlp.forward.__func__.__module__)
 @pytest.mark.slow
 def test_liger_gives_the_same():
     """In Triton's interpreter; the rotary embedding is the whole process's, so in a process of its own."""
-    words = [sys.executable, "-c", INTERPRETED, str(Path(__file__).parent)]
+    words = [sys.executable, "-c", INTERPRETED, *sys.path]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == [

@@ -7,7 +7,6 @@ cent sign may be left that is in no piece.
 
 import importlib
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
@@ -19,7 +18,6 @@ from paw.tools.experiment.results import PAPER, Interval, interval, paired, poin
 from paw.tools.profile import memory_gib, overhead, pick
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
 common = importlib.import_module("bench.common")
 Rows = list[dict[str, Any]]
 MODES = ("lock-step", "continuous")

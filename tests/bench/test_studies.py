@@ -5,9 +5,7 @@ import csv
 import importlib
 import json
 import math
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -22,7 +20,6 @@ from paw.recipe import load
 from paw.rollouts.chat import Chat
 from paw.types import Outcome, Sample, Turn
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 studies, prediction = (
     importlib.import_module(f"bench.{name}") for name in ("studies", "prediction_reward")
 )

@@ -3,7 +3,6 @@
 import argparse
 import csv
 import importlib
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from paw_kernels import token_loss
 from paw_kernels._head import Head
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
 NAMES = [f"kernels{rest}" for rest in ("", "_cases", "_measure", "_must", "_plot", "_problem")] + [
     "peers",
     "roofline",

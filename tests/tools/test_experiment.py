@@ -4,7 +4,6 @@ import argparse
 import csv
 import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from paw.tools.experiment import runs
 from paw.tools.experiment.results import Interval, area, interval, paired, student, verdict
 from paw.tools.experiment.runs import VARIANTS, parse_variants
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 studies = importlib.import_module("bench.studies")
 
 
