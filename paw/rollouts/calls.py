@@ -12,15 +12,12 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paw.envs.threads import Daemons
 from paw.errors import UserError, clean, nearest
 from paw.rollouts.marks import PROBE, TOOLS
 from paw.types import THINKING, Reply, ToolCall
-
-if TYPE_CHECKING:
-    from paw.rollouts.chat import Chat
 
 Reader = Callable[[str, list[Any], int], Reply]
 """(text, tools, number of its first call) -> the answer. Calls are numbered through an episode."""
@@ -34,12 +31,12 @@ KNOWN = ("hermes", "qwen3_coder", "mistral", "llama3_json", "pythonic")
 """vLLM's parsers to try first: those of a distinct format before those that take any JSON."""
 
 
-def make_reader(tokenizer: Any, name: str, chat: "Chat") -> Reader:
+def make_reader(tokenizer: Any, name: str, *, written_call: str, model_name: str) -> Reader:
     """A reader of answers; `name` is model.tool_parser.
 
-    Raises UserError if no parser has that name, or none reads what the chat template writes.
+    `written_call` is a call of the tool PROBE as the model's chat template writes it, "" if it
+    takes no calls. Raises UserError if no parser has that name, or none reads that call.
     """
-    written_call = _written_call(chat)
     response_template = getattr(tokenizer, "response_template", None)
     if response_template and name in ("auto", "transformers"):
         return _reader(_by_transformers(tokenizer, response_template), written_call)
@@ -58,7 +55,7 @@ def make_reader(tokenizer: Any, name: str, chat: "Chat") -> Reader:
     if not vllm_names:
         fix = "vLLM has more parsers: pip install 'paw-trainer[vllm]'"
     raise UserError(
-        f"model.tool_parser = '{name}' finds no parser of calls as the chat template of '{chat.name}' writes them; "
+        f"model.tool_parser = '{name}' finds no parser of calls as the chat template of '{model_name}' writes them; "
         f"name the model's with --model.tool_parser NAME ({fix})"
     )
 
@@ -110,21 +107,6 @@ def _served_templates() -> list[dict[str, Any]]:
 
         return [*templates.values()]
     return []
-
-
-def _written_call(chat: "Chat") -> str:
-    """A call as the template writes it, after what opens an answer; "" if the template takes no calls."""
-    user = {"role": "user", "content": "QxUser"}
-    call = Reply.of("", PROBE).message()
-    with suppress(Exception):  # a template raises what it likes
-        prompt = chat.render([user], TOOLS)
-        with_call = chat.render([user, call], TOOLS, ask=False)
-        written = with_call.rpartition("QxUser")[2]
-        if with_call.startswith(prompt):
-            written = with_call.removeprefix(prompt)
-        decoded = chat.decode(chat.encode(written), calls=True)
-        return decoded.rpartition(THINKING[1])[2]
-    return ""
 
 
 def _reader(parser: Parser, written_call: str) -> Reader:

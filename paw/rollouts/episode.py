@@ -18,7 +18,7 @@ from paw import plugins
 from paw.config import Config, EnvConfig
 from paw.envs.threads import Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_code, quietly
-from paw.rollouts.chat import Context, shown
+from paw.rollouts.chat import Context, context_text
 from paw.rollouts.engines.base import Completion
 from paw.rollouts.further import Ends, add_result, further
 from paw.rollouts.guard import Guarded
@@ -364,7 +364,7 @@ class Model(ABC):
             response_ids=[],
             sampled_logp=[],
             entropy=None,
-            prompt=shown(message) + answer_so_far,
+            prompt=context_text(message) + answer_so_far,
             response="",
             outcome=Outcome("", reward=self._unclaimed_reward(), done=False, won=False),
             anchor=self.env.anchor,
@@ -522,7 +522,7 @@ def asked(context: Context, continues: Earlier) -> tuple[Context, str]:
     """(the message to answer, the answer so far)."""
     if continues is None:
         return context, ""
-    return continues.message, continues.answer + shown(context)
+    return continues.message, continues.answer + context_text(context)
 
 
 def _before(text: str, stop_string: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paw.envs.conversation import unread
 from paw.errors import EnvironmentFailure
-from paw.rollouts.chat import Chat, Context, ContextFull, shown
+from paw.rollouts.chat import Chat, Context, ContextFull, context_text
 from paw.rollouts.marks import conversation, stands_for
 from paw.types import Reply, Turn
 
@@ -35,7 +35,7 @@ def further(model: "EngineModel", context: Context, continues: "Earlier") -> tup
     limit = model.config.rollout.max_prompt_tokens
 
     if continues is not None:
-        ids, opened = _after_response(chat, continues.turn, shown(context))
+        ids, opened = _after_response(chat, continues.turn, context_text(context))
     else:
         ids = _conversation_ids(model, conversation(context))
         opened = chat.opened
@@ -131,7 +131,9 @@ def _record_observation(
     if shown_results != results:
         return
 
-    turn.shown = continuation.first_text if continuation.first_text != results[0] else None
+    turn.rendered_observation = (
+        continuation.first_text if continuation.first_text != results[0] else None
+    )
     if len(results) > 1:
         first_start = continuation.spans[0][0]
         turn.spans = []

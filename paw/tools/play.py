@@ -16,7 +16,7 @@ from paw.config import EnvConfig
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, eval_tasks
 from paw.errors import OURS, EnvironmentFailure, clean, describe, place, quietly, to_stderr
-from paw.rollouts.chat import shown
+from paw.rollouts.chat import context_text
 from paw.rollouts.guard import Guarded, TimedGuard
 from paw.tools.played import load_played
 from paw.types import Outcome, Task
@@ -115,7 +115,7 @@ def _terminal(environment: Guarded, task: Task) -> None:
             return
         if command in ("", "prompt"):
             tools = [json.dumps(tool["function"], ensure_ascii=False) for tool in environment.tools]
-            say(*([*tools, shown(environment.context())] if command else [HELP]))
+            say(*([*tools, context_text(environment.context())] if command else [HELP]))
             continue
         if command.isdecimal() and 1 <= int(command) <= len(actions):
             command = actions[int(command) - 1]

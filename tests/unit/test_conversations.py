@@ -283,7 +283,7 @@ class Says:
     def __init__(self, chat, replies, *, reads=True):
         self.chat, self.replies, self.queue = chat, list(replies), []
         if reads:
-            self.chat._read = lambda text, tools, called: next(
+            self.chat._reader = lambda text, tools, called: next(
                 r for r in replies if self.written(r) == text
             )
 
