@@ -26,7 +26,7 @@ from paw.envs.http import bounded
 from paw.errors import UserError, clean, needed, to_stderr
 from paw.rollouts.chat import Context, ContextFull, context_text
 from paw.rollouts.episode import Earlier, EnvHandle, Model, Stop, asked
-from paw.rollouts.further import cut_at
+from paw.rollouts.stops import cut_at
 from paw.types import Reply as Answer
 from paw.types import ToolCall, Turn
 

@@ -1,9 +1,8 @@
-"""Episodes of the next updates, played while the trainer works: in a process of each rank's own,
-for threads of one Python process wait for one another, over servers that take new weights
-meanwhile.
+"""Episodes of the next updates, played while the trainer works, over servers that take new weights meanwhile.
 
-Those of update t begin when the trainer begins with update t - rollout.ahead, so no token is of
-older weights. The process has an environment, an agent and a connection to the servers of its own
+Each rank has a process for that, because threads of one Python process wait for one another. The
+episodes of update t start when the trainer starts update t - rollout.ahead, so no token is of older
+weights. The process has an environment, an agent and a connection to the servers of its own
 (paw/rollouts/player.py); it ends with the trainer (paw/rollouts/supervisor.py). The trainer never
 waits for one that has ended, or that shows no sign of life: it plays the update itself.
 """
@@ -24,7 +23,7 @@ from pydantic import ValidationError
 from paw.envs.checked import problem
 from paw.errors import clean, describe, to_stderr
 from paw.model.ranks import Ranks
-from paw.rollouts.episode import Played
+from paw.rollouts.base import Progress, RolloutResult
 from paw.rollouts.messages import (
     Channel,
     EpisodesEnded,
@@ -38,7 +37,7 @@ from paw.rollouts.messages import (
     WeightsArrived,
     WeightsExpected,
 )
-from paw.rollouts.scheduler import Progress, Rollouts
+from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.supervisor import CLOSE_S, END_NOW, LINGER_S
 
 START_S = 600.0
@@ -75,7 +74,7 @@ class PlayerHandle:
         """Why no more answers come."""
         self._updates: dict[int, Future[UpdatePlayed]] = {}
         self._lock = threading.Lock()
-        """Held while an update is entered, and while those entered hear that none is played any more."""
+        """Held while an update is added to `_updates`, and while all are taken out because none is played any more."""
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
@@ -94,7 +93,7 @@ class PlayerHandle:
         return future
 
     def send(self, message: Message) -> None:
-        with suppress(OSError):  # it has ended, which `_listen` hears
+        with suppress(OSError):  # it has ended, which `_listen` finds out
             self._channel.send(message)
 
     def close(self) -> None:
@@ -106,7 +105,7 @@ class PlayerHandle:
             self._process.stdin.close()
 
     def _listen(self) -> None:
-        """Take its messages until it ends, or is ended because it does not go on; whoever waits for it hears that."""
+        """Take its messages until it ends, or is ended because it does not go on. Then fail the updates it owes."""
         lost: Exception = PlayerLost("does not answer")
         try:
             lost = self._receive_all()
@@ -129,8 +128,8 @@ class PlayerHandle:
                 future.set_exception(lost)
 
     def _receive_all(self) -> Exception:
-        """Why no more messages come."""
-        silent_s = 0.0  # in the trainer's own waking time: it may be stopped itself
+        """Handle messages until the last one; returns why no more come."""
+        silent_s = 0.0  # counted in the trainer's own running time: it may be stopped itself
         while True:
             message = self._channel.receive(TICK_S)
             if message is not None and self._ready:
@@ -166,9 +165,8 @@ class PlayerHandle:
         except subprocess.TimeoutExpired:
             self._kill()
             return "it had closed its connection"
-        number = (
-            -code if code < 0 else code - 128
-        )  # of the supervisor itself, or what it says about the process
+        # The signal that ended the supervisor, or by its exit code the one that ended the process.
+        number = -code if code < 0 else code - 128
         if number in signal.valid_signals():
             return f"killed by {signal.Signals(number).name}"
         return f"exit code {code}"
@@ -196,24 +194,28 @@ class UpdateAhead:
 
 
 class AsyncRollouts:
-    """Plays `rollout.ahead` updates before the one that is asked for. `now` plays what the trainer
-    waits for; `model` is the folder of its tokenizer."""
+    """Plays `rollout.ahead` updates before the one that is asked for.
 
-    def __init__(self, now: Rollouts, model: str) -> None:
-        self._now = now
+    `direct` plays in this process what the trainer has to wait for: evaluations, and updates that
+    could not be played ahead. `model` is the folder of its tokenizer.
+    """
+
+    def __init__(self, direct: Rollouts, model: str) -> None:
+        self._direct = direct
         self._model = model
         self._folder = Path.cwd()
         """Names of files count from here; an environment may change the current folder later."""
         self._updates: dict[int, UpdateAhead] = {}
         self._newest = -1
-        """The last update that was begun."""
+        """The last update that was started."""
         self._progress: Progress = lambda done, total: None
         self._player = self._start()
-        now.engine.fleet.tell = self._send_weights
+        direct.engine.fleet.tell = self._send_weights
 
-    def training(self, step: int, count: int, progress: Progress | None = None) -> Played:
-        """The episodes of update `step`, as `Rollouts.training` plays them; takes all ranks."""
-        now, config = self._now, self._now.config
+    def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
+        """The episodes of update `step`, as `Rollouts.training` plays them. A call of all ranks."""
+        direct = self._direct
+        config = direct.config
         self._progress = progress or self._progress
 
         last = min(step + config.rollout.ahead, config.run.updates - 1)
@@ -221,95 +223,106 @@ class AsyncRollouts:
             self._newest = later
             self._updates[later] = UpdateAhead(count, self._player.play(later, count))
 
-        tasks = now.tasks(step, count)
-        options = now.options(step)
-        own: Played | None = None
-        if step in self._updates:  # else its episodes failed, and are played again
+        tasks = direct.tasks(step, count)
+        own: RolloutResult | None = None
+        if step in self._updates:  # otherwise its episodes failed, and are played again
             played = self._wait_for(self._updates.pop(step))
             if played:
                 own = played.unpack(tasks)
         if own is None:
-            own = now.play_own(tasks, **options, progress=progress)
-        return now.refill(now.share(own, tasks, options["group_size"]), step, count, progress)
+            own = direct.play_update(step, tasks, progress)
+        result = direct.share(own, tasks, config.rollout.group_size)
+        return direct.refill(result, step, count, progress)
 
-    def evaluation(self, progress: Progress | None = None) -> Played:
-        return self._now.evaluation(progress)
+    def evaluation(self, progress: Progress | None = None) -> RolloutResult:
+        return self._direct.evaluation(progress)
 
     def close(self) -> None:
-        """What is in play is dropped: a run that goes on plays it again."""
+        """Drop what is in play: a run that goes on plays it again."""
         self._updates.clear()
-        self._now.close()
+        self._direct.close()
         self._player.close()
 
     def _wait_for(self, update: UpdateAhead) -> UpdatePlayed | None:
-        """None if the process that plays ahead is lost: another one is started then, for the other updates.
+        """The update once it is played; None if the process that plays ahead is lost.
 
-        Raises the UserError that ended the episodes.
+        Another one is then started for the other updates. Raises the UserError that ended the
+        episodes.
         """
         try:
             return update.result.result()
         except PlayerLost as lost:
             to_stderr(f"the process that plays ahead {lost}: its episodes are played again")
+
         self._player.close()
         self._player = self._start()
         for step, other in self._updates.items():
-            if (
-                other.result.done() and other.result.exception()
-            ):  # what had been played before is kept
+            # Updates that had been played before are kept.
+            if other.result.done() and other.result.exception():
                 other.result = self._player.play(step, other.count)
         return None
 
     def _start(self) -> PlayerHandle:
-        now = self._now
-        ours, theirs = socket.socketpair()
-        variables = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "OMP_NUM_THREADS": "1",
-        }
-        with theirs:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "paw.rollouts.supervisor",
-                    str(os.getpid()),
-                    str(theirs.fileno()),
-                ],
-                env=variables,
-                stdin=subprocess.PIPE,
-                cwd=self._folder,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        """Start the process, and send it what it needs to play."""
+        our_end, their_end = socket.socketpair()
+        with their_end:
+            process = self._start_process(their_end.fileno())
         player = PlayerHandle(
             process,
-            Channel(ours, FromPlayer),
-            patience_s=now.config.env.step_timeout_s + SILENT_S,
+            Channel(our_end, FromPlayer),
+            patience_s=self._direct.config.env.step_timeout_s + SILENT_S,
             progress=lambda done, total: self._progress(done, total),
         )
-        fleet = now.engine.fleet
-        ranks = now.ranks or Ranks()
-        player.send(
-            Start(
-                config=now.config.model_dump_json(),
-                model=self._model,
-                positions=now.engine.positions,
-                rank=ranks.rank,
-                world_size=ranks.world_size,
-                urls=[server.url for server in fleet.servers],
-                served_model=fleet.model,
-                end_ids=fleet.end_ids,
-                vocabulary=fleet.vocabulary,
-                entropy=fleet.entropy,
-                timeout_s=now.config.engine.timeout_s,
-            )
-        )
+        fleet = self._direct.engine.fleet
+        player.send(self._start_message())
         player.send(WeightsExpected(version=fleet.coming))
         player.send(WeightsArrived(version=fleet.version, faults=fleet.faults))
         return player
 
+    def _start_process(self, socket_fd: int) -> "subprocess.Popen[bytes]":
+        command = [
+            sys.executable,
+            "-m",
+            "paw.rollouts.supervisor",
+            str(os.getpid()),
+            str(socket_fd),
+        ]
+        variables = {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+        }
+        return subprocess.Popen(
+            command,
+            env=os.environ | variables,
+            stdin=subprocess.PIPE,
+            cwd=self._folder,
+            pass_fds=[socket_fd],
+            start_new_session=True,
+        )
+
+    def _start_message(self) -> Start:
+        direct = self._direct
+        fleet = direct.engine.fleet
+        ranks = direct.ranks or Ranks()
+        return Start(
+            config=direct.config.model_dump_json(),
+            model=self._model,
+            positions=direct.engine.positions,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            urls=[server.url for server in fleet.servers],
+            served_model=fleet.model,
+            end_ids=fleet.end_ids,
+            vocabulary=fleet.vocabulary,
+            entropy=fleet.entropy,
+            timeout_s=direct.config.engine.timeout_s,
+        )
+
     def _send_weights(self, what: str, version: int, faults: dict[str, str] | None = None) -> None:
-        """Called by the fleet: weights are on their way, or have arrived but for those servers with faults."""
+        """Callback of the fleet for version changes: "expect" before it sends weights, otherwise they have arrived.
+
+        `faults` are the servers that did not take them.
+        """
         if what == "expect":
             self._player.send(WeightsExpected(version=version))
         else:

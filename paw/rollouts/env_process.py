@@ -35,7 +35,7 @@ from paw.errors import (
 )
 from paw.keys import section_type
 from paw.lifeline import die_with_parent, end_tool_servers
-from paw.rollouts.guard import Guarded
+from paw.rollouts.guard import CheckedEnv
 from paw.state.signals import STOPS
 from paw.types import Outcome, Reply
 
@@ -49,7 +49,7 @@ class Environments:
     def __init__(self, config: EnvConfig, send: Callable[[Fields], None]) -> None:
         self._config, self._send = config, send
         self.factory = _make_factory(config)
-        self._made: dict[int, Guarded] = {}
+        self._made: dict[int, CheckedEnv] = {}
         self._threads = ThreadPoolExecutor(AT_ONCE)
         self._blocks = self.factory.may_block
 
@@ -86,7 +86,7 @@ class Environments:
             self._blocks = self._blocks or inspect.iscoroutinefunction(
                 getattr(environment, "step", None)
             )
-            self._made[number] = Guarded(environment, self._config)
+            self._made[number] = CheckedEnv(environment, self._config)
             return {"blocks": self._blocks}
         environment = self._made[number]
         value = getattr(environment, method)(*arguments)
@@ -123,7 +123,7 @@ def _make_factory(config: EnvConfig) -> EnvFactory:
     return load_factory(None, config)
 
 
-def _task_of(environment: Guarded) -> str | None:
+def _task_of(environment: CheckedEnv) -> str | None:
     with quietly():
         task = getattr(environment, "task", None)
         return str(task) if isinstance(task, str) else None

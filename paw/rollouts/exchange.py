@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paw.rollouts.episode import Played
+from paw.rollouts.base import RolloutResult
 from paw.types import Task, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def exchange(
-    own: Played,
+    own: RolloutResult,
     tasks: Sequence[Task],
     ranks: "Ranks",
     encode: Callable[[str], list[int]] | None = None,
-) -> list[Played]:
+) -> list[RolloutResult]:
     """The episodes of `tasks` that each rank has played, in the order of ranks. A call of all ranks.
 
     `own` is taken apart. Log-probs and entropies travel as float32, which is what engines give.
@@ -27,7 +27,7 @@ def exchange(
         own, {task.id: replace(task, payload=None) for task in tasks}
     )  # every rank has the payloads
 
-    gathered = ranks.gather(own, Played)
+    gathered = ranks.gather(own, RolloutResult)
     gathered_ids = ranks.gather_rows(ids, int)
     gathered_values = ranks.gather_rows(values, float)
 
@@ -38,7 +38,7 @@ def exchange(
 
 
 def _take_numbers(
-    played: Played, encode: Callable[[str], list[int]] | None
+    played: RolloutResult, encode: Callable[[str], list[int]] | None
 ) -> tuple[list[list[int]], list[list[float]]]:
     """(four rows of ids, two rows of values) for each turn, in the order `_restore_numbers` reads them.
 
@@ -63,7 +63,7 @@ def _take_numbers(
 
 
 def _restore_numbers(
-    played: Played, ids: Iterator[list[int]], values: Iterator[list[float]], *, encoded: bool
+    played: RolloutResult, ids: Iterator[list[int]], values: Iterator[list[float]], *, encoded: bool
 ) -> None:
     """Give the turns the rows that `_take_numbers` took from them; `encoded` says whether observations were encoded."""
     for turn in turns_of(played):
@@ -76,7 +76,7 @@ def _restore_numbers(
         turn.entropy = next(values) or None
 
 
-def _trajectories(played: Played) -> list[Trajectory]:
+def _trajectories(played: RolloutResult) -> list[Trajectory]:
     """All episodes: those of groups, then those that failed."""
     groups, stats = played
     trajectories: list[Trajectory] = []
@@ -85,12 +85,12 @@ def _trajectories(played: Played) -> list[Trajectory]:
     return trajectories + stats.failed
 
 
-def turns_of(played: Played) -> list[Turn]:
+def turns_of(played: RolloutResult) -> list[Turn]:
     """The turns of all episodes, failed ones included."""
     return [turn for trajectory in _trajectories(played) for turn in trajectory.turns]
 
 
-def set_tasks(played: Played, by_id: dict[str, Task]) -> None:
+def set_tasks(played: RolloutResult, by_id: dict[str, Task]) -> None:
     """Replace the task of every group and episode by the one that `by_id` has for its id."""
     groups, _ = played
     for group in groups:

@@ -38,7 +38,7 @@ def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Thre
     return Threads(count if count > 1 else 0)
 
 
-class Guarded:
+class CheckedEnv:
     """An Env whose results are checked. Its methods may be sync or async; optional ones have a default.
 
     Raises EnvironmentFailure for a result that is not allowed. Texts are cut to env.max_text, at
@@ -213,7 +213,7 @@ class Guarded:
         raise EnvironmentFailure(f"{self._name}: {what} is {shown(value)}; it must be {wanted}")
 
 
-class TimedGuard(Guarded):
+class TimedGuard(CheckedEnv):
     """An environment of a factory. If it is not one of this project's, a thread makes its calls, each with a deadline.
 
     The deadline is env.step_timeout_s.

@@ -37,8 +37,18 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
         return trajectory if loop is self else None
 
     def run_until_complete(self, future: Any) -> Any:
-        main = self._main = asyncio.ensure_future(future, loop=self)
-        return super().run_until_complete(main)
+        """Runs inside another running loop as well, that of a notebook's cells.
+
+        asyncio allows one running loop a thread. It exports `_set_running_loop` for event loops:
+        this one hides the other while it runs.
+        """
+        self._main = asyncio.ensure_future(future, loop=self)
+        outer_loop = asyncio._get_running_loop()
+        asyncio._set_running_loop(None)
+        try:
+            return super().run_until_complete(self._main)
+        finally:
+            asyncio._set_running_loop(outer_loop)
 
     def stop(self) -> None:
         """asyncio's own call, once what the loop runs for is done; an earlier one is an agent's, and is refused."""

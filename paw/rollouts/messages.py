@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import to_json
 
 from paw.errors import LINE_CHARS, UserError, clean
-from paw.rollouts.episode import Played
+from paw.rollouts.base import RolloutResult
 from paw.rollouts.exchange import set_tasks, turns_of
 from paw.types import Task, Turn
 
@@ -159,13 +159,13 @@ class UpdatePlayed(Message):
     step: int
     tasks: str
     """Digest of the ids of its tasks."""
-    rest: Played
+    rest: RolloutResult
     """All but the packed numbers of its turns. Tasks are named by their place in the update."""
     ids: PackedRows
     values: PackedRows
 
     @classmethod
-    def pack(cls, step: int, played: Played, tasks: Sequence[Task]) -> Self:
+    def pack(cls, step: int, played: RolloutResult, tasks: Sequence[Task]) -> Self:
         """Takes `played` apart."""
         turns = turns_of(played)
         ids = PackedRows.pack([getattr(turn, name) for turn in turns for name in IDS], "i")
@@ -176,7 +176,7 @@ class UpdatePlayed(Message):
         set_tasks(played, {task.id: Task(str(place)) for place, task in enumerate(tasks)})
         return cls(step=step, tasks=digest(tasks), rest=played, ids=ids, values=values)
 
-    def unpack(self, tasks: Sequence[Task]) -> Played:
+    def unpack(self, tasks: Sequence[Task]) -> RolloutResult:
         """The episodes, of these tasks. Raises UserError if they were played of others."""
         if self.tasks != digest(tasks):
             raise UserError(
