@@ -1,4 +1,4 @@
-"""Conversations with marks in place of texts: a chat template is rendered around the marks, and never sees a text.
+"""Conversations with marks in place of texts: a chat template writes around the marks, and never sees a text.
 
 A mark contains a quotation mark: how often that is escaped in the rendered text shows how deep in
 JSON the template put it, and the text is escaped as often.
@@ -110,16 +110,15 @@ class Marks:
         texts: list[str] = []
         for backslashes, number in zip(escapes, numbers, strict=True):
             text = harmless(self.texts[number])
-            json_depth = (
-                len(backslashes) + 1
-            ).bit_length() - 1  # 1, 3, 7, ... backslashes: JSON in JSON
+            # 1, 3, 7, ... backslashes: JSON, JSON in JSON, ...
+            json_depth = (len(backslashes) + 1).bit_length() - 1
             for _ in range(json_depth):
                 text = json.dumps(text, ensure_ascii=False)[1:-1]
             texts.append(text)
         return pieces, texts, numbers
 
     def _spaced(self, text: str, role: str = "") -> str:
-        """`text` with a mark in place of all but the white space around it; a text of white space as it is."""
+        """`text` with a mark in place of all but the white space around it; white space alone stays as it is."""
         core = text.strip()
         if not core:
             return text

@@ -14,13 +14,12 @@ from paw.rollouts.engines.base import Engine
 from paw.types import Sample
 
 LIMIT = 0.5
-"""Nats by which a token's two log-probs may differ. In small models, rounding costs up to 1e-6 in
-fp32 and 0.008 in bf16 (0.14 with sharp weights)."""
-TOLERATED = 0.05
-"""Share of tokens that may be beyond LIMIT.
+"""Nats by which a token's two log-probs may differ.
 
-Rounding puts the odd token there, wrong weights put many.
+In small models, rounding costs up to 1e-6 in fp32 and 0.008 in bf16 (0.14 with sharp weights).
 """
+TOLERATED = 0.05
+"""Share of tokens that may be beyond LIMIT: rounding puts the odd token there, wrong weights put many."""
 
 
 class StaleWeightsError(UserError):
@@ -58,12 +57,14 @@ class Weights:
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, full shape) of each parameter, without gathering."""
-        return [
-            (name, tuple(tensor.shape)) for name, tensor in self._named(self._empty_parameters())
-        ]
+        named = self._named(self._empty_parameters())
+        return [(name, tuple(tensor.shape)) for name, tensor in named]
 
     def _empty_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor without data) of each parameter but the adapters'; names as before peft's layers came in."""
+        """(name, tensor without data) of each parameter but the adapters'.
+
+        Names are those from before peft wrapped layers.
+        """
         for name, tensor in self._model.named_parameters(remove_duplicate=False):
             if ".lora_" not in name:
                 yield name.replace(".base_layer.", "."), torch.empty(tensor.shape, device="meta")
@@ -86,12 +87,10 @@ def sampled_by(samples: Sequence[Sample], version: int) -> list[list[str | None]
     """For each response token the server that sampled it ("" without servers), or None if other weights did."""
     rows: list[list[str | None]] = []
     for sample in samples:
-        rows.append(
-            [
-                sample.server if token_version == version else None
-                for token_version in sample.versions
-            ]
-        )
+        servers: list[str | None] = []
+        for token_version in sample.versions:
+            servers.append(sample.server if token_version == version else None)
+        rows.append(servers)
     return rows
 
 
@@ -119,17 +118,19 @@ def sampler_mismatch(
         shares_off[server] = off / len(values)
     stale = [server for server, share in sorted(shares_off.items()) if share > TOLERATED]
 
-    reported = list(chain(*(distances[server] for server in stale or distances)))
+    reported: list[float] = []
+    for server in stale or distances:
+        reported += distances[server]
     largest = max(reported)
     mean = sum(reported) / len(reported)
     if stale:
-        places = []
+        shares: list[str] = []
         for server in stale:
-            place = f"{shares_off[server]:.0%} of {len(distances[server])} tokens"
-            places.append(f"{place} of {server}" if server else place)
+            share = f"{shares_off[server]:.0%} of {len(distances[server])} tokens"
+            shares.append(f"{share} of {server}" if server else share)
         raise StaleWeightsError(
             f"stale weights: the sampler's {what} differ from the trainer's by more than {LIMIT} nats on "
-            f"{', '.join(places)} (mean {mean:.3g}, max {largest:.3g}); "
+            f"{', '.join(shares)} (mean {mean:.3g}, max {largest:.3g}); "
             "the engine does not hold the weights it was sent",
             stale,
         )
