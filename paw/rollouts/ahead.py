@@ -1,10 +1,11 @@
-"""Episodes of the next updates, played while the trainer works, over servers that take new weights meanwhile.
+"""Episodes of the next updates, played while the trainer works.
 
-Each rank has a process for that, because threads of one Python process wait for one another. The
-episodes of update t start when the trainer starts update t - rollout.ahead, so no token is of older
-weights. The process has an environment, an agent and a connection to the servers of its own
-(paw/rollouts/player.py); it ends with the trainer (paw/rollouts/supervisor.py). The trainer never
-waits for one that has ended, or that shows no sign of life: it plays the update itself.
+Each rank has a process for that, because threads of one Python process wait for one another. It
+plays over servers that take new weights meanwhile. The episodes of update t start when the trainer
+starts update t - rollout.ahead, so no token is of older weights. The process has an environment, an
+agent and a connection to the servers of its own (paw/rollouts/player.py); it ends with the trainer
+(paw/rollouts/supervisor.py). The trainer never waits for one that has ended, or that shows no sign
+of life: it plays the update itself.
 """
 
 import os
@@ -41,9 +42,12 @@ from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.supervisor import CLOSE_S, END_NOW, LINGER_S
 
 START_S = 600.0
-"""Seconds for the process to import torch, and to load the tokenizer and the environment: disks may be slow."""
+"""Seconds for the process to import torch, and to load the tokenizer and the environment.
+
+Disks may be slow.
+"""
 SILENT_S = 60.0
-"""Seconds without a sign of life, beyond the env.step_timeout_s that a call of an environment may take."""
+"""Seconds without a sign of life, beyond the env.step_timeout_s that a call may take."""
 TICK_S = 1.0
 END_S = CLOSE_S + 2 * LINGER_S + 2.0
 """Seconds for the process and what it has started to end."""
@@ -74,7 +78,7 @@ class PlayerHandle:
         """Why no more answers come."""
         self._updates: dict[int, Future[UpdatePlayed]] = {}
         self._lock = threading.Lock()
-        """Held while an update is added to `_updates`, and while all are taken out because none is played any more."""
+        """Held while `_updates` gets an update, and while all are taken out once none is played."""
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
@@ -105,7 +109,10 @@ class PlayerHandle:
             self._process.stdin.close()
 
     def _listen(self) -> None:
-        """Take its messages until it ends, or is ended because it does not go on. Then fail the updates it owes."""
+        """Take its messages until it ends, or is ended because it does not go on.
+
+        Then fail the updates that it owes.
+        """
         lost: Exception = PlayerLost("does not answer")
         try:
             lost = self._receive_all()
@@ -114,7 +121,8 @@ class PlayerHandle:
         except ValidationError as error:
             self._kill()
             lost = PlayerLost(
-                f"has sent something else than a message ({clean(problem(error), 200)}) and was ended"
+                f"has sent something else than a message ({clean(problem(error), 200)}) "
+                "and was ended"
             )
         except Exception as error:
             self._kill()
@@ -142,8 +150,8 @@ class PlayerHandle:
             if silent_s > patience_s:
                 self._kill()
                 return PlayerLost(
-                    f"gave no sign of life for {patience_s:g} s (stopped, or held by a call that never returns)"
-                    " and was ended"
+                    f"gave no sign of life for {patience_s:g} s "
+                    "(stopped, or held by a call that never returns) and was ended"
                 )
             match message:
                 case Ready():
@@ -319,9 +327,10 @@ class AsyncRollouts:
         )
 
     def _send_weights(self, what: str, version: int, faults: dict[str, str] | None = None) -> None:
-        """Callback of the fleet for version changes: "expect" before it sends weights, otherwise they have arrived.
+        """Callback of the fleet for version changes.
 
-        `faults` are the servers that did not take them.
+        `what` is "expect" before it sends weights; otherwise they have arrived. `faults` are the
+        servers that did not take them.
         """
         if what == "expect":
             self._player.send(WeightsExpected(version=version))

@@ -66,14 +66,20 @@ RolloutResult = tuple[list[Group], RolloutStats]
 
 
 class RolloutSource(Protocol):
-    """Where a run gets its episodes: played when asked for (`Rollouts`), or in advance (`AsyncRollouts`)."""
+    """Where a run gets its episodes.
+
+    They are played when asked for (`Rollouts`), or in advance (`AsyncRollouts`).
+    """
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
-        """The episodes of the first `count` tasks of update `step`, in groups. A call of all ranks."""
+        """The episodes of the first `count` tasks of update `step`, in groups.
+
+        A call of all ranks, like `evaluation`.
+        """
         ...
 
     def evaluation(self, progress: Progress | None = None) -> RolloutResult:
-        """The evaluation games, played once each. A call of all ranks."""
+        """The evaluation games, played once each."""
         ...
 
     def close(self) -> None:

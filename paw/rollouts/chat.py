@@ -1,4 +1,4 @@
-"""Text to token ids and back, through a model's own chat template, so that environment text cannot forge turns.
+"""Text to token ids and back, through a model's own chat template; no text can forge a turn.
 
 A prompt is one user message, or a conversation with tools, plus the generation prompt. Benign text
 gets exactly the ids of `tokenizer.apply_chat_template`; text that spells a control token
@@ -23,7 +23,10 @@ from paw.rollouts.template import REPLY, USER, ChatTemplate
 from paw.types import THINKING, Reply, ToolCall
 
 AWAITS_RESULT = "<|eom_id|>"
-"""How Llama 3 ends an answer that calls a tool, where it does not end its turn; in its generation config, too."""
+"""How Llama 3 ends an answer that calls a tool and does not end its turn.
+
+Its generation config has it, too.
+"""
 Context = str | list[dict[str, Any]]
 """One user message, or a conversation of messages {"role", "content"} (paw/envs/base.py)."""
 
@@ -68,7 +71,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._tool_parser = tool_parser
         self._reader: Reader | None = None
-        """Finds the calls in an answer. Made for the first answer: models without tools need none."""
+        """Finds the calls in an answer. Made when needed: without tools it never is."""
         self._backend = _own_backend(tokenizer, name=self.name)
         self._template = ChatTemplate(tokenizer, options or {})
         facts = inspect_template(self._template, tokenizer, self._backend, name=self.name)
@@ -91,12 +94,18 @@ class Chat:
         self.end_ids: frozenset[int] = frozenset(end_ids - {None})
         """Tokens that end a response."""
         self.separator_ids = _after_first(between_ids, self.end_ids)
-        """From a response's end token to the next user text (ChatML: newline, <|im_start|>, "user", newline)."""
+        """From a response's end token to the next user text.
+
+        ChatML: newline, <|im_start|>, "user", newline.
+        """
         self._never_decoded = (facts.turn_control | self.end_ids) - thinking_ids(self._backend)
 
         self._frame = PromptFrame(facts, self._encoder)
         self.reply_ids = self._encoder.plain_ids(self._frame.after_text) + self._frame.tail_ids
-        """From user text to the response (ChatML: <|im_end|>, newline, <|im_start|>, "assistant", newline)."""
+        """From user text to the response.
+
+        ChatML: <|im_end|>, newline, <|im_start|>, "assistant", newline.
+        """
 
     def render(
         self, messages: list[Any], tools: list[Any] | None = None, *, ask: bool = True
@@ -123,9 +132,9 @@ class Chat:
         return frame.head_ids + spelt_out + frame.tail_ids
 
     def fit_prompt(self, text: str, max_tokens: int) -> tuple[list[int], int]:
-        """(`prompt_ids` without the text's first tokens beyond `max_tokens`, the number of tokens cut).
+        """(`prompt_ids` of at most `max_tokens` tokens, the number of tokens cut).
 
-        Raises UserError if the template alone is too long.
+        The text loses its first tokens. Raises UserError if the template alone is too long.
         """
         ids = self.prompt_ids(text)
         if len(ids) <= max_tokens:
@@ -138,8 +147,8 @@ class Chat:
         room = max_tokens - template_tokens
         if room <= 0:
             raise UserError(
-                f"rollout.max_prompt_tokens = {max_tokens} leaves no room beside the {template_tokens}"
-                f" tokens of the chat template of '{self.name}'"
+                f"rollout.max_prompt_tokens = {max_tokens} leaves no room "
+                f"beside the {template_tokens} tokens of the chat template of '{self.name}'"
             )
         text = self.trim(encoder.harmless(text))
         text_ids = encoder.plain_ids(text + frame.after_text)
@@ -154,8 +163,9 @@ class Chat:
         """
         if tools and not self._facts.shows_tools:
             raise UserError(
-                f"the chat template of '{self.name}' has no tools: take a model whose template has (Qwen, Llama 3, "
-                "Mistral), or an environment without, such as --env.style paper where it has one"
+                f"the chat template of '{self.name}' has no tools: "
+                "take a model whose template has (Qwen, Llama 3, Mistral), "
+                "or an environment without, such as --env.style paper where it has one"
             )
         marks = Marks(self._encoder.is_harmless)
         try:
@@ -173,7 +183,7 @@ class Chat:
         return spelt_out
 
     def _spell_out_texts(self, literals: list[str], texts: list[str]) -> list[int]:
-        """Ids of literals and the texts between them, control tokens only where the literals have them."""
+        """Ids of literals and the texts between them, where only literals have control tokens."""
         ids: list[int] = []
         ordinary = ""  # what follows the last control token of a literal
         for literal, text in zip(literals, [*texts, ""], strict=True):
@@ -273,10 +283,11 @@ class Chat:
         return ids
 
     def missing_end(self, response_ids: Sequence[int]) -> list[int]:
-        """The end token for a response that has none: it was cut at rollout.max_response_tokens, or by a stop string.
+        """The end token for a response that has none.
 
-        It stands before what follows the response, in the next prompt and in training, and is not
-        part of the response. Empty if the response has ended, or the model has no end token.
+        Such a response was cut at rollout.max_response_tokens, or by a stop string. The token
+        stands before what follows the response, in the next prompt and in training, and is not part
+        of the response. Empty if the response has ended, or the model has no end token.
         """
         has_ended = len(response_ids) > 0 and response_ids[-1] in self.end_ids
         return [] if has_ended else self._turn_end
@@ -285,7 +296,7 @@ class Chat:
     # ---------------------------------------------------------------------------------------------
 
     def observation_ids(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Ids of raw text without any control token, the first `max_tokens` of them (world-model target)."""
+        """The first `max_tokens` ids of raw text (a world-model target), none a control token."""
         return self._encoder.plain_ids(self._encoder.harmless(text))[:max_tokens]
 
     def observation_spans(self, text: str, max_tokens: int) -> list[tuple[int, int]]:
@@ -297,10 +308,10 @@ class Chat:
     # ---------------------------------------------------------------------------------------------
 
     def response_ids(self, text: str) -> list[int]:
-        """Ids of a demonstrated response after `opened`, its end token included: what a warm-up imitates.
+        """Ids of a demonstrated response after `opened`, its end token included.
 
-        A Reply with calls gets the ids of what the template writes. Raises EnvironmentFailure for
-        calls that it does not take.
+        This is what a warm-up imitates. A Reply with calls gets the ids of what the template
+        writes. Raises EnvironmentFailure for calls that it does not take.
         """
         if isinstance(text, Reply) and text.calls:
             return self._reply_with_calls_ids(text)
@@ -335,9 +346,9 @@ class Chat:
         return self._backend.decode(kept, skip_special_tokens=False)
 
     def reply(self, text: str, tools: list[Any], called: int = 0) -> Reply:
-        """An answer with the calls that the parser of the model's format finds, numbered from `called` on.
+        """An answer with the calls that the parser of the model's format finds.
 
-        Raises UserError if there is no such parser.
+        They are numbered from `called` on. Raises UserError if there is no such parser.
         """
         if self._reader is None:
             self._reader = make_reader(
@@ -349,7 +360,7 @@ class Chat:
         return self._reader(text, tools, called)
 
     def _written_call(self) -> str:
-        """A call as the template writes it, after what opens an answer; "" if the template takes no calls."""
+        """A call as the template writes it, after what opens an answer; "" if it takes no calls."""
         user = {"role": "user", "content": "QxUser"}
         call = Reply.of("", PROBE).message()
         with suppress(Exception):  # a template raises what it likes
@@ -396,7 +407,7 @@ class PromptFrame:
 
 
 def _check_options(tokenizer: Any, options: Mapping[str, Any], *, name: str) -> None:
-    """Raise UserError if the tokenizer has no chat template, or one that does not know an option."""
+    """Raise UserError if the tokenizer has no chat template, or its template lacks an option."""
     if not getattr(tokenizer, "chat_template", None):
         fix = "use an instruct model, or add a chat_template.jinja to the model's folder"
         raise UserError(f"the tokenizer of '{name}' has no chat template; {fix}")
@@ -412,7 +423,7 @@ def _check_options(tokenizer: Any, options: Mapping[str, Any], *, name: str) -> 
 
 
 def _own_backend(tokenizer: Any, *, name: str) -> Tokenizer:
-    """A copy of the tokenizer's back end: the owner changes the original's settings with every call.
+    """A copy of the tokenizer's back end, whose settings the tokenizer changes with every call.
 
     Raises UserError if it has none.
     """

@@ -1,4 +1,4 @@
-"""What the chat template writes after an earlier turn, and where that turn's observation stands in it.
+"""What the chat template writes after a turn, and where the turn's observation stands in it.
 
 The agent `plain` needs neither, unless its environment shows conversations.
 """
@@ -53,7 +53,7 @@ def continue_after(
 
 
 def ids_up_to_end(chat: Chat, turn: Turn) -> list[int]:
-    """Ids of a turn up to the end token of its answer, which may have been cut at rollout.max_response_tokens."""
+    """Ids of a turn up to the end token of its answer, which is added if the answer was cut."""
     return turn.prompt_ids + turn.response_ids + chat.missing_end(turn.response_ids)
 
 
@@ -72,10 +72,10 @@ def prompt_after_response(chat: Chat, turn: Turn, text: str) -> Prompt:
 
 
 def add_result(chat: Chat, turn: Turn, reply: Reply, limit: int) -> None:
-    """Record in an episode's last turn, which called tools, how a prompt after it would show its observation.
+    """Record in an episode's last turn how a prompt after it would show its observation.
 
-    The observation is the tools' results, or that of the first one. `limit` as for
-    `record_observation`.
+    The turn called tools. The observation is the tools' results, or that of the first one. `limit`
+    as for `record_observation`.
     """
     calls = reply.calls or [unread(0)]
     messages: list[dict[str, Any]] = []
@@ -93,7 +93,7 @@ def record_observation(
     *,
     limit: int,
 ) -> None:
-    """Record in a turn where its observation stands in its `continuation`, and how it is written there.
+    """Record in a turn where its observation stands in its `continuation`, and in what form.
 
     Sets separator_ids; rendered_observation too if `messages`, which follow the turn, begin with
     its results as they are; and for several results observation_ids and spans, of `limit` tokens at

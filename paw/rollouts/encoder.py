@@ -38,7 +38,7 @@ class Encoder:
         return [token for token, _ in self.plain_tokens(text)]
 
     def plain_tokens(self, text: str) -> Iterator[tuple[int, tuple[int, int]]]:
-        """(id, characters [start, end) it stands for) of a text, every control token in it spelt out."""
+        """(id, characters [start, end) it stands for) of a text, control tokens spelt out."""
         piece_start = 0
         for piece in self._spelling_cuts.split(text):
             encoding = self._backend.encode(piece, add_special_tokens=False)

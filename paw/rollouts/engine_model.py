@@ -46,7 +46,7 @@ class EngineModel(Model):
         self._sampler = sampler
         self._chat = sampler.chat
         self._messages: list[dict[str, Any]] = []
-        """Of the last conversation, without the model's answer; [] if the last context was a text."""
+        """The last conversation without the model's answer; [] if the last context was a text."""
         self._call_count = 0
         """Calls of tools so far."""
 
@@ -75,7 +75,7 @@ class EngineModel(Model):
         return stop_string
 
     def ended(self) -> None:
-        """If the last answer called tools, record how their results would be shown: no prompt does."""
+        """If the last answer called tools, record how their results would be shown in a prompt."""
         if self.reply is None:
             return
         if self.reply.calls or self.reply.problem:
@@ -134,7 +134,7 @@ class EngineModel(Model):
         return ids_up_to_end(self._chat, last_turn) + continuation.ids
 
     def _continues_last(self, messages: list[dict[str, Any]]) -> bool:
-        """Whether these are the last conversation's messages, the model's answer, and others after it."""
+        """Whether these are the last conversation's messages, the model's answer and new ones."""
         length = len(self._messages)
         if not 0 < length < len(messages) - 1 or messages[:length] != self._messages:
             return False
@@ -152,7 +152,7 @@ class EngineModel(Model):
         stats.cached_tokens += completion.cached_tokens
 
     def _fill_tokens(self, turn: Turn, completion: Completion, length: int) -> None:
-        """Put the first `length` tokens of a completion into the turn, with what is known of each."""
+        """Put the first `length` tokens of a completion into the turn, and their log-probs etc."""
         turn.response_ids = completion.token_ids[:length]
         turn.sampled_logp = completion.logp[:length]
         turn.entropy = completion.entropy and completion.entropy[:length]

@@ -81,10 +81,13 @@ class Environments:
             answer = _failure(error)
         self._send({"key": key, **answer})
 
-    def _call(self, method: str, number: int, pickled_arguments: bytes) -> Fields:
-        """Call a method of an environment, or make one; returns the fields of its result."""
+    def _call(self, method: str, number: int, pickled: bytes) -> Fields:
+        """Call a method of an environment, or make one; returns the fields of its result.
+
+        `pickled` are the arguments.
+        """
         try:
-            arguments = ForkingPickler.loads(pickled_arguments)  # pyright: ignore[reportAttributeAccessIssue]
+            arguments = ForkingPickler.loads(pickled)  # pyright: ignore[reportAttributeAccessIssue]
         except Exception as error:
             raise UserError(NOT_SENT.format(method=method, why=describe(error))) from None
         if method == "make":
@@ -162,7 +165,7 @@ def _encode(answer: Fields) -> bytes:
 
 
 def main(descriptor: int, trainer: int) -> NoReturn:
-    """Answer the calls that come by the connection `descriptor`, until the trainer closes it or ends."""
+    """Answer the calls on the connection `descriptor`, until the trainer closes it or ends."""
     die_with_parent(trainer)
     os.set_inheritable(descriptor, False)
     # A terminal or a launcher sends signals here too: they are meant for the trainer, which saves

@@ -1,4 +1,4 @@
-"""One episode: an agent, which is a coroutine like `plain` below, between an environment and a model.
+"""One episode: an agent, a coroutine like `plain` below, between an environment and a model.
 
 Every `generate` becomes a Turn with the engine's own token ids and log-probs, and `step` gives that
 turn its outcome, so every agent can be trained.
@@ -28,7 +28,7 @@ from paw.types import Outcome, Reply, Trajectory, Turn
 PLAYS = {"search-r1": "search", "zerosearch": "search"}
 """Agents that answer questions, with the environment that asks them."""
 CALLS_PER_TURN = 100
-"""Calls of the model for each of env.max_turns, beyond which an agent counts as one that never ends."""
+"""Calls of the model for each of env.max_turns; after more of them, an agent never ends."""
 LATE_S = 0.02
 """Seconds.
 
@@ -62,9 +62,10 @@ class Episode:
 
 
 class Patience:
-    """Limits how long an agent waits for anything but the model and the environment, which have limits of their own.
+    """Limits how long an agent waits for anything but the model and the environment.
 
-    Only an agent that awaits can be ended: one that blocks, blocks the loop.
+    Those have limits of their own. Only an agent that awaits can be ended: one that blocks, blocks
+    the loop.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -149,7 +150,7 @@ class EnvHandle:
 
     @property
     def instruction(self) -> str:
-        """The task in words, if the environment has a member `task`; otherwise the last observation."""
+        """The environment's member `task`, which is the task in words, or the last observation."""
         text = getattr(self._environment, "task", None)
         return text if isinstance(text, str) else self.observation
 
@@ -180,7 +181,7 @@ class EnvHandle:
         return self._context
 
     async def step(self, response: str) -> Outcome:
-        """Play the action that the environment reads from `response`, the answer in the model's last turn.
+        """Play the action that the environment reads from `response`, the model's last answer.
 
         The rewards of steps that the model was not asked about are added to that turn.
         """
@@ -213,10 +214,10 @@ class EnvHandle:
     async def _call(
         self, method: Callable[..., Any], *args: Any, updates_context: bool = False
     ) -> Any:
-        """Call a method in a thread and with a deadline; then, if asked to, get what the model is to see next.
+        """Call a method of the environment in a thread, with a deadline.
 
-        Raises EnvironmentFailure if it fails, and closes the environment if it is the method that
-        raises.
+        With `updates_context`, then get what the model is to see next. Raises EnvironmentFailure if
+        that fails, and closes the environment if it raised itself.
         """
 
         def call() -> Any:
@@ -241,7 +242,7 @@ class EnvHandle:
             raise EnvironmentFailure(trajectory.failure) from None
 
     def _update_context(self, result: object) -> None:
-        """Get what the model is to see after reset() or step() returned `result`: nothing after the end."""
+        """Get what the model is to see after reset() or step(); nothing after the end."""
         if isinstance(result, Outcome) and result.done:
             self._context = ""
             self.anchor = ""
@@ -377,7 +378,7 @@ Agent = Callable[[EnvHandle, Model], Awaitable[None]]
 
 
 async def plain(env: EnvHandle, model: Model) -> None:
-    """The agent of the paper: each turn gives the environment's context to the model, and the response back to it."""
+    """The agent of the paper: the model answers each context, the environment each response."""
     await env.reset()
     while not env.done:
         response = await model.generate(env.context())
@@ -393,7 +394,8 @@ def find_agent(config: Config) -> Agent:
     env_name = config.env.name
     if name in PLAYS and PLAYS[name] != env_name:
         raise UserError(
-            f"agent.type = '{name}' answers questions: it plays env.name = '{PLAYS[name]}', not '{env_name}'"
+            f"agent.type = '{name}' answers questions: "
+            f"it plays env.name = '{PLAYS[name]}', not '{env_name}'"
         )
     agent = plugins.load("agents", name)
     with others_code(f"agent.type = '{name}'"):
@@ -401,7 +403,10 @@ def find_agent(config: Config) -> Agent:
 
 
 def bind(plugin: Any, section: Any) -> Any:
-    """A plug-in with its settings: a class is made with the section, a function gets its keyword-only parameters."""
+    """A plug-in with its settings from `section`.
+
+    A class is made with the section, a function gets its keyword-only parameters.
+    """
     if isinstance(plugin, type):
         return plugins.make(plugin, section)
     settings: dict[str, Any] = {}

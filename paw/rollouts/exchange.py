@@ -1,4 +1,7 @@
-"""Every rank gets the episodes that each rank has played: token numbers as arrays, texts and outcomes as JSON."""
+"""Every rank gets the episodes that each rank has played.
+
+Token ids and log-probs travel as arrays, texts and outcomes as JSON.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,10 +20,11 @@ def exchange(
     ranks: "Ranks",
     encode: Callable[[str], list[int]] | None = None,
 ) -> list[RolloutResult]:
-    """The episodes of `tasks` that each rank has played, in the order of ranks. A call of all ranks.
+    """The episodes of `tasks` that each rank has played, in the order of ranks.
 
-    `own` is taken apart. Log-probs and entropies travel as float32, which is what engines give.
-    With `encode`, each rank encodes the observations of the episodes it has played.
+    A call of all ranks. `own` is taken apart. Log-probs and entropies travel as float32, which is
+    what engines give. With `encode`, each rank encodes the observations of the episodes it has
+    played.
     """
     ids, values = _take_numbers(own, encode)
     # Without payloads, which every rank has.
@@ -65,7 +69,10 @@ def _take_numbers(
 def _restore_numbers(
     result: RolloutResult, ids: Iterator[list[int]], values: Iterator[list[float]], *, encoded: bool
 ) -> None:
-    """Give the turns the rows that `_take_numbers` took; `encoded` says whether observations were encoded."""
+    """Give the turns the rows that `_take_numbers` took.
+
+    `encoded` says whether observations were encoded.
+    """
     for turn in turns_of(result):
         turn.prompt_ids = next(ids)
         turn.response_ids = next(ids)

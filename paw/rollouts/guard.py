@@ -22,7 +22,10 @@ from paw.types import Outcome, Reply, Task
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_REWARD = 1e6
-"""Largest absolute reward of a step: sums of squares over an update stay far below float32's limit."""
+"""Largest absolute reward of a step.
+
+Sums of squares over a whole update stay far below float32's largest number.
+"""
 
 
 def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Threads:
@@ -41,9 +44,9 @@ def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Thre
 class CheckedEnv:
     """An Env whose results are checked; its methods may be sync or async.
 
-    Optional methods have a default. Raises EnvironmentFailure for a result that is not allowed. Texts are cut to env.max_text, at
-    the end that the tokenizer would cut, and lone surrogates become question marks. Turn
-    env.max_turns is the last. All other members are the environment's.
+    Optional methods have a default. Raises EnvironmentFailure for a result that is not allowed.
+    Texts are cut to env.max_text, at the end that the tokenizer would cut, and lone surrogates
+    become question marks. Turn env.max_turns is the last. All other members are the environment's.
     """
 
     def __init__(self, environment: Any, config: EnvConfig) -> None:
@@ -88,7 +91,7 @@ class CheckedEnv:
         return self._text("anchor()", self._call("anchor", default=self._last))
 
     def step(self, response: str) -> Outcome:
-        """Step the environment. If it has tools, it gets a Reply whose calls fit them."""
+        """Step the environment. If it has tools, it gets a Reply with its calls checked."""
         if self.tools:
             response = checked_reply(response, self.tools)
         outcome = self._call("step", response)
@@ -141,7 +144,7 @@ class CheckedEnv:
         return getattr(self._environment, name)
 
     def _call(self, name: str, *args: Any, default: Any = None) -> Any:
-        """What the environment's method returns, awaited if it is async; `default` if it has none."""
+        """The result of the environment's method, awaited if async; `default` if it has none."""
         method = getattr(self._environment, name, None)
         result = method(*args) if method else default
         if inspect.isawaitable(result):
@@ -226,7 +229,7 @@ class TimedGuard(CheckedEnv):
         super().__init__(self._threads.call(factory.make), config)
 
     def close(self) -> None:
-        """Close the environment, unless one of its calls hangs, which would be waited for again."""
+        """Close the environment, unless one of its calls hangs: closing it would wait for that."""
         try:
             if not self._threads.given_up:
                 super().close()

@@ -35,7 +35,7 @@ class TemplateFacts:
     turn_control: frozenset[int]
     """Control tokens, as far as conversations without tools show them."""
     control: frozenset[int]
-    """Those and the ones that tools need; <think> tags of a template with tools are not among them."""
+    """Those and the ones that tools need, except for <think> tags."""
     markers: frozenset[str]
     """Ordinary words that mark turns ("[INST]"), if no control token does."""
 

@@ -1,8 +1,9 @@
-"""The event loop that episodes share. An agent may end its own tasks, not the loop or another episode.
+"""The event loop that episodes share.
 
-Code of an agent runs in a context that names its episode; callbacks and tasks that it makes inherit
-it. If such code stops the loop, or cancels a task of the scheduler or of another episode, its own
-episode fails and nothing else happens.
+An agent may end its own tasks, but not the loop or another episode. Code of an agent runs in a
+context that names its episode; callbacks and tasks that it makes inherit it. If such code stops the
+loop, or cancels a task of the scheduler or of another episode, its own episode fails and nothing
+else happens.
 """
 
 import asyncio
@@ -58,7 +59,10 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
             asyncio._set_running_loop(outer_loop)
 
     def stop(self) -> None:
-        """asyncio calls this once the future that the loop runs for is done. An earlier call is an agent's: refused."""
+        """Stop; asyncio calls this once the future that the loop runs for is done.
+
+        An earlier call is an agent's, and is refused.
+        """
         if self._main is None or self._main.done():
             super().stop()
         else:
@@ -104,10 +108,10 @@ class AgentTask(asyncio.Task[Any]):
     """The episode in which it was made."""
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Another episode may cancel it too: a task that a library shares among episodes may end in any of them.
+        """Cancel; another episode may do so too, since libraries share tasks among episodes.
 
-        That happens a moment later, and not if the episode has meanwhile cancelled a task of the
-        scheduler: such an agent cancels whatever there is.
+        Then it happens a moment later, and not if that episode was meanwhile refused to cancel a
+        task of the scheduler: its agent cancels whatever there is.
         """
         loop: Any = self.get_loop()
         acting = loop.acting()

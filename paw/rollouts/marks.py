@@ -1,4 +1,4 @@
-"""Conversations with marks in place of texts: a chat template writes around the marks, and never sees a text.
+"""Conversations with marks in place of texts: a chat template never sees a text itself.
 
 A mark contains a quotation mark: how often that is escaped in the rendered text shows how deep in
 JSON the template put it, and the text is escaped as often.
@@ -80,7 +80,7 @@ class Marks:
         return marked + self._spaced(text, role)
 
     def rest(self, value: Any) -> Any:
-        """Names, ids, arguments and schemas, with a mark in place of each text that could do harm."""
+        """Names, ids, arguments and schemas, with marks in place of texts that could do harm."""
         if isinstance(value, dict):
             return {self.rest(key): self.rest(part) for key, part in value.items()}
         if isinstance(value, list):
@@ -118,7 +118,10 @@ class Marks:
         return pieces, texts, numbers
 
     def _spaced(self, text: str, role: str = "") -> str:
-        """`text` with a mark in place of all but the white space around it; white space alone stays as it is."""
+        """`text` with a mark in place of all but the white space around it.
+
+        White space alone stays as it is.
+        """
         core = text.strip()
         if not core:
             return text
@@ -131,7 +134,10 @@ def conversation(context: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def stands_for(message: dict[str, Any], response: str, answer: dict[str, Any] | None) -> bool:
-    """Whether `message` is the model's last answer: its raw text, or the parsed `answer`, calls included."""
+    """Whether `message` is the model's last answer.
+
+    That is its raw text, or the parsed `answer`, calls included.
+    """
     if message["role"] != "assistant":
         return False
     text = message["content"].strip()

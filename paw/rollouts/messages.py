@@ -1,8 +1,8 @@
-"""Messages between the trainer and the process that plays ahead: one JSON object a line, checked by pydantic.
+"""Messages between the trainer and the process that plays ahead.
 
-Never pickles: exceptions and outcomes of a user's own classes need not survive one, and a pickle
-can run code. Token ids and log-probs travel as packed arrays, so that they are small and arrive bit
-for bit.
+Each is one JSON object a line, checked by pydantic. Never pickles: exceptions and outcomes of a
+user's own classes need not survive one, and a pickle can run code. Token ids and log-probs travel
+as packed arrays, so that they are small and arrive bit for bit.
 """
 
 import hashlib
@@ -191,8 +191,10 @@ class UpdatePlayed(Message):
         """The episodes, of these tasks. Raises UserError if other tasks were played."""
         if self.tasks != digest(tasks):
             raise UserError(
-                f"update {self.step + 1}: the process that plays ahead has other tasks than the trainer; an environment"
-                " must list the same tasks whenever it is loaded, or be played without: --rollout.ahead 0"
+                f"update {self.step + 1}: "
+                "the process that plays ahead has other tasks than the trainer; "
+                "an environment must list the same tasks whenever it is loaded, "
+                "or be played without: --rollout.ahead 0"
             )
         ids = iter(self.ids.unpack("i"))
         values = iter(self.values.unpack("d"))
@@ -263,7 +265,7 @@ class Channel:
         return self._incoming.validate_json(line)
 
     def end(self) -> None:
-        """Tell both ends that no more messages come, even if a forked process holds the socket too."""
+        """End the connection for both ends, even if a forked process holds the socket too."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

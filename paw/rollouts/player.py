@@ -1,4 +1,4 @@
-"""The process that plays ahead: an environment, an agent and a connection to the servers of its own.
+"""The process that plays ahead, with an environment, an agent and connections of its own.
 
 It ends with the trainer, see `paw.rollouts.supervisor`, and closes its environments before.
 """
@@ -84,7 +84,10 @@ class PlayerRollouts(Rollouts):
 
 
 class Player:
-    """Plays the updates that the trainer asks for, each in a thread; several at once have environments of their own."""
+    """Plays the updates that the trainer asks for, each in a thread.
+
+    Several at once have environments of their own.
+    """
 
     def __init__(self, channel: Channel, start: Start) -> None:
         self._channel = channel

@@ -38,7 +38,10 @@ THREADS = 64
 Many more child processes, started together, would exceed their time limit.
 """
 MOMENT_S = 2e-4
-"""Seconds to wait after responses, so that requests of fast environments in threads join the next batch."""
+"""Seconds to wait after responses.
+
+Requests of environments in threads that answer at once then join the next batch.
+"""
 STOP_S = 1.0
 """Seconds that agents have to end after an error or Ctrl-C."""
 LOOP_ROUNDS = 3
@@ -114,7 +117,10 @@ class Rollouts:
         self._state = PlayState()
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
-        """Play the first `count` tasks of update `step` in groups, as `play` does; then further ones, see `refill`."""
+        """Play the first `count` tasks of update `step` in groups, as `play` does.
+
+        Then play further ones, see `refill`.
+        """
         tasks = self.tasks(step, count)
         own = self.play_update(step, tasks, progress)
         result = self.share(own, tasks, self.config.rollout.group_size)
@@ -140,10 +146,11 @@ class Rollouts:
     def refill(
         self, result: RolloutResult, step: int, count: int, progress: Progress | None
     ) -> RolloutResult:
-        """Replace groups whose returns are all equal, from which no policy learns, by groups of further tasks.
+        """Replace groups whose returns are all equal by groups of further tasks.
 
-        This is dynamic sampling (DAPO, arXiv 2503.14476). At most `rollout.refill` times `count`
-        further tasks are played. If no group at all varies, the groups stay as they were.
+        No policy learns from such groups. This is dynamic sampling (DAPO, arXiv 2503.14476). At
+        most `rollout.refill` times `count` further tasks are played. If no group at all varies, the
+        groups stay as they were.
         """
         groups, stats = result
         config = self.config
@@ -201,11 +208,11 @@ class Rollouts:
         stream: str,
         progress: Progress | None = None,
     ) -> RolloutResult:
-        """Play each task `group_size` times with the engine's current weights, each rank its share of the episodes.
+        """Play each task `group_size` times with the engine's current weights.
 
-        `stream` as for `play_own`. Returns the groups of all ranks, in the order of tasks. An
-        episode that fails is in no group, and a group left with fewer than min(2, group_size)
-        members is dropped.
+        Each rank plays its share of the episodes. `stream` as for `play_own`. Returns the groups of
+        all ranks, in the order of tasks. An episode that fails is in no group, and a group left
+        with fewer than min(2, group_size) members is dropped.
         """
         own = self.play_own(
             tasks,
@@ -218,10 +225,10 @@ class Rollouts:
         return self.share(own, tasks, group_size)
 
     def share(self, own: RolloutResult, tasks: list[Task], group_size: int) -> RolloutResult:
-        """The groups that all ranks have played, in the order of tasks; `own` are this rank's parts of them.
+        """The groups that all ranks have played, in the order of tasks.
 
-        Groups left with too few members are dropped here, whichever rank played them. A call of all
-        ranks.
+        `own` are this rank's parts of them. Groups left with too few members are dropped here,
+        whichever rank played them. A call of all ranks.
         """
         parts = [own]
         if self.ranks and self.ranks.world_size > 1:
@@ -279,7 +286,7 @@ class Rollouts:
         return groups, stats
 
     def _check_task(self, task: Task) -> None:
-        """Raise UserError if the environment lists something that is not a Task, or one of a forbidden kind."""
+        """Raise UserError for something that is not a Task, or for one of a forbidden kind."""
         if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
             name = type(self.factory).__name__
             raise UserError(
@@ -313,7 +320,8 @@ class Rollouts:
             self._cut_is_reported = True
             max_text = self.config.env.max_text
             to_stderr(
-                f"{count} texts of the environment were cut to env.max_text = {max_text} (said once)"
+                f"{count} texts of the environment were cut to env.max_text = {max_text} "
+                "(said once)"
             )
 
     def run(
@@ -547,7 +555,10 @@ class Rollouts:
         return CheckedEnv(environment, self.config.env)
 
     async def _judge(self, trajectory: Trajectory) -> None:
-        """Replace the environment's rewards: the last turn gets the reward of reward.type, the others 0."""
+        """Give the last turn the reward of reward.type in place of the environment's.
+
+        The others get 0.
+        """
         result = await self._judges.run(self._reward, trajectory)
         reward = number(
             f"reward.type = '{self.config.reward.type}'", result, -MAX_REWARD, MAX_REWARD
@@ -569,7 +580,10 @@ def _lacks_turns(episode: Episode) -> bool:
 
 
 def load_reward(config: Config) -> Callable[[Trajectory], Any] | None:
-    """The reward function that reward.type names, with its settings; None if the environment's rewards count."""
+    """The reward function that reward.type names, with its settings.
+
+    None if the environment's rewards count.
+    """
     name = config.reward.type
     if name == "env":
         return None

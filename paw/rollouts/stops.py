@@ -5,11 +5,17 @@ from collections.abc import Sequence
 from paw.rollouts.chat import Chat
 
 TAIL = 8
-"""Tokens decoded beyond as many as a stop string has characters: a character may take several tokens."""
+"""Tokens decoded beyond as many as a stop string has characters.
+
+A character may take several tokens.
+"""
 
 
 class StopStrings:
-    """Finds the strings `stop` in the tokens of a response. Called by engines, to know when to stop sampling."""
+    """Finds the strings `stop` in the tokens of a response.
+
+    Engines call it to know when to stop sampling.
+    """
 
     def __init__(self, chat: Chat, stop: Sequence[str]) -> None:
         self._chat = chat

@@ -68,7 +68,10 @@ def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> d
 
 
 def success_text(metrics: Mapping[str, Any]) -> str:
-    """Success as people read it, from `success_metrics`: "25.0% of 8 games, 6 failed (RuntimeError: boom)"."""
+    """Success as people read it, from `success_metrics`.
+
+    Example: "25.0% of 8 games, 6 failed (RuntimeError: boom)".
+    """
     share = f"{metrics['success']:.1%}" if "success" in metrics else "none"
     text = f"{share} of {metrics['games']:.0f} games"
     if metrics["failures"]:

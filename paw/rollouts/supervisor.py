@@ -1,6 +1,7 @@
-"""The parent of the process that plays ahead. However that process or the trainer ends, it leaves no process behind.
+"""The parent of the process that plays ahead.
 
-It imports no torch, so it is small.
+However that process or the trainer ends, no process is left behind. It imports no torch, so it is
+small.
 """
 
 import ctypes
@@ -28,9 +29,10 @@ END_NOW = b"."
 
 
 def main(trainer: int, command: Sequence[str], socket_fd: int) -> int:
-    """Run `command` with the socket's number until it ends, the trainer ends, or END_NOW comes on standard input.
+    """Run `command` with the socket's number.
 
-    Returns its exit code, 128 + N if signal N ended it.
+    It runs until it ends by itself, the trainer ends, or END_NOW comes on standard input. Returns
+    its exit code, 128 + N if signal N ended it.
     """
     for number in STOPS:  # a terminal or a launcher sends them here too: the trainer saves first
         signal.signal(number, signal.SIG_IGN)

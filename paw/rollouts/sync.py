@@ -19,11 +19,14 @@ LIMIT = 0.5
 In small models, rounding costs up to 1e-6 in fp32 and 0.008 in bf16 (0.14 with sharp weights).
 """
 TOLERATED = 0.05
-"""Share of tokens that may be beyond LIMIT: rounding puts the odd token there, wrong weights put many."""
+"""Share of tokens that may be beyond LIMIT.
+
+Rounding puts the odd token there, wrong weights put many.
+"""
 
 
 class StaleWeightsError(UserError):
-    """The sampler's log-probabilities are not those of the trainer's weights, for tokens sampled by `servers`."""
+    """The log-probs of tokens sampled by `servers` are not those of the trainer's weights."""
 
     def __init__(self, message: str, servers: Sequence[str]) -> None:
         super().__init__(message)
@@ -79,12 +82,18 @@ class Weights:
 
 
 def push_weights(model: nn.Module, engine: Engine, version: int) -> None:
-    """Send every parameter of a Hugging Face causal LM to `engine`; with FSDP2 a collective call of all ranks."""
+    """Send every parameter of a Hugging Face causal LM to `engine`.
+
+    With FSDP2, a collective call of all ranks.
+    """
     engine.sync(Weights(model, engine.checkpoint_names), version)
 
 
 def sampled_by(samples: Sequence[Sample], version: int) -> list[list[str | None]]:
-    """For each response token the server that sampled it ("" without servers), or None if other weights did."""
+    """For each response token the server that sampled it ("" without servers).
+
+    None if other weights sampled it.
+    """
     rows: list[list[str | None]] = []
     for sample in samples:
         servers: list[str | None] = []
@@ -129,8 +138,9 @@ def sampler_mismatch(
             share = f"{shares_off[server]:.0%} of {len(distances[server])} tokens"
             shares.append(f"{share} of {server}" if server else share)
         raise StaleWeightsError(
-            f"stale weights: the sampler's {what} differ from the trainer's by more than {LIMIT} nats on "
-            f"{', '.join(shares)} (mean {mean:.3g}, max {largest:.3g}); "
+            f"stale weights: the sampler's {what} differ from the trainer's "
+            f"by more than {LIMIT} nats on {', '.join(shares)} "
+            f"(mean {mean:.3g}, max {largest:.3g}); "
             "the engine does not hold the weights it was sent",
             stale,
         )
@@ -142,7 +152,10 @@ def _distances(
     sampled: Sequence[list[float]],
     servers: Sequence[Sequence[str | None]] | None,
 ) -> dict[str, list[float]]:
-    """|trainer - sampled| of each token, by the server that sampled it: "" for all if `servers` is None."""
+    """|trainer - sampled| of each token, by the server that sampled it.
+
+    That is "" for all if `servers` is None.
+    """
     if servers is None:
         servers = [[""] * len(row) for row in trainer]
     distances: dict[str, list[float]] = defaultdict(list)

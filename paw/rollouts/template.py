@@ -1,7 +1,8 @@
-"""A tokenizer's chat template, rendered within limits: it is a program of whoever made the model, and may never end.
+"""A tokenizer's chat template, rendered within limits.
 
-Before it is rendered here for the first time, a process with limits renders the same conversations
-(`try_template`). A later conversation is limited in time and length alone.
+It is a program of whoever made the model, and may never end. Before it is rendered here for the
+first time, a process with limits renders the same conversations (`try_template`). A later
+conversation is limited in time and length alone.
 """
 
 import ctypes
@@ -39,7 +40,7 @@ class TemplateLimitError(Exception):
 
 
 class ChatTemplate:
-    """Renders conversations with a tokenizer's template; `options` are variables of the template."""
+    """Renders conversations with a tokenizer's template; `options` are variables of it."""
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -73,7 +74,10 @@ class ChatTemplate:
         return self.render(messages, ask=ask)
 
     def render_with_tools(self) -> list[str]:
-        """Texts of a prompt with tools and of a conversation that calls one, if the template takes them."""
+        """Texts of a prompt with tools and of a conversation that calls one.
+
+        One that the template does not take is missing.
+        """
         user = {"role": "user", "content": USER}
         texts: list[str] = []
         for messages in ([user], [user, Reply.of("", PROBE).message(), PROBE.answer(REPLY)]):
@@ -99,7 +103,7 @@ class ChatTemplate:
     def _trial(
         self, tools: list[Any] | None, *conversations: list[dict[str, Any]]
     ) -> tuple[str, list[dict[str, Any]]]:
-        """(the template for these tools, its variables for each conversation), for `try_template`."""
+        """(the template for these tools, variables of each conversation), for `try_template`."""
         template = str(self._tokenizer.get_chat_template(tools=tools))
         variables: list[dict[str, Any]] = []
         for messages in conversations:

@@ -1,4 +1,4 @@
-"""A program that renders conversations with a chat template, to find out whether that ends, and in how much memory.
+"""A program that renders conversations with a chat template, to see whether that ends.
 
 It reads JSON from stdin (see `paw.rollouts.template.try_template`), imports nothing but Jinja, and
 exits with EXCEEDED if it needs more memory than it may have; the kernel ends it if it needs more

@@ -1,4 +1,4 @@
-"""Checks of what agents and reward functions can get wrong: stop strings, and the turns of an episode."""
+"""Checks of what agents and reward functions can get wrong: stop strings, an episode's turns."""
 
 import math
 from array import array
@@ -59,5 +59,5 @@ def _tokens_problem(turn: Turn) -> str:
         try:
             array(typecode, getattr(turn, name) or ())
         except (TypeError, OverflowError) as error:
-            return f"{name} that are no numbers of their kind ({error})"
+            return f"{name} that are not numbers of their kind ({error})"
     return ""

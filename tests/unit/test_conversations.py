@@ -235,7 +235,7 @@ def test_calls_are_read_by_the_parser_that_reads_what_the_template_writes(name):
     pytest.importorskip("vllm")
     reads(CHATS[name], WRITTEN[name])
     with pytest.raises(
-        UserError, match=r"tool_parser = 'hermess' is no parser of vLLM; did you mean 'hermes'"
+        UserError, match=r"tool_parser = 'hermess' is not a parser of vLLM; did you mean 'hermes'"
     ):
         Chat(TOKENIZERS[name], tool_parser="hermess").reply("", [tool()])
 
