@@ -28,11 +28,11 @@ from paw.types import Outcome, Reply, Trajectory, Turn
 PLAYS = {"search-r1": "search", "zerosearch": "search"}
 """Agents that answer questions, with the environment that asks them."""
 CALLS_PER_TURN = 100
-"""Calls of the model for each of env.max_turns; after more of them, an agent never ends."""
+"""Calls of the model for each of env.max_turns; an agent that makes more counts as endless."""
 LATE_S = 0.02
-"""Seconds.
+"""Seconds that a timer may be late.
 
-A timer later than this was held up by a batch of the engine or another agent; the wait begins anew.
+A later one was held up by a batch of the engine or another agent: the wait begins anew.
 """
 
 
@@ -51,7 +51,7 @@ class Episode:
     outcome: Outcome | None = None
     """The outcome of the last step of this trial."""
     trials: int = 0
-    """Times that the agent has begun the task."""
+    """How often the agent has started the task."""
     steps: list[tuple[int, str, Outcome]] = field(default_factory=list)
     """(trial, response, outcome)."""
     notes: list[str] = field(default_factory=list)
@@ -217,7 +217,7 @@ class EnvHandle:
         """Call a method of the environment in a thread, with a deadline.
 
         With `updates_context`, then get what the model is to see next. Raises EnvironmentFailure if
-        that fails, and closes the environment if it raised itself.
+        that fails. An environment that raised is closed.
         """
 
         def call() -> Any:
@@ -269,7 +269,8 @@ class Response(str):
     reply: Reply | None
     """The response with its calls, if the environment has tools."""
 
-    def __new__(
+    @classmethod
+    def of(
         cls,
         text: str,
         *,
@@ -279,7 +280,7 @@ class Response(str):
         answer: str,
         reply: Reply | None,
     ) -> "Response":
-        response = super().__new__(cls, text)
+        response = cls(text)
         response.turn = turn
         response.stop = stop
         response.message = message
@@ -323,7 +324,7 @@ class Model(ABC):
             stop_string = await self._answer(turn, context, continues, stop, self._next_seed())
         turns.append(turn)
 
-        return Response(
+        return Response.of(
             text_before(turn.response, stop_string),
             turn=turn,
             stop=stop_string,
