@@ -121,7 +121,7 @@ def _record_results(turn: Turn, continuation: Continuation, *, count: int, limit
         end = span_end - first_start
         if start < limit:
             turn.spans.append((start, min(end, limit)))
-    last_end = turn.spans[-1][1]
+    last_end = turn.spans[-1][1] if turn.spans else 0  # none with a limit of 0
     turn.observation_ids = continuation.ids[first_start : first_start + last_end]
 
 
