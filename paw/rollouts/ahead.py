@@ -204,12 +204,12 @@ class UpdateAhead:
 class AsyncRollouts:
     """Plays `rollout.ahead` updates before the one that is asked for.
 
-    `direct` plays in this process what the trainer has to wait for: evaluations, and updates that
+    `now` plays in this process what the trainer has to wait for: evaluations, and updates that
     could not be played ahead. `model` is the folder of its tokenizer.
     """
 
-    def __init__(self, direct: Rollouts, model: str) -> None:
-        self._direct = direct
+    def __init__(self, now: Rollouts, model: str) -> None:
+        self._now = now
         self._model = model
         self._folder = Path.cwd()
         """Names of files count from here; an environment may change the current folder later."""
@@ -218,12 +218,12 @@ class AsyncRollouts:
         """The last update that was started."""
         self._progress: Progress = lambda done, total: None
         self._player = self._start()
-        direct.engine.fleet.tell = self._send_weights
+        now.engine.fleet.tell = self._send_weights
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
         """The episodes of update `step`, as `Rollouts.training` plays them. A call of all ranks."""
-        direct = self._direct
-        config = direct.config
+        now = self._now
+        config = now.config
         self._progress = progress or self._progress
 
         last = min(step + config.rollout.ahead, config.run.updates - 1)
@@ -231,24 +231,24 @@ class AsyncRollouts:
             self._newest = later
             self._updates[later] = UpdateAhead(count, self._player.play(later, count))
 
-        tasks = direct.tasks(step, count)
+        tasks = now.tasks(step, count)
         own: RolloutResult | None = None
         if step in self._updates:  # otherwise its episodes failed, and are played again
             played = self._wait_for(self._updates.pop(step))
             if played:
                 own = played.unpack(tasks)
         if own is None:
-            own = direct.play_update(step, tasks, progress)
-        result = direct.share(own, tasks, config.rollout.group_size)
-        return direct.refill(result, step, count, progress)
+            own = now.play_update(step, tasks, progress)
+        result = now.share(own, tasks, config.rollout.group_size)
+        return now.refill(result, step, count, progress)
 
     def evaluation(self, progress: Progress | None = None) -> RolloutResult:
-        return self._direct.evaluation(progress)
+        return self._now.evaluation(progress)
 
     def close(self) -> None:
         """Drop what is in play: a run that goes on plays it again."""
         self._updates.clear()
-        self._direct.close()
+        self._now.close()
         self._player.close()
 
     def _wait_for(self, update: UpdateAhead) -> UpdatePlayed | None:
@@ -271,67 +271,56 @@ class AsyncRollouts:
         return None
 
     def _start(self) -> PlayerHandle:
-        """Start the process, and send it what it needs to play."""
-        our_end, their_end = socket.socketpair()
-        with their_end:
-            process = self._start_process(their_end.fileno())
+        now = self._now
+        ours, theirs = socket.socketpair()
+        variables = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+        }
+        with theirs:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "paw.rollouts.supervisor",
+                    str(os.getpid()),
+                    str(theirs.fileno()),
+                ],
+                env=variables,
+                stdin=subprocess.PIPE,
+                cwd=self._folder,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
         player = PlayerHandle(
             process,
-            Channel(our_end, FromPlayer),
-            patience_s=self._direct.config.env.step_timeout_s + SILENT_S,
+            Channel(ours, FromPlayer),
+            patience_s=now.config.env.step_timeout_s + SILENT_S,
             progress=lambda done, total: self._progress(done, total),
         )
-        fleet = self._direct.engine.fleet
-        player.send(self._start_message())
+        fleet = now.engine.fleet
+        ranks = now.ranks or Ranks()
+        player.send(
+            Start(
+                config=now.config.model_dump_json(),
+                model=self._model,
+                positions=now.engine.positions,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                urls=[server.url for server in fleet.servers],
+                served_model=fleet.model,
+                end_ids=fleet.end_ids,
+                vocabulary=fleet.vocabulary,
+                entropy=fleet.entropy,
+                timeout_s=now.config.engine.timeout_s,
+            )
+        )
         player.send(WeightsExpected(version=fleet.coming))
         player.send(WeightsArrived(version=fleet.version, faults=fleet.faults))
         return player
 
-    def _start_process(self, socket_fd: int) -> "subprocess.Popen[bytes]":
-        command = [
-            sys.executable,
-            "-m",
-            "paw.rollouts.supervisor",
-            str(os.getpid()),
-            str(socket_fd),
-        ]
-        variables = {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "OMP_NUM_THREADS": "1",
-        }
-        return subprocess.Popen(
-            command,
-            env=os.environ | variables,
-            stdin=subprocess.PIPE,
-            cwd=self._folder,
-            pass_fds=[socket_fd],
-            start_new_session=True,
-        )
-
-    def _start_message(self) -> Start:
-        direct = self._direct
-        fleet = direct.engine.fleet
-        ranks = direct.ranks or Ranks()
-        return Start(
-            config=direct.config.model_dump_json(),
-            model=self._model,
-            positions=direct.engine.positions,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            urls=[server.url for server in fleet.servers],
-            served_model=fleet.model,
-            end_ids=fleet.end_ids,
-            vocabulary=fleet.vocabulary,
-            entropy=fleet.entropy,
-            timeout_s=direct.config.engine.timeout_s,
-        )
-
     def _send_weights(self, what: str, version: int, faults: dict[str, str] | None = None) -> None:
-        """Callback of the fleet for version changes.
-
-        `what` is "expect" before it sends weights; otherwise they have arrived. `faults` are the
-        servers that did not take them.
-        """
+        """Called by the fleet: weights are on their way, or have arrived but for those servers with faults."""
         if what == "expect":
             self._player.send(WeightsExpected(version=version))
         else:
