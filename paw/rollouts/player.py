@@ -62,8 +62,8 @@ class PlayerRollouts(Rollouts):
         self._awaits_sign = False
         """Whether the loop owes a sign of life."""
 
-    async def _make(self) -> CheckedEnv:
-        environment = await super()._make()
+    async def _make_environment(self) -> CheckedEnv:
+        environment = await super()._make_environment()
         self.environments.add(environment)
         return environment
 

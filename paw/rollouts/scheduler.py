@@ -66,7 +66,7 @@ class PlayState:
     """Episodes that have not ended, started or not."""
     live: int = 0
     """Episodes in play."""
-    being_made: int = 0
+    awaiting_environment: int = 0
     """Episodes that wait for a new environment."""
     queue: list[QueuedRequest] = field(default_factory=list)
     in_flight: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
@@ -458,7 +458,7 @@ class Rollouts:
         """
         state = self._state
         waiting = len(state.queue) + len(state.in_flight)
-        if not self.engine or not waiting or state.being_made:
+        if not self.engine or not waiting or state.awaiting_environment:
             return False
         return self.engine.continuous or waiting >= state.live
 
@@ -493,7 +493,7 @@ class Rollouts:
         started = time.monotonic()
         environment: CheckedEnv | None = None
         try:
-            environment = self._idle.pop() if self._idle else await self._make()
+            environment = self._idle.pop() if self._idle else await self._make_environment()
             await self._play_in(environment, episode, make_model)
         except OURS:
             raise
@@ -540,15 +540,15 @@ class Rollouts:
     def _processes_lost(self) -> int:
         return getattr(self.factory, "processes_lost", 0)
 
-    async def _make(self) -> CheckedEnv:
+    async def _make_environment(self) -> CheckedEnv:
         """A new environment, checked."""
         state = self._state
-        state.being_made += 1
+        state.awaiting_environment += 1
         try:
             async with state.making:
                 environment = await self.threads.run(self.factory.make)
         finally:
-            state.being_made -= 1
+            state.awaiting_environment -= 1
             state.changed.set()
         if inspect.iscoroutinefunction(getattr(environment, "step", None)):
             self.threads.count = THREADS

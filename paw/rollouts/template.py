@@ -21,8 +21,10 @@ from paw.rollouts.marks import PROBE, TOOLS
 from paw.types import Reply
 
 T = TypeVar("T")
-USER, REPLY, USER_AGAIN = "QxUserTextxQ", "QxReplyTextxQ", "QxUserAgainxQ"
-"""Texts of trial conversations: what a template writes around them is its own."""
+# The texts of trial conversations: whatever stands around them is the template's own.
+USER = "QxUserTextxQ"
+REPLY = "QxReplyTextxQ"
+USER_AGAIN = "QxUserAgainxQ"
 RENDER_S = 5
 """Seconds of a processor for the trial of a template."""
 PATIENCE_S = 60.0
