@@ -1,8 +1,8 @@
 """Messages between the trainer and the process that plays ahead.
 
-Each is one JSON object a line, checked by pydantic. Pickles are never used: exceptions and outcomes of a
-user's own classes need not survive one, and a pickle can run code. Token ids and log-probs travel
-as packed arrays, so that they are small and arrive bit for bit.
+Each is one JSON object a line, checked by pydantic. Pickles are never used: exceptions and outcomes
+of a user's own classes need not survive one, and a pickle can run code. Token ids and log-probs
+travel as packed arrays, so that they are small and arrive bit for bit.
 """
 
 import hashlib
