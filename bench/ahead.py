@@ -32,8 +32,9 @@ from bench.kernels import cpu_name
 from paw import run as runs
 from paw import train
 from paw.recipe import load
+from paw.rollouts.base import RolloutResult
 from paw.rollouts.engines.servers import Servers, vllm_command
-from paw.rollouts.scheduler import Played, Rollouts
+from paw.rollouts.scheduler import Rollouts
 from paw.tools.rundir import load_run
 
 FILL = 2
@@ -121,7 +122,7 @@ def words(options: dict[str, Any]) -> list[Any]:
 class Late(Rollouts):
     """Plays each update's episodes with the weights of the update before."""
 
-    def training(self, step: int, count: int, progress: Any = None) -> Played:
+    def training(self, step: int, count: int, progress: Any = None) -> RolloutResult:
         now = self.__dict__.pop("next", None) or super().training(step, count, progress)
         self.next = super().training(step + 1, count, progress)
         return now

@@ -103,7 +103,7 @@ def play(chat: Chat, name: str, style: str) -> list[Any]:
         await env.reset()
         turn = 0
         while not env.done:
-            inside = env._guarded
+            inside = env._environment
             order = env.task.id.rpartition("/")[2]
             answer = inside.oracle() if name == "search" else served(inside, style, turn, order)
             engine.ids = chat.response_ids(answer)

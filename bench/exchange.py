@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.common import RESULTS, write
 from bench.kernels import cpu_name
 from paw.build import join_ranks
-from paw.rollouts.episode import Played, RolloutStats
+from paw.rollouts.base import RolloutResult, RolloutStats
 from paw.rollouts.exchange import exchange
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
@@ -77,7 +77,7 @@ def measure(way: str, tokens: int) -> None:
     last = [turn.sampled_logp for turn in turns_of(own)][-1]
     ranks.gather(0)
     started, worked = time.perf_counter(), time.process_time()
-    parts = ranks.gather(own, Played) if way == "json" else exchange(own, tasks, ranks)
+    parts = ranks.gather(own, RolloutResult) if way == "json" else exchange(own, tasks, ranks)
     seconds, cpu = time.perf_counter() - started, time.process_time() - worked
     del own
     gc.collect()
@@ -123,7 +123,7 @@ def episodes(tasks: list[Task], seed: int) -> list[Group]:
     ]
 
 
-def turns_of(played: Played) -> list[Turn]:
+def turns_of(played: RolloutResult) -> list[Turn]:
     return [
         turn
         for group in played[0]

@@ -36,6 +36,8 @@ from paw.model.host import peak_gib
 from paw.model.policy import Policy, full_parameters, pick_device
 from paw.model.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
 from paw.recipe import dump, warnings
+from paw.rollouts.ahead import AsyncRollouts
+from paw.rollouts.base import RolloutSource
 from paw.rollouts.engines.weight_folders import remove_abandoned
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import more_context, success_metrics, success_text
@@ -97,17 +99,19 @@ class Run(Parts):
     def guard(self) -> UpdateGuard:
         return self.learners[0].guard
 
-    def make_rollouts(self) -> Rollouts:
+    def make_rollouts(self) -> RolloutSource:
         """What plays the run's episodes: each update's when it is asked for, or `rollout.ahead` updates early."""
-        encode = self.encode_observation if self.config.wm.enabled else None
-        now: Any = Rollouts(
-            self.factory, self.engine, self.chat, self.config, self.ranks, encode_observation=encode
+        rollouts = Rollouts(
+            self.factory,
+            self.engine,
+            self.chat,
+            self.config,
+            self.ranks,
+            encode_observation=self.encode_observation if self.config.wm.enabled else None,
         )
         if self.config.rollout.ahead:
-            from paw.rollouts.ahead import AsyncRollouts
-
-            now = AsyncRollouts(now, self.path)
-        return now
+            return AsyncRollouts(rollouts, self.path)
+        return rollouts
 
     def say(self, text: str) -> None:
         say(text, self.ranks)
@@ -181,7 +185,7 @@ class Run(Parts):
     # --- between updates
     # ---------------------------------------------------------------------------------------------
 
-    def catch_up(self, rollouts: Rollouts) -> None:
+    def catch_up(self, rollouts: RolloutSource) -> None:
         """Evaluate where that is due and the newest line lacks it: before the first update, and after a stop."""
         if self._evaluation_due and not self.ranks.broadcast_from_rank0(
             lambda: self.log and self.log.evaluated(self.step)
@@ -189,7 +193,7 @@ class Run(Parts):
             self.evaluate(rollouts)
             self._write_metrics()
 
-    def end_update(self, rollouts: Rollouts, *, tokens: int) -> None:
+    def end_update(self, rollouts: RolloutSource, *, tokens: int) -> None:
         """Evaluate where due, write the update's line, then save where due (resuming needs the line).
 
         A run that was told to stop leaves the evaluation to the one that resumes it.
@@ -208,7 +212,7 @@ class Run(Parts):
         if self.config.run.save_every and self.step % self.config.run.save_every == 0:
             self.save(wait=False)
 
-    def evaluate(self, rollouts: Rollouts) -> None:
+    def evaluate(self, rollouts: RolloutSource) -> None:
         """Play the evaluation games once each; adds `eval/*` to the metrics.
 
         Raises TrainingStopped where every episode failed, after the update has been written down

@@ -29,8 +29,8 @@ from paw.algo.world_model import select
 from paw.config import Config
 from paw.model.optim import learning_rate, set_learning_rate
 from paw.model.ranks import full_tensor
+from paw.rollouts.base import RolloutSource, RolloutStats
 from paw.rollouts.episode import bind
-from paw.rollouts.scheduler import Rollouts, RolloutStats
 from paw.rollouts.success import success_metrics
 from paw.rollouts.sync import StaleWeightsError, push_weights, sampled_by, sampler_mismatch
 from paw.run import Run, open_run
@@ -59,7 +59,7 @@ def train(config: Config, *, resume: str = "", numbered: bool = False) -> Path:
         return run.finish()
 
 
-def update(run: Run, rollouts: Rollouts) -> None:
+def update(run: Run, rollouts: RolloutSource) -> None:
     """One update: play, prepare samples, optimize, send the weights to the engine, log what happened."""
     log = run.metrics
     groups, sampled = rollout(run, rollouts)
@@ -83,7 +83,7 @@ def update(run: Run, rollouts: Rollouts) -> None:
         run.say(warning)
 
 
-def rollout(run: Run, rollouts: Rollouts) -> tuple[list[Group], RolloutStats]:
+def rollout(run: Run, rollouts: RolloutSource) -> tuple[list[Group], RolloutStats]:
     """The update's episodes. While too many fail, as when a server that they need restarts, the run
     is saved and they are played again after PAUSES_S; no groups where it is told to stop meanwhile.
 

@@ -155,13 +155,15 @@ class Turn:
     separator_ids: list[int] | None = None
     """Between the response and the observation, if that is not only what begins a user message:
     first the end token that a response lacks which was cut, or what begins a tool's result."""
-    shown: str | None = None
+    rendered_observation: str | None = None
     """The observation as the next prompt writes it, where that differs (JSON)."""
 
     @property
     def observation(self) -> str:
         """What the world model learns to predict."""
-        return self.outcome.observation if self.shown is None else self.shown
+        if self.rendered_observation is not None:
+            return self.rendered_observation
+        return self.outcome.observation
 
 
 @dataclass

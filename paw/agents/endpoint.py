@@ -24,9 +24,9 @@ from urllib.parse import urlparse
 from paw.config import Config, EndpointConfig
 from paw.envs.http import bounded
 from paw.errors import UserError, clean, needed, to_stderr
-from paw.rollouts.chat import Context, ContextFull, shown
+from paw.rollouts.chat import Context, ContextFull, context_text
 from paw.rollouts.episode import Earlier, EnvHandle, Model, Stop, asked
-from paw.rollouts.further import cut_at
+from paw.rollouts.stops import cut_at
 from paw.types import Reply as Answer
 from paw.types import ToolCall, Turn
 
@@ -181,7 +181,7 @@ class Endpoint:
         if self._client is None:
             self._client = self._make_client()
         options = {**sampling, "stop": list(stop), "tools": _safe(list(tools))}
-        expected_tokens = len(shown(prompt) + start) // 4 + sampling["max_tokens"]
+        expected_tokens = len(context_text(prompt) + start) // 4 + sampling["max_tokens"]
         most_tokens = TIMES_EXPECTED * expected_tokens + HIDDEN_TOKENS
         failures = 0
         while True:
@@ -228,7 +228,7 @@ class Endpoint:
     def _request(self, prompt: Context, start: str, options: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a request, without the parameters that the server has refused."""
         if start and CONTINUE in self._refused:
-            prompt = RESTATED.format(prompt=shown(prompt), start=start)
+            prompt = RESTATED.format(prompt=context_text(prompt), start=start)
             start = ""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         extra_body = self._extra_body

@@ -1,11 +1,11 @@
-"""Episodes of the next updates, played while the trainer works: in a process of each rank's own,
-for threads of one Python process wait for one another, over servers that take new weights
-meanwhile.
+"""Episodes of the next updates, played while the trainer works.
 
-Those of update t begin when the trainer begins with update t - rollout.ahead, so no token is of
-older weights. The process has an environment, an agent and a connection to the servers of its own
-(paw/rollouts/player.py); it ends with the trainer (paw/rollouts/supervisor.py). The trainer never
-waits for one that has ended, or that shows no sign of life: it plays the update itself.
+Each rank has a process for that, because threads of one Python process wait for one another. It
+plays over servers that take new weights meanwhile. The episodes of update t start when the trainer
+starts update t - rollout.ahead, so no token is of older weights. The process has an environment, an
+agent and a connection to the servers of its own (paw/rollouts/player.py); it ends with the trainer
+(paw/rollouts/supervisor.py). The trainer never waits for one that has ended, or that shows no sign
+of life: it plays the update itself.
 """
 
 import os
@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from paw.envs.checked import problem
 from paw.errors import clean, describe, to_stderr
 from paw.model.ranks import Ranks
-from paw.rollouts.episode import Played
+from paw.rollouts.base import Progress, RolloutResult
 from paw.rollouts.messages import (
     Channel,
     EpisodesEnded,
@@ -38,13 +38,16 @@ from paw.rollouts.messages import (
     WeightsArrived,
     WeightsExpected,
 )
-from paw.rollouts.scheduler import Progress, Rollouts
+from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.supervisor import CLOSE_S, END_NOW, LINGER_S
 
 START_S = 600.0
-"""Seconds for the process to import torch, and to load the tokenizer and the environment: disks may be slow."""
+"""Seconds for the process to import torch, and to load the tokenizer and the environment.
+
+Disks may be slow.
+"""
 SILENT_S = 60.0
-"""Seconds without a sign of life, beyond the env.step_timeout_s that a call of an environment may take."""
+"""Seconds without a sign of life, beyond the env.step_timeout_s that a call may take."""
 TICK_S = 1.0
 END_S = CLOSE_S + 2 * LINGER_S + 2.0
 """Seconds for the process and what it has started to end."""
@@ -75,7 +78,7 @@ class PlayerHandle:
         """Why no more answers come."""
         self._updates: dict[int, Future[UpdatePlayed]] = {}
         self._lock = threading.Lock()
-        """Held while an update is entered, and while those entered hear that none is played any more."""
+        """Held while `_updates` gets an update, and while all are taken out once none is played."""
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
@@ -94,7 +97,7 @@ class PlayerHandle:
         return future
 
     def send(self, message: Message) -> None:
-        with suppress(OSError):  # it has ended, which `_listen` hears
+        with suppress(OSError):  # it has ended, which `_listen` finds out
             self._channel.send(message)
 
     def close(self) -> None:
@@ -106,7 +109,10 @@ class PlayerHandle:
             self._process.stdin.close()
 
     def _listen(self) -> None:
-        """Take its messages until it ends, or is ended because it does not go on; whoever waits for it hears that."""
+        """Take its messages until it ends, or is ended because it does not go on.
+
+        Then fail the updates that it owes.
+        """
         lost: Exception = PlayerLost("does not answer")
         try:
             lost = self._receive_all()
@@ -115,7 +121,8 @@ class PlayerHandle:
         except ValidationError as error:
             self._kill()
             lost = PlayerLost(
-                f"has sent something else than a message ({clean(problem(error), 200)}) and was ended"
+                f"has sent something else than a message ({clean(problem(error), 200)}) "
+                "and was ended"
             )
         except Exception as error:
             self._kill()
@@ -129,8 +136,8 @@ class PlayerHandle:
                 future.set_exception(lost)
 
     def _receive_all(self) -> Exception:
-        """Why no more messages come."""
-        silent_s = 0.0  # in the trainer's own waking time: it may be stopped itself
+        """Handle messages until the last one; returns why no more come."""
+        silent_s = 0.0  # counted in the trainer's own running time: it may be stopped itself
         while True:
             message = self._channel.receive(TICK_S)
             if message is not None and self._ready:
@@ -143,8 +150,8 @@ class PlayerHandle:
             if silent_s > patience_s:
                 self._kill()
                 return PlayerLost(
-                    f"gave no sign of life for {patience_s:g} s (stopped, or held by a call that never returns)"
-                    " and was ended"
+                    f"gave no sign of life for {patience_s:g} s "
+                    "(stopped, or held by a call that never returns) and was ended"
                 )
             match message:
                 case Ready():
@@ -166,9 +173,8 @@ class PlayerHandle:
         except subprocess.TimeoutExpired:
             self._kill()
             return "it had closed its connection"
-        number = (
-            -code if code < 0 else code - 128
-        )  # of the supervisor itself, or what it says about the process
+        # The signal that ended the supervisor, or by its exit code the one that ended the process.
+        number = -code if code < 0 else code - 128
         if number in signal.valid_signals():
             return f"killed by {signal.Signals(number).name}"
         return f"exit code {code}"
@@ -196,8 +202,11 @@ class UpdateAhead:
 
 
 class AsyncRollouts:
-    """Plays `rollout.ahead` updates before the one that is asked for. `now` plays what the trainer
-    waits for; `model` is the folder of its tokenizer."""
+    """Plays `rollout.ahead` updates before the one that is asked for.
+
+    `now` plays in this process what the trainer has to wait for: evaluations, and updates that
+    could not be played ahead. `model` is the folder of its tokenizer.
+    """
 
     def __init__(self, now: Rollouts, model: str) -> None:
         self._now = now
@@ -206,14 +215,15 @@ class AsyncRollouts:
         """Names of files count from here; an environment may change the current folder later."""
         self._updates: dict[int, UpdateAhead] = {}
         self._newest = -1
-        """The last update that was begun."""
+        """The last update that was started."""
         self._progress: Progress = lambda done, total: None
         self._player = self._start()
         now.engine.fleet.tell = self._send_weights
 
-    def training(self, step: int, count: int, progress: Progress | None = None) -> Played:
-        """The episodes of update `step`, as `Rollouts.training` plays them; takes all ranks."""
-        now, config = self._now, self._now.config
+    def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
+        """The episodes of update `step`, as `Rollouts.training` plays them. A call of all ranks."""
+        now = self._now
+        config = now.config
         self._progress = progress or self._progress
 
         last = min(step + config.rollout.ahead, config.run.updates - 1)
@@ -222,40 +232,41 @@ class AsyncRollouts:
             self._updates[later] = UpdateAhead(count, self._player.play(later, count))
 
         tasks = now.tasks(step, count)
-        options = now.options(step)
-        own: Played | None = None
-        if step in self._updates:  # else its episodes failed, and are played again
+        own: RolloutResult | None = None
+        if step in self._updates:  # otherwise its episodes failed, and are played again
             played = self._wait_for(self._updates.pop(step))
             if played:
                 own = played.unpack(tasks)
         if own is None:
-            own = now.play_own(tasks, **options, progress=progress)
-        return now.refill(now.share(own, tasks, options["group_size"]), step, count, progress)
+            own = now.play_update(step, tasks, progress)
+        result = now.share(own, tasks, config.rollout.group_size)
+        return now.refill(result, step, count, progress)
 
-    def evaluation(self, progress: Progress | None = None) -> Played:
+    def evaluation(self, progress: Progress | None = None) -> RolloutResult:
         return self._now.evaluation(progress)
 
     def close(self) -> None:
-        """What is in play is dropped: a run that goes on plays it again."""
+        """Drop what is in play: a run that goes on plays it again."""
         self._updates.clear()
         self._now.close()
         self._player.close()
 
     def _wait_for(self, update: UpdateAhead) -> UpdatePlayed | None:
-        """None if the process that plays ahead is lost: another one is started then, for the other updates.
+        """The update once it is played; None if the process that plays ahead is lost.
 
-        Raises the UserError that ended the episodes.
+        Another one is then started for the other updates. Raises the UserError that ended the
+        episodes.
         """
         try:
             return update.result.result()
         except PlayerLost as lost:
             to_stderr(f"the process that plays ahead {lost}: its episodes are played again")
+
         self._player.close()
         self._player = self._start()
         for step, other in self._updates.items():
-            if (
-                other.result.done() and other.result.exception()
-            ):  # what had been played before is kept
+            # Updates that had been played before are kept.
+            if other.result.done() and other.result.exception():
                 other.result = self._player.play(step, other.count)
         return None
 

@@ -12,15 +12,12 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paw.envs.threads import Daemons
 from paw.errors import UserError, clean, nearest
 from paw.rollouts.marks import PROBE, TOOLS
 from paw.types import THINKING, Reply, ToolCall
-
-if TYPE_CHECKING:
-    from paw.rollouts.chat import Chat
 
 Reader = Callable[[str, list[Any], int], Reply]
 """(text, tools, number of its first call) -> the answer. Calls are numbered through an episode."""
@@ -30,16 +27,16 @@ Parser = Callable[[str, list[Any]], Parsed]
 """(text, tools) -> what is in the text. Raises what it likes if the text cannot be parsed."""
 PARSE_S = 60.0
 """Most seconds to parse an answer, which takes less than a millisecond."""
-KNOWN = ("hermes", "qwen3_coder", "mistral", "llama3_json", "pythonic")
-"""vLLM's parsers to try first: those of a distinct format before those that take any JSON."""
+TRIED_FIRST = ("hermes", "qwen3_coder", "mistral", "llama3_json", "pythonic")
+"""vLLM's parsers to try first: those of a distinct format come before those that take any JSON."""
 
 
-def make_reader(tokenizer: Any, name: str, chat: "Chat") -> Reader:
+def make_reader(tokenizer: Any, name: str, *, written_call: str, model_name: str) -> Reader:
     """A reader of answers; `name` is model.tool_parser.
 
-    Raises UserError if no parser has that name, or none reads what the chat template writes.
+    `written_call` is a call of the tool PROBE as the model's chat template writes it, "" if it
+    takes no calls. Raises UserError if no parser has that name, or none reads that call.
     """
-    written_call = _written_call(chat)
     response_template = getattr(tokenizer, "response_template", None)
     if response_template and name in ("auto", "transformers"):
         return _reader(_by_transformers(tokenizer, response_template), written_call)
@@ -47,9 +44,8 @@ def make_reader(tokenizer: Any, name: str, chat: "Chat") -> Reader:
     vllm_names = _vllm_parsers(name)
     needs_trial = name in ("auto", "transformers")
     for make_parser in _candidates(tokenizer, name, vllm_names):
-        with suppress(
-            Exception
-        ):  # a parser raises what it likes for another model's tokenizer or format
+        # A parser raises what it likes for another model's tokenizer or format.
+        with suppress(Exception):
             parser = make_parser()
             if not needs_trial or parser(written_call, TOOLS)[1] == [(PROBE.name, PROBE.arguments)]:
                 return _reader(parser, written_call)
@@ -58,7 +54,8 @@ def make_reader(tokenizer: Any, name: str, chat: "Chat") -> Reader:
     if not vllm_names:
         fix = "vLLM has more parsers: pip install 'paw-trainer[vllm]'"
     raise UserError(
-        f"model.tool_parser = '{name}' finds no parser of calls as the chat template of '{chat.name}' writes them; "
+        f"model.tool_parser = '{name}' finds no parser of calls "
+        f"as the chat template of '{model_name}' writes them; "
         f"name the model's with --model.tool_parser NAME ({fix})"
     )
 
@@ -72,18 +69,20 @@ def _candidates(tokenizer: Any, name: str, vllm_names: list[str]) -> list[Callab
         if name not in ("auto", *vllm_names):
             hint = nearest(name, vllm_names)
             raise UserError(
-                f"model.tool_parser = '{name}' is no parser of vLLM; {hint}".removesuffix("; ")
+                f"model.tool_parser = '{name}' is not a parser of vLLM; {hint}".removesuffix("; ")
             )
         names = [name]
         if name == "auto":
-            names = [*KNOWN, *(other for other in vllm_names if other not in KNOWN)]
+            others = [other for other in vllm_names if other not in TRIED_FIRST]
+            names = [*TRIED_FIRST, *others]
         return [partial(_by_vllm, tokenizer, candidate) for candidate in names]
 
     if name in ("auto", "transformers"):
         return [partial(_by_transformers, tokenizer, template) for template in _served_templates()]
 
     raise UserError(
-        f"model.tool_parser = '{name}' is vLLM's, which is not installed; pip install 'paw-trainer[vllm]'"
+        f"model.tool_parser = '{name}' is vLLM's, which is not installed; "
+        "pip install 'paw-trainer[vllm]'"
     )
 
 
@@ -95,36 +94,19 @@ def _vllm_parsers(name: str) -> list[str]:
         from vllm.tool_parsers import ToolParserManager
     except ImportError:
         return []
-    for logger in (
-        "vllm.tool_parsers",
-        "vllm.parser",
-    ):  # they log a traceback for every broken call
+    # They log a traceback for every broken call.
+    for logger in ("vllm.tool_parsers", "vllm.parser"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     return [*ToolParserManager.lazy_parsers, *ToolParserManager.tool_parsers]
 
 
 def _served_templates() -> list[dict[str, Any]]:
-    """How `transformers serve` reads answers of models whose tokenizers have no `response_template`."""
+    """How `transformers serve` reads answers if a tokenizer has no `response_template`."""
     with suppress(ImportError):
         from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as templates
 
         return [*templates.values()]
     return []
-
-
-def _written_call(chat: "Chat") -> str:
-    """A call as the template writes it, after what opens an answer; "" if the template takes no calls."""
-    user = {"role": "user", "content": "QxUser"}
-    call = Reply.of("", PROBE).message()
-    with suppress(Exception):  # a template raises what it likes
-        prompt = chat.render([user], TOOLS)
-        with_call = chat.render([user, call], TOOLS, ask=False)
-        written = with_call.rpartition("QxUser")[2]
-        if with_call.startswith(prompt):
-            written = with_call.removeprefix(prompt)
-        decoded = chat.decode(chat.encode(written), calls=True)
-        return decoded.rpartition(THINKING[1])[2]
-    return ""
 
 
 def _reader(parser: Parser, written_call: str) -> Reader:
@@ -143,9 +125,8 @@ def _reader(parser: Parser, written_call: str) -> Reader:
             return Reply(text, body.strip(), (), f"the call cannot be read: {clean(error, 200)}")
 
         if not parsed_calls and _begins_call(body, opening):
-            return Reply(
-                text, body.strip(), (), f"the call cannot be read{_json_problem(body, opening)}"
-            )
+            problem = f"the call cannot be read{_json_problem(body, opening)}"
+            return Reply(text, body.strip(), (), problem)
         calls, problem = _numbered(parsed_calls, first_number)
         return Reply(text, content.strip(), calls, problem)
 
@@ -163,7 +144,10 @@ def _opening(written_call: str) -> str:
 
 
 def _begins_call(body: str, opening: str) -> bool:
-    """Whether a call begins in the text of an answer; one that opens with a single character only at its start."""
+    """Whether a call begins in the text of an answer.
+
+    One that opens with a single character can only begin the text.
+    """
     if not opening:
         return False
     if len(opening) == 1:
@@ -185,7 +169,10 @@ def _numbered(parsed_calls: list[tuple[str, Any]], first_number: int) -> tuple[l
 
 
 def _json_problem(body: str, opening: str) -> str:
-    """What is wrong with the JSON of the first call in `body`, after ": "; "" if it is no JSON, or nothing is wrong."""
+    """What is wrong with the JSON of the first call in `body`, after ": ".
+
+    "" if it is not JSON, or nothing is wrong.
+    """
     _, opened, after = body.partition(opening)
     text = after.strip()
     if opened == "{":
@@ -207,7 +194,8 @@ def _by_transformers(tokenizer: Any, template: dict[str, Any]) -> Parser:
             message = parsing.result(PARSE_S)
         except FutureTimeoutError:
             raise UserError(
-                f"the tokenizer's response_template has not read an answer of {len(text)} characters in {PARSE_S:g} s: "
+                "the tokenizer's response_template has not read an answer "
+                f"of {len(text)} characters in {PARSE_S:g} s: "
                 "its patterns do not come to an end; name another parser with --model.tool_parser"
             ) from None
 

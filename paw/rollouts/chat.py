@@ -1,4 +1,4 @@
-"""Text to token ids and back, through a model's own chat template, so that environment text cannot forge turns.
+"""Text to token ids and back, through a model's own chat template; no text can forge a turn.
 
 A prompt is one user message, or a conversation with tools, plus the generation prompt. Benign text
 gets exactly the ids of `tokenizer.apply_chat_template`; text that spells a control token
@@ -8,26 +8,25 @@ prompt loses its first character. The template is rendered with markers in place
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import groupby, pairwise
-from operator import itemgetter
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from paw.errors import EnvironmentFailure, UserError, clean, describe
+from paw.errors import EnvironmentFailure, UserError, clean
+from paw.rollouts.calls import Reader, make_reader
+from paw.rollouts.encoder import Encoder, encodable
+from paw.rollouts.inspection import TemplateFacts, inspect_template, thinking_ids
 from paw.rollouts.marks import PROBE, TOOLS, Marks
-from paw.rollouts.template import TURN_S, TemplateLimitError, try_template, within
+from paw.rollouts.template import REPLY, USER, ChatTemplate
 from paw.types import THINKING, Reply, ToolCall
 
 AWAITS_RESULT = "<|eom_id|>"
-"""How Llama 3 ends an answer that calls a tool, where it does not end its turn; in its generation config, too."""
-LONGEST = 1_000_000
-"""Characters that a template may write."""
-MARK, REPLY, AGAIN = "QxUserTextxQ", "QxReplyTextxQ", "QxUserAgainxQ"
-SPACED = f" \n{MARK}\n "
+"""How Llama 3 ends an answer that calls a tool and does not end its turn.
+
+Its generation config has it, too.
+"""
 Context = str | list[dict[str, Any]]
 """One user message, or a conversation of messages {"role", "content"} (paw/envs/base.py)."""
 
@@ -39,334 +38,340 @@ class ContextFull(Exception):
     """
 
 
-def shown(context: Context) -> str:
+def context_text(context: Context) -> str:
     """A context as one text."""
     if isinstance(context, str):
         return context
     lines: list[str] = []
     for message in context:
-        functions = [call["function"] for call in message.get("tool_calls", ())]
-        lines += [message["content"]] * bool(message["content"] or not functions)
-        lines += [str(ToolCall(function["name"], function["arguments"])) for function in functions]
+        calls = message.get("tool_calls", ())
+        if message["content"] or not calls:
+            lines.append(message["content"])
+        for call in calls:
+            function = call["function"]
+            lines.append(str(ToolCall(function["name"], function["arguments"])))
     return "\n".join(lines)
 
 
 class Chat:
-    """Encoder and decoder of one fast Hugging Face tokenizer; `options` are variables of its chat
-    template, `tool_parser` is model.tool_parser (see `paw.rollouts.calls`).
+    """Encoder and decoder of one fast Hugging Face tokenizer.
 
-    Raises UserError for one without a chat template or `tokenizers` back end, and for a template
-    that does not show the user's text exactly once or does not know one of the options.
+    `options` are variables of its chat template, `tool_parser` is model.tool_parser (see
+    `paw.rollouts.calls`).
+
+    Raises UserError for a tokenizer without a chat template or `tokenizers` back end, and for a
+    template that does not show the user's text exactly once or does not know one of the options.
     """
 
     def __init__(
         self, tokenizer: Any, options: Mapping[str, Any] | None = None, tool_parser: str = "auto"
     ):
         self.name = tokenizer.name_or_path or "this model"
-        if not getattr(tokenizer, "chat_template", None):
-            fix = "use an instruct model, or add a chat_template.jinja to the model's folder"
-            raise UserError(f"the tokenizer of '{self.name}' has no chat template; {fix}")
-        template = str(tokenizer.chat_template)
-        for key, value in (options or {}).items():
-            if key == "enable_thinking" and value is False and "think" not in template.lower():
-                continue  # so it is without asking
-            if not re.search(rf"\b{re.escape(key)}\b", template):
-                fix = "leave it out, or --model.chat_template_kwargs '{}' where a recipe sets it"
-                raise UserError(
-                    f"model.chat_template_kwargs: the template of '{self.name}' has no '{key}'; {fix}"
-                )
-        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        if not isinstance(backend, Tokenizer):
-            raise UserError(
-                f"the tokenizer of '{self.name}' is not a fast one (no tokenizer.json); convert it first"
-            )
-        self._backend = Tokenizer.from_str(
-            backend.to_str()
-        )  # the owner's changes its settings with every call
-        self._backend.no_truncation()
-        self._backend.no_padding()
-
-        self._tokenizer, self._options, self._tool_parser = (
-            tokenizer,
-            dict(options or {}),
-            tool_parser,
-        )
-        self._read: Callable[[str, list[Any], int], Reply] | None = None
-
-        def render(*contents: str, ask: bool = True) -> str:
-            roles = ("user", "assistant", "user")
-            messages = [
-                {"role": role, "content": text} for role, text in zip(roles, contents, strict=False)
-            ]
-            return self.render(messages, ask=ask)
-
-        try:
-            try_template(self._trials())
-            turns = render(MARK, REPLY, AGAIN, ask=False)
-            rendered, spaced = render(MARK), render(SPACED)
-        except Exception as error:  # a template raises what it likes
-            fix = "fix chat_template.jinja in the model's folder, or take another model"
-            why = (
-                clean(error, 300)
-                if isinstance(error, TemplateLimitError)
-                else clean(describe(error), 300)
-            )
-            raise UserError(
-                f"the chat template of '{self.name}' cannot be rendered: {why}; {fix}"
-            ) from None
-        between = turns.partition(REPLY)[2].partition(AGAIN)[0]
-        unsaid = self._control_ids(tokenizer, re.sub(f"{MARK}|{REPLY}|{AGAIN}", "", turns))
-        thinking = {self._backend.token_to_id(word) for word in THINKING}
-        self._control = unsaid | (self._control_ids(tokenizer, self._with_tools()) - thinking)
-        words = {self._backend.id_to_token(i) or "" for i in self._control} - {""}
-        control, self._forged, self._markers = _any(words), _forged(words), _any([])
-        self._words = control
-        if (count := rendered.count(MARK)) != 1:
-            raise UserError(
-                f"the chat template of '{self.name}' shows a user message {count} times; expected once"
-            )
-        self._whole = prefix, suffix = rendered.split(MARK)
-        if not control.search(suffix):
-            parts = [
-                part.strip() for text in (prefix, suffix, between) for part in control.split(text)
-            ]
-            self._markers = _any(
-                {word for part in parts for word in (part, *part.splitlines()[-1:]) if word}
-            )
-        self.opened: str = suffix[start:] if (start := suffix.find(THINKING[0])) >= 0 else ""
+        _check_options(tokenizer, options or {}, name=self.name)
+        self._tokenizer = tokenizer
+        self._tool_parser = tool_parser
+        self._reader: Reader | None = None
+        """Finds the calls in an answer. Made when needed: without tools it never is."""
+        self._backend = _own_backend(tokenizer, name=self.name)
+        self._template = ChatTemplate(tokenizer, options or {})
+        facts = inspect_template(self._template, tokenizer, self._backend, name=self.name)
+        self._facts = facts
+        self._encoder = Encoder(self._backend, control=facts.control, markers=facts.markers)
+        self.opened = facts.opened
         """How the template begins every answer: "", or from <think> on.
 
         Part of the answer, not of what is sampled.
         """
-        trims = (str, str.strip, str.lstrip, str.rstrip)
-        fits = [trim for trim in trims if spaced == prefix + trim(SPACED) + suffix]
-        if not fits:
-            raise UserError(
-                f"the chat template of '{self.name}' rewrites white space around a user message"
-            )
-        self.trim: Callable[[str], str] = fits[0]
+        self.trim = facts.trim
         """What the template does to white space around the content (Llama 3 strips it)."""
 
-        ids = self.encode(between)
-        turn_end = next((i for i in ids if i in self._control), tokenizer.eos_token_id)
+        between_ids = self.encode(facts.between)
+        turn_end = _first(between_ids, facts.control)
+        if turn_end is None:
+            turn_end = tokenizer.eos_token_id
         self._turn_end: list[int] = [] if turn_end is None else [turn_end]
-        ends = {tokenizer.eos_token_id, turn_end, self._backend.token_to_id(AWAITS_RESULT)}
-        self.end_ids: frozenset[int] = frozenset(ends - {None})
+        end_ids = {tokenizer.eos_token_id, turn_end, self._backend.token_to_id(AWAITS_RESULT)}
+        self.end_ids: frozenset[int] = frozenset(end_ids - {None})
         """Tokens that end a response."""
-        self._unsaid = (unsaid | self.end_ids) - thinking
-        self.separator_ids: list[int] = ids[
-            next((n + 1 for n, i in enumerate(ids) if i in self.end_ids), 0) :
-        ]
-        """From a response's end token to the next user text (ChatML: newline, <|im_start|>, "user", newline)."""
+        self.separator_ids = _after_first(between_ids, self.end_ids)
+        """From a response's end token to the next user text.
 
-        last = max((found.end() for found in control.finditer(prefix)), default=0)
-        self._head, self._lead = self.encode(prefix[:last]), prefix[last:]
-        first = found.start() if (found := control.search(suffix)) else len(suffix)
-        self._tail_lead, self._tail = suffix[:first], self.encode(suffix[first:])
-        self._expected = [i for i in self._head + self._tail if i in self._control]
-        self.reply_ids: list[int] = self._plain(self._tail_lead) + self._tail
-        """From user text to the response (ChatML: <|im_end|>, newline, <|im_start|>, "assistant", newline)."""
-
-    def prompt_ids(self, text: str) -> list[int]:
-        """Ids of `text` as the one user message, ready for a response."""
-        text = self.trim(self._harmless(text))
-        ids = self.encode(text.join(self._whole))
-        if [i for i in ids if i in self._control] == self._expected:
-            return ids
-        return self._head + self._plain(self._lead + text + self._tail_lead) + self._tail
-
-    def fit_prompt(self, text: str, max_tokens: int) -> tuple[list[int], int]:
-        """(`prompt_ids` without the text's first tokens beyond `max_tokens`, the number of tokens cut).
-
-        Raises UserError when the template alone is too long.
+        ChatML: newline, <|im_start|>, "user", newline.
         """
-        ids = self.prompt_ids(text)
-        if len(ids) <= max_tokens:
-            return ids, 0
-        head = self._head + self._plain(self._lead)
-        room = max_tokens - len(head) - len(self._tail)
-        if room <= 0:
-            raise UserError(
-                f"rollout.max_prompt_tokens = {max_tokens} leaves no room beside the {len(head) + len(self._tail)}"
-                f" tokens of the chat template of '{self.name}'"
-            )
-        content = self._plain(self.trim(self._harmless(text)) + self._tail_lead)
-        return head + content[-room:] + self._tail, max(0, len(content) - room)
+        self._never_decoded = (facts.turn_control | self.end_ids) - thinking_ids(self._backend)
+
+        self._frame = PromptFrame(facts, self._encoder)
+        self.reply_ids = self._encoder.plain_ids(self._frame.after_text) + self._frame.tail_ids
+        """From user text to the response.
+
+        ChatML: <|im_end|>, newline, <|im_start|>, "assistant", newline.
+        """
 
     def render(
         self, messages: list[Any], tools: list[Any] | None = None, *, ask: bool = True
     ) -> str:
-        """The template's text, with the model's turn begun if `ask`. Raises whatever the template
-        raises, and TemplateLimitError if it does not end or writes too much."""
-        variables = {"tokenize": False, "add_generation_prompt": ask, **self._options}
-        template = partial(
-            self._tokenizer.apply_chat_template, messages, tools=tools or None, **variables
-        )
-        text = str(within(TURN_S, template))
-        if len(text) > LONGEST:
-            raise TemplateLimitError(f"it writes more than {LONGEST:,} characters")
-        return text
+        """The template's text, see `ChatTemplate.render`."""
+        return self._template.render(messages, tools, ask=ask)
 
-    def _trials(self) -> list[tuple[str, list[dict[str, Any]]]]:
-        """Conversations without tools and with them, for `try_template`."""
-        user = {"role": "user", "content": MARK}
-        turns = [user, {"role": "assistant", "content": REPLY}] * 8
-        called = [user, Reply.of("", PROBE).message(), PROBE.answer(REPLY)]
-        trials = []
-        for tools, conversations in (
-            (None, ([user], [*turns, user])),
-            (TOOLS, ([user], called * 4)),
-        ):
-            common = {
-                **self._tokenizer.special_tokens_map,
-                **self._options,
-                "tools": tools,
-                "documents": None,
-            }
-            template = str(self._tokenizer.get_chat_template(tools=tools))
-            asked = [
-                common | {"messages": messages, "add_generation_prompt": True}
-                for messages in conversations
-            ]
-            trials.append((template, asked))
-        return trials
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, control tokens that it writes included."""
+        return self._encoder.encode(text)
+
+    # --- prompts
+    # ---------------------------------------------------------------------------------------------
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Ids of `text` as the one user message, ready for a response."""
+        encoder = self._encoder
+        frame = self._frame
+        text = self.trim(encoder.harmless(text))
+        ids = self.encode(self._facts.prefix + text + self._facts.suffix)
+        if encoder.controls(ids) == frame.controls:
+            return ids
+        spelt_out = encoder.plain_ids(frame.before_text + text + frame.after_text)
+        return frame.head_ids + spelt_out + frame.tail_ids
+
+    def fit_prompt(self, text: str, max_tokens: int) -> tuple[list[int], int]:
+        """(`prompt_ids` of at most `max_tokens` tokens, the number of tokens cut).
+
+        The text loses its first tokens. Raises UserError if the template alone is too long.
+        """
+        ids = self.prompt_ids(text)
+        if len(ids) <= max_tokens:
+            return ids, 0
+
+        encoder = self._encoder
+        frame = self._frame
+        head_ids = frame.head_ids + encoder.plain_ids(frame.before_text)
+        template_tokens = len(head_ids) + len(frame.tail_ids)
+        room = max_tokens - template_tokens
+        if room <= 0:
+            raise UserError(
+                f"rollout.max_prompt_tokens = {max_tokens} leaves no room "
+                f"beside the {template_tokens} tokens of the chat template of '{self.name}'"
+            )
+        text = self.trim(encoder.harmless(text))
+        text_ids = encoder.plain_ids(text + frame.after_text)
+        cut = max(0, len(text_ids) - room)
+        return head_ids + text_ids[-room:] + frame.tail_ids, cut
 
     def conversation_ids(self, messages: list[dict[str, Any]], tools: list[Any]) -> list[int]:
         """Ids of a whole conversation as the template renders it, ready for a response.
 
         Raises UserError for tools that the template does not show, EnvironmentFailure for messages
-        it does not take.
+        that it does not take.
         """
-        if tools and not self._shows_tools:
+        if tools and not self._facts.shows_tools:
             raise UserError(
-                f"the chat template of '{self.name}' has no tools: take a model whose template has (Qwen, Llama 3, "
-                "Mistral), or an environment without, such as --env.style paper where it has one"
+                f"the chat template of '{self.name}' has no tools: "
+                "take a model whose template has (Qwen, Llama 3, Mistral), "
+                "or an environment without, such as --env.style paper where it has one"
             )
-        marks = Marks(self._is_harmless)
+        marks = Marks(self._encoder.is_harmless)
         try:
-            rendered = self.render(
-                [marks.message(message) for message in messages], marks.rest(tools)
-            )
-            literals, texts, _ = marks.split(rendered, self._harmless)
+            marked = [marks.message(message) for message in messages]
+            rendered = self.render(marked, marks.rest(tools))
+            literals, texts, _ = marks.split(rendered, self._encoder.harmless)
         except Exception as error:
             raise self._refused(messages, error) from None
-        woven = list(zip(literals, [*texts, ""], strict=True))
-        ids, pieces, buffer = self.encode("".join(map("".join, woven))), list[int](), ""
-        for literal, text in woven:
-            if found := [match.span() for match in self._words.finditer(literal)]:
-                start, end = found[0][0], found[-1][1]
-                pieces += self._plain(buffer + literal[:start]) + self.encode(literal[start:end])
-                buffer, literal = "", literal[end:]
-            buffer += literal + text
-        pieces += self._plain(buffer)
-        return ids if self._controls(ids) == self._controls(pieces) else pieces
+
+        # As the tokenizer itself encodes it, unless a text becomes a control token that way.
+        ids = self.encode(_interleaved(literals, texts))
+        spelt_out = self._spell_out_texts(literals, texts)
+        if self._encoder.controls(ids) == self._encoder.controls(spelt_out):
+            return ids
+        return spelt_out
+
+    def _spell_out_texts(self, literals: list[str], texts: list[str]) -> list[int]:
+        """Ids of literals and the texts between them, where only literals have control tokens."""
+        ids: list[int] = []
+        ordinary = ""  # what follows the last control token of a literal
+        for literal, text in zip(literals, [*texts, ""], strict=True):
+            matches = list(self._encoder.control_pattern.finditer(literal))
+            if matches:
+                start = matches[0].start()
+                end = matches[-1].end()
+                ids += self._encoder.plain_ids(ordinary + literal[:start])
+                ids += self.encode(literal[start:end])
+                ordinary = literal[end:]
+            else:
+                ordinary += literal
+            ordinary += text
+        return ids + self._encoder.plain_ids(ordinary)
+
+    # --- what follows an answer
+    # ---------------------------------------------------------------------------------------------
 
     def added(
         self, answer: dict[str, Any], messages: list[dict[str, Any]]
     ) -> list[tuple[list[int], str]]:
-        """What follows the end of an `answer`: of each of `messages` (ids that come before its
-        text, the text as the template writes it), then (ids up to the next response, "").
+        """What the template writes after the end of an `answer` when `messages` follow it.
 
-        It is the template's own where it renders a user message, the answer and those; earlier ones
-        take no part, so that what it drops or merges there stays as the model had it. Raises
+        Returns for each message (ids that come before its text, the text as the template writes
+        it), then (ids up to the next response, "").
+
+        Example: a tool's result "12 mugs" in ChatML gives
+        [(ids of "\\n<|im_start|>user\\n<tool_response>\\n", "12 mugs"),
+         (ids of "\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n", "")].
+
+        Only a user message, the answer and those messages are rendered for this: earlier ones take
+        no part, so whatever the template drops or merges there stays as the model had it. Raises
         EnvironmentFailure for messages that the template does not take.
         """
         if [message["role"] for message in messages] == ["user"]:
             return [(self.separator_ids, messages[0]["content"]), (self.reply_ids, "")]
-        problem: Exception | None = None
-        plain = {"role": "assistant", "content": REPLY}
-        for said in (
-            answer | plain,
-            answer | {"content": ""},
-            plain,
-        ):  # not all take a text with calls, or many calls
-            marks = Marks(self._is_harmless)
-            asked = [{"role": "user", "content": MARK}, marks.rest(said)]
+
+        # Not every template takes a text beside calls, or several calls.
+        text_alone = {"role": "assistant", "content": REPLY}
+        with_text = answer | text_alone
+        without_text = answer | {"content": ""}
+        first_problem: Exception | None = None
+        for candidate in (with_text, without_text, text_alone):
             try:
-                rendered = self.render(
-                    asked + [marks.message(message, spaces=False) for message in messages]
-                )
-                literals, texts, numbers = marks.split(rendered, lambda text: text)
-                places = [-1, *sorted(map(numbers.index, marks.needed)), len(texts)]
-                pieces = [
-                    (
-                        self._each(literals[before + 1 : at + 1], texts[before + 1 : at]),
-                        [*texts, ""][at],
-                    )
-                    for before, at in pairwise(places)
-                ]
-                ends = [place for place, i in enumerate(pieces[0][0]) if i in self.end_ids]
-                if not ends:
-                    raise ValueError("it ends an answer with no token")
-                return [(pieces[0][0][ends[-1] + 1 :], pieces[0][1]), *pieces[1:]]
+                return self._added_to(candidate, messages)
             except Exception as error:
-                problem = problem or error
-        raise self._refused([answer, *messages], problem)
+                first_problem = first_problem or error
+        raise self._refused([answer, *messages], first_problem)
+
+    def _added_to(
+        self, answer: dict[str, Any], messages: list[dict[str, Any]]
+    ) -> list[tuple[list[int], str]]:
+        """`added` for an answer as it stands; raises whatever the template raises."""
+        marks = Marks(self._encoder.is_harmless)
+        conversation = [{"role": "user", "content": USER}, marks.rest(answer)]
+        for message in messages:
+            conversation.append(marks.message(message, spaces=False))
+        literals, texts, numbers = marks.split(self.render(conversation), lambda text: text)
+
+        positions = sorted(numbers.index(number) for number in marks.needed)
+        (ids_before_first, first_text), *others = self._cut_at_texts(literals, texts, positions)
+        after_end = _after_last(ids_before_first, self.end_ids)
+        if after_end is None:
+            raise ValueError("it ends an answer with no token")
+        return [(after_end, first_text), *others]
+
+    def _cut_at_texts(
+        self, literals: list[str], texts: list[str], positions: list[int]
+    ) -> list[tuple[list[int], str]]:
+        """Cut n + 1 literals and the n texts between them at the texts at `positions`.
+
+        Returns for each of those (ids of what stands before it, the text), then (ids of what
+        follows the last one, "").
+
+        Example: literals ["<tool>", ":", "<end>"], texts ["search", "12 mugs"] and positions [1]
+        give [(ids of "<tool>" "search" ":", "12 mugs"), (ids of "<end>", "")].
+        """
+        pieces: list[tuple[list[int], str]] = []
+        start = 0
+        for position in positions:
+            ids = self._ids_apart(literals[start : position + 1], texts[start:position])
+            pieces.append((ids, texts[position]))
+            start = position + 1
+        pieces.append((self._ids_apart(literals[start:], texts[start:]), ""))
+        return pieces
+
+    def _ids_apart(self, literals: list[str], texts: list[str]) -> list[int]:
+        """Ids of n + 1 literals and the n texts between them, each encoded on its own.
+
+        Only literals have control tokens.
+        """
+        first_literal, *other_literals = literals
+        ids = self.encode(first_literal)
+        for text, literal in zip(texts, other_literals, strict=True):
+            ids += self.observation_ids(text)
+            ids += self.encode(literal)
+        return ids
+
+    def missing_end(self, response_ids: Sequence[int]) -> list[int]:
+        """The end token for a response that has none.
+
+        Such a response was cut at rollout.max_response_tokens, or by a stop string. The token
+        stands before what follows the response, in the next prompt and in training, and is not part
+        of the response. Empty if the response has ended, or the model has no end token.
+        """
+        has_ended = len(response_ids) > 0 and response_ids[-1] in self.end_ids
+        return [] if has_ended else self._turn_end
+
+    # --- observations
+    # ---------------------------------------------------------------------------------------------
 
     def observation_ids(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Ids of raw text without any control token, the first `max_tokens` of them (world-model target)."""
-        return self._plain(self._harmless(text))[:max_tokens]
+        """The first `max_tokens` ids of raw text (a world-model target), none a control token."""
+        return self._encoder.plain_ids(self._encoder.harmless(text))[:max_tokens]
 
     def observation_spans(self, text: str, max_tokens: int) -> list[tuple[int, int]]:
         """The characters [start, end) of `text` that each of its `observation_ids` stands for."""
-        return [span for _, span in self._pieces(self._harmless(text))][:max_tokens]
+        tokens = self._encoder.plain_tokens(self._encoder.harmless(text))
+        return [span for _, span in tokens][:max_tokens]
+
+    # --- responses
+    # ---------------------------------------------------------------------------------------------
 
     def response_ids(self, text: str) -> list[int]:
-        """Ids of a demonstrated response after `opened`, the turn's end token included (what a
-        warm-up imitates); of a Reply with calls as the template writes them. Raises
-        EnvironmentFailure for calls that it does not take."""
-        if isinstance(text, Reply) and text.calls:
-            marks, user = Marks(self._is_harmless), {"role": "user", "content": MARK}
-            try:
-                told, asked = (
-                    self.render([user, marks.message(text.message())], ask=False),
-                    self.render([user]),
-                )
-                ids = self._each(*marks.split(told.removeprefix(asked), lambda text: text)[:2])
-            except Exception as error:
-                raise self._refused([user, text.message()], error) from None
-            return ids[
-                : next((place for place, i in enumerate(ids) if i in self.end_ids), len(ids)) + 1
-            ]
-        sampled = text.removeprefix(self.opened).removeprefix(self.opened.rstrip())
-        return self._plain(_encodable(sampled)) + self._turn_end
+        """Ids of a demonstrated response after `opened`, its end token included.
 
-    def missing_end(self, response_ids: Sequence[int]) -> list[int]:
-        """The end token for a response that has none: it was cut at rollout.max_response_tokens, or by a stop string.
-
-        It stands before what follows the response, in the next prompt and in training, and is no
-        part of the response. Empty if the response has ended, or the model has no end token.
+        This is what a warm-up imitates. A Reply with calls gets the ids of what the template
+        writes. Raises EnvironmentFailure for calls that it does not take.
         """
-        ended = len(response_ids) > 0 and response_ids[-1] in self.end_ids
-        return [] if ended else self._turn_end
+        if isinstance(text, Reply) and text.calls:
+            return self._reply_with_calls_ids(text)
+        sampled = text.removeprefix(self.opened).removeprefix(self.opened.rstrip())
+        return self._encoder.plain_ids(encodable(sampled)) + self._turn_end
+
+    def _reply_with_calls_ids(self, reply: Reply) -> list[int]:
+        marks = Marks(self._encoder.is_harmless)
+        user = {"role": "user", "content": USER}
+        try:
+            conversation = self.render([user, marks.message(reply.message())], ask=False)
+            prompt = self.render([user])
+            written = conversation.removeprefix(prompt)
+            literals, texts, _ = marks.split(written, lambda text: text)
+            ids = self._ids_apart(literals, texts)
+        except Exception as error:
+            raise self._refused([user, reply.message()], error) from None
+
+        for position, token in enumerate(ids):
+            if token in self.end_ids:
+                return ids[: position + 1]
+        return ids
 
     def decode(self, ids: Iterable[int], *, calls: bool = False) -> str:
-        """Text of sampled tokens, without the end token and any other control token (with `calls`
-        those stay: the call of a tool may begin with one)."""
-        unsaid = self.end_ids if calls else self._unsaid
-        return self._backend.decode([i for i in ids if i not in unsaid], skip_special_tokens=False)
+        """Text of sampled tokens, without the end token and any other control token.
+
+        With `calls` only the end token is left out: the call of a tool may begin with a control
+        token.
+        """
+        left_out = self.end_ids if calls else self._never_decoded
+        kept = [token for token in ids if token not in left_out]
+        return self._backend.decode(kept, skip_special_tokens=False)
 
     def reply(self, text: str, tools: list[Any], called: int = 0) -> Reply:
-        """An answer with the calls that the parser of the model's format finds, numbered from
-        `called` on. UserError where there is none."""
-        if self._read is None:
-            from paw.rollouts.calls import make_reader
+        """An answer with the calls that the parser of the model's format finds.
 
-            self._read = make_reader(self._tokenizer, self._tool_parser, self)
-        return self._read(text, tools, called)
+        They are numbered from `called` on. Raises UserError if there is no such parser.
+        """
+        if self._reader is None:
+            self._reader = make_reader(
+                self._tokenizer,
+                self._tool_parser,
+                written_call=self._written_call(),
+                model_name=self.name,
+            )
+        return self._reader(text, tools, called)
 
-    def _each(self, literals: list[str], texts: list[str]) -> list[int]:
-        """Ids of each piece on its own, control tokens in what the template wrote alone."""
-        pieces = zip(
-            map(self.encode, literals), [*map(self.observation_ids, texts), []], strict=True
-        )
-        return [i for literal, text in pieces for i in (*literal, *text)]
-
-    def _controls(self, ids: list[int]) -> list[int]:
-        return [i for i in ids if i in self._control]
-
-    def _is_harmless(self, text: str) -> bool:
-        return not self._controls(self.encode(text)) and self._harmless(text) == text
+    def _written_call(self) -> str:
+        """A call as the template writes it, after what opens an answer; "" if it takes no calls."""
+        user = {"role": "user", "content": "QxUser"}
+        call = Reply.of("", PROBE).message()
+        with suppress(Exception):  # a template raises what it likes
+            prompt = self.render([user], TOOLS)
+            with_call = self.render([user, call], TOOLS, ask=False)
+            written = with_call.rpartition("QxUser")[2]
+            if with_call.startswith(prompt):
+                written = with_call.removeprefix(prompt)
+            decoded = self.decode(self.encode(written), calls=True)
+            return decoded.rpartition(THINKING[1])[2]
+        return ""
 
     def _refused(
         self, messages: list[dict[str, Any]], error: Exception | None
@@ -376,73 +381,90 @@ class Chat:
             f"the chat template of '{self.name}' does not take {roles}: {clean(error, 200)}"
         )
 
-    def _with_tools(self) -> str:
-        """The template's text of a conversation with tools, as much of it as it takes; whether it shows them."""
-        user, texts = {"role": "user", "content": MARK}, []
-        for messages in ([user], [user, Reply.of("", PROBE).message(), PROBE.answer(REPLY)]):
-            with suppress(Exception):
-                texts.append(self.render(messages, TOOLS))
-        self._shows_tools = any(PROBE.name in text for text in texts[:1])
-        return "".join(texts)
 
-    def _harmless(self, text: str) -> str:
-        """`text` as a tokenizer takes it, no marker of a turn in it; of the same length."""
-        text, before = _encodable(text), ""
-        while text != before:  # a marker may appear where another one was
-            text, before = self._markers.sub(lambda found: " " + found[0][1:], text), text
-        return text
+class PromptFrame:
+    """What stands around the text of a one-message prompt, cut where control tokens end.
 
-    def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+    Up to `head_ids` and from `tail_ids` on it is encoded as it is. `before_text` and `after_text`
+    are ordinary words, which merge with the text beside them.
+    """
 
-    def _plain(self, text: str) -> list[int]:
-        return [i for i, _ in self._pieces(text)]
+    def __init__(self, facts: TemplateFacts, encoder: Encoder) -> None:
+        last_end = 0
+        for match in encoder.control_pattern.finditer(facts.prefix):
+            last_end = match.end()
+        first_start = len(facts.suffix)
+        first_match = encoder.control_pattern.search(facts.suffix)
+        if first_match:
+            first_start = first_match.start()
 
-    def _pieces(self, text: str) -> Iterator[tuple[int, tuple[int, int]]]:
-        """(id, characters it stands for) of `text`, every control token in it spelt out."""
-        start = 0
-        for piece in self._forged.split(text):
-            encoding = self._backend.encode(piece, add_special_tokens=False)
-            for i, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
-                if (
-                    i not in self._control
-                ):  # of one character, or met only after normalisation: it cannot be spelt out
-                    yield i, (start + first, start + last)
-            start += len(piece)
+        self.head_ids = encoder.encode(facts.prefix[:last_end])
+        self.before_text = facts.prefix[last_end:]
+        self.after_text = facts.suffix[:first_start]
+        self.tail_ids = encoder.encode(facts.suffix[first_start:])
+        self.controls = encoder.controls(self.head_ids + self.tail_ids)
+        """The control tokens of a prompt whose text has none."""
 
-    def _control_ids(self, tokenizer: Any, literals: str) -> frozenset[int]:
-        """Special tokens, and whatever added tokens the template builds turns from."""
-        added = tokenizer.added_tokens_decoder
-        control = {i for i, token in added.items() if token.special} | set(
-            tokenizer.all_special_ids
+
+def _check_options(tokenizer: Any, options: Mapping[str, Any], *, name: str) -> None:
+    """Raise UserError if the tokenizer has no chat template, or its template lacks an option."""
+    if not getattr(tokenizer, "chat_template", None):
+        fix = "use an instruct model, or add a chat_template.jinja to the model's folder"
+        raise UserError(f"the tokenizer of '{name}' has no chat template; {fix}")
+    template = str(tokenizer.chat_template)
+    for key, value in options.items():
+        if key == "enable_thinking" and value is False and "think" not in template.lower():
+            continue  # a model that does not think needs no option for that
+        if not re.search(rf"\b{re.escape(key)}\b", template):
+            fix = "leave it out, or --model.chat_template_kwargs '{}' where a recipe sets it"
+            raise UserError(
+                f"model.chat_template_kwargs: the template of '{name}' has no '{key}'; {fix}"
+            )
+
+
+def _own_backend(tokenizer: Any, *, name: str) -> Tokenizer:
+    """A copy of the tokenizer's back end, whose settings the tokenizer changes with every call.
+
+    Raises UserError if it has none.
+    """
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise UserError(
+            f"the tokenizer of '{name}' is not a fast one (no tokenizer.json); convert it first"
         )
-        control |= {i for i in self.encode(literals) if i in added}
-        if tokenizer.unk_token_id not in (
-            tokenizer.bos_token_id,
-            tokenizer.eos_token_id,
-            tokenizer.pad_token_id,
-        ):
-            control.discard(tokenizer.unk_token_id)  # what unknown words become: it opens no turn
-        return frozenset(control)
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
 
 
-def _any(words: Iterable[str]) -> re.Pattern[str]:
-    """Any of the words, the longest first; without words nothing."""
-    return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or r"(?!)")
+def _interleaved(literals: list[str], texts: list[str]) -> str:
+    """n + 1 literals with the n texts between them, as one text."""
+    joined = literals[0]
+    for text, literal in zip(texts, literals[1:], strict=True):
+        joined += text + literal
+    return joined
 
 
-def _forged(control: Iterable[str]) -> re.Pattern[str]:
-    """Where to cut text so that no piece holds a control token: after the first character of each.
-    (The tokenizer's `split_special_tokens` leaves those that were added without the special
-    flag.)"""
-    longer = sorted(word for word in control if len(word) > 1)
-    cuts = [
-        f"(?<={re.escape(first)})(?={'|'.join(re.escape(word[1:]) for word in words)})"
-        for first, words in groupby(longer, key=itemgetter(0))
-    ]
-    return re.compile("|".join(cuts) or r"(?!)")
+def _first(ids: Sequence[int], wanted: frozenset[int]) -> int | None:
+    """The first of `ids` that is one of the `wanted`."""
+    for token in ids:
+        if token in wanted:
+            return token
+    return None
 
 
-def _encodable(text: str) -> str:
-    """Lone surrogates, which no tokenizer takes, become question marks."""
-    return text.encode("utf-8", "replace").decode()
+def _after_first(ids: list[int], ends: frozenset[int]) -> list[int]:
+    """`ids` after the first of the `ends`; all of them if there is none."""
+    for position, token in enumerate(ids):
+        if token in ends:
+            return ids[position + 1 :]
+    return ids
+
+
+def _after_last(ids: list[int], ends: frozenset[int]) -> list[int] | None:
+    """`ids` after the last of the `ends`; None if there is none."""
+    for position in reversed(range(len(ids))):
+        if ids[position] in ends:
+            return ids[position + 1 :]
+    return None

@@ -1,6 +1,6 @@
-"""A worker process of env.processes: it makes environments and calls their methods, as the trainer tells it to.
+"""A worker process of env.processes: it makes environments and calls their methods for the trainer.
 
-The trainer's side, and what the two say to each other, is `paw.envs.process`. What an environment
+The trainer's side, and what the two send each other, is `paw.envs.process`. What an environment
 returns is checked here, as it is in the trainer without processes, and leaves as one JSON object a
 line.
 """
@@ -35,37 +35,42 @@ from paw.errors import (
 )
 from paw.keys import section_type
 from paw.lifeline import die_with_parent, end_tool_servers
-from paw.rollouts.guard import Guarded
+from paw.rollouts.guard import CheckedEnv
 from paw.state.signals import STOPS
 from paw.types import Outcome, Reply
 
 Fields = dict[str, Any]
-"""Of an `Answer`."""
+"""The fields of a `paw.envs.process.Answer`."""
 
 
 class Environments:
     """The environments of this process, by number."""
 
     def __init__(self, config: EnvConfig, send: Callable[[Fields], None]) -> None:
-        self._config, self._send = config, send
+        self._config = config
+        self._send = send
         self.factory = _make_factory(config)
-        self._made: dict[int, Guarded] = {}
+        self._by_number: dict[int, CheckedEnv] = {}
         self._threads = ThreadPoolExecutor(AT_ONCE)
         self._blocks = self.factory.may_block
+        """Whether calls may wait, so that many run at once, in threads."""
 
     def play(
         self, key: int, method: str, number: int, arguments: bytes, forgotten: list[int]
     ) -> None:
-        """Answer a call: here, one after the other, or of environments that block in threads, many at once."""
-        for gone in forgotten:
-            self._made.pop(gone, None)
+        """Answer a call: in a thread if environments block, otherwise here, one after the other.
+
+        The trainer does not use those `forgotten` any more.
+        """
+        for forgotten_number in forgotten:
+            self._by_number.pop(forgotten_number, None)
         if self._blocks:
             self._threads.submit(self._answer, key, method, number, arguments)
         else:
             self._answer(key, method, number, arguments)
 
     def close(self) -> None:
-        for environment in list(self._made.values()):
+        for environment in list(self._by_number.values()):
             with quietly():
                 environment.close()
 
@@ -77,44 +82,53 @@ class Environments:
         self._send({"key": key, **answer})
 
     def _call(self, method: str, number: int, pickled: bytes) -> Fields:
+        """Call a method of an environment, or make one; returns the fields of its result.
+
+        `pickled` are the arguments.
+        """
         try:
             arguments = ForkingPickler.loads(pickled)  # pyright: ignore[reportAttributeAccessIssue]
         except Exception as error:
             raise UserError(NOT_SENT.format(method=method, why=describe(error))) from None
         if method == "make":
-            environment = self.factory.make()
-            self._blocks = self._blocks or inspect.iscoroutinefunction(
-                getattr(environment, "step", None)
-            )
-            self._made[number] = Guarded(environment, self._config)
-            return {"blocks": self._blocks}
-        environment = self._made[number]
-        value = getattr(environment, method)(*arguments)
+            return self._make(number)
+
+        environment = self._by_number[number]
+        result = getattr(environment, method)(*arguments)
         match method:
             case "reset":
-                return {"text": value, "tools": environment.tools, "task": _task_of(environment)}
+                return {"text": result, "tools": environment.tools, "task": _task_of(environment)}
             case "step":
-                outcome = {field.name: getattr(value, field.name) for field in fields(Outcome)}
+                outcome = {field.name: getattr(result, field.name) for field in fields(Outcome)}
                 return {"outcome": outcome, "task": _task_of(environment)}
             case "context":
-                return {"text": value} if isinstance(value, str) else {"messages": value}
+                return {"text": result} if isinstance(result, str) else {"messages": result}
             case "admissible_actions":
-                return {"actions": value}
+                return {"actions": result}
             case "close":
                 return {}
             case _:
-                return {"spoken": _spoken(value)} if isinstance(value, Reply) else {"text": value}
+                return (
+                    {"spoken": _spoken(result)} if isinstance(result, Reply) else {"text": result}
+                )
+
+    def _make(self, number: int) -> Fields:
+        environment = self.factory.make()
+        is_async = inspect.iscoroutinefunction(getattr(environment, "step", None))
+        self._blocks = self._blocks or is_async
+        self._by_number[number] = CheckedEnv(environment, self._config)
+        return {"blocks": self._blocks}
 
 
 def _failure(error: BaseException) -> Fields:
     ends_run = isinstance(error, UserError)
-    found = {
+    failure = {
         "kind": type(error).__name__,
         "message": clean(error, LINE_CHARS if ends_run else 500),
         "ends_run": ends_run,
         "no_oracle": isinstance(error, NoOracleError),
     }
-    return {"failure": found}
+    return {"failure": failure}
 
 
 def _make_factory(config: EnvConfig) -> EnvFactory:
@@ -123,7 +137,8 @@ def _make_factory(config: EnvConfig) -> EnvFactory:
     return load_factory(None, config)
 
 
-def _task_of(environment: Guarded) -> str | None:
+def _task_of(environment: CheckedEnv) -> str | None:
+    """The task in words, if the environment has a member `task`."""
     with quietly():
         task = getattr(environment, "task", None)
         return str(task) if isinstance(task, str) else None
@@ -136,7 +151,10 @@ def _spoken(reply: Reply) -> Fields:
 
 
 def _encode(answer: Fields) -> bytes:
-    """Lone surrogates, which no reader of JSON takes, become question marks."""
+    """An answer as a line of JSON, or a failure if that cannot be.
+
+    Lone surrogates, which no reader of JSON takes, become question marks.
+    """
     try:
         line = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
         if len(line) > MAX_ANSWER_BYTES:
@@ -147,24 +165,26 @@ def _encode(answer: Fields) -> bytes:
 
 
 def main(descriptor: int, trainer: int) -> NoReturn:
+    """Answer the calls on the connection `descriptor`, until the trainer closes it or ends."""
     die_with_parent(trainer)
     os.set_inheritable(descriptor, False)
-    # Of a terminal or a launcher: they are the trainer's, which saves first. What is started here
-    # has the usual ones.
+    # A terminal or a launcher sends signals here too: they are meant for the trainer, which saves
+    # first. Programs that are started here handle them as usual.
     for number in STOPS:
         signal.signal(number, lambda *_: None)
-    os.register_at_fork(after_in_child=_usual_signals)
+    os.register_at_fork(after_in_child=_restore_signals)
     requests = Connection(descriptor)
-    answering = threading.Lock()
+    sending = threading.Lock()
 
     def send(answer: Fields) -> None:
         line = _encode(answer)
-        with answering:
+        with sending:
             while line:
-                line = line[os.write(descriptor, line) :]
+                written = os.write(descriptor, line)
+                line = line[written:]
 
     environments = None
-    with suppress(EOFError, OSError):  # the trainer has ended, or needs this no more
+    with suppress(EOFError, OSError):  # the trainer has ended, or does not need this any more
         environments = _start(requests.recv(), send)
         while environments:
             environments.play(*requests.recv())
@@ -179,7 +199,10 @@ def main(descriptor: int, trainer: int) -> NoReturn:
 
 
 def _start(section: str, send: Callable[[Fields], None]) -> Environments | None:
-    """The environments of a section [env] as JSON; None if they cannot be had, which the trainer is told."""
+    """The environments of a section [env] as JSON.
+
+    None if they cannot be made, which is sent to the trainer.
+    """
     try:
         kind = section_type(EnvConfig, json.loads(section)["name"])
         config = cast(EnvConfig, kind.model_validate_json(section))
@@ -191,11 +214,10 @@ def _start(section: str, send: Callable[[Fields], None]) -> Environments | None:
     return environments
 
 
-def _usual_signals() -> None:
+def _restore_signals() -> None:
     for number in STOPS:
-        signal.signal(
-            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        )
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, default)
 
 
 if __name__ == "__main__":

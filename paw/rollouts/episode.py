@@ -1,4 +1,4 @@
-"""One episode: an agent, which is a coroutine like `plain` below, between an environment and a model.
+"""One episode: an agent, a coroutine like `plain` below, between an environment and a model.
 
 Every `generate` becomes a Turn with the engine's own token ids and log-probs, and `step` gives that
 turn its outcome, so every agent can be trained.
@@ -8,90 +8,32 @@ import asyncio
 import hashlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paw import plugins
 from paw.config import Config, EnvConfig
 from paw.envs.threads import Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_code, quietly
-from paw.rollouts.chat import Context, shown
-from paw.rollouts.engines.base import Completion
-from paw.rollouts.further import Ends, add_result, further
-from paw.rollouts.guard import Guarded
+from paw.rollouts.base import RolloutStats
+from paw.rollouts.chat import Context, context_text
+from paw.rollouts.guard import CheckedEnv
+from paw.rollouts.stops import text_before
 from paw.rollouts.turns import checked_stop
-from paw.types import Group, Outcome, Reply, Trajectory, Turn
-
-if TYPE_CHECKING:
-    from paw.rollouts.scheduler import Rollouts
+from paw.types import Outcome, Reply, Trajectory, Turn
 
 PLAYS = {"search-r1": "search", "zerosearch": "search"}
 """Agents that answer questions, with the environment that asks them."""
 CALLS_PER_TURN = 100
-"""Calls of the model for each of env.max_turns, beyond which an agent counts as one that never ends."""
+"""Calls of the model for each of env.max_turns; an agent that makes more counts as endless."""
 LATE_S = 0.02
-"""Seconds.
+"""Seconds that a timer may be late.
 
-A timer later than this was held up by a batch of the engine or another agent; the wait begins anew.
+A later one was held up by a batch of the engine or another agent: the wait begins anew.
 """
-HEALTH = ("groups_dropped", "prompts_truncated", "texts_cut", "threads_lost")
-"""Counts that are always reported, under health/."""
-
-
-@dataclass
-class RolloutStats:
-    """Counts of what happened in one episode, or in many together."""
-
-    groups_dropped: int = 0
-    prompts_truncated: int = 0
-    texts_cut: int = 0
-    """Texts of environments longer than env.max_text."""
-    threads_lost: int = 0
-    """Calls of environments given up after env.step_timeout_s, each with its thread."""
-    context_full: int = 0
-    """Episodes that ended because no further prompt fits."""
-    processes_lost: int = 0
-    """Processes of environments that died or hung (env.processes)."""
-    prompt_tokens: int = 0
-    response_tokens: int = 0
-    """As sampled or billed, including what a stop string cut off."""
-    cached_tokens: int = 0
-    """Of the prompt tokens, those that the engine had in its cache."""
-    failed: list[Trajectory] = field(default_factory=list)
-    """Episodes whose environment or agent failed. They are in no group."""
-    uniform: list[Group] = field(default_factory=list)
-    """Groups whose returns are all equal, if others took their place."""
-
-    @property
-    def failures(self) -> list[str]:
-        return [f"{trajectory.task.id}: {trajectory.failure}" for trajectory in self.failed]
-
-    @classmethod
-    def sum(cls, parts: Iterable["RolloutStats"]) -> "RolloutStats":
-        total = cls()
-        for part in parts:
-            for name, value in vars(part).items():
-                setattr(total, name, getattr(total, name) + value)
-        return total
-
-    def metrics(self) -> dict[str, float]:
-        metrics: dict[str, float] = {"health/env_failures": len(self.failed)}
-        for name in HEALTH:
-            metrics[f"health/{name}"] = getattr(self, name)
-        if self.cached_tokens:
-            metrics["perf/cached_frac"] = self.cached_tokens / self.prompt_tokens
-        if self.uniform:
-            metrics["health/groups_refilled"] = len(self.uniform)
-        if self.processes_lost:
-            metrics["health/processes_lost"] = self.processes_lost
-        return metrics
-
-
-Played = tuple[list[Group], RolloutStats]
-"""What a play of tasks results in."""
 
 
 @dataclass
@@ -109,7 +51,7 @@ class Episode:
     outcome: Outcome | None = None
     """The outcome of the last step of this trial."""
     trials: int = 0
-    """Times that the agent has begun the task."""
+    """How often the agent has started the task."""
     steps: list[tuple[int, str, Outcome]] = field(default_factory=list)
     """(trial, response, outcome)."""
     notes: list[str] = field(default_factory=list)
@@ -120,9 +62,10 @@ class Episode:
 
 
 class Patience:
-    """Limits how long an agent waits for anything but the model and the environment, which have limits of their own.
+    """Limits how long an agent waits for anything but the model and the environment.
 
-    Only an agent that awaits can be ended: one that blocks, blocks the loop.
+    Those have limits of their own. Only an agent that awaits can be ended: one that blocks, blocks
+    the loop.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -191,7 +134,7 @@ class EnvHandle:
     """
 
     def __init__(
-        self, guarded: Guarded, threads: Threads, episode: Episode, config: EnvConfig
+        self, environment: CheckedEnv, threads: Threads, episode: Episode, config: EnvConfig
     ) -> None:
         self.episode = episode
         self.config = config
@@ -201,20 +144,20 @@ class EnvHandle:
         self.anchor = ""
         """The last observation as GiGPO compares it."""
         self.patience = Patience(config.step_timeout_s)
-        self._guarded = guarded
+        self._environment = environment
         self._threads = threads
         self._context: Context = ""
 
     @property
     def instruction(self) -> str:
-        """The task in words, if the environment has a member `task`; otherwise the last observation."""
-        text = getattr(self._guarded, "task", None)
+        """The environment's member `task`, which is the task in words, or the last observation."""
+        text = getattr(self._environment, "task", None)
         return text if isinstance(text, str) else self.observation
 
     @property
     def tools(self) -> list[dict[str, Any]]:
         """What the environment offers in this episode, as OpenAI function schemas."""
-        return self._guarded.tools
+        return self._environment.tools
 
     @property
     def done(self) -> bool:
@@ -228,7 +171,9 @@ class EnvHandle:
         """Begin a trial of the task; returns the first observation."""
         self.episode.trials += 1
         self.episode.outcome = None
-        self.observation = await self._call(self._guarded.reset, self.task, updates_context=True)
+        self.observation = await self._call(
+            self._environment.reset, self.task, updates_context=True
+        )
         return self.observation
 
     def context(self) -> Context:
@@ -236,7 +181,7 @@ class EnvHandle:
         return self._context
 
     async def step(self, response: str) -> Outcome:
-        """Play the action that the environment reads from `response`, the answer in the model's last turn.
+        """Play the action that the environment reads from `response`, the model's last answer.
 
         The rewards of steps that the model was not asked about are added to that turn.
         """
@@ -247,7 +192,7 @@ class EnvHandle:
         if isinstance(response, Response):
             response = str(response) if response.reply is None else response.reply
 
-        outcome = await self._call(self._guarded.step, response, updates_context=True)
+        outcome = await self._call(self._environment.step, response, updates_context=True)
         self.observation = outcome.observation
         episode.outcome = outcome
         if turns:
@@ -260,19 +205,19 @@ class EnvHandle:
 
     async def admissible_actions(self) -> list[str]:
         """Bare actions that have an effect now; [] if any text may be an action."""
-        return await self._call(self._guarded.admissible_actions)
+        return await self._call(self._environment.admissible_actions)
 
     async def format_action(self, action: str) -> str:
         """A well-formed response that plays the bare `action`."""
-        return await self._call(self._guarded.format_action, action)
+        return await self._call(self._environment.format_action, action)
 
     async def _call(
         self, method: Callable[..., Any], *args: Any, updates_context: bool = False
     ) -> Any:
-        """Call a method in a thread and with a deadline; then, if asked to, get what the model is to see next.
+        """Call a method of the environment in a thread, with a deadline.
 
-        Raises EnvironmentFailure if it fails, and closes the environment if it is the method that
-        raises.
+        With `updates_context`, then get what the model is to see next. Raises EnvironmentFailure if
+        that fails. An environment that raised is closed.
         """
 
         def call() -> Any:
@@ -283,7 +228,7 @@ class EnvHandle:
                 return result
             except BaseException:
                 with quietly():  # it is broken already
-                    self._guarded.close()
+                    self._environment.close()
                 raise
 
         trajectory = self.episode.trajectory
@@ -297,13 +242,13 @@ class EnvHandle:
             raise EnvironmentFailure(trajectory.failure) from None
 
     def _update_context(self, result: object) -> None:
-        """Get what the model is to see after reset() or step() returned `result`: nothing after the end."""
+        """Get what the model is to see after reset() or step(); nothing after the end."""
         if isinstance(result, Outcome) and result.done:
             self._context = ""
             self.anchor = ""
             return
-        context = self._guarded.context()
-        anchor = self._guarded.anchor()
+        context = self._environment.context()
+        anchor = self._environment.anchor()
         self._context = context
         self.anchor = anchor
 
@@ -323,6 +268,25 @@ class Response(str):
     """
     reply: Reply | None
     """The response with its calls, if the environment has tools."""
+
+    @classmethod
+    def of(
+        cls,
+        text: str,
+        *,
+        turn: Turn,
+        stop: str,
+        message: Context,
+        answer: str,
+        reply: Reply | None,
+    ) -> "Response":
+        response = cls(text)
+        response.turn = turn
+        response.stop = stop
+        response.message = message
+        response.answer = answer
+        response.reply = reply
+        return response
 
 
 Earlier = Response | None
@@ -349,38 +313,47 @@ class Model(ABC):
         prompt_ids + response_ids of the turn before + the ids of what was put there. Raises
         ContextFull beyond rollout.max_prompt_tokens.
         """
-        episode = self.episode
-        turns = episode.trajectory.turns
+        stop = checked_stop(stop)
+        turns = self.episode.trajectory.turns
         if len(turns) == CALLS_PER_TURN * self.config.env.max_turns:
             raise RuntimeError(f"the agent does not end: {len(turns)} calls of the model")
-        seed = derive_seed(
-            episode.seed, episode.stream, episode.index, episode.trajectory.member, len(turns)
-        )
-        stop = checked_stop(stop)
 
         message, answer_so_far = asked(context, continues)
-        turn = Turn(
+        turn = self._new_turn(context_text(message) + answer_so_far)
+        with self.env.patience.pause():
+            stop_string = await self._answer(turn, context, continues, stop, self._next_seed())
+        turns.append(turn)
+
+        return Response.of(
+            text_before(turn.response, stop_string),
+            turn=turn,
+            stop=stop_string,
+            message=message,
+            answer=answer_so_far + turn.response,
+            reply=self.reply,
+        )
+
+    def _next_seed(self) -> int:
+        """The seed of the next call, by the coordinates of its draw."""
+        episode = self.episode
+        trajectory = episode.trajectory
+        return derive_seed(
+            episode.seed, episode.stream, episode.index, trajectory.member, len(trajectory.turns)
+        )
+
+    def _new_turn(self, prompt: str) -> Turn:
+        """A turn that `_answer` is to fill."""
+        return Turn(
             prompt_ids=[],
             response_ids=[],
             sampled_logp=[],
             entropy=None,
-            prompt=shown(message) + answer_so_far,
+            prompt=prompt,
             response="",
             outcome=Outcome("", reward=self._unclaimed_reward(), done=False, won=False),
             anchor=self.env.anchor,
             version=0,
         )
-        with self.env.patience.pause():
-            stop_string = await self._answer(turn, context, continues, stop, seed)
-        turns.append(turn)
-
-        response = Response(_before(turn.response, stop_string))
-        response.turn = turn
-        response.stop = stop_string
-        response.message = message
-        response.answer = answer_so_far + turn.response
-        response.reply = self.reply
-        return response
 
     def _unclaimed_reward(self) -> float:
         """The rewards of steps before the first turn, which gets them; 0 for later turns."""
@@ -402,83 +375,11 @@ class Model(ABC):
         """
 
 
-class EngineModel(Model):
-    """The model in the engine of `player`, for one episode."""
-
-    def __init__(self, env: EnvHandle, player: "Rollouts") -> None:
-        super().__init__(env, player.config)
-        self.player = player
-        self.messages: list[dict[str, Any]] = []
-        """Of the last conversation, without the model's answer; [] if the last context was a text."""
-        self.call_count = 0
-        """Calls of tools so far."""
-
-    async def _answer(
-        self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int
-    ) -> str:
-        chat = self.player.chat
-        turn.prompt_ids, opened = self._prompt(context, continues)
-        ends = Ends(chat, stop) if stop else None
-        completion = await self.player.sample(self.episode, turn.prompt_ids, seed, ends)
-
-        stats = self.episode.stats
-        stats.prompt_tokens += len(turn.prompt_ids)
-        stats.response_tokens += len(completion.token_ids)
-        stats.cached_tokens += completion.cached_tokens
-
-        length = len(completion.token_ids)
-        stop_string = ""
-        if ends:
-            length, stop_string = ends.first(completion.token_ids)
-        self._fill_tokens(turn, completion, length)
-
-        tools = self.env.tools
-        turn.response = opened + chat.decode(turn.response_ids, calls=bool(tools))
-        if tools:
-            self.reply = chat.reply(_before(turn.response, stop_string), tools, self.call_count)
-            self.call_count += len(self.reply.calls)
-        self.messages = [] if isinstance(context, str) else context
-        return stop_string
-
-    def _prompt(self, context: Context, continues: Earlier) -> tuple[list[int], str]:
-        """(prompt ids, how the template opens the answer)."""
-        chat = self.player.chat
-        if continues is not None or not isinstance(context, str) or self.env.tools:
-            return further(self, context, continues)
-        ids, cut = chat.fit_prompt(context, self.config.rollout.max_prompt_tokens)
-        if cut > 0:
-            self.episode.stats.prompts_truncated += 1
-        return ids, chat.opened
-
-    def _fill_tokens(self, turn: Turn, completion: Completion, length: int) -> None:
-        """Put the first `length` tokens of a completion into the turn, with what is known of each."""
-        chat = self.player.chat
-        turn.response_ids = completion.token_ids[:length]
-        turn.sampled_logp = completion.logp[:length]
-        turn.entropy = completion.entropy and completion.entropy[:length]
-        turn.server = completion.server
-
-        missing_end = chat.missing_end(turn.response_ids)
-        if missing_end:
-            turn.separator_ids = missing_end + chat.separator_ids
-
-        versions = completion.versions and completion.versions[:length]
-        turn.version = min(versions) if versions else self.player.engine.version
-        turn.versions = versions if versions and len(set(versions)) > 1 else None
-
-    def ended(self) -> None:
-        if self.reply is None:
-            return
-        if self.reply.calls or self.reply.problem:
-            last_turn = self.episode.trajectory.turns[-1]
-            add_result(self.player.chat, last_turn, self.reply, self.config.wm.max_tokens)
-
-
 Agent = Callable[[EnvHandle, Model], Awaitable[None]]
 
 
 async def plain(env: EnvHandle, model: Model) -> None:
-    """The agent of the paper: each turn gives the environment's context to the model, and the response back to it."""
+    """The agent of the paper: the model answers each context, the environment each response."""
     await env.reset()
     while not env.done:
         response = await model.generate(env.context())
@@ -494,7 +395,8 @@ def find_agent(config: Config) -> Agent:
     env_name = config.env.name
     if name in PLAYS and PLAYS[name] != env_name:
         raise UserError(
-            f"agent.type = '{name}' answers questions: it plays env.name = '{PLAYS[name]}', not '{env_name}'"
+            f"agent.type = '{name}' answers questions: "
+            f"it plays env.name = '{PLAYS[name]}', not '{env_name}'"
         )
     agent = plugins.load("agents", name)
     with others_code(f"agent.type = '{name}'"):
@@ -502,7 +404,10 @@ def find_agent(config: Config) -> Agent:
 
 
 def bind(plugin: Any, section: Any) -> Any:
-    """A plug-in with its settings: a class is made with the section, a function gets its keyword-only parameters."""
+    """A plug-in with its settings from `section`.
+
+    A class is made with the section, a function gets its keyword-only parameters.
+    """
     if isinstance(plugin, type):
         return plugins.make(plugin, section)
     settings: dict[str, Any] = {}
@@ -522,9 +427,4 @@ def asked(context: Context, continues: Earlier) -> tuple[Context, str]:
     """(the message to answer, the answer so far)."""
     if continues is None:
         return context, ""
-    return continues.message, continues.answer + shown(context)
-
-
-def _before(text: str, stop_string: str) -> str:
-    """The text before the stop string that ended it; all of it without one."""
-    return text.partition(stop_string)[0] if stop_string else text
+    return continues.message, continues.answer + context_text(context)

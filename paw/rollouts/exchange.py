@@ -1,10 +1,13 @@
-"""Every rank gets the episodes that each rank has played: numbers of tokens as arrays, texts and outcomes as JSON."""
+"""Every rank gets the episodes that each rank has played.
+
+Token ids and log-probs travel as arrays, texts and outcomes as JSON.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paw.rollouts.episode import Played
+from paw.rollouts.base import RolloutResult
 from paw.types import Task, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -12,41 +15,42 @@ if TYPE_CHECKING:
 
 
 def exchange(
-    own: Played,
+    own: RolloutResult,
     tasks: Sequence[Task],
     ranks: "Ranks",
     encode: Callable[[str], list[int]] | None = None,
-) -> list[Played]:
-    """The episodes of `tasks` that each rank has played, in the order of ranks. A call of all ranks.
+) -> list[RolloutResult]:
+    """The episodes of `tasks` that each rank has played, in the order of ranks.
 
-    `own` is taken apart. Log-probs and entropies travel as float32, which is what engines give.
-    With `encode`, each rank encodes the observations of the episodes it has played.
+    A call of all ranks. `own` is taken apart. Log-probs and entropies travel as float32, which is
+    what engines give. With `encode`, each rank encodes the observations of the episodes it has
+    played.
     """
     ids, values = _take_numbers(own, encode)
-    set_tasks(
-        own, {task.id: replace(task, payload=None) for task in tasks}
-    )  # every rank has the payloads
+    # Without payloads, which every rank has.
+    set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})
 
-    gathered = ranks.gather(own, Played)
+    gathered = ranks.gather(own, RolloutResult)
     gathered_ids = ranks.gather_rows(ids, int)
     gathered_values = ranks.gather_rows(values, float)
 
-    for played, rank_ids, rank_values in zip(gathered, gathered_ids, gathered_values, strict=True):
-        _restore_numbers(played, iter(rank_ids), iter(rank_values), encoded=encode is not None)
-        set_tasks(played, {task.id: task for task in tasks})
+    tasks_by_id = {task.id: task for task in tasks}
+    for result, rank_ids, rank_values in zip(gathered, gathered_ids, gathered_values, strict=True):
+        _restore_numbers(result, iter(rank_ids), iter(rank_values), encoded=encode is not None)
+        set_tasks(result, tasks_by_id)
     return gathered
 
 
 def _take_numbers(
-    played: Played, encode: Callable[[str], list[int]] | None
+    result: RolloutResult, encode: Callable[[str], list[int]] | None
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """(four rows of ids, two rows of values) for each turn, in the order `_restore_numbers` reads them.
+    """Take the numbers out of the turns: (four rows of ids, two rows of values) for each of them.
 
-    The turns lose them.
+    They are in the order in which `_restore_numbers` reads them.
     """
     ids: list[list[int]] = []
     values: list[list[float]] = []
-    for turn in turns_of(played):
+    for turn in turns_of(result):
         observation_ids: list[int] = []
         if encode:
             observation_ids = turn.observation_ids or encode(turn.observation)
@@ -63,10 +67,13 @@ def _take_numbers(
 
 
 def _restore_numbers(
-    played: Played, ids: Iterator[list[int]], values: Iterator[list[float]], *, encoded: bool
+    result: RolloutResult, ids: Iterator[list[int]], values: Iterator[list[float]], *, encoded: bool
 ) -> None:
-    """Give the turns the rows that `_take_numbers` took from them; `encoded` says whether observations were encoded."""
-    for turn in turns_of(played):
+    """Give the turns the rows that `_take_numbers` took.
+
+    `encoded` says whether observations were encoded.
+    """
+    for turn in turns_of(result):
         turn.prompt_ids = next(ids)
         turn.response_ids = next(ids)
         turn.versions = next(ids) or None
@@ -76,24 +83,27 @@ def _restore_numbers(
         turn.entropy = next(values) or None
 
 
-def _trajectories(played: Played) -> list[Trajectory]:
+def _trajectories(result: RolloutResult) -> list[Trajectory]:
     """All episodes: those of groups, then those that failed."""
-    groups, stats = played
+    groups, stats = result
     trajectories: list[Trajectory] = []
     for group in groups:
         trajectories += group.trajectories
     return trajectories + stats.failed
 
 
-def turns_of(played: Played) -> list[Turn]:
+def turns_of(result: RolloutResult) -> list[Turn]:
     """The turns of all episodes, failed ones included."""
-    return [turn for trajectory in _trajectories(played) for turn in trajectory.turns]
+    turns: list[Turn] = []
+    for trajectory in _trajectories(result):
+        turns += trajectory.turns
+    return turns
 
 
-def set_tasks(played: Played, by_id: dict[str, Task]) -> None:
-    """Replace the task of every group and episode by the one that `by_id` has for its id."""
-    groups, _ = played
+def set_tasks(result: RolloutResult, by_id: dict[str, Task]) -> None:
+    """Replace the task of every group and episode by the one that `by_id` has under its id."""
+    groups, _ = result
     for group in groups:
         group.task = by_id[group.task.id]
-    for trajectory in _trajectories(played):
+    for trajectory in _trajectories(result):
         trajectory.task = by_id[trajectory.task.id]

@@ -1,7 +1,7 @@
 """Checks what an environment returns before anyone uses it, and bounds the length of an episode.
 
-Whatever an environment raises, returns or fails to return costs its own episode only.
-`paw.errors.OURS` lists what is raised further.
+Whatever an environment raises, returns or fails to return costs its own episode only, except for
+the errors in `paw.errors.OURS`.
 """
 
 import asyncio
@@ -22,14 +22,17 @@ from paw.types import Outcome, Reply, Task
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_REWARD = 1e6
-"""Largest absolute reward of a step: sums of squares over a whole update stay far from float32's largest number."""
+"""Largest absolute reward of a step.
+
+Sums of squares over a whole update stay far below float32's largest number.
+"""
 
 
 def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Threads:
-    """The threads in which environments of a factory run: up to `count` at once if they may block, otherwise one.
+    """The threads in which environments of a factory run: `count` at most if they may block.
 
-    Environments of this project have time limits of their own, and those that never wait stay in
-    the caller's thread.
+    Otherwise one. Environments of this project have time limits of their own, and those that never
+    wait stay in the caller's thread.
     """
     if not factory.may_block:
         count = 1
@@ -38,12 +41,12 @@ def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Thre
     return Threads(count if count > 1 else 0)
 
 
-class Guarded:
-    """An Env whose results are checked. Its methods may be sync or async; optional ones have a default.
+class CheckedEnv:
+    """An Env whose results are checked; its methods may be sync or async.
 
-    Raises EnvironmentFailure for a result that is not allowed. Texts are cut to env.max_text, at
-    the end that the tokenizer would cut, and lone surrogates become question marks. Turn
-    env.max_turns is the last. All other members are the environment's.
+    Optional methods have a default. Raises EnvironmentFailure for a result that is not allowed.
+    Texts are cut to env.max_text, at the end that the tokenizer would cut, and lone surrogates
+    become question marks. Turn env.max_turns is the last. All other members are the environment's.
     """
 
     def __init__(self, environment: Any, config: EnvConfig) -> None:
@@ -88,10 +91,7 @@ class Guarded:
         return self._text("anchor()", self._call("anchor", default=self._last))
 
     def step(self, response: str) -> Outcome:
-        """Step the environment.
-
-        One with tools gets a Reply, whose calls are checked against them.
-        """
+        """Step the environment. If it has tools, it gets a Reply with its calls checked."""
         if self.tools:
             response = checked_reply(response, self.tools)
         outcome = self._call("step", response)
@@ -131,7 +131,7 @@ class Guarded:
         return [self._text("admissible_actions()", action) for action in actions]
 
     def format_action(self, action: str) -> str:
-        """A well-formed response that plays `action`: the action itself, unless the Env says otherwise."""
+        """A well-formed response that plays `action`; the action itself if the Env does not say."""
         return self._answer("format_action()", self._call("format_action", action, default=action))
 
     def close(self) -> None:
@@ -144,18 +144,20 @@ class Guarded:
         return getattr(self._environment, name)
 
     def _call(self, name: str, *args: Any, default: Any = None) -> Any:
-        """What the environment's method returns, awaited if it is async; `default` if there is no such method."""
+        """The result of the environment's method, awaited if async; `default` if it has none."""
         method = getattr(self._environment, name, None)
         result = method(*args) if method else default
-        if inspect.isawaitable(
-            result
-        ):  # on a loop of its own, so that one that blocks costs its own episode
+        if inspect.isawaitable(result):
+            # On a loop of its own: a method that blocks costs its own episode only.
             self._loop = self._loop or asyncio.new_event_loop()
             return self._loop.run_until_complete(result)
         return result
 
     def _text(self, what: str, value: object, *, tail: bool = False) -> str:
-        """`value` if it is a text, encodable and cut to env.max_text: to its end with `tail`, else to its beginning."""
+        """`value` if it is a text, made encodable and cut to env.max_text.
+
+        With `tail` its end is kept, otherwise its beginning.
+        """
         if not isinstance(value, str):
             self._refuse(what, value, "text")
         limit = self._config.max_text
@@ -168,7 +170,7 @@ class Guarded:
         return value if isinstance(value, Reply) else self._text(what, value)
 
     def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Message number `index` of a context, checked, with the keys that a chat template knows."""
+        """Message number `index` of a context, checked; it keeps the keys that a template knows."""
         what = f"context()[{index}]"
         role = message.get("role")
         if role not in ROLES:
@@ -188,7 +190,7 @@ class Guarded:
         return checked
 
     def _tool_call(self, what: str, role: Any, call: Any) -> dict[str, Any]:
-        """A call in the message `what`, checked; its arguments as an object, from an object or a JSON text."""
+        """A call in the message `what`, checked; arguments in a JSON text become an object."""
         function = call.get("function") if isinstance(call, Mapping) else None
         name = None
         arguments = None
@@ -196,7 +198,10 @@ class Guarded:
             name = function.get("name")
             arguments = _json_value(function.get("arguments"))
         if role != "assistant" or not isinstance(name, str) or not isinstance(arguments, dict):
-            wanted = 'those of an assistant, each {"id", "function": {"name", "arguments": a JSON object}}'
+            wanted = (
+                "those of an assistant, each "
+                '{"id", "function": {"name", "arguments": a JSON object}}'
+            )
             self._refuse(f"tool_calls of {what}", call, wanted)
         return {
             "id": self._text(f"{what}: a call's id", call.get("id") or ""),
@@ -213,10 +218,10 @@ class Guarded:
         raise EnvironmentFailure(f"{self._name}: {what} is {shown(value)}; it must be {wanted}")
 
 
-class TimedGuard(Guarded):
-    """An environment of a factory. If it is not one of this project's, a thread makes its calls, each with a deadline.
+class TimedGuard(CheckedEnv):
+    """A new environment of a factory, whose calls end at a deadline, env.step_timeout_s.
 
-    The deadline is env.step_timeout_s.
+    A thread makes them, unless the environment is one of this project's.
     """
 
     def __init__(self, factory: EnvFactory, config: EnvConfig) -> None:
@@ -224,7 +229,7 @@ class TimedGuard(Guarded):
         super().__init__(self._threads.call(factory.make), config)
 
     def close(self) -> None:
-        """Close the environment, unless one of its calls hangs: that one is not waited for again."""
+        """Close the environment, unless one of its calls hangs: closing it would wait for that."""
         try:
             if not self._threads.given_up:
                 super().close()
@@ -237,7 +242,8 @@ class TimedGuard(Guarded):
 
 def number(what: str, value: Any, least: float, most: float) -> float:
     """`value` as a float. Raises EnvironmentFailure if it is not a number of that range."""
-    if not isinstance(value, numbers.Real) or not least <= value <= most:  # pyright: ignore[reportOperatorIssue]
+    is_number = isinstance(value, numbers.Real)
+    if not is_number or not least <= value <= most:  # pyright: ignore[reportOperatorIssue]
         raise EnvironmentFailure(
             f"{what} is {shown(value)}; it must be a number from {least:g} to {most:g}"
         )
@@ -245,7 +251,7 @@ def number(what: str, value: Any, least: float, most: float) -> float:
 
 
 def _json_value(value: Any) -> Any:
-    """`value` as JSON has it, read if it is a text; None if it is no JSON."""
+    """`value` as JSON has it, parsed if it is a text; None if it is not JSON."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
         return json.loads(text)

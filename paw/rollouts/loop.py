@@ -1,8 +1,9 @@
-"""The event loop that episodes share: an agent ends what is its own, not the loop or another's episode.
+"""The event loop that episodes share.
 
-Code of an agent runs in a context that names its episode; callbacks and tasks that it makes inherit
-it. If such code stops the loop, or cancels what belongs to the scheduler or to another episode,
-nothing happens but that its own episode has failed.
+An agent may end its own tasks, but not the loop or another episode. Code of an agent runs in a
+context that names its episode; callbacks and tasks that it makes inherit it. If such code stops the
+loop, or cancels a task of the scheduler or of another episode, its own episode fails and nothing
+else happens.
 """
 
 import asyncio
@@ -17,15 +18,19 @@ _acting: "ContextVar[tuple[EpisodeLoop, Trajectory] | None]" = ContextVar("_acti
 
 
 class EpisodeLoop(asyncio.SelectorEventLoop):
+    """Runs the scheduler's tasks and those of agents, and knows whose code runs."""
+
     def __init__(self) -> None:
         super().__init__()
         self._main: asyncio.Future[Any] | None = None
+        """What the loop runs for."""
         self._refused: list[Trajectory] = []
+        """Episodes whose agents were refused something."""
         factory: Any = _make_task
         self.set_task_factory(factory)
 
     def enter(self, trajectory: Trajectory) -> None:
-        """From now on the current task is that episode's."""
+        """Make the current task that episode's: what it runs from now on is code of the agent."""
         _acting.set((self, trajectory))
         task = asyncio.current_task()
         assert isinstance(task, SchedulerTask)
@@ -33,71 +38,91 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
 
     def acting(self) -> Trajectory | None:
         """The episode whose agent's code runs now, on this loop."""
-        loop, trajectory = _acting.get() or (None, None)
+        acting = _acting.get()
+        if acting is None:
+            return None
+        loop, trajectory = acting
         return trajectory if loop is self else None
 
     def run_until_complete(self, future: Any) -> Any:
-        main = self._main = asyncio.ensure_future(future, loop=self)
-        return super().run_until_complete(main)
+        """Runs inside another running loop as well, that of a notebook's cells.
+
+        asyncio allows one running loop a thread. It exports `_set_running_loop` for event loops:
+        this one hides the other while it runs.
+        """
+        self._main = asyncio.ensure_future(future, loop=self)
+        outer_loop = asyncio._get_running_loop()
+        asyncio._set_running_loop(None)
+        try:
+            return super().run_until_complete(self._main)
+        finally:
+            asyncio._set_running_loop(outer_loop)
 
     def stop(self) -> None:
-        """asyncio's own call, once what the loop runs for is done; an earlier one is an agent's, and is refused."""
+        """Stop; asyncio calls this once the future that the loop runs for is done.
+
+        An earlier call is an agent's, and is refused.
+        """
         if self._main is None or self._main.done():
             super().stop()
         else:
             self.refuse("the agent stopped the event loop, on which other episodes are played")
 
     def refuse(self, why: str) -> None:
-        """Fails the episode whose agent's code runs now.
+        """Fail the episode whose agent's code runs now.
 
-        Raises RuntimeError there, unless it runs in a callback.
+        Raises RuntimeError in that code, unless it is a callback.
         """
-        if trajectory := self.acting():
-            trajectory.failure = trajectory.failure or f"RuntimeError: {why}"
-            self._refused.append(trajectory)
-            if asyncio.current_task(self) is not None:
-                raise RuntimeError(why)
+        trajectory = self.acting()
+        if trajectory is None:
+            return
+        trajectory.failure = trajectory.failure or f"RuntimeError: {why}"
+        self._refused.append(trajectory)
+        if asyncio.current_task(self) is not None:
+            raise RuntimeError(why)
 
     def has_refused(self, trajectory: Trajectory) -> bool:
         return any(refused is trajectory for refused in self._refused)
 
 
 class SchedulerTask(asyncio.Task[Any]):
-    """One that no agent made: it plays an episode, or drives them all."""
+    """A task that no agent made: it plays an episode, or drives them all."""
 
     trajectory: Trajectory | None = None
-    """Of the episode that it plays."""
+    """The episode that it plays."""
 
     def cancel(self, msg: Any | None = None) -> bool:
         """Only the scheduler, and the episode that it plays, cancel it."""
         loop: Any = self.get_loop()
-        culprit = loop.acting()
-        if culprit is None or culprit is self.trajectory:
+        acting = loop.acting()
+        if acting is None or acting is self.trajectory:
             return super().cancel(msg)
         loop.refuse("the agent cancelled tasks that are not its own")
         return False
 
 
 class AgentTask(asyncio.Task[Any]):
-    """One that an agent made, or a library for it."""
+    """A task that an agent made, or a library for it."""
 
     trajectory: Trajectory | None = None
-    """Of the episode in which it was made."""
+    """The episode in which it was made."""
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """A task that a library shares among episodes may end in any of them. So another episode
-        cancels it too, but a moment later, and not if it then turns out to cancel whatever there
-        is, the scheduler's tasks included."""
+        """Cancel; another episode may do so too, since libraries share tasks among episodes.
+
+        Then it happens a moment later, and not if that episode was meanwhile refused to cancel a
+        task of the scheduler: its agent cancels whatever there is.
+        """
         loop: Any = self.get_loop()
-        culprit = loop.acting()
-        if culprit is None or culprit is self.trajectory:
+        acting = loop.acting()
+        if acting is None or acting is self.trajectory:
             return super().cancel(msg)
-        loop.call_soon(self._cancel_unless_refused, culprit, msg)
+        loop.call_soon(self._cancel_unless_refused, acting, msg)
         return not self.done()
 
-    def _cancel_unless_refused(self, culprit: Trajectory, msg: Any | None) -> None:
+    def _cancel_unless_refused(self, acting: Trajectory, msg: Any | None) -> None:
         loop: Any = self.get_loop()
-        if not loop.has_refused(culprit):
+        if not loop.has_refused(acting):
             super().cancel(msg)
 
 

@@ -1,4 +1,4 @@
-"""Conversations with marks in place of texts: a chat template is rendered around the marks, and never sees a text.
+"""Conversations with marks in place of texts: a chat template never sees a text itself.
 
 A mark contains a quotation mark: how often that is escaped in the rendered text shows how deep in
 JSON the template put it, and the text is escaped as often.
@@ -80,7 +80,7 @@ class Marks:
         return marked + self._spaced(text, role)
 
     def rest(self, value: Any) -> Any:
-        """Names, ids, arguments and schemas, with a mark in place of each text that could do harm."""
+        """Names, ids, arguments and schemas, with marks in place of texts that could do harm."""
         if isinstance(value, dict):
             return {self.rest(key): self.rest(part) for key, part in value.items()}
         if isinstance(value, list):
@@ -110,16 +110,18 @@ class Marks:
         texts: list[str] = []
         for backslashes, number in zip(escapes, numbers, strict=True):
             text = harmless(self.texts[number])
-            json_depth = (
-                len(backslashes) + 1
-            ).bit_length() - 1  # 1, 3, 7, ... backslashes: JSON in JSON
+            # 1, 3, 7, ... backslashes: JSON, JSON in JSON, ...
+            json_depth = (len(backslashes) + 1).bit_length() - 1
             for _ in range(json_depth):
                 text = json.dumps(text, ensure_ascii=False)[1:-1]
             texts.append(text)
         return pieces, texts, numbers
 
     def _spaced(self, text: str, role: str = "") -> str:
-        """`text` with a mark in place of all but the white space around it; a text of white space as it is."""
+        """`text` with a mark in place of all but the white space around it.
+
+        White space alone stays as it is.
+        """
         core = text.strip()
         if not core:
             return text
@@ -132,7 +134,10 @@ def conversation(context: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def stands_for(message: dict[str, Any], response: str, answer: dict[str, Any] | None) -> bool:
-    """Whether `message` is the model's last answer: its raw text, or the parsed `answer`, calls included."""
+    """Whether `message` is the model's last answer.
+
+    That is its raw text, or the parsed `answer`, calls included.
+    """
     if message["role"] != "assistant":
         return False
     text = message["content"].strip()

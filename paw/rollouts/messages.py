@@ -1,8 +1,8 @@
-"""Messages between the trainer and the process that plays ahead: one JSON object a line, checked by pydantic.
+"""Messages between the trainer and the process that plays ahead.
 
-Never pickles: exceptions and outcomes of a user's own classes need not survive one, and a pickle
-can run code. Token ids and log-probs travel as packed arrays, so that they are small and arrive bit
-for bit.
+Each is one JSON object a line, checked by pydantic. Pickles are never used: exceptions and outcomes
+of a user's own classes need not survive one, and a pickle can run code. Token ids and log-probs
+travel as packed arrays, so that they are small and arrive bit for bit.
 """
 
 import hashlib
@@ -11,7 +11,6 @@ import threading
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import accumulate, pairwise
 from multiprocessing.connection import wait
 from typing import Annotated, Any, Literal, Self
 
@@ -19,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import to_json
 
 from paw.errors import LINE_CHARS, UserError, clean
-from paw.rollouts.episode import Played
+from paw.rollouts.base import RolloutResult
 from paw.rollouts.exchange import set_tasks, turns_of
 from paw.types import Task, Turn
 
@@ -29,6 +28,8 @@ IDS = ("prompt_ids", "response_ids", "versions", "observation_ids", "separator_i
 """Integers of a turn that are packed."""
 VALUES = ("sampled_logp", "entropy")
 """Floats of a turn that are packed."""
+REQUIRED = ("prompt_ids", "response_ids", "sampled_logp")
+"""Those of both that are never None."""
 
 
 class Message(BaseModel):
@@ -41,24 +42,29 @@ class PackedRows(Message):
     """Lists of numbers: int32 ("i") or float64 ("d"). A list may be None."""
 
     lengths: bytes
-    """Of each list, as int32; -1 for None."""
+    """The length of each list, as int32; -1 for None."""
     numbers: bytes
 
     @classmethod
     def pack(cls, rows: Sequence[Sequence[float] | None], typecode: Literal["i", "d"]) -> Self:
         numbers = array(typecode)
+        lengths = array("i")
         for row in rows:
             numbers.extend(row or ())
-        lengths = array("i", (-1 if row is None else len(row) for row in rows))
+            lengths.append(-1 if row is None else len(row))
         return cls(lengths=lengths.tobytes(), numbers=numbers.tobytes())
 
     def unpack(self, typecode: Literal["i", "d"]) -> list[list[Any] | None]:
         lengths = array("i", self.lengths)
         numbers = array(typecode, self.numbers)
-        bounds = accumulate((max(0, length) for length in lengths), initial=0)
         rows: list[list[Any] | None] = []
-        for length, (start, end) in zip(lengths, pairwise(bounds), strict=True):
-            rows.append(None if length < 0 else numbers[start:end].tolist())
+        start = 0
+        for length in lengths:
+            if length < 0:
+                rows.append(None)
+                continue
+            rows.append(numbers[start : start + length].tolist())
+            start += length
         return rows
 
 
@@ -159,36 +165,45 @@ class UpdatePlayed(Message):
     step: int
     tasks: str
     """Digest of the ids of its tasks."""
-    rest: Played
-    """All but the packed numbers of its turns. Tasks are named by their place in the update."""
+    rest: RolloutResult
+    """All but the packed numbers of its turns. The id of a task is its index in the update."""
     ids: PackedRows
     values: PackedRows
 
     @classmethod
-    def pack(cls, step: int, played: Played, tasks: Sequence[Task]) -> Self:
-        """Takes `played` apart."""
-        turns = turns_of(played)
-        ids = PackedRows.pack([getattr(turn, name) for turn in turns for name in IDS], "i")
-        values = PackedRows.pack([getattr(turn, name) for turn in turns for name in VALUES], "d")
-        for turn in turns:
-            _set_numbers(turn, IDS, [[], [], None, None, None])
-            _set_numbers(turn, VALUES, [[], None])
-        set_tasks(played, {task.id: Task(str(place)) for place, task in enumerate(tasks)})
-        return cls(step=step, tasks=digest(tasks), rest=played, ids=ids, values=values)
+    def pack(cls, step: int, result: RolloutResult, tasks: Sequence[Task]) -> Self:
+        """The message of these episodes; takes `result` apart."""
+        ids: list[list[int] | None] = []
+        values: list[list[float] | None] = []
+        for turn in turns_of(result):
+            ids += _take_fields(turn, IDS)
+            values += _take_fields(turn, VALUES)
+        set_tasks(result, {task.id: Task(str(index)) for index, task in enumerate(tasks)})
+        return cls(
+            step=step,
+            tasks=digest(tasks),
+            rest=result,
+            ids=PackedRows.pack(ids, "i"),
+            values=PackedRows.pack(values, "d"),
+        )
 
-    def unpack(self, tasks: Sequence[Task]) -> Played:
-        """The episodes, of these tasks. Raises UserError if they were played of others."""
+    def unpack(self, tasks: Sequence[Task]) -> RolloutResult:
+        """The episodes, of these tasks. Raises UserError if other tasks were played."""
         if self.tasks != digest(tasks):
             raise UserError(
-                f"update {self.step + 1}: the process that plays ahead has other tasks than the trainer; an environment"
-                " must list the same tasks whenever it is loaded, or be played without: --rollout.ahead 0"
+                f"update {self.step + 1}: "
+                "the process that plays ahead has other tasks than the trainer; "
+                "an environment must list the same tasks whenever it is loaded, "
+                "or be played without: --rollout.ahead 0"
             )
         ids = iter(self.ids.unpack("i"))
         values = iter(self.values.unpack("d"))
         for turn in turns_of(self.rest):
-            _set_numbers(turn, IDS, [next(ids) for _ in IDS])
-            _set_numbers(turn, VALUES, [next(values) for _ in VALUES])
-        set_tasks(self.rest, {str(place): task for place, task in enumerate(tasks)})
+            for name in IDS:
+                setattr(turn, name, next(ids))
+            for name in VALUES:
+                setattr(turn, name, next(values))
+        set_tasks(self.rest, {str(index): task for index, task in enumerate(tasks)})
         return self.rest
 
 
@@ -202,9 +217,13 @@ def digest(tasks: Sequence[Task]) -> str:
     return hashlib.sha256(ids.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _set_numbers(turn: Turn, names: Sequence[str], values: Sequence[Any]) -> None:
-    for name, value in zip(names, values, strict=True):
-        setattr(turn, name, value)
+def _take_fields(turn: Turn, names: Sequence[str]) -> list[Any]:
+    """The values of some fields of a turn, which is left with empty ones."""
+    values: list[Any] = []
+    for name in names:
+        values.append(getattr(turn, name))
+        setattr(turn, name, [] if name in REQUIRED else None)
+    return values
 
 
 class Channel:
@@ -217,7 +236,7 @@ class Channel:
         self._received = bytearray()
 
     def send(self, message: Message) -> None:
-        """From any thread. Raises OSError if the other end is closed."""
+        """May be called from any thread. Raises OSError if the other end is closed."""
         line = to_json(message, bytes_mode="base64", inf_nan_mode="constants")
         with self._sending:
             self._socket.sendall(line)
@@ -226,11 +245,14 @@ class Channel:
     def receive(self, timeout_s: float | None = None) -> Any:
         """The next message; None if no byte arrives for `timeout_s` seconds.
 
-        Raises EOFError or OSError at the end, and pydantic's ValidationError for what is no
-        message.
+        Raises EOFError or OSError at the end, and pydantic's ValidationError for a line that is not
+        a message.
         """
         searched = 0
-        while (end := self._received.find(b"\n", searched)) < 0:
+        while True:
+            end = self._received.find(b"\n", searched)
+            if end >= 0:
+                break
             searched = len(self._received)
             if not wait([self._socket], timeout_s):
                 return None
@@ -243,7 +265,7 @@ class Channel:
         return self._incoming.validate_json(line)
 
     def end(self) -> None:
-        """Tell both ends that no more messages come, even if a forked process holds the socket too."""
+        """End the connection for both ends, even if a forked process holds the socket too."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

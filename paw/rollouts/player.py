@@ -1,4 +1,4 @@
-"""The process that plays ahead: an environment, an agent and a connection to the servers of its own.
+"""The process that plays ahead, with an environment, an agent and connections of its own.
 
 It ends with the trainer, see `paw.rollouts.supervisor`, and closes its environments before.
 """
@@ -18,13 +18,14 @@ from pydantic import ValidationError
 
 from paw.config import Config
 from paw.envs import make_factory
+from paw.envs.base import EnvFactory
 from paw.envs.threads import Threads
 from paw.errors import UserError, describe
 from paw.model.policy import load_tokenizer
 from paw.model.ranks import Ranks
 from paw.rollouts.chat import Chat
 from paw.rollouts.engines.server import Fleet, ServerEngine
-from paw.rollouts.guard import Guarded
+from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.messages import (
     Alive,
     Channel,
@@ -45,35 +46,37 @@ from paw.state.signals import ignore_stops
 BEAT_S = 1.0
 """Seconds between signs of life."""
 MARGIN_S = 2.0
-"""Of CLOSE_S, for episodes in play to end before the environments are closed."""
+"""The part of CLOSE_S in which episodes in play may end before the environments are closed."""
 
 
 class PlayerRollouts(Rollouts):
     """Rollouts that know their environments, those of episodes in play too."""
 
-    def __init__(self, *parts: object) -> None:
-        super().__init__(*parts)  # type: ignore[arg-type]
-        self.environments: weakref.WeakSet[Guarded] = weakref.WeakSet()
+    def __init__(
+        self, factory: EnvFactory, engine: ServerEngine, chat: Chat, config: Config, ranks: Ranks
+    ) -> None:
+        super().__init__(factory, engine, chat, config, ranks)
+        self.environments: weakref.WeakSet[CheckedEnv] = weakref.WeakSet()
         self.playing: threading.Thread | None = None
         """The thread that plays an update."""
-        self._asked = False
-        """Whether the loop has been asked for a sign of life that it has not given."""
+        self._awaits_sign = False
+        """Whether the loop owes a sign of life."""
 
-    async def _make(self) -> Guarded:
-        environment = await super()._make()
+    async def _make_environment(self) -> CheckedEnv:
+        environment = await super()._make_environment()
         self.environments.add(environment)
         return environment
 
-    def turns(self) -> bool:
-        """Whether the event loop goes on: nothing blocks it since the last call."""
-        if self._asked:
+    def loop_goes_on(self) -> bool:
+        """Whether nothing has blocked the event loop since the last call."""
+        if self._awaits_sign:
             return not self.loop.is_running()
-        self._asked = True
-        self.loop.call_soon_threadsafe(self._answer)
+        self._awaits_sign = True
+        self.loop.call_soon_threadsafe(self._give_sign)
         return True
 
-    def _answer(self) -> None:
-        self._asked = False
+    def _give_sign(self) -> None:
+        self._awaits_sign = False
 
     def stop(self) -> None:
         """Drop the episodes in play."""
@@ -81,14 +84,19 @@ class PlayerRollouts(Rollouts):
 
 
 class Player:
-    """Plays the updates that the trainer asks for, each in a thread; several at once have environments of their own."""
+    """Plays the updates that the trainer asks for, each in a thread.
+
+    Several at once have environments of their own.
+    """
 
     def __init__(self, channel: Channel, start: Start) -> None:
         self._channel = channel
         self._config = Config.model_validate_json(start.config)
-        template = self._config.model
-        tokenizer = load_tokenizer(start.model)
-        self._chat = Chat(tokenizer, template.chat_template_kwargs, template.tool_parser)
+        self._chat = Chat(
+            load_tokenizer(start.model),
+            self._config.model.chat_template_kwargs,
+            self._config.model.tool_parser,
+        )
         self._factory = make_factory(self._config)
         self._positions = start.positions
         self._ranks = Ranks()
@@ -122,40 +130,41 @@ class Player:
 
     def goes_on(self) -> bool:
         """Whether no event loop is blocked, as an agent may block it."""
-        return all([rollouts.turns() for rollouts in self._rollouts])
+        signs = [
+            rollouts.loop_goes_on() for rollouts in self._rollouts
+        ]  # of each, not up to the first
+        return all(signs)
 
     def close(self) -> None:
         """Drop what is in play and close the environments, within CLOSE_S in all."""
         deadline = time.monotonic() + MARGIN_S
         # Listed before the episodes that hold them are dropped.
-        environments = [
-            environment
-            for rollouts in self._rollouts
-            for environment in list(rollouts.environments)
-        ]
+        environments: list[CheckedEnv] = []
+        for rollouts in self._rollouts:
+            environments += list(rollouts.environments)
+
         for rollouts in self._rollouts:
             rollouts.stop()
         for rollouts in self._rollouts:
-            if playing := rollouts.playing:
+            playing = rollouts.playing
+            if playing:
                 playing.join(max(0.0, deadline - time.monotonic()))
-        # Whatever they raise, and if they hang.
-        Threads(THREADS, CLOSE_S - 2 * MARGIN_S).close(
-            *(environment.close for environment in environments)
-        )
 
-    def _play(self, rollouts: PlayerRollouts, asked: PlayUpdate) -> None:
+        # Whatever they raise, and if they hang.
+        threads = Threads(THREADS, CLOSE_S - 2 * MARGIN_S)
+        threads.close(*(environment.close for environment in environments))
+
+    def _play(self, rollouts: PlayerRollouts, request: PlayUpdate) -> None:
         with suppress(OSError):  # the trainer has ended
             try:
-                tasks = rollouts.tasks(asked.step, asked.count)
-                played = rollouts.play_own(
-                    tasks, **rollouts.options(asked.step), progress=self._report
-                )
-                answer = UpdatePlayed.pack(asked.step, played, tasks)
+                tasks = rollouts.tasks(request.step, request.count)
+                own = rollouts.play_update(request.step, tasks, self._report)
+                answer = UpdatePlayed.pack(request.step, own, tasks)
                 rollouts.playing = None
                 self._idle.append(rollouts)
                 self._channel.send(answer)
             except BaseException as error:
-                self._channel.send(UpdateFailed.of(asked.step, as_user_error(error)))
+                self._channel.send(UpdateFailed.of(request.step, as_user_error(error)))
 
     def _report(self, done: int, total: int) -> None:
         self._channel.send(EpisodesEnded(done=done, total=total))
@@ -168,7 +177,7 @@ class Player:
 
 
 def as_user_error(error: BaseException) -> UserError:
-    """A mistake of the user as it is. Of anything else the traceback goes to the terminal."""
+    """A UserError as it is. Other errors: print the traceback, then wrap."""
     if isinstance(error, UserError):
         return error
     if not isinstance(error, ValidationError):
@@ -191,7 +200,7 @@ class PlayerProcess:
         self._player: Player | None = None
 
     def run(self) -> NoReturn:
-        ignore_stops()  # of a terminal or a launcher: the trainer saves first
+        ignore_stops()  # a terminal or a launcher sends them here too: the trainer saves first
         self._socket.set_inheritable(False)
         os.register_at_fork(after_in_child=self._socket.close)
         threading.Thread(target=self._show_life, daemon=True).start()

@@ -9,8 +9,7 @@ import asyncio
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,20 +18,13 @@ from paw.config import Config
 from paw.envs.base import EnvFactory, check_kind, eval_tasks, further_tasks, train_tasks
 from paw.envs.threads import Daemons, Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_code, shown, to_stderr
+from paw.rollouts.base import Progress, RolloutResult, RolloutStats
 from paw.rollouts.chat import ContextFull
+from paw.rollouts.engine_model import EngineModel
 from paw.rollouts.engines.base import Completion, Request
-from paw.rollouts.episode import (
-    EngineModel,
-    EnvHandle,
-    Episode,
-    Model,
-    Played,
-    RolloutStats,
-    bind,
-    find_agent,
-)
+from paw.rollouts.episode import EnvHandle, Episode, Model, bind, find_agent
 from paw.rollouts.exchange import exchange
-from paw.rollouts.guard import MAX_REWARD, Guarded, make_threads, number
+from paw.rollouts.guard import MAX_REWARD, CheckedEnv, make_threads, number
 from paw.rollouts.loop import EpisodeLoop
 from paw.rollouts.turns import turns_problem
 from paw.types import Group, Task, Trajectory
@@ -40,15 +32,16 @@ from paw.types import Group, Task, Trajectory
 if TYPE_CHECKING:
     from paw.model.ranks import Ranks
 
-Progress = Callable[[int, int], None]
-"""Called with (episodes finished, episodes in all)."""
 THREADS = 64
 """Environments stepped in parallel.
 
 Many more child processes, started together, would exceed their time limit.
 """
 MOMENT_S = 2e-4
-"""Seconds to wait after responses: requests of environments in threads that answer at once join the next batch."""
+"""Seconds to wait after responses.
+
+Requests of environments in threads that answer at once then join the next batch.
+"""
 STOP_S = 1.0
 """Seconds that agents have to end after an error or Ctrl-C."""
 LOOP_ROUNDS = 3
@@ -70,10 +63,10 @@ class PlayState:
     """What changes while `Rollouts.run` plays some episodes."""
 
     unfinished: int = 0
-    """Episodes that have not ended, begun or not."""
+    """Episodes that have not ended, started or not."""
     live: int = 0
     """Episodes in play."""
-    being_made: int = 0
+    awaiting_environment: int = 0
     """Episodes that wait for a new environment."""
     queue: list[QueuedRequest] = field(default_factory=list)
     in_flight: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
@@ -87,10 +80,11 @@ class PlayState:
 
 
 class Rollouts:
-    """Plays episodes with `agent`, or that of agent.type. Keeps its environments (some are processes) between plays.
+    """Plays episodes with `agent`, or that of agent.type.
 
-    `engine` and `chat` are the model's; None if `run` is told who answers. With several ranks, each
-    encodes the world model's targets of the episodes it has played, by `encode_observation`.
+    Keeps its environments (some are processes) between plays. `engine` and `chat` are the model's;
+    None if `run` gets a `make_model` instead. With several ranks, each encodes the world model's
+    targets of the episodes it has played, by `encode_observation`.
     """
 
     def __init__(
@@ -117,67 +111,82 @@ class Rollouts:
         self._request_keys = itertools.count()
         self._judges = Threads(THREADS, config.env.step_timeout_s)
         self._reward: Any = load_reward(config)
-        self._idle: list[Guarded] = []
+        self._idle: list[CheckedEnv] = []
         """Environments of episodes that have ended."""
         self._cut_is_reported = False
         self._state = PlayState()
 
-    def training(self, step: int, count: int, progress: Progress | None = None) -> Played:
-        """Play the first `count` tasks of update `step` in groups, as `play` does; then further ones, see `refill`."""
-        played = self.play(self.tasks(step, count), **self.options(step), progress=progress)
-        return self.refill(played, step, count, progress)
+    def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
+        """Play the first `count` tasks of update `step` in groups, as `play` does.
 
-    def refill(self, played: Played, step: int, count: int, progress: Progress | None) -> Played:
-        """Replace groups whose returns are all equal, from which no policy learns, by groups of further tasks.
-
-        This is dynamic sampling (DAPO, arXiv 2503.14476). At most `rollout.refill` times `count`
-        further tasks are played. If no group at all varies, the groups stay as they were.
+        Then play further ones, see `refill`.
         """
-        groups, stats = played
+        tasks = self.tasks(step, count)
+        own = self.play_update(step, tasks, progress)
+        result = self.share(own, tasks, self.config.rollout.group_size)
+        return self.refill(result, step, count, progress)
+
+    def tasks(self, step: int, count: int) -> list[Task]:
+        """The first `count` tasks of update `step`."""
+        return train_tasks(
+            self.factory, step, count, self.config.run.seed, split=self.config.env.train_split
+        )
+
+    def play_update(self, step: int, tasks: list[Task], progress: Progress | None) -> RolloutResult:
+        """Play this rank's share of the tasks of update `step`, for `share`."""
+        return self.play_own(
+            tasks,
+            group_size=self.config.rollout.group_size,
+            temperature=self.config.rollout.temperature,
+            seed=self.config.run.seed,
+            stream=f"train/{step}",
+            progress=progress,
+        )
+
+    def refill(
+        self, result: RolloutResult, step: int, count: int, progress: Progress | None
+    ) -> RolloutResult:
+        """Replace groups whose returns are all equal by groups of further tasks.
+
+        No policy learns from such groups. This is dynamic sampling (DAPO, arXiv 2503.14476). At
+        most `rollout.refill` times `count` further tasks are played. If no group at all varies, the
+        groups stay as they were.
+        """
+        groups, stats = result
         config = self.config
         budget = config.rollout.refill * count
-        begun = 0  # further tasks so far
+        tasks_played = 0
         varied, uniform = split_by_variance(groups)
 
-        while begun < budget and len(varied) < count:
-            missing = min(count - len(varied), budget - begun)
-            first = step * budget + begun
-            further_groups, further_stats = self.play(
-                further_tasks(
-                    self.factory, first, missing, config.run.seed, split=config.env.train_split
-                ),
+        while tasks_played < budget and len(varied) < count:
+            missing = min(count - len(varied), budget - tasks_played)
+            tasks = further_tasks(
+                self.factory,
+                step * budget + tasks_played,
+                missing,
+                config.run.seed,
+                split=config.env.train_split,
+            )
+            new_groups, new_stats = self.play(
+                tasks,
                 group_size=config.rollout.group_size,
                 temperature=config.rollout.temperature,
                 seed=config.run.seed,
-                stream=f"train/{step}/{begun}",
+                stream=f"train/{step}/{tasks_played}",
                 progress=progress,
             )
-            further_varied, further_uniform = split_by_variance(further_groups)
-            varied += further_varied
-            uniform += further_uniform
-            stats = RolloutStats.sum([stats, further_stats])
-            begun += missing
+            new_varied, new_uniform = split_by_variance(new_groups)
+            varied += new_varied
+            uniform += new_uniform
+            stats = RolloutStats.sum([stats, new_stats])
+            tasks_played += missing
 
         if budget and varied:
             stats.uniform = uniform
             return varied, stats
         return groups, stats
 
-    def tasks(self, step: int, count: int) -> list[Task]:
-        return train_tasks(
-            self.factory, step, count, self.config.run.seed, split=self.config.env.train_split
-        )
-
-    def options(self, step: int) -> dict[str, Any]:
-        """The keyword arguments with which `play` plays the tasks of update `step`."""
-        return {
-            "group_size": self.config.rollout.group_size,
-            "temperature": self.config.rollout.temperature,
-            "seed": self.config.run.seed,
-            "stream": f"train/{step}",
-        }
-
-    def evaluation(self, progress: Progress | None = None) -> Played:
+    def evaluation(self, progress: Progress | None = None) -> RolloutResult:
         """Play the evaluation games once each, as `play` does."""
         config = self.config.eval
         return self.play(
@@ -189,19 +198,37 @@ class Rollouts:
             progress=progress,
         )
 
-    def play(self, tasks: list[Task], **options: Any) -> Played:
-        """Play each task `group_size` times with the engine's current weights, each rank its share of the episodes.
+    def play(
+        self,
+        tasks: list[Task],
+        *,
+        group_size: int,
+        temperature: float,
+        seed: int,
+        stream: str,
+        progress: Progress | None = None,
+    ) -> RolloutResult:
+        """Play each task `group_size` times with the engine's current weights.
 
-        `options` are those of `play_own`. Returns the groups of all ranks, in the order of tasks.
-        An episode that fails is in no group, and a group left with fewer than min(2, group_size)
-        members is dropped.
+        Each rank plays its share of the episodes. `stream` as for `play_own`. Returns the groups of
+        all ranks, in the order of tasks. An episode that fails is in no group, and a group left
+        with fewer than min(2, group_size) members is dropped.
         """
-        return self.share(self.play_own(tasks, **options), tasks, options["group_size"])
+        own = self.play_own(
+            tasks,
+            group_size=group_size,
+            temperature=temperature,
+            seed=seed,
+            stream=stream,
+            progress=progress,
+        )
+        return self.share(own, tasks, group_size)
 
-    def share(self, own: Played, tasks: list[Task], group_size: int) -> Played:
-        """The groups that all ranks have played, in the order of tasks, each put together. A call of all ranks.
+    def share(self, own: RolloutResult, tasks: list[Task], group_size: int) -> RolloutResult:
+        """The groups that all ranks have played, in the order of tasks.
 
-        Groups left with too few members are dropped here, whichever rank played them.
+        `own` are this rank's parts of them. Groups left with too few members are dropped here,
+        whichever rank played them. A call of all ranks.
         """
         parts = [own]
         if self.ranks and self.ranks.world_size > 1:
@@ -226,13 +253,14 @@ class Rollouts:
         seed: int,
         stream: str,
         progress: Progress | None = None,
-    ) -> Played:
+    ) -> RolloutResult:
         """Play this rank's share of the episodes, for `share`.
 
         `stream` names the draw ("train/12", "eval"), so that no two share random numbers.
         """
         for task in tasks:
             self._check_task(task)
+
         groups = self._own_groups(tasks, group_size)
         episodes: list[Episode] = []
         for group in groups:
@@ -258,7 +286,7 @@ class Rollouts:
         return groups, stats
 
     def _check_task(self, task: Task) -> None:
-        """Raise UserError if the environment's list of tasks has something else, or a kind that may not be."""
+        """Raise UserError for something that is not a Task, or for one of a forbidden kind."""
         if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
             name = type(self.factory).__name__
             raise UserError(
@@ -292,7 +320,8 @@ class Rollouts:
             self._cut_is_reported = True
             max_text = self.config.env.max_text
             to_stderr(
-                f"{count} texts of the environment were cut to env.max_text = {max_text} (said once)"
+                f"{count} texts of the environment were cut to env.max_text = {max_text} "
+                "(said once)"
             )
 
     def run(
@@ -303,9 +332,10 @@ class Rollouts:
         at_once: int = 0,
         ended: Callable[[Episode], None] | None = None,
     ) -> None:
-        """Play the episodes to their ends, `at_once` of them in parallel (0: all). `ended` gets each as it ends.
+        """Play the episodes to their ends, `at_once` of them in parallel (0: all).
 
-        `make_model` makes who answers in place of the engine. Whatever an environment or an agent
+        `make_model` makes the model of an episode, in place of the engine's. `ended` is called with
+        each episode as it ends. Whatever an environment or an agent
         raises is its episode's failure. KeyboardInterrupt, UserError, and whatever the engine or
         `ended` raise end the play.
         """
@@ -313,18 +343,16 @@ class Rollouts:
         slots = asyncio.Semaphore(at_once or len(episodes) or 1)
         make_model = make_model or self._make_engine_model
 
-        with _outside_running_loop():
-            tasks: list[asyncio.Task[None]] = []
-            for episode in episodes:
-                tasks.append(
-                    self.loop.create_task(self._run_episode(episode, make_model, slots, ended))
-                )
-            driver = self.loop.create_task(self._drive())
-            try:
-                self.loop.run_until_complete(driver)
-            finally:
-                self.end(asyncio.CancelledError())
-                self._cancel([*tasks, driver])
+        tasks: list[asyncio.Task[None]] = []
+        for episode in episodes:
+            coroutine = self._run_episode(episode, make_model, slots, ended)
+            tasks.append(self.loop.create_task(coroutine))
+        driver = self.loop.create_task(self._drive())
+        try:
+            self.loop.run_until_complete(driver)
+        finally:
+            self.end(asyncio.CancelledError())
+            self._cancel([*tasks, driver])
 
     def _make_engine_model(self, env: EnvHandle) -> Model:
         return EngineModel(env, self)
@@ -366,7 +394,11 @@ class Rollouts:
             self.loop.run_until_complete(asyncio.wait(cancelled, timeout=STOP_S))
 
     async def sample(
-        self, episode: Episode, prompt_ids: list[int], seed: int, stopped: Any
+        self,
+        episode: Episode,
+        prompt_ids: list[int],
+        seed: int,
+        stopped: Callable[[list[int]], bool] | None,
     ) -> Completion:
         """What the engine samples for a prompt of an episode.
 
@@ -426,7 +458,7 @@ class Rollouts:
         """
         state = self._state
         waiting = len(state.queue) + len(state.in_flight)
-        if not self.engine or not waiting or state.being_made:
+        if not self.engine or not waiting or state.awaiting_environment:
             return False
         return self.engine.continuous or waiting >= state.live
 
@@ -434,9 +466,8 @@ class Rollouts:
         """Submit the queued requests and step the engine; whether it has completed any."""
         state = self._state
         if not self.engine.continuous:
-            state.queue.sort(
-                key=lambda queued: queued.order
-            )  # batches do not depend on which environment was faster
+            # So that batches do not depend on which environment was faster.
+            state.queue.sort(key=lambda queued: queued.order)
         for queued in state.queue:
             self.engine.submit(queued.request)
             state.in_flight[queued.request.key] = queued.completion
@@ -456,14 +487,14 @@ class Rollouts:
     async def _play(self, episode: Episode, make_model: Callable[[EnvHandle], Model]) -> None:
         """Play one episode.
 
-        Whatever goes wrong is its failure; only what `OURS` names is raised.
+        Whatever goes wrong is its failure. Only the errors in `OURS` are raised.
         """
         trajectory = episode.trajectory
         started = time.monotonic()
-        guarded: Guarded | None = None
+        environment: CheckedEnv | None = None
         try:
-            guarded = self._idle.pop() if self._idle else await self._make()
-            await self._play_in(guarded, episode, make_model)
+            environment = self._idle.pop() if self._idle else await self._make_environment()
+            await self._play_in(environment, episode, make_model)
         except OURS:
             raise
         except BaseException as error:
@@ -471,21 +502,21 @@ class Rollouts:
 
         episode.seconds = time.monotonic() - started
         episode.stats.failed = [trajectory] if trajectory.failure is not None else []
-        if guarded:
-            episode.stats.texts_cut = guarded.texts_cut
-            guarded.texts_cut = 0
+        if environment:
+            episode.stats.texts_cut = environment.texts_cut
+            environment.texts_cut = 0
             if trajectory.failure is None:
-                self._idle.append(guarded)
+                self._idle.append(environment)
 
     async def _play_in(
-        self, guarded: Guarded, episode: Episode, make_model: Callable[[EnvHandle], Model]
+        self, environment: CheckedEnv, episode: Episode, make_model: Callable[[EnvHandle], Model]
     ) -> None:
         """Have the agent play an episode in this environment, and judge it.
 
         Raises what is wrong with the episode.
         """
         trajectory = episode.trajectory
-        env = EnvHandle(guarded, self.threads, episode, self.config.env)
+        env = EnvHandle(environment, self.threads, episode, self.config.env)
         model = make_model(env)
         try:
             async with env.patience.limit():
@@ -509,22 +540,25 @@ class Rollouts:
     def _processes_lost(self) -> int:
         return getattr(self.factory, "processes_lost", 0)
 
-    async def _make(self) -> Guarded:
+    async def _make_environment(self) -> CheckedEnv:
         """A new environment, checked."""
         state = self._state
-        state.being_made += 1
+        state.awaiting_environment += 1
         try:
             async with state.making:
                 environment = await self.threads.run(self.factory.make)
         finally:
-            state.being_made -= 1
+            state.awaiting_environment -= 1
             state.changed.set()
         if inspect.iscoroutinefunction(getattr(environment, "step", None)):
             self.threads.count = THREADS
-        return Guarded(environment, self.config.env)
+        return CheckedEnv(environment, self.config.env)
 
     async def _judge(self, trajectory: Trajectory) -> None:
-        """Replace the environment's rewards: the last turn gets the reward of reward.type, the others 0."""
+        """Give the last turn the reward of reward.type in place of the environment's.
+
+        The others get 0.
+        """
         result = await self._judges.run(self._reward, trajectory)
         reward = number(
             f"reward.type = '{self.config.reward.type}'", result, -MAX_REWARD, MAX_REWARD
@@ -540,24 +574,16 @@ async def _let_others_run() -> None:
         await asyncio.sleep(0)
 
 
-@contextmanager
-def _outside_running_loop() -> Iterator[None]:
-    """Hide the loop that a notebook's cells run in: asyncio allows one running loop a thread, and has no other way."""
-    outer = asyncio._get_running_loop()
-    asyncio._set_running_loop(None)
-    try:
-        yield
-    finally:
-        asyncio._set_running_loop(outer)
-
-
 def _lacks_turns(episode: Episode) -> bool:
     """Whether an episode without a turn has no reason to have none."""
     return not (episode.trajectory.turns or episode.trajectory.failure or episode.context_full)
 
 
 def load_reward(config: Config) -> Callable[[Trajectory], Any] | None:
-    """The reward function that reward.type names, with its settings; None if the environment's rewards count."""
+    """The reward function that reward.type names, with its settings.
+
+    None if the environment's rewards count.
+    """
     name = config.reward.type
     if name == "env":
         return None

@@ -1,12 +1,13 @@
 """Success on held-out games, overall and per task type, with Wilson intervals."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paw.config import Config
 from paw.envs.base import kind_name
-from paw.types import Group, Trajectory
+from paw.types import Group, Trajectory, Turn
 
 
 def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
@@ -25,13 +26,16 @@ def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
 
 
 def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> dict[str, Any]:
-    """games, failures, failure, success with its interval, return, steps, valid_actions, score and success_<kind>.
+    """Counts and means of an evaluation, by name.
 
-    `failed` episodes count as games without success, and "failure" says why the first one failed.
-    The other means leave them out. If no episode ended, only games, failures and failure are
-    returned.
+    games, failures, failure (why the first of the `failed` episodes failed), success with ci_low
+    and ci_high, return, steps, valid_actions, score (if the environment has one) and
+    success_<kind>. `failed` episodes count as games without success; the other means leave them
+    out. If no episode ended, only the first three are returned.
     """
-    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    episodes: list[Trajectory] = []
+    for group in groups:
+        episodes += group.trajectories
     games = len(episodes) + len(failed)
     metrics: dict[str, Any] = {"games": float(games), "failures": float(len(failed))}
     if failed:
@@ -43,7 +47,9 @@ def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> d
     metrics["success"] = successes / games
     metrics["ci_low"], metrics["ci_high"] = wilson(successes, games)
 
-    turns = [turn for episode in episodes for turn in episode.turns]
+    turns: list[Turn] = []
+    for episode in episodes:
+        turns += episode.turns
     metrics["return"] = sum(episode.episode_return for episode in episodes) / len(episodes)
     metrics["steps"] = len(turns) / len(episodes)
     metrics["valid_actions"] = sum(turn.outcome.valid for turn in turns) / max(1, len(turns))
@@ -53,16 +59,19 @@ def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> d
     if scores:
         metrics["score"] = sum(scores) / len(scores)
 
-    successes_by_kind: dict[str, list[bool]] = {}
-    for kind, success in kinds(groups, failed):
-        successes_by_kind.setdefault(kind, []).append(success)
-    for kind, of_kind in sorted(successes_by_kind.items()):
-        metrics[f"success_{kind}"] = sum(of_kind) / len(of_kind)
+    wins_by_kind: dict[str, list[bool]] = defaultdict(list)
+    for kind, won in kinds(groups, failed):
+        wins_by_kind[kind].append(won)
+    for kind, wins in sorted(wins_by_kind.items()):
+        metrics[f"success_{kind}"] = sum(wins) / len(wins)
     return metrics
 
 
 def success_text(metrics: Mapping[str, Any]) -> str:
-    """Success as people read it, from `success_metrics`: "25.0% of 8 games, 6 failed (RuntimeError: boom)"."""
+    """Success as people read it, from `success_metrics`.
+
+    Example: "25.0% of 8 games, 6 failed (RuntimeError: boom)".
+    """
     share = f"{metrics['success']:.1%}" if "success" in metrics else "none"
     text = f"{share} of {metrics['games']:.0f} games"
     if metrics["failures"]:
@@ -82,6 +91,8 @@ def kinds(groups: list[Group], failed: Sequence[Trajectory] = ()) -> list[tuple[
     """(kind of task, whether won) of every episode; `failed` ones count as not won."""
     rows: list[tuple[str, bool]] = []
     for group in groups:
-        rows += [(kind_name(episode.task.kind), episode.won) for episode in group.trajectories]
-    rows += [(kind_name(episode.task.kind), False) for episode in failed]
+        for episode in group.trajectories:
+            rows.append((kind_name(episode.task.kind), episode.won))
+    for episode in failed:
+        rows.append((kind_name(episode.task.kind), False))
     return rows

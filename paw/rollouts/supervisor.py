@@ -1,6 +1,7 @@
-"""The parent of the process that plays ahead. However that process or the trainer ends, nothing that it started stays.
+"""The parent of the process that plays ahead.
 
-It imports no torch: it is small.
+However that process or the trainer ends, no process is left behind. It imports no torch, so it is
+small.
 """
 
 import ctypes
@@ -28,11 +29,12 @@ END_NOW = b"."
 
 
 def main(trainer: int, command: Sequence[str], socket_fd: int) -> int:
-    """Run `command` with the socket's number until it ends, the trainer ends, or END_NOW comes on standard input.
+    """Run `command` with the socket's number.
 
-    Returns its exit code, 128 + N if signal N ended it.
+    It runs until it ends by itself, the trainer ends, or END_NOW comes on standard input. Returns
+    its exit code, 128 + N if signal N ended it.
     """
-    for number in STOPS:  # of a terminal or a launcher: the trainer saves first
+    for number in STOPS:  # a terminal or a launcher sends them here too: the trainer saves first
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":  # what loses its parent becomes a child of this process
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -54,11 +56,11 @@ def main(trainer: int, command: Sequence[str], socket_fd: int) -> int:
 
 def _kill_in_time(pid: int, trainer: int, ended: threading.Event) -> None:
     """Kill the process if the trainer asks for it, or some time after the trainer has ended."""
-    told = None
-    while told is None and os.getppid() == trainer:
+    order = None
+    while order is None and os.getppid() == trainer:
         readable, _, _ = select.select([0], [], [], TICK_S)
-        told = os.read(0, 1) if readable else None
-    if told != END_NOW:  # the process hears from its socket that the trainer has ended
+        order = os.read(0, 1) if readable else None
+    if order != END_NOW:  # the trainer has ended, which the process finds out by its socket
         ended.wait(CLOSE_S)
     if not ended.is_set():
         with suppress(ProcessLookupError):
@@ -107,13 +109,14 @@ def _reap() -> bool:
 
 
 def _children() -> list[int]:
-    found = []
+    """Ids of this process's children."""
+    children: list[int] = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             parent = path.read_bytes().rpartition(b") ")[2].split()[1]
             if int(parent) == os.getpid():
-                found.append(int(path.parent.name))
-    return found
+                children.append(int(path.parent.name))
+    return children
 
 
 if __name__ == "__main__":

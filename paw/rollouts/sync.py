@@ -14,8 +14,10 @@ from paw.rollouts.engines.base import Engine
 from paw.types import Sample
 
 LIMIT = 0.5
-"""Nats by which a token's two log-probs may differ. In small models, rounding costs up to 1e-6 in
-fp32 and 0.008 in bf16 (0.14 with sharp weights)."""
+"""Nats by which a token's two log-probs may differ.
+
+In small models, rounding costs up to 1e-6 in fp32 and 0.008 in bf16 (0.14 with sharp weights).
+"""
 TOLERATED = 0.05
 """Share of tokens that may be beyond LIMIT.
 
@@ -24,7 +26,7 @@ Rounding puts the odd token there, wrong weights put many.
 
 
 class StaleWeightsError(UserError):
-    """The sampler's log-probabilities are not those of the trainer's weights, for tokens sampled by `servers`."""
+    """The log-probs of tokens sampled by `servers` are not those of the trainer's weights."""
 
     def __init__(self, message: str, servers: Sequence[str]) -> None:
         super().__init__(message)
@@ -58,12 +60,14 @@ class Weights:
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, full shape) of each parameter, without gathering."""
-        return [
-            (name, tuple(tensor.shape)) for name, tensor in self._named(self._empty_parameters())
-        ]
+        named = self._named(self._empty_parameters())
+        return [(name, tuple(tensor.shape)) for name, tensor in named]
 
     def _empty_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor without data) of each parameter but the adapters'; names as before peft's layers came in."""
+        """(name, tensor without data) of each parameter but the adapters'.
+
+        Names are those from before peft wrapped layers.
+        """
         for name, tensor in self._model.named_parameters(remove_duplicate=False):
             if ".lora_" not in name:
                 yield name.replace(".base_layer.", "."), torch.empty(tensor.shape, device="meta")
@@ -78,20 +82,24 @@ class Weights:
 
 
 def push_weights(model: nn.Module, engine: Engine, version: int) -> None:
-    """Send every parameter of a Hugging Face causal LM to `engine`; with FSDP2 a collective call of all ranks."""
+    """Send every parameter of a Hugging Face causal LM to `engine`.
+
+    With FSDP2, a collective call of all ranks.
+    """
     engine.sync(Weights(model, engine.checkpoint_names), version)
 
 
 def sampled_by(samples: Sequence[Sample], version: int) -> list[list[str | None]]:
-    """For each response token the server that sampled it ("" without servers), or None if other weights did."""
+    """For each response token the server that sampled it ("" without servers).
+
+    None if other weights sampled it.
+    """
     rows: list[list[str | None]] = []
     for sample in samples:
-        rows.append(
-            [
-                sample.server if token_version == version else None
-                for token_version in sample.versions
-            ]
-        )
+        servers: list[str | None] = []
+        for token_version in sample.versions:
+            servers.append(sample.server if token_version == version else None)
+        rows.append(servers)
     return rows
 
 
@@ -119,17 +127,20 @@ def sampler_mismatch(
         shares_off[server] = off / len(values)
     stale = [server for server, share in sorted(shares_off.items()) if share > TOLERATED]
 
-    reported = list(chain(*(distances[server] for server in stale or distances)))
+    reported: list[float] = []
+    for server in stale or distances:
+        reported += distances[server]
     largest = max(reported)
     mean = sum(reported) / len(reported)
     if stale:
-        places = []
+        shares: list[str] = []
         for server in stale:
-            place = f"{shares_off[server]:.0%} of {len(distances[server])} tokens"
-            places.append(f"{place} of {server}" if server else place)
+            share = f"{shares_off[server]:.0%} of {len(distances[server])} tokens"
+            shares.append(f"{share} of {server}" if server else share)
         raise StaleWeightsError(
-            f"stale weights: the sampler's {what} differ from the trainer's by more than {LIMIT} nats on "
-            f"{', '.join(places)} (mean {mean:.3g}, max {largest:.3g}); "
+            f"stale weights: the sampler's {what} differ from the trainer's "
+            f"by more than {LIMIT} nats on {', '.join(shares)} "
+            f"(mean {mean:.3g}, max {largest:.3g}); "
             "the engine does not hold the weights it was sent",
             stale,
         )
@@ -141,7 +152,10 @@ def _distances(
     sampled: Sequence[list[float]],
     servers: Sequence[Sequence[str | None]] | None,
 ) -> dict[str, list[float]]:
-    """|trainer - sampled| of each token, by the server that sampled it: "" for all if `servers` is None."""
+    """|trainer - sampled| of each token, by the server that sampled it.
+
+    That is "" for all if `servers` is None.
+    """
     if servers is None:
         servers = [[""] * len(row) for row in trainer]
     distances: dict[str, list[float]] = defaultdict(list)

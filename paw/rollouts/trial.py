@@ -1,9 +1,9 @@
-"""A program of its own that renders conversations by a chat template: does that end, and in how much memory?
+"""A program that renders conversations with a chat template, to see whether that ends.
 
-It reads JSON from stdin (`paw.rollouts.template.Trial`), imports nothing but Jinja, and ends with
-EXCEEDED if it needs more memory than it may have; the kernel ends it if it needs more time. What
-else a template raises is not said here: `Chat` renders the same conversations with the tokenizer's
-own method.
+It reads JSON from stdin (see `paw.rollouts.template.try_template`), imports nothing but Jinja, and
+exits with EXCEEDED if it needs more memory than it may have; the kernel ends it if it needs more
+time. Other errors of a template are ignored: `Chat` renders the same conversations with the
+tokenizer's own method.
 """
 
 import json
@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 EXCEEDED = 3
-"""The exit code of too much memory."""
+"""Exit code if it needs too much memory."""
 
 
 class Generation(Extension):
@@ -50,9 +50,11 @@ def _refuse(message: str) -> None:
 
 
 def main(trial: dict[str, Any]) -> int:
-    memory, seconds = trial["memory"], trial["seconds"]
+    """Render within the limits of `trial`; returns the exit code."""
+    memory = trial["memory"]
+    seconds = trial["seconds"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(ValueError, OSError):  # not everywhere can it be limited
+    with suppress(ValueError, OSError):  # some systems cannot limit it
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     try:

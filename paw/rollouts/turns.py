@@ -1,4 +1,4 @@
-"""What an agent passes to the model, and what it and a reward function leave of an episode's turns, checked."""
+"""Checks of what agents and reward functions can get wrong: stop strings, an episode's turns."""
 
 import math
 from array import array
@@ -19,9 +19,9 @@ NUMBERS = {
 
 
 def checked_stop(stop: Iterable[Any]) -> list[str]:
-    """The stop strings of a call.
+    """The stop strings of a call of the model.
 
-    Raises ValueError for what is no text: in the agent, not later in the engine.
+    Raises ValueError if one is not a text, or empty: in the agent, not later in the engine.
     """
     words = list(stop)
     for word in words:
@@ -38,12 +38,15 @@ def turns_problem(turns: Sequence[Turn], *, with_tokens: bool) -> str:
     for number, turn in enumerate(turns):
         if not isinstance(turn.outcome, Outcome) or not math.isfinite(turn.outcome.reward):
             return f"turn {number} has the outcome {shown(turn.outcome)}"
-        if problem := _tokens_problem(turn) if with_tokens else "":
-            return f"turn {number} has {problem}"
+        if with_tokens:
+            problem = _tokens_problem(turn)
+            if problem:
+                return f"turn {number} has {problem}"
     return ""
 
 
 def _tokens_problem(turn: Turn) -> str:
+    """What is wrong with the numbers of a turn; "" if nothing is."""
     if not turn.prompt_ids:
         return "no prompt_ids"
     if not turn.response_ids:
@@ -56,5 +59,5 @@ def _tokens_problem(turn: Turn) -> str:
         try:
             array(typecode, getattr(turn, name) or ())
         except (TypeError, OverflowError) as error:
-            return f"{name} that are no numbers of their kind ({error})"
+            return f"{name} that are not numbers of their kind ({error})"
     return ""

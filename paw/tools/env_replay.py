@@ -11,7 +11,7 @@ from typing import Any
 from paw.config import EnvConfig
 from paw.envs.base import EnvFactory, admissible_responses, train_tasks
 from paw.errors import NoOracleError, quietly
-from paw.rollouts.guard import Guarded, TimedGuard
+from paw.rollouts.guard import CheckedEnv, TimedGuard
 from paw.tools.env_calls import valid_call
 from paw.types import Outcome, Reply, Task, ToolCall
 
@@ -64,7 +64,7 @@ class Counted(TimedGuard):
         return super().step(response)
 
 
-Player = Callable[[Guarded, int], str | None]
+Player = Callable[[CheckedEnv, int], str | None]
 """The response to turn n; None leaves the episode."""
 
 
@@ -99,7 +99,7 @@ class Subject:
         return played
 
     @contextmanager
-    def made(self, factory: EnvFactory | None = None) -> Iterator[Guarded]:
+    def made(self, factory: EnvFactory | None = None) -> Iterator[CheckedEnv]:
         """An environment as training plays it, checks of what it returns included."""
         environment = Counted(factory or self.factory, self)
         try:
@@ -108,7 +108,7 @@ class Subject:
             with quietly():  # a rule of its own
                 environment.close()
 
-    def play(self, environment: Guarded, task: Task, player: Player, *, looks: int = 1) -> Episode:
+    def play(self, environment: CheckedEnv, task: Task, player: Player, *, looks: int = 1) -> Episode:
         """One episode; before each response the environment is looked at `looks` times, from all sides."""
         start, episode = time.perf_counter(), Episode(task)
         self.steps += sum(1 for _ in self.turns(environment, episode, player, looks))
@@ -116,7 +116,7 @@ class Subject:
         return episode
 
     def turns(
-        self, environment: Guarded, episode: Episode, player: Player, looks: int = 1
+        self, environment: CheckedEnv, episode: Episode, player: Player, looks: int = 1
     ) -> Iterator[Episode]:
         episode.first = environment.reset(episode.task)
         while not (episode.outcomes and episode.outcomes[-1].done):
@@ -160,11 +160,11 @@ def repeat(episode: Episode) -> Player:
     return lambda environment, n: episode.responses[n] if n < len(episode.responses) else None
 
 
-def by_oracle(environment: Guarded, n: int) -> str:
+def by_oracle(environment: CheckedEnv, n: int) -> str:
     return oracle_of(environment) or by_chance(environment, n)
 
 
-def by_chance(environment: Guarded, n: int) -> str:
+def by_chance(environment: CheckedEnv, n: int) -> str:
     responses = admissible_responses(environment)
     if not responses and environment.tools and n % (CALLS + 1) < CALLS:
         calls = [call for tool in environment.tools if (call := valid_call(tool, n))]
@@ -172,22 +172,22 @@ def by_chance(environment: Guarded, n: int) -> str:
     return random.Random(n).choice(responses or [f"{n} hello"])
 
 
-def by_garbage(environment: Guarded, n: int) -> str:
+def by_garbage(environment: CheckedEnv, n: int) -> str:
     garbage = GARBAGE + BROKEN_CALLS if environment.tools else GARBAGE
     return garbage[n % len(garbage)]
 
 
-def by_all(environment: Guarded, n: int) -> str:
+def by_all(environment: CheckedEnv, n: int) -> str:
     return (by_garbage, by_chance, by_oracle)[n % 3](environment, n)
 
 
-def look(environment: Guarded) -> tuple[Any, str]:
+def look(environment: CheckedEnv) -> tuple[Any, str]:
     admissible_responses(environment)
     oracle_of(environment)
     return environment.context(), environment.anchor()
 
 
-def oracle_of(environment: Guarded) -> str | None:
+def oracle_of(environment: CheckedEnv) -> str | None:
     """None where there is no oracle, or none for this task."""
     try:
         return environment.oracle()

@@ -16,8 +16,8 @@ from paw.config import EnvConfig
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, eval_tasks
 from paw.errors import OURS, EnvironmentFailure, clean, describe, place, quietly, to_stderr
-from paw.rollouts.chat import shown
-from paw.rollouts.guard import Guarded, TimedGuard
+from paw.rollouts.chat import context_text
+from paw.rollouts.guard import CheckedEnv, TimedGuard
 from paw.tools.played import load_played
 from paw.types import Outcome, Task
 
@@ -69,13 +69,13 @@ def _failing() -> Iterator[None]:
         raise EnvironmentFailure(f"{describe(error)}{place(error)}") from error
 
 
-def _task(environment: Guarded, text: str) -> dict[str, Any]:
+def _task(environment: CheckedEnv, text: str) -> dict[str, Any]:
     """The task in words, where the first observation, `text`, does not tell it."""
     task = getattr(environment, "task", "")
     return {} if task in text else {"task": task}
 
 
-def _json(environment: Guarded, task: Task) -> None:
+def _json(environment: CheckedEnv, task: Task) -> None:
     outcome = Outcome(
         environment.reset(task), reward=0.0, done=False, won=False, action="", valid=True
     )
@@ -92,7 +92,7 @@ def _json(environment: Guarded, task: Task) -> None:
         outcome = environment.step(environment.format_action(line.strip()))
 
 
-def _terminal(environment: Guarded, task: Task) -> None:
+def _terminal(environment: CheckedEnv, task: Task) -> None:
     def say(*texts: str) -> None:
         """What an environment wrote, with its line ends and nothing else that moves the cursor."""
         print(*(clean(text, MOST_SHOWN, lines=True) for text in texts), sep="\n\n")
@@ -115,7 +115,7 @@ def _terminal(environment: Guarded, task: Task) -> None:
             return
         if command in ("", "prompt"):
             tools = [json.dumps(tool["function"], ensure_ascii=False) for tool in environment.tools]
-            say(*([*tools, shown(environment.context())] if command else [HELP]))
+            say(*([*tools, context_text(environment.context())] if command else [HELP]))
             continue
         if command.isdecimal() and 1 <= int(command) <= len(actions):
             command = actions[int(command) - 1]

@@ -9,7 +9,7 @@ from paw.envs import make_factory
 from paw.envs.base import EnvFactory, read_tasks, size
 from paw.envs.serving import LimitedBodies, listen, make_server, run_server
 from paw.errors import UserError, quietly
-from paw.rollouts.guard import Guarded, make_threads
+from paw.rollouts.guard import CheckedEnv, make_threads
 from paw.tools.played import load_played
 
 
@@ -53,7 +53,7 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
 
         def __init__(self) -> None:
             super().__init__()
-            self._guarded: Guarded | None = None
+            self._guarded: CheckedEnv | None = None
             self._state = State()
 
         @property
@@ -76,7 +76,7 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
                 with read_tasks(factory, split, 0 if index is None else seed or 0) as tasks:
                     number = (seed or 0) % (size(tasks) or 2**63) if index is None else index
                     task = tasks[number]
-                self._guarded = self._guarded or Guarded(factory.make(), config)
+                self._guarded = self._guarded or CheckedEnv(factory.make(), config)
                 return self._look(self._guarded, text=self._guarded.reset(task))
 
             return await self._run(begin)
@@ -84,7 +84,7 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
         async def step_async(
             self, action: PawAction, timeout_s: float | None = None, **_: Any
         ) -> Any:
-            def play(env: Guarded, text: str) -> Any:
+            def play(env: CheckedEnv, text: str) -> Any:
                 outcome = env.step(
                     env.format_action(text.strip())
                     if text.strip() in env.admissible_actions()
@@ -135,7 +135,7 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
                 self._guarded = None
                 raise
 
-        def _look(self, env: Guarded, *, done: bool = False, **told: Any) -> Any:
+        def _look(self, env: CheckedEnv, *, done: bool = False, **told: Any) -> Any:
             context = "" if done else env.context()
             prompt = (
                 context

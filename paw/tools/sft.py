@@ -51,8 +51,8 @@ from paw.model.policy import (
     weights_dtype,
 )
 from paw.rollouts.chat import Chat, Context
-from paw.rollouts.further import add_result
-from paw.rollouts.guard import Guarded, make_threads
+from paw.rollouts.continuation import add_result
+from paw.rollouts.guard import CheckedEnv, make_threads
 from paw.rollouts.marks import conversation
 from paw.state import checkpoint
 from paw.state.export import export
@@ -101,7 +101,7 @@ def demonstrations(
     rng = random.Random(seed)
     threads = make_threads(factory, env)
     call = threads.call
-    environment: Guarded | None = None
+    environment: CheckedEnv | None = None
     failed = 0
     games = (train_tasks(factory, n, 64, seed, split=split) for n in itertools.count())
     for task in itertools.chain.from_iterable(games):
@@ -109,7 +109,7 @@ def demonstrations(
         previous_choices: list[str] | None = None
         while not done:
             try:
-                environment = environment or Guarded(call(factory.make), env)
+                environment = environment or CheckedEnv(call(factory.make), env)
                 if previous_choices is None:
                     call(environment.reset, task)
                 prompt = call(environment.context)

@@ -23,7 +23,7 @@ from paw.cache import cache_dir, cached
 from paw.config import Config, WarmupConfig
 from paw.envs.base import EnvFactory, warmup_tasks
 from paw.model.policy import Policy
-from paw.rollouts.chat import Chat, shown
+from paw.rollouts.chat import Chat, context_text
 from paw.rollouts.engines.transformers import TransformersEngine
 from paw.rollouts.episode import plain
 from paw.rollouts.scheduler import Rollouts
@@ -77,7 +77,7 @@ def _warm_up(
     turns = demonstrations(factory, config.env, seed=settings.seed, **shares)
     corpus = list(islice(turns, CORPUS_TURNS))
     tokenizer = quickstart.build_tokenizer(
-        [shown(turn.prompt) for turn in corpus],
+        [context_text(turn.prompt) for turn in corpus],
         {choice for turn in corpus for choice in turn.choices},
         [turn.observation for turn in corpus],
     )

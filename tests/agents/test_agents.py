@@ -16,7 +16,7 @@ from paw.config import Config
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
 from paw.errors import UserError
-from paw.rollouts.chat import shown
+from paw.rollouts.chat import context_text
 from paw.rollouts.episode import Episode, Model, asked, find_agent
 from paw.rollouts.scheduler import Rollouts
 from paw.types import Trajectory
@@ -33,7 +33,9 @@ class Scripted(Model):
         prompt, start = asked(context, continues)
         self.asked.append((prompt, start, tuple(stop), seed))
         turn.response = (
-            self.answers(shown(prompt), start) if callable(self.answers) else self.answers.pop(0)
+            self.answers(context_text(prompt), start)
+            if callable(self.answers)
+            else self.answers.pop(0)
         )
         return next((word for word in stop if turn.response.endswith(word)), "")
 

@@ -29,7 +29,7 @@ from paw.config import (
 from paw.errors import UserError
 from paw.rollouts import ahead
 from paw.rollouts.ahead import AsyncRollouts
-from paw.rollouts.episode import RolloutStats
+from paw.rollouts.base import RolloutStats
 from paw.rollouts.messages import Channel, FromPlayer, UpdatePlayed
 from paw.state.signals import StopSignal
 from paw.types import Group, Outcome, Task, Trajectory, Turn

@@ -23,7 +23,7 @@ from paw.envs.tools import checked_reply, checked_tools
 from paw.errors import EnvironmentFailure, UserError
 from paw.recipe import load
 from paw.rollouts import calls
-from paw.rollouts.guard import Guarded
+from paw.rollouts.guard import CheckedEnv
 from paw.types import Outcome, Reply, Task, ToolCall
 
 BOMB = r"(a+)+$"
@@ -59,7 +59,7 @@ def test_a_pattern_that_takes_for_ever_costs_its_episode(questions):
         {"env.data": str(questions), "env.score": "regex", "env.eval_split": "train"},
     )
     factory = make_factory(config)
-    environment = Guarded(factory.make(), config.env)
+    environment = CheckedEnv(factory.make(), config.env)
     bomb, sane = (factory.tasks("train", 0)[i] for i in range(2))
     environment.reset(bomb)
     with pytest.raises(EnvironmentFailure) as error:
@@ -157,7 +157,7 @@ class Shelf:
 
 
 def played(schema, arguments) -> Outcome:
-    environment = Guarded(Shelf(schema), EnvConfig(name="x"))
+    environment = CheckedEnv(Shelf(schema), EnvConfig(name="x"))
     environment.reset(Task("a"))
     return environment.step(Reply.of("", ToolCall("put", arguments, "k")))
 

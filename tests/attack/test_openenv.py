@@ -14,7 +14,7 @@ from websockets.sync.server import serve
 from paw.envs import make_factory, openenv
 from paw.envs.base import ENDLESS_EVAL, eval_tasks, train_tasks
 from paw.errors import EnvironmentFailure, UserError
-from paw.rollouts.guard import Guarded
+from paw.rollouts.guard import CheckedEnv
 from paw.tools.played import load_played
 from paw.types import Reply, ToolCall
 
@@ -76,7 +76,7 @@ def begin(url, **env):
         None, {"env.name": "openenv", "env.url": url, **{f"env.{k}": v for k, v in env.items()}}
     )
     factory = make_factory(config)
-    return Guarded(factory.make(), config.env), train_tasks(factory, 0, 1, 0)[0]
+    return CheckedEnv(factory.make(), config.env), train_tasks(factory, 0, 1, 0)[0]
 
 
 def test_a_dropped_connection_before_the_first_step_is_made_again(server):

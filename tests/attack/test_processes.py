@@ -23,7 +23,7 @@ from paw.errors import NoOracleError, UserError
 from paw.model.policy import load_tokenizer
 from paw.model.ranks import Ranks
 from paw.rollouts.chat import Chat
-from paw.rollouts.guard import Guarded
+from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
 from paw.types import Task
@@ -162,7 +162,7 @@ def test_every_member_of_an_environment_is_at_hand():
 
     def seen(processes, name):
         config = configured(name, processes)
-        environment = Guarded(make_factory(config).make(), config.env)
+        environment = CheckedEnv(make_factory(config).make(), config.env)
         found = [
             environment.reset(Task("x")),
             environment.tools,
@@ -184,7 +184,9 @@ def test_every_member_of_an_environment_is_at_hand():
 def test_an_environment_that_a_process_cannot_import_is_one_line():
     config = configured("Deadly", 2)
     # A class of a module that can be.
-    environment = Guarded(make_factory(config, Deadly).make(), config.env)
+    environment = CheckedEnv(
+        make_factory(config, Deadly).make(), config.env
+    )
     assert environment.reset(Task("x")) == "start"
 
     class Local(Deadly):
@@ -218,7 +220,7 @@ def test_what_cannot_run_in_a_process_is_one_line():
     with pytest.raises(
         UserError, match=r"^env\.processes: what reset\(\) takes cannot be sent to a process \("
     ):
-        Guarded(make_factory(config).make(), config.env).reset(
+        CheckedEnv(make_factory(config).make(), config.env).reset(
             make_factory(config).tasks("train", 0)[0]
         )
 
@@ -241,7 +243,7 @@ def test_processes_and_what_they_started_end_with_the_factory():
     config = configured("Helpers", 2)
     others = workers()  # of tests before
     factory = make_factory(config)
-    environments = [Guarded(factory.make(), config.env) for _ in range(4)]
+    environments = [CheckedEnv(factory.make(), config.env) for _ in range(4)]
     helpers = [int(environment.reset(Task("x"))) for environment in environments]
     started = [pid for pid in workers() if pid not in others]
     assert len(started) == 2 and all(map(alive, [*started, *helpers]))

@@ -119,7 +119,7 @@ def test_a_conversation_that_the_template_does_not_end_on_costs_its_episode(mode
         + GOOD
     )
     chat = Chat(with_template(model, text))
-    monkeypatch.setattr("paw.rollouts.chat.TURN_S", 0.3)
+    monkeypatch.setattr("paw.rollouts.template.TURN_S", 0.3)
     messages = [{"role": "user", "content": "hello"}, {"role": "critic", "content": "no"}]
     with pytest.raises(
         EnvironmentFailure, match=r"does not take user, critic: it takes more than 0\.3 s"

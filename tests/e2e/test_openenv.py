@@ -12,7 +12,7 @@ from templates import QWEN25_TEMPLATE
 
 from paw.envs import make_factory
 from paw.envs.base import train_tasks
-from paw.rollouts.guard import Guarded
+from paw.rollouts.guard import CheckedEnv
 from paw.tools.played import load_played
 from paw.types import Reply, ToolCall
 
@@ -156,7 +156,7 @@ def test_an_environment_served_is_the_environment_itself(
 
 def test_tools_of_openenv_are_tools(urls):
     factory, config = make(name="openenv", url=urls[1])
-    environment = Guarded(factory.make(), config.env)
+    environment = CheckedEnv(factory.make(), config.env)
     assert environment.reset(train_tasks(factory, 0, 1, 0)[0]) == '{"status": "ready"}'
     (put,) = [tool["function"] for tool in environment.tools]
     assert (

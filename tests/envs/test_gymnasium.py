@@ -6,7 +6,7 @@ from toyworld import Scripted, make_chat
 from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.errors import UserError
-from paw.rollouts.guard import Guarded
+from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.scheduler import Rollouts
 from paw.tools.env_check import check
 from paw.tools.env_replay import Subject
@@ -77,7 +77,7 @@ def test_it_keeps_the_rules(tmp_path, name, actions):
     config = load(tmp_path, name)
     findings = check(Subject(lambda: make_factory(config), config.env))
     assert len(findings) == 15 and not [finding for finding in findings if not finding.ok]
-    environment = Guarded(make_factory(config).make(), config.env)
+    environment = CheckedEnv(make_factory(config).make(), config.env)
     environment.reset(train_tasks(make_factory(config), 0, 1, 0)[0])
     assert environment.admissible_actions() == actions
     assert not environment.step("5").valid and environment.step((actions or ["d"])[-1]).valid
@@ -86,7 +86,7 @@ def test_it_keeps_the_rules(tmp_path, name, actions):
 def test_an_episode_is_a_conversation(tmp_path):
     config = load(tmp_path, "paw/Letter-v0", **{"kwargs.tries": "2"})
     factory = make_factory(config)
-    environment, returns = Guarded(factory.make(), config.env), set()
+    environment, returns = CheckedEnv(factory.make(), config.env), set()
     for task in train_tasks(factory, 0, 8, 0):
         assert environment.reset(task) == "name a letter tries: 2"
         invalid = environment.step("the letter a")
@@ -110,7 +110,7 @@ def test_an_episode_is_a_conversation(tmp_path):
 def test_it_plays_in_a_process(tmp_path):
     config = load(tmp_path, "paw/Door-v0", processes="1")
     factory = make_factory(config)
-    environment = Guarded(factory.make(), config.env)
+    environment = CheckedEnv(factory.make(), config.env)
     assert environment.reset(
         train_tasks(factory, 0, 1, 0)[0]
     ) and environment.admissible_actions() == ["push", "pull"]

@@ -14,7 +14,7 @@ from paw.envs import make_factory
 from paw.envs.base import eval_tasks, train_tasks
 from paw.envs.next_state import NextStateConfig, ask, read_triplets, write_triplets
 from paw.errors import EnvironmentFailure, UserError
-from paw.rollouts.guard import Guarded
+from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.scheduler import Rollouts
 from paw.tools.rwml import cut
 from paw.types import Reply, Task, ToolCall
@@ -92,7 +92,7 @@ def test_a_conversation_is_won():
 def test_as_a_conversation_with_tools():
     config = config_of(style="chat")
     factory = make_factory(config)
-    environment = Guarded(factory.make(), config.env)
+    environment = CheckedEnv(factory.make(), config.env)
     environment.reset(eval_tasks(factory, "test", 0, 0)[0])
     system, user = environment.context()
     assert (

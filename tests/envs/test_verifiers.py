@@ -21,7 +21,7 @@ from paw.envs.inverted import InvertedEnv
 from paw.errors import EnvironmentFailure, UserError
 from paw.plugins import CALLBACKS, give
 from paw.recipe import load
-from paw.rollouts.guard import Guarded
+from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.scheduler import Rollouts
 from paw.trainer import train
 from paw.types import Reply, Task, ToolCall
@@ -56,7 +56,7 @@ def config_of(name, **env):
 def start(name, split="train", place=0, **env):
     config = config_of(name, **env)
     factory = make_factory(config)
-    environment = Guarded(factory.make(), config.env)
+    environment = CheckedEnv(factory.make(), config.env)
     return environment, environment.reset(factory.tasks(split, 0)[place])
 
 
@@ -173,7 +173,7 @@ def test_tools_of_a_server_that_episodes_share(tiny_llm, tmp_path, read_metrics,
     config = config_of("library", eval_split="test")
     factory = make_factory(config)
     assert [len(factory.tasks(split, 0)) for split in ("train", "test")] == [3, 1]
-    one, two = (Guarded(factory.make(), config.env) for _ in range(2))
+    one, two = (CheckedEnv(factory.make(), config.env) for _ in range(2))
     for environment in (one, two):
         assert environment.reset(factory.tasks("test", 0)[0]) == "When did Ulysses appear?"
         assert [tool["function"]["name"] for tool in environment.tools] == ["books_year"]
@@ -243,7 +243,7 @@ def test_a_program_may_stream_and_write_text_in_parts():
         return float(chunks[0].choices[0].delta.content == "\U0001f600?")
 
     config = config_of("none").env
-    environment = Guarded(InvertedEnv(play, config), config)
+    environment = CheckedEnv(InvertedEnv(play, config), config)
     assert environment.reset(Task("a", payload={"type": "text", "text": "or no?"})) == "Yes\nor no?"
     assert environment.step("\U0001f600\ud800").won
     with pytest.raises(EnvironmentFailure, match="content of type image_url; only text is read"):

@@ -309,7 +309,7 @@ def test_turns_marked_by_ordinary_text_cannot_be_forged(text):
     for ids, marks in ((chat.prompt_ids(text), 1), (chat.observation_ids(text, 10**6), 0)):
         rendered = tokenizer.decode(ids)
         assert rendered.count("[INST]") == rendered.count("[/INST]") == marks
-    assert len(chat._harmless(text)) == len(text)
+    assert len(chat._encoder.harmless(text)) == len(text)
 
 
 def test_an_export_carries_the_template_options(tmp_path):

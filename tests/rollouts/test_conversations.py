@@ -20,13 +20,14 @@ from paw.envs.conversation import Conversation
 from paw.errors import EnvironmentFailure, UserError
 from paw.recipe import load
 from paw.rollouts.chat import Chat
+from paw.rollouts.continuation import add_result
 from paw.rollouts.engines.base import Completion
 from paw.rollouts.marks import PROBE
 from paw.rollouts.scheduler import Rollouts
 from paw.run import open_run
 from paw.tools import sft
 from paw.trainer import prepare
-from paw.types import Outcome, Reply, Task, ToolCall
+from paw.types import Outcome, Reply, Task, ToolCall, Turn
 
 RESULTS = ["<tool_response>", "</tool_response>"]
 BRACKETS = [
@@ -234,7 +235,7 @@ def test_calls_are_read_by_the_parser_that_reads_what_the_template_writes(name):
     pytest.importorskip("vllm")
     reads(CHATS[name], WRITTEN[name])
     with pytest.raises(
-        UserError, match=r"tool_parser = 'hermess' is no parser of vLLM; did you mean 'hermes'"
+        UserError, match=r"tool_parser = 'hermess' is not a parser of vLLM; did you mean 'hermes'"
     ):
         Chat(TOKENIZERS[name], tool_parser="hermess").reply("", [tool()])
 
@@ -282,7 +283,7 @@ class Says:
     def __init__(self, chat, replies, *, reads=True):
         self.chat, self.replies, self.queue = chat, list(replies), []
         if reads:
-            self.chat._read = lambda text, tools, called: next(
+            self.chat._reader = lambda text, tools, called: next(
                 r for r in replies if self.written(r) == text
             )
 
@@ -352,6 +353,26 @@ def test_results_and_answers_are_targets_in_the_conversations_one_sequence(name,
         assert [next(seen) for _ in told] == told and not controls(name, told)
         assert (sample.separator_ids == chat.separator_ids) == (place == 1)
     assert not [*seen]
+
+
+@every
+def test_with_a_limit_of_no_tokens_several_results_are_no_target(name):
+    chat = CHATS[name]
+    outcome = Outcome("a\nb", reward=0.0, done=True, won=False, results=["a", "b"])
+    turn = Turn(
+        prompt_ids=[1],
+        response_ids=[2],
+        sampled_logp=[-1.0],
+        entropy=None,
+        prompt="",
+        response="",
+        outcome=outcome,
+        anchor="",
+        version=0,
+    )
+    add_result(chat, turn, called("a", "b"), 0)
+    assert turn.spans == []
+    assert turn.observation_ids == []
 
 
 def test_no_two_calls_of_an_episode_have_one_id():

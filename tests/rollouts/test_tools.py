@@ -12,7 +12,7 @@ from paw.envs.conversation import Conversation
 from paw.envs.tools import checked_tools
 from paw.errors import EnvironmentFailure, UserError
 from paw.rollouts.episode import Episode
-from paw.rollouts.guard import Guarded
+from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.scheduler import Rollouts
 from paw.types import Outcome, Reply, Task, ToolCall, Trajectory
 
@@ -45,7 +45,7 @@ class Adder(Conversation):
 
 
 def guarded(**members):
-    return Guarded(type("Adder", (Adder,), members)(), EnvConfig(name="x", max_turns=9))
+    return CheckedEnv(type("Adder", (Adder,), members)(), EnvConfig(name="x", max_turns=9))
 
 
 def call(n, key="call00000"):

@@ -1,0 +1,87 @@
+"""What playing episodes results in, and what plays them for a run."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paw.types import Group, Trajectory
+
+Progress = Callable[[int, int], None]
+"""Called with (episodes finished, episodes in all)."""
+HEALTH = ("groups_dropped", "prompts_truncated", "texts_cut", "threads_lost")
+"""Counts that are always reported, under health/."""
+
+
+@dataclass
+class RolloutStats:
+    """Counts of what happened in one episode, or in many together."""
+
+    groups_dropped: int = 0
+    prompts_truncated: int = 0
+    texts_cut: int = 0
+    """Texts of environments longer than env.max_text."""
+    threads_lost: int = 0
+    """Calls of environments given up after env.step_timeout_s, each with its thread."""
+    context_full: int = 0
+    """Episodes that ended because no further prompt fits."""
+    processes_lost: int = 0
+    """Processes of environments that died or hung (env.processes)."""
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    """As sampled or billed, including what a stop string cut off."""
+    cached_tokens: int = 0
+    """Of the prompt tokens, those that the engine had in its cache."""
+    failed: list[Trajectory] = field(default_factory=list)
+    """Episodes whose environment or agent failed. They are in no group."""
+    uniform: list[Group] = field(default_factory=list)
+    """Groups whose returns are all equal, if others took their place."""
+
+    @property
+    def failures(self) -> list[str]:
+        return [f"{trajectory.task.id}: {trajectory.failure}" for trajectory in self.failed]
+
+    @classmethod
+    def sum(cls, parts: Iterable["RolloutStats"]) -> "RolloutStats":
+        total = cls()
+        for part in parts:
+            for name, value in vars(part).items():
+                setattr(total, name, getattr(total, name) + value)
+        return total
+
+    def metrics(self) -> dict[str, float]:
+        metrics: dict[str, float] = {"health/env_failures": len(self.failed)}
+        for name in HEALTH:
+            metrics[f"health/{name}"] = getattr(self, name)
+        if self.cached_tokens:
+            metrics["perf/cached_frac"] = self.cached_tokens / self.prompt_tokens
+        if self.uniform:
+            metrics["health/groups_refilled"] = len(self.uniform)
+        if self.processes_lost:
+            metrics["health/processes_lost"] = self.processes_lost
+        return metrics
+
+
+RolloutResult = tuple[list[Group], RolloutStats]
+"""The groups that were played, and what happened meanwhile."""
+
+
+class RolloutSource(Protocol):
+    """Where a run gets its episodes.
+
+    They are played when asked for (`Rollouts`), or in advance (`AsyncRollouts`).
+    """
+
+    def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
+        """The episodes of the first `count` tasks of update `step`, in groups.
+
+        A call of all ranks, like `evaluation`.
+        """
+        ...
+
+    def evaluation(self, progress: Progress | None = None) -> RolloutResult:
+        """The evaluation games, played once each."""
+        ...
+
+    def close(self) -> None:
+        """Close the environments."""
+        ...

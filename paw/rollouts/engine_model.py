@@ -1,0 +1,167 @@
+"""The model in an engine, as the agent of one episode sees it."""
+
+from typing import Any, Protocol
+
+from paw.config import Config
+from paw.errors import EnvironmentFailure
+from paw.rollouts.chat import Chat, Context, ContextFull, context_text
+from paw.rollouts.continuation import (
+    Prompt,
+    add_result,
+    continue_after,
+    ids_up_to_end,
+    prompt_after_response,
+    record_observation,
+)
+from paw.rollouts.engines.base import Completion, Engine
+from paw.rollouts.episode import Earlier, EnvHandle, Episode, Model, Stop
+from paw.rollouts.marks import conversation, stands_for
+from paw.rollouts.stops import StopStrings, text_before
+from paw.types import Turn
+
+
+class Sampler(Protocol):
+    """What plays the episode, `Rollouts`: it hands requests of all episodes to the engine."""
+
+    config: Config
+    chat: Chat
+    engine: Engine
+
+    async def sample(
+        self, episode: Episode, prompt_ids: list[int], seed: int, stopped: StopStrings | None
+    ) -> Completion: ...
+
+
+class EngineModel(Model):
+    """The model in the engine of `sampler`, for one episode.
+
+    A prompt that continues an earlier turn begins with that turn's own ids: whatever the template
+    would drop from earlier answers (Qwen3 drops their thoughts) or render differently stays as the
+    model wrote it. A conversation that does not continue the last one (the first, or one whose
+    environment rewrites an answer) is rendered in full.
+    """
+
+    def __init__(self, env: EnvHandle, sampler: Sampler) -> None:
+        super().__init__(env, sampler.config)
+        self._sampler = sampler
+        self._chat = sampler.chat
+        self._messages: list[dict[str, Any]] = []
+        """The last conversation without the model's answer; [] if the last context was a text."""
+        self._call_count = 0
+        """Calls of tools so far."""
+
+    async def _answer(
+        self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int
+    ) -> str:
+        prompt = self._prompt(context, continues)
+        turn.prompt_ids = prompt.ids
+        stop_strings = StopStrings(self._chat, stop) if stop else None
+        completion = await self._sampler.sample(self.episode, prompt.ids, seed, stop_strings)
+        self._count_tokens(turn, completion)
+
+        length = len(completion.token_ids)
+        stop_string = ""
+        if stop_strings:
+            length, stop_string = stop_strings.first(completion.token_ids)
+        self._fill_tokens(turn, completion, length)
+
+        tools = self.env.tools
+        turn.response = prompt.opened + self._chat.decode(turn.response_ids, calls=bool(tools))
+        if tools:
+            answer = text_before(turn.response, stop_string)
+            self.reply = self._chat.reply(answer, tools, self._call_count)
+            self._call_count += len(self.reply.calls)
+        self._messages = [] if isinstance(context, str) else context
+        return stop_string
+
+    def ended(self) -> None:
+        """If the last answer called tools, record how their results would be shown in a prompt."""
+        if self.reply is None:
+            return
+        if self.reply.calls or self.reply.problem:
+            last_turn = self.episode.trajectory.turns[-1]
+            add_result(self._chat, last_turn, self.reply, self.config.wm.max_tokens)
+
+    # --- prompts
+    # ---------------------------------------------------------------------------------------------
+
+    def _prompt(self, context: Context, continues: Earlier) -> Prompt:
+        """The prompt of the next turn.
+
+        One message is cut to rollout.max_prompt_tokens. Raises ContextFull if anything else is
+        longer, EnvironmentFailure if it is the first prompt of a conversation.
+        """
+        limit = self.config.rollout.max_prompt_tokens
+        if continues is None and isinstance(context, str) and not self.env.tools:
+            ids, cut = self._chat.fit_prompt(context, limit)
+            if cut > 0:
+                self.episode.stats.prompts_truncated += 1
+            return Prompt(ids, self._chat.opened)
+
+        if continues is not None:
+            prompt = prompt_after_response(self._chat, continues.turn, context_text(context))
+        else:
+            ids = self._conversation_ids(conversation(context))
+            prompt = Prompt(ids, self._chat.opened)
+            is_first_turn = not self.episode.trajectory.turns
+            if len(ids) > limit and is_first_turn:
+                raise EnvironmentFailure(
+                    f"rollout.max_prompt_tokens = {limit}, the first prompt has {len(ids)}; "
+                    "raise it: of a conversation nothing is left out"
+                )
+        if len(prompt.ids) > limit:
+            raise ContextFull(f"rollout.max_prompt_tokens = {limit}")
+        return prompt
+
+    def _conversation_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Ids of a conversation.
+
+        If it continues the last one, the last turn gets a record of how it shows the observation.
+        """
+        if not self._continues_last(messages):
+            return self._chat.conversation_ids(messages, self.env.tools)
+
+        last_turn = self.episode.trajectory.turns[-1]
+        answer_position = len(self._messages)
+        answer = messages[answer_position]
+        if self.reply is not None:
+            answer = self.reply.message()
+        new_messages = messages[answer_position + 1 :]
+        continuation = continue_after(self._chat, answer, new_messages)
+        record_observation(
+            self._chat, last_turn, continuation, new_messages, limit=self.config.wm.max_tokens
+        )
+        return ids_up_to_end(self._chat, last_turn) + continuation.ids
+
+    def _continues_last(self, messages: list[dict[str, Any]]) -> bool:
+        """Whether these are the last conversation's messages, the model's answer and new ones."""
+        length = len(self._messages)
+        if not 0 < length < len(messages) - 1 or messages[:length] != self._messages:
+            return False
+        last_turn = self.episode.trajectory.turns[-1]
+        answer = self.reply.message() if self.reply is not None else None
+        return stands_for(messages[length], last_turn.response, answer)
+
+    # --- completions
+    # ---------------------------------------------------------------------------------------------
+
+    def _count_tokens(self, turn: Turn, completion: Completion) -> None:
+        stats = self.episode.stats
+        stats.prompt_tokens += len(turn.prompt_ids)
+        stats.response_tokens += len(completion.token_ids)
+        stats.cached_tokens += completion.cached_tokens
+
+    def _fill_tokens(self, turn: Turn, completion: Completion, length: int) -> None:
+        """Put the first `length` tokens of a completion into the turn, and their log-probs etc."""
+        turn.response_ids = completion.token_ids[:length]
+        turn.sampled_logp = completion.logp[:length]
+        turn.entropy = completion.entropy and completion.entropy[:length]
+        turn.server = completion.server
+
+        missing_end = self._chat.missing_end(turn.response_ids)
+        if missing_end:
+            turn.separator_ids = missing_end + self._chat.separator_ids
+
+        versions = completion.versions and completion.versions[:length]
+        turn.version = min(versions) if versions else self._sampler.engine.version
+        turn.versions = versions if versions and len(set(versions)) > 1 else None
