@@ -131,9 +131,7 @@ def _draw(seed: int, difficulty: Difficulty, kinds: Sequence[str]) -> Scene:
         if goal is not None:
             break
     object_type, target_type = goal
-    placed = _place_objects(
-        rng, room, kind, receptacle_types, object_type, target_type, difficulty
-    )
+    placed = _place_objects(rng, room, kind, receptacle_types, object_type, target_type, difficulty)
 
     # One cell of the grid for each receptacle, and one where the agent starts.
     cells = rng.sample(range(25 * 25), len(receptacle_types) + 1)
@@ -235,9 +233,7 @@ def _place_objects(
         if choices:
             placed.append((type_, rng.choice(choices)))
     if kind == "look":
-        lamp_spots = [
-            i for i, type_ in enumerate(receptacle_types) if type_ in tables.LAMP_SPOTS
-        ]
+        lamp_spots = [i for i, type_ in enumerate(receptacle_types) if type_ in tables.LAMP_SPOTS]
         placed.append((tables.LAMP, rng.choice(lamp_spots)))
     return placed
 
