@@ -2,8 +2,11 @@
 lacks (docs/environments.md).
 """
 
+import asyncio
 import copy
+import inspect
 import math
+from collections.abc import Awaitable
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from paw import plugins
 from paw.config import EnvConfig
 from paw.envs.base import Env, EnvFactory, Tasks, every_tenth, size
 from paw.envs.threads import Threads
-from paw.errors import OURS, OthersCodeError, UserError, describe, place, shown
+from paw.errors import OURS, OthersCodeError, UserError, describe, place, quietly, shown
 from paw.types import Task
 
 FACTORY_MEMBERS = ("make", "tasks")
@@ -130,8 +133,8 @@ class OwnFactory:
 def load_factory(plugin: Any, config: EnvConfig) -> EnvFactory:
     """The factory of `plugin`, or of the one that env.name names if `plugin` is None.
 
-    One environment is made as a check, except with env.processes: then none is made in this
-    process. Raises UserError if the factory cannot be loaded or made.
+    One environment is made as a check and closed again, except with env.processes: then none is
+    made in this process. Raises UserError if the factory cannot be loaded or made.
     """
     origin = f"env.name = '{config.name}'" if plugin is None else f"env = {shown(plugin)}"
     with chdir(Path.cwd()):  # the user's code may change the folder; our relative paths must hold
@@ -144,7 +147,9 @@ def load_factory(plugin: Any, config: EnvConfig) -> EnvFactory:
         try:
             factory: OwnFactory = threads.call(OwnFactory, plugin, config, origin)
             if not config.processes:
-                threads.call(factory.make)
+                environment = threads.call(factory.make)
+                with quietly():  # a close that fails costs nothing here
+                    threads.call(_close, environment)
         except OURS:
             raise
         except BaseException as error:
@@ -152,6 +157,19 @@ def load_factory(plugin: Any, config: EnvConfig) -> EnvFactory:
         finally:
             threads.close()
         return factory
+
+
+def _close(environment: Any) -> None:
+    """Close an environment that has a `close`, which may be a coroutine."""
+    if not hasattr(environment, "close"):
+        return
+    result = environment.close()
+    if inspect.isawaitable(result):
+        asyncio.run(_awaited(result))
+
+
+async def _awaited(result: Awaitable[Any]) -> None:
+    await result
 
 
 def check_reward_max(factory: EnvFactory, name: str) -> None:
