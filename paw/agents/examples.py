@@ -203,7 +203,8 @@ def expert_example(name: str) -> str:
     factory = make_factory(Config.model_validate({"model": {"path": "-"}, "env": env}))
     (task,) = warmup_tasks(factory, 0, 1, 1)
     environment: Any = factory.make()
-    lines = [opening(name, environment.task, environment.reset(task))]
+    observation = environment.reset(task)  # which also sets the environment's task
+    lines = [opening(name, environment.task, observation)]
     done = False
     while not done:
         outcome = environment.step(environment.oracle())
