@@ -66,7 +66,7 @@ class Env(Protocol):
 
 
 class Tasks(Protocol):
-    """The tasks of a split: `tasks[i]`, and `len(tasks)` unless they are endless. A list will do."""
+    """The tasks of a split: `tasks[i]`, and `len(tasks)` unless they are endless. Can be a list."""
 
     def __getitem__(self, i: int, /) -> Task: ...
 
@@ -79,7 +79,8 @@ class EnvFactory(Protocol):
 
     name: str
     reward_max: float
-    """R_max of lambda_g = 1 - mean return / R_max: the largest return of an episode (default: 1)."""
+    """R_max of lambda_g = 1 - mean return / R_max: the largest return of an episode (default:
+    1)."""
     invalid_penalty: float
     """Subtracted from the score of a turn whose response is invalid (default:
     env.invalid_penalty)."""
@@ -276,7 +277,7 @@ def _order(seed: int, epoch: int, n: int) -> list[int]:
 
 
 def admissible_responses(env: Any) -> list[str]:
-    """A well-formed response for each admissible action of an `env` that has all optional members."""
+    """A well-formed response for each admissible action. `env` must have all optional members."""
     return [env.format_action(action) for action in env.admissible_actions()]
 
 
@@ -287,7 +288,7 @@ def kind_name(kind: str) -> str:
 
 
 def means_all_kinds(kind: str) -> bool:
-    """Whether a kind, in any case, is one of ALL_KINDS: its metric would replace that of all kinds."""
+    """Whether a kind, in any case, is one of ALL_KINDS: its metric would replace theirs."""
     return kind_name(kind).lower() in ALL_KINDS
 
 

@@ -1,5 +1,5 @@
-"""What conversational environments share: the messages so far, calls of tools, and answers to broken
-calls.
+"""What conversational environments share: the messages so far, calls of tools, and answers to
+broken calls.
 """
 
 from abc import ABC, abstractmethod
@@ -104,7 +104,7 @@ class Conversation(ABC):
 
 
 class Retold(Conversation):
-    """Plays an environment of one message a turn as a conversation, with one call in each answer."""
+    """Plays an environment of one message a turn as a conversation, with one call per answer."""
 
     one_call = True
 

@@ -1,4 +1,4 @@
-"""Environments of gymnasium whose observations are text, and whose actions are text or one of a few."""
+"""Environments of gymnasium with observations of text, and with actions of text or one of a few."""
 
 from typing import Any
 
@@ -45,7 +45,8 @@ class GymnasiumFactory(EnvFactory):
     def tasks(self, split: str, seed: int) -> Tasks:
         if split == "warmup":
             raise UserError(
-                "model.path = 'quickstart': gymnasium has no oracle to imitate; take an instruct model"
+                "model.path = 'quickstart': gymnasium has no oracle to imitate; "
+                "take an instruct model"
             )
         return seeds(split, seed)
 

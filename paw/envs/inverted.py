@@ -139,7 +139,7 @@ class InvertedEnv:
         return self._messages[-1:]
 
     async def close(self) -> None:
-        """End the rollout and everything else that runs on the loop, which is this episode's own."""
+        """End the rollout and all else that runs on the loop, which is this episode's own."""
         rollout = self._rollout
         self._rollout = None
         if rollout is not None:

@@ -34,8 +34,8 @@ Similarity = Callable[[Sequence[tuple[str, str]]], list[float]]
 """Cosine of each pair (predicted, real) of texts."""
 
 PAPER = """\
-You are the world model of an agent: you know what its environment does. Below is what the agent was shown, and the \
-action it took.
+You are the world model of an agent: you know what its environment does. Below is what the agent \
+was shown, and the action it took.
 
 [Shown to the agent]
 {prompt}
@@ -47,7 +47,8 @@ Predict the next state: the text with which the environment answers this action.
 {instruction}"""
 THINK = (
     "First reason step by step about what the action changes, within <think> </think> tags. "
-    "Then give the next state, in the environment's own words, within <next_state> </next_state> tags."
+    "Then give the next state, in the environment's own words, "
+    "within <next_state> </next_state> tags."
 )
 NO_THINK = (
     "Give the next state, in the environment's own words, within <next_state> </next_state> tags."
@@ -56,7 +57,7 @@ ANSWER = re.compile(r"\s*<next_state>((?:(?!</?next_state>).)*)</next_state>\s*"
 
 
 class NextStateConfig(EnvConfig):
-    """Reinforcement world-model learning (arXiv 2602.05842): predict the next observation of recorded turns."""
+    """Reinforcement world-model learning (arXiv 2602.05842): predict what recorded turns led to."""
 
     name: str = "next_state"
     """Which environment."""
@@ -132,7 +133,7 @@ def ask(triplet: Triplet, config: NextStateConfig) -> str:
 
 
 def answer(next_state: str, config: NextStateConfig) -> str:
-    """A well-formed response, without a thought, that predicts `next_state`. Fine-tuning imitates it."""
+    """A well-formed response that predicts `next_state`, without a thought; for fine-tuning."""
     return next_state if config.style == "compact" else f"<next_state>{next_state}</next_state>"
 
 

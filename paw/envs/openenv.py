@@ -496,7 +496,7 @@ def _base(url: str) -> str:
 
 
 def _ask_all(urls: list[str]) -> ServerInfo:
-    """The environment that all `urls` offer. Raises UserError if they differ, or as `ask_server`."""
+    """The environment that all `urls` offer. Raises UserError if they differ, or if one fails."""
     servers = [ask_server(url) for url in urls]
     for url, server in zip(urls, servers, strict=True):
         if server != servers[0]:

@@ -35,7 +35,7 @@ GENERATED = Only("env.data", (None,))
 
 
 class QuestionsConfig(EnvConfig):
-    """Questions whose answers can be checked: a set of your own, or generated maths word problems."""
+    """Questions whose answers can be checked: a set of your own, or generated maths problems."""
 
     name: str = "questions"
     """Which environment."""
@@ -152,7 +152,8 @@ class QuestionSet:
             ) from None
         except Exception as error:  # each reader raises exceptions of its own
             raise UserError(f"{self._origin}: {describe(error.__cause__ or error)}") from None
-        return data if isinstance(data, dict) else {"train": data}  # pyright: ignore[reportReturnType]
+        splits: Any = data if isinstance(data, dict) else {"train": data}
+        return splits
 
     def _tasks(self, split: str, rows: "Dataset", indices: Sequence[int]) -> Made:
         """The rows at `indices` as tasks, each read when it is asked for."""

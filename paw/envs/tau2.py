@@ -38,7 +38,8 @@ DONE = '{"name": "done", "arguments": {}}'
 ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 PROMPT = """
-You are a customer service agent. You help the user by the policy below, with tools, and with nothing else.
+You are a customer service agent. You help the user by the policy below, with tools, and with \
+nothing else.
 
 # Policy
 {policy}
@@ -50,12 +51,15 @@ You are a customer service agent. You help the user by the policy below, with to
 {conversation}
 
 Now it's your turn. {think}
-Give one action within <action> </action> tags: either a tool call, as JSON {{"name": ..., "arguments": {{...}}}}, or a
+Give one action within <action> </action> tags: either a tool call, as JSON \
+{{"name": ..., "arguments": {{...}}}}, or a
 message to the user, as plain text. Never both. When nothing is left to do, call the tool "done".
 """
 CHAT = """\
-You are a customer service agent. You help the user by the policy below, with tools, and with nothing else. In each turn
-either call one tool or write to the user, never both. When nothing is left to do, call the tool "done".
+You are a customer service agent. You help the user by the policy below, with tools, and with \
+nothing else. In each turn
+either call one tool or write to the user, never both. When nothing is left to do, call the \
+tool "done".
 
 # Policy
 {policy}"""
@@ -216,7 +220,7 @@ class Tau2Env:
         return self.play(action, problem)
 
     def play(self, action: str, problem: str = "") -> Outcome:
-        """Play a tool call as JSON or a message to the user; with a `problem` nobody receives it."""
+        """Play a tool call as JSON or a message to the user; with a `problem` it is not sent."""
         assert self._gym is not None, "step() before reset() or after the end"
         self._turns += 1
         if problem:

@@ -217,8 +217,8 @@ class VerifiersFactory(EnvFactory):
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):
-    """A conversation with MCP tools, as verifiers' own harness `null` plays it, but in this process:
-    there is no program to start.
+    """A conversation with MCP tools, as verifiers' own harness `null` plays it, but within this
+    process: there is no program to start.
     """
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True

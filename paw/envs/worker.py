@@ -3,8 +3,9 @@
 Needed for TextWorld, whose C library holds one game per process and calls exit() on bad input.
 Parent and child take turns: each request and each reply is one line with a JSON object, over pipes:
 
-    {"start": {"path": ...}}  ->  {"text": ..., "admissible": [...], "won": false}      or {"error": "..."}
-    {"step": "look"}          ->  {"text": ..., "admissible": [...], "won": false}      or {"error": "..."}
+    {"start": {"path": ...}}  ->  {"text": ..., "admissible": [...], "won": false}
+    {"step": "look"}          ->  {"text": ..., "admissible": [...], "won": false}
+                              or  {"error": "..."}
 
 The child holds a game made by `factory(**start)`, an object with `reset()`, `step(command)`,
 `admissible` and `won`. What the game prints is discarded. The child ends with its parent: at the

@@ -108,7 +108,7 @@ def games(
 def _draw_for_split(
     split: str, seed: int, index: int, difficulty: Difficulty, kinds: Sequence[str]
 ) -> Scene:
-    """Scene number `index` of the stream of `split` and `seed`: the first draw that belongs there."""
+    """Scene number `index` of the stream of `split` and `seed`: the first draw for this split."""
     for attempt in itertools.count():
         # Hashed, so that the scenes of neighbouring numbers have nothing in common.
         key = json.dumps((split, seed, index, attempt)).encode()

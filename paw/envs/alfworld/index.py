@@ -76,7 +76,7 @@ def _stamp(folder: Path) -> str:
 
 
 def _scan(root: Path, split: str) -> Split:
-    """The games of a split, read from its folder; leaves out what alfworld's own loader leaves out."""
+    """The games of a split, read from its folder, without those that alfworld's loader skips."""
     games = []
     digest = hashlib.sha256()
     kinds = {task_type: kind for kind, task_type in TASK_TYPES.items()}

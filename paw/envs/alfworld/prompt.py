@@ -40,7 +40,8 @@ class PaperStyle(TaggedStyle):
 class CompactStyle(LineStyle):
     """Task, last actions (without their observations), observation and admissible actions.
 
-    >>> print(CompactStyle(history=1).prompt("look at a mug.", [("", "open fridge 1")], "It is.", ["look"]))
+    >>> style = CompactStyle(history=1)
+    >>> print(style.prompt("look at a mug.", [("", "open fridge 1")], "It is.", ["look"]))
     task: look at a mug.
     did:
     open fridge 1

@@ -14,28 +14,32 @@ You are an expert agent tasked with answering the given question step-by-step.
 Your question: {question}
 """
 PAST = """
-Prior to this step, you have already taken {taken} step(s). Below is the interaction history where <search> </search> \
-wrapped your past search queries and <information> </information> wrapped the corresponding search results returned \
-by the external search engine. History:
+Prior to this step, you have already taken {taken} step(s). Below is the interaction history \
+where <search> </search> wrapped your past search queries and <information> </information> \
+wrapped the corresponding search results returned by the external search engine. History:
 {history}
 """
 # The blank before the line break is the reference's.
 THINK = (
-    "You should first conduct reasoning process. This process MUST be enclosed within <think> </think> tags. \n"
-    "After completing your reasoning, choose only one of the following actions (do not perform both):\n"
+    "You should first conduct reasoning process. This process MUST be enclosed within "
+    "<think> </think> tags. \n"
+    "After completing your reasoning, choose only one of the following actions "
+    "(do not perform both):\n"
 )
 NO_THINK = "Choose only one of the following actions (do not perform both):\n"
 INSTRUCTION = (
     "Now it's your turn to respond for the current step.\n{think}"
-    "(1) If you find you lack some knowledge, you can call a search engine to get more external information using "
-    "format: <search> your query </search>.\n"
-    "(2) If you have enough knowledge to answer the question confidently, provide your final answer within <answer> "
-    "</answer> tags, without detailed illustrations. For example, <answer>Beijing</answer>."
+    "(1) If you find you lack some knowledge, you can call a search engine to get more external "
+    "information using format: <search> your query </search>.\n"
+    "(2) If you have enough knowledge to answer the question confidently, provide your final "
+    "answer within <answer> </answer> tags, without detailed illustrations. For example, "
+    "<answer>Beijing</answer>."
 )
 
 SYSTEM = (
-    "Answer the question of the user. Where you lack knowledge, call the tool search, for one thing at a time. When "
-    "you know the answer, give it alone, without detailed illustrations. For example, Beijing."
+    "Answer the question of the user. Where you lack knowledge, call the tool search, for one "
+    "thing at a time. When you know the answer, give it alone, without detailed illustrations. "
+    "For example, Beijing."
 )
 SEARCH = {
     "type": "function",
@@ -120,7 +124,7 @@ class PaperStyle:
         return f"{thought}{_tagged(action)}"
 
     def observation(self, documents: Sequence[str]) -> str:
-        """As verl-agent's search tool returns it: JSON, in which non-ASCII characters are escaped."""
+        """As verl-agent's search tool returns it: JSON with non-ASCII characters escaped."""
         lines = _numbered(documents)
         result = "".join(f"{line}\n" for line in lines)
         return f"<information>{json.dumps({'result': result})}</information>"
@@ -139,7 +143,8 @@ class ChatStyle(PaperStyle):
 class CompactStyle:
     r"""The question, the actions so far, and the documents of the last search without their titles.
 
-    >>> print(CompactStyle().prompt("Who?", [(Action("search", "town 12"), "town 12 lies on river 13.")]))
+    >>> past = [(Action("search", "town 12"), "town 12 lies on river 13.")]
+    >>> print(CompactStyle().prompt("Who?", past))
     task: Who?
     did:
     search town 12
@@ -166,7 +171,7 @@ class CompactStyle:
         return Action(match[1], match[2]), True
 
     def format_action(self, action: Action) -> str:
-        """`action` on a line of its own, as in the prompt: the same characters, so the same token."""
+        """`action` on its own line, as in the prompt: the same characters, so the same token."""
         return f"\n{action.verb} {action.text}"
 
     def observation(self, documents: Sequence[str]) -> str:

@@ -72,8 +72,8 @@ class Corpus:
 
 
 def progress(items: Iterable[T], total: int | None, what: str) -> Iterator[T]:
-    """`items` unchanged, with a progress bar on stderr, or with a line now and then if that is not a
-    terminal."""
+    """`items` unchanged, with a progress bar on stderr; if that is not a terminal, with a line now
+    and then."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import track

@@ -1,4 +1,6 @@
-"""A retriever behind HTTP: `paw serve retriever`, Search-R1's server, or another with that protocol."""
+"""A retriever behind HTTP: `paw serve retriever`, Search-R1's server, or another with the same
+protocol.
+"""
 
 import time
 from collections.abc import Sequence

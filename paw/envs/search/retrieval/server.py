@@ -2,7 +2,8 @@
 `RemoteRetriever`.
 
     POST /retrieve  {"queries": [...] or "query": "...", "topk": 3, "return_scores": true}
-                    -> {"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}, a list for each query
+                    -> {"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]},
+                    a list for each query
                     without return_scores: {"result": [[{"id", "contents"}, ...], ...]}
     GET /health     -> {"status": "ok", "documents": 21015324, "retriever": "bm25"}
 
