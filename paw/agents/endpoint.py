@@ -103,7 +103,7 @@ class Limiter:
             await sleep(start - now)
 
     def settle(self, tokens: int) -> None:
-        """Correct the count: a request took `tokens` more tokens than admitted (negative: fewer)."""
+        """Correct the count: a request took `tokens` more than it was admitted for (or fewer)."""
         self._tokens_free_at += tokens * self._token_s
 
 

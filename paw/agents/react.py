@@ -42,9 +42,9 @@ NO_ACTION = "That is neither a thought nor an action."
 STOP = ("\n>",)
 
 REFLECT = """Below is the transcript of an attempt at a task, which failed. Do not retell it: \
-think about the strategy behind it and about where it went wrong. Then make a concise new plan that \
-avoids the mistake, naming the actions that should be taken instead. It is for the next attempt at \
-the same task.
+think about the strategy behind it and about where it went wrong. Then make a concise new plan \
+that avoids the mistake, naming the actions that should be taken instead. It is for the next \
+attempt at the same task.
 
 {transcript}
 STATUS: FAIL
