@@ -10,7 +10,7 @@ from paw.recipe import check_passwords
 
 
 def make_factory(config: Config, env: Any = None) -> EnvFactory:
-    """The factory that `env.name` names, or the one for `env`, an environment or factory of your own
+    """The factory that `env.name` names, or the one for `env`, a user's own environment or factory
     (a class or an object).
 
     Raises UserError if its data, its back end or a package is missing, if a URL has lost its

@@ -11,8 +11,10 @@ from paw.errors import UserError
 
 T = TypeVar("T")
 FIRST_ERROR = Field(fail_fast=True)
-"""Stops at the first error of a list: `Annotated[list[int], FIRST_ERROR]`. Otherwise a million wrong
-items make a million errors."""
+"""Stops at the first error of a list: `Annotated[list[int], FIRST_ERROR]`.
+
+Otherwise a million wrong items make a million errors.
+"""
 _adapter = functools.cache(TypeAdapter)
 
 

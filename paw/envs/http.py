@@ -245,7 +245,7 @@ class Loop:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def run(self, call: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """What `call` returns or raises. Raises TimeoutError `timeout_s` seconds after its start."""
+        """What `call` returns or raises; TimeoutError if it takes more than `timeout_s` seconds."""
         limited = asyncio.wait_for(call, timeout_s)
         try:
             return asyncio.run_coroutine_threadsafe(limited, self._loop).result()
