@@ -1,4 +1,4 @@
-"""What the prompts of ALFWorld and WebShop share; after verl-agent's SimpleMemory and projections."""
+"""What the prompts of ALFWorld and WebShop share, after verl-agent's memory and projections."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
