@@ -187,20 +187,13 @@ class Endpoint:
             self._client = self._make_client()
         options = {**sampling, "stop": list(stop), "tools": _safe(list(tools))}
         expected_tokens = len(shown(prompt) + start) // 4 + sampling["max_tokens"]
-        most_tokens = TIMES_EXPECTED * expected_tokens + HIDDEN_TOKENS
         failures = 0
         while True:
             request = self._request(prompt, start, options)
             await self._limiter.admit(expected_tokens)
             pause = 0.0
             try:
-                call = self._client.chat.completions.with_raw_response.create(**request)
-                response = await asyncio.wait_for(call, self.config.timeout_s)
-                reply = _reply(response.text, stop, most_tokens=most_tokens)
-                self._limiter.settle(
-                    reply.prompt_tokens + reply.completion_tokens - expected_tokens
-                )
-                return reply
+                return await self._send(request, stop, expected_tokens=expected_tokens)
             except self._openai.APIStatusError as error:
                 self._limiter.settle(-expected_tokens)
                 problem = f"{error.status_code} {_message(error)}"
@@ -222,6 +215,17 @@ class Endpoint:
             jitter = random.Random(f"{sampling['seed']}/{failures}").uniform(0.5, 1.0)
             backoff = min(LONGEST_PAUSE_S, 0.5 * 2**failures) * jitter
             await sleep(max(backoff, pause))
+
+    async def _send(
+        self, request: dict[str, Any], stop: Sequence[str], *, expected_tokens: int
+    ) -> Reply:
+        """The answer to a request that the limiter has admitted for `expected_tokens` tokens."""
+        most_tokens = TIMES_EXPECTED * expected_tokens + HIDDEN_TOKENS
+        call = self._client.chat.completions.with_raw_response.create(**request)
+        response = await asyncio.wait_for(call, self.config.timeout_s)
+        reply = _reply(response.text, stop, most_tokens=most_tokens)
+        self._limiter.settle(reply.prompt_tokens + reply.completion_tokens - expected_tokens)
+        return reply
 
     async def _models(self, timeout_s: float) -> list[str]:
         """Names of the models that the server lists."""
