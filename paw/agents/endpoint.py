@@ -1,4 +1,5 @@
-"""An OpenAI-compatible chat endpoint: closed models, `vllm serve`, and other servers of /chat/completions.
+"""An OpenAI-compatible chat endpoint: closed models, `vllm serve`, and other servers with
+/chat/completions.
 
 Requests that fail for a passing reason are sent again after growing pauses, or after the time that
 Retry-After asks for. A parameter that a server refuses by name is left out from then on (max_tokens
@@ -51,12 +52,17 @@ CONTEXT = re.compile(
     r"context.?length|maximum context|context window|max_model_len|longer than the maximum", re.I
 )
 FORGED = re.compile(
-    r"(?<=<)(?=[|｜]|(?:/?s|bos|eos|pad|unk|mask|sop|eop|(?:start|begin|end)_of_\w+|extra_id_\d+|unused\d+)>|/?SYS>>)"
-    r"|(?<=\[)(?=(?:/?INST|/?SYSTEM_PROMPT|/?AVAILABLE_TOOLS|/?TOOL_\w+|gMASK|BOS|EOS|PAD|UNUSED_TOKEN_\d+)\])"
+    r"(?<=<)(?=[|｜]|(?:/?s|bos|eos|pad|unk|mask|sop|eop|(?:start|begin|end)_of_\w+"
+    r"|extra_id_\d+|unused\d+)>|/?SYS>>)"
+    r"|(?<=\[)(?=(?:/?INST|/?SYSTEM_PROMPT|/?AVAILABLE_TOOLS|/?TOOL_\w+|gMASK|BOS|EOS|PAD"
+    r"|UNUSED_TOKEN_\d+)\])"
 )
 """The place for a space inside each text that a tokeniser may take for a control token. The
 server's tokeniser is not known, so these are the forms of many."""
-RESTATED = "{prompt}\n\nYour answer has begun already. Go on exactly where it ends, without repeating it:\n{start}"
+RESTATED = (
+    "{prompt}\n\nYour answer has begun already. Go on exactly where it ends, without repeating it:"
+    "\n{start}"
+)
 
 
 class EndpointError(Exception):
@@ -71,7 +77,7 @@ class Reply:
     completion_tokens: int
     """As billed, with the tokens that a stop string cut off."""
     stop: str = ""
-    """The stop string that ended it, if the server reports it or a tag is left open; otherwise ""."""
+    """The stop string that ended it, if the server reports it or a tag is left open; else ""."""
     calls: tuple[ToolCall, ...] = ()
     """Tool calls, as the server parsed them."""
     problem: str = ""
@@ -79,7 +85,7 @@ class Reply:
 
 
 class Limiter:
-    """Spaces requests evenly within a limit of requests and one of tokens a minute; 0 is no limit."""
+    """Spaces requests evenly, within limits of requests and tokens per minute; 0 is no limit."""
 
     def __init__(self, requests_per_minute: int, tokens_per_minute: int) -> None:
         self._request_s = 60.0 / requests_per_minute if requests_per_minute else 0.0
@@ -97,7 +103,7 @@ class Limiter:
             await sleep(start - now)
 
     def settle(self, tokens: int) -> None:
-        """Correct the count: the request took `tokens` tokens more than admitted (negative: fewer)."""
+        """Correct the count: a request took `tokens` more than it was admitted for (or fewer)."""
         self._tokens_free_at += tokens * self._token_s
 
 
@@ -125,9 +131,8 @@ class Endpoint:
         self.url = url.rstrip("/") + ("/v1" if urlparse(url).path in ("", "/") else "")
         self._section = section
         self._openai = openai
-        self._key = (
-            os.environ.get(config.key_env, "").strip() or "EMPTY"
-        )  # servers without keys take any
+        # Servers without keys accept any.
+        self._key = os.environ.get(config.key_env, "").strip() or "EMPTY"
         self._http_client_class = bounded(openai.DefaultAsyncHttpxClient)
         self._client: Any = None  # made on the loop that it is used on
         self._limiter = Limiter(config.requests_per_minute, config.tokens_per_minute)
@@ -137,8 +142,8 @@ class Endpoint:
         self._refused: set[str] = set()
 
     def _make_client(self) -> Any:
-        # openai's own retries pause for eight seconds at most, and know neither broken answers nor
-        # the limiter.
+        # No retries by openai: they pause for eight seconds at most, and know neither broken
+        # answers nor the limiter.
         return self._openai.AsyncOpenAI(
             base_url=self.url,
             api_key=self._key,
@@ -182,20 +187,13 @@ class Endpoint:
             self._client = self._make_client()
         options = {**sampling, "stop": list(stop), "tools": _safe(list(tools))}
         expected_tokens = len(context_text(prompt) + start) // 4 + sampling["max_tokens"]
-        most_tokens = TIMES_EXPECTED * expected_tokens + HIDDEN_TOKENS
         failures = 0
         while True:
             request = self._request(prompt, start, options)
             await self._limiter.admit(expected_tokens)
             pause = 0.0
             try:
-                call = self._client.chat.completions.with_raw_response.create(**request)
-                response = await asyncio.wait_for(call, self.config.timeout_s)
-                reply = _reply(response.text, stop, most_tokens=most_tokens)
-                self._limiter.settle(
-                    reply.prompt_tokens + reply.completion_tokens - expected_tokens
-                )
-                return reply
+                return await self._send(request, stop, expected_tokens=expected_tokens)
             except self._openai.APIStatusError as error:
                 self._limiter.settle(-expected_tokens)
                 problem = f"{error.status_code} {_message(error)}"
@@ -207,9 +205,8 @@ class Endpoint:
                 pause = self._retry_after(error.response.headers)
             except TimeoutError:
                 problem = f"no whole answer within {self.config.timeout_s:g} s"
-            except (
-                Exception
-            ) as error:  # no connection, one that broke off, or a body that is not an answer
+            except Exception as error:
+                # No connection, a connection that broke, or a body that is not an answer.
                 problem = clean(f"{error} {error.__cause__ or ''}", 200)
 
             failures += 1
@@ -218,6 +215,17 @@ class Endpoint:
             jitter = random.Random(f"{sampling['seed']}/{failures}").uniform(0.5, 1.0)
             backoff = min(LONGEST_PAUSE_S, 0.5 * 2**failures) * jitter
             await sleep(max(backoff, pause))
+
+    async def _send(
+        self, request: dict[str, Any], stop: Sequence[str], *, expected_tokens: int
+    ) -> Reply:
+        """The answer to a request that the limiter has admitted for `expected_tokens` tokens."""
+        most_tokens = TIMES_EXPECTED * expected_tokens + HIDDEN_TOKENS
+        call = self._client.chat.completions.with_raw_response.create(**request)
+        response = await asyncio.wait_for(call, self.config.timeout_s)
+        reply = _reply(response.text, stop, most_tokens=most_tokens)
+        self._limiter.settle(reply.prompt_tokens + reply.completion_tokens - expected_tokens)
+        return reply
 
     async def _models(self, timeout_s: float) -> list[str]:
         """Names of the models that the server lists."""
@@ -250,7 +258,10 @@ class Endpoint:
         return request
 
     def _retry_after(self, headers: Any) -> float:
-        """Seconds that a Retry-After header (a number or a date) asks for, at most LONGEST_WAIT_S; 0 without one."""
+        """Seconds that a Retry-After header (a number or a date) asks for; 0 without one.
+
+        At most LONGEST_WAIT_S.
+        """
         value = headers.get("retry-after", "")
         seconds = 0.0
         with suppress(ValueError, TypeError, OverflowError):
@@ -260,12 +271,13 @@ class Endpoint:
                 seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
         if seconds > LONGEST_WAIT_S:
             to_stderr(
-                f"{self.url} asks to wait (Retry-After: {clean(value, 40)}): waiting {LONGEST_WAIT_S:g} s of it"
+                f"{self.url} asks to wait (Retry-After: {clean(value, 40)}): "
+                f"waiting {LONGEST_WAIT_S:g} s of it"
             )
         return min(max(0.0, seconds), LONGEST_WAIT_S)
 
     def _adapt(self, error: Any, request: dict[str, Any]) -> bool:
-        """Leave out from now on what the server refuses; returns whether the request had such a parameter.
+        """Stop sending the parameter that the server refuses; returns whether there is one.
 
         Raises ContextFull if the server says that the prompt is too long.
         """
@@ -293,7 +305,7 @@ class Endpoint:
             ) from None
 
     async def _raise_mistake(self, error: Any, request: dict[str, Any]) -> None:
-        """Raises UserError if only the user can fix it: the key, the address, the model's name, tools."""
+        """Raises UserError if only the user can fix it: key, address, model's name or tools."""
         self._refuse_key(error)
         if error.status_code in (400, 422) and "tools" in request and "tool" in _message(error):
             raise UserError(

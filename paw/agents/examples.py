@@ -30,7 +30,8 @@ FILE_KEYS = {
 }
 PUT = re.compile(r"\bput (the )?(.+? \d+) (?:in/on|in|on) (?:the )?(.+? \d+)\b")
 DETOURS = 2
-"""Number of places that an example searches in vain: the expert knows where the object is, a player has to search."""
+"""Number of places that an example searches in vain: the expert knows where the object is, a player
+has to search."""
 OK = "OK."
 HOTPOTQA = "webthink_simple6"
 """Key in prompts_naive.json of the episodes that the authors use for HotpotQA."""
@@ -47,11 +48,12 @@ FORM = {
         (r"\s+$", ""),
     ],
 }
-"""Rules (pattern, replacement) that give the authors' other transcripts the form of those of ALFWorld."""
+"""Environment -> rules (pattern, replacement) that give the authors' transcripts the form of those
+of ALFWorld."""
 
 
 def move_for_put(text: str) -> str:
-    """`text` with "move X to Y" for "put X in/on Y", as ALFWorld's releases before json_2.1.2 have it.
+    """`text` with "move X to Y" for "put X in/on Y", the form before ALFWorld's release json_2.1.2.
 
     >>> move_for_put("> put mug 1 in/on desk 2\\nYou put the mug 1 in/on the desk 2.")
     '> move mug 1 to desk 2\\nYou move the mug 1 to the desk 2.'
@@ -60,11 +62,9 @@ def move_for_put(text: str) -> str:
 
 
 def alfworld_examples(kind: str) -> list[str]:
-    """Two episodes of a task type, in generated households that neither training nor evaluation plays."""
-    return [
-        household_example(game)
-        for game in games("warmup", 0, 2, seed=1, difficulty="medium", kinds=[kind])
-    ]
+    """Two episodes of a task type, in generated games that training and evaluation do not play."""
+    example_games = games("warmup", 0, 2, seed=1, difficulty="medium", kinds=[kind])
+    return [household_example(game) for game in example_games]
 
 
 def household_example(game: Game) -> str:
@@ -88,7 +88,8 @@ def household_example(game: Game) -> str:
     if detours:
         first = detours[0].removeprefix("go to ")
         think(
-            f"First I need to find a {thing}. I check one place after another, beginning with {first}."
+            f"First I need to find a {thing}. "
+            f"I check one place after another, beginning with {first}."
         )
     for action in detours:
         play(action)
@@ -137,9 +138,10 @@ def _detours(game: Game, household: Household) -> list[str]:
 
 
 def file_examples(path: Path) -> tuple[str, dict[str, list[str]]]:
-    """(environment, task type -> episodes) of a file of the ReAct authors, the episodes in the order they use them.
+    """(environment, task type -> episodes) of a file of the ReAct authors.
 
-    The task type is "" if the environment has none. Raises UserError for any other file.
+    The episodes are in the order in which the authors use them. The task type is "" if the
+    environment has none. Raises UserError for any other file.
     """
     try:
         content = json.loads(path.expanduser().read_text(encoding="utf-8"))
@@ -186,9 +188,10 @@ def _alfworld_episodes(content: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _transcript(name: str, text: str) -> str:
-    """The authors' transcript of an episode of environment `name`, in the form of those of ALFWorld.
+    """The authors' transcript of an episode of environment `name`, in the form of ALFWorld's.
 
-    >>> _transcript("search", "Question: Who?\\nThought 1: Hm.\\nAction 1: Search[me]\\nObservation 1: You.\\n")
+    >>> episode = "Thought 1: Hm.\\nAction 1: Search[me]\\nObservation 1: You.\\n"
+    >>> _transcript("search", f"Question: Who?\\n{episode}")
     'Question: Who?\\n> think: Hm.\\nOK.\\n> Search[me]\\nYou.\\n'
     """
     for pattern, replacement in FORM[name]:
@@ -197,13 +200,17 @@ def _transcript(name: str, text: str) -> str:
 
 
 def expert_example(name: str) -> str:
-    """One episode of the WebShop or search environment in a small generated world, played by its own expert."""
-    world = {"webshop": {"products": 200}, "search": {"entities": 100}}[name]
-    env = {"name": name, "eval_split": "test", "max_turns": 15, **world}
+    """One episode of WebShop or search in a small generated world, played by its own expert."""
+    env: dict[str, Any] = {"name": name, "eval_split": "test", "max_turns": 15}
+    if name == "webshop":
+        env["products"] = 200
+    else:
+        env["entities"] = 100
     factory = make_factory(Config.model_validate({"model": {"path": "-"}, "env": env}))
     (task,) = warmup_tasks(factory, 0, 1, 1)
     environment: Any = factory.make()
-    lines = [opening(name, environment.task, environment.reset(task))]
+    observation = environment.reset(task)  # which also sets the environment's task
+    lines = [opening(name, environment.task, observation)]
     done = False
     while not done:
         outcome = environment.step(environment.oracle())
@@ -225,19 +232,24 @@ def _thought(action: str) -> str:
     if verb == "answer":
         return f"Now I have found what the question asks for. The answer is {text}."
     if re.fullmatch("b[0-9a-z]{9}", text):
-        return "Of these products this one looks most like what I am asked for. I open it to see its options."
+        return (
+            "Of these products this one looks most like what I am asked for. "
+            "I open it to see its options."
+        )
     if text == "buy now":
-        return "This is what I am asked for, the options are chosen, and the price is within the limit. I buy it."
+        return (
+            "This is what I am asked for, the options are chosen, and the price is within the "
+            "limit. I buy it."
+        )
     return f"I am asked for {text}, so I choose it."
 
 
 def opening(name: str, task: str, observation: str) -> str:
-    """The start of a transcript: the task, and the first observation unless that is the task itself."""
+    """The start of a transcript: the task, then the first observation unless it is the task."""
     match name:
         case "alfworld":
-            return observation.partition("\n\n")[2].replace(
-                "\n\n", "\n"
-            )  # task and room without the welcome
+            room_and_task = observation.partition("\n\n")[2]  # without the welcome
+            return room_and_task.replace("\n\n", "\n")
         case "webshop":
             return f"Instruction: {task}\n{observation}"
         case "search":

@@ -26,10 +26,10 @@ from paw.values import Count, Section
 
 HEAD = {
     "alfworld": "Interact with a household to solve a task.",
-    "webshop": "Buy in a web shop what the instruction asks for. Actions are search[words], where there is a search, "
-    "and click[text] with a text of the page, such as click[buy now].",
-    "search": "Answer a question with the help of a search engine. Actions are Search[query], and Finish[answer] with "
-    "nothing but the answer.",
+    "webshop": "Buy in a web shop what the instruction asks for. Actions are search[words], where "
+    "there is a search, and click[text] with a text of the page, such as click[buy now].",
+    "search": "Answer a question with the help of a search engine. Actions are Search[query], and "
+    "Finish[answer] with nothing but the answer.",
 }
 OTHER = "Solve a task step by step."
 FORMAT = (
@@ -41,9 +41,10 @@ EXAMPLES = [[], ["Here is an example."], ["Here are two examples."], ["Here are 
 NO_ACTION = "That is neither a thought nor an action."
 STOP = ("\n>",)
 
-REFLECT = """Below is the transcript of an attempt at a task, which failed. Do not retell it: think about the strategy \
-behind it and about where it went wrong. Then make a concise new plan that avoids the mistake, naming the actions that \
-should be taken instead. It is for the next attempt at the same task.
+REFLECT = """Below is the transcript of an attempt at a task, which failed. Do not retell it: \
+think about the strategy behind it and about where it went wrong. Then make a concise new plan \
+that avoids the mistake, naming the actions that should be taken instead. It is for the next \
+attempt at the same task.
 
 {transcript}
 STATUS: FAIL
@@ -65,7 +66,7 @@ In others each line that is not a thought is an action.
 
 
 def written_line(text: str) -> str:
-    """The line that a response adds to the transcript: its first that is not empty, without label or markup.
+    """The line that a response adds to the transcript: its first non-empty one, without markup.
 
     >>> written_line("<think>Hm.</think>\\n\\n> Action: **go to desk 1**\\nOn the desk 1, you see")
     'go to desk 1'
@@ -111,7 +112,7 @@ class React:
         await self.trial(env, model)
 
     async def trial(self, env: EnvHandle, model: Model, memory: str = "") -> str:
-        """Play one trial, with `memory` before the task; returns its transcript, from the task on."""
+        """Play a trial, with `memory` before the task; returns its transcript, from the task on."""
         name = env.config.name
         head = _head(name, self._examples(env), memory)
         observation = await env.reset()
@@ -140,14 +141,15 @@ class React:
         return text
 
     def _examples(self, env: EnvHandle) -> Sequence[str]:
-        """The example episodes for the environment, and for the task's type if its examples differ by type."""
+        """The example episodes for the environment, and for the type of the task if they differ."""
         name = env.config.name
         kind = env.task.kind
         if self._file_examples:
             file_env, episodes = self._file_examples
             if name != file_env:
                 raise UserError(
-                    f"agent.examples = '{self.path}' holds episodes of {file_env}, but env.name = '{name}'"
+                    f"agent.examples = '{self.path}' holds episodes of {file_env}, "
+                    f"but env.name = '{name}'"
                 )
             return episodes[kind if kind in episodes else ""]
         if name == "alfworld":
@@ -156,7 +158,7 @@ class React:
 
 
 def _head(name: str, examples: Sequence[str], memory: str) -> str:
-    """The prompt before the task: what is to be done, the form of a line, the examples and the memory."""
+    """The prompt before the task: what to do, the form of a line, the examples and the memory."""
     sentences = [HEAD.get(name, OTHER), FORMAT, *EXAMPLES[min(len(examples), 3)]]
     parts = [" ".join(sentences), *examples]
     if memory:
@@ -166,18 +168,18 @@ def _head(name: str, examples: Sequence[str], memory: str) -> str:
 
 
 class Reflexion(React):
-    """ReAct again after a failed trial, with the last plans that the model made from its failures (arXiv 2303.11366).
+    """ReAct again after a failed trial, with plans that the model made from its failures (arXiv
+    2303.11366).
 
-    The result is that of the last trial, so an episode is won if any of agent.trials was: more
-    chances than other agents get. Whether a trial succeeded is known from the environment, as in
-    the paper.
+    The result is that of the last trial, so an episode is won if any of agent.trials was won: more
+    chances than other agents get. The environment says whether a trial succeeded, as in the paper.
     """
 
     class Config(React.Config):
         trials: Count = 3
-        """Episodes of a game at most, each but the first with plans made after the failures before."""
+        """Largest number of episodes per game, each but the first with plans made from failures."""
         memory: Count = 3
-        """Plans kept."""
+        """Number of plans that are kept."""
 
     def __init__(self, settings: "Reflexion.Config") -> None:
         super().__init__(settings)

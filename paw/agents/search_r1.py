@@ -1,4 +1,5 @@
-"""The agent of Search-R1 (arXiv 2503.09516): one response that the model continues after each search.
+"""The agent of Search-R1 (arXiv 2503.09516): one response, which the model continues after each
+search.
 
 Generation stops at </search>; the results are appended between <information> tags, and the response
 continues there.
@@ -10,16 +11,18 @@ from paw.rollouts.episode import EnvHandle, Model
 
 # The paper's template, as the reference code has it (scripts/data_process/nq_search.py).
 PROMPT = (
-    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
-    "information. After reasoning, if you find you lack some knowledge, you can call a search engine by <search> query "
-    "</search> and it will return the top searched results between <information> and </information>. You can search as "
-    "many times as your want. If you find no further external knowledge needed, you can directly provide the answer "
-    "inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>. "
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first every "
+    "time you get new information. After reasoning, if you find you lack some knowledge, you can "
+    "call a search engine by <search> query </search> and it will return the top searched results "
+    "between <information> and </information>. You can search as many times as your want. If you "
+    "find no further external knowledge needed, you can directly provide the answer inside "
+    "<answer> and </answer>, without detailed illustrations. For example, <answer> Beijing "
+    "</answer>. "
     "Question: {question}\n"
 )
 AGAIN = (
-    "\nMy action is invalid. To search, I put the query between <search> and </search>. To answer, I put the answer "
-    "between <answer> and </answer>. I try again.\n"
+    "\nMy action is invalid. To search, I put the query between <search> and </search>. To answer, "
+    "I put the answer between <answer> and </answer>. I try again.\n"
 )
 STOP = ("</search>", "</answer>")
 ACTION = re.compile(r"<(search|answer)>((?:(?!<search>|<answer>).)*)\Z", re.S)

@@ -1,8 +1,8 @@
-"""ZeroSearch (arXiv 2505.04588): a second LLM plays the search engine, and in training its noise grows.
+"""ZeroSearch (arXiv 2505.04588): a second LLM plays the search engine. In training its noise grows.
 
-The LLM sees the query alone; the paper's prompt has the question and its answer too. A search
-engine that knows the answer gives it away to a model trained on the reward. The draw of whether
-documents are noise depends on the query and the seed, so that repeated evaluations find the same.
+The LLM sees only the query; the paper's prompt also has the question and its answer. A search
+engine that knows the answer gives it away to a model that is trained on the reward. Whether the
+documents are noise is drawn from the query and the seed, so that repeated evaluations get the same.
 """
 
 import math
@@ -19,10 +19,12 @@ from paw.rollouts.episode import derive_seed
 
 # After the paper's prompt.
 PROMPT = (
-    "You are the Google search engine.\nGiven a query, you need to generate {count} {quality} documents for "
-    "the query.\n"
-    "Each document should contain about 30 words, and these documents should contain {quality} information.\n"
-    "Begin each document with its number, 'Doc 1: ', 'Doc 2: ' and so on, and write nothing else.\n\n"
+    "You are the Google search engine.\n"
+    "Given a query, you need to generate {count} {quality} documents for the query.\n"
+    "Each document should contain about 30 words, and these documents should contain {quality} "
+    "information.\n"
+    "Begin each document with its number, 'Doc 1: ', 'Doc 2: ' and so on, and write nothing else."
+    "\n\n"
     "Query: {query}\n{Quality} Output:\n"
 )
 LABEL = r"^\W*doc(?:ument)?\s*\d+\W*?[:.][\s*]*"
@@ -31,7 +33,10 @@ MAX_TOKENS = 512
 
 
 class Simulator:
-    """A search engine whose documents are written by an LLM; `model` has the `complete` of Endpoint. Thread-safe."""
+    """A search engine whose documents are written by an LLM. Several threads may use it at once.
+
+    `model` has the method `complete` of Endpoint.
+    """
 
     def __init__(self, model: Any, config: SimulatorConfig, run: RunConfig) -> None:
         self.model = model
@@ -40,7 +45,10 @@ class Simulator:
         self._loop = Loop()
 
     def share(self, step: int | None) -> float:
-        """p_i = p_s + (b^(i/m) - 1) / (b - 1) (p_e - p_s), the noise share at update i of m; in evaluation p_s."""
+        """The noise share at update i of m; in evaluation that at the start.
+
+        p_i = p_s + (b^(i/m) - 1) / (b - 1) (p_e - p_s)
+        """
         start = self.config.noise_start
         end = self.config.noise_end
         base = self.config.noise_base
@@ -49,7 +57,7 @@ class Simulator:
         return start + rise * (end - start)
 
     def search(self, query: str, topk: int, step: int | None = None) -> list[Hit]:
-        """At most `topk` documents: noise with the probability of update `step`, otherwise useful ones.
+        """At most `topk` documents: noise with the probability of update `step`, else useful ones.
 
         An answer without document labels is one document. Raises EndpointError if the endpoint
         fails.

@@ -10,10 +10,11 @@ from paw.recipe import check_passwords
 
 
 def make_factory(config: Config, env: Any = None) -> EnvFactory:
-    """The factory that `env.name` names, or that of `env`, an environment or factory of one's own (class or object).
+    """The factory that `env.name` names, or the one for `env`, a user's own environment or factory
+    (a class or an object).
 
-    Raises UserError: its data, its back end or a package is missing, a URL has lost its password,
-    or `env` lacks a member of the protocol.
+    Raises UserError if its data, its back end or a package is missing, if a URL has lost its
+    password, or if `env` lacks a member of the protocol.
     """
     check_passwords(config)
     name = config.env.name
@@ -21,7 +22,7 @@ def make_factory(config: Config, env: Any = None) -> EnvFactory:
         from paw.envs.load import load_factory
 
         factory: EnvFactory = load_factory(env, config.env)
-    elif name == "search":  # ZeroSearch's noise grows with updates
+    elif name == "search":  # needs to know the updates, with which ZeroSearch's noise grows
         factory = plugins.load("envs", name)(config.env, config.run, config.rollout.tasks)
     else:
         factory = plugins.load("envs", name)(config.env)
@@ -29,15 +30,17 @@ def make_factory(config: Config, env: Any = None) -> EnvFactory:
 
 
 def _in_processes(factory: EnvFactory, config: EnvConfig, env: Any) -> EnvFactory:
-    """The factory with its environments in env.processes processes. UserError: they are PaW's own,
-    or `env` cannot be imported there."""
+    """The factory with its environments in env.processes processes.
+
+    Raises UserError if they are PaW's own, or if `env` cannot be imported there.
+    """
     from paw.envs.processes import ProcessFactory
 
     setting = f"env.processes = {config.processes}"
     if not factory.runs_others_code:
         raise UserError(
-            f"{setting}: env.name = '{config.name}' does not run in processes (docs/environments.md says which do); "
-            "leave env.processes out"
+            f"{setting}: env.name = '{config.name}' does not run in processes "
+            "(docs/environments.md says which do); leave env.processes out"
         )
     try:
         target = plugins.importable(config.name if env is None else env)

@@ -1,12 +1,11 @@
-"""The environment protocol: text in, text out, no torch.
-
-Which task is played when is the trainer's: `train_tasks`.
+"""The environment protocol, text in and text out, without torch; and which tasks are played when:
+`train_tasks` and its siblings.
 """
 
 import functools
 import operator
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -15,32 +14,37 @@ from paw.errors import OURS, OthersCodeError, UserError, clean, describe, place,
 from paw.types import Outcome, Task
 
 FURTHER = 1 << 40
-"""Place in the order of training tasks of the first of `further_tasks`: no run gets there."""
+"""Index of the first of `further_tasks` in the order of training tasks: no run gets so far."""
 ENDLESS_EVAL = 256
-"""Tasks of an endless split that are played where all of it is asked for."""
+"""Number of tasks that are played of an endless split if all of it is asked for."""
 ALL_KINDS = ("all", "avg.")
-"""What metrics and tables call all kinds of tasks together, so no task may have one of them as its kind."""
+"""Names of metrics and tables for all kinds of tasks together: no task may have such a kind."""
 KIND_CHARS = 200
 """Characters of a kind in the name of its metric."""
 UNREADABLE = "a task of env.name cannot be had"
+"""How the error begins if reading a task fails."""
 
 
 class Env(Protocol):
-    """One playable episode at a time. Its methods may be coroutines.
+    """An environment that plays one episode at a time. Its methods may be coroutines.
 
-    It may also have `anchor() -> str`, the observation as GiGPO compares it (default: the last
-    one), `close()`, and `task: str`, the current task in words, for agents with prompts of their
-    own (default: the first observation).
+    Optional members of every environment:
 
-    With `tools`, a list of OpenAI function schemas (read after reset, the same for the whole
-    episode), `step` gets a `paw.types.Reply`, the calls that the model made included;
-    `paw.envs.conversation` has what such environments share.
+    - `anchor() -> str`: the observation as GiGPO compares it (default: the last observation);
+    - `close()`;
+    - `task: str`: the current task in words, for agents with prompts of their own (default: the
+      first observation);
+    - `tools`: a list of OpenAI function schemas, read after reset and the same for the whole
+      episode. `step` then gets a `paw.types.Reply`, which includes the calls that the model made.
+      `paw.envs.conversation` has what such environments share.
 
-    The quickstart's warm-up imitates, and `paw env check` plays, what training needs nothing of:
-    `oracle() -> str`, a good response to the current context (NoOracleError where there is none);
-    `admissible_actions() -> list[str]`, those that do something now, bare, without tags ([] for
-    open-ended environments); and `format_action(action) -> str`, a well-formed response that plays
-    a bare action (default: the action itself).
+    Optional members that only the quickstart's warm-up and `paw env check` use:
+
+    - `oracle() -> str`: a good response to the current context; NoOracleError if there is none;
+    - `admissible_actions() -> list[str]`: the actions that do something now, without tags ([] for
+      open-ended environments);
+    - `format_action(action) -> str`: a well-formed response that plays such an action (default: the
+      action itself).
     """
 
     def reset(self, task: Task) -> str:
@@ -48,11 +52,11 @@ class Env(Protocol):
         ...
 
     def context(self) -> "str | list[dict[str, Any]]":
-        """What the model reads in the current turn, as one user message: task, history, observation, actions.
+        """What the model reads in the current turn: task, history, observation and actions.
 
-        Or a conversation, a list of {"role", "content"} of system, user, assistant and tool; a
-        message of the assistant may have OpenAI's `tool_calls`, one of a tool `name` and
-        `tool_call_id`.
+        Either the text of one user message, or a conversation: a list of {"role", "content"} with
+        the roles system, user, assistant and tool. A message of the assistant may have OpenAI's
+        `tool_calls`, a message of a tool `name` and `tool_call_id`.
         """
         ...
 
@@ -62,7 +66,7 @@ class Env(Protocol):
 
 
 class Tasks(Protocol):
-    """The tasks of a split: `tasks[i]`, and `len(tasks)` where they end. A list is one."""
+    """The tasks of a split: `tasks[i]`, and `len(tasks)` unless they are endless. Can be a list."""
 
     def __getitem__(self, i: int, /) -> Task: ...
 
@@ -70,42 +74,49 @@ class Tasks(Protocol):
 class EnvFactory(Protocol):
     """A configured environment: its tasks and how to play them.
 
-    A user's own may lack all but `tasks` and `make`.
+    A user's own factory only needs `tasks` and `make`.
     """
 
     name: str
     reward_max: float
-    """R_max of lambda_g = 1 - mean return / R_max: the largest return of an episode (default: 1)."""
+    """R_max of lambda_g = 1 - mean return / R_max: the largest return of an episode (default:
+    1)."""
     invalid_penalty: float
-    """Subtracted from the score of a turn whose response is invalid (default: env.invalid_penalty)."""
+    """Subtracted from the score of a turn whose response is invalid (default:
+    env.invalid_penalty)."""
     may_block: bool = False
-    """Whether its environments wait for something outside this process, a child or a network: they
-    then run in threads, many at once."""
+    """Whether its environments wait for something outside this process, such as a child or a
+    network. They then run in threads, many at once."""
     runs_others_code: bool = False
-    """Whether its environments are not ours: each call then has a thread, for env.step_timeout_s at
-    most (a user's own: always)."""
+    """Whether its environments run code that is not ours, as a user's own always do. Each call is
+    then made in a thread and may take env.step_timeout_s."""
     has_others_tasks: bool = False
-    """Whether `tasks` is not ours either: it, and each task it gives, is then read in a thread, with that limit."""
+    """Whether `tasks` is not our code either. It is then called, and each of its tasks read, in a
+    thread with the same limit."""
     distinct_eval: bool = True
-    """Whether an evaluation plays different tasks, as many as there are; else each is an
-    independent draw, as in the reference code."""
+    """Whether an evaluation plays each task at most once; else each of its tasks is drawn
+    independently, as in the reference code."""
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The tasks of a split; `seed` is for those that are generated. The split "warmup" is for
-        the quickstart's warm-up model and shares no task with training or evaluation. UserError
-        where there is no such split.
+        """The tasks of a split; generated ones depend on `seed`.
+
+        The split "warmup" is for the quickstart's warm-up model and shares no task with training or
+        evaluation. Raises UserError if there is no such split.
         """
         ...
 
     def make(self) -> Env: ...
 
     def fingerprint(self) -> str:
-        """Version and content hash of the tasks: results of different ones do not compare (default: the name)."""
+        """Version and content hash of the tasks (default: the name).
+
+        Results with different fingerprints cannot be compared.
+        """
         ...
 
 
 class Endless:
-    """Tasks made on demand, without end: `make(i)` is number i."""
+    """Endless tasks, made on demand: `make(i)` is number i."""
 
     def __init__(self, make: Callable[[int], Task]) -> None:
         self._make = make
@@ -115,7 +126,7 @@ class Endless:
 
 
 class Made(Endless):
-    """`count` tasks made on demand."""
+    """`count` tasks, made on demand."""
 
     def __init__(self, make: Callable[[int], Task], count: int) -> None:
         super().__init__(make)
@@ -126,7 +137,7 @@ class Made(Endless):
 
 
 def seeds(split: str, seed: int) -> Endless:
-    """Tasks that are seeds, each `payload["seed"]` below 2^31."""
+    """Endless tasks that are seeds: `payload["seed"]` is below 2^31."""
 
     def task(i: int) -> Task:
         name = f"{split}/{seed}/{i}"
@@ -138,41 +149,50 @@ def seeds(split: str, seed: int) -> Endless:
 def train_tasks(
     factory: EnvFactory, step: int, count: int, seed: int, *, split: str = "train"
 ) -> list[Task]:
-    """The `count` tasks of update `step`, a function of the arguments: of n tasks each once an epoch."""
+    """The `count` tasks of update `step`, a function of the arguments.
+
+    A split that is not endless is played in epochs: each task once, in a new order each time.
+    """
     return _stream(factory, split, step * count, count, seed)
 
 
 def further_tasks(
     factory: EnvFactory, start: int, count: int, seed: int, *, split: str = "train"
 ) -> list[Task]:
-    """`count` tasks from the `start`-th on of a sequence of its own: `train_tasks` stays what it is."""
+    """Tasks `start`, ..., `start + count - 1` of another sequence than that of `train_tasks`."""
     return _stream(factory, split, FURTHER + start, count, seed)
 
 
 def warmup_tasks(factory: EnvFactory, start: int, count: int, seed: int) -> list[Task]:
-    """Tasks `start`, `start + 1`, ... of the warm-up."""
+    """Tasks `start`, ..., `start + count - 1` of the warm-up."""
     return _stream(factory, "warmup", start, count, seed)
 
 
 def eval_tasks(factory: EnvFactory, split: str, count: int, seed: int) -> list[Task]:
-    """`count` seeded tasks of a held-out `split`; 0 is all of it, of an endless one the first ENDLESS_EVAL."""
+    """`count` tasks of a held-out `split`, drawn by `seed`.
+
+    `count` 0 is for the whole split, or for the first ENDLESS_EVAL of an endless one.
+    """
     with read_tasks(factory, split, seed) as tasks:
         n = size(tasks)
         if n is None:
-            return _listed(tasks, range(count or ENDLESS_EVAL))
-        rng, order = random.Random(seed), range(n)
-        if factory.distinct_eval:
-            order = rng.sample(order, count) if 0 < count < n else order
-        elif count:
-            order = rng.choices(order, k=count)
-        return _listed(tasks, order)
+            return _read_all(tasks, range(count or ENDLESS_EVAL))
+        rng = random.Random(seed)
+        indices: Sequence[int] = range(n)
+        if factory.distinct_eval and 0 < count < n:
+            indices = rng.sample(indices, count)
+        elif not factory.distinct_eval and count:
+            indices = rng.choices(indices, k=count)
+        return _read_all(tasks, indices)
 
 
 @contextmanager
 def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
-    """The tasks of a split, to be read inside. Those of a user's own are read in one thread: each
-    call of its code has env.step_timeout_s. Raises OthersCodeError for whatever it raises,
-    SystemExit included, and for a late answer.
+    """A context in which the tasks of a split can be read.
+
+    Tasks of a user's own environment are read in a thread, and each call of the user's code may
+    take env.step_timeout_s. Raises OthersCodeError if that code raises anything, SystemExit
+    included, or answers late.
     """
     if not getattr(factory, "has_others_tasks", False):
         yield factory.tasks(split, seed)
@@ -181,22 +201,20 @@ def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
     config: Any = getattr(factory, "config", None)
     threads = Threads(1, config.step_timeout_s)
 
-    def call(what: str, function: Callable[..., Any], *args: Any) -> Any:
+    def call(problem: str, function: Callable[..., Any], *args: Any) -> Any:
         try:
             return threads.call(function, *args)
         except OURS:
             raise
         except BaseException as error:  # SystemExit as well
-            fix = (
-                "; give it a time limit of its own, or raise env.step_timeout_s"
-                if threads.given_up
-                else ""
-            )
-            raise OthersCodeError(f"{what}: {describe(error)}{place(error)}{fix}") from error
+            fix = ""
+            if threads.given_up:
+                fix = "; give it a time limit of its own, or raise env.step_timeout_s"
+            raise OthersCodeError(f"{problem}: {describe(error)}{place(error)}{fix}") from error
 
     try:
         tasks = call("the tasks of env.name cannot be had", factory.tasks, split, seed)
-        if type(tasks) in (list, tuple):  # reading these calls none of its code
+        if type(tasks) in (list, tuple):  # reading them calls none of the user's code
             yield tasks
             return
         count = call("the number of tasks of env.name cannot be had", size, tasks)
@@ -212,27 +230,32 @@ def size(tasks: Tasks) -> int | None:
 
 
 def every_tenth(tasks: Any, held_out: bool) -> Any:
-    """Every tenth of a sequence without splits, which is `held_out`, or the others; of fewer than ten, the last one."""
+    """Splits a sequence without splits: every tenth element if `held_out`, else all others.
+
+    If there are fewer than ten, the last one is held out.
+    """
     if held_out:
         return tasks[9::10] or tasks[-1:]
-    return (
-        [task for i, task in enumerate(tasks) if i % 10 != 9]
-        if len(tasks) > 9
-        else tasks[:-1] or tasks
-    )
+    if len(tasks) < 10:
+        return tasks[:-1] or tasks
+    return [task for i, task in enumerate(tasks) if i % 10 != 9]
 
 
 def _stream(factory: EnvFactory, split: str, start: int, count: int, seed: int) -> list[Task]:
+    """Tasks `start`, ..., `start + count - 1` of a split; of an endless one in its own order, else
+    `shuffled`."""
     with read_tasks(factory, split, seed) as tasks:
         n = size(tasks)
-        return _listed(
-            tasks, (i if n is None else shuffled(seed, i, n) for i in range(start, start + count))
-        )
+        indices = range(start, start + count)
+        if n is None:
+            return _read_all(tasks, indices)
+        return _read_all(tasks, (shuffled(seed, i, n) for i in indices))
 
 
-def _listed(tasks: Tasks, order: Iterable[int]) -> list[Task]:
+def _read_all(tasks: Tasks, indices: Iterable[int]) -> list[Task]:
+    """The tasks at these indices. Raises OthersCodeError if one cannot be read."""
     try:
-        return [tasks[i] for i in order]
+        return [tasks[i] for i in indices]
     except OURS:
         raise
     except BaseException as error:  # they may come from a file or a network
@@ -240,8 +263,10 @@ def _listed(tasks: Tasks, order: Iterable[int]) -> list[Task]:
 
 
 def shuffled(seed: int, i: int, n: int) -> int:
-    """Element i of an endless sequence over range(n) that goes through all of it, in a new order, again and again."""
-    return _order(seed, i // n, n)[i % n]
+    """Element i of an endless sequence that goes through range(n) again and again, each time in a
+    new order."""
+    epoch, position = divmod(i, n)
+    return _order(seed, epoch, n)[position]
 
 
 @functools.lru_cache(4)
@@ -252,24 +277,25 @@ def _order(seed: int, epoch: int, n: int) -> list[int]:
 
 
 def admissible_responses(env: Any) -> list[str]:
-    """A well-formed response for each admissible action; `env` has all members of an Env, or is guarded."""
+    """A well-formed response for each admissible action. `env` must have all optional members."""
     return [env.format_action(action) for action in env.admissible_actions()]
 
 
 def kind_name(kind: str) -> str:
-    """A kind as metrics and tables show it: printable, so that kinds which read the same are counted together."""
+    """A kind as metrics and tables show it: printable, so that kinds that look the same are counted
+    together."""
     return clean(kind, KIND_CHARS)
 
 
 def means_all_kinds(kind: str) -> bool:
-    """Whether a kind has the name of all kinds together, in any case: its metric would replace theirs."""
+    """Whether a kind, in any case, is one of ALL_KINDS: its metric would replace theirs."""
     return kind_name(kind).lower() in ALL_KINDS
 
 
 def check_kind(task: Task, factory: EnvFactory) -> None:
-    """Raises UserError if a task of `factory` has the name of all kinds as its kind."""
+    """Raises UserError if the kind of a task of `factory` is one of ALL_KINDS."""
     if means_all_kinds(task.kind):
         raise UserError(
-            f"{clean(factory.name)}: the task {shown(task.id)} is of the kind {shown(task.kind)}, which reports call "
-            "all kinds together; give it another kind"
+            f"{clean(factory.name)}: the task {shown(task.id)} is of the kind {shown(task.kind)}, "
+            "which reports call all kinds together; give it another kind"
         )

@@ -1,4 +1,4 @@
-"""What files and requests hold, checked by pydantic; one line says what is wrong."""
+"""Checks data of files and requests with pydantic, and reports problems in one line."""
 
 import functools
 from collections.abc import Iterator
@@ -11,18 +11,25 @@ from paw.errors import UserError
 
 T = TypeVar("T")
 FIRST_ERROR = Field(fail_fast=True)
-"""For a list, as `Annotated[list[int], FIRST_ERROR]`: a million wrong items are one error, not a million."""
+"""Stops at the first error of a list: `Annotated[list[int], FIRST_ERROR]`.
+
+Otherwise a million wrong items make a million errors.
+"""
 _adapter = functools.cache(TypeAdapter)
 
 
 class Strict(BaseModel):
-    """A text is a text, a number a number; keys that it does not have are ignored."""
+    """A model without conversions: a text must be a text, a number a number. Other keys are
+    ignored."""
 
     model_config = ConfigDict(strict=True)
 
 
 def checked(kind: type[T], value: Any, where: str) -> T:
-    """`value` as a `kind`; of bytes the JSON. UserError, beginning with `where`, if it is none."""
+    """`value` as a `kind`; bytes are read as JSON.
+
+    Raises UserError, which begins with `where`, if it is not of that kind.
+    """
     try:
         if isinstance(value, bytes):
             return _adapter(kind).validate_json(value, strict=True)
@@ -32,7 +39,7 @@ def checked(kind: type[T], value: Any, where: str) -> T:
 
 
 def problem(error: ValidationError) -> str:
-    """The first one: where, what it should be, and what it is."""
+    """The first problem: where it is, what was expected, and what is there."""
     first = error.errors()[0]
     place = "".join(f"{part}: " for part in first["loc"])
     value = "" if first["type"] in ("missing", "json_invalid") else f", not {first['input']!r:.60}"
@@ -40,9 +47,9 @@ def problem(error: ValidationError) -> str:
 
 
 def json_lines(path: Path, kind: type[T], origin: str) -> Iterator[tuple[int, T]]:
-    """(offset, what it is) of each line of a file but empty ones.
+    """(offset in bytes, content) of each line of a file, without empty lines.
 
-    UserError, naming the line; OSError.
+    Raises UserError, which names the line, if one is not of the `kind`; OSError if reading fails.
     """
     offset = 0
     with path.open("rb") as file:

@@ -1,4 +1,6 @@
-"""What environments share that are conversations: the messages so far, calls of tools, and answers to broken calls."""
+"""What conversational environments share: the messages so far, calls of tools, and answers to
+broken calls.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,33 +15,35 @@ Message = dict[str, Any]
 
 
 class Conversation(ABC):
-    """One conversation at a time. A subclass begins it, answers what the model says, and plays the calls of `tools`.
+    """One conversation at a time.
 
-    A broken call (`Reply.problem`) is answered by a tool message that says what is wrong with it;
-    none of that answer's calls is played, and the turn is invalid.
+    A subclass begins the conversation, answers what the model says, and plays the calls of `tools`.
+    A broken call (`Reply.problem`) is answered by a tool message that names the problem; then none
+    of the calls in the same answer is played, and the turn is invalid.
     """
 
     tools: Sequence[dict[str, Any]] = ()
     """OpenAI function schemas, the same for the whole episode."""
     one_call = False
-    """Whether an answer with several calls is broken."""
+    """Whether an answer may have only one call."""
     messages: list[Message]
+    """The conversation so far; set by `reset`."""
 
     @abstractmethod
     def begin(self, task: Task) -> list[Message]:
-        """The first messages: instructions, examples, and what is asked, which comes last."""
+        """The first messages: instructions, examples, and the question, which comes last."""
 
     @abstractmethod
     def say(self, text: str) -> Outcome:
-        """The model says `text` (after its thought) and calls nothing; unless that ends the
-        episode, the user answers the observation."""
+        """Called if the model says `text` (without its thought) and calls nothing. The observation
+        is the user's answer, unless the episode ends."""
 
     def call(self, call: ToolCall) -> str | Outcome:
-        """The result of a call, or an outcome whose observation that is."""
+        """The result of a call, or an outcome whose observation is the result."""
         raise AssertionError(f"{type(self).__name__} has no call()")
 
     def reset(self, task: Task) -> str:
-        """Returns the last of the first messages."""
+        """Begin a conversation; returns the last of its first messages."""
         self.messages = self.begin(task)
         return self.messages[-1]["content"]
 
@@ -52,16 +56,17 @@ class Conversation(ABC):
             return self.refuse(reply)
         if reply.calls:
             return self.answer(reply, [self.call(call) for call in reply.calls])
-        said = reply.content.rpartition(THINKING[1])[2].strip()
-        outcome = self.say(said)
-        if not said:  # neither a call nor a word
+
+        text = reply.content.rpartition(THINKING[1])[2].strip()
+        outcome = self.say(text)
+        if not text:  # neither a call nor a word
             outcome = replace(outcome, valid=False)
         if not outcome.done:
             self.messages.append({"role": "user", "content": outcome.observation})
         return outcome
 
     def hear(self, response: str) -> Reply:
-        """The model's answer, which is the next message from now on."""
+        """The model's answer, after adding it to the messages."""
         reply = response if isinstance(response, Reply) else Reply(response)
         self.messages.append(reply.message())
         if self.one_call and len(reply.calls) > 1 and not reply.problem:
@@ -69,19 +74,23 @@ class Conversation(ABC):
         return reply
 
     def refuse(self, reply: Reply) -> Outcome:
-        """Nothing is played: the model is told what is wrong."""
+        """Tell the model what is wrong with its answer; nothing of it is played."""
         text = f"Invalid call: {reply.problem}."
-        self.messages += [call.answer(text) for call in reply.calls or [unread(len(self.messages))]]
+        calls = reply.calls or [unread(len(self.messages))]
+        self.messages += [call.answer(text) for call in calls]
         return Outcome(text, 0.0, done=False, won=False, action=_action(reply), valid=False)
 
     def answer(self, reply: Reply, results: Sequence[str | Outcome]) -> Outcome:
-        """The results of the calls of `reply` are the next messages; together they are its outcome."""
-        outcomes = [
-            Outcome(one, 0.0, done=False, won=False) if isinstance(one, str) else one
-            for one in results
-        ]
+        """Add the results of the reply's calls to the messages; returns them as one outcome."""
+        outcomes = []
+        for result in results:
+            if isinstance(result, str):
+                result = Outcome(result, 0.0, done=False, won=False)
+            outcomes.append(result)
+
         texts = [outcome.observation for outcome in outcomes]
         self.messages += [call.answer(text) for call, text in zip(reply.calls, texts, strict=True)]
+        scores = [outcome.score for outcome in outcomes if outcome.score is not None]
         return Outcome(
             "\n".join(texts),
             sum(outcome.reward for outcome in outcomes),
@@ -89,15 +98,13 @@ class Conversation(ABC):
             won=any(outcome.won for outcome in outcomes),
             action=_action(reply),
             valid=all(outcome.valid for outcome in outcomes),
-            score=next(
-                (outcome.score for outcome in reversed(outcomes) if outcome.score is not None), None
-            ),
+            score=scores[-1] if scores else None,
             results=texts if len(texts) > 1 else [],
         )
 
 
 class Retold(Conversation):
-    """An environment of one message a turn as a conversation, with one call an answer."""
+    """Plays an environment of one message a turn as a conversation, with one call per answer."""
 
     one_call = True
 
@@ -114,26 +121,29 @@ def _action(reply: Reply) -> str:
 
 
 def unread(place: int) -> ToolCall:
-    """What could not be read as a call, as one: with an id that nothing else has at that place of a conversation."""
+    """Stands for a call that could not be read, in message number `place` of a conversation.
+
+    Its id is unique within the conversation.
+    """
     return ToolCall("", {}, f"none{place:05}")
 
 
 def opening(instruction: Path | None, text: str) -> list[Message]:
-    """The first messages: the system's from a file, where there is one, and the user's `text`.
+    """The first messages: the system's from the file `instruction`, if set, and the user's `text`.
 
-    UserError: no file.
+    Raises UserError if the file cannot be read.
     """
-    with reading(f"env.instruction = '{instruction}'"):
-        system = (
-            [{"role": "system", "content": instruction.expanduser().read_text()}]
-            if instruction
-            else []
-        )
-    return [*system, {"role": "user", "content": text}]
+    messages = []
+    if instruction:
+        with reading(f"env.instruction = '{instruction}'"):
+            system = instruction.expanduser().read_text()
+        messages.append({"role": "system", "content": system})
+    messages.append({"role": "user", "content": text})
+    return messages
 
 
 def invalid(problem: str, action: str) -> Outcome:
-    """Of an action that was not played."""
+    """The outcome of an action that was not played because of a `problem`."""
     return Outcome(
         f"Invalid action: {problem}.", 0.0, done=False, won=False, action=action, valid=False
     )

@@ -1,4 +1,4 @@
-"""Environments of gymnasium whose observations are text, and whose actions are text or one of a few."""
+"""Environments of gymnasium with observations of text, and with actions of text or one of a few."""
 
 from typing import Any
 
@@ -24,25 +24,29 @@ class GymnasiumConfig(SpokenConfig):
 
 
 class GymnasiumFactory(EnvFactory):
-    """UserError: gymnasium is not installed or knows no `env.id`, or that cannot be made or has other spaces."""
+    """The environment `env.id`, with seeds as tasks.
+
+    Raises UserError if gymnasium is not installed, or if the environment is unknown, cannot be made
+    or has other spaces.
+    """
 
     Config = GymnasiumConfig
     name = "gymnasium"
-    may_block = runs_others_code = True  # whether it blocks is not known
+    may_block = True  # it may: we do not know
+    runs_others_code = True
 
     def __init__(self, config: GymnasiumConfig) -> None:
-        self.config, self.reward_max, self.invalid_penalty = (
-            config,
-            config.reward,
-            config.invalid_penalty,
-        )
-        if not config.processes:  # where they run finds out else
+        self.config = config
+        self.reward_max = config.reward
+        self.invalid_penalty = config.invalid_penalty
+        if not config.processes:  # with processes, the first of them makes this check
             self.make().close()
 
     def tasks(self, split: str, seed: int) -> Tasks:
         if split == "warmup":
             raise UserError(
-                "model.path = 'quickstart': gymnasium has no oracle to imitate; take an instruct model"
+                "model.path = 'quickstart': gymnasium has no oracle to imitate; "
+                "take an instruct model"
             )
         return seeds(split, seed)
 
@@ -56,63 +60,84 @@ class GymnasiumFactory(EnvFactory):
 class GymnasiumEnv(Conversation):
     """One episode at a time.
 
-    Of a choice the names are those of `get_action_meanings()`, where there is that.
+    The actions of a Discrete space are called as `get_action_meanings()` says, or by their numbers
+    if the environment has no such method.
     """
 
     def __init__(self, config: GymnasiumConfig) -> None:
-        where, module = f"env.id = '{config.id}'", config.module
+        self.config = config
         gymnasium = needed("gymnasium", "env.name = 'gymnasium'", "gymnasium")
-        if file := module.endswith(".py"):
-            plugins.import_file(module, f"env.module = '{module}'")
-        try:
-            name, options = (
-                config.id if file or not module else f"{module}:{config.id}",
-                dict[str, Any](config.kwargs),
-            )
-            self._env: Any = gymnasium.make(name, **options)
-        except Exception as error:
-            raise UserError(f"{where}: it cannot be made: {describe(error)}") from None
-        seen, actions, text = (
-            self._env.observation_space,
-            self._env.action_space,
-            gymnasium.spaces.Text,
-        )
-        numbers = range(0)
-        if isinstance(actions, gymnasium.spaces.Discrete):
-            numbers = range(int(actions.start), int(actions.start + actions.n))
-        if not isinstance(seen, text) or not (numbers or isinstance(actions, text)):
-            fix = "the first must be Text, the others Text or Discrete; wrap it"
-            raise UserError(
-                f"{where}: observations are {clean(seen, 60)}, actions {clean(actions, 60)}; {fix}"
-            )
-        meanings = getattr(self._env.unwrapped, "get_action_meanings", None)
-        self._choice = dict(
-            zip(meanings() if meanings and numbers else map(str, numbers), numbers, strict=True)
-        )
-        self.config, self._space = config, actions
+        self._env = _make(gymnasium, config)
+        self._space: Any = self._env.action_space
+        """The space of the actions."""
+        self._number_of_action = _check_spaces(gymnasium, self._env, config)
+        """Name of an action -> its number; empty if actions are text."""
+        self._return = 0.0
 
     def begin(self, task: Task) -> list[Message]:
         self._return = 0.0
-        return opening(self.config.instruction, self._env.reset(seed=task.payload["seed"])[0])
+        observation, _ = self._env.reset(seed=task.payload["seed"])
+        return opening(self.config.instruction, observation)
 
     def say(self, text: str) -> Outcome:
-        action = self._choice.get(text) if self._choice else text
+        is_choice = bool(self._number_of_action)
+        action = self._number_of_action.get(text) if is_choice else text
         if action is None or not self._space.contains(action):
-            problem = (
-                f"it must be one of {', '.join(self._choice)}"
-                if self._choice
-                else f"it is not in {self._space}"
-            )
+            problem = f"it is not in {self._space}"
+            if is_choice:
+                problem = f"it must be one of {', '.join(self._number_of_action)}"
             return invalid(problem, text)
-        seen, reward, terminated, truncated, _ = self._env.step(action)
+
+        observation, reward, terminated, truncated, _ = self._env.step(action)
         self._return += reward
-        won = bool(terminated) and self._return >= self.config.reward
         return Outcome(
-            seen, float(reward), done=bool(terminated or truncated), won=won, action=text
+            observation,
+            reward=float(reward),
+            done=bool(terminated or truncated),
+            won=bool(terminated) and self._return >= self.config.reward,
+            action=text,
         )
 
     def admissible_actions(self) -> list[str]:
-        return [*self._choice]
+        return [*self._number_of_action]
 
     def close(self) -> None:
         self._env.close()
+
+
+def _make(gymnasium: Any, config: GymnasiumConfig) -> Any:
+    """The gymnasium.Env. Raises UserError if it cannot be made."""
+    env_id = config.id
+    if config.module.endswith(".py"):
+        plugins.import_file(config.module, f"env.module = '{config.module}'")
+    elif config.module:
+        env_id = f"{config.module}:{config.id}"
+    options: dict[str, Any] = dict(config.kwargs)
+    try:
+        return gymnasium.make(env_id, **options)
+    except Exception as error:
+        raise UserError(f"env.id = '{config.id}': it cannot be made: {describe(error)}") from None
+
+
+def _check_spaces(gymnasium: Any, env: Any, config: GymnasiumConfig) -> dict[str, int]:
+    """Name of an action -> its number, for a Discrete space; {} if actions are text.
+
+    Raises UserError for other spaces.
+    """
+    observations = env.observation_space
+    actions = env.action_space
+    numbers = range(0)
+    if isinstance(actions, gymnasium.spaces.Discrete):
+        numbers = range(int(actions.start), int(actions.start + actions.n))
+    has_actions = bool(numbers) or isinstance(actions, gymnasium.spaces.Text)
+    if not has_actions or not isinstance(observations, gymnasium.spaces.Text):
+        raise UserError(
+            f"env.id = '{config.id}': observations are {clean(observations, 60)}, actions "
+            f"{clean(actions, 60)}; the first must be Text, the others Text or Discrete; wrap it"
+        )
+
+    names = [str(number) for number in numbers]
+    meanings = getattr(env.unwrapped, "get_action_meanings", None)
+    if meanings and numbers:
+        names = meanings()
+    return dict(zip(names, numbers, strict=True))

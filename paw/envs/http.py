@@ -1,5 +1,7 @@
-"""HTTP calls with a bound on all of it. A time limit of httpx is one of each read: a server that
-trickles keeps within it for ever, and a few kilobytes of gzip become gigabytes.
+"""HTTP calls with limits of total time and size.
+
+httpx limits the time of each read only, which a server that sends byte by byte never exceeds, and
+it decompresses a few kilobytes of gzip to gigabytes.
 """
 
 import asyncio
@@ -16,34 +18,41 @@ from paw.errors import needed
 
 T = TypeVar("T")
 MAX_BYTES = 16 << 20
-"""Of an answer, decompressed."""
+"""Size limit of an answer, decompressed."""
 KEEP_S = 2.0
-"""For a connection that nobody uses: servers close theirs after 5 s, perhaps just as it is used again."""
+"""How long an unused connection is kept: servers close theirs after 5 s, perhaps just when it is
+used again."""
 CLOSE_S = 5.0
-"""For saying goodbye to all servers."""
-PLAIN, PACKED = ("", "identity"), ("gzip", "deflate")
+"""Time limit of closing the connections to all servers."""
+PLAIN = ("", "identity")
+"""Encodings of an answer that is not compressed."""
+PACKED = ("gzip", "deflate")
+"""Encodings of an answer that is compressed."""
 GZIP_OR_ZLIB = 47
-"""The window that has zlib find out which."""
+"""Window bits with which zlib recognizes the format itself."""
 
 
 class BadAnswer(Exception):
-    """An answer that is not read to its end. One line says why."""
+    """An answer that was not read to its end; the message is one line."""
 
 
 def import_httpx(what: str) -> Any:
-    """httpx. Raises UserError where it is not installed, beginning with `what` needs it."""
+    """The module httpx. Raises UserError, which begins with `what`, if it is not installed."""
     return needed("httpx", f"{what}: asking a server", "search")
 
 
 def bounded(client: type[Any]) -> type[Any]:
-    """A subclass of httpx.AsyncClient or one of its kind: BadAnswer for answers above MAX_BYTES or of odd encoding."""
+    """A subclass of `client`, a class like httpx.AsyncClient, with limited answers.
+
+    It raises BadAnswer for answers above MAX_BYTES or with an unknown encoding.
+    """
 
     class Bounded(client):
         async def send(self, request: Any, **options: Any) -> Any:
             request.headers["Accept-Encoding"] = "gzip, deflate"
             try:
                 answer = await super().send(request, **options | {"stream": True})
-            except ExceptionGroup as group:  # of anyio, for an address that is none
+            except ExceptionGroup as group:  # raised by anyio for an invalid address
                 raise group.exceptions[0] from None
             body = await _read_body(answer, MAX_BYTES)
             headers = [
@@ -57,17 +66,18 @@ def bounded(client: type[Any]) -> type[Any]:
 
 
 async def _read_body(answer: Any, max_bytes: int) -> bytes:
-    """The decompressed body of an httpx response that is a stream, which is closed."""
+    """The decompressed body of an httpx response that is a stream. Closes the response."""
     encoding = answer.headers.get("Content-Encoding", "")
     body = bytearray()
     try:
         if encoding.lower() not in PLAIN + PACKED:
             raise BadAnswer(f"the answer's encoding is {encoding!r}")
-        packed = zlib.decompressobj(GZIP_OR_ZLIB) if encoding.lower() in PACKED else None
-        async for (
-            part
-        ) in answer.aiter_raw():  # httpx would unpack all of a part, a thousand times its size
-            body += packed.decompress(part, max_bytes + 1 - len(body)) if packed else part
+        decompressor = zlib.decompressobj(GZIP_OR_ZLIB) if encoding.lower() in PACKED else None
+        # Raw parts: httpx would decompress all of a part, to a thousand times its size.
+        async for part in answer.aiter_raw():
+            if decompressor:
+                part = decompressor.decompress(part, max_bytes + 1 - len(body))
+            body += part
             if len(body) > max_bytes:
                 raise BadAnswer(f"the answer has more than {max_bytes:,} bytes")
     except zlib.error as error:
@@ -114,11 +124,13 @@ class HttpAnswer:
 
 
 class HttpClient:
-    """Asks servers. Each call has a deadline for all of it and a maximum size of the answer, whatever the server does.
+    """Asks servers. Whatever the server does, each call has a time limit for all of it, and a size
+    limit of the answer.
 
-    It has as many connections as calls. It uses no proxy: an address of the cluster is not to be
-    asked of one. It keeps no cookies: those of one server would be sent to the others on the same
-    machine. Use it on one event loop. `what` needs it, for the UserError if httpx is not installed.
+    It opens as many connections as there are calls. Addresses of the cluster bypass the proxy, so
+    it uses none. It keeps no cookies: those of one server would be sent to others on the same
+    machine. Use it on one event loop. `what` says who needs it: UserError begins with that if httpx
+    is not installed.
     """
 
     def __init__(self, what: str, *, timeout_s: float) -> None:
@@ -142,9 +154,11 @@ class HttpClient:
         timeout_s: float | None = None,
         max_bytes: int = MAX_BYTES,
     ) -> HttpAnswer:
-        """The answer, whatever its status; `body` is sent as JSON. Raises BadAnswer for one that is
-        too large, TimeoutError after `timeout_s` (default: the client's), httpx's errors if there
-        is no connection."""
+        """The answer, whatever its status; `body` is sent as JSON.
+
+        Raises BadAnswer if it is too large, TimeoutError after `timeout_s` (default: the client's),
+        and httpx's errors if there is no connection.
+        """
         async with _deadline(timeout_s or self.timeout_s):
             answer = await self._send(method, url, body, encoding="gzip, deflate")
             content = await _read_body(answer, max_bytes)
@@ -154,9 +168,11 @@ class HttpClient:
     async def lines(
         self, url: str, body: Any, *, max_line: int, max_bytes: int, timeout_s: float | None = None
     ) -> AsyncIterator[AsyncIterator[str]]:
-        """The lines of the answer to a POST, as they come. Leaving the context closes the
-        connection, so the server hears that nobody listens any more. Raises as `ask` does, and
-        BadAnswer for a status other than 200."""
+        """The lines of the answer to a POST, as they come.
+
+        Leaving the context closes the connection, so the server notices that nobody reads any more.
+        Raises what `ask` raises, and BadAnswer for a status other than 200.
+        """
         async with _deadline(timeout_s or self.timeout_s):
             answer = await self._send("POST", url, body, encoding="identity")
             try:
@@ -178,7 +194,7 @@ class HttpClient:
         )
         try:
             return await self._client.send(request, stream=True)
-        except ExceptionGroup as group:  # of anyio, for an address that is none
+        except ExceptionGroup as group:  # raised by anyio for an invalid address
             raise group.exceptions[0] from None
 
 
@@ -198,7 +214,7 @@ class BlockingHttpClient:
         timeout_s: float | None = None,
         max_bytes: int = MAX_BYTES,
     ) -> HttpAnswer:
-        """As `HttpClient.ask`."""
+        """Like `HttpClient.ask`."""
         call = self._client.ask(method, url, body, timeout_s=timeout_s, max_bytes=max_bytes)
         return self._loop.run(call, math.inf)
 
@@ -210,7 +226,7 @@ class BlockingHttpClient:
 
 @asynccontextmanager
 async def _deadline(seconds: float) -> AsyncIterator[None]:
-    """Raises TimeoutError, which says so, if what is inside takes longer."""
+    """Raises TimeoutError, which names the limit, if the code inside takes longer."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -221,7 +237,7 @@ async def _deadline(seconds: float) -> AsyncIterator[None]:
 class Loop:
     """An event loop in a thread of its own, for callers in any thread.
 
-    It ends with the process, if not closed.
+    It ends with the process unless it is closed before.
     """
 
     def __init__(self) -> None:
@@ -229,18 +245,17 @@ class Loop:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def run(self, call: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """What `call` returns or raises; TimeoutError after `timeout_s`, from its first step on."""
+        """What `call` returns or raises; TimeoutError if it takes more than `timeout_s` seconds."""
+        limited = asyncio.wait_for(call, timeout_s)
         try:
-            return asyncio.run_coroutine_threadsafe(
-                asyncio.wait_for(call, timeout_s), self._loop
-            ).result()
+            return asyncio.run_coroutine_threadsafe(limited, self._loop).result()
         except TimeoutError:
             if timeout_s == math.inf:
-                raise  # of a time limit within the call, which says so
+                raise  # a time limit within the call, with a message of its own
             raise TimeoutError(f"no whole answer within {timeout_s:g} s") from None
 
     def begin(self, call: Coroutine[Any, Any, Any]) -> None:
-        """Have `call` run; what comes of it is its own affair."""
+        """Start `call` without waiting for it; its result and its errors are ignored."""
         asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def close(self) -> None:

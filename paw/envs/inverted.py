@@ -1,8 +1,8 @@
-"""An environment that runs a loop of its own and asks a model through an OpenAI-compatible endpoint.
+"""An environment that runs its own loop and asks a model through an OpenAI-compatible endpoint.
 
-So control is inverted: `reset` starts its rollout as a coroutine beside such an endpoint, a request
-there is the next `context`, `step` answers it, and the reward of the finished rollout is that of
-the last turn. Within `reset` and `step` alone the rollout goes on.
+Control is inverted here: `reset` starts the rollout as a coroutine, next to such an endpoint. Each
+request to the endpoint is the next `context`, and `step` answers it. The reward of the finished
+rollout is the reward of the last turn. The rollout only advances within `reset` and `step`.
 """
 
 import asyncio
@@ -19,15 +19,16 @@ from paw.types import THINKING, Outcome, Reply, Task
 from paw.values import Count, Positive
 
 Play = Callable[[Any, str, str], Coroutine[Any, Any, float]]
-"""(a task's payload, URL, model) -> the reward."""
+"""(a task's payload, URL of the endpoint, model) -> the reward."""
 WAIT = 0.9
-"""Of env.step_timeout_s: for code that waits.
+"""Share of env.step_timeout_s that a rollout may wait.
 
-Beyond all of it, code that blocks is given up, and its thread.
+After the full time, code that blocks is given up together with its thread.
 """
 CLOSE_S = 5.0
+"""Time limit of ending a rollout."""
 MAX_BYTES = 1 << 28
-"""Of a request: a whole conversation."""
+"""Size limit of a request, which holds a whole conversation."""
 
 
 class VerifiersConfig(EnvConfig):
@@ -40,9 +41,10 @@ class VerifiersConfig(EnvConfig):
     args: dict[str, Any] = {}
     """The `[env]` table of verifiers' own commands: {taskset = {...}, agent = {...}}."""
     tasks: Count = 10_000
-    """Tasks taken of a taskset without end."""
+    """Number of tasks taken from an endless taskset."""
     eval_split: str = "eval"
-    """Of a taskset with the key `split` its value; else every tenth task is held out for it."""
+    """Split to evaluate on, if the taskset has the key `split`; else every tenth task is held
+    out."""
     reward: Positive = 1.0
     """The largest reward of an episode, R_max."""
     won_at: Positive | None = None
@@ -53,27 +55,33 @@ class InvertedEnv:
     """One rollout at a time."""
 
     tools: list[dict[str, Any]]
-    """What the first request offers."""
+    """The tools that the first request offers."""
 
     def __init__(self, play: Play, config: VerifiersConfig) -> None:
-        self._play, self.config = play, config
+        self._play = play
+        self.config = config
         self._rollout: asyncio.Task[float] | None = None
-        self._asked: asyncio.Queue[Request] = asyncio.Queue()
+        self._requests: asyncio.Queue[Request] = asyncio.Queue()
+        # Set by `reset` and `step`.
+        self._request: Request
+        """The request that waits for an answer."""
+        self._messages: list[Message] = []
 
     async def reset(self, task: Task) -> str:
         """Start a rollout; returns the last message's text.
 
-        EnvironmentFailure: it fails, hangs or asks nothing.
+        Raises EnvironmentFailure if it fails, hangs, or ends without asking the model.
         """
         await self.close()
-        self._asked = asyncio.Queue()
+        self._requests = asyncio.Queue()
         self._rollout = asyncio.create_task(self._run(task.payload))
         request = await self._next()
         if not isinstance(request, Request):
             raise EnvironmentFailure(
                 f"{self.config.id}: the rollout ended before it asked the model"
             )
-        self._request, self._messages = request, [_plain(m) for m in request.body["messages"]]
+        self._request = request
+        self._messages = [_plain(message) for message in request.body["messages"]]
         self.tools = request.body.get("tools") or []
         return self._messages[-1]["content"]
 
@@ -81,74 +89,101 @@ class InvertedEnv:
         return list(self._messages)
 
     async def step(self, response: str) -> Outcome:
-        """Answer the request; the observation is what the next one adds."""
+        """Answer the request; the observation is what the next request adds to the conversation."""
         reply = response if isinstance(response, Reply) else Reply(response)
-        before = self._request.body["messages"]
-        self._request.answer.set_result(_wire(reply, len(before)))
         action = "; ".join(map(str, reply.calls)) or reply.content
         valid = bool(action.strip()) and not reply.problem
-        found = await self._next()
-        if not isinstance(found, Request):
-            score, won_at = (
-                min(1.0, max(0.0, found / self.config.reward)),
-                self.config.won_at or self.config.reward,
-            )
+
+        old_messages = self._request.body["messages"]
+        self._request.answer.set_result(_to_openai(reply, position=len(old_messages)))
+        answer = await self._next()
+        if not isinstance(answer, Request):
+            reward = answer
+            won_at = self.config.won_at or self.config.reward
             return Outcome(
-                "", found, True, won=found >= won_at, action=action, valid=valid, score=score
+                observation="",
+                reward=reward,
+                done=True,
+                won=reward >= won_at,
+                action=action,
+                valid=valid,
+                score=min(1.0, max(0.0, reward / self.config.reward)),
             )
-        self._request, after = found, found.body["messages"]
-        added = [_plain(m) for m in after[len(before) + 1 :]]
-        if after[: len(before)] == before and added and after[len(before)]["role"] == "assistant":
-            self._messages += [reply.message(), *added]
-        else:  # another conversation, or the same one rewritten
-            self._messages = [_plain(m) for m in after]
-            added = self._messages[-1:]
-        seen = [message["content"] for message in added]
-        results = seen if len(seen) > 1 else []
+
+        self._request = answer
+        added = self._add_messages(reply, old_messages, answer.body["messages"])
+        texts = [message["content"] for message in added]
         return Outcome(
-            "\n".join(seen), 0.0, done=False, won=False, action=action, valid=valid, results=results
+            observation="\n".join(texts),
+            reward=0.0,
+            done=False,
+            won=False,
+            action=action,
+            valid=valid,
+            results=texts if len(texts) > 1 else [],
         )
 
+    def _add_messages(
+        self, reply: Reply, old_messages: list[Message], new_messages: list[Message]
+    ) -> list[Message]:
+        """Bring the conversation up to date with a request; returns the messages it adds."""
+        length = len(old_messages)
+        added = [_plain(message) for message in new_messages[length + 1 :]]
+        is_continued = new_messages[:length] == old_messages and bool(added)
+        if is_continued and new_messages[length]["role"] == "assistant":
+            self._messages += [reply.message(), *added]
+            return added
+
+        # It is another conversation, or the same one rewritten.
+        self._messages = [_plain(message) for message in new_messages]
+        return self._messages[-1:]
+
     async def close(self) -> None:
-        """End the rollout, and whatever else runs on the loop, which is this episode's own."""
-        rollout, self._rollout = self._rollout, None
+        """End the rollout and all else that runs on the loop, which is this episode's own."""
+        rollout = self._rollout
+        self._rollout = None
         if rollout is not None:
             rollout.cancel()
-            await asyncio.wait({rollout}, timeout=CLOSE_S)  # it may have to tidy up
-        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait({rollout}, timeout=CLOSE_S)  # it may have to clean up
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
             for task in others:
                 task.cancel()
             await asyncio.wait(others, timeout=CLOSE_S)
 
     async def _run(self, task: Any) -> float:
-        async with _endpoint(self._asked) as (url, model):
+        async with _endpoint(self._requests) as (url, model):
             return await self._play(task, url, model)
 
     async def _next(self) -> "Request | float":
-        """What the rollout asks next; its reward where it has ended.
+        """The rollout's next request, or its reward if it has ended.
 
-        EnvironmentFailure: it failed, or hangs.
+        Raises EnvironmentFailure if it failed or hangs.
         """
         assert self._rollout is not None, "step() before reset() or after the end"
-        asked, limit = asyncio.ensure_future(self._asked.get()), self.config.step_timeout_s
+        limit_s = self.config.step_timeout_s
+        next_request = asyncio.ensure_future(self._requests.get())
         try:
             await asyncio.wait(
-                {asked, self._rollout}, timeout=WAIT * limit, return_when=asyncio.FIRST_COMPLETED
+                {next_request, self._rollout},
+                timeout=WAIT * limit_s,
+                return_when=asyncio.FIRST_COMPLETED,
             )
-            if asked.done():
-                return asked.result()
+            if next_request.done():
+                return next_request.result()
             if self._rollout.done():
-                rollout, self._rollout = self._rollout, None
+                rollout = self._rollout
+                self._rollout = None
                 return rollout.result()
         finally:
-            asked.cancel()
+            next_request.cancel()
         raise EnvironmentFailure(
-            f"{self.config.id}: nothing asked and no end within env.step_timeout_s = {limit:g}"
+            f"{self.config.id}: nothing asked and no end within env.step_timeout_s = {limit_s:g}"
         )
 
 
 class Request:
-    """What a rollout asks: the body of a chat completion, and where the message that answers it goes."""
+    """A request of a rollout: the body of a chat completion, and the message that answers it."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.body = body
@@ -156,8 +191,11 @@ class Request:
 
 
 @asynccontextmanager
-async def _endpoint(asked: "asyncio.Queue[Request]") -> AsyncIterator[tuple[str, str]]:
-    """(URL, model) of an OpenAI-compatible endpoint on this machine; the model's name is a secret."""
+async def _endpoint(requests: "asyncio.Queue[Request]") -> AsyncIterator[tuple[str, str]]:
+    """(URL, model) of an OpenAI-compatible endpoint on this machine, which fills `requests`.
+
+    The model's name is a secret, so that only this rollout can ask for it.
+    """
     from aiohttp import web
 
     model = f"paw-{secrets.token_hex(16)}"
@@ -165,30 +203,17 @@ async def _endpoint(asked: "asyncio.Queue[Request]") -> AsyncIterator[tuple[str,
     async def complete(http: web.Request) -> web.StreamResponse:
         body = await http.json()
         if body.get("model") != model:
-            text = f"there is no model {shown(body.get('model'))} here: give who asks for it a client of its own"
-            return web.json_response({"error": {"message": text}}, status=404)
+            problem = (
+                f"there is no model {shown(body.get('model'))} here: "
+                "give who asks for it a client of its own"
+            )
+            return web.json_response({"error": {"message": problem}}, status=404)
         request = Request(body)
-        asked.put_nowait(request)
+        requests.put_nowait(request)
         message = await request.answer
-        finish = "tool_calls" if message.get("tool_calls") else "stop"
-        whole = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": 0, "model": model}
-        choice = {"index": 0, "finish_reason": finish}
-        if not body.get("stream"):
-            usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)
-            whole |= {
-                "object": "chat.completion",
-                "choices": [choice | {"message": message}],
-                "usage": usage,
-            }
-            return web.json_response(text=_json(whole))
-        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", []))]
-        delta = message | ({"tool_calls": calls} if calls else {})
-        chunk = _json(
-            whole | {"object": "chat.completion.chunk", "choices": [choice | {"delta": delta}]}
-        )
-        return web.Response(
-            text=f"data: {chunk}\n\ndata: [DONE]\n\n", content_type="text/event-stream"
-        )
+        if body.get("stream"):
+            return web.Response(text=_stream(model, message), content_type="text/event-stream")
+        return web.json_response(text=_json(_completion(model, message)))
 
     app = web.Application(client_max_size=MAX_BYTES)
     app.router.add_post("/v1/chat/completions", complete)
@@ -201,35 +226,76 @@ async def _endpoint(asked: "asyncio.Queue[Request]") -> AsyncIterator[tuple[str,
         await runner.cleanup()
 
 
+def _completion(model: str, message: Message) -> dict[str, Any]:
+    """A chat completion whose only choice is `message`."""
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "created": 0,
+        "model": model,
+        "object": "chat.completion",
+        "choices": [{"index": 0, "finish_reason": _finish_reason(message), "message": message}],
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+    }
+
+
+def _stream(model: str, message: Message) -> str:
+    """The events of a streamed completion: all of `message` in one chunk."""
+    delta = dict(message)
+    if "tool_calls" in message:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+    chunk = {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "created": 0,
+        "model": model,
+        "object": "chat.completion.chunk",
+        "choices": [{"index": 0, "finish_reason": _finish_reason(message), "delta": delta}],
+    }
+    return f"data: {_json(chunk)}\n\ndata: [DONE]\n\n"
+
+
+def _finish_reason(message: Message) -> str:
+    return "tool_calls" if message.get("tool_calls") else "stop"
+
+
 def _json(value: Any) -> str:
-    """Lone surrogates, which no reader of JSON takes, become question marks."""
+    """`value` as JSON. Lone surrogates, which no reader of JSON accepts, become question marks."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
 
 
-def _wire(reply: Reply, place: int) -> Message:
-    """A reply as an endpoint writes it, thoughts apart.
+def _to_openai(reply: Reply, *, position: int) -> Message:
+    """A reply as an endpoint writes it, as message number `position`, the thought in its own field.
 
-    A call that cannot be read has what is wrong as arguments.
+    A call that could not be read has the problem as its arguments.
     """
-    calls = [(call.id, call.name, _json(call.arguments)) for call in reply.calls]
+    message: Message = {"role": "assistant"}
+    thought, end_of_thought, content = reply.content.rpartition(THINKING[1])
+    if end_of_thought:
+        message["content"] = content.lstrip()
+        message["reasoning_content"] = thought.replace(THINKING[0], "").strip()
+    else:
+        message["content"] = content
+
+    calls = [_openai_call(call.id, call.name, _json(call.arguments)) for call in reply.calls]
     if reply.problem and not calls:
-        calls = [(unread(place).id, "invalid_call", reply.problem)]
-    thought, closed, content = reply.content.rpartition(THINKING[1])
-    message = {"role": "assistant", "content": content.lstrip() if closed else content}
-    message |= {"reasoning_content": thought.replace(THINKING[0], "").strip()} if closed else {}
-    functions = [
-        {"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in calls
-    ]
-    return message | ({"tool_calls": functions} if functions else {})
+        calls = [_openai_call(unread(position).id, "invalid_call", reply.problem)]
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _openai_call(id_: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _plain(message: Message) -> Message:
-    """A message with its content as text. EnvironmentFailure: it has an image."""
+    """A message with its content as text. Raises EnvironmentFailure if it has an image."""
     content = message.get("content") or ""
     if isinstance(content, list):
-        if others := {part.get("type") for part in content} - {"text"}:
+        other_types = {part.get("type") for part in content} - {"text"}
+        if other_types:
             raise EnvironmentFailure(
-                f"a message has content of type {', '.join(map(str, others))}; only text is read"
+                f"a message has content of type {', '.join(map(str, other_types))}; "
+                "only text is read"
             )
         content = "\n".join(part["text"] for part in content)
     return {**message, "content": content}

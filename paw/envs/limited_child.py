@@ -1,8 +1,9 @@
-"""The child process of `limited.py`: one JSON object a line, request and answer in turn.
+"""The child process of `limited.py`. Each request and each answer is one line with a JSON object:
 
-    {"call": "fullmatch", "arguments": ["a+", "aaa"]}  ->  {"value": true}  or  {"problem": "takes more than ..."}
+    {"call": "fullmatch", "arguments": ["a+", "aaa"]}
+    -> {"value": true}  or  {"problem": "takes more than ..."}
 
-It is started by its path and imports nothing of paw, so that it is there in a fraction of a second.
+It is started by its path and imports nothing of paw, so that it starts in a fraction of a second.
 """
 
 import contextlib
@@ -21,10 +22,11 @@ from jsonschema.validators import Draft202012Validator, validator_for
 from referencing import Registry
 
 MEMORY = 1 << 30
-"""Bytes of address space, of which Python and jsonschema take a tenth."""
+"""Limit of the address space in bytes; Python and jsonschema take a tenth of it."""
 WATCH_S = 2.0
-"""Seconds between two looks at whether the parent is still there."""
+"""How often the child checks that its parent is alive."""
 MESSAGE_CHARS = 300
+"""Length limit of a validator's message."""
 
 
 def fullmatch(pattern: str, text: str) -> bool:
@@ -32,7 +34,7 @@ def fullmatch(pattern: str, text: str) -> bool:
 
 
 def schema_problem(schema: dict[str, Any]) -> str:
-    """What is wrong with a JSON schema; "" if it is one."""
+    """What is wrong with a JSON schema; "" if nothing is."""
     try:
         _validator(schema).check_schema(schema)
     except SchemaError as error:
@@ -41,14 +43,14 @@ def schema_problem(schema: dict[str, Any]) -> str:
 
 
 def arguments_problem(schema: dict[str, Any], arguments: Any) -> str:
-    """What does not fit the schema, the first place of it; "" if all does."""
+    """The first problem of arguments that do not fit the schema; "" if they fit."""
     errors = _validator(schema).iter_errors(arguments)
     first = min(errors, key=lambda error: error.json_path, default=None)
     return first.message[:MESSAGE_CHARS] if first else ""
 
 
 def _validator(schema: dict[str, Any]) -> Any:
-    """Of JSON schema; it opens no address."""
+    """A validator of JSON schema that opens no address."""
     return validator_for(schema, default=Draft202012Validator)(schema, registry=Registry())
 
 
@@ -60,7 +62,8 @@ CALLS = {
 
 
 def answer(call: str, arguments: list[Any], cpu_s: float) -> dict[str, Any]:
-    """The kernel's timer ends this process if the call takes more CPU time than `cpu_s`, whatever Python does then."""
+    """The answer to a call. If it takes more CPU time than `cpu_s`, the kernel ends this process,
+    whatever Python is doing."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         return {"value": CALLS[call](*arguments)}
@@ -68,33 +71,28 @@ def answer(call: str, arguments: list[Any], cpu_s: float) -> dict[str, Any]:
         return {"problem": f"needs more than {MEMORY >> 30} GiB of memory"}
     except RecursionError:
         return {"problem": "is nested too deeply, or refers to itself"}
-    except Exception as error:  # such as a reference to nowhere
-        return {
-            "problem": f"cannot be applied ({type(error).__name__}: {str(error)[:MESSAGE_CHARS]})"
-        }
+    except Exception as error:  # for example a reference that leads nowhere
+        reason = f"{type(error).__name__}: {str(error)[:MESSAGE_CHARS]}"
+        return {"problem": f"cannot be applied ({reason})"}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def serve(cpu_s: float) -> None:
-    for number in (
-        signal.SIGINT,
-        signal.SIGHUP,
-        signal.SIGTERM,
-    ):  # of the terminal and of schedulers: the parent's
+    """Answer requests until the input ends or the parent is gone."""
+    # Terminals and schedulers send these to both processes; the parent handles them.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    with contextlib.suppress(OSError, ValueError):  # not every system can
+    with contextlib.suppress(OSError, ValueError):  # not every system has this limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    warnings.simplefilter("ignore")  # of patterns, whose meaning will change some day
+    warnings.simplefilter("ignore")  # about patterns whose meaning may change
     parent = os.getppid()
     while True:
         while not select.select([sys.stdin.buffer], [], [], WATCH_S)[0]:
-            if (
-                os.getppid() != parent
-            ):  # it is gone, and a process that it forked keeps the pipe open
-                return
+            if os.getppid() != parent:
+                return  # the parent is gone, but a process that it forked keeps the pipe open
         line = sys.stdin.buffer.readline()
         if not line:
             return

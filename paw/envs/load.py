@@ -1,7 +1,12 @@
-"""A user's own environment, by name or as an object, with defaults for what it lacks (docs/environments.md)."""
+"""Loads a user's own environment, by name or as an object, with defaults for the members that it
+lacks (docs/environments.md).
+"""
 
+import asyncio
 import copy
+import inspect
 import math
+from collections.abc import Awaitable
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -10,33 +15,46 @@ from paw import plugins
 from paw.config import EnvConfig
 from paw.envs.base import Env, EnvFactory, Tasks, every_tenth, size
 from paw.envs.threads import Threads
-from paw.errors import OURS, OthersCodeError, UserError, describe, place, shown
+from paw.errors import OURS, OthersCodeError, UserError, describe, place, quietly, shown
 from paw.types import Task
 
-FACTORY, ENV = ("make", "tasks"), ("reset", "context", "step")
+FACTORY_MEMBERS = ("make", "tasks")
+"""Members that a factory must have."""
+ENV_MEMBERS = ("reset", "context", "step")
+"""Members that an environment must have."""
 
 
 class OwnFactory:
-    """The EnvFactory of what a user handed over: an Env or an EnvFactory, as a class or as an object.
+    """An EnvFactory made of what a user handed over: an Env or an EnvFactory, a class or an object.
 
-    Of an Env each episode gets a new one, or a deep copy of the object; of a list of tasks every
-    tenth is held out.
+    If it is an Env, each episode gets a new one, or a deep copy of the object. If `tasks` is a
+    list, every tenth task is held out.
     """
 
-    runs_others_code = has_others_tasks = True
+    runs_others_code = True
+    has_others_tasks = True
 
-    def __init__(self, given: Any, config: EnvConfig, origin: str) -> None:
-        self._given, self.config, self._origin = given, config, origin
-        self._made = self._new()
-        self._lists = hasattr(self._made, "make")
-        self._require(self._made, FACTORY if self._lists else ("tasks", *ENV))
-        self.name: str = getattr(self._made, "name", type(self._made).__name__.lower())
-        self.reward_max: float = getattr(self._made, "reward_max", 1.0)
-        self.invalid_penalty: float = getattr(self._made, "invalid_penalty", config.invalid_penalty)
-        self.may_block: bool = getattr(self._made, "may_block", False)
-        self.distinct_eval: bool = getattr(self._made, "distinct_eval", True)
+    def __init__(self, plugin: Any, config: EnvConfig, origin: str) -> None:
+        self.config = config
+        self._plugin = plugin
+        self._origin = origin
+        self._object = self._new_object()
+        """The user's factory; or, if that is an Env, one that is only asked for its attributes."""
+        self._is_factory = hasattr(self._object, "make")
+        if self._is_factory:
+            self._require(self._object, FACTORY_MEMBERS)
+        else:
+            self._require(self._object, ("tasks", *ENV_MEMBERS))
+        self._class_name = type(self._object).__name__
+        self.name: str = getattr(self._object, "name", self._class_name.lower())
+        self.reward_max: float = getattr(self._object, "reward_max", 1.0)
+        self.invalid_penalty: float = getattr(
+            self._object, "invalid_penalty", config.invalid_penalty
+        )
+        self.may_block: bool = getattr(self._object, "may_block", False)
+        self.distinct_eval: bool = getattr(self._object, "distinct_eval", True)
         self.demonstrates = True
-        """Whether its environments have an oracle, once one was made."""
+        """Whether its environments have an oracle; known once one was made."""
         penalty: Any = self.invalid_penalty
         if not (isinstance(penalty, int | float) and 0 <= penalty < math.inf):
             raise UserError(
@@ -44,83 +62,94 @@ class OwnFactory:
             )
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """UserError where there are none, or no Tasks."""
-        listed: Any = self._made.tasks
-        what = f"{self._origin}: {type(self._made).__name__}.tasks('{split}', {seed})"
+        """Raises UserError if there are no tasks, or if the first is not a Task."""
+        call = f"{self._origin}: {self._class_name}.tasks('{split}', {seed})"
+        source: Any = self._object.tasks
         try:
-            held_out = split == self.config.eval_split
-            found: Any = listed(split, seed) if callable(listed) else every_tenth(listed, held_out)
-            first = found[0] if size(found) != 0 else None
+            if callable(source):
+                tasks: Any = source(split, seed)
+            else:
+                tasks = every_tenth(source, held_out=split == self.config.eval_split)
+            is_empty = size(tasks) == 0
+            first = None if is_empty else tasks[0]
         except OURS:
             raise
         except BaseException as error:  # SystemExit as well
-            raise OthersCodeError(f"{what}: {describe(error)}{place(error)}") from error
-        if size(found) == 0:
-            raise UserError(f"{what} is empty")
-        if not (
-            isinstance(first, Task) and isinstance(first.id, str) and isinstance(first.kind, str)
-        ):
+            raise OthersCodeError(f"{call}: {describe(error)}{place(error)}") from error
+
+        if is_empty:
+            raise UserError(f"{call} is empty")
+        is_task = isinstance(first, Task)
+        if not (is_task and isinstance(first.id, str) and isinstance(first.kind, str)):
             raise UserError(
-                f"{what}[0] is {shown(first)}; it must be a paw.Task, its id and kind texts"
+                f"{call}[0] is {shown(first)}; it must be a paw.Task, its id and kind texts"
             )
         if split == "warmup" and not self.demonstrates:
             raise UserError(
-                f"{self._origin} has no oracle(), which the quickstart's model imitates; set model.path"
+                f"{self._origin} has no oracle(), which the quickstart's model imitates; "
+                "set model.path"
             )
-        return found
+        return tasks
 
     def make(self) -> Env:
-        made = self._made.make() if self._lists else self._new()
-        self._require(made, ENV)
-        self.demonstrates = hasattr(made, "oracle")
-        return made
+        environment = self._object.make() if self._is_factory else self._new_object()
+        self._require(environment, ENV_MEMBERS)
+        self.demonstrates = hasattr(environment, "oracle")
+        return environment
 
     def fingerprint(self) -> str:
         """Raises UserError if it fails, or takes longer than env.step_timeout_s."""
-        if not hasattr(self._made, "fingerprint"):
+        if not hasattr(self._object, "fingerprint"):
             return self.name
         threads = Threads(1, self.config.step_timeout_s)
         try:
-            return threads.call(self._made.fingerprint)
+            return threads.call(self._object.fingerprint)
         except OURS:
             raise
         except BaseException as error:
-            what = f"{self._origin}: {type(self._made).__name__}.fingerprint()"
-            raise OthersCodeError(f"{what}: {describe(error)}{place(error)}") from error
+            call = f"{self._origin}: {self._class_name}.fingerprint()"
+            raise OthersCodeError(f"{call}: {describe(error)}{place(error)}") from error
         finally:
             threads.close()
 
-    def _new(self) -> Any:
-        given = self._given
-        if not isinstance(given, type):
-            return given if hasattr(given, "make") else copy.deepcopy(given)
-        return plugins.make(given, self.config)
+    def _new_object(self) -> Any:
+        """A new object of the user's class; or a copy of the user's object, a factory itself."""
+        if isinstance(self._plugin, type):
+            return plugins.make(self._plugin, self.config)
+        if hasattr(self._plugin, "make"):
+            return self._plugin
+        return copy.deepcopy(self._plugin)
 
-    def _require(self, made: object, members: tuple[str, ...]) -> None:
-        if lacking := [member for member in members if not hasattr(made, member)]:
-            name = type(made).__name__
+    def _require(self, object_: object, members: tuple[str, ...]) -> None:
+        """Raises UserError if the object lacks one of the members."""
+        lacking = [member for member in members if not hasattr(object_, member)]
+        if lacking:
             raise UserError(
-                f"{self._origin}: {name} lacks {', '.join(lacking)}; see docs/environments.md"
+                f"{self._origin}: {type(object_).__name__} lacks {', '.join(lacking)}; "
+                "see docs/environments.md"
             )
 
 
-def load_factory(given: Any, config: EnvConfig) -> EnvFactory:
-    """The factory of `given`, or, where that is None, of what env.name names. UserError where it cannot be had.
+def load_factory(plugin: Any, config: EnvConfig) -> EnvFactory:
+    """The factory of `plugin`, or of the one that env.name names if `plugin` is None.
 
-    With env.processes no environment is made in this process.
+    One environment is made as a check and closed again, except with env.processes: then none is
+    made in this process. Raises UserError if the factory cannot be loaded or made.
     """
-    origin = f"env = {shown(given)}" if given is not None else f"env.name = '{config.name}'"
-    with chdir(Path.cwd()):  # relative paths are still to be read, whatever the file does
-        if given is None:
+    origin = f"env.name = '{config.name}'" if plugin is None else f"env = {shown(plugin)}"
+    with chdir(Path.cwd()):  # the user's code may change the folder; our relative paths must hold
+        if plugin is None:
             try:
-                given = plugins.load("envs", config.name)
+                plugin = plugins.load("envs", config.name)
             except UserError as error:
                 raise UserError(f"env.name = {error}") from None
         threads = Threads(1, config.step_timeout_s)
         try:
-            factory: OwnFactory = threads.call(OwnFactory, given, config, origin)
+            factory: OwnFactory = threads.call(OwnFactory, plugin, config, origin)
             if not config.processes:
-                threads.call(factory.make)
+                environment = threads.call(factory.make)
+                with quietly():  # a close that fails costs nothing here
+                    threads.call(_close, environment)
         except OURS:
             raise
         except BaseException as error:
@@ -130,11 +159,28 @@ def load_factory(given: Any, config: EnvConfig) -> EnvFactory:
         return factory
 
 
+def _close(environment: Any) -> None:
+    """Close an environment that has a `close`, which may be a coroutine."""
+    if not hasattr(environment, "close"):
+        return
+    result = environment.close()
+    if inspect.isawaitable(result):
+        asyncio.run(_awaited(result))
+
+
+async def _awaited(result: Awaitable[Any]) -> None:
+    await result
+
+
 def check_reward_max(factory: EnvFactory, name: str) -> None:
-    """UserError where the adaptive lambda_g = 1 - mean return / R_max has no R_max; `name` is env.name."""
+    """Raises UserError if a factory has no R_max, which the adaptive lambda_g divides by.
+
+    lambda_g = 1 - mean return / R_max; `name` is env.name.
+    """
     value = factory.reward_max
     if not (isinstance(value, int | float) and 0 < value < math.inf):
         raise UserError(
-            f"env.name = '{name}': reward_max is {value!r}, which is no positive number: wm.weight = 'adaptive' "
-            "divides by it; set it to the largest return of an episode, or take a constant: --wm.weight 1.0"
+            f"env.name = '{name}': reward_max is {value!r}, which is no positive number: "
+            "wm.weight = 'adaptive' divides by it; set it to the largest return of an episode, "
+            "or take a constant: --wm.weight 1.0"
         )

@@ -1,9 +1,9 @@
 """Next-state prediction as an environment: RWML (arXiv 2602.05842) is ordinary RL on it.
 
 A task is a recorded turn: what the agent was shown, its action, and what the environment answered.
-The agent predicts the answer, and is rewarded if the cosine distance between the embeddings of both
-is below env.threshold. One game in ten, by a hash of its id, is held out. The wording of the
-paper's prompt is not public: this one asks for the same.
+The agent predicts that answer. It is rewarded if the cosine distance between the embeddings of the
+prediction and the answer is below env.threshold. One game in ten is held out, chosen by a hash of
+its id. The wording of the paper's prompt is not public: this one asks for the same.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ from paw.values import Positive
 
 HELD_OUT = "held_out"
 HELD_OUT_IN = 10
-"""One task in so many."""
+"""One game in so many is held out."""
 Similarity = Callable[[Sequence[tuple[str, str]]], list[float]]
 """Cosine of each pair (predicted, real) of texts."""
 
 PAPER = """\
-You are the world model of an agent: you know what its environment does. Below is what the agent was shown, and the \
-action it took.
+You are the world model of an agent: you know what its environment does. Below is what the agent \
+was shown, and the action it took.
 
 [Shown to the agent]
 {prompt}
@@ -47,7 +47,8 @@ Predict the next state: the text with which the environment answers this action.
 {instruction}"""
 THINK = (
     "First reason step by step about what the action changes, within <think> </think> tags. "
-    "Then give the next state, in the environment's own words, within <next_state> </next_state> tags."
+    "Then give the next state, in the environment's own words, "
+    "within <next_state> </next_state> tags."
 )
 NO_THINK = (
     "Give the next state, in the environment's own words, within <next_state> </next_state> tags."
@@ -56,7 +57,7 @@ ANSWER = re.compile(r"\s*<next_state>((?:(?!</?next_state>).)*)</next_state>\s*"
 
 
 class NextStateConfig(EnvConfig):
-    """Reinforcement world-model learning (arXiv 2602.05842): predict the next observation of recorded turns."""
+    """Reinforcement world-model learning (arXiv 2602.05842): predict what recorded turns led to."""
 
     name: str = "next_state"
     """Which environment."""
@@ -68,9 +69,11 @@ class NextStateConfig(EnvConfig):
     The paper's is Qwen/Qwen3-Embedding-8B.
     """
     threshold: Annotated[Positive, Field(le=2.0)] = 0.2
-    """Cosine distance below which a prediction is right (paper: 0.4 for the user turns of tau2-bench)."""
+    """Cosine distance below which a prediction is right (paper: 0.4 for the user turns of
+    tau2-bench)."""
     style: Literal["paper", "compact"] = "paper"
-    """paper: the question in words, answers in tags. compact: for tiny models, the response is the prediction."""
+    """paper: the question in words, answers in tags. compact: for tiny models, the response is the
+    prediction."""
     think: bool = True
     """Whether a valid response needs <think>...</think> (paper style)."""
 
@@ -83,14 +86,15 @@ class Triplet:
     kind: str
     step: int
     prompt: str
-    """What the agent was shown: h."""
+    """What the agent was shown (the paper's h)."""
     response: str
     action: str
-    """Projected from the response."""
+    """The action that was played, parsed from the response."""
     next_state: Annotated[str, Field(pattern=r"\S")]
 
     @property
     def held_out(self) -> bool:
+        """Whether its game is held out."""
         digest = hashlib.blake2b(self.task.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") % HELD_OUT_IN == 0
 
@@ -98,27 +102,25 @@ class Triplet:
 def read_triplets(path: Path) -> list[Triplet]:
     """The triplets of a file of JSON lines.
 
-    UserError, naming file and line, where one is none, or there are none.
+    Raises UserError, which names file and line, if one is malformed or if there are none.
     """
-    with reading(f"env.triplets = '{path}'", "; make it with `paw rwml collect`"):
-        found = [
-            triplet
-            for _, triplet in json_lines(path.expanduser(), Triplet, f"env.triplets = '{path}'")
-        ]
-    if not found:
-        raise UserError(
-            f"env.triplets = '{path}': it holds no triplet; make it with `paw rwml collect`"
-        )
-    return found
+    origin = f"env.triplets = '{path}'"
+    with reading(origin, "; make it with `paw rwml collect`"):
+        lines = json_lines(path.expanduser(), Triplet, origin)
+        triplets = [triplet for _, triplet in lines]
+    if not triplets:
+        raise UserError(f"{origin}: it holds no triplet; make it with `paw rwml collect`")
+    return triplets
 
 
 def write_triplets(path: Path, triplets: Sequence[Triplet]) -> None:
+    lines = [json.dumps(asdict(triplet)) + "\n" for triplet in triplets]
     with writing(path, "; set --out"):
-        write_file(path, "".join(json.dumps(asdict(triplet)) + "\n" for triplet in triplets))
+        write_file(path, "".join(lines))
 
 
 def ask(triplet: Triplet, config: NextStateConfig) -> str:
-    """The user message.
+    """The user message that asks for the next state.
 
     In compact style the action follows a last "did:", a form that is learnt in a few steps.
     """
@@ -131,26 +133,29 @@ def ask(triplet: Triplet, config: NextStateConfig) -> str:
 
 
 def answer(next_state: str, config: NextStateConfig) -> str:
-    """A well-formed response (without a thought) that predicts `next_state`: what fine-tuning imitates."""
+    """A well-formed response that predicts `next_state`, without a thought; for fine-tuning."""
     return next_state if config.style == "compact" else f"<next_state>{next_state}</next_state>"
 
 
 def predicted(response: str, config: NextStateConfig) -> str | None:
-    """The next state that a response predicts, None where it is malformed or empty."""
+    """The next state that a response predicts, None if it is malformed or empty."""
     if config.style == "compact":
         return response.strip() or None
-    thought, closed, rest = response.rpartition("</think>")
-    found = ANSWER.fullmatch(rest)
-    if found is None or (config.think and not (closed and "<think>" in thought)):
+    thought, end_of_thought, rest = response.rpartition("</think>")
+    if config.think and not (end_of_thought and "<think>" in thought):
         return None
-    return found[1].strip() or None
+    match = ANSWER.fullmatch(rest)
+    if match is None:
+        return None
+    return match[1].strip() or None
 
 
 class NextStateFactory(EnvFactory):
-    """The triplets of `env.triplets`; `similarity` makes rewards (default: the encoder `env.embedding`, loaded now).
+    """The triplets of `env.triplets`.
 
-    Raises UserError: the file is missing, damaged or too small, env.eval_split is another, or there
-    is no encoder.
+    `similarity` compares predictions with next states (default: the encoder `env.embedding`, which
+    is loaded now). Raises UserError if the file is missing, damaged or too small, if env.eval_split
+    has another value, or if the encoder cannot be loaded.
     """
 
     Config = NextStateConfig
@@ -160,38 +165,41 @@ class NextStateFactory(EnvFactory):
     def __init__(self, config: NextStateConfig, similarity: Similarity | None = None) -> None:
         if config.triplets is None:
             raise UserError(
-                "env.triplets is not set; make a file with `paw rwml collect`, then --env.triplets FILE"
+                "env.triplets is not set; make a file with `paw rwml collect`, "
+                "then --env.triplets FILE"
             )
         if config.eval_split != HELD_OUT:
             raise UserError(
                 f"env.eval_split = '{config.eval_split}': of triplets there is '{HELD_OUT}' only"
             )
-        self.config, self.reward_max, self.invalid_penalty = (
-            config,
-            config.reward,
-            config.invalid_penalty,
-        )
+        self.config = config
+        self.reward_max = config.reward
+        self.invalid_penalty = config.invalid_penalty
         self.triplets = read_triplets(config.triplets)
-        tasks = [Task(f"{t.task}#{i}", t.kind, t) for i, t in enumerate(self.triplets)]
-        self.training = [task for task in tasks if not task.payload.held_out]
-        self.held_out = [task for task in tasks if task.payload.held_out]
-        if not (self.training and self.held_out):
+        self.training: list[Task] = []
+        self.held_out: list[Task] = []
+        for i, triplet in enumerate(self.triplets):
+            split = self.held_out if triplet.held_out else self.training
+            split.append(Task(f"{triplet.task}#{i}", triplet.kind, triplet))
+        if not self.training or not self.held_out:
             games = len({triplet.task for triplet in self.triplets})
             lacking = "to evaluate on" if self.training else "to train on"
             raise UserError(
-                f"env.triplets = '{config.triplets}': none of its {games} games is one {lacking} (one game in"
-                f" {HELD_OUT_IN} is held out); collect from more"
+                f"env.triplets = '{config.triplets}': none of its {games} games is one {lacking} "
+                f"(one game in {HELD_OUT_IN} is held out); collect from more"
             )
         if similarity is None:
             from paw.envs.search.embedding import Embedding
 
             similarity = Embedding(config.embedding).similarity
-        self._similarity = _Together(similarity)
+        self._similarity = _Batched(similarity)
 
     def tasks(self, split: str, seed: int) -> Tasks:
         if split == "warmup":
-            reason = "is warmed up on games, not on triplets: make it with `paw warmup quickstart` and give the folder"
-            raise UserError(f"model.path = 'quickstart' {reason}")
+            raise UserError(
+                "model.path = 'quickstart' is warmed up on games, not on triplets: "
+                "make it with `paw warmup quickstart` and give the folder"
+            )
         return self.held_out if split == HELD_OUT else self.training
 
     def make(self) -> "NextStateEnv":
@@ -199,17 +207,21 @@ class NextStateFactory(EnvFactory):
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(repr(self.triplets).encode()).hexdigest()[:16]
-        return f"{len(self.triplets)} triplets {digest}, {self.config.embedding} < {self.config.threshold:g}"
+        reward = f"{self.config.embedding} < {self.config.threshold:g}"
+        return f"{len(self.triplets)} triplets {digest}, {reward}"
 
 
 class NextStateEnv:
-    """One prediction."""
+    """One prediction an episode."""
 
     def __init__(self, config: NextStateConfig, similarity: Callable[[str, str], float]) -> None:
-        self.config, self._similarity = config, similarity
+        self.config = config
+        self._similarity = similarity
+        self._triplet: Triplet
+        """Set by `reset`."""
 
     def reset(self, task: Task) -> str:
-        self._triplet: Triplet = task.payload
+        self._triplet = task.payload
         return self._triplet.prompt
 
     def context(self) -> str:
@@ -217,42 +229,54 @@ class NextStateEnv:
 
     def step(self, response: str) -> Outcome:
         """The outcome's observation is the real next state, its action the predicted one."""
-        guess, real = predicted(response, self.config), self._triplet.next_state
-        right = (
-            guess is not None
-            and 1.0 - self._similarity(guess, real.strip()) < self.config.threshold
-        )
-        reward = self.config.reward if right else 0.0
+        real = self._triplet.next_state
+        prediction = predicted(response, self.config)
+        is_right = False
+        if prediction is not None:
+            distance = 1.0 - self._similarity(prediction, real.strip())
+            is_right = distance < self.config.threshold
         return Outcome(
-            real, reward, done=True, won=right, action=guess or "", valid=guess is not None
+            real,
+            reward=self.config.reward if is_right else 0.0,
+            done=True,
+            won=is_right,
+            action=prediction or "",
+            valid=prediction is not None,
         )
 
     def oracle(self) -> str:
         return answer(self._triplet.next_state, self.config)
 
 
-class _Together:
-    """A batched function, called by many threads with one pair each: whoever finds it idle computes for all in wait."""
+class _Batched:
+    """Lets many threads call a batched function with one pair each.
+
+    A thread that finds the function idle computes the pairs of all threads that wait.
+    """
 
     def __init__(self, similarity: Similarity) -> None:
         self._similarity = similarity
         self._waiting: SimpleQueue[tuple[tuple[str, str], Future[float]]] = SimpleQueue()
         self._busy = Lock()
 
-    def __call__(self, guess: str, real: str) -> float:
-        mine: Future[float] = Future()
-        self._waiting.put(((guess, real), mine))
+    def __call__(self, prediction: str, real: str) -> float:
+        result: Future[float] = Future()
+        self._waiting.put(((prediction, real), result))
         with self._busy:
-            batch = []
-            while not (mine.done() or self._waiting.empty()):
-                batch.append(self._waiting.get())
-            if batch:
-                try:
-                    values = self._similarity([pair for pair, _ in batch])
-                except BaseException as error:
-                    for _, future in batch:
-                        future.set_exception(error)
-                    raise
-                for (_, future), value in zip(batch, values, strict=True):
-                    future.set_result(value)
-        return mine.result()
+            if not result.done():  # else another thread computed it meanwhile
+                self._compute_waiting()
+        return result.result()
+
+    def _compute_waiting(self) -> None:
+        """Compute all pairs in wait; called with the lock held."""
+        batch = []
+        while not self._waiting.empty():
+            batch.append(self._waiting.get())
+        try:
+            values = self._similarity([pair for pair, _ in batch])
+        except BaseException as error:
+            for _, future in batch:
+                future.set_exception(error)
+            raise
+        for (_, future), value in zip(batch, values, strict=True):
+            future.set_result(value)

@@ -1,8 +1,8 @@
 """Environments of OpenEnv (https://github.com/huggingface/OpenEnv), played over a server's
-WebSocket: a connection is a session, and one episode. Written against openenv 0.10.0.
+WebSocket. Each connection is a session, which plays one episode. Written against openenv 0.10.0.
 
-The package is not needed: it wants mcp 1 and vLLM mcp 2, so the two cannot be installed together.
-The protocol is
+The package itself is not used: it needs mcp 1 and vLLM needs mcp 2, so the two cannot be installed
+together. The protocol is
 
     {"type": "reset" | "step" | "close", "data": {...}}
     -> {"type": "observation", "data": {"observation": {...}, "reward": 1.0, "done": false}}
@@ -17,7 +17,9 @@ import random
 import subprocess
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, NoReturn
 
 from pydantic import Field, field_validator
@@ -31,19 +33,23 @@ from paw.errors import EnvironmentFailure, UserError, clean, describe, quietly
 from paw.tool_config import listed
 from paw.types import Outcome, Task, ToolCall
 
-CONNECT_S, RETRY_S, CLOSE_S, START_S = 10.0, 5.0, 1.0, 120.0
-"""Seconds for a connection, for a session while the server is away or full, for its end, for a container to answer."""
+CONNECT_S = 10.0
+"""Time limit of connecting to a server."""
+RETRY_S = 5.0
+"""How long a session is asked for again while the server is away or full."""
+CLOSE_S = 1.0
+"""Time limit of ending a session."""
+START_S = 120.0
+"""Time limit of a container to answer."""
 MOST_TASKS = 1_000_000
-"""Of a split that is played in epochs.
-
-Of a larger one, or one that says so, tasks are drawn at random, without end.
-"""
+"""A split of more tasks is not played in epochs: its tasks are drawn at random, without end."""
 COMMON = ("metadata", "done", "reward")
-"""Fields of every action or observation."""
+"""Fields that every action or observation may have."""
 WHOLE = "*"
-"""In place of an action's field: the model writes the whole action, as JSON."""
+"""The value of env.action_field with which the model writes the whole action, as JSON."""
 JsonObject = dict[str, Any]
-_watches: list[Any] = []
+_watchers: list[subprocess.Popen[bytes]] = []
+"""The processes that remove our containers, kept because collecting one closes its pipe."""
 
 
 class OpenenvConfig(SpokenConfig):
@@ -52,46 +58,66 @@ class OpenenvConfig(SpokenConfig):
     name: str = "openenv"
     """Which environment."""
     url: list[Annotated[str, Field(pattern=r"^(https?|wss?)://[^/\s]+")]] = []
-    """Servers of the same environment, which share the episodes: one http:// or ws:// address or a list."""
+    """Servers of the same environment, which share the episodes: one http:// or ws:// address, or a
+    list."""
     image: str = ""
     """Docker image to start in place of `url`; its container ends with the command."""
     action_field: str = ""
-    """Field of the action that gets the response, after a thought; unset, the only one of text. Of
-    another type it is read as JSON, and so is the whole action with "*"."""
+    """Field of the action that gets the response, without its thought; unset, the only field of
+    text. If the field is of another type, the response is read as JSON. With "*" the response is
+    the whole action, as JSON."""
     observation_field: str = ""
-    """Field of the observation that is shown; unset, the only one of text or `text`, else all of it as JSON."""
+    """Field of the observation that is shown; unset, the only field of text or the one called
+    `text`, else all of it as JSON."""
     prompt_field: str = ""
-    """Field of the observation that is a turn's whole prompt; unset, the turns are a conversation."""
+    """Field of the observation that is a turn's whole prompt; unset, the turns are a
+    conversation."""
     options: dict[str, bool | int | float | str] = {}
     """Further arguments of reset."""
 
     _one_or_more = field_validator("url", mode="before")(listed)
 
 
-class Answer(Strict):
+class ServerMessage(Strict):
+    """What a server answers to a request."""
+
     type: str
     data: JsonObject = {}
 
 
-class Seen(Strict):
+class StepResult(Strict):
+    """The data of a server's message of the type "observation"."""
+
     observation: JsonObject
     reward: bool | float | None = None
     done: bool = False
 
 
-class Dropped(EnvironmentFailure):
-    """There is no connection, or no longer."""
+@dataclass(frozen=True)
+class ServerInfo:
+    """The environment that a server offers. Field types are those of JSON schema, or "text"."""
+
+    action: dict[str, str]
+    """Field of an action -> its type."""
+    observation: dict[str, str]
+    """Field of an observation -> its type."""
+    splits: dict[str, int | None]
+    """Split -> its number of tasks, None if endless. Empty if tasks are seeds only."""
 
 
-class Full(Dropped):
+class ConnectionLost(EnvironmentFailure):
+    """There is no connection, or it was lost."""
+
+
+class ServerFull(ConnectionLost):
     """The server has no room for another session."""
 
 
 class OpenenvFactory(EnvFactory):
     """The environment of the servers `env.url`, or of a container of `env.image`.
 
-    UserError: nobody answers there, it is no OpenEnv server, servers differ, or a field or split
-    does not exist.
+    Raises UserError if nobody answers there, if it is not an OpenEnv server, if the servers differ,
+    or if a field or split does not exist.
     """
 
     Config = OpenenvConfig
@@ -104,76 +130,52 @@ class OpenenvFactory(EnvFactory):
             raise UserError(
                 "env.name = 'openenv' needs either env.url = 'http://...' or env.image = 'NAME'"
             )
-        self.config, self.reward_max, self.invalid_penalty = (
-            config,
-            config.reward,
-            config.invalid_penalty,
-        )
+        self.config = config
+        self.reward_max = config.reward
+        self.invalid_penalty = config.invalid_penalty
         urls = [_base(url) for url in config.url] or [container(config.image)]
-        known = [ask_server(url) for url in urls]
-        if other := [url for url, server in zip(urls, known, strict=True) if server != known[0]]:
-            raise UserError(f"env.url: {other[0]} serves another environment than {urls[0]}")
-        self._where = urls[0]
+        self._first_url = urls[0]
         self._urls = itertools.cycle(urls)
-        self._known = known[0]
-        self._splits: dict[str, int | None] = self._known["splits"]
-        for split in (config.train_split, config.eval_split):
-            if self._splits and split not in self._splits:
-                has = ", ".join(self._splits)
-                raise UserError(
-                    f"{urls[0]} has no split '{split}'; env.train_split and env.eval_split can be {has}"
-                )
-        actions, seen = self._known["action"], self._known["observation"]
-        texts = [name for name, kind in seen.items() if kind == "text"]
+        self._server = _ask_all(urls)
+        self._check_splits()
+        self._check_fields()
+
+        actions = self._server.action
         self.calls_tools = not actions or {"tool_name", "arguments"} <= {*actions}
-        for key, fields in (
-            ("action_field", actions),
-            ("observation_field", seen),
-            ("prompt_field", seen),
-        ):
-            if (name := getattr(config, key)) not in ("", WHOLE, *fields):
-                raise UserError(
-                    f"env.{key} = '{name}' is no field of {urls[0]}, which has {_listed(fields)}"
-                )
-        self.shown = config.observation_field or next(
-            (x for x in texts if x == "text" or len(texts) == 1), ""
-        )
-        choice = (
-            [config.action_field]
-            if config.action_field
-            else [x for x, kind in actions.items() if kind == "text"]
-        )
-        if len(choice) != 1 and not self.calls_tools:
-            fix = f"'{WHOLE}' lets the model write all of it as JSON"
-            raise UserError(
-                f"env.action_field is not set: the action of {urls[0]} has {_listed(actions)}; {fix}"
-            )
-        self.action = choice[0] if choice else ""
-        self.plain = actions.get(self.action) == "text"
+        """Whether the actions are calls of tools."""
+        self.shown_field = self._choose_shown_field()
+        """Field of an observation that is shown; "" for all of it."""
+        self.action_field = self._choose_action_field()
+        """Field of an action that gets the response."""
+        self.action_is_text = actions.get(self.action_field) == "text"
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """Of a server with the task interface its tasks, drawn at random if they are too many to go
-        through; else seeds, endlessly many. UserError if it says that it has none."""
+        """The server's tasks, drawn at random if they are too many to go through; or an endless
+        supply of seeds if the server lists no tasks. Raises UserError if the split is empty.
+        """
         if split == "warmup":
             raise UserError(
-                "model.path = 'quickstart': openenv has no oracle to warm it up on; take an instruct model"
+                "model.path = 'quickstart': openenv has no oracle to warm it up on; "
+                "take an instruct model"
             )
-        if not self._splits:
+        if not self._server.splits:
             return seeds(split, seed)
 
-        count = self._splits[split]
+        count = self._server.splits[split]
 
         def task(i: int) -> Task:
             name = f"{split}/{seed}/{i}"
-            index = random.Random(name).randrange(count) if count and count > MOST_TASKS else i
+            index = i
+            if count is not None and count > MOST_TASKS:
+                index = random.Random(name).randrange(count)
             return Task(name, payload={"split": split, "index": index, "seed": seed})
 
         if count is None or count > MOST_TASKS:
             return Endless(task)
         if count < 1:
-            says = f"says that its split '{split}' has {clean(count, 40)} tasks"
             raise UserError(
-                f"env.url: {self._where} {says}; name another (env.train_split, env.eval_split)"
+                f"env.url: {self._first_url} says that its split '{split}' has {clean(count, 40)} "
+                "tasks; name another (env.train_split, env.eval_split)"
             )
         return Made(task, count)
 
@@ -181,27 +183,88 @@ class OpenenvFactory(EnvFactory):
         return OpenenvEnv(self.config, self, next(self._urls))
 
     def fingerprint(self) -> str:
-        told = json.dumps([self._known, self.config.options], sort_keys=True)
-        return f"openenv {hashlib.sha256(told.encode()).hexdigest()[:16]}"
+        content = json.dumps([asdict(self._server), self.config.options], sort_keys=True)
+        return f"openenv {hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+    def _check_splits(self) -> None:
+        splits = self._server.splits
+        for split in (self.config.train_split, self.config.eval_split):
+            if splits and split not in splits:
+                raise UserError(
+                    f"{self._first_url} has no split '{split}'; "
+                    f"env.train_split and env.eval_split can be {', '.join(splits)}"
+                )
+
+    def _check_fields(self) -> None:
+        """Raises UserError if a configured field does not exist."""
+        fields_of_key = {
+            "action_field": self._server.action,
+            "observation_field": self._server.observation,
+            "prompt_field": self._server.observation,
+        }
+        for key, fields in fields_of_key.items():
+            name = getattr(self.config, key)
+            if name not in ("", WHOLE, *fields):
+                raise UserError(
+                    f"env.{key} = '{name}' is no field of {self._first_url}, "
+                    f"which has {_listed(fields)}"
+                )
+
+    def _choose_shown_field(self) -> str:
+        if self.config.observation_field:
+            return self.config.observation_field
+        texts = _text_fields(self._server.observation)
+        if len(texts) == 1:
+            return texts[0]
+        return "text" if "text" in texts else ""
+
+    def _choose_action_field(self) -> str:
+        if self.config.action_field:
+            return self.config.action_field
+        actions = self._server.action
+        texts = _text_fields(actions)
+        if len(texts) != 1 and not self.calls_tools:
+            raise UserError(
+                f"env.action_field is not set: the action of {self._first_url} has "
+                f"{_listed(actions)}; '{WHOLE}' lets the model write all of it as JSON"
+            )
+        return texts[0] if texts else ""
 
 
 class OpenenvEnv(Conversation):
     """One episode at a time, each in a session of its own."""
 
     def __init__(self, config: OpenenvConfig, factory: OpenenvFactory, url: str) -> None:
-        self.config, self._factory, self._url = config, factory, url
-        self.close = lambda: None
+        self.config = config
+        self._factory = factory
+        self._url = url
+        self._socket: Any = None
+        self.close: Callable[[], object] = lambda: None
+        """Ends the session; replaced by each connection."""
+        # The episode: set by `begin`.
+        self._reset_arguments: JsonObject = {}
+        self._first: StepResult
+        """The answer to reset."""
+        self._prompt: Any = None
+        """The value of env.prompt_field in the last observation."""
+        self._turns = 0
+        self._has_played = False
+        """Whether the server has played an action of this episode."""
+        self._return = 0.0
 
     def begin(self, task: Task) -> list[Message]:
-        """Raises EnvironmentFailure: no session within RETRY_S; UserError: the server has no room for it."""
-        self._arguments = {**self.config.options, **task.payload}
-        self._turns, self._played, self._return = 0, False, 0.0
+        """Reset a new session.
+
+        Raises EnvironmentFailure if there is none within RETRY_S, and UserError if the server has
+        no room for it.
+        """
+        self._reset_arguments = {**self.config.options, **task.payload}
+        self._turns = 0
+        self._has_played = False
+        self._return = 0.0
         self._first = self._start()
         if self._factory.calls_tools and not self.tools:
-            listed = self._ask("step", {"type": "list_tools"}).observation.get("tools") or ()
-            self.tools = [{"parameters": tool.pop("input_schema", None), **tool} for tool in listed]
-            if not self.tools:
-                raise UserError(f"{self._url}: its actions are calls of tools, and it lists none")
+            self.tools = self._list_tools()
         return opening(self.config.instruction, self._look(self._first))
 
     def context(self) -> Any:
@@ -215,91 +278,115 @@ class OpenenvEnv(Conversation):
         return outcome
 
     def say(self, text: str) -> Outcome:
-        if self.tools or not text:
-            return invalid("call a tool" if self.tools else "there is none", text)
-        field, value = self._factory.action, text
-        if not self._factory.plain:
+        if self.tools:
+            return invalid("call a tool", text)
+        if not text:
+            return invalid("there is none", text)
+        value: Any = text
+        if not self._factory.action_is_text:
             try:
                 value = json.loads(text)
             except (ValueError, RecursionError):
                 return invalid("it must be JSON", text)
-        return self._play(
-            value if field == WHOLE and isinstance(value, dict) else {field: value}, text
-        )
+        field = self._factory.action_field
+        if field == WHOLE and isinstance(value, dict):
+            return self._play(value, text)
+        return self._play({field: value}, text)
 
     def call(self, call: ToolCall) -> Outcome:
-        return self._play(
-            {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}, str(call)
-        )
+        action = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
+        return self._play(action, str(call))
 
-    def _play(self, data: JsonObject, action: str) -> Outcome:
+    def _list_tools(self) -> list[JsonObject]:
+        """The server's tools as function schemas. Raises UserError if it lists none."""
+        result = self._ask("step", {"type": "list_tools"})
+        tools = []
+        for tool in result.observation.get("tools") or ():
+            tools.append({"parameters": tool.pop("input_schema", None), **tool})
+        if not tools:
+            raise UserError(f"{self._url}: its actions are calls of tools, and it lists none")
+        return tools
+
+    def _play(self, action: JsonObject, text: str) -> Outcome:
+        """Play `action`, which the outcome names by its `text`."""
         try:
-            try:
-                seen = self._ask("step", data)
-            except Dropped:
-                if self._played:
-                    raise
-                if self._start() != self._first:
-                    self._fail("the connection was lost, and the same reset began another episode")
-                seen = self._ask("step", data)
+            result = self._send_action(action)
         except ValueError as error:
-            return invalid(str(error), action)
-        self._played = True
-        reward = float(seen.reward or 0.0)
+            return invalid(str(error), text)
+        self._has_played = True
+        reward = float(result.reward or 0.0)
         self._return += reward
-        won, valid, score = (seen.observation.get(key) for key in ("won", "valid", "score"))
+
+        won = result.observation.get("won")
+        if not isinstance(won, bool):
+            won = result.done and self._return >= self.config.reward
+        score = result.observation.get("score")
+        if not (isinstance(score, int | float) and 0 <= score <= 1):
+            score = None
         return Outcome(
-            self._look(seen),
+            self._look(result),
             reward,
-            done=seen.done,
-            won=won if isinstance(won, bool) else seen.done and self._return >= self.config.reward,
-            action=action,
-            valid=valid is not False,
-            score=score if isinstance(score, int | float) and 0 <= score <= 1 else None,
+            done=result.done,
+            won=won,
+            action=text,
+            valid=result.observation.get("valid") is not False,
+            score=score,
         )
 
-    def _look(self, seen: Seen) -> str:
-        """The observation as text; of a tool's result what its content says."""
-        fields = {name: value for name, value in seen.observation.items() if name not in COMMON}
-        fields = fields or seen.observation.get("metadata") or {}
-        self._prompt = fields.get(self.config.prompt_field)
-        shown = fields.get(self._factory.shown, fields)
-        if self._factory.calls_tools and "tool_name" in fields:
-            shown = fields.get("error") or fields.get("result")
-            told = shown if isinstance(shown, dict) else {}
-            if parts := [part for part in told.get("content") or () if isinstance(part, dict)]:
-                shown = "\n".join(str(part.get("text", part)) for part in parts)
-        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+    def _send_action(self, action: JsonObject) -> StepResult:
+        """The server's answer to `action`; if the connection was lost before the first action, an
+        equal session is started for it. Raises ValueError if the server refuses the action.
+        """
+        try:
+            return self._ask("step", action)
+        except ConnectionLost:
+            if self._has_played:
+                raise
+        if self._start() != self._first:
+            self._fail("the connection was lost, and the same reset began another episode")
+        return self._ask("step", action)
 
-    def _start(self) -> Seen:
-        """The reset of a new session, tried for RETRY_S where there is none."""
+    def _look(self, result: StepResult) -> str:
+        """The observation as text, and keep the prompt it holds for `context`."""
+        observation = result.observation
+        fields = {name: value for name, value in observation.items() if name not in COMMON}
+        fields = fields or observation.get("metadata") or {}
+        self._prompt = fields.get(self.config.prompt_field)
+        if self._factory.calls_tools and "tool_name" in fields:
+            return _tool_result(fields)
+        return _as_text(fields.get(self._factory.shown_field, fields))
+
+    def _start(self) -> StepResult:
+        """Reset a new session; retries for RETRY_S if there is no connection or no room."""
         self.close()
-        late, pause = time.monotonic() + RETRY_S, 0.1
+        deadline = time.monotonic() + RETRY_S
+        pause = 0.1
         while True:
             try:
                 self._connect()
-                return self._ask("reset", self._arguments)
-            except Dropped as error:
+                return self._ask("reset", self._reset_arguments)
+            except ConnectionLost as error:
                 self.close()
-                if time.monotonic() + pause > late and isinstance(error, Full):
-                    fix = "raise max_concurrent_envs there, give more servers (env.url takes a list) or play less"
+                is_last_try = time.monotonic() + pause > deadline
+                if is_last_try and isinstance(error, ServerFull):
                     raise UserError(
-                        f"{error}; {fix} at once (rollout.tasks, rollout.group_size)"
+                        f"{error}; raise max_concurrent_envs there, give more servers (env.url "
+                        "takes a list) or play less at once (rollout.tasks, rollout.group_size)"
                     ) from None
-                if time.monotonic() + pause > late:
+                if is_last_try:
                     raise
             time.sleep(pause)
             pause *= 2
 
     def _connect(self) -> None:
         connect, errors = _websockets()
-        options: JsonObject = {
-            "max_size": MAX_BYTES,
-            "proxy": None,
-        }  # an address of the cluster is not asked of one
         try:
             socket = connect(
-                f"ws{self._url[4:]}/ws", open_timeout=CONNECT_S, close_timeout=CLOSE_S, **options
+                f"ws{self._url[4:]}/ws",
+                open_timeout=CONNECT_S,
+                close_timeout=CLOSE_S,
+                max_size=MAX_BYTES,
+                proxy=None,  # addresses within a cluster bypass the proxy
             )
         except (OSError, EOFError, errors.WebSocketException) as error:
             status: int = getattr(getattr(error, "response", None), "status_code", 0)
@@ -307,40 +394,53 @@ class OpenenvEnv(Conversation):
                 raise UserError(
                     f"{self._url}/ws: no sessions of OpenEnv there, but status {status}"
                 ) from None
-            raise Dropped(f"{self._url}/ws: {describe(error)}") from None
-        self._socket, self.close = socket, weakref.finalize(self, _end, socket)
-        self.close.atexit = False  # then the server sees the connections end
+            raise ConnectionLost(f"{self._url}/ws: {describe(error)}") from None
+        self._socket = socket
+        finalizer = weakref.finalize(self, _end_session, socket)
+        finalizer.atexit = False  # when the process ends, the server sees the connections end
+        self.close = finalizer
 
-    def _ask(self, kind: str, data: JsonObject) -> Seen:
-        """ValueError: the server does not take `data` as an action."""
+    def _ask(self, kind: str, data: JsonObject) -> StepResult:
+        """The server's answer to a request.
+
+        Raises ValueError if it does not take `data` as an action, ConnectionLost, ServerFull, and
+        EnvironmentFailure for every other error.
+        """
         errors = _websockets()[1]
+        message = json.dumps({"type": kind, "data": data})
         try:
-            with suppress(errors.ConnectionClosed):  # why it was closed may still wait to be read
-                self._socket.send(json.dumps({"type": kind, "data": data}))
+            # If the server has closed the connection, its reason may still wait to be read.
+            with suppress(errors.ConnectionClosed):
+                self._socket.send(message)
             raw = self._socket.recv(self.config.step_timeout_s)
         except TimeoutError:
             self._fail(
                 f"no answer to {kind} within env.step_timeout_s = {self.config.step_timeout_s:g}"
             )
         except (OSError, errors.ConnectionClosed) as error:
-            raise Dropped(
+            raise ConnectionLost(
                 f"{self._url}/ws: the connection was lost in {kind} ({clean(error)})"
             ) from None
+
+        if isinstance(raw, str):
+            raw = raw.encode()
         try:
-            answer = checked(
-                Answer, raw.encode() if isinstance(raw, str) else raw, "no message of OpenEnv"
-            )
+            answer = checked(ServerMessage, raw, "no message of OpenEnv")
             if answer.type == "observation":
-                return checked(Seen, answer.data, "no observation of OpenEnv")
+                return checked(StepResult, answer.data, "no observation of OpenEnv")
         except UserError as error:
             self._fail(f"{kind}: {error}")
-        reason, code = clean(answer.data.get("message", answer.type)), answer.data.get("code")
+        self._raise_error(kind, answer)
+
+    def _raise_error(self, kind: str, answer: ServerMessage) -> NoReturn:
+        """Raises what `_ask` documents for an answer that is an error."""
+        reason = clean(answer.data.get("message", answer.type))
+        code = answer.data.get("code")
         if code == "CAPACITY_REACHED":
-            raise Full(f"{self._url}/ws: {reason}")
+            raise ServerFull(f"{self._url}/ws: {reason}")
         if code == "VALIDATION_ERROR" and kind == "step":
-            raise ValueError(
-                clean([error.get("msg") for error in answer.data.get("errors", ())] or reason)
-            )
+            problems = [error.get("msg") for error in answer.data.get("errors", ())]
+            raise ValueError(clean(problems or reason))
         self._fail(f"{kind}: {reason} ({clean(code)})")
 
     def _fail(self, reason: str) -> NoReturn:
@@ -348,8 +448,8 @@ class OpenenvEnv(Conversation):
         raise EnvironmentFailure(f"{self._url}/ws: {reason}")
 
 
-def _end(socket: Any) -> None:
-    """Say goodbye and wait for the server's, which has then closed the session."""
+def _end_session(socket: Any) -> None:
+    """Say goodbye and wait for the server's goodbye: it has closed the session then."""
     with quietly():
         socket.send('{"type": "close"}')
         socket.recv(CLOSE_S)
@@ -357,18 +457,36 @@ def _end(socket: Any) -> None:
         socket.close()
 
 
+def _tool_result(fields: JsonObject) -> str:
+    """A tool's error or result as text: the texts of its content, if it has content."""
+    result = fields.get("error") or fields.get("result")
+    content = result.get("content") if isinstance(result, dict) else None
+    parts = [part for part in content or () if isinstance(part, dict)]
+    if parts:
+        return "\n".join(str(part.get("text", part)) for part in parts)
+    return _as_text(result)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def _fields(schema: JsonObject) -> dict[str, str]:
-    """Name -> type of the fields of a JSON schema that not every one has; texts are "text"."""
-    found = {}
+    """Field -> type of a JSON schema, without COMMON and constants; strings are "text"."""
+    fields = {}
     for name, field in schema["properties"].items():
-        kinds = [kind.get("type") for kind in (field, *field.get("anyOf", ()))]
+        types = [option.get("type") for option in (field, *field.get("anyOf", ()))]
         if name not in COMMON and "const" not in field:
-            found[name] = "text" if "string" in kinds else kinds[-1] or "object"
-    return found
+            fields[name] = "text" if "string" in types else types[-1] or "object"
+    return fields
+
+
+def _text_fields(fields: dict[str, str]) -> list[str]:
+    return [name for name, type_ in fields.items() if type_ == "text"]
 
 
 def _listed(fields: dict[str, str]) -> str:
-    return ", ".join(f"{name} ({kind})" for name, kind in fields.items()) or "none"
+    return ", ".join(f"{name} ({type_})" for name, type_ in fields.items()) or "none"
 
 
 def _base(url: str) -> str:
@@ -377,39 +495,24 @@ def _base(url: str) -> str:
     return f"http{url[2:]}" if url.startswith("ws") else url
 
 
-def ask_server(url: str) -> JsonObject:
-    """Of `url` the fields of its "action" and "observation", and the number of tasks (None:
-    endless) of its "splits", which has none where there are seeds alone.
+def _ask_all(urls: list[str]) -> ServerInfo:
+    """The environment that all `urls` offer. Raises UserError if they differ, or if one fails."""
+    servers = [ask_server(url) for url in urls]
+    for url, server in zip(urls, servers, strict=True):
+        if server != servers[0]:
+            raise UserError(f"env.url: {url} serves another environment than {urls[0]}")
+    return servers[0]
 
-    UserError: nobody answers, or something else does.
+
+def ask_server(url: str) -> ServerInfo:
+    """The environment that the server at `url` offers.
+
+    Raises UserError if nobody answers there, or if it is not a server of OpenEnv.
     """
     httpx = import_httpx(f"env.url = '{url}'")
-
-    async def ask() -> JsonObject:
-        async with bounded(httpx.AsyncClient)(
-            base_url=url, timeout=CONNECT_S, trust_env=False
-        ) as client:
-
-            async def get(path: str, kind: Any, **request: Any) -> Any:
-                answer = await client.request("POST" if request else "GET", path, **request)
-                return checked(kind, answer.content, path) if answer.status_code == 200 else None
-
-            if not (schema := await get("/schema", JsonObject)):
-                raise BadAnswer("it has no /schema")
-            splits: dict[str, int | None] = {}
-            for name in await get("/list_environments", list[str]) or ():
-                for split in await get(f"/{name}/splits", list[JsonObject]) or ():
-                    counted = await get(
-                        f"/{name}/num_tasks", dict[str, int], json={"split": split["name"]}
-                    )
-                    splits[split["name"]] = counted and counted["num_tasks"]
-            return {"splits": splits} | {
-                key: _fields(schema[key]) for key in ("action", "observation")
-            }
-
     loop = Loop()
     try:
-        return loop.run(ask(), 2 * CONNECT_S)
+        return loop.run(_read_server(httpx, url), 2 * CONNECT_S)
     except (httpx.TransportError, TimeoutError) as error:
         raise UserError(
             f"env.url = '{url}': nobody answers there ({describe(error)}); start the server"
@@ -429,9 +532,42 @@ def ask_server(url: str) -> JsonObject:
         loop.close()
 
 
+async def _read_server(httpx: Any, url: str) -> ServerInfo:
+    client_class = bounded(httpx.AsyncClient)
+    async with client_class(base_url=url, timeout=CONNECT_S, trust_env=False) as client:
+
+        async def request(method: str, path: str, kind: Any, **options: Any) -> Any:
+            answer = await client.request(method, path, **options)
+            if answer.status_code != 200:
+                return None
+            return checked(kind, answer.content, path)
+
+        schema = await request("GET", "/schema", JsonObject)
+        if not schema:
+            raise BadAnswer("it has no /schema")
+
+        splits: dict[str, int | None] = {}
+        for environment in await request("GET", "/list_environments", list[str]) or ():
+            path = f"/{environment}/splits"
+            for split in await request("GET", path, list[JsonObject]) or ():
+                answer = await request(
+                    "POST",
+                    f"/{environment}/num_tasks",
+                    dict[str, int],
+                    json={"split": split["name"]},
+                )
+                splits[split["name"]] = None if answer is None else answer["num_tasks"]
+
+    return ServerInfo(
+        action=_fields(schema["action"]),
+        observation=_fields(schema["observation"]),
+        splits=splits,
+    )
+
+
 @functools.cache
 def _websockets() -> tuple[Any, Any]:
-    """(connect, exceptions)"""
+    """(the function `connect`, the module of exceptions) of the library websockets."""
     try:
         from websockets import exceptions
         from websockets.sync.client import connect
@@ -442,18 +578,20 @@ def _websockets() -> tuple[Any, Any]:
 
 @functools.cache
 def container(image: str) -> str:
-    """URL of a container of `image`, which is removed when this process has ended, however it ends."""
+    """URL of a new container of `image`, which is removed when this process ends, however it ends.
+
+    Raises UserError if docker fails or the container does not answer within START_S.
+    """
 
     def docker(*words: str) -> str:
         try:
-            return subprocess.run(
-                ["docker", *words], capture_output=True, text=True, check=True
-            ).stdout.strip()
+            result = subprocess.run(["docker", *words], capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            said = getattr(error, "stderr", "") or error
-            raise UserError(f"env.image = '{image}': docker {words[0]}: {clean(said)}") from None
+            reason = getattr(error, "stderr", "") or error
+            raise UserError(f"env.image = '{image}': docker {words[0]}: {clean(reason)}") from None
+        return result.stdout.strip()
 
-    made = docker(
+    output = docker(
         "run",
         "--detach",
         "--rm",
@@ -461,23 +599,30 @@ def container(image: str) -> str:
         "--env=MAX_CONCURRENT_ENVS=1024",
         image,
     )
-    name, late = made.split()[-1], time.monotonic() + START_S
-    # It reads until this process is gone, which closes the other end of the pipe.
-    watch = ["sh", "-c", 'read _; exec docker rm --force "$0"', name]
-    void = subprocess.DEVNULL
-    _watches.append(
-        subprocess.Popen(
-            watch, stdin=subprocess.PIPE, stdout=void, stderr=void, start_new_session=True
-        )
-    )
-    url = f"http://{docker('port', name, '8000/tcp').split()[0]}"
+    container_id = output.split()[-1]
+    deadline = time.monotonic() + START_S
+    _remove_at_exit(container_id)
+    url = f"http://{docker('port', container_id, '8000/tcp').split()[0]}"
     while True:
         try:
             ask_server(url)
             return url
         except UserError as error:
-            if time.monotonic() > late:
+            if time.monotonic() > deadline:
                 raise UserError(
                     f"env.image = '{image}': not up within {START_S:g} s ({error})"
                 ) from None
         time.sleep(0.5)
+
+
+def _remove_at_exit(container_id: str) -> None:
+    """Start a process that removes the container once this process is gone."""
+    # It reads from a pipe until the end of this process closes the other end.
+    watcher = subprocess.Popen(
+        ["sh", "-c", 'read _; exec docker rm --force "$0"', container_id],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    _watchers.append(watcher)

@@ -1,7 +1,7 @@
-"""One process of env.processes: what the trainer says to it and hears from it, and how it ends.
+"""One process of env.processes, seen from the trainer: requests to it, its answers, and its end.
 
-It is told what to do in pickles, for a task's payload may be any object of Python. What it says is
-plain data: one JSON object a line, checked here. It runs `paw.rollouts.env_process`.
+Requests are pickles, because a task's payload may be any object of Python. Answers are plain data,
+one JSON object per line, and are checked here. The process runs `paw.rollouts.env_process`.
 """
 
 import itertools
@@ -32,17 +32,18 @@ WORKER = "paw.rollouts.env_process"
 Its guard is above this package, so nothing of it is imported here.
 """
 START_TIMEOUT_S = 300.0
-"""Seconds for a worker to start, import the environment and load its data."""
+"""Time limit for a worker to start, import the environment and load its data."""
 CLOSE_S = 3.0
-"""Seconds for workers to close their environments."""
+"""Time limit for workers to close their environments."""
 TICK_S = 0.2
+"""How often a silent worker is checked."""
 MAX_ANSWER_BYTES = 1 << 26
 NOT_SENT = (
-    "env.processes: what {method}() takes cannot be sent to a process ({why}): make the payload of tasks plain data or "
-    "objects of classes that can be imported, or set env.processes = 0"
+    "env.processes: what {method}() takes cannot be sent to a process ({why}): make the payload of "
+    "tasks plain data or objects of classes that can be imported, or set env.processes = 0"
 )
 AT_ONCE = 64
-"""Calls at once of environments that block, in all workers together."""
+"""Number of simultaneous calls of environments that block, in all workers together."""
 
 
 class Spoken(Strict):
@@ -58,7 +59,7 @@ class Spoken(Strict):
 
 
 class Failure(Strict):
-    """What an environment raised."""
+    """An exception that an environment raised."""
 
     kind: str
     """Name of the exception."""
@@ -70,8 +71,10 @@ class Failure(Strict):
 
 
 class Answer(Strict):
-    """What a worker says to the call `key`; which fields are set depends on the method. The first,
-    key 0, says that the worker has started."""
+    """A worker's answer to the call `key`; which fields are set depends on the method.
+
+    The first answer has key 0 and says that the worker has started.
+    """
 
     key: int
     text: str | None = None
@@ -82,7 +85,7 @@ class Answer(Strict):
     outcome: Outcome | None = None
     tools: list[dict[str, Any]] | None = None
     task: str | None = None
-    """The task in words, of an environment that says it."""
+    """The task in words, if the environment has it."""
     demonstrates: bool = True
     """Whether the environments have an oracle."""
     blocks: bool = False
@@ -92,7 +95,7 @@ class Answer(Strict):
 
 @dataclass
 class Call:
-    """A question that a worker has not answered yet."""
+    """A call that a worker has not answered yet."""
 
     answer: Future[Answer]
     timeout_s: float
@@ -106,24 +109,25 @@ class Start:
     config: str
     """The section [env] as JSON."""
     folder: Path
-    """The current folder when the factory was made: names of files count from there."""
+    """The current folder when the factory was made, to which relative paths refer."""
 
 
 class Worker:
     """One process with its share of the environments.
 
-    A thread starts it, hears its answers, and ends it when it is silent; the kernel ends it with
+    A thread starts it, reads its answers, and ends it when it is silent; the kernel ends it with
     that thread.
     """
 
     def __init__(self, start: Start, timeout_s: float) -> None:
-        self._start, self._timeout_s = start, timeout_s
+        self._start = start
+        self._timeout_s = timeout_s
         self.environments = 0
-        """How many it has."""
+        """Number of its environments."""
         self.lost = ""
-        """How it ended, "" while it runs."""
+        """How it ended; "" while it runs."""
         self._forgotten: deque[int] = deque()
-        """Numbers of environments that nobody has any more."""
+        """Numbers of environments that are no longer used."""
         self._keys = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._lock = threading.Lock()
@@ -139,10 +143,13 @@ class Worker:
         self._send(start.config)
 
     def call(self, method: str, environment: int, *arguments: Any) -> Answer:
-        """Call a method of the environment of that number. Raises what it raised; TimeoutError or
-        EnvironmentFailure if the process hung or ended."""
+        """Call a method of the environment with that number.
+
+        Raises what the method raised, and TimeoutError or EnvironmentFailure if the process hung or
+        ended.
+        """
         try:
-            given = bytes(ForkingPickler.dumps(arguments))
+            pickled = bytes(ForkingPickler.dumps(arguments))
         except Exception as error:  # of pickle, or of a payload's own methods
             raise UserError(NOT_SENT.format(method=method, why=describe(error))) from None
         self.started.result()
@@ -150,11 +157,11 @@ class Worker:
             key = next(self._keys)
             answer = self._expect(key, self._timeout_s)
             forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-            self._send((key, method, environment, given, forgotten))
+            self._send((key, method, environment, pickled, forgotten))
             return answer.result()
 
     def allow(self, at_once: int) -> None:
-        """Have up to that many calls at once."""
+        """Allow up to `at_once` simultaneous calls."""
         with self._lock:
             more = max(0, at_once - self._at_once)
             self._at_once += more
@@ -162,23 +169,25 @@ class Worker:
             self._places.release(more)
 
     def forget(self, environment: int) -> None:
-        """Nobody has that environment any more."""
+        """Note that an environment is no longer used; the next call tells the worker."""
         self._forgotten.append(environment)
         self.environments -= 1
 
     def end(self) -> None:
-        """Tell it to close its environments and to end."""
+        """Ask it to close its environments and to end."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def wait(self, seconds: float) -> None:
-        """Wait for its end for so long, then kill it."""
+        """Wait `seconds` for its end, then kill it."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._kill()
             self._thread.join(CLOSE_S)
 
     def _expect(self, key: int, timeout_s: float) -> Future[Answer]:
+        """The answer to call `key`, to come within `timeout_s`. Raises EnvironmentFailure if the
+        worker has ended."""
         call = Call(Future(), timeout_s, time.monotonic() + timeout_s)
         with self._lock:
             if self.lost:
@@ -187,14 +196,16 @@ class Worker:
         return call.answer
 
     def _send(self, message: Any) -> None:
-        with self._sending, suppress(OSError):  # of a process that has ended, which `_listen` hears
+        # If the process has ended, `_listen` notices it.
+        with self._sending, suppress(OSError):
             self._requests.send(message)
 
     def _run(self) -> None:
+        """The thread: start the process, read its answers, and clean up after its end."""
         try:
             self._process = self._launch()
             reason = self._listen(self._process)
-        except Exception as error:  # nobody must wait for ever
+        except Exception as error:  # otherwise calls would wait for ever
             reason = f"its process was given up: {describe(error)}"
         if self._process:
             self._kill()
@@ -209,19 +220,20 @@ class Worker:
         self._socket.close()
 
     def _launch(self) -> subprocess.Popen[bytes]:
+        module_path = os.pathsep.join(filter(None, sys.path))
         with self._theirs:
             return subprocess.Popen(
                 [sys.executable, "-m", WORKER, str(self._theirs.fileno()), str(os.getpid())],
                 cwd=self._start.folder,
-                env=os.environ
-                | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+                env=os.environ | {"PYTHONPATH": module_path, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[self._theirs.fileno()],
-                start_new_session=True,  # signals of the terminal are the trainer's; what it starts is killed with it
+                # Signals of the terminal do not reach it, and all that it starts is killed with it.
+                start_new_session=True,
             )
 
     def _listen(self, process: subprocess.Popen[bytes]) -> str:
-        """Pass its answers on until it ends, is late or says nonsense; returns which."""
+        """Pass its answers on until it ends, is late or sends nonsense; returns the reason."""
         received = bytearray()
         looked = time.monotonic()
         readable = select.poll()
@@ -237,12 +249,12 @@ class Worker:
                     received = bytearray(rest)
                     try:
                         for line in lines:
-                            self._hear(checked(Answer, line, "it answered"))
+                            self._deliver(checked(Answer, line, "it answered"))
                     except UserError as error:
                         return f"its process was ended: {error}"
                 if len(received) > MAX_ANSWER_BYTES:
                     return f"its process was ended: it answered more than {MAX_ANSWER_BYTES} bytes"
-            elif _has_ended(process):  # something that it has forked may hold the connection open
+            elif _has_ended(process):  # a process that it forked may keep the connection open
                 return _ending(process)
 
             now = time.monotonic()
@@ -258,9 +270,13 @@ class Worker:
             for call in late.values():
                 call.answer.set_exception(TimeoutError(f"no answer within {call.timeout_s:g} s"))
             if late:
-                return f"another environment of its process gave no answer within {self._timeout_s:g} s"
+                return (
+                    "another environment of its process gave no answer within "
+                    f"{self._timeout_s:g} s"
+                )
 
-    def _hear(self, answer: Answer) -> None:
+    def _deliver(self, answer: Answer) -> None:
+        """Give an answer to the call that waits for it. Raises UserError if there is none."""
         with self._lock:
             call = self._calls.pop(answer.key, None)
         if call is None:
@@ -271,19 +287,19 @@ class Worker:
             call.answer.set_exception(_raised(answer.failure))
 
     def _kill(self) -> None:
-        """With all that it has started."""
+        """Kill it together with all processes that it has started."""
         if self._process and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Its number stays its own: it is not reaped."""
+    """Whether it has ended. Does not reap it, so its process id cannot be reused."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended that has closed its connection, or is gone."""
+    """How a process ended that has closed its connection or is gone."""
     deadline = time.monotonic() + CLOSE_S
     while not _has_ended(process):
         if time.monotonic() > deadline:
@@ -297,7 +313,7 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
 
 
 def _raised(failure: Failure) -> Exception:
-    """What an environment raised, as what the trainer raises: of the same name, so that it reads as in a thread."""
+    """The exception for a failure, of the same name, so that messages are as without processes."""
     if failure.ends_run:
         return UserError(failure.message)
     if failure.no_oracle:

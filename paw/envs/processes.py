@@ -1,9 +1,10 @@
-"""Environments in processes of their own (env.processes): one that dies or hangs costs its episodes, never the run.
+"""Environments in processes of their own (env.processes): a process that dies or hangs costs its
+episodes, never the run.
 
-The trainer keeps the tasks. `make` and every method of an environment run in one of N workers, each
-of which has a share of the environments (`paw.envs.process`). A worker that ends, or leaves a call
-unanswered for env.step_timeout_s, is killed with all that it has started; the episodes of its
-environments fail, and another one takes its place.
+Tasks stay in the trainer. `make` and every method of an environment run in one of N workers, each
+with a share of the environments (`paw.envs.process`). A worker that ends, or does not answer a call
+within env.step_timeout_s, is killed together with all that it has started. The episodes of its
+environments fail, and another worker takes its place.
 """
 
 import itertools
@@ -24,9 +25,10 @@ T = TypeVar("T")
 
 
 class ProcessFactory(EnvFactory):
-    """A factory whose environments run in env.processes workers, which end with it. UserError if they cannot be made.
+    """A factory whose environments run in env.processes workers, which end with it.
 
-    Tasks are those of `factory`; a worker finds the environment by the name `target`.
+    Tasks are those of `factory`; a worker finds the environment by the name `target`. Raises
+    UserError if the environments cannot be made.
     """
 
     may_block = True
@@ -39,9 +41,13 @@ class ProcessFactory(EnvFactory):
         self._target = target
         self._count = config.processes
         self._timeout_s = config.step_timeout_s
-        # Of a text that is too long one more character comes back: it is cut, and counted, here.
-        own = {"name": target, "processes": 0, "max_text": min(config.max_text + 1, 2**31 - 1)}
-        self._start = Start(config.model_copy(update=own).model_dump_json(), Path.cwd())
+        # A worker returns one character more of a text that is too long: it is cut, and counted,
+        # in the trainer.
+        max_text = min(config.max_text + 1, 2**31 - 1)
+        worker_config = config.model_copy(
+            update={"name": target, "processes": 0, "max_text": max_text}
+        )
+        self._start = Start(worker_config.model_dump_json(), Path.cwd())
         self.name = factory.name
         self.reward_max = factory.reward_max
         self.invalid_penalty = factory.invalid_penalty
@@ -64,8 +70,10 @@ class ProcessFactory(EnvFactory):
 
     def tasks(self, split: str, seed: int) -> Tasks:
         if split == "warmup" and not self._demonstrates:
-            why = "has no oracle(), which the quickstart's model imitates; set model.path"
-            raise UserError(f"env.name = '{self._target}' {why}")
+            raise UserError(
+                f"env.name = '{self._target}' has no oracle(), which the quickstart's model "
+                "imitates; set model.path"
+            )
         return self._factory.tasks(split, seed)
 
     def make(self) -> "RemoteEnv":
@@ -75,13 +83,13 @@ class ProcessFactory(EnvFactory):
         return self._factory.fingerprint()
 
     def open(self) -> tuple[Worker, int]:
-        """Make an environment in the worker that has the fewest: (worker, number of the environment)."""
+        """Make an environment in the worker with the fewest: (worker, the environment's number)."""
         with self._opening:
-            lost = [place for place, worker in enumerate(self._workers) if worker.lost]
-            self._replaced += len(lost)
-            for place in lost:
-                self._workers[place] = Worker(self._start, self._timeout_s)
-            while len(self._workers) < self._count:  # which start at the same time
+            for i, worker in enumerate(self._workers):
+                if worker.lost:
+                    self._workers[i] = Worker(self._start, self._timeout_s)
+                    self._replaced += 1
+            while len(self._workers) < self._count:  # all of them start at the same time
                 self._workers.append(Worker(self._start, self._timeout_s))
             worker = min(self._workers, key=lambda worker: worker.environments)
             worker.environments += 1
@@ -115,10 +123,11 @@ class RemoteEnv:
         """The task in words, if the environment says it."""
 
     def reset(self, task: Task) -> str:
-        if self._worker.lost:  # since the last episode, which costs no other
+        if self._worker.lost:  # it was lost in an earlier episode
             self._open()
         answer = self._call("reset", task)
-        self.tools, self.task = answer.tools or [], answer.task
+        self.tools = answer.tools or []
+        self.task = answer.task
         return _present(answer.text)
 
     def context(self) -> str | list[dict[str, Any]]:
@@ -157,6 +166,7 @@ class RemoteEnv:
 
 
 def _present(value: T | None) -> T:
+    """`value` of an answer. Raises EnvironmentFailure if the worker left it out."""
     if value is None:
         raise EnvironmentFailure("its process answered without what was asked for")
     return value

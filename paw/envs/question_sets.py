@@ -1,5 +1,7 @@
-"""Question sets through the library `datasets`: from the Hugging Face hub, or files; every row is
-read once, at the start, so that one that cannot be asked is found then."""
+"""Question sets through the library `datasets`: from the Hugging Face hub or from files.
+
+Every row is read once at the start, so that a row that cannot be asked is reported then.
+"""
 
 import hashlib
 import os
@@ -25,33 +27,37 @@ AUTO, HELD_OUT = "auto", "held_out"
 EVALUATED = ("test", "validation", "valid", "dev")
 """Splits that env.eval_split = "auto" looks for, in this order."""
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
-
-
-DATA, GENERATED = Only("env.data"), Only("env.data", (None,))
+"""Ending of a file -> the reader of `datasets`."""
+DATA = Only("env.data")
+"""Marks keys that are used only if env.data is set."""
+GENERATED = Only("env.data", (None,))
+"""Marks keys that are used only if env.data is not set."""
 
 
 class QuestionsConfig(EnvConfig):
-    """Questions whose answers can be checked: a set of your own, or generated maths word problems."""
+    """Questions whose answers can be checked: a set of your own, or generated maths problems."""
 
     name: str = "questions"
     """Which environment."""
     data: Path | None = None
-    """Name at the Hugging Face hub, a file (parquet, JSON lines, CSV) or a folder; unset, problems are generated."""
+    """Name at the Hugging Face hub, a file (parquet, JSON lines, CSV) or a folder; unset, problems
+    are generated."""
     subset: Annotated[str | None, DATA] = None
-    """Configuration of the data set, where it has several: "main" of openai/gsm8k."""
+    """Configuration of the data set if it has several: "main" of openai/gsm8k."""
     eval_split: str = "auto"
     """Split to evaluate on; auto takes test or validation, else every tenth row of env.train_split,
-    which are held out then."""
+    which are then held out of training."""
     question: Annotated[str, DATA] = "question"
-    """Column of questions: text, or messages {"role", "content"}. "a.b" is b within column a, here and below."""
+    """Column of questions: text, or messages {"role", "content"}. "a.b" is b within column a, here
+    and below."""
     answer: Annotated[str | None, DATA] = "answer"
-    """Column of right answers: text, a number, or a list of which each is right."""
+    """Column of right answers: text, a number, or a list in which each is right."""
     system: Annotated[str | None, DATA] = None
     """Column of system messages."""
     kind: Annotated[str | None, DATA] = None
-    """Column by whose values success is reported."""
+    """Column whose values are the kinds by which success is reported."""
     instruction: str = "Reason step by step, then give the final answer as {format}."
-    """Said after each question; {format} is env.format, dots in place of the answer."""
+    """Added to each question; {format} is env.format with dots in place of the answer."""
     format: str = "<answer>{answer}</answer>"
     """How a response gives its answer. The last one counts."""
     score: str = "exact"
@@ -59,11 +65,11 @@ class QuestionsConfig(EnvConfig):
     regex: the right answer is a regular expression; one that takes more than a second of CPU time
     costs its episode. Or your own, "FILE.py:name": (answer, row) -> 0 to 1, or (that, feedback)."""
     max_turns: Count = 1
-    """Tries. A wrong answer is said to be wrong, or what your own score says to it."""
+    """Tries. After a wrong answer the model is told so, or gets the feedback of your own score."""
     reward: Positive = 1.0
-    """Of a right answer, R_max."""
+    """Reward of a right answer, R_max."""
     operations: Annotated[int, Field(ge=1, le=4), GENERATED] = 4
-    """Operations of a generated problem at most."""
+    """Largest number of operations of a generated problem."""
     largest: Annotated[int, Field(ge=5, le=1_000_000), GENERATED] = 1000
     """Largest number of a generated problem."""
 
@@ -76,171 +82,221 @@ class QuestionsConfig(EnvConfig):
 
 
 class QuestionSet:
-    """The splits that a configuration names; `check` gets each row.
+    """The splits that a configuration names.
 
-    UserError for whatever cannot be had.
+    `check(row)` raises ValueError for a row that cannot be asked. Raises UserError for such a row,
+    and if the set, a split or a column does not exist.
     """
 
     def __init__(self, config: QuestionsConfig, check: Callable[[Row], object]) -> None:
-        self._config, self._check, self._where = config, check, f"env.data = '{config.data}'"
-        self._found = self._open()
+        self._config = config
+        self._check = check
+        self._origin = f"env.data = '{config.data}'"
         self._digests: dict[str, str] = {}
-        train, held_out = config.train_split, config.eval_split
-        if held_out == AUTO:
-            held_out = next(
-                (name for name in EVALUATED if name in self._found and name != train), HELD_OUT
+        """Split that was checked -> hash of its rows."""
+        self._splits = self._open()
+
+        train_split = config.train_split
+        eval_split = self._choose_eval_split()
+        train_rows = self._rows(train_split, "train_split")
+        train_indices: Sequence[int] = range(len(train_rows))
+        if eval_split == HELD_OUT and HELD_OUT not in self._splits:
+            self.evaluation = self._tasks(
+                train_split, train_rows, every_tenth(train_indices, held_out=True)
             )
-        rows = self._rows(train, "train_split")
-        if held_out == HELD_OUT and HELD_OUT not in self._found:
-            tenth, kept = (every_tenth(range(len(rows)), held) for held in (True, False))
-            self.evaluation = self._tasks(train, rows, tenth)
+            train_indices = every_tenth(train_indices, held_out=False)
         else:
-            asked = self._rows(held_out, "eval_split")
-            self.evaluation, kept = (
-                self._tasks(held_out, asked, range(len(asked))),
-                range(len(rows)),
-            )
-        self.training = self._tasks(train, rows, kept)
-        parts = [f"{name} {digest}" for name, digest in self._digests.items()]
-        self.fingerprint = f"{config.data} {', '.join(parts)}, asked in {held_out}"
+            eval_rows = self._rows(eval_split, "eval_split")
+            self.evaluation = self._tasks(eval_split, eval_rows, range(len(eval_rows)))
+        self.training = self._tasks(train_split, train_rows, train_indices)
+        hashes = ", ".join(f"{name} {digest}" for name, digest in self._digests.items())
+        self.fingerprint = f"{config.data} {hashes}, asked in {eval_split}"
+
+    def _choose_eval_split(self) -> str:
+        if self._config.eval_split != AUTO:
+            return self._config.eval_split
+        for name in EVALUATED:
+            if name in self._splits and name != self._config.train_split:
+                return name
+        return HELD_OUT
 
     def _open(self) -> Mapping[str, "Dataset"]:
-        given = str(self._config.data)
-        for name, quiet in {
-            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-            "HF_UPDATE_DOWNLOAD_COUNTS": "0",
-        }.items():
-            os.environ.setdefault(name, quiet)
-        datasets = needed("datasets", f"{self._where}: a question set", "data")
-        path, why = Path(given).expanduser(), ""
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
+        datasets = needed("datasets", f"{self._origin}: a question set", "data")
+        name = str(self._config.data)
+        path = Path(name).expanduser()
+        offline_reason = ""
         try:
             if path.is_file():
                 if path.suffix not in READERS:
-                    raise UserError(f"{self._where}: the file is none of {', '.join(READERS)}")
-                found = datasets.load_dataset(READERS[path.suffix], data_files=str(path))
+                    raise UserError(f"{self._origin}: the file is none of {', '.join(READERS)}")
+                data = datasets.load_dataset(READERS[path.suffix], data_files=str(path))
             elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-                found = datasets.load_from_disk(path)
+                data = datasets.load_from_disk(path)
             elif path.is_dir():
-                found = datasets.load_dataset(str(path))
-            elif path.suffix in READERS or given.startswith(("/", ".", "~")):
-                raise UserError(f"{self._where}: there is no such file or folder")
+                data = datasets.load_dataset(str(path))
+            elif path.suffix in READERS or name.startswith(("/", ".", "~")):
+                raise UserError(f"{self._origin}: there is no such file or folder")
             else:
-                if why := unreachable():
-                    datasets.config.HF_HUB_OFFLINE = True  # what is in the cache is had at once
-                found = datasets.load_dataset(given, self._config.subset)
+                offline_reason = unreachable()
+                if offline_reason:
+                    datasets.config.HF_HUB_OFFLINE = True  # reads the cache without retries
+                data = datasets.load_dataset(name, self._config.subset)
         except UserError:
             raise
         except ConnectionError:
-            lacks = "there is no such file or folder, it is not in the cache of datasets"
             raise UserError(
-                f"{self._where}: {lacks}, and {why or 'the hub does not answer'}"
+                f"{self._origin}: there is no such file or folder, it is not in the cache of "
+                f"datasets, and {offline_reason or 'the hub does not answer'}"
             ) from None
-        except Exception as error:  # each reader has its own
-            raise UserError(f"{self._where}: {describe(error.__cause__ or error)}") from None
-        return found if isinstance(found, dict) else {"train": found}  # pyright: ignore[reportReturnType]
+        except Exception as error:  # each reader raises exceptions of its own
+            raise UserError(f"{self._origin}: {describe(error.__cause__ or error)}") from None
+        splits: Any = data if isinstance(data, dict) else {"train": data}
+        return splits
 
     def _tasks(self, split: str, rows: "Dataset", indices: Sequence[int]) -> Made:
-        """Those rows, read when they are asked for."""
-        kind = self._config.kind
-        of_split = Task.kind if means_all_kinds(split) else split
+        """The rows at `indices` as tasks, each read when it is asked for."""
+        kind_column = self._config.kind
+        default_kind = Task.kind if means_all_kinds(split) else split
 
         def task(i: int) -> Task:
             row: Row = rows[indices[i]]
-            return Task(f"{split}/{indices[i]}", str(value(row, kind)) if kind else of_split, row)
+            kind = str(value(row, kind_column)) if kind_column else default_kind
+            return Task(f"{split}/{indices[i]}", kind, row)
 
         return Made(task, len(indices))
 
     def _rows(self, split: str, key: str) -> "Dataset":
-        """A split, its columns and rows checked."""
-        if split not in self._found:
+        """The rows of a split, which env.`key` names, after its columns and rows were checked."""
+        if split not in self._splits:
             raise UserError(
-                f"env.{key} = '{split}': {self._where} has no such split, only {', '.join(self._found)}"
+                f"env.{key} = '{split}': {self._origin} has no such split, "
+                f"only {', '.join(self._splits)}"
             )
-        rows, config = self._found[split], self._config
-        for key in ("question", "answer", "system", "kind"):
-            name = getattr(config, key)
-            if name and not {name, name.partition(".")[0]} & set(rows.column_names):
-                columns = ", ".join(rows.column_names)
-                raise UserError(
-                    f"env.{key} = '{name}': {self._where} has no such column; it has {columns}"
-                )
+        rows = self._splits[split]
+        self._check_columns(rows.column_names)
         if not len(rows):
-            raise UserError(f"{self._where}: the split '{split}' holds no question")
+            raise UserError(f"{self._origin}: the split '{split}' holds no question")
         if split not in self._digests:
-            hashed, number = hashlib.sha256(), 0
-            batches: Any = rows.with_format("arrow").iter(1000)
-            for batch in batches:
-                for row in batch.to_pylist():
-                    number += 1
-                    try:
-                        self._check(row)
-                        self._check_kind(row)
-                    except ValueError as error:
-                        raise UserError(f"{self._where}: {split}, row {number}: {error}") from None
-                    hashed.update(repr(row).encode("utf-8", "replace"))
-            self._digests[split] = hashed.hexdigest()[:16]
+            self._digests[split] = self._check_rows(split, rows)
         return rows
 
+    def _check_columns(self, columns: Sequence[str]) -> None:
+        for key in ("question", "answer", "system", "kind"):
+            name = getattr(self._config, key)
+            if not name:
+                continue
+            outer_column = name.partition(".")[0]
+            if name not in columns and outer_column not in columns:
+                raise UserError(
+                    f"env.{key} = '{name}': {self._origin} has no such column; "
+                    f"it has {', '.join(columns)}"
+                )
+
+    def _check_rows(self, split: str, rows: "Dataset") -> str:
+        """Hash of the rows. Raises UserError, which names the row, if one cannot be asked."""
+        digest = hashlib.sha256()
+        number = 0
+        batches: Any = rows.with_format("arrow").iter(1000)
+        for batch in batches:
+            for row in batch.to_pylist():
+                number += 1
+                try:
+                    self._check(row)
+                    self._check_kind(row)
+                except ValueError as error:
+                    raise UserError(f"{self._origin}: {split}, row {number}: {error}") from None
+                digest.update(repr(row).encode("utf-8", "replace"))
+        return digest.hexdigest()[:16]
+
     def _check_kind(self, row: Row) -> None:
-        """ValueError for a row whose kind has the name of all kinds together."""
+        """Raises ValueError if the row's kind is a name that reports use for all kinds together."""
         column = self._config.kind
-        if column and means_all_kinds(kind := str(value(row, column))):
-            fix = "rename it there, or name another column with env.kind"
+        if not column:
+            return
+        kind = str(value(row, column))
+        if means_all_kinds(kind):
             raise ValueError(
-                f"'{column}' is {shown(kind)}, which reports call all kinds together; {fix}"
+                f"'{column}' is {shown(kind)}, which reports call all kinds together; "
+                "rename it there, or name another column with env.kind"
             )
 
 
 def value(row: Row, key: str) -> Any:
-    """What a row holds in a column, or, "a.b", within it. ValueError where there is nothing."""
-    found: Any = row
+    """What a row holds in the column `key`, or for "a.b" in the field b of column a.
+
+    Raises ValueError if that is empty.
+    """
+    content: Any = row
     for part in [key] if key in row else key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    if found is None or found != found or (isinstance(found, str | list) and not found):
+        content = content.get(part) if isinstance(content, Mapping) else None
+    is_nan = content != content
+    if content is None or is_nan or (isinstance(content, str | list) and not content):
         raise ValueError(f"'{key}' is empty")
-    return found
+    return content
 
 
 def messages(row: Row, config: QuestionsConfig) -> list[dict[str, str]]:
-    """The conversation that a row begins; its last message, the user's, is the question.
+    """The first messages of the conversation of a row; the last one, the user's, is the question.
 
-    ValueError if it is none.
+    Raises ValueError if the row holds no such messages.
     """
-    given, system = (
-        value(row, config.question),
-        value(row, config.system) if config.system else None,
-    )
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    listed = isinstance(given, list) and all(isinstance(message, Mapping) for message in given)
-    texts = [(m.get("role"), m.get("content")) for m in given] if listed else []
-    if not texts or not all(
-        isinstance(part, str) and part.strip() for pair in texts for part in pair
-    ):
+    question = value(row, config.question)
+    system = value(row, config.system) if config.system else None
+    if isinstance(question, str):
+        question = [{"role": "user", "content": question}]
+    if not _are_messages(question):
         raise ValueError(
-            f"'{config.question}' is {shown(given)}; it must be text, or messages of role and content"
+            f"'{config.question}' is {shown(question)}; "
+            "it must be text, or messages of role and content"
         )
-    if texts[-1][0] != "user":
+    last_role = question[-1]["role"]
+    if last_role != "user":
         raise ValueError(
-            f"the last message of '{config.question}' is of '{texts[-1][0]}'; the question is the user's"
+            f"the last message of '{config.question}' is of '{last_role}'; "
+            "the question is the user's"
         )
+
+    conversation = []
     if system is not None:
-        texts = [("system", str(system)), *(pair for pair in texts if pair[0] != "system")]
-    return [{"role": str(role), "content": str(content)} for role, content in texts]
+        conversation.append({"role": "system", "content": str(system)})
+    for message in question:
+        if system is not None and message["role"] == "system":
+            continue  # replaced by the column of system messages
+        conversation.append({"role": message["role"], "content": message["content"]})
+    return conversation
+
+
+def _are_messages(question: Any) -> bool:
+    """Whether it is a list, not empty, of messages whose role and content are texts."""
+    if not isinstance(question, list) or not question:
+        return False
+    for message in question:
+        if not isinstance(message, Mapping):
+            return False
+        for text in (message.get("role"), message.get("content")):
+            if not isinstance(text, str) or not text.strip():
+                return False
+    return True
 
 
 def answers(row: Row, config: QuestionsConfig) -> list[str]:
-    """The right answers of a row. ValueError where it has none."""
+    """The right answers of a row, [] if env.answer is unset. Raises ValueError if it has none."""
     if config.answer is None:
         return []
-    given = value(row, config.answer)
-    texts = [_text(one) for one in (given if isinstance(given, list) else [given])]
+    content = value(row, config.answer)
+    alternatives = content if isinstance(content, list) else [content]
+    texts = [_text(alternative) for alternative in alternatives]
     if not all(text.strip() for text in texts):
-        raise ValueError(f"'{config.answer}' is {shown(given)}, which is no answer")
+        raise ValueError(f"'{config.answer}' is {shown(content)}, which is no answer")
     return texts
 
 
-def _text(given: Any) -> str:
-    if not isinstance(given, str | int | float):
+def _text(answer: Any) -> str:
+    """An answer as text, whole numbers without a decimal point; "" if it is neither."""
+    if not isinstance(answer, str | int | float):
         return ""
-    return str(int(given)) if isinstance(given, float) and given.is_integer() else str(given)
+    if isinstance(answer, float) and answer.is_integer():
+        return str(int(answer))
+    return str(answer)

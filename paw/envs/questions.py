@@ -1,7 +1,7 @@
-"""Questions whose answers can be checked: a set of one's own, or generated maths word problems, in one or more tries.
+"""Questions whose answers can be checked: a set of your own, or generated maths word problems.
 
-What is said to an answer, whether it is right, is the world model's target; a wrong one may be
-followed by another try.
+The feedback to an answer, whether it is right, is the world model's target. After a wrong answer
+there may be further tries.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Callable
 from decimal import Decimal
-from functools import partial
+from typing import Any
 
 from paw import plugins
 from paw.envs import limited
@@ -30,11 +30,11 @@ from paw.types import Outcome, Task
 
 NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*)?\.?\d+(?:/\d+)?")
 BRACES = r"(?:[^{}]|{(?:[^{}]|{[^{}]*})*})*"
-"""Text whose braces, at most two deep, are its own."""
+"""Text with balanced braces, nested at most two deep."""
 FEW = 100
-"""Answers, of which the quickstart's warm-up tries some at random."""
+"""So few possible answers are listed, and the quickstart's warm-up tries some of them at random."""
 SPLITS = {"test": range(1), "warmup": range(1, 4), "train": range(4, 10)}
-"""Last digit of the hash of a generated problem's text: so none is in two."""
+"""Split -> the last digits of the hash of a problem's text: no problem is in two splits."""
 STEPS = ("one", "two", "three", "four")
 PEOPLE = [
     "Ada",
@@ -84,41 +84,48 @@ STORIES = {
         "{who} keeps one in every {k}.",
     ),
 }
-"""Where {other} is in it, the story goes on with what {other} has."""
+"""Operation -> sentences. If a sentence has {other}, the story goes on with what {other} has."""
 
 
 def exact(answer: str, right: str) -> bool:
+    """Whether the two texts are equal, as SQuAD compares."""
     return exact_match(answer, [right])
 
 
 def number(answer: str, right: str) -> bool:
-    """Whether the last number of both is the same. ValueError where `right` has none.
+    """Whether the last number in both is the same. Raises ValueError if `right` has no number.
 
-    >>> number("that makes $1,234.50", "12 * 100 + 34.5 = 1234.5"), number("1/2", "0.5"), number("10-5", "5")
-    (True, True, True)
+    >>> number("that makes $1,234.50", "12 * 100 + 34.5 = 1234.5")
+    True
+    >>> number("1/2", "0.5"), number("10-5", "5")
+    (True, True)
     """
-    if (wanted := _last_number(right)) is None:
+    right_number = _last_number(right)
+    if right_number is None:
         raise ValueError(f"the answer {shown(right)} has no number (env.score = 'number')")
-    return _last_number(answer) == wanted
+    return _last_number(answer) == right_number
 
 
 def regex(answer: str, right: str) -> bool:
-    """Whether the regular expression `right` matches all of the answer.
+    """Whether the regular expression `right` matches the whole answer.
 
-    EnvironmentFailure if that takes too long: the answer is neither right nor wrong, so the episode
-    is dropped.
+    Raises EnvironmentFailure if that takes too long: the answer is neither right nor wrong then, so
+    the episode is dropped.
     """
     try:
         return limited.fullmatch(right, answer)
     except limited.CannotApply as error:
-        what = f"env.score = 'regex': the pattern {shown(right)} {error} on an answer of {len(answer)} characters"
-        raise EnvironmentFailure(f"{what}; write it without repeats of repeats") from None
+        raise EnvironmentFailure(
+            f"env.score = 'regex': the pattern {shown(right)} {error} on an answer of "
+            f"{len(answer)} characters; write it without repeats of repeats"
+        ) from None
 
 
 def check_pattern(right: str) -> None:
-    """ValueError if `right` is no regular expression."""
-    if problem := limited.pattern_problem(right):
-        raise ValueError(f"the answer {shown(right)} is no regular expression: {problem}")
+    """Raises ValueError if `right` is not a regular expression."""
+    pattern_problem = limited.pattern_problem(right)
+    if pattern_problem:
+        raise ValueError(f"the answer {shown(right)} is no regular expression: {pattern_problem}")
 
 
 SCORES: dict[str, Callable[[str, str], bool]] = {"exact": exact, "number": number, "regex": regex}
@@ -127,131 +134,159 @@ SCORES: dict[str, Callable[[str, str], bool]] = {"exact": exact, "number": numbe
 class QuestionsFactory(EnvFactory):
     """The questions of env.data, or generated ones.
 
-    UserError: they cannot be had, or one cannot be asked.
+    Raises UserError if the questions cannot be read, or if one of them cannot be asked.
     """
 
     Config = QuestionsConfig
     name = "questions"
 
     def __init__(self, config: QuestionsConfig) -> None:
-        self.config, self.reward_max, self.invalid_penalty = (
-            config,
-            config.reward,
-            config.invalid_penalty,
-        )
-        self.may_block = self.runs_others_code = config.score not in SCORES
-        try:
-            self._own = plugins.load("scores", config.score) if self.may_block else None
-        except UserError as error:
-            raise UserError(f"env.score = {error}") from None
-        if self._own is None and config.answer is None:
+        self.config = config
+        self.reward_max = config.reward
+        self.invalid_penalty = config.invalid_penalty
+        is_users_score = config.score not in SCORES
+        self.may_block = is_users_score
+        self.runs_others_code = is_users_score
+        self._users_score: Callable[[str, Row], Any] | None = None
+        if is_users_score:
+            try:
+                self._users_score = plugins.load("scores", config.score)
+            except UserError as error:
+                raise UserError(f"env.score = {error}") from None
+        elif config.answer is None:
             raise UserError(f"env.score = '{config.score}' compares with env.answer, which is none")
-        self._set = QuestionSet(config, self._check) if config.data else None
-        if self._set is None:
-            self.tasks(config.train_split, 0), self.tasks(config.eval_split, 0)
+
+        self._set: QuestionSet | None = None
+        if config.data:
+            self._set = QuestionSet(config, self._check)
+        else:
+            _check_generated_split(config.train_split)
+            _check_generated_split(config.eval_split)
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """UserError: there is no such split."""
+        """The questions of a split. Raises UserError if there is no such split."""
         if self._set:
             if split == "warmup":
                 raise UserError(
-                    "model.path = 'quickstart' is warmed up on generated questions: leave env.data out"
+                    "model.path = 'quickstart' is warmed up on generated questions: "
+                    "leave env.data out"
                 )
             return self._set.evaluation if split == self.config.eval_split else self._set.training
-        split = "test" if split in (AUTO, HELD_OUT) else split
-        if split not in SPLITS:
-            raise UserError(f"generated problems have no split '{split}', only {', '.join(SPLITS)}")
 
-        def made(i: int) -> Task:
-            sizes = {"operations": self.config.operations, "largest": self.config.largest}
-            row = problem(split, seed, i, **sizes)
+        _check_generated_split(split)
+        if split in (AUTO, HELD_OUT):
+            split = "test"
+
+        def task(i: int) -> Task:
+            row = problem(
+                split, seed, i, operations=self.config.operations, largest=self.config.largest
+            )
             return Task(f"generated/{split}/{seed}/{i}", row["steps"], row)
 
-        return Endless(made)
+        return Endless(task)
 
     def make(self) -> "QuestionsEnv":
         return QuestionsEnv(self.config, self._judge)
 
     def fingerprint(self) -> str:
-        """Hash of all questions in use; of generated ones their sizes, and a hash of some."""
+        """A hash of all questions in use; for generated ones their sizes and a hash of a few."""
         if self._set:
             return self._set.fingerprint
-        some = repr([self.tasks("test", 0)[i].payload for i in range(20)]).encode()
+        tasks = self.tasks("test", 0)
+        samples = repr([tasks[i].payload for i in range(20)])
+        digest = hashlib.sha256(samples.encode()).hexdigest()[:16]
         sizes = f"{self.config.operations} steps to {self.config.largest}"
-        return f"generated maths, {sizes} {hashlib.sha256(some).hexdigest()[:16]}"
+        return f"generated maths, {sizes} {digest}"
 
     def _check(self, row: Row) -> None:
+        """Raises ValueError if a row cannot be asked, or its answers cannot be compared with."""
         messages(row, self.config)
         for right in answers(row, self.config):
             if self.config.score == "regex":
                 check_pattern(right)
-            elif self._own is None:
+            elif self._users_score is None:
                 SCORES[self.config.score]("", right)
 
     def _judge(self, answer: str, row: Row) -> tuple[float, str]:
-        """(Score from 0 to 1, what is said to it or "")."""
-        if self._own is None:
-            return float(
-                any(map(partial(SCORES[self.config.score], answer), answers(row, self.config)))
-            ), ""
-        returned = self._own(answer, row)
-        score, said = (
-            returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, "")
-        )
-        if not (isinstance(score, int | float) and 0 <= score <= 1 and isinstance(said, str)):
-            wanted = "it must be a number from 0 to 1, or that and what is said to the answer"
+        """(score from 0 to 1, feedback or "")."""
+        if self._users_score is None:
+            score = SCORES[self.config.score]
+            is_right = any(score(answer, right) for right in answers(row, self.config))
+            return float(is_right), ""
+
+        returned = self._users_score(answer, row)
+        if isinstance(returned, tuple) and len(returned) == 2:
+            score, feedback = returned
+        else:
+            score, feedback = returned, ""
+        is_share = isinstance(score, int | float) and 0 <= score <= 1
+        if not is_share or not isinstance(feedback, str):
             raise EnvironmentFailure(
-                f"env.score = '{self.config.score}' returned {shown(returned)}; {wanted}"
+                f"env.score = '{self.config.score}' returned {shown(returned)}; it must be a "
+                "number from 0 to 1, or that and what is said to the answer"
             )
-        return float(score), said
+        return float(score), feedback
 
 
 class QuestionsEnv:
-    """One question at a time: a conversation, where there is more than one message."""
+    """One question at a time. The context is a conversation if there is more than one message."""
 
     task: str = ""
 
     def __init__(
         self, config: QuestionsConfig, judge: Callable[[str, Row], tuple[float, str]]
     ) -> None:
-        self.config, self._judge = config, judge
+        self.config = config
+        self._judge = judge
+        # Set by `reset`.
+        self._row: Row = {}
+        self._messages: list[dict[str, str]] = []
+        self._tries = 0
 
     def reset(self, task: Task) -> str:
         """Start `task`, whose payload is a row; the first observation is the question."""
-        self._row: Row = task.payload
-        self._messages, self._tries = messages(self._row, self.config), 0
+        self._row = task.payload
+        self._messages = messages(self._row, self.config)
+        self._tries = 0
         self.task = self._messages[-1]["content"]
         if self.config.instruction:
-            asked = self.config.instruction.replace(
-                "{format}", self.config.format.replace(ANSWER, "...")
-            )
-            self._messages[-1]["content"] += f"\n\n{asked}"
+            instruction = self.config.instruction.replace("{format}", self._answer_format())
+            self._messages[-1]["content"] += f"\n\n{instruction}"
         return self.task
 
     def context(self) -> str | list[dict[str, str]]:
         return list(self._messages) if len(self._messages) > 1 else self._messages[0]["content"]
 
     def step(self, response: str) -> Outcome:
-        """Answer; the episode ends when it is right, or after env.max_turns tries.
+        """Answer the question.
 
-        The last answer's score counts.
+        The episode ends when an answer is right, or after env.max_turns tries. The last answer's
+        score counts.
         """
-        answer, self._tries = find_answer(response, self.config.format), self._tries + 1
-        score, said = (0.0, "") if answer is None else self._judge(answer, self._row)
+        self._tries += 1
+        answer = find_answer(response, self.config.format)
+        if answer is None:
+            score = 0.0
+            feedback = f"There is no answer. Give it as {self._answer_format()}."
+        else:
+            score, feedback = self._judge(answer, self._row)
         won = score >= 1
         done = won or self._tries >= self.config.max_turns
-        if answer is None:
-            said = f"There is no answer. Give it as {self.config.format.replace(ANSWER, '...')}."
-        said = said or f"That is {'right' if won else 'wrong'}."
-        again = said if done else f"{said} Try again."
-        self._messages += [
-            {"role": "assistant", "content": response},
-            {"role": "user", "content": again},
-        ]
-        own = score if self.config.score not in SCORES else None
-        reward = self.config.reward * score if done else 0.0
+        if not feedback:
+            feedback = "That is right." if won else "That is wrong."
+        if not done:
+            feedback = f"{feedback} Try again."
+
+        self._messages.append({"role": "assistant", "content": response})
+        self._messages.append({"role": "user", "content": feedback})
         return Outcome(
-            again, reward, done, won, action=answer or "", valid=answer is not None, score=own
+            feedback,
+            reward=self.config.reward * score if done else 0.0,
+            done=done,
+            won=won,
+            action=answer or "",
+            valid=answer is not None,
+            score=None if self.config.score in SCORES else score,
         )
 
     def oracle(self) -> str:
@@ -260,74 +295,106 @@ class QuestionsEnv:
         return self.format_action(answers(self._row, self.config)[0])
 
     def admissible_actions(self) -> list[str]:
-        """The answers of generated problems, where they are few. Else []."""
-        few = self.config.data is None and self.config.largest <= FEW
-        return [str(n) for n in range(1, self.config.largest + 1)] if few else []
+        """The possible answers of generated problems if they are few, else []."""
+        if self.config.data is not None or self.config.largest > FEW:
+            return []
+        return [str(n) for n in range(1, self.config.largest + 1)]
 
     def format_action(self, action: str) -> str:
         return self.config.format.replace(ANSWER, action)
 
+    def _answer_format(self) -> str:
+        """env.format with dots in place of the answer."""
+        return self.config.format.replace(ANSWER, "...")
+
 
 def find_answer(response: str, form: str) -> str | None:
-    r"""The last answer that a response gives in the form `form`; None where there is none.
+    r"""The last answer that a response gives in the form `form`; None if there is none.
 
     >>> find_answer("so \\boxed{1}, no: \\boxed{\\frac{1}{2}}.", "\\boxed{{answer}}")
     '\\frac{1}{2}'
     """
     head, tail = map(re.escape, form.split(ANSWER))
-    if not head + tail:
+    if not head and not tail:
         return response.strip() or None
-    inner = (
-        BRACES if tail.startswith("\\}") else f"(?:(?!{head or '(?!)'}).)*?" if tail else "[^\n]+"
-    )
-    found = re.findall(f"{head}({inner}){tail}", response, re.DOTALL)
-    return (found[-1].strip() or None) if found else None
+
+    if tail.startswith("\\}"):
+        inner = BRACES
+    elif tail:
+        inner = f"(?:(?!{head or '(?!)'}).)*?"  # does not begin another answer
+    else:
+        inner = "[^\n]+"  # to the end of the line
+    matches = re.findall(f"{head}({inner}){tail}", response, re.DOTALL)
+    if not matches:
+        return None
+    return matches[-1].strip() or None
 
 
 def _last_number(text: str) -> Decimal | None:
-    found = NUMBER.findall(text)
-    if not found:
+    numbers = NUMBER.findall(text)
+    if not numbers:
         return None
-    above, _, below = found[-1].replace(",", "").partition("/")
+    numerator, _, denominator = numbers[-1].replace(",", "").partition("/")
     try:
-        return Decimal(above) / Decimal(below or "1")
+        return Decimal(numerator) / Decimal(denominator or "1")
     except ArithmeticError:
         return None
 
 
-# ---- generated maths word problems: a story of one to four operations on a number of things, whose
-# end is asked for
+# ---- generated maths word problems: a story of one to four operations on a number of things, and
+# a question about its end
+
+
+def _check_generated_split(split: str) -> None:
+    """Raises UserError if generated problems have no such split."""
+    if split not in (AUTO, HELD_OUT, *SPLITS):
+        raise UserError(f"generated problems have no split '{split}', only {', '.join(SPLITS)}")
 
 
 def problem(split: str, seed: int, i: int, *, operations: int, largest: int) -> dict[str, str]:
-    """Number `i` of a split: "question", "answer" (a whole number from 1 to `largest`, as all on
-    the way there) and "steps", the number of operations, at most `operations`, in words. All
-    follows from (split, seed, i)."""
+    """Problem number `i` of a split, a function of (split, seed, i), with the keys
+
+    - "question";
+    - "answer", a whole number from 1 to `largest`, as are all intermediate results;
+    - "steps", the number of operations in words, at most `operations`.
+    """
     rng = random.Random(f"maths/{split}/{seed}/{i}")
     while True:
-        made = _story(rng, rng.randint(1, operations), largest)
-        if int(hashlib.sha256(made["question"].encode()).hexdigest(), 16) % 10 in SPLITS[split]:
-            return made
+        story = _story(rng, rng.randint(1, operations), largest)
+        digest = int(hashlib.sha256(story["question"].encode()).hexdigest(), 16)
+        if digest % 10 in SPLITS[split]:
+            return story
 
 
-def _story(rng: random.Random, count: int, largest: int) -> dict[str, str]:
-    who, *others = rng.sample(PEOPLE, count + 1)
-    things, number = rng.choice(THINGS), rng.randint(2, largest)
-    text = [f"{who} has {number} {things}."]
+def _story(rng: random.Random, operations: int, largest: int) -> dict[str, str]:
+    who, *others = rng.sample(PEOPLE, operations + 1)
+    things = rng.choice(THINGS)
+    number = rng.randint(2, largest)
+    sentences = [f"{who} has {number} {things}."]
     for other in others:
-        last = number
-        by = {
-            "add": range(1, largest - last + 1),
-            "subtract": range(1, last),
-            "multiply": range(2, largest // last + 1),
-            "divide": [k for k in range(2, min(last, 99) + 1) if last % k == 0],
+        operands = {
+            "add": range(1, largest - number + 1),
+            "subtract": range(1, number),
+            "multiply": range(2, largest // number + 1),
+            "divide": [k for k in range(2, min(number, 99) + 1) if number % k == 0],
         }
-        verb = rng.choice([verb for verb, numbers in by.items() if numbers])
-        k, story = rng.choice(by[verb]), rng.choice(STORIES[verb])
-        number = {"add": last + k, "subtract": last - k, "multiply": last * k, "divide": last // k}[
-            verb
-        ]
-        text.append(story.format(who=who, other=other, things=things, k=k))
-        who = other if "{other}" in story else who
-    question = f"{' '.join(text)} How many {things} does {who} have now?"
-    return {"question": question, "answer": str(number), "steps": STEPS[count - 1]}
+        operation = rng.choice([name for name, values in operands.items() if values])
+        k = rng.choice(operands[operation])
+        sentence = rng.choice(STORIES[operation])
+        number = _apply(operation, number, k)
+        sentences.append(sentence.format(who=who, other=other, things=things, k=k))
+        if "{other}" in sentence:
+            who = other
+
+    question = f"{' '.join(sentences)} How many {things} does {who} have now?"
+    return {"question": question, "answer": str(number), "steps": STEPS[operations - 1]}
+
+
+def _apply(operation: str, number: int, k: int) -> int:
+    if operation == "add":
+        return number + k
+    if operation == "subtract":
+        return number - k
+    if operation == "multiply":
+        return number * k
+    return number // k

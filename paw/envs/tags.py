@@ -1,10 +1,13 @@
-"""What the prompts of ALFWorld and WebShop share, after verl-agent's SimpleMemory and projections."""
+"""What the prompts of ALFWorld and WebShop share, after verl-agent's memory and projections."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
 
 CJK = re.compile("[\u4e00-\u9fff]")
-NO_THINK = "You should choose an admissible action for current step and present it within <action> </action> tags."
+NO_THINK = (
+    "You should choose an admissible action for current step and present it within "
+    "<action> </action> tags."
+)
 # The blank before the line break is the reference's.
 THINK = (
     "You should first reason step-by-step about the current situation{advice}. "
@@ -13,8 +16,8 @@ THINK = (
     "and present it within <action> </action> tags."
 )
 LATER = """\
-Prior to this step, you have already taken {taken} step(s). Below are the most recent {shown} observations and the \
-corresponding actions you took: {history}
+Prior to this step, you have already taken {taken} step(s). Below are the most recent {shown} \
+observations and the corresponding actions you took: {history}
 You are now at step {step} and y"""
 Past = Sequence[tuple[str, str]]
 """(observation, action played on it) of every earlier turn, oldest first."""
@@ -23,45 +26,51 @@ Past = Sequence[tuple[str, str]]
 class TaggedStyle:
     """The paper's prompts, answered in tags.
 
-    Whether an action is admissible does not matter for validity.
+    A well-formed response is valid even if its action is not admissible.
     """
 
     unparsed: int
-    """Characters at the end of a response without tags that are its action."""
+    """Length of the action of a response without tags: so many characters from its end."""
     advice = ""
-    """How to reason, at the end of a sentence."""
+    """How to reason: the end of a sentence of the prompt."""
 
     def __init__(self, *, history: int = 2, think: bool = True) -> None:
-        self.history, self.think = history, think
+        self.history = history
+        self.think = think
 
     def fill(self, template: str, past: Past, **values: str) -> str:
-        """A template with `values` and what is said of the past and of the answer."""
+        """A template filled with `values`, the past turns and the instruction how to answer."""
         taken = len(past)
-        shown = range(taken - min(self.history, taken), taken)
-        lines = [
-            f"[Observation {i + 1}: '{past[i][0]}', Action {i + 1}: '{past[i][1]}']" for i in shown
-        ]
-        instruction = THINK.format(advice=self.advice) if self.think else NO_THINK
-        turns = {
-            "taken": taken,
-            "shown": len(shown),
-            "step": taken + 1,
-            "history": "\n".join(lines),
-        }
-        return template.format(**values, **turns, instruction=instruction)
+        shown = min(self.history, taken)
+        lines = []
+        for number in range(taken - shown + 1, taken + 1):
+            observation, action = past[number - 1]
+            lines.append(f"[Observation {number}: '{observation}', Action {number}: '{action}']")
+        return template.format(
+            **values,
+            taken=taken,
+            shown=shown,
+            step=taken + 1,
+            history="\n".join(lines),
+            instruction=THINK.format(advice=self.advice) if self.think else NO_THINK,
+        )
 
     def parse_action(self, response: str, admissible: Collection[str]) -> tuple[str, bool]:
         """(action to play, whether the response is well-formed).
 
-        The action is the text between the first <action> and the first </action>, lower-cased.
-        <think> is looked for as it is written, <action> in any case.
+        The action is the text between the first <action> and the first </action>, in lower case.
+        The case of <think> matters, that of <action> does not.
         """
         text = response.lower()
-        start, end = text.find("<action>"), text.find("</action>")
+        start = text.find("<action>")
+        end = text.find("</action>")
         if start == -1 or end == -1:
             return text[-self.unparsed :], False
-        thought = not self.think or ("<think>" in response and "</think>" in response)
-        return text[start + len("<action>") : end].strip(), thought and not CJK.search(response)
+        action = text[start + len("<action>") : end].strip()
+        has_thought = "<think>" in response and "</think>" in response
+        if self.think and not has_thought:
+            return action, False
+        return action, not CJK.search(response)
 
     def format_action(self, action: str) -> str:
         thought = f"<think>I should {action}.</think>" if self.think else ""
@@ -71,7 +80,7 @@ class TaggedStyle:
 class LineStyle:
     """Short prompts for a tiny model.
 
-    Actions and the observation fill whole lines, so that each can be one token.
+    Each action and observation fills a line of its own, so that it can be one token.
     """
 
     def __init__(self, *, history: int = 2, think: bool = False) -> None:
@@ -80,10 +89,15 @@ class LineStyle:
     def fill(
         self, task: Iterable[str], past: Past, observation: str, actions: Iterable[str]
     ) -> str:
-        shown = [action for _, action in past[max(0, len(past) - self.history) :]]
-        return "\n".join(
-            [*task, *(["did:", *shown] if shown else []), "see:", observation, "can:", *actions]
-        )
+        """The prompt: the lines of the task, the last actions, the observation, the actions."""
+        lines = list(task)
+        shown = past[max(0, len(past) - self.history) :]
+        if shown:
+            lines.append("did:")
+            lines += [action for _, action in shown]
+        lines += ["see:", observation]
+        lines += ["can:", *actions]
+        return "\n".join(lines)
 
     def parse_action(self, response: str, admissible: Collection[str]) -> tuple[str, bool]:
         """The whole response, stripped; valid only if it is one of the actions shown."""
@@ -91,5 +105,5 @@ class LineStyle:
         return action, action in admissible
 
     def format_action(self, action: str) -> str:
-        """On a line of its own, as the actions of the prompt are: the same characters, so the same token."""
+        """`action` on its own line, as in the prompt: the same characters, so the same token."""
         return f"\n{action}"

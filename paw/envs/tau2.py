@@ -1,8 +1,9 @@
-"""tau2-bench of Sierra Research (arXiv 2506.07982) through its gymnasium interface, `tau2.gym.gym_agent.AgentGymEnv`.
+"""tau2-bench of Sierra Research (arXiv 2506.07982) through its gymnasium interface,
+`tau2.gym.gym_agent.AgentGymEnv`.
 
-The agent serves a customer whom an LLM plays: it calls tools or writes to the customer, and a
-policy says what it may do. Written against tau2-bench 1.0.1. What breaks there (the user's LLM is
-down) costs the episode, never the run.
+The agent serves a customer whom an LLM plays. It calls tools or writes to the customer, and a
+policy says what it may do. Written against tau2-bench 1.0.1. A failure there (the customer's LLM is
+down, for example) costs the episode, never the run.
 """
 
 import functools
@@ -31,12 +32,14 @@ INSTALL = (
     "git clone https://github.com/sierra-research/tau2-bench && pip install -e './tau2-bench[gym]'"
 )
 BROKEN = ("user_error", "infrastructure_error", "unexpected_error")
-"""Ends of a simulation that are no fault of the agent."""
+"""Termination reasons of a simulation that are not the agent's fault."""
 DONE = '{"name": "done", "arguments": {}}'
+"""The action that ends a conversation."""
 ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 PROMPT = """
-You are a customer service agent. You help the user by the policy below, with tools, and with nothing else.
+You are a customer service agent. You help the user by the policy below, with tools, and with \
+nothing else.
 
 # Policy
 {policy}
@@ -48,12 +51,15 @@ You are a customer service agent. You help the user by the policy below, with to
 {conversation}
 
 Now it's your turn. {think}
-Give one action within <action> </action> tags: either a tool call, as JSON {{"name": ..., "arguments": {{...}}}}, or a
+Give one action within <action> </action> tags: either a tool call, as JSON \
+{{"name": ..., "arguments": {{...}}}}, or a
 message to the user, as plain text. Never both. When nothing is left to do, call the tool "done".
 """
 CHAT = """\
-You are a customer service agent. You help the user by the policy below, with tools, and with nothing else. In each turn
-either call one tool or write to the user, never both. When nothing is left to do, call the tool "done".
+You are a customer service agent. You help the user by the policy below, with tools, and with \
+nothing else. In each turn
+either call one tool or write to the user, never both. When nothing is left to do, call the \
+tool "done".
 
 # Policy
 {policy}"""
@@ -71,7 +77,8 @@ class Tau2Config(EnvConfig):
     user_model: str = "gpt-4.1"
     """LLM that plays the customer, as litellm names it."""
     style: Literal["paper", "chat"] = "paper"
-    """paper: one prompt with all that was said, actions in tags. chat: a conversation, calls in the model's format."""
+    """paper: one prompt with the conversation so far, actions in tags. chat: a conversation, calls
+    in the model's format."""
     think: Annotated[bool, Only("env.style", ("paper",))] = True
     """Whether a valid response needs <think>...</think>."""
 
@@ -79,7 +86,7 @@ class Tau2Config(EnvConfig):
 class Tau2Factory(EnvFactory):
     """The tasks of one domain.
 
-    UserError: tau2-bench is not installed, or has no such domain or split.
+    Raises UserError if tau2-bench is not installed, or has no such domain or split.
     """
 
     Config = Tau2Config
@@ -89,67 +96,86 @@ class Tau2Factory(EnvFactory):
 
     def __init__(self, config: Tau2Config) -> None:
         self.config = config
-        self.reward_max, self.invalid_penalty = config.reward, config.invalid_penalty
-        self._gym, registry = _import()
+        self.reward_max = config.reward
+        self.invalid_penalty = config.invalid_penalty
+        self._gym_class, registry = _import_tau2()
         domains = sorted({*registry.get_domains()} & {*registry.get_task_sets()})
         if config.domain not in domains:
             raise UserError(f"env.domain = '{config.domain}': tau2-bench has {', '.join(domains)}")
+        load_tasks = registry.get_tasks_loader(config.domain)
         load_splits = registry.get_task_splits_loader(config.domain)
         try:
-            self._tasks = {task.id: task for task in registry.get_tasks_loader(config.domain)()}
-            self._splits: dict[str, list[str]] = (
-                load_splits() if load_splits else {"base": list(self._tasks)}
-            )
+            self._tasks = {task.id: task for task in load_tasks()}
+            splits = load_splits() if load_splits else {"base": list(self._tasks)}
         except OSError as error:
             raise UserError(
-                f"env.domain = '{config.domain}': {error}; set TAU2_DATA_DIR to the folder 'data' of tau2-bench"
+                f"env.domain = '{config.domain}': {error}; "
+                "set TAU2_DATA_DIR to the folder 'data' of tau2-bench"
             ) from None
+
+        self._playable: dict[str, list[str]] = {}
+        """Split -> its task ids, for the splits that the gymnasium interface can start."""
+        for split, ids in splits.items():
+            if ids and self._tasks.keys() >= {*ids}:
+                self._playable[split] = ids
         for split in (config.train_split, config.eval_split):
             self._ids(split)
 
     def tasks(self, split: str, seed: int) -> Tasks:
         if split == "warmup":
             raise UserError(
-                "model.path = 'quickstart': tau2 has no oracle to warm it up on; take an instruct model"
+                "model.path = 'quickstart': tau2 has no oracle to warm it up on; "
+                "take an instruct model"
             )
-        return [Task(f"{self.config.domain}/{i}", self.config.domain, i) for i in self._ids(split)]
+        domain = self.config.domain
+        return [Task(f"{domain}/{id_}", domain, id_) for id_ in self._ids(split)]
 
     def make(self) -> "Tau2Env | Tau2Chat":
-        game = Tau2Env(self._gym, self.config)
+        game = Tau2Env(self._gym_class, self.config)
         return Tau2Chat(game) if self.config.style == "chat" else game
 
     def fingerprint(self) -> str:
-        splits = (self.config.train_split, self.config.eval_split)
-        tasks = [self._tasks[i].model_dump_json() for split in splits for i in self._ids(split)]
+        tasks = []
+        for split in (self.config.train_split, self.config.eval_split):
+            tasks += [self._tasks[id_].model_dump_json() for id_ in self._ids(split)]
         digest = hashlib.sha256(json.dumps(tasks).encode()).hexdigest()[:16]
-        return f"tau2 {metadata.version('tau2')} {self.config.domain} {digest}, user {self.config.user_model}"
+        version = metadata.version("tau2")
+        return f"tau2 {version} {self.config.domain} {digest}, user {self.config.user_model}"
 
     def _ids(self, split: str) -> list[str]:
-        """Task ids of a split; UserError where there is none that the gymnasium interface can start."""
-        playable = {
-            name: ids for name, ids in self._splits.items() if ids and self._tasks.keys() >= {*ids}
-        }
-        if split not in playable:
+        """Task ids of a split. Raises UserError if the gymnasium interface cannot start it."""
+        if split not in self._playable:
             raise UserError(
-                f"env.domain = '{self.config.domain}' has no split '{split}' to play; env.train_split and "
-                f"env.eval_split can be {', '.join(playable)}"
+                f"env.domain = '{self.config.domain}' has no split '{split}' to play; "
+                f"env.train_split and env.eval_split can be {', '.join(self._playable)}"
             )
-        return playable[split]
+        return self._playable[split]
 
 
 class Tau2Env:
     """One conversation at a time.
 
-    An instance of AgentGymEnv is one task, so each episode has its own.
+    An instance of AgentGymEnv plays one task, so each episode has its own.
     """
 
     task: str = ""
-    """What the customer said first."""
+    """The customer's first message."""
 
-    def __init__(self, make: Callable[..., Any], config: Tau2Config) -> None:
-        self._make, self.config = make, config
+    def __init__(self, gym_class: Callable[..., Any], config: Tau2Config) -> None:
+        self.config = config
+        self._gym_class = gym_class
         self._gym: Any = None
+        """The AgentGymEnv of the episode; None before `reset` and after the end."""
         self._threads = Threads(1, config.step_timeout_s)
+        # Set by `reset`.
+        self.schemas: list[dict[str, Any]] = []
+        """OpenAI function schemas of the tools."""
+        self.policy = ""
+        self._tools: dict[str, str] = {}
+        """Name of a tool -> its function as JSON."""
+        self._conversation: list[str] = []
+        """The messages so far, each with the name of its speaker in front."""
+        self._turns = 0
 
     def reset(self, task: Task) -> str:
         """Start a conversation.
@@ -157,58 +183,63 @@ class Tau2Env:
         Raises EnvironmentFailure if that fails or takes longer than env.step_timeout_s.
         """
         self.close()
-        options = {"user_llm": self.config.user_model, "max_steps": 4 * self.config.max_turns}
-        gym = self._within(
-            functools.partial(self._make, self.config.domain, task.payload, **options)
+        make_gym = functools.partial(
+            self._gym_class,
+            self.config.domain,
+            task.payload,
+            user_llm=self.config.user_model,
+            max_steps=4 * self.config.max_turns,
         )
-        text, info = self._within(gym.reset)
+        gym = self._call(make_gym)
+        text, info = self._call(gym.reset)
         if not text:
             raise EnvironmentFailure(f"tau2 task {task.id} ended before it began; its log says why")
-        self._gym, self.task = gym, text
-        self.schemas = [tool.openai_schema for tool in info["tools"]]
-        self._tools = {
-            tool.name: json.dumps(tool.openai_schema["function"]) for tool in info["tools"]
-        }
-        self.policy: str = info["policy"].strip()
-        self._said = [text]
+        self._gym = gym
+        self.task = text
+        self.schemas = []
+        self._tools = {}
+        for tool in info["tools"]:
+            self.schemas.append(tool.openai_schema)
+            self._tools[tool.name] = json.dumps(tool.openai_schema["function"])
+        self.policy = info["policy"].strip()
+        self._conversation = [text]
         self._turns = 0
         return text
 
     def context(self) -> str:
-        tools, conversation = "\n".join(self._tools.values()), "\n".join(self._said)
-        think = THINK if self.config.think else ""
         return PROMPT.format(
-            policy=self.policy, tools=tools, conversation=conversation, think=think
+            policy=self.policy,
+            tools="\n".join(self._tools.values()),
+            conversation="\n".join(self._conversation),
+            think=THINK if self.config.think else "",
         )
 
     def step(self, response: str) -> Outcome:
         """Play an action; an invalid one goes neither to the tools nor to the user."""
-        return self.play(*self._parse_action(response))
+        action, problem = self._parse_action(response)
+        return self.play(action, problem)
 
     def play(self, action: str, problem: str = "") -> Outcome:
-        """A tool call as JSON or a message to the user; where there is a `problem`, it goes to nobody."""
+        """Play a tool call as JSON or a message to the user; with a `problem` it is not sent."""
         assert self._gym is not None, "step() before reset() or after the end"
         self._turns += 1
-        reward, done = 0.0, False
         if problem:
-            text = f"Invalid action: {problem}."
+            text, score, done = f"Invalid action: {problem}.", 0.0, False
         else:
-            text, reward, done, _, info = self._within(self._gym.step, action)
-            if done:
-                self._gym = None
-                run = json.loads(info["simulation_run"])
-                if not run or run.get("termination_reason") in BROKEN:
-                    raise EnvironmentFailure(
-                        f"the simulation of tau2 broke: {run.get('termination_reason', 'error')}"
-                    )
-        self._said += [f"assistant: {action}", text]
+            text, score, done = self._play_valid(action)
+        self._conversation.append(f"assistant: {action}")
+        self._conversation.append(text)
         if not done and self._turns >= self.config.max_turns:
             done = True
             self.close()
-        score, won = float(reward), reward >= 1.0
-        reward = self.config.reward * score
         return Outcome(
-            text, reward, done=done, won=won, action=action, valid=not problem, score=score
+            text,
+            reward=self.config.reward * score,
+            done=done,
+            won=score >= 1.0,
+            action=action,
+            valid=not problem,
+            score=score,
         )
 
     def format_action(self, action: str) -> str:
@@ -216,18 +247,39 @@ class Tau2Env:
         return f"{thought}<action>{action}</action>"
 
     def close(self) -> None:
-        """End what still runs: AgentGymEnv has no close, and its simulation waits in a thread for the next action."""
+        """End what still runs.
+
+        AgentGymEnv has no close: its simulation waits in a thread for the next action.
+        """
         self._threads.close()
-        if self._gym is not None:
-            gym, self._gym = self._gym, None
-            threading.Thread(target=_end, args=(gym,), daemon=True).start()
+        gym = self._gym
+        self._gym = None
+        if gym is not None:
+            threading.Thread(target=_end_simulation, args=(gym,), daemon=True).start()
+
+    def _play_valid(self, action: str) -> tuple[str, float, bool]:
+        """(the answer to `action`, score in [0, 1], whether the conversation has ended).
+
+        Raises EnvironmentFailure if the simulation broke.
+        """
+        text, score, done, _, info = self._call(self._gym.step, action)
+        if done:
+            self._gym = None
+            run = json.loads(info["simulation_run"])
+            if not run or run.get("termination_reason") in BROKEN:
+                raise EnvironmentFailure(
+                    f"the simulation of tau2 broke: {run.get('termination_reason', 'error')}"
+                )
+        return text, float(score), done
 
     def _parse_action(self, response: str) -> tuple[str, str]:
-        """(action, what is wrong with the response or ""). Of a tool call the name and arguments
-        alone are kept: a call in the name of the user is not the agent's to make.
+        """(action, problem of the response or "").
+
+        Only the name and the arguments of a tool call are kept: the agent must not make calls in
+        the name of the user.
         """
-        found = ACTION.search(response)
-        action = found[1].strip() if found else ""
+        match = ACTION.search(response)
+        action = match[1].strip() if match else ""
         if not action:
             return action, "write it within <action> </action> tags"
         if self.config.think and not ("<think>" in response and "</think>" in response):
@@ -244,8 +296,11 @@ class Tau2Env:
             return action, f"there is no tool '{call['name']}'"
         return json.dumps({"name": call["name"], "arguments": call["arguments"]}), ""
 
-    def _within(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What function(*arguments) returns; EnvironmentFailure if it raises, or hangs for env.step_timeout_s."""
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What function(*arguments) returns.
+
+        Raises EnvironmentFailure if it raises, or takes longer than env.step_timeout_s.
+        """
         try:
             return self._threads.call(function, *arguments)
         except OURS:
@@ -262,70 +317,73 @@ class Tau2Chat(Retold):
         first = self._game.reset(task)
         self.tools = self._game.schemas
         system = CHAT.format(policy=self._game.policy)
-        return [{"role": "system", "content": system}, {"role": "user", "content": _said(first)}]
+        return [
+            {"role": "system", "content": system},
+            {"role": "user", "content": _without_speaker(first)},
+        ]
 
     def hear(self, response: str) -> Reply:
         reply = super().hear(response)
-        if (
-            not reply.problem
-            and not reply.calls
-            and (not reply.content or reply.content.startswith("{"))
-        ):
+        if reply.problem or reply.calls:
+            return reply
+        if not reply.content or reply.content.startswith("{"):
             # tau2-bench would take it for a call.
             reply.problem = "call a tool, or write to the user, who reads no JSON"
         return reply
 
     def refuse(self, reply: Reply) -> Outcome:
         super().refuse(reply)
-        return replace(
-            self._game.play(str(reply), reply.problem), observation=self.messages[-1]["content"]
-        )
+        outcome = self._game.play(str(reply), reply.problem)
+        return replace(outcome, observation=self.messages[-1]["content"])
 
     def call(self, call: ToolCall) -> Outcome:
         outcome = self._game.play(json.dumps({"name": call.name, "arguments": call.arguments}))
-        return replace(outcome, observation=_said(outcome.observation))
+        return replace(outcome, observation=_without_speaker(outcome.observation))
 
     def say(self, text: str) -> Outcome:
         outcome = self._game.play(text)
-        return replace(outcome, observation=_said(outcome.observation))
+        return replace(outcome, observation=_without_speaker(outcome.observation))
 
     def close(self) -> None:
         self._game.close()
 
 
-def _said(text: str) -> str:
-    """Without the name of who says it, which the message's role is."""
+def _without_speaker(text: str) -> str:
+    """A message without the name of its speaker, which its role says already."""
     return SPEAKER.sub("", text, count=1)
 
 
-def _end(gym: Any) -> None:
+def _end_simulation(gym: Any) -> None:
     with quietly():
         gym.step(DONE)
 
 
-def _import() -> tuple[Callable[..., Any], Any]:
-    """(AgentGymEnv, the registry of domains and tasks); UserError where they cannot be had."""
+def _import_tau2() -> tuple[Callable[..., Any], Any]:
+    """(AgentGymEnv, the registry of domains and tasks).
+
+    Raises UserError if tau2-bench cannot be imported.
+    """
     spec = importlib.util.find_spec("tau2")
     if spec is None:
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        old = (
-            f"; it needs Python 3.12 or 3.13, this is {version}"
-            if sys.version_info < (3, 12)
-            else ""
+        problem = ""
+        if sys.version_info < (3, 12):
+            version = f"{sys.version_info.major}.{sys.version_info.minor}"
+            problem = f"; it needs Python 3.12 or 3.13, this is {version}"
+        raise UserError(
+            f"env.name = 'tau2' needs tau2-bench of Sierra Research{problem}: {INSTALL}"
         )
-        raise UserError(f"env.name = 'tau2' needs tau2-bench of Sierra Research{old}: {INSTALL}")
     if not any((Path(folder) / "gym").is_dir() for folder in spec.submodule_search_locations or ()):
         raise UserError(
-            "env.name = 'tau2': the installed package 'tau2' has no tau2.gym: on PyPI that name is an unrelated "
-            f"chemistry program. pip uninstall tau2, then {INSTALL}"
+            "env.name = 'tau2': the installed package 'tau2' has no tau2.gym: on PyPI that name is "
+            f"an unrelated chemistry program. pip uninstall tau2, then {INSTALL}"
         )
     with suppress(ImportError):
-        from loguru import logger  # what tau2-bench logs with, line by line of every conversation
+        # tau2-bench logs every line of every conversation with loguru. Only the reason why a
+        # simulation broke is wanted: nothing else reports it.
+        from loguru import logger
 
         logger.remove()
-        logger.add(
-            sys.stderr, level="ERROR", filter="tau2.gym"
-        )  # why a simulation broke is said nowhere else
+        logger.add(sys.stderr, level="ERROR", filter="tau2.gym")
     try:
         from tau2.gym.gym_agent import AgentGymEnv
         from tau2.registry import registry

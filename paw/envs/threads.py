@@ -1,7 +1,7 @@
-"""Calls in threads, each with a deadline: code that hangs costs its caller one call.
+"""Calls in threads, each with a time limit: code that hangs costs its caller one call.
 
-Python cannot end a thread. One that outlasts its deadline is given up, and another takes its place.
-All are daemons, so the interpreter ends without waiting for them.
+Python cannot end a thread. A thread that exceeds the limit is given up, and another takes its
+place. All are daemons, so the interpreter ends without waiting for them.
 """
 
 import asyncio
@@ -11,97 +11,121 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 from paw.errors import EnvironmentFailure, UserError, describe
 
 MAX_LOST = 100
-"""Threads that hang at once; one more ends the run: each holds memory, and maybe a processor."""
+"""Threads that may hang at once. One more ends the run: each keeps memory, and maybe a core."""
 DAY_S = 86400.0
+"""How long one wait may take if there is no time limit."""
 
 
 class Threads:
-    """At most `count` calls at once (0: in the caller's own thread), each of at most `timeout_s` seconds (None: any).
+    """Runs at most `count` calls at once, each for at most `timeout_s` seconds (None: any time).
 
-    TimeoutError beyond the deadline, UserError once more than MAX_LOST threads hang.
+    With `count` 0 calls run in the caller's own thread. A call that takes longer raises
+    TimeoutError, or UserError once more than MAX_LOST threads hang.
     """
 
     def __init__(self, count: int, timeout_s: float | None = None) -> None:
-        self.count, self.timeout_s = count, timeout_s
+        self.count = count
+        self.timeout_s = timeout_s
         self.given_up = 0
-        """Calls that outlasted the deadline."""
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._workers = self._open = 0
-        self._lost: list[threading.Thread] = []
+        """Number of calls that exceeded the time limit."""
+        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
+        """Calls that wait for a thread; None ends a thread."""
+        self._threads = 0
+        """Number of threads that take calls."""
+        self._open_calls = 0
+        """Number of calls that are not answered yet."""
+        self._hanging: list[threading.Thread] = []
+        """Threads that were given up and still run."""
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What function(*args) returns or raises."""
         call = self._submit(function, *args)
-        while left := self._left(call):
-            wait([call], left)
-        return self._answer(call)
+        while remaining_s := self._remaining_s(call):
+            wait([call], remaining_s)
+        return self._result(call)
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`call`, while the loop goes on."""
+        """`call`, for a coroutine."""
         call = self._submit(function, *args)
-        while left := self._left(call):
-            await asyncio.wait([asyncio.wrap_future(call)], timeout=left)
-        return self._answer(call)
+        while remaining_s := self._remaining_s(call):
+            await asyncio.wait([asyncio.wrap_future(call)], timeout=remaining_s)
+        return self._result(call)
 
     def close(self, *last: Callable[[], Any]) -> None:
-        """End the threads after the `last` calls, whatever those raise.
+        """Make the `last` calls, whatever they raise, then end the threads.
 
-        None waits longer than the deadline.
+        Waits for these calls no longer than the time limit.
         """
         wait([self._submit(function) for function in last], self.timeout_s)
-        for _ in range(self._workers):
-            self._calls.put(None)
-        self._calls, self._workers, self._open = SimpleQueue(), 0, 0
+        for _ in range(self._threads):
+            self._queue.put(None)
+        self._queue = SimpleQueue()
+        self._threads = 0
+        self._open_calls = 0
 
     def _submit(self, function: Callable[..., Any], *args: Any) -> "_Call":
         call = _Call(function, *args)
-        self._open += 1
+        self._open_calls += 1
         if self.count:
-            self._calls.put(call)
-            self._hire()
+            self._queue.put(call)
+            self._start_threads()
         else:
             call.make()
         return call
 
-    def _hire(self) -> None:
-        while self._workers < min(self.count, self._open):
-            self._workers += 1
-            threading.Thread(target=_work, args=(self._calls,), daemon=True).start()
+    def _start_threads(self) -> None:
+        """Start threads until there is one for each open call, or `count`."""
+        while self._threads < min(self.count, self._open_calls):
+            self._threads += 1
+            threading.Thread(target=_work, args=(self._queue,), daemon=True).start()
 
-    def _left(self, call: "_Call") -> float:
-        """Seconds until the call is late; 0 where it has ended."""
-        since = time.monotonic() - call.began if call.thread else 0.0
-        return 0.0 if call.done() else max(0.0, (self.timeout_s or DAY_S) - since)
+    def _remaining_s(self, call: "_Call") -> float:
+        """Seconds until the call exceeds the limit; 0 if it has ended."""
+        if call.done():
+            return 0.0
+        elapsed_s = time.monotonic() - call.started if call.thread else 0.0
+        return max(0.0, (self.timeout_s or DAY_S) - elapsed_s)
 
-    def _answer(self, call: "_Call") -> Any:
-        self._open -= 1
-        if not call.cancel():
-            value, error = call.result()
-            if error is not None:
-                raise error
-            return value
+    def _result(self, call: "_Call") -> Any:
+        """The result of a call that has ended; gives the call up if it has not."""
+        self._open_calls -= 1
+        has_ended = not call.cancel()
+        if not has_ended:
+            self._give_up(call)
+        value, error = call.result()
+        if error is not None:
+            raise error
+        return value
+
+    def _give_up(self, call: "_Call") -> NoReturn:
+        """Leave the call's thread to itself, put another in its place, and raise."""
         assert call.thread
-        # One that runs Python code ends by this; one that waits in C does when it returns.
-        number = ctypes.c_ulong(call.thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(SystemExit))
+        # Ends a thread that runs Python code now, and one that waits in C when it returns.
+        thread_id = ctypes.c_ulong(call.thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(SystemExit))
         self.given_up += 1
-        self._lost = [lost for lost in (*self._lost, call.thread) if lost.is_alive()]
-        self._workers -= 1
-        self._hire()
-        if len(self._lost) <= MAX_LOST:
-            raise TimeoutError(f"no answer within {self.timeout_s:g} s")
-        raise UserError(
-            f"stopped: {len(self._lost)} threads hang in calls that took longer than env.step_timeout_s = "
-            f"{self.timeout_s:g}; give what the environment waits for a time limit of its own"
-        )
+        self._hanging.append(call.thread)
+        self._hanging = [thread for thread in self._hanging if thread.is_alive()]
+        self._threads -= 1
+        self._start_threads()
+        if len(self._hanging) > MAX_LOST:
+            raise UserError(
+                f"stopped: {len(self._hanging)} threads hang in calls that took longer than "
+                f"env.step_timeout_s = {self.timeout_s:g}; "
+                "give what the environment waits for a time limit of its own"
+            )
+        raise TimeoutError(f"no answer within {self.timeout_s:g} s")
 
 
 class Daemons(ThreadPoolExecutor):
-    """For `asyncio.to_thread`: a thread for each call, for which neither another call nor the interpreter waits."""
+    """An executor for `asyncio.to_thread` with a daemon thread for each call: no call waits for
+    another one, and the interpreter ends without waiting for any.
+    """
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -118,34 +142,35 @@ class Daemons(ThreadPoolExecutor):
 
 
 class _Call(Future[tuple[Any, BaseException | None]]):
-    """What it returned, and what it raised. Who gives it up cancels it."""
+    """A call whose result is (what it returned, what it raised). To give it up is to cancel it."""
 
-    began, thread = 0.0, None
-
-    def __init__(self, *call: Any) -> None:
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         super().__init__()
-        self.call = call
+        self.function = function
+        self.args = args
+        self.started = 0.0
+        """Time at which it started, once it has a thread."""
+        self.thread: threading.Thread | None = None
 
     def make(self) -> bool:
-        """Whether it was in time."""
-        self.began, self.thread = time.monotonic(), threading.current_thread()
-        function, *args = self.call
+        """Make the call; returns whether it was in time."""
+        self.started = time.monotonic()
+        self.thread = threading.current_thread()
         try:
-            answer = function(*args), None
-        except (
-            StopIteration,
-            asyncio.CancelledError,
-        ) as error:  # of a coroutine these say other things
-            answer = None, EnvironmentFailure(describe(error))
+            result = self.function(*self.args), None
+        except (StopIteration, asyncio.CancelledError) as error:
+            # Raised from a coroutine, these would mean something else.
+            result = None, EnvironmentFailure(describe(error))
         except BaseException as error:
-            answer = None, error
+            result = None, error
         try:
-            self.set_result(answer)
+            self.set_result(result)
         except InvalidStateError:
             return False
         return True
 
 
 def _work(calls: "SimpleQueue[_Call | None]") -> None:
+    """Make the calls of a queue until None, or until one was given up."""
     while (call := calls.get()) and call.make():
-        del call  # nothing is to live on while this waits
+        del call  # keep nothing alive while waiting for the next one

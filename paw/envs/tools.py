@@ -1,4 +1,6 @@
-"""Tools that an environment offers, as OpenAI function schemas, and calls of them: what is wrong, in one line each."""
+"""Checks the tools that an environment offers, and the calls of them. Tools are OpenAI function
+schemas.
+"""
 
 import json
 from collections.abc import Sequence
@@ -26,89 +28,107 @@ MCP = {
 
 
 def checked_tools(tools: Any) -> list[Tool]:
-    """As {"type": "function", "function": {"name", "description", "parameters"}}; a bare function
-    is wrapped, and a tool of MCP is read, whose `inputSchema` is `parameters`.
+    """The tools as {"type": "function", "function": {"name", "description", "parameters"}}.
 
-    Raises ValueError for what is no list of schemas, cannot be JSON, has a name twice, or a schema
-    that is none, that stands elsewhere, or that takes too long to apply.
+    A bare function is wrapped. A tool of MCP is accepted too: its `inputSchema` becomes
+    `parameters`. Raises ValueError if this is not a list of schemas, if JSON cannot hold it, if two
+    tools have the same name, or if a tool's schema is invalid, stands under another key or takes
+    too long to apply.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ValueError(f"tools is {shown(tools)}; it must be a list of OpenAI function schemas")
-    found: dict[str, Tool] = {}
-    for place, tool in enumerate(tools):
+    checked: dict[str, Tool] = {}
+    for i, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(function, dict) or not isinstance(name, str) or not name:
-            raise ValueError(f"tools[{place}] has no name: {shown(tool)}; set its 'name', a text")
-        if name in found:
-            raise ValueError(f"tools[{place}]: there are two tools '{name}'; rename one")
+            raise ValueError(f"tools[{i}] has no name: {shown(tool)}; set its 'name', a text")
+        if name in checked:
+            raise ValueError(f"tools[{i}]: there are two tools '{name}'; rename one")
         function = _as_openai(name, tool, function)
-        try:
-            function = json.loads(json.dumps(function, allow_nan=False))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"tool '{name}' cannot be written as JSON: {error}") from None
-        schema = function["parameters"]
-        if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-            raise ValueError(
-                f"tool '{name}': its parameters are no JSON schema of an object: {shown(schema)}"
-            )
-        if problem := schema_problem(schema):
-            raise ValueError(
-                f"tool '{name}': its parameters are no JSON schema of an object: {problem}"
-            )
-        found[name] = {"type": "function", "function": function}
-    return list(found.values())
+        checked[name] = {"type": "function", "function": _checked_function(name, function)}
+    return list(checked.values())
+
+
+def _checked_function(name: str, function: Tool) -> Tool:
+    """A copy of `function` as JSON holds it. Raises ValueError for an invalid schema."""
+    try:
+        function = json.loads(json.dumps(function, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"tool '{name}' cannot be written as JSON: {error}") from None
+    schema = function["parameters"]
+    if isinstance(schema, dict) and schema.get("type", "object") == "object":
+        problem = schema_problem(schema)
+    else:
+        problem = shown(schema)
+    if problem:
+        raise ValueError(
+            f"tool '{name}': its parameters are no JSON schema of an object: {problem}"
+        )
+    return function
 
 
 def _as_openai(name: str, tool: Tool, function: Tool) -> Tool:
     """`function` with the schema of its arguments as "parameters".
 
-    ValueError if that stands under another key.
+    Raises ValueError if the schema stands under another key.
     """
-    written = function.get("parameters")
+    parameters = function.get("parameters")
     if "inputSchema" in function:
         schema = function["inputSchema"]
-        if written and written != schema:
+        if parameters and parameters != schema:
             raise ValueError(
                 f"tool '{name}' has 'parameters' and another 'inputSchema'; give one of them"
             )
-        kept = {key: value for key, value in function.items() if key not in MCP | {"parameters"}}
+        other_keys = {*function} - MCP - {"parameters"}
         return {
             "name": name,
             "description": function.get("description") or "",
             "parameters": schema,
-            **kept,
+            **{key: value for key, value in function.items() if key in other_keys},
         }
-    others = {*function} - OPENAI - MCP
+
+    unknown_keys = {*function} - OPENAI - MCP
     if function is not tool:
-        others |= {*tool} - {"type", "function", "strict"}
-    if not written and others:
-        wanted = "the schema of its arguments must be 'parameters' (OpenAI) or 'inputSchema' (MCP)"
+        unknown_keys |= {*tool} - {"type", "function", "strict"}
+    if unknown_keys and not parameters:
+        # One of them may be the schema.
+        keys = ", ".join(shown(key) for key in sorted(unknown_keys, key=str))
         raise ValueError(
-            f"tool '{name}' has {', '.join(map(shown, sorted(others, key=str)))}; {wanted}"
+            f"tool '{name}' has {keys}; the schema of its arguments must be "
+            "'parameters' (OpenAI) or 'inputSchema' (MCP)"
         )
     return {
         "description": "",
         **function,
-        "parameters": written or {"type": "object", "properties": {}},
+        "parameters": parameters or {"type": "object", "properties": {}},
     }
 
 
 def checked_reply(response: str, tools: Sequence[Tool]) -> Reply:
-    """`response` with the first problem of its calls: a tool that is not there, arguments that break its schema."""
+    """`response` with the first problem of its calls.
+
+    A problem is a call of a tool that does not exist, or arguments that do not fit its schema.
+    """
     reply = response if isinstance(response, Reply) else Reply(response)
-    problem = reply.problem or next(
-        filter(None, (_problem(call, tools) for call in reply.calls)), ""
-    )
+    problem = reply.problem
+    for call in reply.calls:
+        if problem:
+            break
+        problem = _problem(call, tools)
     return Reply(reply, reply.content, reply.calls, problem)
 
 
 def _problem(call: ToolCall, tools: Sequence[Tool]) -> str:
-    known = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
-    if call.name not in known:
-        return f"there is no tool {shown(call.name)}; there are {', '.join(known)}"
+    """What is wrong with a call, in one line; "" if nothing is.
+
+    Raises EnvironmentFailure if the tool's schema cannot be applied.
+    """
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    if call.name not in schemas:
+        return f"there is no tool {shown(call.name)}; there are {', '.join(schemas)}"
     try:
-        problem = arguments_problem(known[call.name], call.arguments)
+        problem = arguments_problem(schemas[call.name], call.arguments)
     except (TypeError, ValueError, RecursionError) as error:
         return f"the arguments of '{call.name}' cannot be written as JSON: {clean(error)}"
     except CannotApply as error:

@@ -1,14 +1,15 @@
 """A text game in a child process: whatever goes wrong there costs one episode, never the run.
 
-Needed for TextWorld, whose C library holds one game a process and calls exit() on bad input. Parent
-and child exchange one JSON object a line over pipes, request and reply in turn:
+Needed for TextWorld, whose C library holds one game per process and calls exit() on bad input.
+Parent and child take turns: each request and each reply is one line with a JSON object, over pipes:
 
-    {"start": {"path": ...}}  ->  {"text": ..., "admissible": [...], "won": false}      or {"error": "..."}
-    {"step": "look"}          ->  {"text": ..., "admissible": [...], "won": false}      or {"error": "..."}
+    {"start": {"path": ...}}  ->  {"text": ..., "admissible": [...], "won": false}
+    {"step": "look"}          ->  {"text": ..., "admissible": [...], "won": false}
+                              or  {"error": "..."}
 
 The child holds a game made by `factory(**start)`, an object with `reset()`, `step(command)`,
-`admissible` and `won`. What it prints goes nowhere. It ends with its parent: at the end of its
-input, or, stuck in a game, when its watchdog sees that it was orphaned.
+`admissible` and `won`. What the game prints is discarded. The child ends with its parent: at the
+end of its input, or, if it is stuck in a game, when its watchdog sees that the parent is gone.
 """
 
 import contextlib
@@ -22,21 +23,25 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from paw.envs.checked import Strict, checked
 from paw.errors import EnvironmentFailure, UserError, describe
 
 START_TIMEOUT_S = 120.0
-"""Seconds for a child to start and import its game, which a busy machine can make slow."""
+"""Time limit for a child to start and import its game, which is slow on a busy machine."""
 MAX_REPLY_BYTES = 1 << 20
 MAX_COMMAND = 4096
-"""Characters of a command that are sent; no game has one as long. Keeps a request well within a
-pipe's buffer, so that writing it cannot block."""
+"""Characters of a command that are sent; no game has a command as long. A request then fits into
+the pipe's buffer, so that writing it cannot block."""
 WATCHDOG_S = 1.0
+"""How often the child looks for its parent."""
 
 
 class Reply(Strict):
+    """A line that the child writes."""
+
     text: str = ""
     admissible: list[str] = []
     won: bool = False
@@ -44,43 +49,34 @@ class Reply(Strict):
 
 
 class Worker:
-    """A game in a child process, with the interface of the game itself; the child is kept from episode to episode.
+    """A game in a child process, with the interface of the game itself.
 
-    `factory` is "module:name" of what makes the game, imported in the child; `timeout_s` bounds
-    each call.
+    `factory` is "module:name" of the function that makes a game, imported in the child. `timeout_s`
+    limits each call. The child is kept from episode to episode.
     """
 
     admissible: list[str]
     won: bool
 
     def __init__(self, factory: str, *, timeout_s: float) -> None:
-        self.factory, self.timeout_s = factory, timeout_s
+        self.factory = factory
+        self.timeout_s = timeout_s
         self._child: subprocess.Popen | None = None
+        self._kill: Callable[[], object] = lambda: None
+        """Ends the child."""
 
     def start(self, **arguments: Any) -> str:
-        """Make a new game from JSON-able `arguments`; returns its first text.
+        """Make a new game from `arguments`, which JSON can hold; returns its first text.
 
-        EnvironmentFailure: the child broke.
+        Raises EnvironmentFailure if the child breaks.
         """
         if self._child is None:
-            pipes: dict[str, Any] = {
-                "stdin": subprocess.PIPE,
-                "stdout": subprocess.PIPE,
-                "stderr": subprocess.DEVNULL,
-            }
-            env = os.environ | {
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path))
-            }  # imports as here
-            command = [sys.executable, "-m", __name__, self.factory]
-            self._child = subprocess.Popen(command, bufsize=0, env=env, **pipes)
-            self._kill = weakref.finalize(
-                self, _kill, self._child
-            )  # also at exit of the interpreter
+            self._start_child()
             self._receive("start", START_TIMEOUT_S)
         return self._ask("start", arguments)
 
     def step(self, command: str) -> str:
-        """Play `command`; returns the feedback. Raises EnvironmentFailure as `start` does."""
+        """Play `command`; returns the feedback. Raises EnvironmentFailure if the child breaks."""
         return self._ask("step", command[:MAX_COMMAND])
 
     def close(self) -> None:
@@ -89,42 +85,63 @@ class Worker:
             self._kill()
             self._child = None
 
-    def _ask(self, what: str, argument: Any) -> str:
+    def _start_child(self) -> None:
+        module_path = os.pathsep.join(filter(None, sys.path))
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", __name__, self.factory],
+            bufsize=0,
+            env=os.environ | {"PYTHONPATH": module_path},  # imports the modules that we would
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        # A finalizer also runs at the exit of the interpreter.
+        self._kill = weakref.finalize(self, _kill, self._child)
+
+    def _ask(self, request: str, argument: Any) -> str:
+        """The text with which the game answers the request "start" or "step"."""
         if self._child is None:
-            raise EnvironmentFailure(f"{what} without a running game")
+            raise EnvironmentFailure(f"{request} without a running game")
         assert self._child.stdin is not None
-        with contextlib.suppress(OSError):  # a dead child is named when its reply is missing
-            self._child.stdin.write(json.dumps({what: argument}).encode() + b"\n")
-        reply = self._receive(what, self.timeout_s)
-        self.admissible, self.won = reply.admissible, reply.won
+        line = json.dumps({request: argument}).encode() + b"\n"
+        with contextlib.suppress(OSError):  # that the child is dead shows when it does not reply
+            self._child.stdin.write(line)
+        reply = self._receive(request, self.timeout_s)
+        self.admissible = reply.admissible
+        self.won = reply.won
         return reply.text
 
-    def _receive(self, what: str, timeout_s: float) -> Reply:
-        """The next line of the child.
+    def _receive(self, request: str, timeout_s: float) -> Reply:
+        """The child's reply to a request.
 
-        Failing that, ends the child and raises EnvironmentFailure.
+        Ends the child and raises EnvironmentFailure if there is none, or if it is an error.
         """
-        child = self._child
-        assert child is not None and child.stdout is not None
-        deadline, received = time.monotonic() + timeout_s, bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(child.stdout, selectors.EVENT_READ)
-            while not received.endswith(b"\n"):
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    self._fail(f"no answer to {what} within {timeout_s:g} s")
-                chunk = os.read(child.stdout.fileno(), 1 << 16)
-                received += chunk
-                if not chunk:
-                    self._fail(f"{_ending(child)} during {what}")
-                if len(received) > MAX_REPLY_BYTES:
-                    self._fail(f"answered {what} with more than {MAX_REPLY_BYTES} bytes")
+        line = self._read_line(request, timeout_s)
         try:
-            reply = checked(Reply, bytes(received), f"answered {what}")
+            reply = checked(Reply, line, f"answered {request}")
         except UserError as error:
             self._fail(str(error))
         if reply.error:
-            self._fail(f"{what} raised {reply.error}")
+            self._fail(f"{request} raised {reply.error}")
         return reply
+
+    def _read_line(self, request: str, timeout_s: float) -> bytes:
+        child = self._child
+        assert child is not None and child.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        line = bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    self._fail(f"no answer to {request} within {timeout_s:g} s")
+                chunk = os.read(child.stdout.fileno(), 1 << 16)
+                if not chunk:
+                    self._fail(f"{_ending(child)} during {request}")
+                line += chunk
+                if len(line) > MAX_REPLY_BYTES:
+                    self._fail(f"answered {request} with more than {MAX_REPLY_BYTES} bytes")
+        return bytes(line)
 
     def _fail(self, reason: str) -> NoReturn:
         self.close()
@@ -132,6 +149,7 @@ class Worker:
 
 
 def _ending(child: subprocess.Popen) -> str:
+    """How a child ended that closed its output."""
     try:
         code = child.wait(timeout=5)
     except subprocess.TimeoutExpired:
@@ -141,7 +159,7 @@ def _ending(child: subprocess.Popen) -> str:
 
 def _kill(child: subprocess.Popen) -> None:
     child.kill()
-    with contextlib.suppress(OSError), child:  # which closes its pipes, and waits
+    with contextlib.suppress(OSError), child:  # leaving the context closes its pipes and waits
         pass
 
 
@@ -149,16 +167,17 @@ def _kill(child: subprocess.Popen) -> None:
 
 
 def _serve(factory: str) -> None:
-    for number in (
-        signal.SIGINT,
-        signal.SIGHUP,
-    ):  # of the terminal: they are the parent's to handle
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    """The child's main function: answer requests until the input ends or the game raises."""
+    # The terminal sends these to both processes; the parent handles them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
+    # What a game prints must not get into the replies.
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
     void = os.open(os.devnull, os.O_RDWR)
     os.dup2(void, 0)
-    os.dup2(void, 1)  # a game that prints must not write into the replies
+    os.dup2(void, 1)
 
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message).encode() + b"\n")
@@ -182,10 +201,10 @@ def _serve(factory: str) -> None:
         reply({"error": describe(error)})
 
 
-def _watch(parent: int) -> None:
+def _watch_parent(parent: int) -> None:
     """End this process once its parent is gone.
 
-    PR_SET_PDEATHSIG would do so when the *thread* that made it ends.
+    PR_SET_PDEATHSIG would end it already when the *thread* that started it ends.
     """
     while os.getppid() == parent:
         time.sleep(WATCHDOG_S)

@@ -10,7 +10,7 @@ import pytest
 
 from paw.agents import endpoint
 from paw.agents.endpoint import Reply
-from paw.agents.examples import alfworld_examples
+from paw.agents.examples import alfworld_examples, expert_example
 from paw.agents.zerosearch import Simulator
 from paw.config import Config
 from paw.envs import make_factory
@@ -271,6 +271,14 @@ def test_examples_of_an_oracle():
     for kind in ("pick", "look", "clean", "heat", "cool", "two"):
         for example in alfworld_examples(kind):
             assert "Your task is to: " in example and "Nothing happens" not in example
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning"), [("webshop", r"Instruction: .*\w"), ("search", r"Question: .*\w\?")]
+)
+def test_an_example_of_an_expert_begins_with_its_task(name, beginning):
+    first_line = expert_example(name).partition("\n")[0]
+    assert re.match(beginning, first_line)
 
 
 def test_reflexion_plays_again_with_plans():

@@ -153,6 +153,24 @@ def test_what_is_missing_is_named_in_one_line():
         assert str(caught.value).startswith("env = ") and "\n" not in str(caught.value)
 
 
+def test_the_environment_made_as_a_check_is_closed_again():
+    closed = []
+
+    def close(self):
+        closed.append("close")
+
+    async def close_later(self):
+        closed.append("async")
+
+    def fail(self):
+        closed.append("failed")
+        raise OSError("never opened")
+
+    for method in (close, close_later, fail):
+        make_factory(configure(), type("Game", (Count,), {"close": method}))
+    assert closed == ["close", "async", "failed"]
+
+
 def test_the_adaptive_weight_needs_a_largest_return():
     for value in ("ten", 0.0):
         factory = make_factory(configure(), type("Game", (Count,), {"reward_max": value}))

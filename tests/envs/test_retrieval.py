@@ -88,8 +88,8 @@ def test_a_saved_index_answers_the_same_and_is_mapped(tmp_path, cache):
     again = make_retriever(SearchConfig(corpus=corpus))
     assert again.search(queries, 7) == first and [len(hits) for hits in first] == [7, 1, 0, 7]
     assert kept and kept == {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
-    assert isinstance(again._index._data.base, np.memmap) or isinstance(
-        again._index._data, np.memmap
+    assert isinstance(again._index._scores.base, np.memmap) or isinstance(
+        again._index._scores, np.memmap
     )
     assert first[1] == [Hit("d17", "word3 word6 other17", first[1][0].score)]
 

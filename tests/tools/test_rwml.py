@@ -17,7 +17,7 @@ from paw.envs.next_state import (
     NextStateConfig,
     NextStateFactory,
     Triplet,
-    _Together,
+    _Batched,
     answer,
     ask,
     predicted,
@@ -187,7 +187,7 @@ def test_threads_share_one_call_and_one_failure():
             raise ZeroDivisionError
         return same(pairs)
 
-    batches, together = [], _Together(similarity)
+    batches, together = [], _Batched(similarity)
     with ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(together, str(i), str(i // 2 * 2)) for i in range(8)]
     failed = [isinstance(call.exception(), ZeroDivisionError) for call in calls]

@@ -1,7 +1,7 @@
-"""ALFWorld: which games are played in training, warm-up and evaluation, and one episode of them.
+"""ALFWorld: which games are played in training, warm-up and evaluation, and one episode of a game.
 
-Evaluation on files draws with replacement, as the reference code's independently seeded
-environments do.
+Evaluation on files draws games with replacement, as the independently seeded environments of the
+reference code do.
 """
 
 import functools
@@ -18,23 +18,23 @@ from paw.envs.alfworld.prompt import TASK, CompactStyle, PaperStyle, Style
 from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.envs.alfworld.textworld import require_textworld
 from paw.envs.base import Endless, EnvFactory, Made, Tasks
-from paw.envs.settings import AlfworldConfig
+from paw.envs.settings import AlfworldConfig, TaskKind
 from paw.envs.worker import Worker
 from paw.errors import UserError
 from paw.types import Outcome, Task
 
 HELD_OUT = "valid_unseen"
-"""The one split of generated games to evaluate on."""
+"""The only split of generated games for evaluation."""
 KEPT_GAMES = 512
-"""Parsed games kept in memory; more than an evaluation's worth."""
+"""Parsed games kept in memory: more than an evaluation needs."""
 TEXTWORLD = "paw.envs.alfworld.textworld:TextworldHousehold"
 
 
 class AlfworldFactory(EnvFactory):
-    """The games of env.data, or generated ones, endlessly many.
+    """The games of env.data, or an endless supply of generated ones.
 
-    Raises UserError: env.data lacks something, what is not generated is asked for, or textworld is
-    not installed.
+    Raises UserError if env.data lacks something, if a split is set that is not generated, or if
+    textworld is needed but not installed.
     """
 
     Config = AlfworldConfig
@@ -44,47 +44,31 @@ class AlfworldFactory(EnvFactory):
     def __init__(self, config: AlfworldConfig) -> None:
         if not config.kinds:
             raise UserError(f"env.kinds is empty; name at least one of {', '.join(KINDS)}")
+        self.config = config
+        self.reward_max = config.reward
+        self.invalid_penalty = config.invalid_penalty
         self.may_block = config.backend == "textworld"
         if self.may_block:
             require_textworld()
-        self.config, self.reward_max, self.invalid_penalty = (
-            config,
-            config.reward,
-            config.invalid_penalty,
-        )
         self._root = None if config.data is None else index.find_root(config.data)
-        self._split = functools.cache(self._load_split)
+        self._kinds: list[TaskKind] | None = config.kinds
+        """Kinds of generated games; None for all that the difficulty offers."""
+        if set(config.kinds) == set(KINDS):
+            # All six are the default: it must not ask a difficulty for kinds that it lacks.
+            self._kinds = None
+        self._games_of_split = functools.cache(self._load_split)
         self._read = functools.lru_cache(KEPT_GAMES)(Game.load)
         self._generate = functools.lru_cache(KEPT_GAMES)(self._generate_game)
-        # All six kinds, the default, are those that the difficulty offers; a choice must be one it
-        # does offer.
-        self._kinds = None if set(config.kinds) == set(KINDS) else config.kinds
-        if self._root is not None:
-            self._split(config.eval_split)
-            return
-        if config.train_split != "train":
-            raise UserError(
-                f"env.train_split = '{config.train_split}' needs env.data: generated ones have 'train' only"
-            )
-        if config.eval_split != HELD_OUT:
-            raise UserError(
-                f"generated games have no split '{config.eval_split}' to evaluate on; use '{HELD_OUT}', or set env.data"
-            )
-        self._generate("train", 0, 0)
+        self._check_splits()
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """UserError: the split is unknown, missing or empty.
+        """The games of a split. The warm-up's are generated, whatever is trained on.
 
-        Warm-up games are generated, whatever is trained on.
+        Raises UserError if the split is unknown, missing or empty.
         """
         if split != "warmup" and self._root is not None:
-            games, root = self._split(split), self._root
+            return self._tasks_from_files(self._root, split)
 
-            def read(i: int) -> Task:
-                task_id, kind = games[i]
-                return Task(task_id, kind, self._read(root / task_id / index.GAME_FILE))
-
-            return Made(read, len(games))
         stream = {"warmup": "warmup", "train": "train", HELD_OUT: "unseen"}.get(split)
         if stream is None:
             raise UserError(
@@ -101,52 +85,80 @@ class AlfworldFactory(EnvFactory):
         return AlfworldEnv(self.config)
 
     def fingerprint(self) -> str:
-        """Where the games come from and a hash of them; the engine's version where it is not the native one."""
-        config, root = self.config, self._root
-        engine = (
-            f"textworld {metadata.version('textworld')} " if config.backend == "textworld" else ""
-        )
-        kinds = ",".join(
-            self._kinds or (config.kinds if root else DIFFICULTIES[config.difficulty].kinds)
-        )
-        if root is None:
+        """Where the games come from and a hash of them; with textworld also its version."""
+        config = self.config
+        engine = ""
+        if config.backend == "textworld":
+            engine = f"textworld {metadata.version('textworld')} "
+        if self._root is None:
+            kinds = ",".join(self._kinds or DIFFICULTIES[config.difficulty].kinds)
             digest = hashlib.sha256()
             for split in generator.SPLITS:
                 for i in range(8):
                     digest.update(repr(self._generate(split, 0, i).scene).encode())
             return f"{engine}generated {config.difficulty} {kinds} {digest.hexdigest()[:16]}"
-        splits = [
-            split
-            for split in dict.fromkeys((config.train_split, config.eval_split))
-            if (root / split).is_dir()
-        ]
-        hashes = " ".join(
-            f"{split} {index.load_split(root, split).digest[:16]}" for split in splits
-        )
-        return f"{engine}alfworld {hashes} {kinds}"
+
+        kinds = ",".join(config.kinds)
+        hashes = []
+        for split in dict.fromkeys((config.train_split, config.eval_split)):
+            if (self._root / split).is_dir():
+                digest = index.load_split(self._root, split).digest
+                hashes.append(f"{split} {digest[:16]}")
+        return f"{engine}alfworld {' '.join(hashes)} {kinds}"
+
+    def _check_splits(self) -> None:
+        """Raises UserError if the configured splits cannot be played."""
+        config = self.config
+        if self._root is not None:
+            self._games_of_split(config.eval_split)
+            return
+        if config.train_split != "train":
+            raise UserError(
+                f"env.train_split = '{config.train_split}' needs env.data: "
+                "generated ones have 'train' only"
+            )
+        if config.eval_split != HELD_OUT:
+            raise UserError(
+                f"generated games have no split '{config.eval_split}' to evaluate on; "
+                f"use '{HELD_OUT}', or set env.data"
+            )
+        self._generate("train", 0, 0)
+
+    def _tasks_from_files(self, root: Path, split: str) -> Made:
+        games = self._games_of_split(split)
+
+        def task(i: int) -> Task:
+            task_id, kind = games[i]
+            return Task(task_id, kind, self._read(root / task_id / index.GAME_FILE))
+
+        return Made(task, len(games))
 
     def _generate_game(self, split: str, seed: int, i: int) -> Game:
-        config = self.config
-        return next(
-            generator.games(split, i, 1, seed=seed, difficulty=config.difficulty, kinds=self._kinds)
+        games = generator.games(
+            split,
+            start=i,
+            count=1,
+            seed=seed,
+            difficulty=self.config.difficulty,
+            kinds=self._kinds,
         )
+        return next(games)
 
     def _load_split(self, split: str) -> list[tuple[str, str]]:
+        """(id, kind) of the split's games of env.kinds."""
         assert self._root is not None
-        games = [
-            game
-            for game in index.load_split(self._root, split).games
-            if game[1] in self.config.kinds
-        ]
+        all_games = index.load_split(self._root, split).games
+        games = [(task_id, kind) for task_id, kind in all_games if kind in self.config.kinds]
         if not games:
             raise UserError(
-                f"{self._root / split} holds no game of env.kinds = {self.config.kinds}; name other kinds"
+                f"{self._root / split} holds no game of env.kinds = {self.config.kinds}; "
+                "name other kinds"
             )
         return games
 
 
 class AlfworldEnv:
-    """One episode at a time, in this process (native) or in a child of its own (textworld)."""
+    """One episode at a time, in this process (native) or in a child process (textworld)."""
 
     task: str = ""
 
@@ -154,23 +166,28 @@ class AlfworldEnv:
         self.config = config
         style = PaperStyle if config.style == "paper" else CompactStyle
         self.style: Style = style(history=config.history, think=config.think)
-        self._worker = (
-            Worker(TEXTWORLD, timeout_s=config.step_timeout_s)
-            if config.backend == "textworld"
-            else None
-        )
+        self._worker: Worker | None = None
+        if config.backend == "textworld":
+            self._worker = Worker(TEXTWORLD, timeout_s=config.step_timeout_s)
         self._household: Household | Worker | None = None
+        # Set by `reset`.
+        self._game: Game
+        self._text = ""
+        """The last observation."""
+        self._past: list[tuple[str, str]] = []
+        """(observation, action) of each turn so far."""
+        self._admissible: list[str] = []
 
     def reset(self, task: Task) -> str:
         """Start `task`, whose payload is a Game.
 
-        EnvironmentFailure: textworld's worker died, hung or raised.
+        Raises EnvironmentFailure if textworld's worker died, hung or raised.
         """
-        self._game: Game = task.payload
+        self._game = task.payload
         self._household = self._worker or Household(self._game)
         self._text = self._start(self._household)
         self.task = self._text.partition(TASK)[2].strip()
-        self._past: list[tuple[str, str]] = []
+        self._past = []
         self._admissible = self._playable()
         return self._text
 
@@ -178,24 +195,23 @@ class AlfworldEnv:
         return self.style.prompt(self.task, self._past, self._text, self._admissible)
 
     def step(self, response: str) -> Outcome:
-        """Play what is parsed from `response`; the episode ends when won or after env.max_turns turns."""
+        """Play the action in `response`; the episode ends when won or after env.max_turns turns."""
         assert self._household is not None, "step() before reset()"
         action, valid = self.style.parse_action(response, self._admissible)
         feedback = self._household.step(action)
         won = self._household.won
+
         self._past.append((self._text, action))
-        self._text, self._admissible = feedback, self._playable()
-        done, reward = (
-            won or len(self._past) >= self.config.max_turns,
-            self.config.reward if won else 0.0,
-        )
+        self._text = feedback
+        self._admissible = self._playable()
+        done = won or len(self._past) >= self.config.max_turns
+        reward = self.config.reward if won else 0.0
         return Outcome(feedback, reward, done=done, won=won, action=action, valid=valid)
 
     def oracle(self) -> str:
         household = self._household
-        if not isinstance(
-            household, Household
-        ):  # the oracle reads hidden state: replay the episode where it shows
+        if not isinstance(household, Household):
+            # The oracle reads hidden state, which textworld does not show: replay the episode here.
             household = Household(self._game)
             for _, action in self._past:
                 household.step(action)
@@ -212,13 +228,16 @@ class AlfworldEnv:
             self._worker.close()
 
     def _playable(self) -> list[str]:
+        """The admissible actions that the agent is shown."""
         assert self._household is not None
         return [action for action in self._household.admissible if action != "help"]
 
     def _start(self, household: Household | Worker) -> str:
+        """Start the game in `household`; returns its first text."""
         if isinstance(household, Household):
             return household.reset()
-        if self._game.scene is None:
-            return household.start(path=self._game.name)  # a file's name is its path
+        if self._game.scene is None:  # read from a file: the name is its path
+            return household.start(path=self._game.name)
         with tempfile.TemporaryDirectory(prefix="paw-") as folder:
-            return household.start(path=str(generator.write(self._game, Path(folder))))
+            path = generator.write(self._game, Path(folder))
+            return household.start(path=str(path))

@@ -1,8 +1,8 @@
-"""Household games made offline, in ALFWorld's own file format, each with a walkthrough that wins it.
+"""Generates household games in ALFWorld's own file format, each with a walkthrough that wins it.
 
-Everything is a pure function of the seed, the difficulty and the kinds of task. A game belongs to
-one split, decided by a hash of goal and scene without ids, numbers and wording; a draw that belongs
-to another split is drawn again.
+Everything is a pure function of the seed, the difficulty and the kinds of task. Each game belongs
+to exactly one split. A hash of its goal and scene decides which one; ids, numbers and wording are
+not hashed. A game that belongs to another split than the one asked for is drawn again.
 """
 
 import hashlib
@@ -20,43 +20,50 @@ from paw.envs.alfworld.tables import DIFFICULTIES, Difficulty, Room
 from paw.errors import UserError
 
 SPLITS = {"train": (0, 1), "warmup": (2,), "unseen": (3,)}
-"""Split -> its residues of the content hash modulo 4: half of all games, and a quarter each."""
+"""Split -> the residues modulo 4 of the content hash that belong to it.
+
+Half of all games are for training, and a quarter each for the warm-up and for evaluation.
+"""
 
 _DATA = Path(__file__).parent / "data"
-# The domain names these types, so a problem must declare them whether or not the room has any.
-_DOMAIN_RECEPTACLES, _DOMAIN_OBJECTS = (
-    ("SinkBasin", "Microwave", "Fridge"),
-    ("Knife", "ButterKnife"),
-)
+# The domain mentions these types, so every problem must declare them, even if the room has none.
+_DOMAIN_RECEPTACLES = ("SinkBasin", "Microwave", "Fridge")
+_DOMAIN_OBJECTS = ("Knife", "ButterKnife")
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What was drawn. Types and ids are CamelCase, as in game files."""
+    """Everything that was drawn for one game. Types and ids are CamelCase, as in game files."""
 
     seed: int
     kind: str
     object: str
     target: str
-    """Type of the receptacle to put it in; for "look", of the lamp."""
+    """Type of the receptacle to put the object in; for "look", the type of the lamp."""
     receptacles: tuple[tuple[str, str, str], ...]
-    """(id, type, location) of each."""
+    """(id, type, location) of each receptacle."""
     objects: tuple[tuple[str, str, int], ...]
-    """(id, type, index of the receptacle it is in) of each."""
+    """(id, type, index of the receptacle it is in) of each object."""
     start: str
     sentence: str
     floor_plan: int
 
     def content(self) -> str:
-        """Goal and scene without ids, numbers and wording: equal for games that ask the same of the same room."""
-        held: list[list[str]] = [[] for _ in self.receptacles]
-        for _, type_, index in self.objects:
-            held[index].append(type_)
-        room = sorted([type_, *sorted(held[i])] for i, (_, type_, _) in enumerate(self.receptacles))
-        return json.dumps([self.kind, self.object, self.target, room])
+        """Goal and scene as JSON, without ids, numbers and wording.
+
+        Two games with the same goal in the same room have the same content.
+        """
+        contents: list[list[str]] = [[] for _ in self.receptacles]
+        for _, object_type, index in self.objects:
+            contents[index].append(object_type)
+
+        room = []
+        for (_, receptacle_type, _), object_types in zip(self.receptacles, contents, strict=True):
+            room.append([receptacle_type, *sorted(object_types)])
+        return json.dumps([self.kind, self.object, self.target, sorted(room)])
 
     def split(self) -> str:
-        """The one split of SPLITS this game may appear in."""
+        """The only split of SPLITS in which this game may appear."""
         residue = hashlib.sha256(self.content().encode()).digest()[0] % 4
         return next(split for split, residues in SPLITS.items() if residue in residues)
 
@@ -70,63 +77,82 @@ def games(
     difficulty: str = "full",
     kinds: Sequence[str] | None = None,
 ) -> Iterator[Game]:
-    """Games `start`, ..., `start + count - 1` of an endless seeded stream; within one a tiny game may come twice.
+    """Games `start`, ..., `start + count - 1` of an endless seeded stream.
 
-    `difficulty` is one of DIFFICULTIES. UserError: it does not offer one of the `kinds` (default:
-    all it has).
+    `difficulty` is a name of DIFFICULTIES, `kinds` are some of its kinds of task (default: all of
+    them). A tiny game may occur twice in a stream. Raises UserError if the difficulty does not
+    offer one of the `kinds`.
     """
     level = DIFFICULTIES[difficulty]
-    kinds = level.kinds if kinds is None else kinds
-    if wrong := [kind for kind in kinds if kind not in level.kinds]:
-        offered = ", ".join(level.kinds)
-        raise UserError(
-            f'task type "{wrong[0]}" is not offered by difficulty "{level.name}"; it has {offered}'
-        )
+    if kinds is None:
+        kinds = level.kinds
+    for kind in kinds:
+        if kind not in level.kinds:
+            raise UserError(
+                f'task type "{kind}" is not offered by difficulty "{level.name}"; '
+                f"it has {', '.join(level.kinds)}"
+            )
+
     for index in range(start, start + count):
-        for attempt in itertools.count():
-            parts = json.dumps(
-                (split, seed, index, attempt)
-            ).encode()  # neighbouring games share nothing
-            scene = _draw(int.from_bytes(hashlib.sha256(parts).digest()[:6], "big"), level, kinds)
-            if scene.split() == split:
-                break
+        scene = _draw_for_split(split, seed, index, level, kinds)
         name = f"generated/{difficulty}/{scene.kind}/{scene.seed:012x}"
         game = Game(_problem(scene), f"Your task is to: {scene.sentence}.", name=name)
-        game.walkthrough, game.scene = solve(game), scene
+        game.walkthrough = solve(game)
+        game.scene = scene
         yield game
 
 
 # ---- drawing a scene
 
 
+def _draw_for_split(
+    split: str, seed: int, index: int, difficulty: Difficulty, kinds: Sequence[str]
+) -> Scene:
+    """Scene number `index` of the stream of `split` and `seed`: the first draw for this split."""
+    for attempt in itertools.count():
+        # Hashed, so that the scenes of neighbouring numbers have nothing in common.
+        key = json.dumps((split, seed, index, attempt)).encode()
+        scene_seed = int.from_bytes(hashlib.sha256(key).digest()[:6], "big")
+        scene = _draw(scene_seed, difficulty, kinds)
+        if scene.split() == split:
+            return scene
+    raise AssertionError("unreachable")
+
+
 def _draw(seed: int, difficulty: Difficulty, kinds: Sequence[str]) -> Scene:
-    """The scene of `seed`: rooms in which the goal cannot be set are drawn again."""
+    """The scene of `seed`. Rooms in which no goal of the drawn kind is possible are drawn again."""
     rng = random.Random(seed)
     kind = rng.choice(kinds)
     rooms = [room for room in difficulty.rooms if kind in room.kinds]
     while True:
         room = rng.choice(rooms)
-        types = _receptacle_types(rng, room, kind, difficulty)
-        goal = _goal(rng, room, kind, types)
+        receptacle_types = _receptacle_types(rng, room, kind, difficulty)
+        goal = _goal(rng, room, kind, receptacle_types)
         if goal is not None:
             break
-    object_, target = goal
-    placed = _place_objects(rng, room, kind, types, object_, target, difficulty)
-    taken: set[str] = set()
-    spots = [_location(spot, rng) for spot in rng.sample(range(25 * 25), len(types) + 1)]
+    object_type, target_type = goal
+    placed = _place_objects(rng, room, kind, receptacle_types, object_type, target_type, difficulty)
+
+    # One cell of the grid for each receptacle, and one where the agent starts.
+    cells = rng.sample(range(25 * 25), len(receptacle_types) + 1)
+    locations = [_location(cell, rng) for cell in cells]
+    used_ids: set[str] = set()
+    receptacles = []
+    for type_, location in zip(receptacle_types, locations, strict=False):
+        receptacles.append((_id(rng, type_, used_ids), type_, location))
+    objects = []
+    for type_, index in placed:
+        objects.append((_id(rng, type_, used_ids), type_, index))
+    sentence = rng.choice(tables.SENTENCES[kind])
     return Scene(
         seed=seed,
         kind=kind,
-        object=object_,
-        target=target,
-        receptacles=tuple(
-            (_id(rng, type_, taken), type_, spots[i]) for i, type_ in enumerate(types)
-        ),
-        objects=tuple((_id(rng, type_, taken), type_, index) for type_, index in placed),
-        start=spots[-1],
-        sentence=rng.choice(tables.SENTENCES[kind]).format(
-            object=object_.lower(), target=target.lower()
-        ),
+        object=object_type,
+        target=target_type,
+        receptacles=tuple(receptacles),
+        objects=tuple(objects),
+        start=locations[-1],
+        sentence=sentence.format(object=object_type.lower(), target=target_type.lower()),
         floor_plan=room.scenes + rng.randint(1, 30),
     )
 
@@ -134,99 +160,161 @@ def _draw(seed: int, difficulty: Difficulty, kinds: Sequence[str]) -> Scene:
 def _receptacle_types(
     rng: random.Random, room: Room, kind: str, difficulty: Difficulty
 ) -> list[str]:
+    """The type of each receptacle in the room.
+
+    If the difficulty limits their number, those that the `kind` of task needs are kept first.
+    """
     types: list[str] = []
     for type_, (low, high) in room.receptacles.items():
         number = rng.randint(low, high) if high > low else low
-        types += [type_] * min(number, difficulty.per_type or number)
+        if difficulty.per_type:
+            number = min(number, difficulty.per_type)
+        types += [type_] * number
     if difficulty.receptacles is None:
         return types
+
     tool = tables.TREATMENTS[kind][0] if kind in tables.TREATMENTS else None
     rng.shuffle(types)
     types.sort(key=lambda type_: type_ != tool)
     return types[: rng.randint(*difficulty.receptacles)]
 
 
-def _goal(rng: random.Random, room: Room, kind: str, types: list[str]) -> tuple[str, str] | None:
-    """(object type, target type), or None where the draw does not allow a goal of this kind."""
+def _goal(
+    rng: random.Random, room: Room, kind: str, receptacle_types: list[str]
+) -> tuple[str, str] | None:
+    """(object type, target type), or None if the drawn room allows no such goal of this kind."""
     if kind == "look":
-        object_ = rng.choice(room.objects)
-        possible = _holders(types, object_) and any(type_ in tables.LAMP_SPOTS for type_ in types)
-        return (object_, tables.LAMP) if possible else None
-    tool, able = tables.TREATMENTS.get(kind, (None, None))
-    object_ = rng.choice([o for o in room.objects if able is None or o in tables.ABILITIES[able]])
-    targets = sorted({types[i] for i in _holders(types, object_)} - {tool})
+        object_type = rng.choice(room.objects)
+        has_lamp_spot = any(type_ in tables.LAMP_SPOTS for type_ in receptacle_types)
+        if not has_lamp_spot or not _holders(receptacle_types, object_type):
+            return None
+        return object_type, tables.LAMP
+
+    tool, ability = tables.TREATMENTS.get(kind, (None, None))
+    suitable = [
+        type_ for type_ in room.objects if ability is None or type_ in tables.ABILITIES[ability]
+    ]
+    object_type = rng.choice(suitable)
+    # Never the tool itself: the object would be there as soon as it was treated.
+    targets = {receptacle_types[i] for i in _holders(receptacle_types, object_type)} - {tool}
     if not targets:
         return None
-    target = rng.choice(targets)
-    return (object_, target) if _sources(types, object_, target) else None
+    target_type = rng.choice(sorted(targets))
+    if not _sources(receptacle_types, object_type, target_type):
+        return None
+    return object_type, target_type
 
 
 def _place_objects(
     rng: random.Random,
     room: Room,
     kind: str,
-    types: list[str],
-    object_: str,
-    target: str,
+    receptacle_types: list[str],
+    object_type: str,
+    target_type: str,
     difficulty: Difficulty,
 ) -> list[tuple[str, int]]:
-    """(type, index of the receptacle) of every object.
+    """(type, index of its receptacle) of every object.
 
-    Those of the goal's type start outside its target.
+    Objects of the goal's type start outside the goal's target.
     """
     needed = 2 if kind == "two" else 1
     if difficulty.objects is None:
-        crowd = []
-        for type_ in room.objects:
-            number = min(rng.choice((0, 1, 1, 2, 3)), difficulty.copies)
-            crowd += [type_] * (number - needed if type_ == object_ else number)
+        others = _objects_by_room(rng, room, object_type, needed, difficulty)
     else:
-        crowd = [o for o in room.objects if o != object_ and _holders(types, o)] * difficulty.copies
-        crowd += [object_] * (difficulty.copies - needed)
-        rng.shuffle(crowd)
-        crowd = crowd[: rng.randint(*difficulty.objects) - needed]
+        others = _objects_by_number(rng, room, receptacle_types, object_type, needed, difficulty)
+
     placed = []
-    for type_ in [object_] * needed + crowd:
-        places = _sources(types, type_, target) if type_ == object_ else _holders(types, type_)
-        if places:
-            placed.append((type_, rng.choice(places)))
+    for type_ in [object_type] * needed + others:
+        if type_ == object_type:
+            choices = _sources(receptacle_types, type_, target_type)
+        else:
+            choices = _holders(receptacle_types, type_)
+        if choices:
+            placed.append((type_, rng.choice(choices)))
     if kind == "look":
-        placed.append(
-            (
-                tables.LAMP,
-                rng.choice([i for i, type_ in enumerate(types) if type_ in tables.LAMP_SPOTS]),
-            )
-        )
+        lamp_spots = [i for i, type_ in enumerate(receptacle_types) if type_ in tables.LAMP_SPOTS]
+        placed.append((tables.LAMP, rng.choice(lamp_spots)))
     return placed
 
 
-def _holders(types: list[str], object_: str) -> list[int]:
-    return [i for i, type_ in enumerate(types) if object_ in tables.HOLDS[type_]]
+def _objects_by_room(
+    rng: random.Random, room: Room, object_type: str, needed: int, difficulty: Difficulty
+) -> list[str]:
+    """Types of the objects besides the `needed` ones: a few of each type that the room may have."""
+    types = []
+    for type_ in room.objects:
+        number = min(rng.choice((0, 1, 1, 2, 3)), difficulty.copies)
+        if type_ == object_type:
+            number -= needed
+        types += [type_] * number
+    return types
 
 
-def _sources(types: list[str], object_: str, target: str) -> list[int]:
-    return [i for i in _holders(types, object_) if types[i] != target]
+def _objects_by_number(
+    rng: random.Random,
+    room: Room,
+    receptacle_types: list[str],
+    object_type: str,
+    needed: int,
+    difficulty: Difficulty,
+) -> list[str]:
+    """Types of the objects besides the `needed` ones: as many as the difficulty says."""
+    assert difficulty.objects is not None
+    types = []
+    for type_ in room.objects:
+        if type_ != object_type and _holders(receptacle_types, type_):
+            types.append(type_)
+    types *= difficulty.copies
+    types += [object_type] * (difficulty.copies - needed)
+    rng.shuffle(types)
+    return types[: rng.randint(*difficulty.objects) - needed]
 
 
-def _location(spot: int, rng: random.Random) -> str:
-    """A cell of a 25 x 25 grid, with a direction to face and an angle to look down at, as ALFRED writes locations."""
-    x, y = (f"_minus_{-v}" if v < 0 else f"{v}" for v in (spot // 25 - 12, spot % 25 - 12))
+def _holders(receptacle_types: list[str], object_type: str) -> list[int]:
+    """Indices of the receptacles that can hold an object of this type."""
+    return [i for i, type_ in enumerate(receptacle_types) if object_type in tables.HOLDS[type_]]
+
+
+def _sources(receptacle_types: list[str], object_type: str, target_type: str) -> list[int]:
+    """Those of `_holders` that are not of the goal's target type."""
+    holders = _holders(receptacle_types, object_type)
+    return [i for i in holders if receptacle_types[i] != target_type]
+
+
+def _location(cell: int, rng: random.Random) -> str:
+    """Cell number `cell` of a 25 x 25 grid, as ALFRED writes locations.
+
+    The direction to face and the angle to look down at are drawn.
+    """
+    x = _signed(cell // 25 - 12)
+    y = _signed(cell % 25 - 12)
     return f"loc_bar_{x}_bar_{y}_bar_{rng.randrange(4)}_bar_{15 * rng.randint(1, 4)}"
 
 
-def _id(rng: random.Random, type_: str, taken: set[str]) -> str:
-    """An unused id: type and position in metres, "Mug_bar__plus_01_dot_65_bar_..."; a basin is part of a sink."""
-    head, tail = (
-        (type_.removesuffix("Basin"), f"_bar_{type_}") if type_.endswith("Basin") else (type_, "")
-    )
+def _signed(number: int) -> str:
+    return f"_minus_{-number}" if number < 0 else f"{number}"
+
+
+def _id(rng: random.Random, type_: str, used_ids: set[str]) -> str:
+    """A new id, also added to `used_ids`: type and position in metres.
+
+    For example "Mug_bar__plus_01_dot_65_bar_...". A basin is part of a sink, so its id begins with
+    the sink's type.
+    """
+    head, tail = type_, ""
+    if type_.endswith("Basin"):
+        head, tail = type_.removesuffix("Basin"), f"_bar_{type_}"
     while True:
-        id_ = head
+        position = ""
         for _ in range(3):
-            v = int(rng.random() * 800) - 400
-            id_ += f"_bar__{'minus' if v < 0 else 'plus'}_{abs(v) // 100:02}_dot_{abs(v) % 100:02}"
-        id_ += tail
-        if id_ not in taken:
-            taken.add(id_)
+            centimetres = int(rng.random() * 800) - 400
+            sign = "minus" if centimetres < 0 else "plus"
+            metres, rest = divmod(abs(centimetres), 100)
+            position += f"_bar__{sign}_{metres:02}_dot_{rest:02}"
+        id_ = f"{head}{position}{tail}"
+        if id_ not in used_ids:
+            used_ids.add(id_)
             return id_
 
 
@@ -235,76 +323,97 @@ def _id(rng: random.Random, type_: str, taken: set[str]) -> str:
 
 def _problem(scene: Scene) -> str:
     """The scene as a PDDL problem of data/alfred.pddl."""
-    receptacle_types = {type_ for _, type_, _ in scene.receptacles}
-    object_types = {type_ for _, type_, _ in scene.objects}
+    objects = "\n    ".join(_declarations(scene))
+    facts = "\n    ".join(f"({fact})" for fact in _facts(scene))
+    goal = tables.GOALS[scene.kind].format(object=scene.object, target=scene.target)
+    return (
+        f"(define (problem generated_{scene.seed:012x})\n"
+        f"(:domain alfred)\n"
+        f"(:objects\n    {objects})\n"
+        f"(:init\n    {facts})\n"
+        f"(:goal (and {goal})))\n"
+    )
+
+
+def _declarations(scene: Scene) -> list[str]:
+    """Everything that the facts mention, with its type in the domain."""
+    object_types = {type_ for _, type_, _ in scene.objects}.union(_DOMAIN_OBJECTS)
+    receptacle_types = {type_ for _, type_, _ in scene.receptacles}.union(_DOMAIN_RECEPTACLES)
+    locations = {location for _, _, location in scene.receptacles} | {scene.start}
+
+    declarations = ["agent1 - agent"]
+    declarations += [f"{type_}Type - otype" for type_ in sorted(object_types)]
+    declarations += [f"{type_}Type - rtype" for type_ in sorted(receptacle_types)]
+    declarations += [f"{id_} - object" for id_, _, _ in scene.objects]
+    declarations += [f"{id_} - receptacle" for id_, _, _ in scene.receptacles]
+    declarations += [f"{location} - location" for location in sorted(locations)]
+    return declarations
+
+
+def _facts(scene: Scene) -> list[str]:
+    """What holds at the start, without the parentheses of PDDL."""
     facts = []
     for id_, type_, location in scene.receptacles:
-        facts += [f"receptacleType {id_} {type_}Type", f"receptacleAtLocation {id_} {location}"]
-        facts += [f"openable {id_}"] if type_ in tables.OPENABLE else []
-    for type_ in sorted(receptacle_types):
-        facts += [
-            f"canContain {type_}Type {object_}Type"
-            for object_ in tables.HOLDS[type_]
-            if object_ in object_types
-        ]
+        facts.append(f"receptacleType {id_} {type_}Type")
+        facts.append(f"receptacleAtLocation {id_} {location}")
+        if type_ in tables.OPENABLE:
+            facts.append(f"openable {id_}")
+
+    object_types = {type_ for _, type_, _ in scene.objects}
+    for receptacle_type in sorted({type_ for _, type_, _ in scene.receptacles}):
+        for object_type in tables.HOLDS[receptacle_type]:
+            if object_type in object_types:
+                facts.append(f"canContain {receptacle_type}Type {object_type}Type")
+
     for id_, type_, index in scene.objects:
         receptacle, _, location = scene.receptacles[index]
-        facts += [
-            f"objectType {id_} {type_}Type",
-            f"{'toggleable' if type_ == tables.LAMP else 'pickupable'} {id_}",
-        ]
-        facts += [
-            f"{ability} {id_}" for ability, types in tables.ABILITIES.items() if type_ in types
-        ]
-        facts += [f"inReceptacle {id_} {receptacle}", f"objectAtLocation {id_} {location}"]
+        facts.append(f"objectType {id_} {type_}Type")
+        facts.append(f"toggleable {id_}" if type_ == tables.LAMP else f"pickupable {id_}")
+        for ability, able_types in tables.ABILITIES.items():
+            if type_ in able_types:
+                facts.append(f"{ability} {id_}")
+        facts.append(f"inReceptacle {id_} {receptacle}")
+        facts.append(f"objectAtLocation {id_} {location}")
+
     facts.append(f"atLocation agent1 {scene.start}")
-    declared = ["agent1 - agent"]
-    declared += [f"{type_}Type - otype" for type_ in sorted({*object_types, *_DOMAIN_OBJECTS})]
-    declared += [
-        f"{type_}Type - rtype" for type_ in sorted({*receptacle_types, *_DOMAIN_RECEPTACLES})
-    ]
-    declared += [f"{id_} - object" for id_, _, _ in scene.objects]
-    declared += [f"{id_} - receptacle" for id_, _, _ in scene.receptacles]
-    declared += [
-        f"{place} - location" for place in sorted({scene.start, *(r[2] for r in scene.receptacles)})
-    ]
-    head = f"(define (problem generated_{scene.seed:012x})\n(:domain alfred)\n(:objects\n    "
-    goal = tables.GOALS[scene.kind].format(object=scene.object, target=scene.target)
-    body = "\n    ".join(declared) + ")\n(:init\n    (" + ")\n    (".join(facts)
-    return f"{head}{body}))\n(:goal (and {goal})))\n"
+    return facts
 
 
 def write(game: Game, folder: str | Path) -> Path:
-    """Write a generated game under `folder`, a split's root, as ALFWorld lays games out; returns its game.tw-pddl.
+    """Write a generated game under `folder`, a split's root; returns the path of its game.tw-pddl.
 
-    Beside it lies the part of traj_data.json that alfworld's own environment and expert read.
+    Folders are laid out as ALFWorld lays them out. Next to the game goes a traj_data.json with the
+    keys that alfworld's own environment and expert read.
     """
     scene = game.scene
     assert isinstance(scene, Scene), f"{game.name} was not generated"
-    domain, grammar = (
-        (_DATA / name).read_text(encoding="utf-8") for name in ("alfred.pddl", "alfred.twl2")
-    )
-    task_type, parent = TASK_TYPES[scene.kind], "" if scene.kind == "look" else scene.target
-    data = {"pddl_domain": domain, "grammar": grammar.replace("UNKNOWN GOAL", scene.sentence)}
-    data |= {"pddl_problem": _problem(scene), "solvable": True, "walkthrough": game.walkthrough}
-    goal = {
-        "object_target": scene.object,
-        "parent_target": parent,
-        "toggle_target": "" if parent else scene.target,
+    grammar = (_DATA / "alfred.twl2").read_text(encoding="utf-8")
+    data = {
+        "pddl_domain": (_DATA / "alfred.pddl").read_text(encoding="utf-8"),
+        "grammar": grammar.replace("UNKNOWN GOAL", scene.sentence),
+        "pddl_problem": _problem(scene),
+        "solvable": True,
+        "walkthrough": game.walkthrough,
     }
+    task_type = TASK_TYPES[scene.kind]
     trial_id = f"trial_G{scene.seed:012x}"
+    is_look = scene.kind == "look"
     trajectory = {
         "task_type": task_type,
         "task_id": trial_id,
         "scene": {"scene_num": scene.floor_plan, "floor_plan": f"FloorPlan{scene.floor_plan}"},
-        "pddl_params": {**goal, "mrecep_target": "", "object_sliced": False},
+        "pddl_params": {
+            "object_target": scene.object,
+            "parent_target": "" if is_look else scene.target,
+            "toggle_target": scene.target if is_look else "",
+            "mrecep_target": "",
+            "object_sliced": False,
+        },
         "turk_annotations": {"anns": [{"task_desc": scene.sentence, "high_descs": []}]},
     }
-    trial = (
-        Path(folder)
-        / f"{task_type}-{scene.object}-None-{scene.target}-{scene.floor_plan}"
-        / trial_id
-    )
+
+    name = f"{task_type}-{scene.object}-None-{scene.target}-{scene.floor_plan}"
+    trial = Path(folder) / name / trial_id
     trial.mkdir(parents=True, exist_ok=True)
     (trial / "traj_data.json").write_text(json.dumps(trajectory), encoding="utf-8")
     path = trial / "game.tw-pddl"

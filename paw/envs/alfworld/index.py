@@ -1,4 +1,6 @@
-"""Which official games there are: found by scanning a split's folder, then remembered in the cache until it changes."""
+"""Finds the official games by scanning a split's folder; the cache keeps the result until the
+folder changes.
+"""
 
 import hashlib
 import json
@@ -25,9 +27,9 @@ class Split(NamedTuple):
 
 
 def find_root(data: Path, *, origin: str = "env.data") -> Path:
-    """The folder with the splits: `data` itself or its json_2.1.1.
+    """The folder that holds the splits: `data` itself or its subfolder json_2.1.1.
 
-    UserError, naming `origin`, if it is neither.
+    Raises UserError, which names `origin`, if it is neither.
     """
     data = data.expanduser()
     for root in (data, data / FOLDER):
@@ -40,36 +42,48 @@ def find_root(data: Path, *, origin: str = "env.data") -> Path:
 
 
 def load_split(root: Path, split: str) -> Split:
-    """The games of one split, from the index or by a scan; what alfworld's own loader leaves out is left out."""
+    """The games of one split, from the cached index or by a scan.
+
+    Raises UserError if the split is unknown, missing or empty.
+    """
     if split not in SPLITS:
         raise UserError(f"unknown ALFWorld split '{split}'; there are: {', '.join(SPLITS)}")
     folder = root / split
     if not folder.is_dir():
-        there = ", ".join(name for name in SPLITS if (root / name).is_dir())
-        raise UserError(f"{root} has no split '{split}' (it has: {there}); {FIX}")
-    tasks = sorted(
-        (entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(folder) if entry.is_dir()
-    )
-    stamp = hashlib.sha256(json.dumps([str(folder.resolve()), tasks]).encode()).hexdigest()[:16]
+        existing = ", ".join(name for name in SPLITS if (root / name).is_dir())
+        raise UserError(f"{root} has no split '{split}' (it has: {existing}); {FIX}")
+
+    def write_index(index: Path) -> None:
+        (index / "index.json").write_text(json.dumps(_scan(root, split)))
+
     try:
-        kept = cached(
-            f"alfworld-{stamp}",
-            lambda at: (at / "index.json").write_text(json.dumps(_scan(root, split))),
-        )
-        games, digest = json.loads((kept / "index.json").read_text())
-    except UserError:  # no games, or no room for an index: the scan says which
+        index = cached(f"alfworld-{_stamp(folder)}", write_index)
+        games, digest = json.loads((index / "index.json").read_text())
+    except UserError:
+        # Either there are no games, which the scan reports, or there is no room for an index.
         games, digest = _scan(root, split)
     return Split([(name, kind) for name, kind in games], digest)
 
 
+def _stamp(folder: Path) -> str:
+    """Hash of the folder's path and of the names and times of its subfolders."""
+    subfolders = []
+    for entry in os.scandir(folder):
+        if entry.is_dir():
+            subfolders.append((entry.name, entry.stat().st_mtime_ns))
+    content = json.dumps([str(folder.resolve()), sorted(subfolders)])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
 def _scan(root: Path, split: str) -> Split:
-    games, digest = [], hashlib.sha256()
-    kinds = {
-        type_: kind for kind, type_ in TASK_TYPES.items()
-    }  # the only ones that alfworld's own environment plays
+    """The games of a split, read from its folder, without those that alfworld's loader skips."""
+    games = []
+    digest = hashlib.sha256()
+    kinds = {task_type: kind for kind, task_type in TASK_TYPES.items()}
     for path in sorted((root / split).glob(f"*/*/{GAME_FILE}")):
         name = path.parent.relative_to(root).as_posix()
-        kind = kinds.get(name.split("/")[1].split("-")[0])
+        task_type = name.split("/")[1].split("-")[0]
+        kind = kinds.get(task_type)
         if kind is None or "movable" in name or "Sliced" in name:
             continue
         with reading(f"game file {path}"):

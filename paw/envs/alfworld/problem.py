@@ -1,14 +1,14 @@
 """One ALFWorld problem, parsed once and shared by every episode that plays it.
 
-Of a game file (`game.tw-pddl`) the PDDL problem and the task are read; the rules, the same for
-every game of a release, are written out in `household.py`. PDDL is case-insensitive, and everything
-is kept lower-case.
+Only the PDDL problem and the task are read from a game file (`game.tw-pddl`). The rules are the
+same for every game of a release and are written out in `household.py`. PDDL is case-insensitive;
+everything is kept in lower case.
 """
 
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,13 +24,10 @@ TASK_TYPES = {
     "cool": "pick_cool_then_place_in_recep",
     "two": "pick_two_obj_and_place",
 }
-"""Our short names of the six task types -> ALFWorld's."""
+"""Our short names of the six task types -> ALFWorld's names."""
 KINDS = tuple(TASK_TYPES)
 REQUIRED_STATE = {"clean": "clean", "heat": "hot", "cool": "cool"}
-"""The state the object of a goal must have been brought into."""
-
-Facts = Mapping[str, Iterable[tuple[str, ...]]]
-"""Predicate name -> argument tuples, all lower-case."""
+"""Kind of task -> the state into which the object must be brought."""
 
 _COMMENT = re.compile(r";[^\n]*")
 _FACT = re.compile(r"\((\w+)((?:\s+[^\s()]+)*)\s*\)")
@@ -55,6 +52,8 @@ _STATE_PREDICATES = {
 
 
 class GameFile(Strict):
+    """The keys of a game file that are read."""
+
     pddl_domain: str
     grammar: str
     pddl_problem: str
@@ -66,13 +65,13 @@ class Goal(NamedTuple):
     object: str
     """Type of the object to handle, such as "mugtype"."""
     target: str
-    """Type of the receptacle to put it in; for "look", of the lamp."""
+    """Type of the receptacle to put it in; for "look", the type of the lamp."""
 
 
 class Game:
-    """Everything about a PDDL `problem` that no action changes, and the state it starts from; read-only.
+    """What no action changes in a PDDL `problem`, and the state from which it starts; read-only.
 
-    Raises UserError: the problem is incomplete, or its goal is none of the six.
+    Raises UserError if the problem is incomplete, or its goal is none of the six.
     """
 
     def __init__(
@@ -84,42 +83,25 @@ class Game:
         walkthrough: list[str] | None = None,
         sink_types: tuple[str, ...] = ("sinkbasintype",),
     ) -> None:
-        self.task, self.name, self.walkthrough = task, name, walkthrough
-        """The sentence "Your task is to: ..."; path of the file, or what the generator calls it."""
+        self.task = task
+        """The sentence "Your task is to: ..."."""
+        self.name = name
+        """Path of the file, or the name that the generator gave."""
+        self.walkthrough = walkthrough
         self.scene: Any = None
-        """What the generator drew, from which `generator.write` writes the file; None for a game that was read."""
-        text = _COMMENT.sub("", problem.lower())
-        init, goal = text.find("(:init"), text.find("(:goal")
-        if not 0 <= init < goal:
-            raise UserError(
-                f"game file {name}: its PDDL problem has no (:init ...) followed by a (:goal ...)"
-            )
-        if text.count("(") != text.count(")"):
-            raise UserError(
-                f"game file {name}: its PDDL problem has unbalanced parentheses; it may be cut off"
-            )
-        facts: dict[str, list[tuple[str, ...]]] = defaultdict(list)
-        for predicate, arguments in _FACT.findall(text, init, goal):
-            facts[predicate].append(tuple(arguments.split()))
+        """What the generator drew, from which `generator.write` writes the file; None if the game
+        was read from a file."""
 
-        def pairs(predicate: str) -> list[tuple[str, str]]:
-            try:
-                return sorted((first, second) for first, second in facts.get(predicate, ()))
-            except ValueError:
-                raise UserError(
-                    f"game file {name}: a fact ({predicate} ...) has not two arguments"
-                ) from None
-
-        def having(predicate: str) -> frozenset[str]:
-            return frozenset(arguments[0] for arguments in facts.get(predicate, ()))
-
-        self.goal = _parse_goal(text[goal:], name)
-        start, located = pairs("atlocation"), pairs("receptacleatlocation")
-        if len(start) != 1 or not located:
-            missing = "receptacle" if start else "agent"
+        facts, self.goal = _parse_problem(problem, name)
+        starts = facts.pairs("atlocation")
+        located = facts.pairs("receptacleatlocation")
+        if len(starts) != 1 or not located:
+            missing = "receptacle" if starts else "agent"
             raise UserError(
                 f"game file {name}: its PDDL problem places no {missing}, or more than one agent"
             )
+
+        # What no action changes.
         self.names = _names(facts)
         """Id -> the name the player sees: "mug_bar__plus_01..." -> "mug 2"."""
         self.location = dict(located)
@@ -129,41 +111,45 @@ class Game:
         self.destinations = {
             f"go to {self.names[receptacle]}": receptacle for receptacle in self.location
         }
-        self.receptacle_type, self.object_type = (
-            dict(pairs("receptacletype")),
-            dict(pairs("objecttype")),
-        )
-        self.can_contain = frozenset(pairs("cancontain"))
+        self.receptacle_type = dict(facts.pairs("receptacletype"))
+        self.object_type = dict(facts.pairs("objecttype"))
+        self.can_contain = frozenset(facts.pairs("cancontain"))
         """Pairs (receptacle type, object type)."""
-        self.able = {ability: having(ability) for ability in _ABILITIES}
-        """Ability -> the ids it holds for."""
-        self.inner = dict.fromkeys(having("isreceptacleobject"), ()) | _grouped(
-            pairs("inreceptacleobject")
-        )
-        """Objects that are receptacles themselves (a bowl) -> what lies in them; nothing ever moves in or out."""
+        self.able = {ability: facts.subjects(ability) for ability in _ABILITIES}
+        """Ability -> the ids that have it."""
+        empty = dict.fromkeys(facts.subjects("isreceptacleobject"), ())
+        self.inner = empty | _grouped(facts.pairs("inreceptacleobject"))
+        """Objects that are receptacles themselves (a bowl) -> what lies in them, which never
+        changes."""
         self.tools = {"clean": sink_types, "heat": ("microwavetype",), "cool": ("fridgetype",)}
-        """Receptacle types in which an object is treated so."""
+        """Kind of task -> the receptacle types in which an object is treated."""
 
-        self.start = start[0][1]
-        self.contents = dict.fromkeys(self.location, ()) | _grouped(pairs("inreceptacle"))
+        # The state at the start.
+        self.start = starts[0][1]
+        """The agent's location."""
+        empty = dict.fromkeys(self.location, ())
+        self.contents = empty | _grouped(facts.pairs("inreceptacle"))
         """Receptacle id -> objects in or on it, sorted. An object can be in two at once."""
-        self.object_location = frozenset(pairs("objectatlocation"))
-        """Pairs (object, location); an object's location need not be that of the receptacle it is in."""
-        self.opened = having("opened")
+        self.object_location = frozenset(facts.pairs("objectatlocation"))
+        """Pairs (object, location). An object's location can differ from its receptacle's."""
+        self.opened = facts.subjects("opened")
         self.states: dict[str, frozenset[str]] = {}
         """Object id -> those of clean, hot, cool, sliced, toggled that hold at the start."""
         for predicate, state in _STATE_PREDICATES.items():
-            for thing in having(predicate):
-                self.states[thing] = self.states.get(thing, frozenset()) | {state}
+            for object_id in facts.subjects(predicate):
+                self.states[object_id] = self.states.get(object_id, frozenset()) | {state}
 
-        kind, object_, target = self.goal
-        fit = self.able.get(f"{kind}able", self.object_type.keys())
+        # What can fulfil the goal.
+        kind, goal_object, target = self.goal
+        suitable = self.able.get(f"{kind}able", self.object_type.keys())
         self.candidates = frozenset(
-            thing for thing, t in self.object_type.items() if t == object_ and thing in fit
+            object_id
+            for object_id, type_ in self.object_type.items()
+            if type_ == goal_object and object_id in suitable
         )
         """Objects that can fulfil the goal."""
         types = self.object_type if kind == "look" else self.receptacle_type
-        self.targets = sorted(thing for thing, t in types.items() if t == target)
+        self.targets = sorted(id_ for id_, type_ in types.items() if type_ == target)
         """Receptacles of the goal's type, sorted; for "look", the lamps."""
 
     @property
@@ -174,7 +160,7 @@ class Game:
     def load(cls, path: str | Path) -> "Game":
         """Read a game.tw-pddl file.
 
-        UserError if that fails, or its goal or grammar is none of ALFWorld's.
+        Raises UserError if that fails, or if its goal or grammar is not one of ALFWorld's.
         """
         with reading(f"game file {path}"):
             data = Path(path).read_bytes()
@@ -187,74 +173,131 @@ class Game:
             raise UserError(f'game file {path}: its grammar names no task ("Your task is to: ...")')
         if "move {o} to {r}" not in file.grammar:
             raise UserError(
-                f'game file {path}: its grammar has no "move ... to ..." command, so it is older than release '
-                "json_2.1.2; download the games with alfworld >= 0.4.0, or play it with the textworld back end"
+                f'game file {path}: its grammar has no "move ... to ..." command, so it is older '
+                "than release json_2.1.2; download the games with alfworld >= 0.4.0, or play it "
+                "with the textworld back end"
             )
-        # The domain inside the released games also cleans in a sink that has no basin.
-        sinks = (
-            ("sinkbasintype", "sinktype")
-            if _SINK_RULE.search(file.pddl_domain)
-            else ("sinkbasintype",)
-        )
-        sentence = json.loads(task.group(1))
+        sink_types = ("sinkbasintype",)
+        if _SINK_RULE.search(file.pddl_domain):
+            # The domain of the released games also allows cleaning in a sink without a basin.
+            sink_types = ("sinkbasintype", "sinktype")
         return cls(
             file.pddl_problem,
-            sentence,
+            json.loads(task.group(1)),
             walkthrough=file.walkthrough,
             name=str(path),
-            sink_types=sinks,
+            sink_types=sink_types,
         )
+
+
+class _Facts:
+    """The facts of a PDDL problem, all in lower case."""
+
+    def __init__(self, game_name: str) -> None:
+        self.arguments: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+        """Predicate -> the arguments of each of its facts."""
+        self._game_name = game_name
+
+    def pairs(self, predicate: str) -> list[tuple[str, str]]:
+        """The facts of a predicate of two arguments, sorted."""
+        try:
+            return sorted((first, second) for first, second in self.arguments.get(predicate, ()))
+        except ValueError:
+            raise UserError(
+                f"game file {self._game_name}: a fact ({predicate} ...) has not two arguments"
+            ) from None
+
+    def subjects(self, predicate: str) -> frozenset[str]:
+        """The first argument of each fact of a predicate."""
+        return frozenset(arguments[0] for arguments in self.arguments.get(predicate, ()))
+
+
+def _parse_problem(problem: str, name: str) -> tuple[_Facts, Goal]:
+    """The facts of the (:init ...) section, and the goal."""
+    text = _COMMENT.sub("", problem.lower())
+    init_start = text.find("(:init")
+    goal_start = text.find("(:goal")
+    if not 0 <= init_start < goal_start:
+        raise UserError(
+            f"game file {name}: its PDDL problem has no (:init ...) followed by a (:goal ...)"
+        )
+    if text.count("(") != text.count(")"):
+        raise UserError(
+            f"game file {name}: its PDDL problem has unbalanced parentheses; it may be cut off"
+        )
+
+    facts = _Facts(name)
+    for predicate, arguments in _FACT.findall(text, init_start, goal_start):
+        facts.arguments[predicate].append(tuple(arguments.split()))
+    return facts, _parse_goal(text[goal_start:], name)
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
-    """Second -> the firsts it comes with, in order."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Second element -> the first elements that come with it, in order."""
+    groups: dict[str, tuple[str, ...]] = {}
     for first, second in pairs:
-        found[second] = (*found.get(second, ()), first)
-    return found
+        groups[second] = (*groups.get(second, ()), first)
+    return groups
 
 
-def _names(facts: Facts) -> dict[str, str]:
-    """Id -> player's name, as alfworld.agents.utils.misc.Demangler gives them: of each type the last id is number 1.
+def _names(facts: _Facts) -> dict[str, str]:
+    """Id -> the name the player sees, as alfworld.agents.utils.misc.Demangler gives them.
 
-    Ids without "_bar_" (types, the agent) get no number but keep the space before it.
+    The ids of a type are numbered in descending order: the last one is number 1. Ids without
+    "_bar_" (types, the agent) get no number but keep the space before it.
     """
     ids = set()
-    for predicate, arguments in facts.items():
-        if predicate not in (
-            "distance",
-            "cancontain",
-        ):  # no engine counts the one; the other is long, and about types
+    for predicate, arguments in facts.arguments.items():
+        # No engine counts distances. The facts of "cancontain" are many, and only about types.
+        if predicate not in ("distance", "cancontain"):
             ids.update(*arguments)
-    types = {}
-    for thing in sorted(ids):
-        head, bar, _ = thing.partition("_bar_")
-        types[thing] = (head + "basin" if "basin" in thing else head) if bar else None
-    left = Counter(types.values())
+
+    types: dict[str, str | None] = {}
+    for id_ in sorted(ids):
+        head, bar, _ = id_.partition("_bar_")
+        if not bar:
+            types[id_] = None
+        elif "basin" in id_:
+            types[id_] = f"{head}basin"
+        else:
+            types[id_] = head
+
+    remaining = Counter(types.values())
     names = {}
-    for thing, type_ in types.items():
-        names[thing] = f"{thing} " if type_ is None else f"{type_} {left[type_]}"
-        left[type_] -= 1
+    for id_, type_ in types.items():
+        names[id_] = f"{id_} " if type_ is None else f"{type_} {remaining[type_]}"
+        remaining[type_] -= 1
     return names
 
 
 def _parse_goal(text: str, name: str) -> Goal:
-    """The goal section, lower-case, as one of the six that ALFWorld's goal library writes (and keeps)."""
+    """The goal section, in lower case, as one of the six goals of ALFWorld's goal library."""
     object_types = dict(re.findall(r"\(objecttype\s+(\?\w+)\s+(\w+)\s*\)", text))
     receptacle_types = re.findall(r"\(receptacletype\s+\?\w+\s+(\w+)\s*\)", text)
     held = re.search(r"\(holds\s+\?\w+\s+(\?\w+)\s*\)", text)
     lamp = re.search(r"\(istoggled\s+(\?\w+)\s*\)", text)
-    unknown = UserError(
+    unknown_goal = UserError(
         f"game file {name}: its goal is none of ALFWorld's six task types ({', '.join(KINDS)})"
     )
     if "(issliced" in text or "(inreceptacleobject" in text:
-        raise unknown
+        raise unknown_goal
+
     if held and lamp and {held.group(1), lamp.group(1)} == object_types.keys():
         return Goal("look", object_types[held.group(1)], object_types[lamp.group(1)])
-    if len(set(object_types.values())) != 1 or len(set(receptacle_types)) != 1 or held or lamp:
-        raise unknown
-    predicates = {"clean": "(isclean", "heat": "(ishot", "cool": "(iscool"}
-    kind = next((kind for kind, predicate in predicates.items() if predicate in text), "pick")
+    if held or lamp:
+        raise unknown_goal
+    if len(set(object_types.values())) != 1 or len(set(receptacle_types)) != 1:
+        raise unknown_goal
+
     if len(object_types) == 2:
         kind = "two"
-    return Goal(kind, next(iter(object_types.values())), receptacle_types[0])
+    elif "(isclean" in text:
+        kind = "clean"
+    elif "(ishot" in text:
+        kind = "heat"
+    elif "(iscool" in text:
+        kind = "cool"
+    else:
+        kind = "pick"
+    object_type = next(iter(object_types.values()))
+    return Goal(kind, object_type, target=receptacle_types[0])

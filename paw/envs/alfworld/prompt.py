@@ -1,7 +1,7 @@
-"""What the agent reads and how its answer becomes an action: pure text, no game.
+"""What the agent reads, and how its answer becomes an action: pure text, no game.
 
 `PaperStyle` is Figure 7 of the paper, character for character as the reference code (verl-agent)
-sends it: the empty first and last lines and the blank after "tags." included.
+sends it, including the empty first and last lines and the blank after "tags.".
 """
 
 from collections.abc import Collection, Sequence
@@ -25,7 +25,7 @@ LATER_TURN = f"{HEAD} {TASK}{{task}}\n{LATER}{ACTIONS}"
 class PaperStyle(TaggedStyle):
     """Figure 7 of the paper.
 
-    With `history` 0 later turns keep their template, and the task, unlike the reference's.
+    With `history` 0 later turns keep their template, which states the task; the reference's do not.
     """
 
     unparsed = 30
@@ -38,9 +38,10 @@ class PaperStyle(TaggedStyle):
 
 
 class CompactStyle(LineStyle):
-    """Task, the last actions without what was seen, the observation, the admissible actions; one line each.
+    """Task, last actions (without their observations), observation and admissible actions.
 
-    >>> print(CompactStyle(history=1).prompt("look at a mug.", [("", "open fridge 1")], "It is.", ["look"]))
+    >>> style = CompactStyle(history=1)
+    >>> print(style.prompt("look at a mug.", [("", "open fridge 1")], "It is.", ["look"]))
     task: look at a mug.
     did:
     open fridge 1
@@ -51,13 +52,10 @@ class CompactStyle(LineStyle):
     """
 
     def prompt(self, task: str, past: Past, observation: str, admissible: Sequence[str]) -> str:
-        if (
-            TASK in observation
-        ):  # of an opening text only the room, as the task has a line of its own
+        if TASK in observation:  # the opening text: the task has its own line, keep only the room
             observation = observation.partition(TASK)[0].removeprefix(WELCOME)
-        return self.fill(
-            [f"task: {task}"], [("", _line(a)) for _, a in past], _line(observation), admissible
-        )
+        actions = [("", _line(action)) for _, action in past]
+        return self.fill([f"task: {task}"], actions, _line(observation), admissible)
 
     def parse_action(self, response: str, admissible: Collection[str]) -> tuple[str, bool]:
         return super().parse_action(response.lower(), admissible)
@@ -67,4 +65,5 @@ Style = PaperStyle | CompactStyle
 
 
 def _line(text: str) -> str:
+    """`text` in one line, with single spaces."""
     return " ".join(text.split())

@@ -1,4 +1,6 @@
-"""What goes where in ALFWorld's households, what is asked for there, and how large generated ones are."""
+"""Tables of ALFWorld's households: what lies where, what tasks ask for, and the sizes of generated
+rooms.
+"""
 
 import tomllib
 from collections.abc import Mapping
@@ -20,13 +22,13 @@ LAMP_SPOTS = ("CoffeeTable", "Desk", "DiningTable", "Dresser", "Shelf", "SideTab
 ABILITIES = {
     predicate: frozenset(types.split()) for predicate, types in _TABLES["abilities"].items()
 }
-"""Predicate -> the object types it holds for."""
+"""Predicate -> the object types that have this ability."""
 TREATMENTS = {
     "clean": ("SinkBasin", "cleanable"),
     "heat": ("Microwave", "heatable"),
     "cool": ("Fridge", "coolable"),
 }
-"""Kind of task -> where the object is treated, and which objects can be."""
+"""Kind of task -> (type of the receptacle in which the object is treated, ability it needs)."""
 SENTENCES: dict[str, list[str]] = _TABLES["sentences"]
 GOALS: dict[str, str] = _TABLES["goals"]
 
@@ -34,7 +36,7 @@ GOALS: dict[str, str] = _TABLES["goals"]
 @dataclass(frozen=True)
 class Room:
     receptacles: Mapping[str, tuple[int, int]]
-    """Receptacle type -> least and greatest number of them."""
+    """Receptacle type -> least and greatest number of receptacles."""
     objects: tuple[str, ...]
     """Object types that may lie about."""
     kinds: tuple[str, ...]
@@ -44,7 +46,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Difficulty:
-    """What a generated game is drawn from. `None` leaves a number to the room's own table.
+    """Sizes of a generated game. `None` leaves a number to the room's own table.
 
     >>> DIFFICULTIES["tiny"].kinds
     ('pick', 'look', 'clean', 'heat', 'cool')
@@ -55,10 +57,11 @@ class Difficulty:
     receptacles: tuple[int, int] | None = None
     """Least and greatest number of receptacles."""
     per_type: int | None = None
+    """Greatest number of receptacles of one type."""
     objects: tuple[int, int] | None = None
-    """Least and greatest number of objects, lamp not counted; fewer where the room has no place for one."""
+    """Least and greatest number of objects without the lamp; fewer if the room has no place."""
     copies: int = 3
-    """At most so many objects of one type; a two-object task has two of its own at any rate."""
+    """At most so many objects of one type. A two-object task always has its two."""
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -67,13 +70,18 @@ class Difficulty:
 
 def _room(name: str) -> Room:
     table = _TABLES["rooms"][name]
-    counts = {type_: (low, high) for type_, (low, high) in table["receptacles"].items()}
     return Room(
-        counts, tuple(table["objects"].split()), tuple(table["kinds"].split()), table["scenes"]
+        receptacles={type_: (low, high) for type_, (low, high) in table["receptacles"].items()},
+        objects=tuple(table["objects"].split()),
+        kinds=tuple(table["kinds"].split()),
+        scenes=table["scenes"],
     )
 
 
-DIFFICULTIES = {
-    name: Difficulty(name, tuple(map(_room, table.pop("rooms").split())), **table)
-    for name, table in _TABLES["difficulties"].items()
-}
+def _difficulty(name: str) -> Difficulty:
+    sizes = dict(_TABLES["difficulties"][name])
+    rooms = tuple(_room(room) for room in sizes.pop("rooms").split())
+    return Difficulty(name, rooms, **sizes)
+
+
+DIFFICULTIES = {name: _difficulty(name) for name in _TABLES["difficulties"]}

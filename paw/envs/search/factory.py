@@ -1,4 +1,4 @@
-"""Search-augmented question answering: which questions are asked, and the environment that plays one of them."""
+"""Search-augmented question answering: which questions are asked, and one episode of a question."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from paw.types import Outcome, Reply, Task, ToolCall
 Search = Callable[[Question, str], list[Hit]]
 """(question of the episode, query) -> the documents found."""
 WORLDS = 100
-"""Generated worlds in compact style."""
+"""Number of generated worlds in compact style."""
 
 
 class SearchFactory(EnvFactory):
@@ -59,17 +59,17 @@ class SearchFactory(EnvFactory):
             count = WORLDS if numbered and not self.may_block else 1
             self._worlds = world.make_worlds(config.entities, numbered=numbered, count=count)
             for split, questions in world.split(self._worlds).items():
-                self._generated[split] = [
-                    Task(f"generated/{split}/{i}", kind=kind, payload=question)
-                    for i, (kind, question) in enumerate(questions)
-                ]
+                tasks = []
+                for i, (kind, question) in enumerate(questions):
+                    tasks.append(Task(f"generated/{split}/{i}", kind=kind, payload=question))
+                self._generated[split] = tasks
         self._load = functools.cache(data.load)
         self._split(config.eval_split)
         if config.data is None or data.candidates(config.data, config.train_split):
             self._split(config.train_split)  # damaged files are reported before a model is loaded
 
         self._simulator = None
-        documents = [one.documents for one in self._worlds] or [None]
+        documents = [world_.documents for world_ in self._worlds] or [None]
         self._retriever = functools.cache(lambda i: make_retriever(config, documents[i]))
         if config.retriever == "zerosearch":
             self._simulator = plugins.load("retrievers", "zerosearch")(config.simulator, run)
@@ -77,7 +77,7 @@ class SearchFactory(EnvFactory):
             self._retriever(0)  # a missing library or server is reported now
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The questions of a split. With ZeroSearch, those of training carry the update in which they are asked.
+        """The questions of a split; with ZeroSearch, those of training carry their update.
 
         Raises UserError if the split is unknown, missing, damaged or empty, and for "warmup" with
         questions from files, which come without a way to the answer.
@@ -90,33 +90,31 @@ class SearchFactory(EnvFactory):
         if self._simulator is None or split != self.config.train_split:
             return tasks
 
-        def asked(i: int) -> Task:
+        def task_with_update(i: int) -> Task:
             task = tasks[shuffled(seed, i, len(tasks))]
             return replace(task, payload=replace(task.payload, step=i // self._tasks_per_update))
 
-        return Endless(asked)
+        return Endless(task_with_update)
 
     def make(self) -> "SearchEnv | SearchChat":
         if self.config.style == "chat":
             return SearchChat(SearchEnv(self.config, self._search))
         names: list[str] = []
         if self.config.style == "compact" and self._worlds:
-            names = [
-                entity.names[0] for entity in self._worlds[0].entities
-            ]  # the same in each numbered world
+            # All numbered worlds have the same names.
+            names = [entity.names[0] for entity in self._worlds[0].entities]
         return SearchEnv(self.config, self._search, names)
 
     def fingerprint(self) -> str:
-        """Hash of the questions (of generated ones with their documents), and what searches."""
+        """Hash of the questions (of generated ones with their documents), and the retriever."""
         config = self.config
         corpus = f" {config.corpus.name}" if config.corpus else ""
         engine = f"{masked(config.retriever)}{corpus} top {config.topk}"
         if self._worlds:
             return f"generated {config.entities} {world.digest(self._worlds)}, {engine}"
         assert config.data is not None
-        files = data.candidates(config.data, config.train_split) + data.candidates(
-            config.data, config.eval_split
-        )
+        files = data.candidates(config.data, config.train_split)
+        files += data.candidates(config.data, config.eval_split)
         digests = [f"{path.stem} {data.digest(path)}" for path in dict.fromkeys(files)]
         return f"{' '.join(digests)}, {engine}"
 
@@ -126,7 +124,8 @@ class SearchFactory(EnvFactory):
         if split not in self._generated:
             splits = ", ".join(self._generated)
             raise UserError(
-                f"generated questions have no split '{split}', only {splits}; name one, or set env.data"
+                f"generated questions have no split '{split}', only {splits}; "
+                "name one, or set env.data"
             )
         return self._generated[split]
 
@@ -137,15 +136,16 @@ class SearchFactory(EnvFactory):
 
 
 def _check_sources(config: SearchConfig, *, brings_documents: bool) -> None:
-    """Raise UserError unless questions and documents come from the same side: both from files, or both generated."""
+    """Raises UserError unless questions and documents are both from files, or both generated."""
     if config.data and not (brings_documents or config.corpus):
         raise UserError(
-            f"env.data = '{config.data}' needs documents: set env.corpus to a JSONL file, or env.retriever to "
-            "the URL of a server (`paw serve retriever`)"
+            f"env.data = '{config.data}' needs documents: set env.corpus to a JSONL file, "
+            "or env.retriever to the URL of a server (`paw serve retriever`)"
         )
     if config.corpus and not config.data:
         raise UserError(
-            f"env.corpus = '{config.corpus}' needs env.data: generated questions are about the generated world"
+            f"env.corpus = '{config.corpus}' needs env.data: "
+            "generated questions are about the generated world"
         )
 
 
@@ -160,13 +160,19 @@ class SearchEnv:
         self._retrieve = search
         self._actions = [f"{verb}[{name}]" for verb in ("search", "answer") for name in names]
         self._done = True
+        # Set by `reset`.
+        self._question: Question
+        self._past: list[tuple[Action, str]] = []
+        """(action, observation) of each turn so far."""
+        self._titles: list[set[str]] = []
+        """Titles of the documents that each turn found."""
 
     def reset(self, task: Task) -> str:
         """Start `task`, whose payload is a Question; the first observation is its text."""
-        self._question: Question = task.payload
+        self._question = task.payload
         self.task = self._question.text
-        self._past: list[tuple[Action, str]] = []
-        self._titles: list[set[str]] = []
+        self._past = []
+        self._titles = []
         self._done = False
         return self.task
 
@@ -174,8 +180,9 @@ class SearchEnv:
         return self.style.prompt(self.task, self._past)
 
     def step(self, response: str) -> Outcome:
-        """Search or answer. The episode ends with an answer or after env.max_turns turns, without an observation.
+        """Search or answer.
 
+        The episode ends with an answer or after env.max_turns turns; its last observation is empty.
         Raises EnvironmentFailure if the search fails.
         """
         action, valid = self.style.parse_action(response)
@@ -208,7 +215,7 @@ class SearchEnv:
         return self.style.format_action(self.best())
 
     def best(self) -> Action:
-        """The best action: search for the next document on the way to the answer that the prompt lacks, then answer."""
+        """The best action: search for the next document that the prompt lacks; then answer."""
         hops = self._question.hops
         if not hops:
             raise NoOracleError("only generated questions tell how they are answered")
@@ -221,11 +228,13 @@ class SearchEnv:
         return Action("search", hops[next_hop])
 
     def admissible_actions(self) -> list[str]:
-        """In compact style with generated questions: a search for each entity, and each as an answer. Otherwise []."""
+        """A search for each entity, and each entity as an answer; [] unless style is compact and
+        questions are generated."""
         return self._actions
 
     def format_action(self, action: str) -> str:
-        """`action` is "search[query]" or "answer[text]"; anything else is returned as it is: an invalid response."""
+        """The response for "search[query]" or "answer[text]"; any other action is returned
+        unchanged, as an invalid response."""
         parsed = Action.parse(action)
         return self.style.format_action(parsed) if parsed.verb else action
 
@@ -245,7 +254,7 @@ def _style(config: SearchConfig) -> Style:
 
 
 class SearchChat(Retold):
-    """The same game as a conversation: `search` is a tool, and a text without a call is the answer."""
+    """The same as a conversation: `search` is a tool, and a text without a call is the answer."""
 
     tools = (SEARCH,)
 
@@ -262,15 +271,15 @@ class SearchChat(Retold):
         return self._game.play(Action("answer", text), valid=True)
 
     def oracle(self) -> str:
-        return self._written(self._game.best())
+        return self._reply(self._game.best())
 
     def format_action(self, action: str) -> str:
         parsed = Action.parse(action)
-        return self._written(parsed) if parsed.verb else action
+        return self._reply(parsed) if parsed.verb else action
 
-    def _written(self, action: Action) -> Reply:
+    def _reply(self, action: Action) -> Reply:
+        """The answer of a model that plays `action`."""
         if action.verb == "answer":
             return Reply.of(action.text)
-        return Reply.of(
-            "", ToolCall("search", {"query": action.text}, f"call{len(self.messages):05}")
-        )
+        call_id = f"call{len(self.messages):05}"
+        return Reply.of("", ToolCall("search", {"query": action.text}, call_id))

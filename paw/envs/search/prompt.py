@@ -1,4 +1,4 @@
-"""What the agent reads and how its answer becomes an action: pure text, no retrieval.
+"""What the agent reads, and how its answer becomes an action: pure text, no retrieval.
 
 `PaperStyle` is Figure 9 of the paper, character for character as the reference code (verl-agent,
 prompts/search.py and SearchMemory) sends it.
@@ -14,28 +14,32 @@ You are an expert agent tasked with answering the given question step-by-step.
 Your question: {question}
 """
 PAST = """
-Prior to this step, you have already taken {taken} step(s). Below is the interaction history where <search> </search> \
-wrapped your past search queries and <information> </information> wrapped the corresponding search results returned \
-by the external search engine. History:
+Prior to this step, you have already taken {taken} step(s). Below is the interaction history \
+where <search> </search> wrapped your past search queries and <information> </information> \
+wrapped the corresponding search results returned by the external search engine. History:
 {history}
 """
 # The blank before the line break is the reference's.
 THINK = (
-    "You should first conduct reasoning process. This process MUST be enclosed within <think> </think> tags. \n"
-    "After completing your reasoning, choose only one of the following actions (do not perform both):\n"
+    "You should first conduct reasoning process. This process MUST be enclosed within "
+    "<think> </think> tags. \n"
+    "After completing your reasoning, choose only one of the following actions "
+    "(do not perform both):\n"
 )
 NO_THINK = "Choose only one of the following actions (do not perform both):\n"
 INSTRUCTION = (
     "Now it's your turn to respond for the current step.\n{think}"
-    "(1) If you find you lack some knowledge, you can call a search engine to get more external information using "
-    "format: <search> your query </search>.\n"
-    "(2) If you have enough knowledge to answer the question confidently, provide your final answer within <answer> "
-    "</answer> tags, without detailed illustrations. For example, <answer>Beijing</answer>."
+    "(1) If you find you lack some knowledge, you can call a search engine to get more external "
+    "information using format: <search> your query </search>.\n"
+    "(2) If you have enough knowledge to answer the question confidently, provide your final "
+    "answer within <answer> </answer> tags, without detailed illustrations. For example, "
+    "<answer>Beijing</answer>."
 )
 
 SYSTEM = (
-    "Answer the question of the user. Where you lack knowledge, call the tool search, for one thing at a time. When "
-    "you know the answer, give it alone, without detailed illustrations. For example, Beijing."
+    "Answer the question of the user. Where you lack knowledge, call the tool search, for one "
+    "thing at a time. When you know the answer, give it alone, without detailed illustrations. "
+    "For example, Beijing."
 )
 SEARCH = {
     "type": "function",
@@ -60,17 +64,19 @@ BARE = re.compile(r"(search|answer)\[(.*)\]", re.S)
 
 class Action(NamedTuple):
     verb: str
-    """ "search", "answer", or "" where the response holds neither."""
+    """ "search" or "answer"; "" if the response holds neither."""
     text: str
 
     def __str__(self) -> str:
         return f"{self.verb}[{self.text}]" if self.verb else ""
 
     @classmethod
-    def parse(cls, bare: str) -> "Action":
-        """The inverse of `str`; any other text is no action (verb "")."""
-        match = BARE.fullmatch(bare.strip())
-        return cls(match[1], match[2].strip()) if match else cls("", "")
+    def parse(cls, text: str) -> "Action":
+        """The inverse of `str`. Any other text is not an action: its verb is ""."""
+        match = BARE.fullmatch(text.strip())
+        if match is None:
+            return cls("", "")
+        return cls(match[1], match[2].strip())
 
 
 class PaperStyle:
@@ -81,16 +87,16 @@ class PaperStyle:
 
     def __init__(self, *, history: int = 4, think: bool = True) -> None:
         self.shown = history
+        """Number of past turns that a prompt shows."""
         self.think = think
 
     def prompt(self, question: str, past: Sequence[tuple[Action, str]]) -> str:
         """The user message of a turn after `past`, (action, observation) of every earlier one."""
         text = HEAD.format(question=question)
         if past and self.shown:
-            steps = [
-                f"Step {i}:{_tagged(action)} {seen}\n"
-                for i, (action, seen) in enumerate(past, start=1)
-            ]
+            steps = []
+            for i, (action, observation) in enumerate(past, start=1):
+                steps.append(f"Step {i}:{_tagged(action)} {observation}\n")
             text += PAST.format(taken=len(past), history="\n".join(steps[-self.shown :]))
         instruction = INSTRUCTION.format(think=THINK if self.think else NO_THINK)
         return f"{text}\n{instruction}\n"
@@ -98,9 +104,9 @@ class PaperStyle:
     def parse_action(self, response: str) -> tuple[Action, bool]:
         """(the first <search> block, else the first <answer> block; whether the response is valid).
 
-        The text is cut after the first </search>, or else after the first </answer>. It is invalid
-        unless exactly one tag is opened in all of it (reference: search_projection, which does not
-        look for a thought either).
+        The text is cut after the first </search>, or else after the first </answer>. The response
+        is valid only if exactly one tag is opened in all of it (the reference's search_projection,
+        which does not look for a thought either).
         """
         text = response
         for closing in ("</search>", "</answer>"):
@@ -118,29 +124,27 @@ class PaperStyle:
         return f"{thought}{_tagged(action)}"
 
     def observation(self, documents: Sequence[str]) -> str:
-        """As verl-agent's search tool returns it: JSON, in which non-ASCII characters are escaped."""
-        result = "".join(
-            f"Doc {i}: {contents.strip()}\n" for i, contents in enumerate(documents, start=1)
-        )
+        """As verl-agent's search tool returns it: JSON with non-ASCII characters escaped."""
+        lines = _numbered(documents)
+        result = "".join(f"{line}\n" for line in lines)
         return f"<information>{json.dumps({'result': result})}</information>"
 
 
 class ChatStyle(PaperStyle):
-    """For conversations, in which all documents found stay in the context, as they are."""
+    """For conversations, in which all documents stay in the context unchanged."""
 
     def __init__(self) -> None:
         super().__init__(history=1_000_000, think=False)
 
     def observation(self, documents: Sequence[str]) -> str:
-        return "\n".join(
-            f"Doc {i}: {contents.strip()}" for i, contents in enumerate(documents, start=1)
-        )
+        return "\n".join(_numbered(documents))
 
 
 class CompactStyle:
-    r"""The question, the actions so far, and the documents found last, without their titles.
+    r"""The question, the actions so far, and the documents of the last search without their titles.
 
-    >>> print(CompactStyle().prompt("Who?", [(Action("search", "town 12"), "town 12 lies on river 13.")]))
+    >>> past = [(Action("search", "town 12"), "town 12 lies on river 13.")]
+    >>> print(CompactStyle().prompt("Who?", past))
     task: Who?
     did:
     search town 12
@@ -149,7 +153,7 @@ class CompactStyle:
     """
 
     shown = 1
-    """Observations of earlier turns that a prompt holds."""
+    """Number of past observations that a prompt shows."""
 
     def prompt(self, question: str, past: Sequence[tuple[Action, str]]) -> str:
         lines = [f"task: {question}"]
@@ -167,7 +171,7 @@ class CompactStyle:
         return Action(match[1], match[2]), True
 
     def format_action(self, action: Action) -> str:
-        """On a line of its own, as the actions of the prompt are: the same characters, so the same token."""
+        """`action` on its own line, as in the prompt: the same characters, so the same token."""
         return f"\n{action.verb} {action.text}"
 
     def observation(self, documents: Sequence[str]) -> str:
@@ -181,6 +185,10 @@ class CompactStyle:
 def title(contents: str) -> str:
     """The title of a document "\"Title\"\ntext"."""
     return contents.partition("\n")[0].strip('"')
+
+
+def _numbered(documents: Sequence[str]) -> list[str]:
+    return [f"Doc {i}: {contents.strip()}" for i, contents in enumerate(documents, start=1)]
 
 
 def _tagged(action: Action) -> str:

@@ -1,8 +1,9 @@
-"""Exact match after SQuAD's normalisation, as Search-R1 scores an answer (verl/utils/reward_score/qa_em.py).
+"""Exact match after SQuAD's normalisation, as Search-R1 scores an answer
+(verl/utils/reward_score/qa_em.py).
 
-Unlike there, only what the agent itself answered counts, not an <answer> in retrieved documents;
-and what normalisation leaves nothing of ("The The") is compared as it is written, so that the empty
-answer is not right.
+Two differences: only the agent's own answer counts, not an <answer> in retrieved documents; and a
+text of which normalisation leaves nothing ("The The") is compared as it is written, so that the
+empty answer is not right.
 """
 
 import re

@@ -1,6 +1,7 @@
-"""A generated world of facts: people, towns, rivers, lakes, companies and books, a document for each, and questions.
+"""A generated world of facts about people, towns, rivers, lakes, companies and books, with a
+document for each of them, and questions.
 
-Every name holds a word that no other name has, so a question has one answer. A two-hop question
+Every name has a word that no other name has, so each question has one answer. A two-hop question
 names neither the entity in between nor the document that answers it. The world is a function of
 (entities, numbered, seed).
 """
@@ -61,7 +62,9 @@ class World:
     def __init__(self, entities: int, *, numbered: bool = False, seed: int = 0) -> None:
         self._rng = random.Random(f"world/{seed}/{entities}")
         self._numbered = numbered
-        kinds = [kind for kind, share in SHARES.items() for _ in range(int(entities * share))]
+        kinds = []
+        for kind, share in SHARES.items():
+            kinds += [kind] * int(entities * share)
         kinds += ["person"] * (entities - len(kinds))
         words = self._words()
         first_names = [next(words) for _ in range(40)]
@@ -72,14 +75,13 @@ class World:
         self.facts: list[list[int]] = []
         """Objects of each entity, in the order of its kind's RELATIONS."""
         for kind in kinds:
-            self.facts.append(
-                [self._rng.choice(by_kind[relation.object]) for relation in RELATIONS[kind]]
-            )
+            objects = [self._rng.choice(by_kind[relation.object]) for relation in RELATIONS[kind]]
+            self.facts.append(objects)
         self.documents = [(str(i), self._document(i)) for i in range(entities)]
-        """(id, contents) of each, as in a corpus."""
+        """(id, contents) of each document, as in a corpus."""
         subjects = self._rng.sample(range(entities), entities)
         self.questions = list(itertools.islice(self._questions(subjects), MAX_QUESTIONS))
-        """(kind, question) of each, shuffled; no two have the same text."""
+        """(kind, question) of each question, shuffled; no two have the same text."""
         self._rng.shuffle(self.questions)
 
     def _name(self, i: int, kind: str, words: Iterator[str], first_names: list[str]) -> Entity:
@@ -91,7 +93,7 @@ class World:
         return Entity(kind, names=tuple(form.format(word=word, given=first_name) for form in forms))
 
     def _words(self) -> Iterator[str]:
-        """Pronounceable words without end, all different."""
+        """An endless stream of pronounceable words, all different."""
         choice = self._rng.choice
         used: set[str] = set()
         while True:
@@ -108,9 +110,9 @@ class World:
         name = self.entities[i].names[0]
         sentences = []
         for relation, object in zip(RELATIONS[kind], self.facts[i], strict=True):
-            wording = (
-                relation.sentences[0] if self._numbered else self._rng.choice(relation.sentences)
-            )
+            wording = relation.sentences[0]
+            if not self._numbered:
+                wording = self._rng.choice(relation.sentences)
             sentences.append(wording.format(s=name, o=self.entities[object].names[0]))
         if not self._numbered:
             self._rng.shuffle(sentences)
@@ -127,16 +129,14 @@ class World:
             for relation, middle in zip(RELATIONS[entity.kind], facts, strict=True):
                 yield "one-hop", self._question(relation, name, answer=middle, hops=(subject,))
                 phrase = relation.phrase.format(s=name)
-                for second, answer in zip(
-                    RELATIONS[relation.object], self.facts[middle], strict=True
-                ):
-                    # One search must not do: its documents would state the answer, or include the
-                    # second document.
-                    if answer not in (subject, *facts) and subject not in self.facts[middle]:
-                        yield (
-                            "two-hop",
-                            self._question(second, phrase, answer=answer, hops=(subject, middle)),
-                        )
+                middle_facts = self.facts[middle]
+                if subject in middle_facts:
+                    continue  # one search for the subject would find the second document too
+                for second, answer in zip(RELATIONS[relation.object], middle_facts, strict=True):
+                    if answer in (subject, *facts):
+                        continue  # the first document would state the answer
+                    hops = (subject, middle)
+                    yield "two-hop", self._question(second, phrase, answer=answer, hops=hops)
 
     def _question(
         self, relation: Relation, subject: str, answer: int, hops: tuple[int, ...]
@@ -154,7 +154,8 @@ def make_worlds(entities: int, *, numbered: bool, count: int) -> list[World]:
 
 
 def split(worlds: Sequence[World]) -> dict[str, list[tuple[str, Question]]]:
-    """(kind, question) of each split in SPLITS: one world's questions are divided, several worlds are divided whole."""
+    """(kind, question) of each split in SPLITS. Several worlds are divided among the splits; of one
+    world the questions are."""
     by_world = []
     for i, world in enumerate(worlds):
         by_world.append([(kind, replace(question, world=i)) for kind, question in world.questions])

@@ -1,8 +1,8 @@
-"""The shop's stock: products, the goals made from them and the search over them. All sessions share it.
+"""The shop's stock, shared by all sessions: products, the goals made from them, and the search.
 
 After WebShop's `load_products` (web_agent_site/engine/engine.py) and `get_goals` (goal.py there).
-Differences: prices and limits are drawn from a generator seeded with 233, as its shuffle of goals
-is; null texts are empty.
+Differences: prices and limits are drawn from a generator with the seed 233, which the reference
+uses to shuffle the goals; texts that are null are empty here.
 """
 
 import functools
@@ -30,13 +30,13 @@ SEED = 233
 HITS = 50
 ITEMS, ENTRIES, HUMAN = generator.FILES
 CHUNK = 1 << 20
-"""Characters read at a time."""
+"""Number of characters that are read at a time."""
 LARGEST = 1 << 24
-"""Most characters of one product; more is broken JSON."""
+"""Largest number of characters of one product; more is broken JSON."""
 LIMITS = [10.0 * i for i in range(1, 100)]
 """Price limits, US dollars.
 
-A goal's is the larger of two drawn from the four next above its product's price.
+A goal's limit is the larger of two drawn from the four next above the price of its product.
 """
 
 
@@ -61,30 +61,32 @@ class Item(Strict):
     @field_validator("pricing", mode="before")
     @classmethod
     def _prices(cls, value: Any) -> list[float]:
-        """ "$12.99" or "$10.00 - $20.00"; without any, 100 dollars."""
+        """Parses "$12.99" or "$10.00 - $20.00"; a product without prices costs 100 dollars."""
+        if not value:
+            return [100.0]
         try:
-            parts = value.split("$")[1:3] if value else ["100"]
-            return [float(re.sub(r"[^\d.]", "", part)) for part in parts or [""]]
+            parts = value.split("$")[1:3] or [""]
+            return [float(re.sub(r"[^\d.]", "", part)) for part in parts]
         except (AttributeError, ValueError):
             raise ValueError("should be like '$12.99'") from None
 
     @field_validator("customization_options", mode="before")
     @classmethod
     def _values(cls, value: Any) -> dict[str, tuple[str, ...]]:
+        options = {}
         try:
-            return {
-                name.lower(): tuple(
-                    choice["value"].strip().replace("/", " | ").lower() for choice in choices
-                )
-                for name, choices in (value or {}).items()
-                if choices is not None
-            }
+            for name, choices in (value or {}).items():
+                if choices is None:
+                    continue
+                texts = [choice["value"].strip().replace("/", " | ") for choice in choices]
+                options[name.lower()] = tuple(text.lower() for text in texts)
+            return options
         except (AttributeError, KeyError, TypeError):
             raise ValueError("should be like {name: [{'value': text}, ...]}") from None
 
 
 class Entry(Strict):
-    """Of a product in the attributes file."""
+    """A product's record in the attributes file."""
 
     attributes: list[str] = []
     instruction: str | None = None
@@ -92,7 +94,7 @@ class Entry(Strict):
 
 
 class Written(Strict):
-    """By a person, for a product."""
+    """An instruction that a person wrote for a product."""
 
     instruction: str
     instruction_attributes: list[str]
@@ -105,22 +107,24 @@ class Catalogue:
     def __init__(self, products: list[Product], goals: list[Goal], digest: str, nouns: str) -> None:
         self.products = products
         self.goals = goals
-        """Shuffled: the first `n_test` are to test with, the others to train on."""
+        """Shuffled: the first `n_test` are for evaluation, the others for training."""
         self.digest = digest
         """Hash of the files, or of what was generated."""
         self.nouns = nouns
-        """How nouns are found: "spacy" or "rules"."""
+        """How nouns of titles are found: "spacy" or "rules"."""
         self.by_asin = {product.asin.lower(): product for product in products}
         self._index = Bm25(map(_text, products))
 
     @property
     def n_test(self) -> int:
-        """500 as in the reference, a quarter of fewer than 1,000."""
-        return 500 if len(self.goals) >= 1000 else len(self.goals) // 4 or 1
+        """Number of goals for evaluation: 500 as in the reference, but at most about a quarter."""
+        if len(self.goals) >= 1000:
+            return 500
+        return len(self.goals) // 4 or 1
 
     def search(self, query: str) -> list[Product]:
-        """The 50 best products, best first; fewer where fewer share a word with the query."""
-        return [self.products[at] for at, _ in self._index.top(query, HITS)]
+        """The 50 best products, best first; fewer if fewer share a word with the query."""
+        return [self.products[i] for i, _ in self._index.top(query, HITS)]
 
 
 def load(folder: Path, config: WebshopConfig) -> Catalogue:
@@ -136,8 +140,9 @@ def load(folder: Path, config: WebshopConfig) -> Catalogue:
     for path in (items, entries, human):
         if path and not path.is_file():
             raise UserError(
-                f"{path} is missing (env.data with env.catalogue = '{config.catalogue}', env.goals = "
-                f"'{config.goals}'); copy WebShop's data files there, or --env.data none plays a generated shop"
+                f"{path} is missing (env.data with env.catalogue = '{config.catalogue}', "
+                f"env.goals = '{config.goals}'); copy WebShop's data files there, "
+                "or --env.data none plays a generated shop"
             )
     digest = hashlib.sha256()
     attributes = _read_object(entries, digest)
@@ -196,8 +201,8 @@ def _stock(
     if len(goals) < 2:
         kind = "synthetic" if written is None else "human"
         raise UserError(
-            f"{item_source}: {len(products)} products make {len(goals)} goals with env.goals = '{kind}'; "
-            "at least 2 are needed, one of them to test with"
+            f"{item_source}: {len(products)} products make {len(goals)} goals with "
+            f"env.goals = '{kind}'; at least 2 are needed, one of them to test with"
         )
     random.Random(SEED).shuffle(goals)
     return Catalogue(products, goals, digest.hexdigest(), nouns)
@@ -259,7 +264,7 @@ def _synthetic_goals(product: Product, raw: Any, rng: random.Random, where: str)
 
 
 def _human_goals(product: Product, written: Any, rng: random.Random, where: str) -> Iterator[Goal]:
-    """A goal for each instruction that was written for a product; those without attributes are skipped."""
+    """A goal for each instruction that was written for a product, if it has attributes."""
     for number, raw in enumerate(checked(list[Any], written, where), 1):
         if isinstance(raw, dict) and raw.get("instruction_attributes") == []:
             continue
@@ -291,7 +296,10 @@ def _text(product: Product) -> str:
 
 
 def read_array(path: Path, digest: Any) -> Iterator[Any]:
-    """The elements of a JSON array, one at a time (the full products file has 5 GB); all bytes go to `digest`."""
+    """The elements of a JSON array, one at a time: the full products file has 5 GB.
+
+    `digest` is updated with all bytes.
+    """
     decode = json.JSONDecoder().raw_decode
     gap = re.compile(r"\s*\[\s*")  # before the first element; then what stands between two
     text = ""
@@ -310,9 +318,8 @@ def read_array(path: Path, digest: Any) -> Iterator[Any]:
                         digest.update(file.read().encode())
                         return
                     value, position = decode(text, position)
-                except (
-                    json.JSONDecodeError
-                ) as error:  # the text read so far ends within this element
+                except json.JSONDecodeError as error:
+                    # The text that was read so far ends within this element: read on.
                     chunk = file.read(CHUNK) if len(text) - position < LARGEST else ""
                     if not chunk:
                         problem = f"broken or cut short in product {number} ({error.msg})"

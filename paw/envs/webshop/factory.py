@@ -1,7 +1,7 @@
-"""WebShop: which goals training, warm-up and evaluation play, and the environment that plays one of them.
+"""WebShop: which goals training, warm-up and evaluation play, and one episode of a goal.
 
 The first goals are for evaluation, drawn with replacement as in the reference code; the others are
-for training. The warm-up visits generated shops, of which there is no end.
+for training. The warm-up visits an endless sequence of generated shops.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from paw.types import Outcome, Task
 
 HELD_OUT = "test"
 WARMUP_VISITS = 64
-"""Goals that the warm-up plays in each generated shop."""
+"""Number of goals that the warm-up plays in each generated shop."""
 NOT_FOUND = 1_000
 """Page number of a product that a search does not find."""
 
@@ -45,18 +45,19 @@ class WebshopFactory(EnvFactory):
         self.config = config
         self.reward_max = config.reward
         self.invalid_penalty = config.invalid_penalty
-        self.catalogue = (
-            catalogue.load(config.data.expanduser(), config) if config.data else self._generated(0)
-        )
-        tasks = [
-            Task(f"goal/{i}", kind=goal.product.category, payload=Visit(shop=0, goal=goal))
-            for i, goal in enumerate(self.catalogue.goals)
-        ]
+        if config.data:
+            self.catalogue = catalogue.load(config.data.expanduser(), config)
+        else:
+            self.catalogue = self._generated(0)
+        tasks = []
+        for i, goal in enumerate(self.catalogue.goals):
+            visit = Visit(shop=0, goal=goal)
+            tasks.append(Task(f"goal/{i}", kind=goal.product.category, payload=visit))
         self._test = tasks[: self.catalogue.n_test]
         self._train = tasks[self.catalogue.n_test :]
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """Raises UserError for a split other than train, test and warmup."""
+        """The goals of a split. Raises UserError if it is not train, test or warmup."""
         if split == "train":
             return self._train
         if split == "warmup":
@@ -73,7 +74,8 @@ class WebshopFactory(EnvFactory):
         """The catalogue's size and hash, and how goals and rewards are made."""
         stock = self.catalogue
         kind = self.config.catalogue if self.config.data else "generated"
-        return f"webshop {kind}, {len(stock.goals)} {self.config.goals} goals, nouns {stock.nouns}, {stock.digest[:16]}"
+        goals = f"{len(stock.goals)} {self.config.goals} goals"
+        return f"webshop {kind}, {goals}, nouns {stock.nouns}, {stock.digest[:16]}"
 
     def _warmup_task(self, i: int, seed: int) -> Task:
         shop_number, visit_number = divmod(i, WARMUP_VISITS)
@@ -100,13 +102,21 @@ class WebshopEnv:
         self._catalogue_of = catalogue_of
         style = PaperStyle if config.style == "paper" else CompactStyle
         self.style: Style = style(history=config.history, think=config.think)
+        # Set by `reset` and `step`.
+        self.session: Session
+        self._past: list[tuple[str, str]] = []
+        """(observation, action) of each turn so far."""
+        self._text = ""
+        """The last observation."""
+        self._actions: dict[str, str] = {}
+        """Name of each action that can be played now -> the session's action."""
 
     def reset(self, task: Task) -> str:
         """Start `task`, whose payload is a Visit."""
         visit: Visit = task.payload
         self.session = Session(self._catalogue_of(visit.shop), visit.goal)
         self.task = visit.goal.instruction
-        self._past: list[tuple[str, str]] = []
+        self._past = []
         self._look()
         return self._text
 
@@ -140,9 +150,9 @@ class WebshopEnv:
         return self.format_action(next_action(self.session, self.style.queries(self.session)))
 
     def admissible_actions(self) -> list[str]:
-        """`click[...]` for everything that does something now.
+        """The actions `click[...]` that do something now.
 
-        `search[...]` in free words also does, on every page.
+        A `search[...]` with any words is possible on every page but not listed.
         """
         return list(self._actions.values())
 
@@ -151,6 +161,7 @@ class WebshopEnv:
         return self.style.format_action(names[0] if names else action)
 
     def _look(self) -> None:
+        """Read the page."""
         self._text = self.style.observation(self.session)
         self._actions = self.style.actions(self.session)
 
@@ -166,9 +177,10 @@ def _check_held_out(split: str) -> None:
 
 
 def next_action(session: Session, queries: Sequence[str]) -> str:
-    """The buyer's action: search by the best of `queries`, page to the product, open it, choose its options and buy.
+    """The buyer's next action: search with the best of `queries`, turn pages until the product is
+    listed, open it, choose its options and buy it.
 
-    If another product is open that earns as much, it buys that one.
+    If another product is open that has the full reward too, it buys that one.
     """
     goal = session.goal
     product = session.product
@@ -180,14 +192,15 @@ def next_action(session: Session, queries: Sequence[str]) -> str:
         return f"click[{_towards(goal.product, session)}]"
 
     wanted = wanted_options(product, goal)
-    fits = (
-        product.asin == goal.product.asin
-        or reward(product, goal, wanted, session.catalogue.nouns) == 1
-    )
+    fits = product.asin == goal.product.asin
+    if not fits:
+        fits = reward(product, goal, wanted, session.catalogue.nouns) == 1
     if session.sub_page or not fits:
         return f"click[{PREVIOUS}]"
-    missing = [value for value in wanted.values() if value not in session.options.values()]
-    return f"click[{missing[0] if missing else BUY}]"
+    for value in wanted.values():
+        if value not in session.options.values():
+            return f"click[{value}]"
+    return f"click[{BUY}]"
 
 
 def _towards(wanted: Product, session: Session) -> str:
@@ -203,12 +216,11 @@ def _towards(wanted: Product, session: Session) -> str:
 def wanted_options(product: Product, goal: Goal) -> dict[str, str]:
     """The options of `product` that meet those of `goal`, as far as it has them."""
     wanted = set(goal.options.values())
-    exact = {
-        name: value
-        for name, offered in product.options.items()
-        for value in offered
-        if value in wanted
-    }
+    exact: dict[str, str] = {}
+    for name, offered in product.options.items():
+        for value in offered:
+            if value in wanted:
+                exact[name] = value
     if wanted <= set(exact.values()):
         return exact
 

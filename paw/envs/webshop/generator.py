@@ -1,13 +1,14 @@
-"""A shop made from a seed, in the schema of WebShop's three files. What it sells is in shop.toml.
+"""Generates a shop from a seed, in the schema of WebShop's three files; shop.toml has the wares.
 
-Products come in families of nearly the same title, of which variants miss one thing that a buyer of
-the first may want, so search results need reading. A goal's own product always fits it.
+Products come in families with nearly the same title. Each variant lacks one thing that a buyer of
+the first product may want, so search results have to be read. A goal's own product always fits it.
 """
 
 import json
 import random
 import string
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,25 +45,36 @@ WARES = [Ware.parse(line) for line in SHOP["wares"].splitlines()]
 
 
 def records(products: int, seed: int = 0) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-    """The contents of items_shuffle.json, items_ins_v2.json and items_human_ins.json; a function of the arguments."""
+    """The contents of items_shuffle.json, items_ins_v2.json and items_human_ins.json.
+
+    A function of the arguments.
+    """
     rng = random.Random(f"webshop/{seed}")
-    items, entries, human = [], {}, {}
+    items: list[dict[str, Any]] = []
+    entries: dict[str, Any] = {}
+    human: dict[str, Any] = {}
     while len(items) < products:
-        for made in _family(rng, WARES[len(items) % len(WARES)])[: products - len(items)]:
-            while (
-                asin := "B0" + "".join(rng.choices(string.ascii_uppercase + string.digits, k=8))
-            ) in entries:
-                pass
-            items.append({"asin": asin, **made["item"]})
-            entries[asin] = made["entry"]
+        family = _family(rng, WARES[len(items) % len(WARES)])
+        for product in family[: products - len(items)]:
+            asin = _asin(rng, entries)
+            items.append({"asin": asin, **product["item"]})
+            entries[asin] = product["entry"]
             if rng.random() < 0.6:
-                human[asin] = [{"asin": asin, **_human(rng, made)}]
+                human[asin] = [{"asin": asin, **_human(rng, product)}]
     rng.shuffle(items)
     return items, entries, human
 
 
+def _asin(rng: random.Random, used: Collection[str]) -> str:
+    """A product number that is not used yet."""
+    while True:
+        asin = "B0" + "".join(rng.choices(string.ascii_uppercase + string.digits, k=8))
+        if asin not in used:
+            return asin
+
+
 def write(folder: Path, products: int = 3000, seed: int = 0) -> None:
-    """The three files, named as the small ones, for a look or for another program."""
+    """Write the three files under the names of the small ones, to look at or for other programs."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in zip(FILES, records(products, seed), strict=True):
         (folder / name).write_text(
@@ -129,7 +141,7 @@ def _product(
     options: dict[str, list[str]],
     price: float,
 ) -> dict[str, Any]:
-    """The records of one product: `item` and `entry` for the files, the rest for what a person writes about it."""
+    """The records of one product: `item` and `entry` for the files, the rest for `_human`."""
     attributes = [*adjectives, *features]
     shown = rng.choice(attributes)
     title = rng.choice(SHOP["titles"]).format(shown=shown, **words)
@@ -162,7 +174,10 @@ def _product(
     wanted_adjectives = [adjectives[1]] if rng.random() < 0.7 else adjectives
     entry = {
         "attributes": attributes,
-        "instruction": f"Find me {', '.join(wanted_adjectives)} {ware.query} for {words['use']} with {features[0]}",
+        "instruction": (
+            f"Find me {', '.join(wanted_adjectives)} {ware.query} for {words['use']} "
+            f"with {features[0]}"
+        ),
         "instruction_attributes": [*wanted_adjectives, features[0]],
     }
     return {
@@ -175,19 +190,20 @@ def _product(
     }
 
 
-def _human(rng: random.Random, made: dict[str, Any]) -> dict[str, Any]:
+def _human(rng: random.Random, product: dict[str, Any]) -> dict[str, Any]:
     """What a person might have written for a product, and what they meant."""
-    adjectives = made["adjectives"]
-    options = {
-        name: rng.choice(values) for name, values in made["options"].items() if rng.random() < 0.8
-    }
+    adjectives = product["adjectives"]
+    options = {}
+    for name, values in product["options"].items():
+        if rng.random() < 0.8:
+            options[name] = rng.choice(values)
     opening = rng.choice(SHOP["openings"])
     request = rng.choice(SHOP["requests"]).format(
-        article=_article(adjectives[0], noun=made["words"]["noun"]),
+        article=_article(adjectives[0], noun=product["words"]["noun"]),
         joined=" and ".join(adjectives),
         listed=", ".join(adjectives),
-        feature=made["feature"],
-        **made["words"],
+        feature=product["feature"],
+        **product["words"],
     )
     wishes = ""
     for name, value in options.items():
@@ -195,7 +211,7 @@ def _human(rng: random.Random, made: dict[str, Any]) -> dict[str, Any]:
         wishes += " " + rng.choice(phrases).format(value)
     return {
         "instruction": opening + request + wishes + rng.choice((".", "")),
-        "instruction_attributes": [*adjectives, made["feature"]],
+        "instruction_attributes": [*adjectives, product["feature"]],
         "instruction_options": list(options.values()),
     }
 

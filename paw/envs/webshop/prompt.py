@@ -31,7 +31,7 @@ Now it's your turn to take one action for the current step.
 FIRST_TURN = f"{HEAD} {TASK}Y{ACTIONS}"
 LATER_TURN = f"{HEAD}{TASK}{LATER}{ACTIONS}"
 LONGEST = 13_000
-"""Characters of a prompt above which the first turn's template, which has no history, takes its place."""
+"""A prompt of more characters is replaced by the first turn's template, which has no history."""
 
 
 class PaperStyle(TaggedStyle):
@@ -47,7 +47,10 @@ class PaperStyle(TaggedStyle):
         return " [SEP] ".join(f"'{part}'" for part in session.parts)
 
     def actions(self, session: Session) -> dict[str, str]:
-        """Name of each action that can be played now -> the session's action; searches in free words are not listed."""
+        """Name of each action that can be played now -> the session's action.
+
+        Searches with words of the agent's choice are not listed.
+        """
         actions = [f"click[{text}]" for text in session.clickables if text != "search"]
         return {action: action for action in actions}
 
@@ -134,8 +137,8 @@ Style = PaperStyle | CompactStyle
 
 @functools.lru_cache(8)
 def _searches(catalogue: Catalogue) -> dict[str, str]:
-    """The types of product in a shop, as one word each -> the words that find all products of the type."""
-    nouns = {ware.query: ware.nouns for ware in WARES}  # a title calls its product by one of these
+    """Each type of product in a shop, as one word -> the words that find all products of it."""
+    nouns = {ware.query: ware.nouns for ware in WARES}  # each title has one of these
     types = sorted({product.query for product in catalogue.products})
     return {_one_word(name): " ".join([name, *nouns.get(name, ())]) for name in types}
 

@@ -1,4 +1,5 @@
-"""The reward of buying a product, as in the reference's `get_reward` (web_agent_site/engine/goal.py).
+"""The reward of buying a product, as in the reference's `get_reward`
+(web_agent_site/engine/goal.py).
 
     r = r_type * (attributes matched + options matched + [price <= limit]) / (|attributes| +
     |options| + 1)
@@ -27,8 +28,8 @@ PATH = "›"
 _COLOURS = """
     ash black charcoal granite graphite gray grey pewter silver slate steel stone asphalt
     alabaster champagne cream crystal ivory mushroom natural nude seashell white
-    beige bronze brown camel caramel chestnut chocolate coffee cognac copper espresso khaki mocha rust sand tan taupe
-    walnut wheat
+    beige bronze brown camel caramel chestnut chocolate coffee cognac copper espresso khaki mocha
+    rust sand tan taupe walnut wheat
     bordeaux burgundy cranberry maroon merlot red wine
     apricot blush coral fuchsia magenta mauve peach pink rose
     banana gold lemon mustard orange sunflower yellow
@@ -38,14 +39,15 @@ _COLOURS = """
     camo cheetah christmas dark elephant heather leopard light multicolor rainbow skull tiger
 """
 COLOURS = sorted(_COLOURS.split())
-"""Base colours and patterns: the words that the reference's normalize.py knows, or scores would not compare."""
+"""Base colours and patterns: the words that the reference's normalize.py knows, so that scores can
+be compared."""
 MODEL = "en_core_web_sm"
 WORD = re.compile(r"\b\d*[^\W\d_]\w*")
 """A word, with or without digits: "cord", "2pcs", "ht830v"."""
 _FUNCTION = """
-    a an the and or nor but of for with without in on at by to from as up out over under into onto per than via no not
-    all any every each both this that these those your our their its his her my you it we they i is are be was can will
-    has have s only very more most so
+    a an the and or nor but of for with without in on at by to from as up out over under into onto
+    per than via no not all any every each both this that these those your our their its his her my
+    you it we they i is are be was can will has have s only very more most so
 """
 FUNCTION = frozenset(_FUNCTION.split())
 
@@ -93,7 +95,10 @@ def need_rapidfuzz() -> Any:
 
 
 def reward(product: Product, goal: Goal, options: dict[str, str], nouns: str) -> float:
-    """r in [0, 1] of buying `product` with the chosen `options` (name -> value); `nouns` is the catalogue's."""
+    """r in [0, 1] of buying `product` with the chosen `options` (name -> value).
+
+    `nouns` says how nouns are found ("spacy" or "rules").
+    """
     attributes_met = sum(_has(product, attribute) for attribute in goal.attributes)
     affordable = product.price <= goal.price_upper
     matched = attributes_met + options_met(goal, options) + affordable
@@ -109,14 +114,13 @@ def options_met(goal: Goal, options: dict[str, str]) -> int:
 
 
 def type_reward(product: Product, goal: Goal, nouns: str) -> float:
-    """r_type: whether `product` is of the kind wanted, by query, category path and nouns of the title."""
+    """r_type: whether `product` is of the right kind, by query, category path and title's nouns."""
     wanted_nouns = title_nouns(goal.product.title, nouns)
     title_score = 0.2
     if wanted_nouns:
         shared_nouns = set(wanted_nouns) & set(title_nouns(product.title, nouns))
-        title_score = len(shared_nouns) / len(
-            wanted_nouns
-        )  # repeated nouns count in the denominator only, as there
+        # As in the reference, repeated nouns count only in the denominator.
+        title_score = len(shared_nouns) / len(wanted_nouns)
     if title_score == 0:
         return 0.0
     if title_score < 0.1:
@@ -133,7 +137,7 @@ def _categories(product: Product) -> set[str]:
 
 
 def base_colour(text: str) -> str:
-    """The first base colour in alphabetical order that `text` contains, anywhere; `text` itself without one."""
+    """The first base colour in alphabetical order that `text` contains anywhere, else `text`."""
     return next((colour for colour in COLOURS if colour in text), text)
 
 
@@ -172,14 +176,15 @@ def choose_nouns(wanted: str) -> str:
     installed = all(importlib.util.find_spec(name) for name in ("spacy", MODEL))
     if wanted == "spacy" and not installed:
         raise UserError(
-            f"env.nouns = 'spacy' needs spaCy and {MODEL}: pip install spacy, then python -m spacy download {MODEL}"
+            f"env.nouns = 'spacy' needs spaCy and {MODEL}: pip install spacy, "
+            f"then python -m spacy download {MODEL}"
         )
     return "spacy" if wanted != "rules" and installed else "rules"
 
 
 @functools.lru_cache(1 << 16)
 def title_nouns(title: str, kind: str) -> tuple[str, ...]:
-    """Lower-cased nouns of `title` in order, repeats kept, as `kind` ("spacy" or "rules") finds them."""
+    """Nouns of `title` in lower case, in order and with repeats, found by "spacy" or "rules"."""
     if kind == "spacy":
         return tuple(
             word.text.lower() for word in _spacy()(title) if word.pos_ in ("NOUN", "PROPN")

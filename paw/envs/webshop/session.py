@@ -24,7 +24,8 @@ class Session:
 
     parts: list[str]  # visible texts of the page, without the instruction above it
     clickables: list[str]
-    """Lower-cased texts that a click may name, in the reference's order; "search", though shown, does nothing."""
+    """Texts that a click may name, in lower case and the reference's order. "search" is one of them
+    but does nothing."""
     hits: list[Product]  # found by the last search, best first
     page: int  # of the results, from 1
     product: Product | None  # the one looked at

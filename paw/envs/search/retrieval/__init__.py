@@ -1,4 +1,4 @@
-"""Search engines, and the way to the one that the configuration names."""
+"""Search engines, and `make_retriever`, which makes the one that the configuration names."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -8,11 +8,11 @@ from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 
 Documents = list[tuple[str, str]] | Corpus
-"""(id, contents) each."""
+"""(id, contents) of each document."""
 
 
 class Hit(NamedTuple):
-    """One document found."""
+    """A document that a search returns."""
 
     id: str
     contents: str
@@ -21,7 +21,7 @@ class Hit(NamedTuple):
 
 
 class Retriever(Protocol):
-    """Safe to use from several threads."""
+    """A search engine that several threads may use at once."""
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """For each query at most `topk` hits, best first."""
@@ -29,7 +29,10 @@ class Retriever(Protocol):
 
 
 def make_retriever(config: SearchConfig, documents: Documents | None = None) -> Retriever:
-    """The retriever that `env.retriever` names, over `env.corpus`, else over `documents`, indexed if need be."""
+    """The retriever that `env.retriever` names, over `env.corpus` or else over `documents`.
+
+    An index is built if there is none. Raises UserError if it has no documents.
+    """
     if config.retriever.startswith("http"):
         from paw.envs.search.retrieval.remote import RemoteRetriever
 

@@ -1,7 +1,7 @@
-"""A corpus: JSON lines {"id", "contents": "\"Title\"\ntext"}, read where they lie.
+"""A corpus: JSON lines {"id", "contents": "\"Title\"\ntext"}, read from the file one by one.
 
-Lines are checked when the file is first seen; where they start is kept in the cache, so that 14 GB
-open at once.
+All lines are checked when the file is first opened. The cache keeps the offsets of the lines, so
+that 14 GB open without delay afterwards.
 """
 
 import os
@@ -22,10 +22,12 @@ from paw.files import reading
 
 T = TypeVar("T")
 LINES_EVERY_S = 10.0
-"""Between two lines of progress where there is no terminal."""
+"""Time between two lines of progress if there is no terminal."""
 
 
 class Document(Strict):
+    """One line of the file."""
+
     id: str | int
     contents: Annotated[str, Field(pattern=r"\S")]
 
@@ -33,7 +35,7 @@ class Document(Strict):
 class Corpus:
     """The documents (id, contents) of the JSONL file `path`.
 
-    UserError, with file and line, for what is no document.
+    Raises UserError, which names file and line, if a line is not a document.
     """
 
     def __init__(self, path: Path):
@@ -46,24 +48,22 @@ class Corpus:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def __getitem__(self, at: int) -> tuple[str, str]:
-        start, end = map(int, self._starts[at : at + 2])
-        found = Document.model_validate_json(os.pread(self._file.fileno(), end - start, start))
-        return str(found.id), found.contents
+    def __getitem__(self, i: int) -> tuple[str, str]:
+        start = int(self._starts[i])
+        end = int(self._starts[i + 1])
+        line = os.pread(self._file.fileno(), end - start, start)
+        document = Document.model_validate_json(line)
+        return str(document.id), document.contents
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        return (
-            (str(found.id), found.contents)
-            for _, found in json_lines(self.path, Document, str(self.path))
-        )
+        for _, document in json_lines(self.path, Document, str(self.path)):
+            yield str(document.id), document.contents
 
     def _index(self, folder: Path) -> None:
+        """Check all lines, and write the offsets of their starts to `folder`."""
         size = self.path.stat().st_size
-        lines = progress(
-            json_lines(self.path, Document, str(self.path)),
-            None,
-            f"checking {self.path.name} ({size >> 20:,} MB)",
-        )
+        lines = json_lines(self.path, Document, str(self.path))
+        lines = progress(lines, None, f"checking {self.path.name} ({size >> 20:,} MB)")
         starts = array("q", (offset for offset, _ in lines))
         if not starts:
             raise UserError(f"env.corpus = '{self.path}': there is no document in it")
@@ -72,7 +72,8 @@ class Corpus:
 
 
 def progress(items: Iterable[T], total: int | None, what: str) -> Iterator[T]:
-    """`items` as they come, with a progress bar on stderr; lines now and then where that is no terminal."""
+    """`items` unchanged, with a progress bar on stderr; if that is not a terminal, with a line now
+    and then."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import track
@@ -83,5 +84,6 @@ def progress(items: Iterable[T], total: int | None, what: str) -> Iterator[T]:
     for number, item in enumerate(items):
         yield item
         if time.monotonic() > due:
-            to_stderr(f"{what}: {number + 1:,}" + (f" of {total:,}" if total else ""))
+            of_total = f" of {total:,}" if total else ""
+            to_stderr(f"{what}: {number + 1:,}{of_total}")
             due = time.monotonic() + LINES_EVERY_S

@@ -1,9 +1,10 @@
-"""Dense retrieval: a sentence encoder, and the inner product of its unit vectors over all documents (faiss).
+"""Dense retrieval: a sentence encoder, and the inner products of its unit vectors with those of all
+documents (faiss).
 
-If the encoder's name contains "e5", texts get "query: " and "passage: " in front, as in its
-training (Search-R1's settings). The vectors are a float32 file in the cache, written in steps: an
-interrupted start continues where it ended. If Search-R1's NAME_Flat.index is beside the corpus,
-NAME being part of the encoder's name, that is read instead.
+If the encoder's name contains "e5", texts get the prefixes "query: " and "passage: ", as in its
+training (Search-R1's settings). The vectors are a float32 file in the cache, written in steps: a
+start that was interrupted continues from there. If Search-R1's NAME_Flat.index is next to the
+corpus, and NAME is part of the encoder's name, that file is read instead.
 """
 
 import fcntl
@@ -22,11 +23,13 @@ from paw.errors import UserError, needed
 from paw.files import writing
 
 TOKENS = 256
+"""How many tokens of a text the encoder reads."""
 CHUNK = 1024
+"""Number of documents that are encoded and written in one step."""
 SAME = 0.99
-"""Least cosine of a document's vector with its vector on disk.
+"""Least cosine between a document's vector and its vector on disk.
 
-Different texts come to 0.7 to 0.95 under E5.
+Vectors of different texts have cosines of 0.7 to 0.95 under E5.
 """
 
 
@@ -58,8 +61,8 @@ class DenseRetriever:
         if not same_shape or self._vectors_ND[0] @ first_D < SAME:
             shape = " x ".join(map(str, self._vectors_ND.shape))
             raise UserError(
-                f"{path}: {shape} vectors that are not those of '{encoder}' for these {len(documents):,} documents; "
-                "move the file away"
+                f"{path}: {shape} vectors that are not those of '{encoder}' for these "
+                f"{len(documents):,} documents; move the file away"
             )
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
@@ -67,32 +70,29 @@ class DenseRetriever:
         if not queries:
             return []
         with self._encoder_lock:  # threads may not share a tokenizer
-            queries_QD = self._encoder.encode(
-                [self._query_prefix + query for query in queries]
-            ).numpy()
+            prefixed = [self._query_prefix + query for query in queries]
+            queries_QD = self._encoder.encode(prefixed).numpy()
         k = min(topk, len(self._documents))
         scores_QK, indices_QK = self._faiss.knn(
             queries_QD, self._vectors_ND, k, self._faiss.METRIC_INNER_PRODUCT
         )
-        hits = []
+        hits_of_queries = []
         for scores_K, indices_K in zip(scores_QK, indices_QK, strict=True):
-            hits.append(
-                [
-                    self._hit(int(i), float(score))
-                    for i, score in zip(indices_K, scores_K, strict=True)
-                ]
-            )
-        return hits
+            hits = []
+            for i, score in zip(indices_K, scores_K, strict=True):
+                hits.append(self._hit(int(i), float(score)))
+            hits_of_queries.append(hits)
+        return hits_of_queries
 
     def _hit(self, i: int, score: float) -> Hit:
-        id, contents = self._documents[i]
-        return Hit(id, contents, score)
+        id_, contents = self._documents[i]
+        return Hit(id_, contents, score)
 
     def _corpus_path(self) -> Path | None:
         return self._documents.path if isinstance(self._documents, Corpus) else None
 
     def _flat_index(self, encoder: str) -> Path | None:
-        """The index that Search-R1's code left beside the corpus for this encoder, if there is one."""
+        """The index that Search-R1's code left next to the corpus for this encoder, if any."""
         corpus = self._corpus_path()
         if corpus is None:
             return None
@@ -105,22 +105,28 @@ class DenseRetriever:
     def _read_flat_index(self, path: Path) -> np.ndarray:
         """The vectors of a flat faiss index, memory-mapped; they live as long as the index."""
         self._index = self._faiss.read_index(str(path), self._faiss.IO_FLAG_MMAP_IFC)
-        count, width = self._index.ntotal, self._index.d
-        return self._faiss.rev_swig_ptr(self._index.get_xb(), count * width).reshape(count, width)
+        count = self._index.ntotal
+        width = self._index.d
+        vectors = self._faiss.rev_swig_ptr(self._index.get_xb(), count * width)
+        return vectors.reshape(count, width)
 
     def _cache_file(self, encoder: str) -> Path:
+        """The file in the cache that holds the vectors of these documents under this encoder."""
         corpus = self._corpus_path()
         source = stamp(corpus) if corpus else "\0".join(contents for _, contents in self._documents)
         digest = hashlib.sha256(f"{encoder}\0{source}".encode()).hexdigest()[:16]
         return cache_dir() / f"dense-{digest}.f32"
 
     def _encode_passages(self, part: slice) -> np.ndarray:
-        indices = range(len(self._documents))[part]
-        return self._encoder.encode(
-            [self._passage_prefix + self._documents[i][1] for i in indices]
-        ).numpy()
+        """The vectors [N, D] of a slice of the documents."""
+        passages = []
+        for i in range(len(self._documents))[part]:
+            _, contents = self._documents[i]
+            passages.append(self._passage_prefix + contents)
+        return self._encoder.encode(passages).numpy()
 
     def _write(self, path: Path, *, width: int) -> None:
+        """Write the vectors of all documents, of `width` numbers each, or continue to do so."""
         partial = path.with_suffix(".part")
         with writing(partial, "; set PAW_CACHE"):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,13 +134,12 @@ class DenseRetriever:
                 fcntl.flock(file, fcntl.LOCK_EX)  # one process writes, the others wait for it
                 if path.is_file():
                     return
-                chunks_done = file.tell() // (4 * width * CHUNK)
-                done = chunks_done * CHUNK  # documents
-                file.truncate(4 * width * done)
-                starts = range(done, len(self._documents), CHUNK)
-                for start in progress(
-                    starts, len(starts), f"dense index, {CHUNK:,} documents a step"
-                ):
+                # Continue after the last complete chunk.
+                documents_done = file.tell() // (4 * width * CHUNK) * CHUNK
+                file.truncate(4 * width * documents_done)
+                starts = range(documents_done, len(self._documents), CHUNK)
+                label = f"dense index, {CHUNK:,} documents a step"
+                for start in progress(starts, len(starts), label):
                     file.write(self._encode_passages(slice(start, start + CHUNK)).tobytes())
                     file.flush()
                 partial.rename(path)

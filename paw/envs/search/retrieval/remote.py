@@ -1,4 +1,6 @@
-"""A retriever behind HTTP: `paw serve retriever`, Search-R1's server, or another of the same form."""
+"""A retriever behind HTTP: `paw serve retriever`, Search-R1's server, or another with the same
+protocol.
+"""
 
 import time
 from collections.abc import Sequence
@@ -11,14 +13,15 @@ from paw.envs.http import BadAnswer, BlockingHttpClient
 from paw.envs.search.retrieval import Hit
 from paw.errors import UserError, clean
 
-TRIES, PATIENT_TRIES = 3, 10
-"""Of a request: the first one, and later ones while the server is away.
-
-The latter outlast a restart of two minutes.
-"""
+TRIES = 3
+"""How often the first request is tried, and any request that the server answers with status 500."""
+PATIENT_TRIES = 10
+"""How often later requests are tried while the server is away: enough to outlast a restart of two
+minutes."""
 PAUSE_S = 0.5
-"""Before the second try; then twice as long each time, 60 times that at most."""
+"""Pause before the second try; it doubles with each try, up to 60 times as long."""
 AWAY = (502, 503, 504)
+"""Status codes of a server that is away or busy."""
 
 
 class Item(BaseModel):
@@ -30,31 +33,36 @@ class Item(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _bare(cls, item: Any) -> Any:
-        inner = item.get("document") if isinstance(item, dict) else None
-        return {**inner, "score": item.get("score", 0.0)} if isinstance(inner, dict) else item
+    def _flatten(cls, item: Any) -> Any:
+        document = item.get("document") if isinstance(item, dict) else None
+        if not isinstance(document, dict):
+            return item
+        return {**document, "score": item.get("score", 0.0)}
 
 
 Items = Annotated[list[Item], FIRST_ERROR]
 
 
 class Answer(BaseModel):
+    """The body of an answer: a list of hits for each query."""
+
     result: Annotated[list[Items], FIRST_ERROR]
 
 
 class RemoteRetriever:
     """The server at `url`, with or without /retrieve at its end. Connections are kept open.
 
-    UserError, naming the URL, where it answers anything but hits, or not within `timeout_s`. Lost
-    connections, 5xx are tried again; once the server has answered, for two minutes (500: three
-    times).
+    Raises UserError, which names the URL, if the server answers anything but hits, or not within
+    `timeout_s`. A request is tried again after a lost connection or a status 5xx: for two minutes
+    once the server has answered, but only TRIES times for the first request and for status 500.
     """
 
     def __init__(self, url: str, *, timeout_s: float):
         self._url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
-        self._timeout_s, self._tries = timeout_s, TRIES
+        self._timeout_s = timeout_s
+        self._tries = TRIES
         self._client = BlockingHttpClient(f"env.retriever = '{url}'", timeout_s=timeout_s)
-        self.search(["retriever"], 1)
+        self.search(["retriever"], 1)  # a mistake in the URL is reported now
         self._tries = PATIENT_TRIES
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
@@ -62,25 +70,28 @@ class RemoteRetriever:
             return []
         text = self._ask({"queries": list(queries), "topk": topk, "return_scores": True})
         try:
-            found = Answer.model_validate_json(text).result
-            if len(found) != len(queries):
-                raise ValueError(f"{len(found)} lists of hits for {len(queries)} queries")
+            result = Answer.model_validate_json(text).result
+            if len(result) != len(queries):
+                raise ValueError(f"{len(result)} lists of hits for {len(queries)} queries")
         except ValueError as error:
             reason = problem(error) if isinstance(error, ValidationError) else error
             answer = clean(text, 200)
             raise UserError(
                 f"{self._url}: it does not answer as a retriever ({clean(reason)}): {answer}"
             ) from None
-        return [
-            [Hit(str(item.id), item.contents, item.score) for item in items[:topk]]
-            for items in found
-        ]
+
+        hits_of_queries = []
+        for items in result:
+            hits = [Hit(str(item.id), item.contents, item.score) for item in items[:topk]]
+            hits_of_queries.append(hits)
+        return hits_of_queries
 
     def _ask(self, request: dict[str, Any]) -> str:
-        """The body of the answer 200."""
+        """The body of the server's answer with status 200. Raises UserError if there is none."""
         reason = ""
-        for tried in range(self._tries):
-            time.sleep(PAUSE_S * min(60, 2 ** (tried - 1)) if tried else 0)
+        for failures in range(self._tries):
+            if failures:
+                time.sleep(PAUSE_S * min(60, 2 ** (failures - 1)))
             try:
                 answer = self._client.ask("POST", self._url, request)
             except TimeoutError:
@@ -95,7 +106,8 @@ class RemoteRetriever:
             if answer.status == 200:
                 return answer.text
             reason = f"status {answer.status}: {clean(answer.text, 200)}"
-            if answer.status < 500 or (answer.status not in AWAY and tried + 1 >= TRIES):
+            is_away = answer.status in AWAY
+            if answer.status < 500 or (not is_away and failures + 1 >= TRIES):
                 break
         raise UserError(
             f"env.retriever = '{self._url}': {reason}; `paw serve retriever` starts such a server"

@@ -1,12 +1,14 @@
-"""`paw serve retriever`: a retriever behind HTTP, as clients of Search-R1, verl-agent and `RemoteRetriever` expect it.
+"""`paw serve retriever`: a retriever behind HTTP, for clients of Search-R1 and verl-agent, and for
+`RemoteRetriever`.
 
     POST /retrieve  {"queries": [...] or "query": "...", "topk": 3, "return_scores": true}
-                    -> {"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}, a list for each query
+                    -> {"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]},
+                    a list for each query
                     without return_scores: {"result": [[{"id", "contents"}, ...], ...]}
     GET /health     -> {"status": "ok", "documents": 21015324, "retriever": "bm25"}
 
-Whatever goes wrong is {"error": "..."}: 4xx for what the client did, 503 where the server has too
-much to do.
+Every error is answered by {"error": "..."}: with status 4xx for a mistake of the client, 503 if the
+server has too much to do, and 500 if the search fails.
 """
 
 import asyncio
@@ -24,9 +26,11 @@ from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 
 MAX_QUERIES = 1024
-"""Of a request."""
-WORKERS, MAX_WAITING = 4, 512
-"""Requests searched for at once; those searched for or waiting, of which more are turned away."""
+"""Queries of one request."""
+WORKERS = 4
+"""Requests that are searched for at once."""
+MAX_WAITING = 512
+"""Requests that are searched for or wait; further ones are refused."""
 
 
 class Query(BaseModel):
@@ -36,7 +40,7 @@ class Query(BaseModel):
     query: str | None = None
     queries: Annotated[list[str], Field(min_length=1, max_length=MAX_QUERIES)] | None = None
     topk: Annotated[int, Field(ge=1, le=100)] | None = None
-    """None: the server's own env.topk."""
+    """None for the server's own env.topk."""
     return_scores: bool = False
 
     @model_validator(mode="after")
@@ -45,11 +49,19 @@ class Query(BaseModel):
             raise ValueError('give either "queries", a list, or "query", one text')
         return self
 
+    def result(self, hit: Hit) -> dict[str, Any]:
+        """A hit in the form that the client asked for."""
+        document = {"id": hit.id, "contents": hit.contents}
+        if self.return_scores:
+            return {"document": document, "score": hit.score}
+        return document
+
 
 def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> Any:
     """The FastAPI application.
 
-    A request is one batch in a thread; it may take `config.timeout_s`, as may its body.
+    Each request is one batch, searched for in a thread. Its body and its search may take
+    `config.timeout_s` each.
     """
     from fastapi import FastAPI, HTTPException, Request
     from fastapi.responses import JSONResponse
@@ -61,39 +73,37 @@ def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> A
     pool = ThreadPoolExecutor(WORKERS, "search")
     waiting: set[asyncio.Future[Any]] = set()
 
-    @app.post("/retrieve")
-    async def retrieve(request: Request) -> JSONResponse:
-        if (
-            request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            != "application/json"
-        ):
+    async def read_query(request: Request) -> Query:
+        content_type = request.headers.get("content-type", "").partition(";")[0]
+        if content_type.strip().lower() != "application/json":
             raise HTTPException(
                 415, "the body is to be JSON: send the header Content-Type: application/json"
             )
         try:
-            asked = Query.model_validate_json(await request.body())
+            return Query.model_validate_json(await request.body())
         except ClientDisconnect:
             raise HTTPException(400, "the connection ended before the body did") from None
         except ValidationError as error:
             raise HTTPException(400, problem(error)) from None
+
+    @app.post("/retrieve")
+    async def retrieve(request: Request) -> JSONResponse:
+        query = await read_query(request)
         if len(waiting) >= MAX_WAITING:
             raise HTTPException(503, f"{MAX_WAITING} requests are waiting already; try again")
-        queries, topk = asked.queries or [asked.query or ""], asked.topk or config.topk
-        found = asyncio.get_running_loop().run_in_executor(pool, retriever.search, queries, topk)
-        waiting.add(found)
-        found.add_done_callback(waiting.discard)
+        queries = query.queries or [query.query or ""]
+        topk = query.topk or config.topk
+        search = asyncio.get_running_loop().run_in_executor(pool, retriever.search, queries, topk)
+        waiting.add(search)
+        search.add_done_callback(waiting.discard)
         try:
-            hits = await asyncio.wait_for(found, config.timeout_s)
+            hits_of_queries = await asyncio.wait_for(search, config.timeout_s)
         except TimeoutError:
             raise HTTPException(
                 503, f"not done within {config.timeout_s:g} s; try again with fewer queries"
             ) from None
-
-        def result(hit: Hit) -> dict[str, Any]:
-            document = {"id": hit.id, "contents": hit.contents}
-            return {"document": document, "score": hit.score} if asked.return_scores else document
-
-        return JSONResponse({"result": [[*map(result, row)] for row in hits]})
+        results = [[query.result(hit) for hit in hits] for hits in hits_of_queries]
+        return JSONResponse({"result": results})
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -103,7 +113,10 @@ def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> A
     async def failed(request: Request, error: AnyHTTPException) -> JSONResponse:
         detail = error.detail
         if error.status_code in (404, 405):
-            detail = f"no {request.method} {request.url.path} here: there are POST /retrieve and GET /health"
+            detail = (
+                f"no {request.method} {request.url.path} here: "
+                "there are POST /retrieve and GET /health"
+            )
         return JSONResponse({"error": detail}, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
@@ -118,7 +131,8 @@ def serve(search: SearchConfig, *, host: str, port: int) -> int:
     try:
         if search.retriever not in ("bm25", "dense"):
             raise UserError(
-                f"paw serve retriever: '{search.retriever}' is no index; there are --retriever bm25 and dense"
+                f"paw serve retriever: '{search.retriever}' is no index; "
+                "there are --retriever bm25 and dense"
             )
         listener, url = listen(host, port, "paw serve retriever")
         if search.corpus:
@@ -129,5 +143,6 @@ def serve(search: SearchConfig, *, host: str, port: int) -> int:
         app = make_app(retriever, search, documents=len(documents))
     except ImportError as error:
         raise UserError(f"a server needs {error.name}: pip install 'paw-trainer[search]'") from None
-    said = f"{url}: {len(documents):,} documents of {search.corpus or 'the generated world'}, {search.retriever}"
-    return run_server(make_server(app, timeout_s=search.timeout_s), listener, said)
+    source = search.corpus or "the generated world"
+    banner = f"{url}: {len(documents):,} documents of {source}, {search.retriever}"
+    return run_server(make_server(app, timeout_s=search.timeout_s), listener, banner)
