@@ -341,8 +341,9 @@ def _write_results(
 def _interrupting(rollouts: Rollouts) -> Iterator[None]:
     """Make Ctrl-C end the play in this block.
 
-    KeyboardInterrupt, raised inside a library's task, would become another error. The loop's own
-    `add_signal_handler` is no way out: it takes the wake-up descriptor from the parent that watches.
+    A KeyboardInterrupt inside a library's task would become another error. The loop's own
+    `add_signal_handler` cannot be used: it takes the wake-up descriptor from the parent that
+    watches.
     """
 
     def end(*_: object) -> None:
