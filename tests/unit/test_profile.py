@@ -207,7 +207,7 @@ def test_recorded_episodes_come_back_as_they_were_played(start, live, tmp_path):
     for ours, theirs in zip(turns(groups), turns(expected), strict=True):
         assert ours.sampled_logp == pytest.approx(theirs.sampled_logp, abs=1e-5)
         assert replace(ours, sampled_logp=[]) == replace(theirs, sampled_logp=[])
-    no_turn = r"--rollouts .*episodes.jsonl: line 1 is no turn that `paw rollout` wrote"
+    no_turn = r"--rollouts .*episodes.jsonl: line 1 is not a turn that `paw rollout` wrote"
     for text in ("", "{}", "nonsense", '{"task": 1}'):
         file.write_text(text)
         with pytest.raises(UserError, match=no_turn if text else "there is no turn in it"):
