@@ -246,9 +246,11 @@ def memory(run: Run, usage: dict[str, Record], phase: str) -> Iterator[None]:
 
     hook = run.policy.lm.get_decoder().register_forward_pre_hook(count_tokens, with_kwargs=True)
     metered = _cuda_memory() if run.policy.device.type == "cuda" else _cpu_memory(run)
-    with metered as bytes_used:
-        yield
-    hook.remove()
+    try:
+        with metered as bytes_used:
+            yield
+    finally:
+        hook.remove()
     usage[phase] |= {
         "tokens": sum(tokens),
         "peak_gib": bytes_used.peak / 2**30,
@@ -270,10 +272,12 @@ def _cuda_memory() -> Iterator[MemoryUse]:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     use = MemoryUse()
-    yield use
-    torch.cuda.synchronize()
-    done.set()
-    watcher.join()
+    try:
+        yield use
+        torch.cuda.synchronize()
+    finally:
+        done.set()
+        watcher.join()
     use.peak = torch.cuda.max_memory_allocated()
     use.mean = float(np.mean(samples))
 
