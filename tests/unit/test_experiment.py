@@ -3,6 +3,7 @@
 import argparse
 import csv
 import importlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from paw import cli
 from paw.errors import UserError
 from paw.recipe import dump, load
 from paw.tools.experiment import runs
+from paw.tools.experiment.figures import comparison
 from paw.tools.experiment.results import Interval, area, interval, paired, student, verdict
 from paw.tools.experiment.runs import VARIANTS, parse_variants
 
@@ -43,6 +45,14 @@ def test_differences_are_paired_by_seed():
     assert verdict(interval([-0.3, 0.4, 0.1])) == "not shown"
     for few in (interval([0.03, 0.03]), interval([0.4]), paired({0: 0.1}, {1: 0.2})):
         assert verdict(few) == "not shown (fewer than three seeds)"
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_variant_has_a_figure_of_its_curve_alone():
+    curves = {"grpo": {0: Interval(0.2, 1), 4: Interval(0.5, 1)}}
+    figure = comparison(curves, {"grpo": {"difference": None}})
+    assert len(figure.axes) == 1
+    figure.savefig(io.BytesIO())
 
 
 def test_variants_and_seeds():
