@@ -21,7 +21,10 @@ Curve = dict[int, Interval]
 
 
 def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
-    """The evaluation curve of each variant, from the lines of compare.csv, as measured or as read back."""
+    """The evaluation curve of each variant.
+
+    `records` are the lines of compare.csv, as measured or as read back.
+    """
     prefix = "eval_"
     steps = sorted(
         {int(key.removeprefix(prefix)) for row in records for key in row if key.startswith(prefix)}
