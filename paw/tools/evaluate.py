@@ -238,7 +238,7 @@ def _play_agent(
         file = stack.enter_context((folder / "episodes.jsonl").open("a", encoding="utf-8"))
         finished = _Episodes(config, file, lines, model=model, tasks=len(tasks))
 
-        try:
+        with _early_end_reported(finished, folder):
             if episodes and endpoint:
                 rollouts = Rollouts(factory, None, None, config, agent=agent)
                 stack.enter_context(closing(rollouts))
@@ -248,20 +248,27 @@ def _play_agent(
 
                 rollouts = stack.enter_context(open_player(config, path, factory))
                 rollouts.run(episodes, at_once=THREADS, ended=finished.add)
-        except _GivenUp:
-            to_stderr(f"{GIVE_UP} episodes in a row could not be played: giving up")
-        except KeyboardInterrupt:
-            to_stderr("")
-            to_stderr(
-                f"stopped: {len(lines)} of {len(tasks)} episodes are in {folder}; "
-                "the same command goes on"
-            )
-            raise
 
     _report_cut_prompts(episodes, config)
     seconds = time.monotonic() - started
     summary = _write_results(folder, list(lines.values()), about, config, seconds=seconds)
     return summary, folder
+
+
+@contextmanager
+def _early_end_reported(finished: _Episodes, folder: Path) -> Iterator[None]:
+    """Report on stderr if the play in this block is given up, which ends it, or interrupted."""
+    try:
+        yield
+    except _GivenUp:
+        to_stderr(f"{GIVE_UP} episodes in a row could not be played: giving up")
+    except KeyboardInterrupt:
+        to_stderr("")
+        to_stderr(
+            f"stopped: {len(finished.lines)} of {finished.tasks} episodes are in {folder}; "
+            "the same command goes on"
+        )
+        raise
 
 
 def _default_folder(config: Config, model: str) -> Path:

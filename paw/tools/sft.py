@@ -63,13 +63,14 @@ from paw.state.train_state import optimizer_tensors
 from paw.tool_config import SftConfig
 from paw.tools.player import resolve
 from paw.tools.recorded import read_episodes
-from paw.types import Outcome, Reply, Sample, Turn
+from paw.types import Outcome, Reply, Sample, Task, Turn
 
 MAX_FAILED = 100
 """Games in a row that may fail before their first turn; more of them end expert play."""
 LOG_S = 10.0
 """Seconds between two lines of progress."""
 LOSS = joint(ce, ce)
+"""Cross-entropy of answers and of observations."""
 
 
 class Demonstration(NamedTuple):
@@ -93,17 +94,14 @@ def demonstrations(
     stray_actions: float = 0.0,
     split: str = "warmup",
 ) -> Iterator[Demonstration]:
-    """Yield the turns of an expert that plays the games of a split, without end.
+    """The turns of an expert that plays the games of a split, without end.
 
     `random_actions` and `stray_actions` are the shares of turns with another action than the
     expert's: any admissible one, or one that was admissible in the turn before and often has no
     effect any more. A game whose environment fails is abandoned. Raises UserError if too many games
     in a row fail, or if the environment has no expert.
     """
-    rng = random.Random(seed)
-    threads = make_threads(factory, env)
-    call = threads.call
-    environment: Guarded | None = None
+    player = _ExpertPlayer(factory, env, random.Random(seed), random_actions, stray_actions)
     failed_in_a_row = 0
     batches = (train_tasks(factory, n, 64, seed, split=split) for n in itertools.count())
     for task in itertools.chain.from_iterable(batches):
@@ -111,19 +109,7 @@ def demonstrations(
         previous_choices: list[str] | None = None
         while not done:
             try:
-                if environment is None:
-                    environment = Guarded(call(factory.make), env)
-                if previous_choices is None:
-                    call(environment.reset, task)
-                prompt = call(environment.context)
-                choices = call(admissible_responses, environment)
-                if previous_choices and rng.random() < stray_actions:
-                    response = rng.choice(previous_choices)
-                elif choices and rng.random() < random_actions:
-                    response = rng.choice(choices)
-                else:
-                    response = call(environment.oracle)
-                outcome = call(environment.step, response)
+                turn, done = player.play_turn(task, previous_choices)
             except OURS:
                 raise
             except NoOracleError as error:
@@ -132,21 +118,69 @@ def demonstrations(
                 ) from None
             except BaseException as error:
                 failed_in_a_row += 1
-                # If the environment hangs, closing it would hang too.
-                if environment and not threads.given_up:
-                    with quietly():
-                        call(environment.close)
-                environment = None
+                player.drop_environment()
                 if failed_in_a_row > MAX_FAILED:
                     raise UserError(
                         f"expert play: {failed_in_a_row} games in a row failed ({describe(error)})"
                     ) from None
                 break
 
-            yield Demonstration(prompt, choices, response, outcome.observation, environment.tools)
-            done = outcome.done
-            previous_choices = choices
+            yield turn
+            previous_choices = turn.choices
             failed_in_a_row = 0
+
+
+class _ExpertPlayer:
+    """Plays turns with an expert's actions, and with shares of random and of stray ones."""
+
+    def __init__(
+        self,
+        factory: EnvFactory,
+        env: EnvConfig,
+        rng: random.Random,
+        random_actions: float,
+        stray_actions: float,
+    ) -> None:
+        self.factory = factory
+        self.env = env
+        self.rng = rng
+        self.random_actions = random_actions
+        self.stray_actions = stray_actions
+        self.threads = make_threads(factory, env)
+        self.environment: Guarded | None = None
+
+    def play_turn(
+        self, task: Task, previous_choices: list[str] | None
+    ) -> tuple[Demonstration, bool]:
+        """(the next turn, whether the game is over after it).
+
+        `previous_choices` are the choices of the turn before; None starts the game.
+        """
+        call = self.threads.call
+        if self.environment is None:
+            self.environment = Guarded(call(self.factory.make), self.env)
+        environment = self.environment
+        if previous_choices is None:
+            call(environment.reset, task)
+        prompt = call(environment.context)
+        choices = call(admissible_responses, environment)
+        if previous_choices and self.rng.random() < self.stray_actions:
+            response = self.rng.choice(previous_choices)
+        elif choices and self.rng.random() < self.random_actions:
+            response = self.rng.choice(choices)
+        else:
+            response = call(environment.oracle)
+        outcome = call(environment.step, response)
+        turn = Demonstration(prompt, choices, response, outcome.observation, environment.tools)
+        return turn, outcome.done
+
+    def drop_environment(self) -> None:
+        """Close the environment; the next turn is played in another one."""
+        # If it hangs, closing it would hang too.
+        if self.environment and not self.threads.given_up:
+            with quietly():
+                self.threads.call(self.environment.close)
+        self.environment = None
 
 
 def example(
@@ -409,7 +443,7 @@ def fine_tune(
             if not math.isfinite(loss):
                 raise UserError(f"fine-tuning diverged at step {done} of {total}; lower {key}")
 
-            log.step(done, loss, now=stop.requested)
+            log.step(done, loss, always=stop.requested)
             if stop.requested and done < total:
                 progress.save(done)
                 kept = "the same command goes on from there" if out else "nothing was written"
@@ -429,15 +463,15 @@ class _ProgressLog:
         self.started = time.monotonic()
         self.reported = -math.inf
 
-    def step(self, done: int, loss: float, *, now: bool) -> None:
-        """Report a step if LOG_S seconds have passed, if it is the last one, or with `now`."""
-        time_now = time.monotonic()
-        if time_now - self.reported <= LOG_S and done < self.total and not now:
+    def step(self, done: int, loss: float, *, always: bool) -> None:
+        """Report a step if LOG_S seconds have passed, if it is the last one, or with `always`."""
+        now = time.monotonic()
+        if now - self.reported <= LOG_S and done < self.total and not always:
             return
-        self.reported = time_now
+        self.reported = now
         left = ""
         if done < self.total:
-            seconds_per_step = (time_now - self.started) / (done - self.first)
+            seconds_per_step = (now - self.started) / (done - self.first)
             left = f", {seconds_per_step * (self.total - done):.0f} s left"
         to_stderr(f"fine-tuning: step {done} of {self.total}, loss {loss:.3f} nats a token{left}")
 
