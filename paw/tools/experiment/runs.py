@@ -255,31 +255,13 @@ def train(jobs: Sequence[Job], *, at_once: int) -> None:
     done_before = len(jobs) - len(pending)
     done = done_before
     started = time.monotonic()
-    running: set[subprocess.Popen[bytes]] = set()
-    stopping = threading.Event()
     to_stderr(f"{done} of {len(jobs)} runs")
-
-    def run(job: Job) -> None:
-        if stopping.is_set():
-            return
-        child = _start(job)
-        running.add(child)
-        code = child.wait()
-        running.discard(child)
-        if code or not job.finished:
-            stopping.set()
-            for line in job.log.read_text(errors="replace").splitlines()[-10:]:
-                to_stderr(line)
-            ending = f"failed (exit code {code})" if code else "was stopped"
-            raise UserError(
-                f"run {job.directory} {ending}, see {job.log}; the same command goes on from here"
-            )
-
+    processes = _Processes()
     on_sigterm = signal.signal(signal.SIGTERM, watcher.interrupt)
     pool = ThreadPoolExecutor(at_once)
     try:
         for batch in (first, others):
-            for future in as_completed([pool.submit(run, job) for job in batch]):
+            for future in as_completed([pool.submit(processes.run, job) for job in batch]):
                 future.result()
                 done += 1
                 seconds_per_run = (time.monotonic() - started) / (done - done_before)
@@ -287,11 +269,45 @@ def train(jobs: Sequence[Job], *, at_once: int) -> None:
                 left = f", about {minutes:.0f} min left" if minutes else ""
                 to_stderr(f"{done} of {len(jobs)} runs{left}")
     finally:
-        stopping.set()
-        for child in tuple(running):
-            child.terminate()
+        processes.stop()
         pool.shutdown()
         signal.signal(signal.SIGTERM, on_sigterm)
+
+
+class _Processes:
+    """The runs in progress, each a process that a thread waits for."""
+
+    def __init__(self) -> None:
+        self.running: set[subprocess.Popen[bytes]] = set()
+        self.stopping = threading.Event()
+
+    def run(self, job: Job) -> None:
+        """Run a job to its end, unless the others are being stopped.
+
+        If it fails, raises UserError, and no further job starts.
+        """
+        if self.stopping.is_set():
+            return
+        child = _start(job)
+        self.running.add(child)
+        code = child.wait()
+        self.running.discard(child)
+        if code == 0 and job.finished:
+            return
+
+        self.stopping.set()
+        for line in job.log.read_text(errors="replace").splitlines()[-10:]:
+            to_stderr(line)
+        ending = f"failed (exit code {code})" if code else "was stopped"
+        raise UserError(
+            f"run {job.directory} {ending}, see {job.log}; the same command goes on from here"
+        )
+
+    def stop(self) -> None:
+        """Start no further job, and ask the running ones to stop."""
+        self.stopping.set()
+        for child in tuple(self.running):
+            child.terminate()
 
 
 def _start(job: Job) -> subprocess.Popen[bytes]:
