@@ -5,6 +5,7 @@ import csv
 import importlib
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -234,6 +235,21 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_starts_while_the_others_are_stopped_is_stopped_too(tmp_path, monkeypatch):
+    job = make_plan(tmp_path, run__updates="3")[0]
+    job.directory.parent.mkdir(parents=True)
+    job.log.write_text("")
+    processes = runs._Processes()
+
+    def start(job):
+        processes.stop()
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+    monkeypatch.setattr(runs, "_start", start)
+    with pytest.raises(UserError, match=r"failed \(exit code -15\)"):
+        processes.run(job)
 
 
 def test_a_failing_run_ends_the_experiment(tmp_path, capfd):

@@ -290,6 +290,8 @@ class _Processes:
             return
         child = _start(job)
         self.running.add(child)
+        if self.stopping.is_set():  # `stop` was called after the check above, and missed this child
+            child.terminate()
         code = child.wait()
         self.running.discard(child)
         if code == 0 and job.finished:
