@@ -43,6 +43,8 @@ CORPUS_STRAYS = 0.05
 """Share of stray actions in those turns: the tokenizer needs words for the answers to them, too."""
 OVERSHOOT = 0.2
 """Success above warmup.stop_success from which a warning is given: little is left to learn."""
+LR_STEPS = 40
+"""Steps over which the learning rate rises to warmup.lr."""
 MUON_LR = 2.0
 """Muon's learning rate, as a multiple of AdamW's. Muon's steps are as large as AdamW's."""
 CHECK_FROM = 300
@@ -144,7 +146,7 @@ def _train(
                 policy,
                 optimizers,
                 next(batches),
-                lr=settings.lr * min(1.0, step / 40),
+                lr=settings.lr * min(1.0, step / LR_STEPS),
                 lm_weight=settings.lm_weight,
                 observations=settings.observations,
                 by_row=True,
@@ -152,8 +154,7 @@ def _train(
             )
 
             progress = f"warm-up: step {step}, loss {loss:.3f}"
-            early = step < CHECK_FROM
-            if step != settings.max_steps and (early or step % CHECK_EVERY != 0):
+            if not _is_measured(step, settings):
                 if step % CHECK_EVERY == 0:
                     report(f"{progress}, {time.monotonic() - started:.0f} s")
                 continue
@@ -166,19 +167,30 @@ def _train(
             )
             # A mean of two: one measurement alone is off by 2.5 points.
             if (success + previous_success) / 2 >= settings.stop_success:
-                if success > settings.stop_success + OVERSHOOT:
-                    report(
-                        f"warm-up: success {success:.2f} is well above "
-                        f"warmup.stop_success = {settings.stop_success:g}: the games are too easy, "
-                        "or the steps too large (warmup.lr), to stop in time"
-                    )
-                break
-        else:
-            report(
-                "warm-up: success stayed below "
-                f"warmup.stop_success = {settings.stop_success}; going on with it"
-            )
+                _warn_of_overshoot(success, settings, report)
+                return _Trained(step, loss, success)
+
+    report(
+        "warm-up: success stayed below "
+        f"warmup.stop_success = {settings.stop_success}; going on with it"
+    )
     return _Trained(step, loss, success)
+
+
+def _is_measured(step: int, settings: WarmupConfig) -> bool:
+    """Whether success is measured after this step."""
+    if step == settings.max_steps:
+        return True
+    return step >= CHECK_FROM and step % CHECK_EVERY == 0
+
+
+def _warn_of_overshoot(success: float, settings: WarmupConfig, report: Report) -> None:
+    if success > settings.stop_success + OVERSHOOT:
+        report(
+            f"warm-up: success {success:.2f} is well above "
+            f"warmup.stop_success = {settings.stop_success:g}: the games are too easy, "
+            "or the steps too large (warmup.lr), to stop in time"
+        )
 
 
 def _measure_success(rollouts: Rollouts, config: Config, step: int) -> float:
