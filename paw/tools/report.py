@@ -199,7 +199,7 @@ def _page(runs: Sequence[Run], plots_dir: Path) -> str:
     )
     pages.filters["value"] = _value
     pages.filters["duration"] = _duration
-    pages.filters["what"] = _summary_line
+    pages.filters["summary_line"] = _summary_line
     pages.filters["clip"] = clip
     return pages.get_template("report.html.j2").render(
         title=title,

@@ -109,10 +109,10 @@ def parse_seeds(text: str) -> list[int]:
     return sorted(seeds)
 
 
-def parse_variants(names: str, own: Sequence[str]) -> dict[str, Overrides]:
+def parse_variants(names: str, custom: Sequence[str]) -> dict[str, Overrides]:
     """The overrides of each variant.
 
-    `names` are known variants, such as "grpo,paw"; each of `own` is one of the user's, such as
+    `names` are known variants, such as "grpo,paw"; each of `custom` is one of the user's, such as
     "name: wm.scale=10 wm.loss=mae". Raises UserError if a variant is unknown, malformed or there
     twice, or if there is none.
     """
@@ -130,7 +130,7 @@ def parse_variants(names: str, own: Sequence[str]) -> dict[str, Overrides]:
         definitions.append(f"{name}: {changes}")
 
     variants: dict[str, Overrides] = {}
-    for definition in [*definitions, *own]:
+    for definition in [*definitions, *custom]:
         name, colon, changes = definition.partition(":")
         pairs = [word.partition("=") for word in shlex.split(changes)]
         is_named = colon and re.fullmatch(r"[\w.+=-]+", name)
