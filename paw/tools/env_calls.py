@@ -7,11 +7,12 @@ from paw.envs.limited import CannotApply, arguments_problem
 from paw.types import ToolCall
 
 TRIES = 40
-"""Arguments that are made for a call, until some fit."""
+"""How often arguments are made for a call, until some fit."""
 DEPTH = 6
-"""Of arguments within arguments; a schema may refer to itself."""
+"""Most levels of arguments within arguments: a schema may refer to itself."""
 PARTS = 500
-"""Of the arguments of a call at most."""
+"""Most values in the arguments of a call, and most characters or elements where a schema asks for
+more."""
 TEXTS = {
     "date": "2024-05-17",
     "date-time": "2024-05-17T12:30:00Z",
@@ -21,59 +22,50 @@ TEXTS = {
     "uuid": "123e4567-e89b-12d3-a456-426614174000",
     "ipv4": "192.0.2.1",
 }
-"""By the `format` of a text."""
-WORDS = (
-    "a",
-    "A1",
-    "word",
-    "two words",
-    "7",
-    "2024-05-17",
-    "12:30",
-    "ada@example.com",
-    "https://example.com/a",
-)
-"""Texts of which one may fit a pattern."""
+"""A text of each `format` of JSON schemas."""
+PLAIN_WORDS = ("a", "A1", "word", "two words", "7")
+"""Texts for a schema without format and pattern."""
+WORDS = (*PLAIN_WORDS, "2024-05-17", "12:30", "ada@example.com", "https://example.com/a")
+"""Texts for a schema with a pattern: one of them may fit."""
 
 
 def valid_call(tool: dict[str, Any], number: int) -> ToolCall | None:
-    """Call `number` of an episode, whose arguments fit the tool's schema and follow from `number`;
-    None if none that fit are found."""
+    """Call `number` of an episode, with arguments that fit the tool's schema.
+
+    The arguments depend on the tool and `number` alone. None if none are found that fit.
+    """
     name = tool["function"]["name"]
     schema = tool["function"]["parameters"]
     for attempt in range(TRIES):
-        rng = random.Random(f"{name} {number} {attempt}")
-        maker = _Maker(schema, rng)
+        maker = _Maker(schema, random.Random(f"{name} {number} {attempt}"))
         try:
             arguments = maker.value({"type": "object", **schema}, DEPTH)
+            too_large = maker.parts > PARTS
             fits = (
                 isinstance(arguments, dict)
-                and maker.parts <= PARTS
+                and not too_large
                 and not arguments_problem(schema, arguments)
             )
-        except (
-            CannotApply,
-            ArithmeticError,
-            TypeError,
-            ValueError,
-        ):  # of bounds such as 1e308, or of an older draft
-            return None
+        except (CannotApply, ArithmeticError, TypeError, ValueError):
+            return None  # the schema has bounds such as 1e308, or is of an older draft
         if fits:
             return ToolCall(name, arguments, f"call{number:05}")
-        if maker.parts > PARTS:
+        if too_large:
             return None
     return None
 
 
 class _Maker:
-    """Makes values that may fit parts of the schema `root`; whether they do is the caller's to check."""
+    """Makes values for parts of the schema `root`; the caller has to check whether they fit."""
 
     def __init__(self, root: dict[str, Any], rng: random.Random) -> None:
         self._root = root
         self._rng = rng
         self.parts = 0
+        """Number of values made, those within others included."""
 
     def value(self, schema: Any, depth: int) -> Any:
+        """A value for `schema`, with at most `depth` levels; None if that is too little."""
         self.parts += 1
         if not isinstance(schema, dict) or depth == 0 or self.parts > PARTS:
             return None
@@ -90,8 +82,9 @@ class _Maker:
         for key in ("anyOf", "oneOf"):
             if schema.get(key):
                 rest = {name: value for name, value in schema.items() if name != key}
-                return self.value(self._merged(rest, [self._rng.choice(schema[key])]), depth - 1)
-        match self._kind(schema):
+                choice = self._rng.choice(schema[key])
+                return self.value(self._merged(rest, [choice]), depth - 1)
+        match self._type(schema):
             case "object":
                 return self._object(schema, depth)
             case "array":
@@ -106,38 +99,40 @@ class _Maker:
                 return None
         return self._text(schema)
 
-    def _kind(self, schema: dict[str, Any]) -> str:
-        kind = schema.get("type")
-        if isinstance(kind, list):
-            return self._rng.choice([one for one in kind if one != "null"] or kind)
-        if kind:
-            return kind
+    def _type(self, schema: dict[str, Any]) -> str:
+        """The type of the value to make, guessed if the schema does not say it."""
+        types = schema.get("type")
+        if isinstance(types, list):
+            not_null = [name for name in types if name != "null"]
+            return self._rng.choice(not_null or types)
+        if types:
+            return types
         if "properties" in schema:
             return "object"
         return "array" if "items" in schema else "string"
 
     def _object(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
-        """With all that is required, and some of the rest."""
+        """An object with all properties that are required, and some of the others."""
         properties = schema.get("properties", {})
-        required = schema.get("required", [])
-        optional = [
-            name for name in properties if name not in required and self._rng.random() < 0.5
-        ]
-        return {
-            name: self.value(properties.get(name, {}), depth - 1) for name in [*required, *optional]
-        }
+        names = list(schema.get("required", []))
+        required = set(names)
+        for name in properties:
+            if name not in required and self._rng.random() < 0.5:
+                names.append(name)
+        return {name: self.value(properties.get(name, {}), depth - 1) for name in names}
 
     def _array(self, schema: dict[str, Any], depth: int) -> list[Any]:
-        places = schema.get("prefixItems", [])
-        count = max(schema.get("minItems", 1), len(places))
+        first_schemas = schema.get("prefixItems", [])
+        count = max(schema.get("minItems", 1), len(first_schemas))
         count = int(min(count, schema.get("maxItems", count), PARTS))
-        schemas = [*places, *[schema.get("items", {})] * count]
-        return [self.value(one, depth - 1) for one in schemas[:count]]
+        schemas = [*first_schemas, *[schema.get("items", {})] * count]
+        return [self.value(element, depth - 1) for element in schemas[:count]]
 
     def _number(self, schema: dict[str, Any]) -> int | float:
-        """A multiple of what it must be one of, near the smaller bound if there is one."""
+        """A multiple of `multipleOf`, one of the first ten within the bounds."""
         step = schema.get("multipleOf", 1)
-        low, high = schema.get("minimum"), schema.get("maximum")
+        low = schema.get("minimum")
+        high = schema.get("maximum")
         if "exclusiveMinimum" in schema:
             low = schema["exclusiveMinimum"] + step
         if "exclusiveMaximum" in schema:
@@ -148,22 +143,22 @@ class _Maker:
             high = low + 9 * step
         if high < low:  # exclusive bounds that are closer than a step
             return (low + high) / 2
-        first, last = -(-low // step), high // step
-        return (
-            low
-            if last < first
-            else (first + self._rng.randint(0, min(9, int(last - first)))) * step
-        )
+
+        first = -(-low // step)  # rounded up
+        last = high // step
+        if last < first:
+            return low
+        return (first + self._rng.randint(0, min(9, int(last - first)))) * step
 
     def _text(self, schema: dict[str, Any]) -> str:
-        words = WORDS if "pattern" in schema else WORDS[:5]
+        words = WORDS if "pattern" in schema else PLAIN_WORDS
         text = TEXTS.get(str(schema.get("format"))) or self._rng.choice(words)
         shortest = min(int(schema.get("minLength", 0)), PARTS)
         text = text.ljust(shortest, text[-1])
         return text[: int(schema.get("maxLength", len(text)))]
 
     def _referred(self, reference: str) -> Any:
-        """The part of the schema that "#/a/b" refers to; None if there is none."""
+        """The part of the root schema that "#/a/b" refers to; None if there is none."""
         part: Any = self._root
         for name in reference.removeprefix("#").split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
@@ -171,7 +166,7 @@ class _Maker:
         return part
 
     def _merged(self, schema: dict[str, Any], parts: list[Any]) -> dict[str, Any]:
-        """`schema` and its `parts` as one, as far as their keys differ or are properties."""
+        """`schema` with its `parts` merged in; of other keys than properties, the last counts."""
         merged = {key: value for key, value in schema.items() if key != "allOf"}
         for part in parts:
             if isinstance(part, dict) and "$ref" in part:

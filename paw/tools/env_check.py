@@ -1,7 +1,7 @@
-"""`paw env check`: whether an environment keeps what training relies on (docs/environments.md), one line a rule.
+"""`paw env check`: whether an environment keeps the rules that training relies on.
 
-Episodes by the oracle, by chance and of garbage are played again in circumstances that must not
-matter.
+Episodes of the oracle, of chance and of garbage are played again in circumstances that must not
+matter. The rules are described in docs/environments.md; each has a line in the output.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from paw.tools.env_replay import (
     Episode,
     Subject,
     compare,
-    differ,
+    difference,
     look,
     oracle_of,
     repeat,
@@ -52,169 +52,212 @@ from paw.tools.played import load_played
 from paw.types import Outcome, Reply, Task
 
 TELL_S = 10.0
-"""Seconds between two lines of progress, while a rule takes long."""
+"""Seconds between two lines of progress on a rule that takes long."""
+MEMBERS = ("name", "reward_max", "invalid_penalty", "may_block", "distinct_eval")
+"""Members of a factory whose values are checked."""
 
 
 class Finding(NamedTuple):
+    """The result of checking a rule."""
+
     rule: str
     ok: bool
     seen: str
+    """If the rule holds, a remark, perhaps empty; otherwise what was seen, and the fix."""
     seconds: float = 0.0
 
 
-# ---- the rules, as they are checked and named. Each returns a remark, or raises.
+# ---- The rules, in the order in which they are checked. Each has the name of its function. It
+# returns a remark, or raises Broken; whatever else it raises breaks the rule too.
 
 
-def members(s: Subject) -> str:
-    def fits(name: str, value: Any) -> bool:
-        if name in ("may_block", "distinct_eval"):
-            return isinstance(value, bool)
-        if name == "name":
-            return isinstance(value, str) and value != ""
-        number = (
-            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        )
-        return number and (value > 0 or (value == 0 and name == "invalid_penalty"))
-
-    for name in ("name", "reward_max", "invalid_penalty", "may_block", "distinct_eval"):
-        if not fits(name, value := getattr(s.factory, name)):
+def members(subject: Subject) -> str:
+    for name in MEMBERS:
+        value = getattr(subject.factory, name)
+        if not _is_valid_member(name, value):
             raise Broken(
                 f"{name} = {shown(value)}; for what it must be see EnvFactory in paw/envs/base.py"
             )
-    prints = [factory.fingerprint() for factory in (s.factory, s.factory, s.make_factory())]
-    if not isinstance(prints[0], str) or len({*prints}) > 1:
-        raise Broken(f"fingerprint() is {shown(prints)}; it must be one text for the same tasks")
-    return prints[0]
+
+    factories = [subject.factory, subject.factory, subject.make_factory()]
+    fingerprints = [factory.fingerprint() for factory in factories]
+    if not isinstance(fingerprints[0], str) or len(set(fingerprints)) > 1:
+        raise Broken(
+            f"fingerprint() is {shown(fingerprints)}; it must be one text for the same tasks"
+        )
+    return fingerprints[0]
 
 
-def tasks(s: Subject) -> str:
+def _is_valid_member(name: str, value: Any) -> bool:
+    if name in ("may_block", "distinct_eval"):
+        return isinstance(value, bool)
+    if name == "name":
+        return isinstance(value, str) and value != ""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return False
+    return value >= 0 if name == "invalid_penalty" else value > 0
+
+
+def tasks(subject: Subject) -> str:
     sizes = []
-    for split in dict.fromkeys((s.env.train_split, s.env.eval_split)):
-        expected, count = _keys(s.factory, split)
+    for split in dict.fromkeys((subject.env.train_split, subject.env.eval_split)):
+        expected, count = _first_tasks(subject.factory, split)
         sizes.append(f"'{split}': {count or 'endless'}")
-        for factory, when in ((s.factory, "asked again"), (s.make_factory(), "in a resumed run")):
-            found, _ = _keys(factory, split)
-            if found != expected:
-                fix = "derive them from the arguments alone"
-                raise Broken(f"tasks('{split}', 0), {when}: {differ(expected, found)}; {fix}")
+        for factory, when in (
+            (subject.factory, "asked again"),
+            (subject.make_factory(), "in a resumed run"),
+        ):
+            again, _ = _first_tasks(factory, split)
+            if again != expected:
+                raise Broken(
+                    f"tasks('{split}', 0), {when}: {difference(expected, again)}; "
+                    "derive them from the arguments alone"
+                )
     return ", ".join(sizes)
 
 
-def outcomes(s: Subject) -> str:
-    if not all(context for episode in s.episodes for context, _ in episode.looks):
-        raise Broken("context() is empty")
-    return f"{len(_outcomes(s))} in {len(s.episodes)} episodes"
+def _first_tasks(factory: EnvFactory, split: str) -> tuple[list[tuple[str, str]], int | None]:
+    """((id, kind) of up to 64 tasks, number of tasks or None for endless ones).
+
+    Raises Broken if one of them is not a task.
+    """
+    with read_tasks(factory, split, 0) as tasks:
+        count = size(tasks)
+        first = [tasks[i] for i in range(64 if count is None else min(64, count))]
+    for task in first:
+        is_task = isinstance(task, Task) and isinstance(task.id, str)
+        if not is_task or not isinstance(task.kind, str) or not task.kind:
+            raise Broken(
+                f"{shown(task)} among the tasks; each must be a Task with texts as id and kind"
+            )
+    return [(task.id, task.kind) for task in first], count
 
 
-def task_ids(s: Subject) -> str:
-    evaluated = eval_tasks(s.factory, s.env.eval_split, 0, 0)
+def outcomes(subject: Subject) -> str:
+    for episode in subject.episodes:
+        if not all(context for context, _ in episode.looks):
+            raise Broken("context() is empty")
+    return f"{len(_outcomes(subject))} in {len(subject.episodes)} episodes"
+
+
+def _outcomes(subject: Subject) -> list[Outcome]:
+    return [outcome for episode in subject.episodes for outcome in episode.outcomes]
+
+
+def task_ids(subject: Subject) -> str:
+    eval_split = subject.env.eval_split
+    evaluated = eval_tasks(subject.factory, eval_split, 0, 0)
     held_out = sorted(task.id for task in evaluated)
-    if twice := [one for one, two in itertools.pairwise(held_out) if one == two]:
-        raise Broken(f"two tasks of '{s.env.eval_split}' have the id {twice[0]!r}; make ids unique")
-    streams, remark = {"training": train_tasks(s.factory, 0, 64, 0, split=s.env.train_split)}, ""
+    for one, two in itertools.pairwise(held_out):
+        if one == two:
+            raise Broken(f"two tasks of '{eval_split}' have the id {one!r}; make ids unique")
+
+    training = train_tasks(subject.factory, 0, 64, 0, split=subject.env.train_split)
+    learnt = {"training": training}
+    remark = ""
     try:
-        streams["the warm-up"] = warmup_tasks(s.factory, 0, 16, 0)
+        learnt["the warm-up"] = warmup_tasks(subject.factory, 0, 16, 0)
     except (NoOracleError, UserError):
         remark = "no warm-up: it cannot be played with model.path = 'quickstart'"
-    for task in itertools.chain(evaluated, *streams.values()):
+
+    for task in itertools.chain(evaluated, *learnt.values()):
         if means_all_kinds(task.kind):
             raise Broken(
-                f"{task.id!r} is of the kind {task.kind!r}, which reports call all kinds together; rename it"
+                f"{task.id!r} is of the kind {task.kind!r}, which reports call all kinds together; "
+                "rename it"
             )
-    for name, listed in streams.items():
-        if shared := {task.id for task in listed} & {*held_out}:
-            raise Broken(
-                f"{min(shared)!r} is in '{s.env.eval_split}' and in {name}; keep them apart"
-            )
+    for name, learnt_tasks in learnt.items():
+        shared = {task.id for task in learnt_tasks} & set(held_out)
+        if shared:
+            raise Broken(f"{min(shared)!r} is in '{eval_split}' and in {name}; keep them apart")
     return remark
 
 
-def deterministic(s: Subject) -> str:
-    factory = s.make_factory()
-    for episode, task in zip(
-        s.episodes, train_tasks(factory, 0, 4, 0, split=s.env.train_split), strict=True
-    ):
-        fix = (
-            "made and played again; draw from random.Random(task.id), not from the global generator"
-        )
-        with s.made(factory) as environment:
-            compare(episode, s.play(environment, task, repeat(episode)), fix)
+def deterministic(subject: Subject) -> str:
+    factory = subject.make_factory()
+    tasks = train_tasks(factory, 0, 4, 0, split=subject.env.train_split)
+    fix = "made and played again; draw from random.Random(task.id), not from the global generator"
+    for episode, task in zip(subject.episodes, tasks, strict=True):
+        with subject.new_environment(factory) as environment:
+            compare(episode, subject.play(environment, task, repeat(episode)), fix)
     return ""
 
 
-def starts_afresh(s: Subject) -> str:
-    with s.made() as environment:
-        for episode in [*s.episodes, *s.episodes]:
-            again = s.play(environment, episode.task, repeat(episode))
-            compare(
-                episode, again, "in an environment that played before; reset() must forget that"
-            )
+def starts_afresh(subject: Subject) -> str:
+    fix = "in an environment that played before; reset() must forget that"
+    with subject.new_environment() as environment:
+        for episode in [*subject.episodes, *subject.episodes]:
+            again = subject.play(environment, episode.task, repeat(episode))
+            compare(episode, again, fix)
     return ""
 
 
-def group_shares_a_task(s: Subject) -> str:
-    for episode in s.episodes:
-        s.again(episode, "by another member of the group; Task.payload is read-only")
+def group_shares_a_task(subject: Subject) -> str:
+    for episode in subject.episodes:
+        subject.replay(episode, "by another member of the group; Task.payload is read-only")
     return ""
 
 
-def no_shared_state(s: Subject) -> str:
-    for pair in [(one, two) for one in s.episodes[:2] for two in s.episodes[2:]]:
-        played = [Episode(episode.task) for episode in pair]
-        with s.made() as one, s.made() as two:
-            turns = [
-                s.turns(e, new, repeat(old))
-                for e, old, new in zip((one, two), pair, played, strict=True)
+def no_shared_state(subject: Subject) -> str:
+    fix = "played in turns with another; keep state in self, not in the class or module"
+    for pair in itertools.product(subject.episodes[:2], subject.episodes[2:]):
+        again = [Episode(episode.task) for episode in pair]
+        with subject.new_environment() as first, subject.new_environment() as second:
+            playing = [
+                subject.turns(first, again[0], repeat(pair[0])),
+                subject.turns(second, again[1], repeat(pair[1])),
             ]
-            while turns:
-                turns = [playing for playing in turns if next(playing, None)]
-        for old, new in zip(pair, played, strict=True):
-            compare(
-                old,
-                new,
-                "played in turns with another; keep state in self, not in the class or module",
-            )
+            while playing:  # a turn of each, until both episodes have ended
+                playing = [turns for turns in playing if next(turns, None) is not None]
+        for old, new in zip(pair, again, strict=True):
+            compare(old, new, fix)
     return ""
 
 
-def looking_changes_nothing(s: Subject) -> str:
+def looking_changes_nothing(subject: Subject) -> str:
     for looks in (0, 3):
-        for episode in s.episodes:
-            fix = f"looked at {looks} times a turn; context(), anchor(), oracle() and the like must change nothing"
-            s.again(episode, fix, looks=looks)
+        fix = (
+            f"looked at {looks} times a turn; "
+            "context(), anchor(), oracle() and the like must change nothing"
+        )
+        for episode in subject.episodes:
+            subject.replay(episode, fix, looks=looks)
     return ""
 
 
-def observations(s: Subject) -> str:
-    for episode in s.episodes:
-        for n, (outcome, (prompt, _)) in enumerate(
-            zip(episode.outcomes, episode.looks[1:], strict=False)
-        ):
-            if isinstance(prompt, str) and prompt in outcome.observation:
+def observations(subject: Subject) -> str:
+    for episode in subject.episodes:
+        contexts_after = [context for context, _ in episode.looks[1:]]
+        turns = zip(episode.outcomes, contexts_after, strict=False)
+        for number, (outcome, context) in enumerate(turns):
+            if isinstance(context, str) and context in outcome.observation:
                 raise Broken(
-                    f"turn {n}: the observation holds the next prompt; return only what the environment said"
+                    f"turn {number}: the observation holds the next prompt; "
+                    "return only what the environment said"
                 )
-    empty = sum(not outcome.observation for outcome in _outcomes(s))
-    return (
-        f"{empty} of {len(_outcomes(s))} are empty: no target of the world model" if empty else ""
-    )
+    played = _outcomes(subject)
+    empty = sum(not outcome.observation for outcome in played)
+    return f"{empty} of {len(played)} are empty: no target of the world model" if empty else ""
 
 
-def rewards(s: Subject) -> str:
-    highest = max(sum(outcome.reward for outcome in episode.outcomes) for episode in s.episodes)
-    if highest > s.factory.reward_max + 1e-6:
+def rewards(subject: Subject) -> str:
+    highest = -math.inf
+    for episode in subject.episodes:
+        highest = max(highest, sum(outcome.reward for outcome in episode.outcomes))
+    reward_max = subject.factory.reward_max
+    if highest > reward_max + 1e-6:
         raise Broken(
-            f"the rewards of an episode sum to {highest:g}, reward_max is {s.factory.reward_max:g}; raise it"
+            f"the rewards of an episode sum to {highest:g}, reward_max is {reward_max:g}; raise it"
         )
-    if any(outcome.won and not outcome.done for outcome in _outcomes(s)):
+    if any(outcome.won and not outcome.done for outcome in _outcomes(subject)):
         raise Broken("a turn is won and not done; a won episode ends")
-    return f"returns up to {highest:g} of {s.factory.reward_max:g}"
+    return f"returns up to {highest:g} of {reward_max:g}"
 
 
-def garbage(s: Subject) -> str:
-    with s.made() as environment:
+def garbage(subject: Subject) -> str:
+    with subject.new_environment() as environment:
         for text in GARBAGE:
-            environment.reset(s.tasks[0])
+            environment.reset(subject.tasks[0])
             outcome = environment.step(text)
             if outcome.valid and not text.strip():
                 raise Broken(f"the response {text!r} is valid; without an action: valid=False")
@@ -223,26 +266,29 @@ def garbage(s: Subject) -> str:
     return f"{len(GARBAGE)} responses"
 
 
-def well_formed_answers(s: Subject) -> str:
-    with s.made() as environment:
-        environment.reset(s.tasks[0])
+def well_formed_answers(subject: Subject) -> str:
+    with subject.new_environment() as environment:
+        environment.reset(subject.tasks[0])
         answers = admissible_responses(environment)[:20]
-        answers += [] if (response := oracle_of(environment)) is None else [response]
+        response = oracle_of(environment)
+        if response is not None:
+            answers.append(response)
         for text in answers:
-            environment.reset(s.tasks[0])
+            environment.reset(subject.tasks[0])
             if not environment.step(text).valid:
                 raise Broken(
-                    f"{text!r}, of oracle() or format_action(), is not valid to step(); let them agree"
+                    f"{text!r}, of oracle() or format_action(), is not valid to step(); "
+                    "let them agree"
                 )
     return f"{len(answers)} tried" if answers else "none offered"
 
 
-def tools(s: Subject) -> str:
+def tools(subject: Subject) -> str:
     called = 0
     valid = 0
     uncalled = []
-    with s.made() as environment:
-        environment.reset(s.tasks[0])
+    with subject.new_environment() as environment:
+        environment.reset(subject.tasks[0])
         if not environment.tools:
             return "none offered: no call was tried"
         for number, tool in enumerate(environment.tools):
@@ -261,45 +307,61 @@ def tools(s: Subject) -> str:
             called += 1
             valid += outcome.valid
             if outcome.done:
-                environment.reset(s.tasks[0])
+                environment.reset(subject.tasks[0])
+
     remark = f"{called} of {len(environment.tools)} called, {valid} of the calls valid"
     if uncalled:
-        remark += (
-            f"; not called: {', '.join(uncalled)} (no arguments were found that fit the schema)"
-        )
+        names = ", ".join(uncalled)
+        remark += f"; not called: {names} (no arguments were found that fit the schema)"
     return remark
 
 
-def closes(s: Subject) -> str:
-    with s.made() as environment:
-        environment.reset(s.tasks[0])
+def closes(subject: Subject) -> str:
+    with subject.new_environment() as environment:
+        environment.reset(subject.tasks[0])
         environment.close()
         environment.close()
     return ""
 
 
 RULES: tuple[Callable[[Subject], str], ...] = (
-    members, tasks, outcomes, task_ids, deterministic, starts_afresh, group_shares_a_task, no_shared_state,
-    looking_changes_nothing, observations, rewards, garbage, well_formed_answers, tools, closes,
-)  # fmt: skip
-VITAL = RULES[:3]
-"""Where one of them fails, those after it cannot be checked."""
+    members,
+    tasks,
+    outcomes,
+    task_ids,
+    deterministic,
+    starts_afresh,
+    group_shares_a_task,
+    no_shared_state,
+    looking_changes_nothing,
+    observations,
+    rewards,
+    garbage,
+    well_formed_answers,
+    tools,
+    closes,
+)
+VITAL = (members, tasks, outcomes)
+"""If one of them fails, the rules after it cannot be checked."""
 
 
 def check(subject: Subject) -> list[Finding]:
-    """What is found, rule by rule. UserError: what the environment itself tells its user to fix."""
-    return list(findings_of(subject, lambda rule: None))
+    """Check all rules.
+
+    Raises UserError if the environment itself asks its user to fix something.
+    """
+    return list(findings_of(subject, start=lambda rule: None))
 
 
 def findings_of(subject: Subject, start: Callable[[str], object]) -> Iterator[Finding]:
-    """`check`, each finding as soon as it is there; `start` is told the name of a rule before it is checked.
+    """Check all rules, and yield each finding at once; `start` is called with each rule's name.
 
-    UserError: what the environment itself tells its user to fix.
+    Raises UserError if the environment itself asks its user to fix something.
     """
     for rule in RULES:
         name = rule.__name__.replace("_", " ")
         start(name)
-        began = time.monotonic()
+        started = time.monotonic()
         ok = False
         try:
             seen = rule(subject)
@@ -312,76 +374,90 @@ def findings_of(subject: Subject, start: Callable[[str], object]) -> Iterator[Fi
             seen = str(error)
         except BaseException as error:
             seen = f"raised {describe(error)}{place(error)}"
-        yield Finding(name, ok, seen, time.monotonic() - began)
+        yield Finding(name, ok, seen, seconds=time.monotonic() - started)
         if not ok and rule in VITAL:
             return
 
 
 class Progress:
-    """Says on stderr how far a rule is, every TELL_S seconds that it takes."""
+    """Reports on stderr how far a rule is, every TELL_S seconds that it takes."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._ended = threading.Event()
         self._rule = ""
-        self._began = 0.0
-        self._resets = 0
-        self._turns = 0
+        self._started = 0.0
+        self._resets_before = 0
+        self._turns_before = 0
 
     def start(self, rule: str) -> None:
-        self._resets = self._subject.resets
-        self._turns = self._subject.turns_played
-        self._began = time.monotonic()
+        """A rule is checked from now on."""
+        self._resets_before = self._subject.resets
+        self._turns_before = self._subject.turns_played
+        self._started = time.monotonic()
         self._rule = rule
 
     def __enter__(self) -> "Progress":
-        threading.Thread(target=self._tell, daemon=True).start()
+        threading.Thread(target=self._report, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         while not self._ended.wait(TELL_S):
-            seconds = time.monotonic() - self._began
+            seconds = time.monotonic() - self._started
             if self._rule and seconds >= TELL_S:
-                played = f"{self._subject.resets - self._resets} episodes begun"
-                turns = f"{self._subject.turns_played - self._turns} turns"
-                to_stderr(f"paw env check: {self._rule}: {played}, {turns}, {seconds:.0f} s")
+                episodes = self._subject.resets - self._resets_before
+                turns = self._subject.turns_played - self._turns_before
+                to_stderr(
+                    f"paw env check: {self._rule}: {episodes} episodes begun, {turns} turns, "
+                    f"{seconds:.0f} s"
+                )
 
 
 def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Check an environment and print what is found; returns 1 if a rule does not hold, 130 at Ctrl-C."""
+    """Check an environment and print the findings.
+
+    Returns 0 if all rules hold, 1 if one does not, 130 at Ctrl-C.
+    """
     config = load_played(args.recipe, {"env.name": args.env, **overrides}, {"env.data": "none"})
     subject = Subject(lambda: make_factory(config), config.env)
     findings: list[Finding] = []
     stopped = False
     with Progress(subject) as progress:
         try:
-            for finding in findings_of(subject, progress.start):
+            for finding in findings_of(subject, start=progress.start):
                 findings.append(finding)
                 if not args.json:
                     print(_line(finding), flush=True)
         except KeyboardInterrupt:
             stopped = True
+
     failed = sum(not finding.ok for finding in findings)
     speed = subject.steps / max(subject.seconds, 1e-9)
     if args.json:
-        rules = masked(
-            [finding._asdict() | {"seconds": round(finding.seconds, 3)} for finding in findings]
-        )
-        ok = not failed and not stopped
-        result = {
-            "env": args.env,
-            "ok": ok,
-            "stopped": stopped,
-            "steps_per_second": round(speed),
-            "rules": rules,
-        }
-        print(json.dumps(result), flush=True)
+        print(_json(args.env, findings, speed, stopped=stopped), flush=True)
     else:
         print(_summary(len(findings), failed, speed, stopped=stopped), flush=True)
-    return 130 if stopped else min(failed, 1)
+    if stopped:
+        return 130
+    return 1 if failed else 0
+
+
+def _json(env: str, findings: list[Finding], speed: float, *, stopped: bool) -> str:
+    """The object that --json prints."""
+    rules = []
+    for finding in findings:
+        rules.append(finding._asdict() | {"seconds": round(finding.seconds, 3)})
+    result = {
+        "env": env,
+        "ok": not stopped and all(finding.ok for finding in findings),
+        "stopped": stopped,
+        "steps_per_second": round(speed),
+        "rules": masked(rules),
+    }
+    return json.dumps(result)
 
 
 def _line(finding: Finding) -> str:
@@ -390,33 +466,12 @@ def _line(finding: Finding) -> str:
 
 
 def _summary(checked: int, failed: int, speed: float, *, stopped: bool) -> str:
-    left = (
-        f", {len(RULES) - checked} not checked"
-        if checked < len(RULES)
-        else f"; {speed:,.0f} steps/s"
-    )
+    """The last line of the output; `checked` and `failed` count rules."""
+    rest = f"; {speed:,.0f} steps/s"
+    if checked < len(RULES):
+        rest = f", {len(RULES) - checked} not checked"
     if stopped:
-        return f"stopped: {failed} of {checked} rules failed{left}"
-    return (f"{failed} of {checked} rules failed" if failed else f"all {checked} rules hold") + left
-
-
-def _keys(factory: EnvFactory, split: str) -> tuple[list[tuple[str, str]], int | None]:
-    """((id, kind) of the first ones, number of tasks); Broken if these are no tasks."""
-    with read_tasks(factory, split, 0) as tasks:
-        n = size(tasks)
-        first = [tasks[i] for i in range(64 if n is None else min(64, n))]
-    for task in first:
-        if not (
-            isinstance(task, Task)
-            and isinstance(task.id, str)
-            and isinstance(task.kind, str)
-            and task.kind
-        ):
-            raise Broken(
-                f"{shown(task)} among the tasks; each must be a Task with texts as id and kind"
-            )
-    return [(task.id, task.kind) for task in first], n
-
-
-def _outcomes(s: Subject) -> list[Outcome]:
-    return [outcome for episode in s.episodes for outcome in episode.outcomes]
+        return f"stopped: {failed} of {checked} rules failed{rest}"
+    if failed:
+        return f"{failed} of {checked} rules failed{rest}"
+    return f"all {checked} rules hold{rest}"

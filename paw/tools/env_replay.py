@@ -1,4 +1,7 @@
-"""Episodes of an environment under check, and the same ones again: the same responses must have the same answers."""
+"""Episodes of an environment under check, played and replayed.
+
+The same responses must have the same answers.
+"""
 
 import random
 import time
@@ -29,27 +32,29 @@ BROKEN_CALLS = [
     Reply.of("", ToolCall("no such tool", {}, "call00000")),
     Reply("<tool_call>{", "", (), "the call cannot be read"),
 ]
-"""Of an environment with tools, whose model makes such calls too."""
+"""More garbage for an environment with tools: calls such as models make too."""
 CALLS = 3
-"""Turns in which tools are called, before one in which something is said."""
+"""Turns in a row in which tools are called, before a turn with text."""
 
 
 class Broken(Exception):
-    """A rule that does not hold: what was seen, and the fix."""
+    """A rule does not hold; the message says what was seen, and how to fix it."""
 
 
 @dataclass
 class Episode:
+    """An episode as it was played."""
+
     task: Task
-    first: str = ""
-    looks: list[tuple[str, str]] = field(default_factory=list)
-    """(context, anchor) before each response; none if nobody looked."""
+    first_observation: str = ""
+    looks: list[tuple[Any, str]] = field(default_factory=list)
+    """(context, anchor) before each response; empty if nobody looked."""
     responses: list[str] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
 
 
-class Counted(TimedGuard):
-    """Counts episodes and turns of its subject, for those who wait."""
+class CountingEnv(TimedGuard):
+    """An environment that counts its subject's episodes and turns, for the lines of progress."""
 
     def __init__(self, factory: EnvFactory, subject: "Subject") -> None:
         super().__init__(factory, subject.env)
@@ -65,7 +70,7 @@ class Counted(TimedGuard):
 
 
 Player = Callable[[CheckedEnv, int], str | None]
-"""The response to turn n; None leaves the episode."""
+"""Returns the response in turn n; None abandons the episode."""
 
 
 class Subject:
@@ -75,10 +80,15 @@ class Subject:
     """
 
     def __init__(self, make_factory: Callable[[], EnvFactory], env: EnvConfig) -> None:
-        self.make_factory, self.env = make_factory, env
-        self.steps, self.seconds = 0, 0.0
+        self.make_factory = make_factory
+        self.env = env
+        self.steps = 0
+        """Turns of the episodes that `play` played, in `seconds`: the environment's speed."""
+        self.seconds = 0.0
         self.resets = 0
+        """Episodes started so far."""
         self.turns_played = 0
+        """Turns played so far, those that raised included."""
 
     @cached_property
     def factory(self) -> EnvFactory:
@@ -90,119 +100,145 @@ class Subject:
 
     @cached_property
     def episodes(self) -> list[Episode]:
-        played = []
-        for task, player in zip(
-            self.tasks, (by_oracle, by_chance, by_garbage, by_all), strict=True
-        ):
-            with self.made() as environment:
-                played.append(self.play(environment, task, player))
-        return played
+        """An episode of each task: of the oracle, of chance, of garbage and of all three."""
+        players = (by_oracle, by_chance, by_garbage, by_all)
+        episodes = []
+        for task, player in zip(self.tasks, players, strict=True):
+            with self.new_environment() as environment:
+                episodes.append(self.play(environment, task, player))
+        return episodes
 
     @contextmanager
-    def made(self, factory: EnvFactory | None = None) -> Iterator[CheckedEnv]:
-        """An environment as training plays it, checks of what it returns included."""
-        environment = Counted(factory or self.factory, self)
+    def new_environment(self, factory: EnvFactory | None = None) -> Iterator[CheckedEnv]:
+        """An environment as training plays it: what it returns is checked."""
+        environment = CountingEnv(factory or self.factory, self)
         try:
             yield environment
         finally:
-            with quietly():  # a rule of its own
+            with quietly():  # closing has a rule of its own
                 environment.close()
 
     def play(self, environment: CheckedEnv, task: Task, player: Player, *, looks: int = 1) -> Episode:
-        """One episode; before each response the environment is looked at `looks` times, from all sides."""
-        start, episode = time.perf_counter(), Episode(task)
-        self.steps += sum(1 for _ in self.turns(environment, episode, player, looks))
+        """Play one episode, looking at the environment `looks` times before each response."""
+        start = time.perf_counter()
+        episode = Episode(task)
+        for _ in self.turns(environment, episode, player, looks):
+            self.steps += 1
         self.seconds += time.perf_counter() - start
         return episode
 
     def turns(
         self, environment: CheckedEnv, episode: Episode, player: Player, looks: int = 1
     ) -> Iterator[Episode]:
-        episode.first = environment.reset(episode.task)
+        """Play `episode`, which is to be empty, and yield it after each turn."""
+        episode.first_observation = environment.reset(episode.task)
         while not (episode.outcomes and episode.outcomes[-1].done):
-            n = len(episode.outcomes)
-            seen = [look(environment) for _ in range(looks)]
-            if any(other != seen[0] for other in seen):
+            turn = len(episode.outcomes)
+            views = [look(environment) for _ in range(looks)]
+            if any(view != views[0] for view in views):
                 raise Broken(
-                    f"looked at twice in turn {n}: {differ(*seen[:2])}; looking must change nothing"
+                    f"looked at twice in turn {turn}: {difference(views[0], views[1])}; "
+                    "looking must change nothing"
                 )
-            response = player(environment, n)
+            response = player(environment, turn)
             if response is None:
                 return
             episode.outcomes.append(environment.step(response))
-            episode.looks += seen[:1]
+            episode.looks += views[:1]
             episode.responses.append(response)
             yield episode
 
-    def again(self, episode: Episode, fix: str, *, looks: int = 1) -> None:
-        """Play the responses of `episode` to a new environment; Broken, with `fix`, if anything is not as it was."""
-        with self.made() as environment:
-            compare(
-                episode, self.play(environment, episode.task, repeat(episode), looks=looks), fix
-            )
+    def replay(self, episode: Episode, fix: str, *, looks: int = 1) -> None:
+        """Play the responses of `episode` in a new environment.
+
+        Raises Broken, with `fix`, if anything differs.
+        """
+        with self.new_environment() as environment:
+            again = self.play(environment, episode.task, repeat(episode), looks=looks)
+            compare(episode, again, fix)
 
 
 def compare(old: Episode, new: Episode, fix: str) -> None:
-    """Broken at the first difference; what only one of them saw does not count."""
-    pairs: list[tuple[str, Any, Any]] = [("reset()", old.first, new.first)]
-    for n, (one, two) in enumerate(zip(old.outcomes, new.outcomes, strict=False)):
-        if n < len(old.looks) and n < len(new.looks):
-            pairs.append((f"the context or anchor of turn {n}", old.looks[n], new.looks[n]))
-        pairs.append((f"step() in turn {n}", one, two))
+    """Raise Broken, with `fix`, at the first difference; what only one of them has is left out."""
+    pairs: list[tuple[str, Any, Any]] = []
+    pairs.append(("reset()", old.first_observation, new.first_observation))
+    for turn, (old_outcome, new_outcome) in enumerate(
+        zip(old.outcomes, new.outcomes, strict=False)
+    ):
+        if turn < len(old.looks) and turn < len(new.looks):
+            name = f"the context or anchor of turn {turn}"
+            pairs.append((name, old.looks[turn], new.looks[turn]))
+        pairs.append((f"step() in turn {turn}", old_outcome, new_outcome))
     if new.outcomes:
         pairs.append(("the number of turns", len(old.outcomes), len(new.outcomes)))
-    for what, one, two in pairs:
-        if one != two:
-            raise Broken(f"{what}: {differ(one, two)}; {fix}")
+
+    for name, old_value, new_value in pairs:
+        if old_value != new_value:
+            raise Broken(f"{name}: {difference(old_value, new_value)}; {fix}")
 
 
 def repeat(episode: Episode) -> Player:
-    return lambda environment, n: episode.responses[n] if n < len(episode.responses) else None
+    """A player that gives the responses of `episode` again."""
+
+    def response(environment: CheckedEnv, turn: int) -> str | None:
+        return episode.responses[turn] if turn < len(episode.responses) else None
+
+    return response
 
 
-def by_oracle(environment: CheckedEnv, n: int) -> str:
-    return oracle_of(environment) or by_chance(environment, n)
+def by_oracle(environment: CheckedEnv, turn: int) -> str:
+    return oracle_of(environment) or by_chance(environment, turn)
 
 
-def by_chance(environment: CheckedEnv, n: int) -> str:
+def by_chance(environment: CheckedEnv, turn: int) -> str:
+    """An admissible response, else a call of a tool, else a text; drawn by the turn's number."""
     responses = admissible_responses(environment)
-    if not responses and environment.tools and n % (CALLS + 1) < CALLS:
-        calls = [call for tool in environment.tools if (call := valid_call(tool, n))]
-        responses = [Reply.of("", call) for call in calls]
-    return random.Random(n).choice(responses or [f"{n} hello"])
+    if not responses and environment.tools and turn % (CALLS + 1) < CALLS:
+        for tool in environment.tools:
+            call = valid_call(tool, turn)
+            if call:
+                responses.append(Reply.of("", call))
+    return random.Random(turn).choice(responses or [f"{turn} hello"])
 
 
-def by_garbage(environment: CheckedEnv, n: int) -> str:
+def by_garbage(environment: CheckedEnv, turn: int) -> str:
     garbage = GARBAGE + BROKEN_CALLS if environment.tools else GARBAGE
-    return garbage[n % len(garbage)]
+    return garbage[turn % len(garbage)]
 
 
-def by_all(environment: CheckedEnv, n: int) -> str:
-    return (by_garbage, by_chance, by_oracle)[n % 3](environment, n)
+def by_all(environment: CheckedEnv, turn: int) -> str:
+    players = (by_garbage, by_chance, by_oracle)
+    player = players[turn % len(players)]
+    return player(environment, turn)
 
 
 def look(environment: CheckedEnv) -> tuple[Any, str]:
+    """(context, anchor).
+
+    The admissible actions and the oracle are asked for too, as that must change nothing.
+    """
     admissible_responses(environment)
     oracle_of(environment)
     return environment.context(), environment.anchor()
 
 
 def oracle_of(environment: CheckedEnv) -> str | None:
-    """None where there is no oracle, or none for this task."""
+    """The oracle's response; None if there is no oracle, or none for this task."""
     try:
         return environment.oracle()
     except NoOracleError:
         return None
 
 
-def differ(one: object, two: object) -> str:
-    """Both, from shortly before the place where they differ."""
-    first, second = repr(one), repr(two)
-    at = next(
-        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
-        min(len(first), len(second)),
-    )
-    start = max(0, at - 30)
-    return " and then ".join(
-        f"{'...' if start else ''}{text[start : start + 80]}" for text in (first, second)
-    )
+def difference(one: object, two: object) -> str:
+    """The reprs of both, from shortly before the first character that differs."""
+    first = repr(one)
+    second = repr(two)
+    same = 0
+    for first_character, second_character in zip(first, second, strict=False):
+        if first_character != second_character:
+            break
+        same += 1
+    start = max(0, same - 30)
+    dots = "..." if start else ""
+    return f"{dots}{first[start : start + 80]} and then {dots}{second[start : start + 80]}"

@@ -1,8 +1,11 @@
-"""`paw eval --agent`, `--endpoint`: an agent plays held-out tasks; each episode is written as soon as it has ended.
+"""`paw eval`: a model or an endpoint plays held-out tasks.
 
-DIR/settings.json says what is evaluated. DIR/episodes.jsonl holds one finished episode a line.
-results.json and results.md are computed from those. The same command again plays the episodes that
-are missing or could not be played.
+With an agent or an endpoint, each episode is written as soon as it has ended: DIR/settings.json
+says what is evaluated, DIR/episodes.jsonl holds one finished episode a line, and results.json and
+results.md are computed from those. The same command again plays the episodes that are missing or
+could not be played.
+
+paw.tools.player is imported where a local model plays: an endpoint needs no torch.
 """
 
 import argparse
@@ -34,19 +37,20 @@ from paw.tools.played import load_played
 from paw.types import Task, Trajectory
 
 GIVE_UP = 32
-"""Episodes in a row that could not be played, after which the endpoint is taken to be gone."""
+"""Failed episodes in a row after which an evaluation ends: the endpoint seems to be gone."""
 SETTINGS = ("env.", "agent.", "eval.", "rollout.max_prompt_tokens", "rollout.max_response_tokens")
-SIMULATOR = ("env.simulator.model", "env.simulator.noise_start")
-"""Keys that decide the outcome: SETTINGS by their prefixes, of env.simulator only SIMULATOR.
+"""Prefixes of the keys that decide the outcome.
 
 Where and how fast an endpoint answers does not decide it, nor where environments run.
 """
+SIMULATOR = ("env.simulator.model", "env.simulator.noise_start")
+"""The keys of env.simulator that decide the outcome."""
 GROWS = "eval.games"
-"""May change when an evaluation is continued."""
+"""The key that may change when an evaluation is continued."""
 
 
 class _GivenUp(Exception):
-    pass
+    """GIVE_UP episodes in a row could not be played."""
 
 
 class Evaluation(NamedTuple):
@@ -56,12 +60,13 @@ class Evaluation(NamedTuple):
     text: str
     """The summary for people."""
     played: int
+    """Number of episodes that were played to their end."""
     failed: int
-    """Episodes that could not be played."""
+    """Number of episodes that could not be played."""
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Play `eval.games` tasks with a local model or the configuration's endpoint, and print the result.
+    """Play `eval.games` tasks with a local model or an endpoint, and print the result.
 
     Returns 1 if episodes could not be played, or if all of them ran out of context, else 0.
     """
@@ -83,15 +88,15 @@ def evaluate(
     out: str | Path | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Play `eval.games` held-out games and return success with its interval, as `paw eval --json` prints it.
+    """Play `eval.games` held-out games; returns what `paw eval --json` prints.
 
     Args:
         model: a run's directory, a model's folder or a Hugging Face name; None: the model of
             `endpoint.url`.
         recipe: what is played and how: a recipe's name or path, or a configuration. Default: the
             run's own.
-        out: folder of an agent's episodes and results; default: in run.dir. The same call plays
-            what is missing.
+        out: folder for the episodes and results of an agent. Default: one in run.dir. The same call
+            again plays what is missing.
         changes: keys of the configuration to change: `{"eval.games": 64, "eval.temperature": 0.0}`.
 
     Returns a dict: "success", its 95 % Wilson interval "ci_low" and "ci_high", "valid_actions",
@@ -105,7 +110,10 @@ def evaluate(
 def _who_plays(
     model: str | Path | None, recipe: str | Path | Config | None, overrides: dict[str, Any]
 ) -> tuple[Config, str | None]:
-    """(configuration, path of the model); the path is None if an endpoint plays."""
+    """(configuration, path of the model); the path is None if an endpoint plays.
+
+    Raises UserError if neither or both are given.
+    """
     if model is None:
         config = load_played(recipe, overrides)
         if config.endpoint.url is None:
@@ -118,7 +126,8 @@ def _who_plays(
     config, path = resolve(str(model), recipe, overrides)
     if config.endpoint.url:
         raise UserError(
-            f"{model} and endpoint.url = '{config.endpoint.url}': one model plays, leave one of them out"
+            f"{model} and endpoint.url = '{config.endpoint.url}': "
+            "one model plays, leave one of them out"
         )
     return config, path
 
@@ -126,23 +135,28 @@ def _who_plays(
 def _play(config: Config, path: str | None, out: str | Path | None) -> Evaluation:
     """Play with the model at `path`, or with the configuration's endpoint if it is None."""
     if path and config.agent.type == "plain" and out is None:
-        from paw.tools.player import evaluate_model, evaluation_text
-
-        summary = evaluate_model(config, path)
-        played = round(summary["games"] - summary["failures"])
-        return Evaluation(
-            summary, evaluation_text(summary), played=played, failed=round(summary["failures"])
-        )
+        return _play_model(config, path)
 
     summary, folder = _play_agent(config, path, out)
     text = f"{results.table(summary)}\n{folder}"
-    return Evaluation(summary, text, played=summary["episodes"], failed=summary["not_played"])
+    return Evaluation(summary, text=text, played=summary["episodes"], failed=summary["not_played"])
+
+
+def _play_model(config: Config, path: str) -> Evaluation:
+    """Play as the evaluations of a training run do; no episode is written."""
+    from paw.tools.player import evaluate_model, evaluation_text
+
+    summary = evaluate_model(config, path)
+    failed = round(summary["failures"])
+    played = round(summary["games"] - summary["failures"])
+    return Evaluation(summary, text=evaluation_text(summary), played=played, failed=failed)
 
 
 class _Episodes:
-    """The finished episodes of an evaluation: their lines by place among the tasks, and the file that gets new ones.
+    """The finished episodes of an evaluation.
 
-    Lines that `file` held before are in `lines` already.
+    `lines` has their lines by place among the tasks, at first those that `file` already holds. New
+    ones are also appended to `file`.
     """
 
     def __init__(
@@ -164,7 +178,7 @@ class _Episodes:
     def add(self, episode: Episode) -> None:
         """Write an episode that has ended. Raises _GivenUp after GIVE_UP failures in a row."""
         line = {
-            "place": 0,  # replaced by the episode's; this one sets the order of the columns
+            "place": 0,  # the first column; `episode_line` has its value
             "agent": self.config.agent.type,
             "model": self.model,
             "seed": self.config.eval.seed,
@@ -193,18 +207,13 @@ def _play_agent(
     """Play the tasks that the evaluation's folder does not hold yet; returns (results, folder)."""
     check_passwords(config)
     if config.agent.type == "zerosearch":
-        config = config.model_copy(
-            update={"env": config.env.model_copy(update={"retriever": "zerosearch"})}
-        )
+        env = config.env.model_copy(update={"retriever": "zerosearch"})
+        config = config.model_copy(update={"env": env})
     agent = find_agent(config)
     model = path or str(config.endpoint.model)
+    folder = Path(out or _default_folder(config, model))
+    folder = folder.absolute()  # an environment may change the current folder
     started = time.monotonic()
-    label = re.sub(r"[^\w.-]+", "-", f"eval-{config.env.name}-{config.agent.type}-{model}").strip(
-        "-"
-    )
-    folder = Path(
-        out or config.run.dir / label
-    ).absolute()  # an environment may change the current folder
 
     with ExitStack() as stack:
         endpoint = None
@@ -216,52 +225,67 @@ def _play_agent(
         for task in tasks:
             check_kind(task, factory)
 
-        about = masked(
-            {"model": model, "games": factory.fingerprint(), **_updates(path), **_settings(config)}
-        )
+        about = {"model": model, "games": factory.fingerprint()}
+        about = masked(about | _updates(path) | _settings(config))
         _open(stack, folder, about)
-        lines = _of_this_draw(_read(folder / "episodes.jsonl"), tasks, folder)
-        todo = [
-            place
-            for place in range(len(tasks))
-            if place not in lines or lines[place]["failure"] is not None
-        ]
+        lines = _lines_of_tasks(_read(folder / "episodes.jsonl"), tasks, folder)
+        episodes = _episodes_to_play(config, tasks, lines)
         if lines:
             to_stderr(
-                f"{folder}: {len(tasks) - len(todo)} of {len(tasks)} episodes are there, playing {len(todo)}"
+                f"{folder}: {len(tasks) - len(episodes)} of {len(tasks)} episodes are there, "
+                f"playing {len(episodes)}"
             )
-        episodes = [_episode(config, tasks[place], place) for place in todo]
         file = stack.enter_context((folder / "episodes.jsonl").open("a", encoding="utf-8"))
         finished = _Episodes(config, file, lines, model=model, tasks=len(tasks))
 
-        try:
+        with _early_end_reported(finished, folder):
             if episodes and endpoint:
-                rollouts = stack.enter_context(
-                    closing(Rollouts(factory, None, None, config, agent=agent))
-                )
+                rollouts = Rollouts(factory, None, None, config, agent=agent)
+                stack.enter_context(closing(rollouts))
                 _play_with_endpoint(rollouts, episodes, finished, config, endpoint)
             elif episodes and path:
                 from paw.tools.player import open_player
 
                 rollouts = stack.enter_context(open_player(config, path, factory))
                 rollouts.run(episodes, at_once=THREADS, ended=finished.add)
-        except _GivenUp:
-            to_stderr(f"{GIVE_UP} episodes in a row could not be played: giving up")
-        except KeyboardInterrupt:
-            to_stderr("")
-            to_stderr(
-                f"stopped: {len(lines)} of {len(tasks)} episodes are in {folder}; the same command goes on"
-            )
-            raise
 
-    cut = sum(episode.stats.prompts_truncated for episode in episodes)
-    if cut:
+    _report_cut_prompts(episodes, config)
+    seconds = time.monotonic() - started
+    summary = _write_results(folder, list(lines.values()), about, config, seconds=seconds)
+    return summary, folder
+
+
+@contextmanager
+def _early_end_reported(finished: _Episodes, folder: Path) -> Iterator[None]:
+    """Report on stderr if the play in this block is given up, which ends it, or interrupted."""
+    try:
+        yield
+    except _GivenUp:
+        to_stderr(f"{GIVE_UP} episodes in a row could not be played: giving up")
+    except KeyboardInterrupt:
+        to_stderr("")
         to_stderr(
-            f"{cut} prompts were cut to rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}"
+            f"stopped: {len(finished.lines)} of {finished.tasks} episodes are in {folder}; "
+            "the same command goes on"
         )
-    return _write_results(
-        folder, list(lines.values()), about, config, seconds=time.monotonic() - started
-    ), folder
+        raise
+
+
+def _default_folder(config: Config, model: str) -> Path:
+    """A folder in run.dir that is named after the environment, the agent and the model."""
+    label = f"eval-{config.env.name}-{config.agent.type}-{model}"
+    return config.run.dir / re.sub(r"[^\w.-]+", "-", label).strip("-")
+
+
+def _episodes_to_play(
+    config: Config, tasks: Sequence[Task], lines: dict[int, dict[str, Any]]
+) -> list[Episode]:
+    """The episodes without a line, or whose line is of a failed attempt."""
+    return [
+        _episode(config, task, place)
+        for place, task in enumerate(tasks)
+        if place not in lines or lines[place]["failure"] is not None
+    ]
 
 
 def _episode(config: Config, task: Task, place: int) -> Episode:
@@ -292,6 +316,13 @@ def _play_with_endpoint(
         )
 
 
+def _report_cut_prompts(episodes: Sequence[Episode], config: Config) -> None:
+    cut = sum(episode.stats.prompts_truncated for episode in episodes)
+    if cut:
+        limit = config.rollout.max_prompt_tokens
+        to_stderr(f"{cut} prompts were cut to rollout.max_prompt_tokens = {limit}")
+
+
 def _write_results(
     folder: Path,
     lines: list[dict[str, Any]],
@@ -307,45 +338,48 @@ def _write_results(
     failures = [line["failure"] for line in lines if line["failure"] is not None]
     if failures:
         to_stderr(
-            f"{len(failures)} episodes could not be played ({failures[0]}); the same command plays them again"
+            f"{len(failures)} episodes could not be played ({failures[0]}); "
+            "the same command plays them again"
         )
     return summary
 
 
 @contextmanager
 def _interrupting(rollouts: Rollouts) -> Iterator[None]:
-    """Ctrl-C ends the play in this block. Raised inside a library's task it would become another error.
+    """Make Ctrl-C end the play in this block.
 
-    Not by the loop's own `add_signal_handler`, which takes the wake-up descriptor from the parent
-    that watches.
+    A KeyboardInterrupt inside a library's task would become another error. The loop's own
+    `add_signal_handler` cannot be used: it takes the wake-up descriptor from the parent that
+    watches.
     """
 
     def end(*_: object) -> None:
         watcher.say_heard()
         rollouts.loop.call_soon_threadsafe(rollouts.end, KeyboardInterrupt())
 
-    before = signal.signal(signal.SIGINT, end)
+    previous_handler = signal.signal(signal.SIGINT, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """The configuration's keys that decide the outcome, flat."""
+    """The configuration's keys that decide the outcome, dotted, and their values."""
     settings = {}
     for key, value in flatten(config.model_dump(mode="json")).items():
         if key == "env.processes" or not key.startswith(SETTINGS):
             continue
-        if key in SIMULATOR or not key.startswith("env.simulator."):
-            settings[key] = value
+        if key.startswith("env.simulator.") and key not in SIMULATOR:
+            continue
+        settings[key] = value
     return settings
 
 
 def _updates(path: str | None) -> dict[str, Any]:
-    """The number of updates of a model that PaW exported, from its card; empty for another model.
+    """`updates`, how long a model that PaW exported was trained, from its card; else empty.
 
-    A model that was trained further is another one in the same folder.
+    It tells models apart that were exported to the same folder, one after further training.
     """
     card = Path(path, "README.md") if path else None
     text = card.read_text(encoding="utf-8") if card and card.is_file() else ""
@@ -369,26 +403,28 @@ def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
         raise UserError(f"--out {folder}: {path.name}: {error}") from None
     if stored is None:
         raise UserError(
-            f"--out {folder}: {path.name} is none of an evaluation; name another folder"
+            f"--out {folder}: {path.name} is not that of an evaluation; name another folder"
         )
     for key in (*settings, *stored):
         old = stored.get(key)
         new = settings.get(key)
         if old != new and key != GROWS:
-            difference = f"{folder} holds an evaluation with {key} = {old!r}, not {new!r}"
-            raise UserError(f"{difference}; name another folder with --out")
+            raise UserError(
+                f"{folder} holds an evaluation with {key} = {old!r}, not {new!r}; "
+                "name another folder with --out"
+            )
     if stored[GROWS] != settings[GROWS]:
         to_stderr(f"{folder}: {GROWS} = {stored[GROWS]} becomes {settings[GROWS]}")
         write_file(path, json.dumps(settings, indent=1) + "\n")
 
 
-def _of_this_draw(
+def _lines_of_tasks(
     lines: Sequence[dict[str, Any]], tasks: Sequence[Task], folder: Path
 ) -> dict[int, dict[str, Any]]:
     """Place among `tasks` -> its line, for the tasks that were played already.
 
-    A draw of another size can have the same task in another place. Lines of tasks that this draw
-    does not have stay in the file, for when they are drawn again.
+    With another eval.games, a task can have another place. Lines of tasks that are not among
+    `tasks` stay in the file, for when they are drawn again.
     """
     by_place: dict[int, dict[str, Any]] = {}
     spare: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -405,15 +441,16 @@ def _of_this_draw(
     left = sum(len(others) for others in spare.values())
     if left:
         to_stderr(
-            f"{folder}: {left} episodes are not of these {len(tasks)} games; they stay there and count nowhere"
+            f"{folder}: {left} episodes are not of these {len(tasks)} games; "
+            "they stay there and count nowhere"
         )
     return by_place
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The episodes of a file: the last line of each place and task. An incomplete last line is cut off the file.
+    """The episodes of a file: the last line of each place and task.
 
-    Raises UserError if a line is not an episode.
+    An incomplete last line is cut off the file. Raises UserError if a line is not an episode.
     """
     content = path.read_bytes() if path.exists() else b""
     complete, _, torn = content.rpartition(b"\n")
@@ -429,6 +466,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
             line["failure"]  # has to be there
         except (ValueError, LookupError, TypeError):
             raise UserError(
-                f"{path}:{number}: this is no episode; fix the line or remove it"
+                f"{path}:{number}: this is not an episode; fix the line or remove it"
             ) from None
     return list(lines.values())

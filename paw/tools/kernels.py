@@ -1,4 +1,4 @@
-"""`paw doctor --kernels`: checks every backend of the head against float64 on this machine, then times them.
+"""`paw doctor --kernels`: check every backend of the head against float64 here, then time them.
 
 Cases run one after another in a child process: if one crashes, hangs or does not compile, it is a
 line of the table and the others go on.
@@ -110,9 +110,10 @@ def check(shape: str | None, model: str | None) -> int:
 def _check_errors(cases: list[Case], left_out: list[str]) -> list[Case]:
     """Run the cases, print their errors and what cannot run here; returns the cases that failed."""
     print(
-        "Each backend of the head against float64: the largest error over what it may be (2 x plain torch's + 1e-4)."
+        "Each backend of the head against float64: "
+        "the largest error over what it may be (2 x plain torch's + 1e-4)."
     )
-    answers = dict(zip(cases, told(run(cases, LIMIT_S), cases), strict=True))
+    answers = dict(zip(cases, reported(run(cases, LIMIT_S), cases), strict=True))
     columns = [f"D {D}{ragged}" for D in WIDTHS for ragged in ("", " ragged")]
     table(answers, columns, lambda case: f"{case.backend:<7}{case.dtype}")
     for line in left_out:
@@ -129,7 +130,7 @@ def _check_errors(cases: list[Case], left_out: list[str]) -> list[Case]:
 def _time(cases: list[Case], V: int, D: int) -> None:
     """Run the cases, print their times and keep them for "auto"."""
     print(f"Forward + backward of V {V} x D {D}, half of its rows with a gradient:")
-    times = dict(zip(cases, told(run(cases, LIMIT_S), cases), strict=True))
+    times = dict(zip(cases, reported(run(cases, LIMIT_S), cases), strict=True))
     table(times, [f"n {n}" for n in ROWS], lambda case: f"{case.dtype:<9}{case.way}")
     keep(times)
 
@@ -151,7 +152,8 @@ def head_size(shape: str | None, model: str | None) -> tuple[int, int] | None:
     size = head_shape(model)
     if size is None:
         raise UserError(
-            f"model.path = '{clean(model)}': its config.json does not tell vocab_size and hidden_size"
+            f"model.path = '{clean(model)}': "
+            "its config.json does not tell vocab_size and hidden_size"
         )
     return size
 
@@ -177,27 +179,27 @@ def here() -> tuple[list[Case], list[str]]:
     left_out = []
     for backend in BACKENDS:
         device = torch.device("cpu") if backend == "cpu" else main
-        interpreted = (
-            backend == "triton" and device.type == "cpu" and importlib.util.find_spec("triton")
-        )
-        why = None if interpreted else why_not_backend(backend, device, torch.float32)
-        if why:
-            left_out.append(f"{backend}: {why}")
-            continue
-        n, V = sizes["triton" if interpreted else device.type]
+        on_cpu = backend == "triton" and device.type == "cpu"
+        if on_cpu and importlib.util.find_spec("triton"):
+            n, V = sizes["triton"]  # in its interpreter, for which any machine will do
+        else:
+            why = why_not_backend(backend, device, torch.float32)
+            if why:
+                left_out.append(f"{backend}: {why}")
+                continue
+            n, V = sizes[device.type]
+        ragged_V = V - 27  # not a multiple of a tile
         for dtype in DTYPES:
             for D in WIDTHS:
                 cases.append(Case(backend, device.type, dtype, n, V, D))
-                cases.append(
-                    Case(backend, device.type, dtype, n, V - 27, D)
-                )  # ragged: no multiple of a tile
+                cases.append(Case(backend, device.type, dtype, n, ragged_V, D))
     return cases, left_out
 
 
 def contest(V: int, D: int, devices: dict[str, str]) -> list[Case]:
-    """The cases to time: on a GPU in bfloat16 with several tile sizes of Triton's, on a CPU without Triton.
+    """The cases to time; `devices` has the device type of each backend.
 
-    `devices`: the device type of each backend.
+    On a GPU they are in bfloat16, with several tile sizes of Triton's; on a CPU without Triton.
     """
     on_gpu = "cuda" in devices.values()
     dtypes = ("bfloat16",) if on_gpu else ("float32", "bfloat16")
@@ -222,8 +224,8 @@ def contest(V: int, D: int, devices: dict[str, str]) -> list[Case]:
     return cases
 
 
-def told(answers: Iterable[Answer], cases: list[Case]) -> Iterator[Answer]:
-    """The answers as they come; each is also printed to stderr."""
+def reported(answers: Iterable[Answer], cases: list[Case]) -> Iterator[Answer]:
+    """Yield the answers as they come, and print each to stderr."""
     for number, (case, answer) in enumerate(zip(cases, answers, strict=True), 1):
         to_stderr(f"  {number}/{len(cases)} {case}: {answer.why or answer}")
         yield answer
@@ -243,7 +245,7 @@ def table(answers: dict[Case, Answer], columns: list[str], name: Callable[[Case]
 def keep(answers: dict[Case, Answer]) -> None:
     """Write the times where "auto" looks for them, in place of older ones of these sizes.
 
-    If the file cannot be written, that is printed and not an error.
+    If the file cannot be written, that is printed; it is not an error.
     """
     times = {case: answer.ms for case, answer in answers.items() if answer.ms}
     if not times:
@@ -269,7 +271,8 @@ def keep(answers: dict[Case, Answer]) -> None:
         write_file(path, json.dumps(by_key | {key: [*kept, *new]}, indent=1) + "\n")
     except OSError as error:
         to_stderr(
-            f"paw: cannot write {path}: {cause(error)}; `auto` will not know these times (set PAW_CACHE)"
+            f"paw: cannot write {path}: {cause(error)}; "
+            "`auto` will not know these times (set PAW_CACHE)"
         )
     else:
         print(f"`auto` goes by the least of these times from now on: {path}")
@@ -286,10 +289,10 @@ def run(cases: list[Case], limit_s: float) -> Iterator[Answer]:
 
 
 def _in_a_child(cases: list[Case], limit_s: float) -> Iterator[Answer]:
-    """Answers of one child process to these cases of one backend, in order.
+    """The answers of one child process to these cases of one backend, in order.
 
-    If the child dies or hangs, the last answer is that of the case that did it, and the cases
-    behind it have none.
+    If the child dies or hangs, the last answer is that of the case that did it; the cases after it
+    have none.
     """
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe()
@@ -322,7 +325,7 @@ def _cause_of_death(exit_code: int, output: str) -> str:
 
 
 def _answer(answers: Connection, cases: list[Case], output: str) -> None:
-    """The child process, in a session of its own; what libraries print goes to the file `output`."""
+    """The child process, a session of its own; what libraries print goes to the file `output`."""
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
@@ -352,9 +355,8 @@ def attempt(case: Case) -> Answer:
                 TUNED[vocabulary, case.D, dtype.itemsize] = Tiles(**case.tiles)
         answer = Answer(largest_error(make_rows, device, dtype, n, V, case.D))
         if case.timed and answer.right:
-            answer = replace(
-                answer, ms=milliseconds(make_rows, device, dtype, case.n, case.V, case.D)
-            )
+            ms = milliseconds(make_rows, device, dtype, case.n, case.V, case.D)
+            answer = replace(answer, ms=ms)
         return answer
     except Exception as error:
         if device.type == "cuda":

@@ -14,10 +14,10 @@ Overrides = dict[str, Any]
 def load_played(
     recipe: str | Path | Config | None, overrides: Overrides, defaults: Overrides | None = None
 ) -> Config:
-    """As `load`, for a command that plays: without a recipe, the recipe <env.name>-grpo if there is one.
+    """The configuration of a recipe; if it is None, of the recipe <env.name>-grpo, if there is one.
 
-    `defaults` are overrides too, each used only if the environment has its key. Raises UserError if
-    neither a recipe nor env.name is given.
+    `defaults` are overrides of less weight, each used only if the environment has its key. Raises
+    UserError if neither a recipe nor env.name is given.
     """
     if isinstance(recipe, Config):
         return load(recipe, overrides)
@@ -29,15 +29,14 @@ def load_played(
         recipe = f"{name}-grpo"
         to_stderr(f"settings of the recipe {recipe}; --recipe names another")
 
-    if recipe is None:
-        flat, origins = {"model.path": "-"}, {}
-    else:
+    flat: dict[str, Any] = {"model.path": "-"}
+    origins: dict[str, str] = {}
+    if recipe is not None:
         flat, origins = read_recipe(str(recipe))
-    known_keys = keys_of(Config, layered(flat, {"env.name": name} if name else {}))
-    values = {key: text for key, text in (defaults or {}).items() if key in known_keys}
+    keys = keys_of(Config, layered(flat, {"env.name": name} if name else {}))
+    values = {key: text for key, text in (defaults or {}).items() if key in keys}
     values |= overrides
     if name == "search" and str(values.get("env.data", "")).lower() == "none":
-        values = {
-            "env.retriever": "bm25"
-        } | values  # the recipe's retriever, E5, would be downloaded
+        # The recipe's retriever, E5, would be downloaded.
+        values = {"env.retriever": "bm25"} | values
     return override(flat, values, origin=str(recipe or "command line"), origins=origins)

@@ -1,4 +1,7 @@
-"""`paw eval` and `paw rollout`: a trained run, a model folder or a Hugging Face model plays games."""
+"""`paw rollout`, and `paw eval` of a local model.
+
+The model is that of a training run, a folder or a Hugging Face name.
+"""
 
 import argparse
 import json
@@ -35,7 +38,10 @@ EPISODES = partial(progress, "episodes")
 
 
 def evaluate_model(config: Config, path: str) -> dict[str, Any]:
-    """Play `eval.games` held-out games; returns success with its Wilson interval, overall and by kind of task."""
+    """Play `eval.games` held-out games with the model at `path`.
+
+    Returns success with its Wilson interval, overall and by kind of task.
+    """
     with open_player(config, path) as rollouts:
         groups, stats = rollouts.evaluation(EPISODES)
         tell(stats.failures)
@@ -63,7 +69,8 @@ def evaluation_text(summary: dict[str, Any]) -> str:
         lines += kind_lines(summary["kinds"])
         score = f"mean score {summary['score']:.3f}, " if "score" in summary else ""
         lines.append(
-            f"{score}mean turns {summary['steps']:.1f}, valid actions {summary['valid_actions']:.1%}"
+            f"{score}mean turns {summary['steps']:.1f}, "
+            f"valid actions {summary['valid_actions']:.1%}"
         )
     if "context_full" in summary:
         lines.append(f"{summary['context_full']} episodes were lost because the context was full")
@@ -78,15 +85,15 @@ def rollout(
     out: str | Path | TextIO | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> list[Group]:
-    """Play training tasks with a model, `rollout.group_size` episodes of each, and return the episodes.
+    """Play training tasks with a model, `rollout.group_size` episodes of each.
 
     Args:
         model: a run's directory, a model's folder or a Hugging Face name.
         recipe: what is played and how: a recipe's name or path, or a configuration. Default: the
             run's own.
         tasks: number of tasks.
-        out: also write the episodes to this file, a JSON object for each turn, token ids and
-            log-probs included.
+        out: file to which the episodes are written too: a JSON object for each turn, with token ids
+            and log-probs.
         changes: keys of the configuration to change: `{"rollout.group_size": 2}`.
 
     Returns a group for each task: `group.trajectories` are its episodes, `trajectory.turns` the
@@ -107,7 +114,7 @@ def rollout(
 
 
 def _open_output(out: str | Path | TextIO | None, stack: ExitStack) -> TextIO | None:
-    """The file to write. If it is opened here, `stack` closes it."""
+    """The file to write. If `out` is a path, the file is opened here, and closed by `stack`."""
     if not isinstance(out, str | Path):
         return out
     with writing(f"--out {out}"):
@@ -128,7 +135,7 @@ def _write_turns(groups: list[Group], file: TextIO) -> None:
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Play --tasks training tasks in groups and write a JSON object for each turn, with token ids and log-probs."""
+    """Play --tasks training tasks in groups, and write a JSON object for each turn."""
     out = sys.stdout if options.out == "-" else options.out
     rollout(options.model, options.recipe, tasks=options.tasks, out=out, changes=overrides)
     return 0
@@ -137,9 +144,9 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 def resolve(
     model: str, recipe: str | Path | Config | None, overrides: dict[str, Any]
 ) -> tuple[Config, str]:
-    """(configuration, model path) of a run directory, or of a model with a recipe.
+    """(configuration, path of the model) of a run directory, or of a model and a recipe.
 
-    Raises UserError if neither says what is played.
+    Raises UserError if neither the recipe nor the overrides say what is played.
     """
     folder = Path(model)
     if (folder / "config.toml").is_file():
@@ -147,11 +154,9 @@ def resolve(
         return config, str(_exported_model(folder))
     if recipe is None and not (folder / "paw.toml").is_file():
         if "env.name" not in overrides:
-            problem = (
-                "is not a run directory"
-                if folder.exists()
-                else "is no folder here; if it is a model of the hub"
-            )
+            problem = "is no folder here; if it is a model of the hub"
+            if folder.exists():
+                problem = "is not a run directory"
             raise UserError(
                 f"{model} {problem}, say what it plays with --recipe NAME or --env NAME"
             )
@@ -163,7 +168,10 @@ def resolve(
 
 
 def _exported_model(run_dir: Path) -> Path:
-    """The exported model of a run, exported now if it is missing or older than a checkpoint (killed after a resume)."""
+    """Folder of a run's exported model. It is exported now if it is missing or outdated.
+
+    It is outdated if a checkpoint is newer: the run was resumed and then killed.
+    """
     exported = run_dir / "hf" / "config.json"
     saved_at = [path.stat().st_mtime for path in (run_dir / "checkpoints").glob("step_*")]
     if not exported.is_file() or exported.stat().st_mtime < max(saved_at, default=0.0):
@@ -173,7 +181,7 @@ def _exported_model(run_dir: Path) -> Path:
 
 @contextmanager
 def open_player(config: Config, path: str, factory: EnvFactory | None = None) -> Iterator[Rollouts]:
-    """Rollouts that play the configuration's games, or those of `factory`, with the model at `path`."""
+    """Rollouts with the model at `path`, of `factory`'s games or else of the configuration's."""
     factory = factory or make_factory(config)
     chat = Chat(load_tokenizer(path), config.model.chat_template_kwargs, config.model.tool_parser)
     device = pick_device(config.model.device)
@@ -191,5 +199,6 @@ def open_player(config: Config, path: str, factory: EnvFactory | None = None) ->
 
 
 def tell(failures: list[str]) -> None:
+    """Print the failures of environments to stderr."""
     for failure in failures:
         to_stderr(f"environment failed: {failure}")

@@ -1,4 +1,4 @@
-"""`paw profile`: time and memory of an update with and without the world model, on the same rollouts (Figure 5).
+"""`paw profile`: time and memory of an update with and without the world model (Figure 5).
 
 Both variants run the stages of `train.update` on the same groups, in alternating order. The
 learning rate is 0: the optimizer does all its work but leaves the weights as they are. Memory is
@@ -46,14 +46,15 @@ from paw.types import Group
 STAGES = ("score", "update", "sync")
 """The phases after the rollout."""
 ENOUGH = 6
-"""Repeats from which on a median has a 95 % interval: even the range of n covers it only with 1 - 2^(1 - n)."""
+"""Fewest repeats for a 95 % interval of the median: the range of n covers it with 1 - 2^(1 - n)."""
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Measure both variants --repeats times; write profile.csv, profile.png and, with --trace, traces of one group.
+    """Measure both variants --repeats times; write profile.csv and profile.png.
 
-    --rollouts (a file of `paw rollout`) and --synthetic (random tokens and weights of the model's
-    shape) need neither games nor vLLM; the step then has no rollout.
+    With --trace, traces of one group are written too. --rollouts (a file of `paw rollout`) and
+    --synthetic (random tokens, and random weights of the model's shape) need neither games nor
+    vLLM; the step then has no rollout.
     """
     if options.repeats < 2:
         raise UserError(f"--repeats {options.repeats}: a spread needs at least 2")
@@ -87,14 +88,12 @@ def _measure_recipe(
 ) -> tuple[list[Record], Record]:
     """(records of both variants, facts that hold for all of them).
 
-    Writes the traces to `out` if asked for.
+    With --trace, traces are written to `out`.
     """
     with tempfile.TemporaryDirectory(prefix="paw-profile-") as scratch:
-        model = (
-            random_model(config, Path(scratch) / "model")
-            if options.synthetic
-            else config.model.path
-        )
+        model = config.model.path
+        if options.synthetic:
+            model = random_model(config, Path(scratch) / "model")
         variants = make_variants(
             changed(config, {"run.dir": scratch, "run.trackers": [], "model.path": model})
         )
@@ -129,7 +128,7 @@ def _measure_recipe(
 def make_variants(config: Config) -> dict[str, Config]:
     """The recipe without and with the world model, by their names in table and chart.
 
-    The learning rate is 0, which no recipe may have.
+    Their learning rate is 0, which a recipe cannot have: it is set past the check of its values.
     """
     name = config.advantage.type.upper()
     optim = config.optim.model_copy(update={"lr": 0.0})
@@ -139,7 +138,7 @@ def make_variants(config: Config) -> dict[str, Config]:
 
 
 def play(run: Run, times: dict[str, Record]) -> list[Group]:
-    """The episodes of the first update, played as in training; the time goes to `times["rollout"]`."""
+    """Play the episodes of the first update as in training; `times["rollout"]` gets the time."""
     push_weights(run.policy.lm, run.engine, version=run.step)
     with (
         closing(Rollouts(run.factory, run.engine, run.chat, run.config)) as rollouts,
@@ -161,7 +160,7 @@ def measure(
     *,
     repeats: int,
 ) -> list[Record]:
-    """A record for each variant, repeat and phase; the rollout happened once and is the same in all."""
+    """A record for each variant, repeat and phase; all have the one measurement of the rollout."""
     usage: dict[str, dict[str, Record]] = {}
     for name, config in variants.items():
         usage[name] = defaultdict(dict)
@@ -192,7 +191,10 @@ def one_pass(
     groups: list[Group],
     meter: Callable[[str], AbstractContextManager[Any]],
 ) -> dict[str, float]:
-    """What `train.update` does after the rollout, each phase within its `meter`; returns the metrics of `optimize`."""
+    """Do what `trainer.update` does after the rollout, each phase within its `meter`.
+
+    Returns the metrics of `optimize`.
+    """
     run = replace(run, config=config, metrics={})
     run.engine.sleep()
     gc.collect()
@@ -207,7 +209,7 @@ def one_pass(
 
 @contextmanager
 def timed(run: Run, times: dict[str, Record], phase: str) -> Iterator[None]:
-    """Put the seconds of a block into `times[phase]`: wall time, and processor time over all threads.
+    """Put the seconds of a block into `times[phase]`: wall time, and processor time of all threads.
 
     Other programs disturb processor time less.
     """
@@ -234,9 +236,10 @@ class MemoryUse:
 
 @contextmanager
 def memory(run: Run, usage: dict[str, Record], phase: str) -> Iterator[None]:
-    """Add to `usage[phase]` the tokens through the policy's decoder, padding included, and peak and mean GiB.
+    """Add to `usage[phase]` the peak and mean memory of all tensors in a block, and its tokens.
 
-    The memory is that of all tensors; the mean is over time.
+    Memory is in GiB, its mean over time. The tokens are those that go through the policy's decoder,
+    padding included.
     """
     run.phase = phase
     tokens: list[int] = []
@@ -246,9 +249,11 @@ def memory(run: Run, usage: dict[str, Record], phase: str) -> Iterator[None]:
 
     hook = run.policy.lm.get_decoder().register_forward_pre_hook(count_tokens, with_kwargs=True)
     metered = _cuda_memory() if run.policy.device.type == "cuda" else _cpu_memory(run)
-    with metered as bytes_used:
-        yield
-    hook.remove()
+    try:
+        with metered as bytes_used:
+            yield
+    finally:
+        hook.remove()
     usage[phase] |= {
         "tokens": sum(tokens),
         "peak_gib": bytes_used.peak / 2**30,
@@ -270,19 +275,21 @@ def _cuda_memory() -> Iterator[MemoryUse]:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     use = MemoryUse()
-    yield use
-    torch.cuda.synchronize()
-    done.set()
-    watcher.join()
+    try:
+        yield use
+        torch.cuda.synchronize()
+    finally:
+        done.set()
+        watcher.join()
     use.peak = torch.cuda.max_memory_allocated()
     use.mean = float(np.mean(samples))
 
 
 @contextmanager
 def _cpu_memory(run: Run) -> Iterator[MemoryUse]:
-    """Every allocation and release of torch's allocator, on top of the weights and the optimizer's state.
+    """Memory from every allocation and release of torch's allocator, which its profiler records.
 
-    They come from torch's profiler, which slows the pass.
+    It is counted on top of the weights and the optimizer's state. The profiler slows the pass.
     """
     start = _bytes_held(run)
     profiler: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
@@ -299,7 +306,10 @@ def _cpu_memory(run: Run) -> Iterator[MemoryUse]:
 
 
 def _bytes_held(run: Run) -> int:
-    """Bytes of the weights, the reference's too, and of the optimizer's state; shared storage counts once."""
+    """Bytes of the weights, the reference's included, and of the optimizer's state.
+
+    Storage that tensors share counts once.
+    """
     tensors = [*run.policy.parameters(), *run.reference.parameters()]
     for state in run.optimizer.state.values():
         tensors += [value for value in state.values() if torch.is_tensor(value)]
@@ -312,11 +322,15 @@ def _bytes_held(run: Run) -> int:
 
 
 def write_traces(run: Run, variants: dict[str, Config], groups: list[Group], out: Path) -> None:
-    """A Chrome trace of each variant on one group (of mixed outcomes, if any); on CUDA also its allocator's history."""
-    group = max(
-        groups,
-        key=lambda group: len({trajectory.episode_return for trajectory in group.trajectories}),
-    )
+    """Write a Chrome trace of each variant on one group; on CUDA also the allocator's history.
+
+    The group is the one with the most different returns.
+    """
+
+    def distinct_returns(group: Group) -> int:
+        return len({trajectory.episode_return for trajectory in group.trajectories})
+
+    group = max(groups, key=distinct_returns)
     on_cuda = run.policy.device.type == "cuda"
     for name, config in zip(("vanilla", "paw"), variants.values(), strict=True):
         if on_cuda:
@@ -332,7 +346,7 @@ def write_traces(run: Run, variants: dict[str, Config], groups: list[Group], out
 def pick(
     records: list[Record], variant: str, phases: Sequence[str], key: str = "seconds"
 ) -> np.ndarray:
-    """[repeats] sums of `key` over the phases."""
+    """[repeats] sums of `key` over the phases of a variant."""
     sums = []
     for repeat in range(1, records[-1]["repeat"] + 1):
         values = [
@@ -358,7 +372,7 @@ def memory_gib(records: list[Record], variant: str) -> tuple[float, float]:
 
 
 def overhead(base: np.ndarray, other: np.ndarray) -> list[float]:
-    """(median, low, high), in per cent, of `other` over `base` less 1, over the repeats.
+    """(median, low, high) over the repeats of how much more `other` is than `base`, in per cent.
 
     low and high are the 95 % bootstrap interval of the median, or the range if there are few
     repeats. The ratio is taken within a repeat, as whatever else the machine does slows both
@@ -373,7 +387,10 @@ def overhead(base: np.ndarray, other: np.ndarray) -> list[float]:
 
 
 def table(records: list[Record]) -> Table:
-    """Medians over the repeats, what the second variant adds, and what it adds in Figure 5 (Qwen2.5-1.5B)."""
+    """Medians over the repeats, and what the second variant adds: here, and in the paper.
+
+    The paper's numbers are those of Figure 5, for Qwen2.5-1.5B.
+    """
     variants = _distinct(records, "variant")
     phases = _distinct(records, "phase")
     step = "step" if "rollout" in phases else "after the rollout"

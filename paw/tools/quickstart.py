@@ -1,4 +1,4 @@
-"""The quickstart model: a phrase tokenizer learnt from the environment's own text, and a small random Qwen3.
+"""The quickstart model: a small random Qwen3, and a tokenizer learnt from the environment's text.
 
 Whole phrases are tokens ("go to shelf 1", " mug 1", " you see a"), because copying object ids token
 by token is what a tiny model learns last (docs/quickstart.md). Everything is saved in ordinary
@@ -17,61 +17,69 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paw.config import WarmupConfig
 
-PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
+PAD = "<|pad|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
+END = "<|end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{{ '<|user|>' if message['role'] == 'user' else '<|assistant|>' }}{{ message['content'] + '<|end|>' }}"
+    "{{ '<|user|>' if message['role'] == 'user' else '<|assistant|>' }}"
+    "{{ message['content'] + '<|end|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 ENTITY = r" ?[a-z]+ \d+"
-"""A numbered thing, "mug 1"."""
+"""Pattern of a numbered thing, "mug 1"."""
 LABEL = r"\n?[a-z]+:"
-"""What opens a section of the prompt, "task:"."""
+"""Pattern of what opens a section of the prompt, "task:"."""
 WORD = r" ?[A-Za-z']+| ?\d+|\s|[^\sA-Za-z\d]"
+"""Pattern of a word, a number, a space or a sign: whatever is left."""
 
 
 def phrases(observations: Iterable[str]) -> list[str]:
-    """The text between numbered things, if there three times: "You arrive at", ", and a", ...
+    """The texts between numbered things that occur at least three times, the longest first.
 
-    Longest first.
+    Examples are "You arrive at" and ", and a".
     """
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for text in observations:
         for line in text.splitlines():
             if re.search(ENTITY, line):
-                seen.update(part for part in re.split(ENTITY, line) if part)
-    return sorted((part for part, n in seen.items() if n >= 3), key=lambda part: (-len(part), part))
+                counts.update(part for part in re.split(ENTITY, line) if part)
+    frequent = [phrase for phrase, count in counts.items() if count >= 3]
+    return sorted(frequent, key=lambda phrase: (-len(phrase), phrase))
 
 
 def build_tokenizer(
     prompts: list[str], actions: set[str], observations: list[str]
 ) -> PreTrainedTokenizerFast:
-    """A lossless tokenizer whose tokens are actions, numbered things, recurring phrases, words and bytes.
+    """A lossless tokenizer: its tokens are actions, numbered things, phrases, words and bytes.
 
     `actions` are whole lines, each with the line break before it, that must become one token each.
     """
+    # The order matters: of several patterns that match at a place, the first is taken.
+    patterns = []
     verbs = sorted({re.escape(action.split()[0]) for action in actions})
-    whole_line = [rf"\n(?:{'|'.join(verbs)})(?: [^\n]*)?(?![^\n])"] if verbs else []
-    known = [re.escape(part) for part in phrases(observations)]
-    pattern = "|".join([*whole_line, LABEL, ENTITY, *known, WORD])
+    if verbs:
+        patterns.append(rf"\n(?:{'|'.join(verbs)})(?: [^\n]*)?(?![^\n])")  # a line with an action
+    patterns += [LABEL, ENTITY]
+    patterns += [re.escape(phrase) for phrase in phrases(observations)]
+    patterns.append(WORD)
+    pattern = "|".join(patterns)
+
     splitter = re.compile(pattern)
-    pieces: set[str] = set(actions)
+    pieces = set(actions)
     for text in [*prompts, *observations]:
         pieces.update(splitter.findall(text))
-    vocabulary = [
-        PAD,
-        USER,
-        ASSISTANT,
-        END,
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        *sorted(pieces),
-    ]
+    special = [PAD, USER, ASSISTANT, END]
+    single_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary = [*special, *single_bytes, *sorted(pieces)]
     ids = {piece: i for i, piece in enumerate(vocabulary)}
+
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[], ignore_merges=True, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (PAD, USER, ASSISTANT, END)])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, clean_up_tokenization_spaces=False
     )
@@ -86,7 +94,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Qwe
     whatever its tokenizer.json says, so AutoTokenizer would silently cut the text differently.
     """
     torch.manual_seed(config.seed)
-    heads, ids = config.hidden_size // config.head_size, tokenizer.get_vocab()
+    heads = config.hidden_size // config.head_size
+    ids = tokenizer.get_vocab()
     shape = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
@@ -107,5 +116,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Qwe
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the model and its tokenizer to `folder`, in Hugging Face format."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

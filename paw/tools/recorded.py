@@ -1,4 +1,7 @@
-"""Rollouts for `paw profile` without playing: from a file of `paw rollout`, or random ones of a recipe's sizes."""
+"""Rollouts without playing: from a file of `paw rollout`, or random ones of a recipe's sizes.
+
+`paw profile` uses both, `paw sft` the file.
+"""
 
 import json
 import math
@@ -36,7 +39,7 @@ def read_episodes(path: Path, *, vocabulary: float = math.inf) -> list[Group]:
             _add_turn(groups, json.loads(line), vocabulary=vocabulary)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             raise UserError(
-                f"--rollouts {path}: line {number} is no turn that `paw rollout` wrote: {error}"
+                f"--rollouts {path}: line {number} is not a turn that `paw rollout` wrote: {error}"
             ) from None
     if not groups:
         raise UserError(f"--rollouts {path}: there is no turn in it")
@@ -44,7 +47,10 @@ def read_episodes(path: Path, *, vocabulary: float = math.inf) -> list[Group]:
 
 
 def _add_turn(groups: list[Group], record: dict[str, Any], *, vocabulary: float) -> None:
-    """Append a line's turn to the last episode of `groups`; at step 0 it starts an episode, and a group if needed."""
+    """Append a line's turn to the last episode of `groups`.
+
+    A turn with step 0 starts an episode, and another group if it has another task.
+    """
     task = Task(record.pop("task"), record.pop("kind"))
     member = record.pop("member")
     step = record.pop("step")
@@ -61,11 +67,11 @@ def _add_turn(groups: list[Group], record: dict[str, Any], *, vocabulary: float)
 
 
 def random_groups(run: Run) -> tuple[Run, list[Group]]:
-    """(the run with an encoding of the random texts, groups of random tokens in the sizes of play under its limits).
+    """(the run, but with an encoding of the random texts; groups of random tokens).
 
-    Prompts and observations have the lengths of searching play of the generated full-size ALFWorld
-    games (450 and 20 tokens of Qwen2). The lengths of responses, and that 40 % of episodes end
-    early, are assumptions.
+    The groups have the sizes of play under the run's limits. Prompts and observations have the
+    lengths of searching play of the generated full-size ALFWorld games (450 and 20 tokens of
+    Qwen2). The lengths of responses, and that 40 % of episodes end early, are assumptions.
     """
     config = run.config
     draw = _RandomTurns(config, vocabulary=len(run.policy.head_weight))
@@ -95,7 +101,7 @@ class _RandomTurns:
         return self.rng.integers(self.vocabulary, size=int(np.clip(count, 1, limit))).tolist()
 
     def episode(self) -> list[Turn]:
-        """The turns of an episode: one that is won ends anywhere, a lost one at the limit of turns."""
+        """The turns of an episode. If it is won it ends anywhere, else at the limit of turns."""
         max_turns = self.config.env.max_turns
         won = bool(self.rng.random() < WON)
         last = int(self.rng.integers(max_turns)) if won else max_turns - 1

@@ -1,4 +1,7 @@
-"""The meaning of every key: `paw train RECIPE --dry-run` prints it for a recipe, `paw keys` as docs/keys.md."""
+"""The meaning of every key.
+
+`paw train RECIPE --dry-run` prints it with a recipe's values, `paw keys` as the page docs/keys.md.
+"""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -21,7 +24,7 @@ Every key of a recipe, and so of the command line: `[optim]` `lr = 5e-4`, or `--
 
 
 def explain(config: Config) -> str:
-    """The full configuration as TOML, with the meaning and the default of each key, unset keys included."""
+    """The full configuration as TOML, with each key's meaning and default; also of unset keys."""
     lines: list[str] = []
     section = ""
     tree = as_tree(config)
@@ -92,7 +95,7 @@ def meaning(field: FieldInfo) -> str:
 
 
 def _table(rows: Iterable[Row], section_need: Only | None) -> list[str]:
-    """Markdown of the keys' table; `section_need` is written above it and not repeated for each key."""
+    """Markdown of the keys' table; a key's need is left out if it is that of the whole section."""
     lines = ["", "| key | takes | default | meaning |", "|---|---|---|---|"]
     for dotted, field, needs in rows:
         takes = " or ".join(dict.fromkeys(_takes(field.annotation)))

@@ -1,8 +1,8 @@
-"""`paw report`: one HTML page that shows what a run learnt, at what cost, and what it did; or compares several runs.
+"""`paw report`: an HTML page on what a run learnt, at what cost, and what it did.
 
-The page is self-contained: inline CSS and SVG, no script, nothing fetched. A content security
-policy enforces that, as part of the text comes from environments and models. The template,
-report.html.j2, escapes all text.
+Of several runs it is a comparison. The page is self-contained: inline CSS and SVG, no script,
+nothing fetched. A content security policy enforces that, as part of the text comes from
+environments and models. The template, report.html.j2, escapes all text.
 """
 
 import argparse
@@ -41,9 +41,9 @@ class Metric(NamedTuple):
     key: str
     label: str
     unit: str = ""
-    """`%`: a share, shown in per cent. `n`: the count of an update. `sum`: the count so far.
+    """`%`: a share, shown in per cent. `n`: a count of each update. `sum`: the count so far.
 
-    Anything else: a unit.
+    Anything else is a unit.
     """
     note: str = ""
     chart: bool = True
@@ -143,19 +143,22 @@ SIZES = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
 """Units of a number of parameters, the largest first."""
 LEADS = {
     "Policy": "Moving means over the updates; thin lines, where shown, are the single updates.",
-    "World model": "Predicting the next observation, on the turns where the policy was least certain.",
+    "World model": (
+        "Predicting the next observation, on the turns where the policy was least certain."
+    ),
     "Cost": "Where the time went.",
 }
 """The sections with charts, and the sentence above them."""
 
 
 def run(args: argparse.Namespace, _: object) -> int:
+    """Write the report, and print the path of its page."""
     print(write_report(*args.run_dir, out=args.out))
     return 0
 
 
 def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
-    """Write report.html and plots/*.png into `out` and return the page's path.
+    """Write report.html and plots/*.png into `out`; returns the page's path.
 
     By default `out` is the run's own folder, or for several runs `comparison/` beside the first. A
     damaged line or a missing metric leaves a gap. Raises UserError if a run has no metrics or the
@@ -163,7 +166,9 @@ def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
     """
     runs = [load_run(path) for path in run_dirs]
     if not out:
-        out = run_dirs[0].resolve().parent / "comparison" if len(runs) > 1 else run_dirs[0]
+        out = run_dirs[0]
+        if len(runs) > 1:
+            out = out.resolve().parent / "comparison"
     page = out / "report.html"
     with writing(f"the report to {out}", "; choose another folder with --out"):
         (out / "plots").mkdir(parents=True, exist_ok=True)
@@ -194,7 +199,7 @@ def _page(runs: Sequence[Run], plots_dir: Path) -> str:
     )
     pages.filters["value"] = _value
     pages.filters["duration"] = _duration
-    pages.filters["what"] = _summary_line
+    pages.filters["summary_line"] = _summary_line
     pages.filters["clip"] = clip
     return pages.get_template("report.html.j2").render(
         title=title,
@@ -229,7 +234,7 @@ Gallery = tuple[str, str, str, list[dict[str, Any]]]
 
 
 def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[Gallery]:
-    """The sections of figures, one at a time; every figure for which there is data is drawn, and saved as PNG too."""
+    """The sections of figures, one at a time. Figures without data are left out."""
     single = len(runs) == 1
 
     learning = _saved_figures(
@@ -251,7 +256,10 @@ def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[Gallery]:
 def _saved_figures(
     plots_dir: Path, *named_figures: tuple[str, str, Figure | None], aside: str = "", note: str = ""
 ) -> list[dict[str, Any]]:
-    """Save the figures, each (file name, title, figure or None for no data); returns them for the template."""
+    """Save figures as PNG; returns them for the template.
+
+    Each is given as (file name, title, figure), the figure None if there is no data.
+    """
     saved = []
     for name, title, figure in named_figures:
         if not figure:
@@ -308,10 +316,10 @@ def _summary_line(run: Run) -> str:
     estimator = run.config.get("advantage.type")
     if estimator:
         name = "GiGPO" if estimator == "gigpo" else str(estimator).upper()
-        world_model = (
-            " + world-model co-training" if run.config.get("wm.enabled") else ", no world model"
-        )
-        parts.append(name + world_model)
+        if run.config.get("wm.enabled"):
+            parts.append(f"{name} + world-model co-training")
+        else:
+            parts.append(f"{name}, no world model")
 
     environment = run.config.get("env.name")
     if environment:
@@ -347,6 +355,9 @@ def _facts(run: Run) -> dict[str, str]:
 
     peak_gib = max(run.series("perf/peak_gib")[1], default=None)
     tokens_per_s = run.last("perf/tokens_per_s", TAIL)
+    throughput = ""
+    if tokens_per_s is not None:
+        throughput = f"{_value(tokens_per_s, '')} tokens/s at the end"
 
     software = []
     for key, template in (
@@ -372,9 +383,7 @@ def _facts(run: Run) -> dict[str, str]:
         "Warm-up": _duration(info.get("warmup_s")),
         "Device": str(info.get("device") or ""),
         "Peak memory": "" if peak_gib is None else f"{peak_gib:.3g} GiB",
-        "Throughput": ""
-        if tokens_per_s is None
-        else f"{_value(tokens_per_s, '')} tokens/s at the end",
+        "Throughput": throughput,
         "Software": ", ".join(software),
         "Games": str(info.get("games") or ""),
         "Started": str(info.get("started") or ""),
@@ -421,25 +430,31 @@ def _duration(seconds: object) -> str:
 
 
 def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Up to PER_END samples of the first sampled update and as many of the last, of the same tasks if possible.
+    """Up to PER_END samples of the first sampled update, and as many of the last.
 
-    The page opens with the first of the last update: "open" is true for that one.
+    Those of the last are of the same tasks, if possible. The page opens with the first of them:
+    its "open" is true.
     """
-    samples = [
-        s for s in samples if type(s.get("step")) is int and isinstance(s.get("turns"), list)
-    ]
-    steps = sorted(s["step"] for s in samples)
-    early = [s for s in samples if s["step"] == steps[0]][:PER_END]
-    late = [s for s in samples if s["step"] == steps[-1] > steps[0]]
+    complete = []
+    for sample in samples:
+        if type(sample.get("step")) is int and isinstance(sample.get("turns"), list):
+            complete.append(sample)
+    steps = sorted(sample["step"] for sample in complete)
+    early = [sample for sample in complete if sample["step"] == steps[0]][:PER_END]
+    late = [sample for sample in complete if sample["step"] == steps[-1] > steps[0]]
 
-    early_tasks = {str(s.get("task")) for s in early}
-    late = sorted(late, key=lambda s: str(s.get("task")) not in early_tasks)[:PER_END]
+    early_tasks = {str(sample.get("task")) for sample in early}
+    late.sort(key=lambda sample: str(sample.get("task")) not in early_tasks)
+    late = late[:PER_END]
     open_index = len(early) if late else 0
     return [sample | {"open": i == open_index} for i, sample in enumerate(early + late)]
 
 
 def shown_episode(sample: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows of a line of samples.jsonl, of which anything may be missing or of another type."""
+    """What the page shows of a line of samples.jsonl.
+
+    Keys of that line may be missing, and values of another type.
+    """
     turns = [turn for turn in sample["turns"] if isinstance(turn, dict)]
     shown_turns: list[dict[str, Any]] = []
     size = 0
@@ -457,7 +472,7 @@ def shown_episode(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown_turn(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn for the template: its texts, the observation in shaded tokens, and the model's prediction."""
+    """A turn for the template: its texts, shaded tokens of the observation, and its prediction."""
     shown: dict[str, Any] = {}
     for key in ("prompt", "action", "response", "observation"):
         shown[key] = str(turn.get(key) or "")
@@ -478,7 +493,7 @@ def _shown_turn(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compared(predicted: str, observation: str) -> Iterator[tuple[str, bool]]:
-    """The model's greedy prediction in pieces: (text, whether it differs from the real observation)."""
+    """The model's greedy prediction in pieces: (text, whether it differs from the observation)."""
     predicted_words = _words(predicted)
     matcher = difflib.SequenceMatcher(None, predicted_words, _words(observation), autojunk=False)
     for tag, low, high, _, _ in matcher.get_opcodes():

@@ -19,11 +19,11 @@ COLUMNS = {
     "cool": "Cool",
     "two": "Pick2",
 }
-"""ALFWorld's task types in the order of Table 1, and their headings there."""
+"""ALFWorld's task types in the order of the paper's Table 1, and their headings there."""
 MOST_CHARS = 10_000
-"""Limit for a line of the table: kinds of tasks and the games' name are texts of the environment."""
+"""Most characters of a line: kinds of tasks and the games' name are texts of the environment."""
 SPENT = ("calls", "prompt_tokens", "completion_tokens", "cost", "seconds")
-"""What episodes used up: summed over all of them, also those that failed."""
+"""Keys of what episodes cost, summed over all of them: those that failed were paid for too."""
 
 
 def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
@@ -31,17 +31,16 @@ def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
     trajectory = episode.trajectory
     last = episode.outcome
     stats = episode.stats
-    turns = [
-        {
+    turns = []
+    for trial, response, outcome in episode.steps:
+        turns.append({
             "trial": trial,
             "response": response,
             "action": outcome.action,
             "valid": outcome.valid,
             "observation": outcome.observation,
             "reward": outcome.reward,
-        }
-        for trial, response, outcome in episode.steps
-    ]
+        })  # fmt: skip
     cost = stats.prompt_tokens * prices.input_price + stats.response_tokens * prices.output_price
     return {
         "place": episode.index,
@@ -66,10 +65,10 @@ def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
 def summarise(
     lines: Sequence[dict[str, Any]], about: dict[str, Any], prices: EndpointConfig, wall_s: float
 ) -> dict[str, Any]:
-    """Success of the played episodes with its 95 % Wilson interval, overall and by kind, and what they took.
+    """Success of the played episodes with its 95 % Wilson interval, and what they took.
 
-    `wall_s` is the time of this run alone; `seconds` in the result is the sum over all episodes,
-    also of those that ran at the same time.
+    Success is given overall and by kind of task. `wall_s` is the time of this run alone; `seconds`
+    in the result is the sum over all episodes, also of those that ran at the same time.
     """
     played = [line for line in lines if line["failure"] is None]
     turns = [turn for line in played for turn in line["turns"]]
@@ -99,18 +98,22 @@ def summarise(
 
 
 def table(summary: dict[str, Any]) -> str:
-    """A Markdown table with one row, in the columns of the paper's tables, and below it the rest in words."""
+    """A Markdown table of one row with the columns of the paper's tables; below it, the rest."""
     cells = _cells(summary)
-    row = [summary["model"], summary["agent"], *(f"{100 * value:.1f}" for value in cells.values())]
+    shares = [f"{100 * value:.1f}" for value in cells.values()]
+    row = [summary["model"], summary["agent"], *shares]
     cost = f", ${summary['cost']:.2f}" if summary["priced"] else ""
     lines = [
         *markdown(["Model", "Agent", *cells], [row]).split("\n"),
         "",
-        f"{summary['games']}, temperature {summary['temperature']:g}: success {summary['success']:.1%} of "
-        f"{summary['episodes']} episodes (95 % interval {summary['ci_low']:.1%} to {summary['ci_high']:.1%})",
-        f"{summary['steps']:.1f} turns an episode, valid actions {summary['valid_actions']:.1%}; {summary['calls']} "
-        f"calls, {summary['prompt_tokens']} prompt and {summary['completion_tokens']} completion tokens{cost}; "
-        f"{summary['seconds']:.0f} s of episodes, {summary['wall_s']:.0f} s by the clock in this run",
+        f"{summary['games']}, temperature {summary['temperature']:g}: "
+        f"success {summary['success']:.1%} of {summary['episodes']} episodes "
+        f"(95 % interval {summary['ci_low']:.1%} to {summary['ci_high']:.1%})",
+        f"{summary['steps']:.1f} turns an episode, valid actions {summary['valid_actions']:.1%}; "
+        f"{summary['calls']} calls, {summary['prompt_tokens']} prompt and "
+        f"{summary['completion_tokens']} completion tokens{cost}; "
+        f"{summary['seconds']:.0f} s of episodes, "
+        f"{summary['wall_s']:.0f} s by the clock in this run",
     ]
     if summary["context_full"]:
         lines.append(
@@ -124,7 +127,7 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def _cells(summary: dict[str, Any]) -> dict[str, float]:
-    """Heading -> share: the columns of Table 1 first, then the environment's other kinds, then all of them."""
+    """Heading -> share: the columns of Table 1, the environment's other kinds, and all of them."""
     if summary["environment"] == "webshop":
         return {"Score": summary.get("score", 0.0), "Succ.": summary["success"]}
     success = {kind: row["success"] for kind, row in summary["kinds"].items()}
@@ -165,10 +168,10 @@ def success_of(won: Sequence[bool]) -> dict[str, float]:
 
 
 def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float]]:
-    """Success, its interval and the number of games of each kind; `episodes` are (kind, whether won).
+    """Success, its interval and the number of games of each kind; `episodes` are (kind, won).
 
-    Search QA's sets have the names and the order of Table 2, and a row "Avg." with the mean over
-    these sets.
+    Search QA's sets have the names and the order of the paper's Table 2, and a row "Avg." with the
+    mean over these sets.
     """
     won_by_name: dict[str, list[bool]] = {}
     for kind, won in episodes:
@@ -203,10 +206,11 @@ def kind_lines(table: dict[str, dict[str, float]]) -> list[str]:
 
 
 def progress(lines: dict[int, dict[str, Any]], total: int) -> None:
-    """Show on stderr how far an evaluation is: at a terminal after each episode, otherwise after each tenth of them."""
-    played = [line for line in lines.values() if line["failure"] is None]
-    text = f"{len(lines)}/{total} episodes, {sum(line['success'] for line in played)} won"
+    """Show on stderr how far an evaluation is, at a terminal or else after each tenth of it."""
+    ended = len(lines)
+    won = sum(line["success"] for line in lines.values() if line["failure"] is None)
+    text = f"{ended}/{total} episodes, {won} won"
     if sys.stderr.isatty():
-        print(f"\r{text}", end="\n" if len(lines) == total else "", file=sys.stderr, flush=True)
-    elif len(lines) == total or len(lines) % max(1, total // 10) == 0:
+        print(f"\r{text}", end="\n" if ended == total else "", file=sys.stderr, flush=True)
+    elif ended == total or ended % max(1, total // 10) == 0:
         to_stderr(text)

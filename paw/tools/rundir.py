@@ -115,7 +115,7 @@ def _series_of_metrics(lines: list[dict[str, Any]]) -> dict[str, dict[int, float
 
 
 def metrics(run: str | Path) -> list[dict[str, Any]]:
-    """The metrics of a run: a dict for each update, in order, `{"step": 10, "reward/mean": 3.1, ...}`.
+    """The metrics of a run in order, a dict for each update: `{"step": 10, "reward/mean": 3.1}`.
 
     A metric that was not measured in an update is absent; one that was not a finite number is None.
     `run` is the run's directory; the run may be in progress. Raises UserError if there are no
@@ -126,7 +126,7 @@ def metrics(run: str | Path) -> list[dict[str, Any]]:
 
 
 def _metrics_file(run_dir: Path) -> Path:
-    """Path of metrics.jsonl. Raises UserError if it is missing."""
+    """The path of metrics.jsonl. Raises UserError if it is missing."""
     if not run_dir.is_dir():
         raise UserError(
             f"{run_dir}: no such run directory; give the folder that holds metrics.jsonl"
@@ -134,13 +134,17 @@ def _metrics_file(run_dir: Path) -> Path:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise UserError(
-            f"{run_dir}: no metrics.jsonl in it; give the folder of a run that did at least one update"
+            f"{run_dir}: no metrics.jsonl in it; "
+            "give the folder of a run that did at least one update"
         )
     return path
 
 
 def _by_step(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
-    """(update, its metrics) in the order of updates; if a resumed run wrote an update twice, the later values."""
+    """(update, its metrics), in the order of updates.
+
+    If a resumed run wrote an update again, its later values count.
+    """
     by_step: dict[int, dict[str, Any]] = {}
     for line in lines:
         step = update_of(line)

@@ -1,7 +1,8 @@
-"""`paw rwml`: the steps of RWML (arXiv 2602.05842) before RL on next states (`paw train` with a next-state recipe).
+"""`paw rwml`: the steps of RWML (arXiv 2602.05842) that come before RL on next states.
 
-Held-out triplets (envs/next_state.py) are neither fine-tuned on nor filtered. The filter drops the
-triplets that its copy of the model was fine-tuned on: how easy those are is not known.
+That RL is `paw train` with a next-state recipe. Held-out triplets (envs/next_state.py) are neither
+fine-tuned on nor filtered. The filter drops the triplets that its copy of the model was fine-tuned
+on: how easy those are is not known.
 """
 
 import argparse
@@ -61,7 +62,8 @@ def collect(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     turns = sum(len(episode.turns) for group in groups for episode in group.trajectories)
     if not triplets:
         raise UserError(
-            f"none of {turns} turns of {model} is a triplet: each was an invalid action or got no answer"
+            f"none of {turns} turns of {model} is a triplet: "
+            "each was an invalid action or got no answer"
         )
     write_triplets(out, triplets)
     held_out = sum(triplet.held_out for triplet in triplets)
@@ -70,7 +72,10 @@ def collect(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def cut(groups: Iterable[Group], *, dedup: bool) -> list[Triplet]:
-    """The turns that have a valid action and an answer; with `dedup`, only the first of equal (h, a, o')."""
+    """Triplets of the turns with a valid action and an answer.
+
+    With `dedup` only the first of equal (history, action, next observation) is kept.
+    """
     triplets: list[Triplet] = []
     for group in groups:
         for episode in group.trajectories:
@@ -100,16 +105,19 @@ def _triplets_of_episode(episode: Trajectory) -> Iterator[Triplet]:
 
 
 def filter_easy(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Drop most triplets that a copy of the model, fine-tuned on a few, predicts nearly always; plot the rates."""
+    """Drop most of the easy triplets, and plot the rates of right predictions.
+
+    Easy are those that a copy of the model, fine-tuned on a few triplets, predicts nearly always.
+    """
     out = options.out
     config, path, factory = _prepare(options, overrides)
     settings = config.rwml
     learnt = {task.id for task in _sample(factory, settings.sft_share, config)}
     groups = _predict_others(config, path, factory, learnt)
-    rates = [
-        sum(episode.won for episode in group.trajectories) / len(group.trajectories)
-        for group in groups
-    ]
+    rates = []
+    for group in groups:
+        right = sum(episode.won for episode in group.trajectories)
+        rates.append(right / len(group.trajectories))
     level = easy_level(rates, share=settings.easy_share, attempts=settings.attempts)
 
     rng = random.Random(config.run.seed)
@@ -125,37 +133,44 @@ def filter_easy(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     _plot(rates, level, settings.attempts, out.with_suffix(".png"))
 
     easy = sum(rate >= level for rate in rates) / len(rates)
+    updates = math.ceil(2 * len(kept_tasks) / config.rollout.tasks)
     print(
-        f"fine-tuned on {len(learnt)} triplets; predicted {len(rates)} others {settings.attempts} times each"
+        f"fine-tuned on {len(learnt)} triplets; "
+        f"predicted {len(rates)} others {settings.attempts} times each"
     )
     print(
-        f"right {sum(rates) / len(rates):.1%} of the time; easy (right in {level:.0%} or more): {easy:.1%}"
+        f"right {sum(rates) / len(rates):.1%} of the time; "
+        f"easy (right in {level:.0%} or more): {easy:.1%}"
     )
     print(f"kept {len(kept_tasks)} to train on and {len(factory.held_out)} held out: {out}")
-    print(
-        f"two epochs of them: --run.updates {math.ceil(2 * len(kept_tasks) / config.rollout.tasks)}"
-    )
+    print(f"two epochs of them: --run.updates {updates}")
     return 0
 
 
 def _predict_others(
     config: Config, path: str, factory: NextStateFactory, learnt: set[str]
 ) -> list[Group]:
-    """Predictions by a copy of the model, fine-tuned on the triplets `learnt`, of the others to train on."""
+    """Predictions of the training triplets not in `learnt`, by a model fine-tuned on those in it.
+
+    `learnt` are ids of tasks.
+    """
     chat = Chat(load_tokenizer(path), config.model.chat_template_kwargs)
     policy = sft.load_learner(config, path)
     engine_config = with_dtype(config, training_dtype(config, policy.device))
     with closing(make_engine(engine_config, policy=policy, chat=chat, model_path=path)) as engine:
         engine.sleep()
-        fine_tune(policy, chat, [task for task in factory.training if task.id in learnt], config)
+        learnt_tasks = [task for task in factory.training if task.id in learnt]
+        others = [task for task in factory.training if task.id not in learnt]
+        fine_tune(policy, chat, learnt_tasks, config)
         push_weights(policy.lm, engine, version=1)
         with closing(Rollouts(factory, engine, chat, config)) as rollouts:
-            others = [task for task in factory.training if task.id not in learnt]
             return _play(rollouts, others, config, group_size=config.rwml.attempts, stream="easy")
 
 
 def easy_level(rates: Sequence[float], *, share: float, attempts: int) -> float:
-    """The rate, a multiple of 1 / attempts, for which the share of `rates` at or above it is nearest to `share`.
+    """The level of easy triplets: about a `share` of the `rates` is at or above it.
+
+    Of the multiples of 1 / attempts it is the one that comes nearest to that.
 
     >>> easy_level([1.0, 1.0, 0.9, 0.5, 0.2, 0.0], share=0.3, attempts=10)
     1.0
@@ -194,9 +209,9 @@ def fine_tune(policy: Policy, chat: Chat, tasks: Sequence[Task], config: Config)
     env = cast(NextStateConfig, config.env)
     rows = []
     for task in tasks:
-        row = sft.example(
-            chat, config, ask(task.payload, env), answer(task.payload.next_state, env)
-        )
+        question = ask(task.payload, env)
+        next_state = answer(task.payload.next_state, env)
+        row = sft.example(chat, config, prompt=question, response=next_state)
         row.response_ids = row.response_ids[: config.rollout.max_response_tokens]
         rows.append(row)
     dtype = str(policy.dtype).removeprefix("torch.")
@@ -222,7 +237,8 @@ def _prepare(
     config, path = resolve(options.model, options.recipe, overrides)
     if config.env.name != "next_state":
         raise UserError(
-            f"--recipe {options.recipe}: its env.name is '{config.env.name}'; give one for 'next_state'"
+            f"--recipe {options.recipe}: its env.name is '{config.env.name}'; "
+            "give one for 'next_state'"
         )
     factory = make_factory(config)
     assert isinstance(factory, NextStateFactory)

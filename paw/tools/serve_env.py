@@ -1,7 +1,11 @@
-"""`paw serve env NAME`: an environment of ours, or a user's own, as a server of OpenEnv (docs/environments.md)."""
+"""`paw serve env NAME`: serve a built-in environment, or a user's own, over OpenEnv's protocol.
+
+docs/environments.md describes it.
+"""
 
 import argparse
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from paw.config import EnvConfig
@@ -14,9 +18,9 @@ from paw.tools.played import load_played
 
 
 def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
-    """The FastAPI application, for as many episodes at once.
+    """The FastAPI application, for up to `sessions` episodes at the same time.
 
-    Raises UserError where openenv is not installed.
+    Raises UserError if openenv is not installed.
     """
     try:
         from fastapi import HTTPException
@@ -28,12 +32,12 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
             create_fastapi_app,
         )
     except ImportError as error:
-        apart = "in a Python environment without vLLM, which needs another version of mcp"
         raise UserError(
-            f"paw serve env: {error}: pip install 'paw-trainer[openenv]', {apart}"
+            f"paw serve env: {error}: pip install 'paw-trainer[openenv]', "
+            "in a Python environment without vLLM, which needs another version of mcp"
         ) from None
     threads = make_threads(factory, config, sessions)
-    splits = [*dict.fromkeys((config.train_split, config.eval_split))]
+    splits = list(dict.fromkeys((config.train_split, config.eval_split)))
 
     class PawAction(Action):
         text: str
@@ -49,6 +53,8 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
         score: float | None = None
 
     class PawEnvironment(Environment[PawAction, PawObservation, State]):
+        # A session. Its environment is made at the first reset, and again after a failure.
+
         SUPPORTS_CONCURRENT_SESSIONS = True
 
         def __init__(self) -> None:
@@ -68,44 +74,71 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
             index: int | None = None,
             **_: Any,
         ) -> Any:
-            """Task `index` of those of `split` and `seed`; without an index task number `seed`."""
+            """Start a task: number `index` of those of `split` and `seed`.
+
+            Without an index it is number `seed` of those of seed 0.
+            """
             self._state = State(episode_id=episode_id)
             self._check_split(split)
+            return await self._run(lambda: self._start(split, seed or 0, index))
 
-            def begin() -> Any:
-                with read_tasks(factory, split, 0 if index is None else seed or 0) as tasks:
-                    number = (seed or 0) % (size(tasks) or 2**63) if index is None else index
-                    task = tasks[number]
-                self._guarded = self._guarded or CheckedEnv(factory.make(), config)
-                return self._look(self._guarded, text=self._guarded.reset(task))
-
-            return await self._run(begin)
+        def _start(self, split: str, seed: int, index: int | None) -> PawObservation:
+            """What `reset_async` does in a thread."""
+            with read_tasks(factory, split, 0 if index is None else seed) as tasks:
+                if index is None:
+                    index = seed % (size(tasks) or 2**63)
+                task = tasks[index]
+            if self._guarded is None:
+                self._guarded = CheckedEnv(factory.make(), config)
+            observation = self._guarded.reset(task)
+            return self._observe(self._guarded, observation)
 
         async def step_async(
             self, action: PawAction, timeout_s: float | None = None, **_: Any
         ) -> Any:
-            def play(env: CheckedEnv, text: str) -> Any:
-                outcome = env.step(
-                    env.format_action(text.strip())
-                    if text.strip() in env.admissible_actions()
-                    else text
-                )
-                told = {
-                    key: getattr(outcome, key)
-                    for key in ("reward", "done", "won", "valid", "score")
-                }
-                return self._look(env, text=outcome.observation, **told)
-
-            if self._guarded is None:
+            environment = self._guarded
+            if environment is None:
                 raise ValueError("there is no episode; reset first")
             self._state.step_count += 1
-            return await self._run(play, self._guarded, action.text)
+            return await self._run(lambda: self._play(environment, action.text))
 
-        def reset(self, *given: Any, **named: Any) -> Any:
-            return asyncio.run(self.reset_async(*given, **named))
+        def _play(self, environment: CheckedEnv, text: str) -> PawObservation:
+            """What `step_async` does in a thread."""
+            response = text
+            if text.strip() in environment.admissible_actions():
+                response = environment.format_action(text.strip())
+            outcome = environment.step(response)
+            return self._observe(
+                environment,
+                outcome.observation,
+                reward=outcome.reward,
+                done=outcome.done,
+                won=outcome.won,
+                valid=outcome.valid,
+                score=outcome.score,
+            )
 
-        def step(self, *given: Any, **named: Any) -> Any:
-            return asyncio.run(self.step_async(*given, **named))
+        def _observe(
+            self, environment: CheckedEnv, text: str, *, done: bool = False, **outcome: Any
+        ) -> PawObservation:
+            """The observation `text` with the prompt and the actions of the next turn."""
+            prompt = ""
+            actions: list[str] = []
+            if not done:
+                context = environment.context()
+                if not isinstance(context, str):
+                    context = "\n\n".join(message["content"] for message in context)
+                prompt = context
+                actions = environment.admissible_actions()
+            return PawObservation(
+                text=text, prompt=prompt, admissible_actions=actions, done=done, **outcome
+            )
+
+        def reset(self, *args: Any, **kwargs: Any) -> Any:
+            return asyncio.run(self.reset_async(*args, **kwargs))
+
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            return asyncio.run(self.step_async(*args, **kwargs))
 
         def close(self) -> None:
             if self._guarded:
@@ -127,23 +160,13 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
             if split not in splits:
                 raise HTTPException(404, f"there is no split '{split}', but {', '.join(splits)}")
 
-        async def _run(self, *call: Any) -> Any:
-            """An environment that fails plays no more."""
+        async def _run(self, call: Callable[[], PawObservation]) -> PawObservation:
+            """Run a call in a thread. If it fails, the next reset makes another environment."""
             try:
-                return await threads.run(*call)
+                return await threads.run(call)
             except BaseException:
                 self._guarded = None
                 raise
-
-        def _look(self, env: CheckedEnv, *, done: bool = False, **told: Any) -> Any:
-            context = "" if done else env.context()
-            prompt = (
-                context
-                if isinstance(context, str)
-                else "\n\n".join(message["content"] for message in context)
-            )
-            actions = [] if done else env.admissible_actions()
-            return PawObservation(prompt=prompt, admissible_actions=actions, done=done, **told)
 
     app = create_fastapi_app(
         PawEnvironment, PawAction, PawObservation, sessions, env_name=factory.name
@@ -154,14 +177,11 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Serve `options.env` until Ctrl-C or SIGTERM; returns 0."""
-    what = f"paw serve env {options.env}"
-    listener, url = listen(options.host, options.port, what)
-    config = load_played(
-        options.recipe, {"env.name": options.env, **overrides}, {"env.data": "none"}
-    )
+    listener, url = listen(options.host, options.port, f"paw serve env {options.env}")
+    overrides = {"env.name": options.env, **overrides}
+    config = load_played(options.recipe, overrides, {"env.data": "none"})
     factory = make_factory(config)
     app = make_app(factory, config.env, options.sessions)
     server = make_server(app, timeout_s=config.env.step_timeout_s, websockets=True)
-    return run_server(
-        server, listener, f"{url}: {factory.fingerprint()}, up to {options.sessions} sessions"
-    )
+    line = f"{url}: {factory.fingerprint()}, up to {options.sessions} sessions"
+    return run_server(server, listener, line)

@@ -1,8 +1,9 @@
-"""`paw sft`: supervised fine-tuning on expert play or on recorded episodes; also the steps of the warm-up and of RWML.
+"""`paw sft`: supervised fine-tuning on expert play or on recorded episodes.
 
-The loss is on the answer. `lm_weight` adds next-token prediction on the rest of the sequence: the
-prompt, and the observation that follows. Checkpoints are kept in OUT/checkpoints, from which the
-same command resumes.
+The warm-up (`paw warmup`) and RWML (`paw rwml`) use its training step too. The loss is on the
+answer. `lm_weight` adds next-token prediction on the rest of the sequence: the prompt, and the
+observation that follows. Checkpoints are kept in OUT/checkpoints, from which the same command
+resumes.
 """
 
 import argparse
@@ -62,13 +63,14 @@ from paw.state.train_state import optimizer_tensors
 from paw.tool_config import SftConfig
 from paw.tools.player import resolve
 from paw.tools.recorded import read_episodes
-from paw.types import Outcome, Reply, Sample, Turn
+from paw.types import Outcome, Reply, Sample, Task, Turn
 
 MAX_FAILED = 100
 """Games in a row that may fail before their first turn; more of them end expert play."""
 LOG_S = 10.0
 """Seconds between two lines of progress."""
 LOSS = joint(ce, ce)
+"""Cross-entropy of answers and of observations."""
 
 
 class Demonstration(NamedTuple):
@@ -92,35 +94,22 @@ def demonstrations(
     stray_actions: float = 0.0,
     split: str = "warmup",
 ) -> Iterator[Demonstration]:
-    """The turns of a split's games, without end: the expert's actions, with shares of random and of stray ones.
+    """The turns of an expert that plays the games of a split, without end.
 
-    A stray action is one that was admissible in the state before; often it has no effect any more.
-    A game whose environment fails is abandoned. Raises UserError if too many games in a row fail,
-    or if there is no expert.
+    `random_actions` and `stray_actions` are the shares of turns with another action than the
+    expert's: any admissible one, or one that was admissible in the turn before and often has no
+    effect any more. A game whose environment fails is abandoned. Raises UserError if too many games
+    in a row fail, or if the environment has no expert.
     """
-    rng = random.Random(seed)
-    threads = make_threads(factory, env)
-    call = threads.call
-    environment: CheckedEnv | None = None
-    failed = 0
-    games = (train_tasks(factory, n, 64, seed, split=split) for n in itertools.count())
-    for task in itertools.chain.from_iterable(games):
+    player = _ExpertPlayer(factory, env, random.Random(seed), random_actions, stray_actions)
+    failed_in_a_row = 0
+    batches = (train_tasks(factory, n, 64, seed, split=split) for n in itertools.count())
+    for task in itertools.chain.from_iterable(batches):
         done = False
         previous_choices: list[str] | None = None
         while not done:
             try:
-                environment = environment or CheckedEnv(call(factory.make), env)
-                if previous_choices is None:
-                    call(environment.reset, task)
-                prompt = call(environment.context)
-                choices = call(admissible_responses, environment)
-                if previous_choices and rng.random() < stray_actions:
-                    response = rng.choice(previous_choices)
-                elif choices and rng.random() < random_actions:
-                    response = rng.choice(choices)
-                else:
-                    response = call(environment.oracle)
-                outcome = call(environment.step, response)
+                turn, done = player.play_turn(task, previous_choices)
             except OURS:
                 raise
             except NoOracleError as error:
@@ -128,22 +117,70 @@ def demonstrations(
                     f"env.name = '{env.name}': {error}, so there is no expert play to learn from"
                 ) from None
             except BaseException as error:
-                with quietly():
-                    if (
-                        environment and not threads.given_up
-                    ):  # an environment that hangs is not waited for again
-                        call(environment.close)
-                environment = None
-                failed += 1
-                if failed > MAX_FAILED:
+                failed_in_a_row += 1
+                player.drop_environment()
+                if failed_in_a_row > MAX_FAILED:
                     raise UserError(
-                        f"expert play: {failed} games in a row failed ({describe(error)})"
+                        f"expert play: {failed_in_a_row} games in a row failed ({describe(error)})"
                     ) from None
                 break
-            yield Demonstration(prompt, choices, response, outcome.observation, environment.tools)
-            done = outcome.done
-            previous_choices = choices
-            failed = 0
+
+            yield turn
+            previous_choices = turn.choices
+            failed_in_a_row = 0
+
+
+class _ExpertPlayer:
+    """Plays turns with an expert's actions, and with shares of random and of stray ones."""
+
+    def __init__(
+        self,
+        factory: EnvFactory,
+        env: EnvConfig,
+        rng: random.Random,
+        random_actions: float,
+        stray_actions: float,
+    ) -> None:
+        self.factory = factory
+        self.env = env
+        self.rng = rng
+        self.random_actions = random_actions
+        self.stray_actions = stray_actions
+        self.threads = make_threads(factory, env)
+        self.environment: CheckedEnv | None = None
+
+    def play_turn(
+        self, task: Task, previous_choices: list[str] | None
+    ) -> tuple[Demonstration, bool]:
+        """(the next turn, whether the game is over after it).
+
+        `previous_choices` are the choices of the turn before; None starts the game.
+        """
+        call = self.threads.call
+        if self.environment is None:
+            self.environment = CheckedEnv(call(self.factory.make), self.env)
+        environment = self.environment
+        if previous_choices is None:
+            call(environment.reset, task)
+        prompt = call(environment.context)
+        choices = call(admissible_responses, environment)
+        if previous_choices and self.rng.random() < self.stray_actions:
+            response = self.rng.choice(previous_choices)
+        elif choices and self.rng.random() < self.random_actions:
+            response = self.rng.choice(choices)
+        else:
+            response = call(environment.oracle)
+        outcome = call(environment.step, response)
+        turn = Demonstration(prompt, choices, response, outcome.observation, environment.tools)
+        return turn, outcome.done
+
+    def drop_environment(self) -> None:
+        """Close the environment; the next turn is played in another one."""
+        # If it hangs, closing it would hang too.
+        if self.environment and not self.threads.given_up:
+            with quietly():
+                self.threads.call(self.environment.close)
+        self.environment = None
 
 
 def example(
@@ -154,9 +191,10 @@ def example(
     observation: str = "",
     tools: Sequence[Any] = (),
 ) -> Sample:
-    """A turn to learn from. A prompt of one user message and the observation are cut to the configuration's limits.
+    """A turn to learn from, as token ids.
 
-    Raises UserError if the chat template does not accept it.
+    The observation is cut to wm.max_tokens, and a prompt that is one user message to
+    rollout.max_prompt_tokens. Raises UserError if the chat template rejects the conversation.
     """
     try:
         if isinstance(prompt, str) and not tools:
@@ -179,17 +217,20 @@ def example(
             add_result(chat, turn, response, config.wm.max_tokens)
     except EnvironmentFailure as error:
         raise UserError(str(error)) from None
-    separator = chat.separator_ids if turn.separator_ids is None else turn.separator_ids
-    observation_ids = chat.observation_ids(turn.observation, config.wm.max_tokens)
     return Sample(
         group=0,
         trajectory=0,
         step=0,
         prompt_ids=prompt_ids,
         response_ids=turn.response_ids,
-        separator_ids=separator,
-        observation_ids=observation_ids,
+        separator_ids=_separator_ids(turn, chat),
+        observation_ids=chat.observation_ids(turn.observation, config.wm.max_tokens),
     )
+
+
+def _separator_ids(turn: Turn, chat: Chat) -> list[int]:
+    """The tokens between a turn's response and its observation: its own, or else the template's."""
+    return chat.separator_ids if turn.separator_ids is None else turn.separator_ids
 
 
 def step(
@@ -204,102 +245,116 @@ def step(
     by_row: bool = False,
     budget: int | None,
 ) -> float:
-    """Take one optimizer step on the mean negative log-likelihood of answer tokens, and return that mean in nats.
+    """Take one optimizer step; returns the answers' loss, in nats.
+
+    That is the mean negative log-likelihood of answer tokens. The gradient is that of the answers'
+    loss plus `lm_weight` times the mean over the other tokens.
 
     Args:
-        lm_weight: weight of the mean negative log-likelihood of the other tokens, which is added.
-        observations: whether the other tokens include separator and observation; else they are
-            those of the prompt.
-        by_row: divide the answers' sum by the number of rows, not by that of answer tokens.
-        budget: at most so many tokens go through the fused head at a time; None: all at once, by
-            full logits.
+        clip: largest norm of the gradient.
+        observations: whether the other tokens are those of prompt, separator and observation, or
+            of the prompt alone.
+        by_row: divide the sum over answer tokens by the number of rows, not of answer tokens.
+        budget: tokens that go through the fused head at a time, at most. None: all rows at once,
+            by full logits.
     """
-    targets = _targets(
+    weighted_rows = _weighted_rows(
         rows,
         lm_weight=lm_weight,
         observations=observations,
         by_row=by_row,
-        full=lm_weight > 0 or budget is None,
+        answers_only=lm_weight <= 0 and budget is not None,
     )
+
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
-    loss = _backward(policy, targets, budget)
+    if budget is None:
+        answer_loss = _backward_full_logits(policy, weighted_rows)
+    else:
+        answer_loss = _backward_fused_head(policy, weighted_rows, budget)
+
     torch.nn.utils.clip_grad_norm_(policy.parameters(), clip)
     for optimizer in optimizers:
         set_learning_rate(optimizer, lr)
         optimizer.step()
-    return loss
+    return answer_loss
 
 
-class _Targets(NamedTuple):
-    """Rows cut into context and target tokens.
+class _WeightedRow(NamedTuple):
+    """A row cut into context and target tokens. The lists have one entry for each target token."""
 
-    The lists are per row; the inner ones per target token.
+    sample: Sample
+    """Its `prompt_ids` are the context, its `response_ids` the target tokens."""
+    weights: list[float]
+    """Weights of the tokens' negative log-likelihoods in the loss."""
+    is_answer: list[bool]
+
+
+def _weighted_rows(
+    rows: Sequence[Sample],
+    *,
+    lm_weight: float,
+    observations: bool,
+    by_row: bool,
+    answers_only: bool,
+) -> list[_WeightedRow]:
+    """Cut the rows into context and target tokens.
+
+    With `answers_only` the targets are the answers, else all tokens but the first, which follows
+    nothing and so is not predicted.
     """
+    continuations = []
+    for row in rows:
+        continuations.append(row.separator_ids + row.observation_ids if observations else [])
 
-    samples: list[Sample]
-    """The target tokens are their responses."""
-    weights: list[list[float]]
-    is_answer: list[list[bool]]
+    # The answers' weights sum to 1 and those of the other tokens to lm_weight, over all rows.
+    answer_tokens = sum(len(row.response_ids) for row in rows)
+    other_tokens = sum(len(row.prompt_ids) - 1 for row in rows)
+    other_tokens += sum(len(continuation) for continuation in continuations)
+    answer_weight = 1.0 / (len(rows) if by_row else answer_tokens)
+    other_weight = float(torch.tensor(lm_weight) / max(1, other_tokens))  # divided in float32
 
-
-def _targets(
-    rows: Sequence[Sample], *, lm_weight: float, observations: bool, by_row: bool, full: bool
-) -> _Targets:
-    """The targets of a step.
-
-    With `full` all tokens but the first are targets, else the answers alone.
-    """
-    followed_by = [row.separator_ids + row.observation_ids if observations else [] for row in rows]
-    answers = len(rows) if by_row else sum(len(row.response_ids) for row in rows)
-    others = sum(len(row.prompt_ids) - 1 for row in rows) + sum(
-        map(len, followed_by)
-    )  # no first token is predicted
-    answer_weight = 1.0 / answers
-    other_weight = float(torch.tensor(lm_weight) / max(1, others))  # divided in float32
-
-    targets = _Targets(samples=[], weights=[], is_answer=[])
-    for row, following in zip(rows, followed_by, strict=True):
-        prompt = row.prompt_ids
+    weighted_rows = []
+    for row, continuation in zip(rows, continuations, strict=True):
         answer = row.response_ids
-        context = 1 if full else len(prompt)
-        before = len(prompt) - context
-        after = following if full else []
-        targets.samples.append(
-            Sample(
-                group=0,
-                trajectory=0,
-                step=0,
-                prompt_ids=prompt[:context],
-                response_ids=prompt[context:] + answer + after,
-            )
+        if answers_only:
+            context, before, after = row.prompt_ids, [], []
+        else:
+            context, before, after = row.prompt_ids[:1], row.prompt_ids[1:], continuation
+        sample = Sample(
+            group=0,
+            trajectory=0,
+            step=0,
+            prompt_ids=context,
+            response_ids=before + answer + after,
         )
-        targets.weights.append(
-            [other_weight] * before + [answer_weight] * len(answer) + [other_weight] * len(after)
-        )
-        targets.is_answer.append([False] * before + [True] * len(answer) + [False] * len(after))
-    return targets
+        weights = [other_weight] * len(before)
+        weights += [answer_weight] * len(answer)
+        weights += [other_weight] * len(after)
+        is_answer = [False] * len(before) + [True] * len(answer) + [False] * len(after)
+        weighted_rows.append(_WeightedRow(sample, weights, is_answer))
+    return weighted_rows
 
 
-def _backward(policy: Policy, targets: _Targets, budget: int | None) -> float:
-    """Compute the gradients; returns the answers' part of the loss. `budget` as for `step`."""
-    if budget is None:
-        return _backward_full_logits(policy, targets)
-
-    loss = 0.0
+def _backward_fused_head(policy: Policy, rows: Sequence[_WeightedRow], budget: int) -> float:
+    """Compute the gradients, `budget` tokens at a time; returns the answers' part of the loss."""
+    answer_loss = 0.0
     batches = micro_batches(
-        targets.samples,
+        [row.sample for row in rows],
         budget=budget,
         with_observation=False,
         device=policy.device,
         quadratic=policy.quadratic,
     )
     for batch in batches:
-        weight = torch.tensor(
-            [w for i in batch.indices for w in targets.weights[i]], device=policy.device
-        )
-        flags = [flag for i in batch.indices for flag in targets.is_answer[i]]
+        weights: list[float] = []
+        flags: list[bool] = []
+        for index in batch.indices:
+            weights += rows[index].weights
+            flags += rows[index].is_answer
+        weight = torch.tensor(weights, device=policy.device)
         is_answer = torch.tensor(flags, dtype=torch.bool, device=policy.device)
+
         zero = torch.zeros_like(weight)
         tokens = TokenBatch(
             weight=weight,
@@ -310,29 +365,39 @@ def _backward(policy: Policy, targets: _Targets, budget: int | None) -> float:
         )
         out = joint_loss(policy, batch, tokens, LOSS, temperature=1.0)
         out.loss.backward()
-        loss += float(out.token_loss[is_answer].sum())
-    return loss
+        answer_loss += float(out.token_loss[is_answer].sum())
+    return answer_loss
 
 
-def _backward_full_logits(policy: Policy, targets: _Targets) -> float:
-    longest = max(map(len, targets.weights))
-    weight = torch.tensor([row + [0.0] * (longest - len(row)) for row in targets.weights])
-    is_answer = torch.tensor(
-        [row + [False] * (longest - len(row)) for row in targets.is_answer], dtype=torch.bool
-    )
-    token_loss = _dense(policy, targets.samples) * weight
+def _backward_full_logits(policy: Policy, rows: Sequence[_WeightedRow]) -> float:
+    """Compute the gradients of all rows at once; returns the answers' part of the loss."""
+    longest = max(len(row.weights) for row in rows)
+    weights = []
+    flags = []
+    for row in rows:
+        padding = longest - len(row.weights)
+        weights.append(row.weights + [0.0] * padding)
+        flags.append(row.is_answer + [False] * padding)
+    weight = torch.tensor(weights)
+    is_answer = torch.tensor(flags, dtype=torch.bool)
+
+    token_loss = _negative_log_likelihood(policy, [row.sample for row in rows]) * weight
     token_loss.sum().backward()
     return float(token_loss.detach()[is_answer].sum())
 
 
-def _dense(policy: Policy, samples: Sequence[Sample]) -> Tensor:
-    """-log p of all tokens but the first, [B, longest - 1], by full logits, which a toy vocabulary allows."""
+def _negative_log_likelihood(policy: Policy, samples: Sequence[Sample]) -> Tensor:
+    """-log p of all tokens but the first, [B, longest - 1], by full logits.
+
+    Their memory is affordable for the small vocabulary of the quickstart model.
+    """
     rows = [sample.prompt_ids + sample.response_ids for sample in samples]
-    longest = max(map(len, rows))
-    input_ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in rows])
+    longest = max(len(row) for row in rows)
+    input_ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     hidden = policy.hidden(input_ids.flatten(), [longest] * len(rows)).view(*input_ids.shape, -1)
     logits = hidden[:, :-1] @ policy.head_weight.T
-    return -torch.log_softmax(logits, -1).gather(2, input_ids[:, 1:, None])[..., 0]
+    log_probs = torch.log_softmax(logits, -1)
+    return -log_probs.gather(2, input_ids[:, 1:, None])[..., 0]
 
 
 def fine_tune(
@@ -346,29 +411,24 @@ def fine_tune(
 ) -> int:
     """Train for `settings.epochs` over the rows; returns the number of steps.
 
-    With `out`, checkpoints are kept there, and a first Ctrl-C leaves one. Raises UserError if the
-    loss is not finite (`key` names the setting to lower), or if a stop was requested.
+    With `out`, checkpoints are kept there, and one is written at the first Ctrl-C. Raises UserError
+    if the loss is not finite (`key` names the setting to lower), or if a stop was requested.
     """
     optim = config.optim.model_copy(update={"lr": settings.lr})
     if config.lora.rank:
         add_adapters(policy.lm, config.lora, seed=config.run.seed)
     optimizer = make_optimizer(policy.parameters(), optim)
     progress = _Progress(policy, optimizer, out, digest=_digest(rows, config, settings, optim))
-    batches = [
-        batch
-        for epoch in range(settings.epochs)
-        for batch in minibatches(
-            rows, size=optim.minibatch_samples, seed=config.run.seed * 1_000_003 + epoch
-        )
-    ]
+    batches = []
+    for epoch in range(settings.epochs):
+        seed = config.run.seed * 1_000_003 + epoch
+        batches += minibatches(rows, size=optim.minibatch_samples, seed=seed)
     total = len(batches)
-    first = progress.resume(total)
+    done = progress.resume(total)
+    log = _ProgressLog(first=done, total=total)
 
-    started = time.monotonic()
-    reported = -math.inf
-    done = first
     with StopSignal("step", "the same command goes on") as stop:
-        for batch in batches[first:]:
+        for batch in batches[done:]:
             loss = step(
                 policy,
                 [optimizer],
@@ -383,14 +443,7 @@ def fine_tune(
             if not math.isfinite(loss):
                 raise UserError(f"fine-tuning diverged at step {done} of {total}; lower {key}")
 
-            now = time.monotonic()
-            if now - reported > LOG_S or done == total or stop.requested:
-                reported = now
-                seconds_left = (now - started) / (done - first) * (total - done)
-                left = f", {seconds_left:.0f} s left" if done < total else ""
-                to_stderr(
-                    f"fine-tuning: step {done} of {total}, loss {loss:.3f} nats a token{left}"
-                )
+            log.step(done, loss, always=stop.requested)
             if stop.requested and done < total:
                 progress.save(done)
                 kept = "the same command goes on from there" if out else "nothing was written"
@@ -398,6 +451,29 @@ def fine_tune(
             if settings.save_every and done % settings.save_every == 0 and done < total:
                 progress.save(done)
     return done
+
+
+class _ProgressLog:
+    """Reports on stderr how far a fine-tuning is, at most every LOG_S seconds."""
+
+    def __init__(self, *, first: int, total: int) -> None:
+        self.first = first
+        """Steps done before this start."""
+        self.total = total
+        self.started = time.monotonic()
+        self.reported = -math.inf
+
+    def step(self, done: int, loss: float, *, always: bool) -> None:
+        """Report a step if LOG_S seconds have passed, if it is the last one, or with `always`."""
+        now = time.monotonic()
+        if now - self.reported <= LOG_S and done < self.total and not always:
+            return
+        self.reported = now
+        left = ""
+        if done < self.total:
+            seconds_per_step = (now - self.started) / (done - self.first)
+            left = f", {seconds_per_step * (self.total - done):.0f} s left"
+        to_stderr(f"fine-tuning: step {done} of {self.total}, loss {loss:.3f} nats a token{left}")
 
 
 def _digest(rows: Sequence[Sample], config: Config, settings: SftConfig, optim: OptimConfig) -> str:
@@ -437,15 +513,16 @@ class _Progress:
         path, (tensors, state) = newest_checkpoint
         if state.get("sft") != self.digest:
             raise UserError(
-                f"--out {self.out}: {path.name} there is of other data or settings; take another folder"
+                f"--out {self.out}: {path.name} there is of other data or settings; "
+                "take another folder"
             )
         self.policy.load(tensors["model"])
         load_optimizer(self.optimizer, self.parameters.items(), tensors["optimizer"])
         to_stderr(f"fine-tuning: going on from step {state['step']} of {total}")
         if state.get("dtype", self.dtype) != self.dtype:
-            before = shown(state["dtype"])
             to_stderr(
-                f"fine-tuning: until here in {before}, from here in {self.dtype} (--model.dtype)"
+                f"fine-tuning: until here in {shown(state['dtype'])}, "
+                f"from here in {self.dtype} (--model.dtype)"
             )
         return state["step"]
 
@@ -495,7 +572,7 @@ def sft(
     rollouts: str | Path | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Fine-tune a model on expert play of the recipe's training games, or on recorded episodes; returns `out`.
+    """Fine-tune a model on expert play of training games, or on recorded episodes; returns `out`.
 
     Args:
         model: the model to train: its folder, a Hugging Face name or a run's directory.
@@ -517,7 +594,6 @@ def sft(
     if not is_run:
         overrides = {"model.path": str(model)} | overrides
     config, path = resolve(str(model), recipe, overrides)
-    settings = config.sft
     tokenizer = load_tokenizer(path)
     chat = Chat(tokenizer, config.model.chat_template_kwargs)
 
@@ -525,26 +601,17 @@ def sft(
         rows = _recorded(recorded, chat, config)
         source = f"episodes of {recorded.name}"
     else:
-        turns = demonstrations(
-            make_factory(config),
-            config.env,
-            seed=config.run.seed,
-            random_actions=settings.random_actions,
-            split=config.env.train_split,
-        )
-        rows = [
-            example(chat, config, turn.prompt, turn.response, turn.observation, turn.tools)
-            for turn in itertools.islice(turns, settings.turns)
-        ]
+        rows = _expert_play(chat, config)
         source = f"expert play of {config.env.name}"
     tokens = sum(len(row.prompt_ids + row.response_ids + row.observation_ids) for row in rows)
     dtype = training_dtype(config, pick_device(config.model.device))
     to_stderr(
-        f"fine-tuning: {len(rows):,} turns of {source}, {tokens:,} tokens, {settings.epochs} epochs, in {dtype}"
+        f"fine-tuning: {len(rows):,} turns of {source}, {tokens:,} tokens, "
+        f"{config.sft.epochs} epochs, in {dtype}"
     )
 
     policy = load_learner(config, path)
-    steps = fine_tune(policy, rows, config, settings, out=folder)
+    steps = fine_tune(policy, rows, config, config.sft, out=folder)
     written = export_tuned(policy, tokenizer, folder, config, steps=steps, on=source)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return written
@@ -552,16 +619,31 @@ def sft(
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Fine-tune `options.model`, and print the folder that holds the result."""
-    print(
-        sft(
-            options.model,
-            options.recipe,
-            out=options.out,
-            rollouts=options.rollouts,
-            changes=overrides,
-        )
+    folder = sft(
+        options.model,
+        options.recipe,
+        out=options.out,
+        rollouts=options.rollouts,
+        changes=overrides,
     )
+    print(folder)
     return 0
+
+
+def _expert_play(chat: Chat, config: Config) -> list[Sample]:
+    """sft.turns turns of an expert that plays the training games."""
+    turns = demonstrations(
+        make_factory(config),
+        config.env,
+        seed=config.run.seed,
+        random_actions=config.sft.random_actions,
+        split=config.env.train_split,
+    )
+    rows = []
+    for turn in itertools.islice(turns, config.sft.turns):
+        row = example(chat, config, turn.prompt, turn.response, turn.observation, turn.tools)
+        rows.append(row)
+    return rows
 
 
 def _recorded(path: Path, chat: Chat, config: Config) -> list[Sample]:
@@ -575,9 +657,9 @@ def _recorded(path: Path, chat: Chat, config: Config) -> list[Sample]:
         for trajectory in group.trajectories:
             if config.sft.won and not trajectory.won:
                 continue
-            rows += [
-                _recorded_row(turn, chat, config) for turn in trajectory.turns if turn.outcome.valid
-            ]
+            for turn in trajectory.turns:
+                if turn.outcome.valid:
+                    rows.append(_recorded_row(turn, chat, config))
     if not rows:
         raise UserError(
             f"--rollouts {path}: no valid turn of a won episode in it (--sft.won false takes all)"
@@ -587,12 +669,10 @@ def _recorded(path: Path, chat: Chat, config: Config) -> list[Sample]:
 
 def _recorded_row(turn: Turn, chat: Chat, config: Config) -> Sample:
     row = example(chat, config, turn.prompt, turn.response, turn.observation)
-    if any(
-        chat.opened + chat.decode(turn.response_ids, calls=calls) == turn.response
-        for calls in (False, True)
-    ):
+    texts = [chat.decode(turn.response_ids, calls=calls) for calls in (False, True)]
+    if turn.response in [chat.opened + text for text in texts]:
         row.prompt_ids = turn.prompt_ids
         row.response_ids = turn.response_ids
-        row.separator_ids = chat.separator_ids if turn.separator_ids is None else turn.separator_ids
+        row.separator_ids = _separator_ids(turn, chat)
         row.observation_ids = turn.observation_ids or row.observation_ids
     return row

@@ -1,8 +1,8 @@
 """Trackers, each a callback named in run.trackers: TensorBoard, Weights & Biases, Trackio, MLflow.
 
-Each uses tracking.project, name and tags. A resumed run continues the tracker's same run, whose id
-is kept in the run directory. Updates that are repeated after a resume are not sent again: the
-tracker keeps the values that it has (TensorBoard replaces them).
+Each uses tracking.project, name and tags. A resumed run continues the same run of the tracker,
+whose id is kept in the run directory. Updates that are repeated after a resume are not sent again:
+the tracker keeps the values that it has (TensorBoard replaces them).
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 Opened = tuple[str, Callable[[int, dict[str, float]], None], Callable[[], object]]
-"""(id of the tracker's run, function that logs the numbers of an update, function that ends the run).
+"""(id of the tracker's run, function that logs an update's numbers, function that ends the run).
 
 The id is "" if repeated updates replace what the tracker has of them."""
 
@@ -36,50 +36,57 @@ class Tracker(ABC):
     """
 
     package = ""
-    _log: Callable[[int, dict[str, float]], None] | None = None
 
     def __init__(self) -> None:
         if importlib.util.find_spec(self.package) is None:
             raise UserError(
-                f"run.trackers names '{self.package}', which is not installed: pip install {self.package}"
+                f"run.trackers names '{self.package}', which is not installed: "
+                f"pip install {self.package}"
             )
+        # Set by `on_start`, on the first rank only.
+        self._file: Path | None = None
+        self._id = ""
+        self._log: Callable[[int, dict[str, float]], None] | None = None
+        self._close: Callable[[], object] | None = None
+        self._last = -1
+        """The last update that was sent."""
 
     @abstractmethod
-    def open(self, run: "Run", config: dict[str, Any], known: str) -> Opened:
-        """Begin a run in the tracker, or continue the one with the id `known` ("" if there is none)."""
+    def open(self, run: "Run", config: dict[str, Any], previous_id: str) -> Opened:
+        """Start a run in the tracker, or continue the one with `previous_id`, if that is not ""."""
 
     def on_start(self, run: "Run") -> None:
         if not run.ranks.first:
             return
-        self._file: Path = run.directory / f"{self.package}_id.txt"
+        self._file = run.directory / f"{self.package}_id.txt"
         words = self._file.read_text().split() if self._file.exists() else []
-        known_id = words[0] if words else ""
+        previous_id = words[0] if words else ""
         config = masked(run.config.model_dump(mode="json"))
-        self._id, self._log, self._close = self.open(run, config, known_id)
+        self._id, self._log, self._close = self.open(run, config, previous_id)
 
-        continues = self._id == known_id and len(words) > 1
+        continues = self._id == previous_id and len(words) > 1
         self._last = int(words[1]) if continues else -1
         self._remember()
 
     def on_update(self, run: "Run", metrics: dict[str, Any]) -> None:
-        if self._log and run.step > self._last:
-            numbers = {
-                name: value for name, value in metrics.items() if isinstance(value, int | float)
-            }
-            self._log(
-                run.step, {name: value for name, value in numbers.items() if math.isfinite(value)}
-            )
-            self._last = run.step
-            self._remember()
+        if self._log is None or run.step <= self._last:
+            return
+        numbers = {}
+        for name, value in metrics.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                numbers[name] = value
+        self._log(run.step, numbers)
+        self._last = run.step
+        self._remember()
+
+    def on_end(self, run: "Run") -> None:
+        if self._close:
+            self._close()
 
     def _remember(self) -> None:
         """Write down the id of the tracker's run, and the last update that was sent."""
-        if self._id:
+        if self._id and self._file:
             write_file(self._file, f"{self._id} {self._last}")
-
-    def on_end(self, run: "Run") -> None:
-        if self._log:
-            self._close()
 
 
 def run_name(run: "Run") -> str:
@@ -95,22 +102,19 @@ class TensorBoard(Tracker):
 
     package = "tensorboard"
 
-    def open(self, run: "Run", config: dict[str, Any], known: str) -> Opened:
+    def open(self, run: "Run", config: dict[str, Any], previous_id: str) -> Opened:
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = run.step + 1 if run.step else 0
         writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge_step)
-        description = {
-            "project": run.config.tracking.project,
-            "name": run_name(run),
-            "tags": ", ".join(run.config.tracking.tags),
-        }
-        writer.add_text(
-            "run", "\n\n".join(f"{key}: {text}" for key, text in description.items()), run.step
-        )
-        writer.add_text(
-            "config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```", run.step
-        )
+        description = [
+            f"project: {run.config.tracking.project}",
+            f"name: {run_name(run)}",
+            f"tags: {', '.join(run.config.tracking.tags)}",
+        ]
+        config_text = json.dumps(config, indent=1, default=str)
+        writer.add_text("run", "\n\n".join(description), run.step)
+        writer.add_text("config", f"```json\n{config_text}\n```", run.step)
 
         def log(step: int, numbers: dict[str, float]) -> None:
             for name, value in numbers.items():
@@ -123,7 +127,7 @@ class TensorBoard(Tracker):
 class Wandb(Tracker):
     package = "wandb"
 
-    def open(self, run: "Run", config: dict[str, Any], known: str) -> Opened:
+    def open(self, run: "Run", config: dict[str, Any], previous_id: str) -> Opened:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb  # pyright: ignore[reportMissingImports]
 
@@ -140,7 +144,7 @@ class Wandb(Tracker):
             tags=run.config.tracking.tags,
             dir=str(run.directory),
             config=config,
-            id=known or None,
+            id=previous_id or None,
             resume="allow",
             settings=settings,
         )
@@ -156,7 +160,7 @@ class Trackio(Tracker):
 
     package = "trackio"
 
-    def open(self, run: "Run", config: dict[str, Any], known: str) -> Opened:
+    def open(self, run: "Run", config: dict[str, Any], previous_id: str) -> Opened:
         os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
         import trackio  # pyright: ignore[reportMissingImports]
@@ -165,7 +169,7 @@ class Trackio(Tracker):
             project=run.config.tracking.project,
             name=run_name(run),
             config=config,
-            resume="allow" if known or run.step else "never",
+            resume="allow" if previous_id or run.step else "never",
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
@@ -182,29 +186,26 @@ class Mlflow(Tracker):
 
     package = "mlflow"
 
-    def open(self, run: "Run", config: dict[str, Any], known: str) -> Opened:
+    def open(self, run: "Run", config: dict[str, Any], previous_id: str) -> Opened:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault(
-            "MLFLOW_ALLOW_FILE_STORE", "true"
-        )  # its data base needs more than mlflow-skinny
+        # Without files it would use a data base, which needs more than mlflow-skinny.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException
 
-        client = MlflowClient(
-            os.environ.get("MLFLOW_TRACKING_URI") or (run.directory / "mlruns").as_uri()
-        )
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or (run.directory / "mlruns").as_uri()
+        client = MlflowClient(uri)
         try:
-            client.update_run(known, status="RUNNING")
-            run_id = known
-        except MlflowException:  # there is none yet, or it was deleted in MLflow
+            client.update_run(previous_id, status="RUNNING")
+            run_id = previous_id
+        except MlflowException:  # there is no such run yet, or it was deleted in MLflow
             run_id = _create_mlflow_run(client, run, config)
 
         def log(step: int, numbers: dict[str, float]) -> None:
             now_ms = int(time.time() * 1000)
-            client.log_batch(
-                run_id, [Metric(name, value, now_ms, step) for name, value in numbers.items()]
-            )
+            metrics = [Metric(name, value, now_ms, step) for name, value in numbers.items()]
+            client.log_batch(run_id, metrics)
 
         def close() -> None:
             client.set_terminated(run_id, "FAILED" if run.failed else "FINISHED")
@@ -213,7 +214,7 @@ class Mlflow(Tracker):
 
 
 def _create_mlflow_run(client: Any, run: "Run", config: dict[str, Any]) -> str:
-    """Create a run with its tags and its configuration, in the experiment of its project; returns the run's id."""
+    """Create a run with tags and configuration in its project's experiment; returns its id."""
     from mlflow.entities import Param
 
     project = run.config.tracking.project

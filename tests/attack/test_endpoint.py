@@ -385,10 +385,10 @@ def test_an_interrupted_evaluation_goes_on(server, evaluate, tmp_path):
         err, _ = evaluate(f"--{key}", value, code=2)
         assert f"holds an evaluation with {key} = " in err.splitlines()[-1]
     path.write_text("{}\n" + path.read_text())
-    assert f"{path}:1: this is no episode" in evaluate(code=2)[0]
+    assert f"{path}:1: this is not an episode" in evaluate(code=2)[0]
     for text in ("[]", "{", ""):
         path.with_name("settings.json").write_text(text)
-        assert "settings.json is none of an evaluation; name another folder" in evaluate(code=2)[0]
+        assert "settings.json is not that of an evaluation" in evaluate(code=2)[0]
 
 
 def test_an_evaluation_grows_and_shrinks(server, evaluate, tmp_path):

@@ -132,6 +132,15 @@ def test_a_recipe_that_goes_too_far_is_one_line(capfd, tmp_path):
     assert load(tmp_path / "11.toml").model.path == "m"
 
 
+def test_a_recipe_on_too_many_recipes_names_their_limit(tmp_path):
+    (tmp_path / "leaf.toml").write_text('[model]\npath = "m"\n')
+    for name, base, count in (("few", "leaf", 25), ("many", "few", 25)):
+        bases = ", ".join([f'"{base}.toml"'] * count)
+        (tmp_path / f"{name}.toml").write_text(f"base = [{bases}]\n")
+    with pytest.raises(UserError, match=r"many.toml: it is built on more than 500 recipes in all"):
+        load(tmp_path / "many.toml")
+
+
 LONG = "x" * 5000
 COMMANDS = [
     ["train", LONG], ["train", f"{LONG}.toml"], ["report", LONG], ["report", "a/" * 3000], ["doctor", "--run", LONG],

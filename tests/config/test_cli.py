@@ -165,6 +165,13 @@ def test_a_users_mistake_is_one_line(capfd, tmp_path, monkeypatch):
         assert reason in mistake(capfd, *words), words
 
 
+def test_an_export_without_a_checkpoint_says_which_is_missing(capfd, tmp_path):
+    (tmp_path / "config.toml").write_text('[model]\npath = "quickstart"\n')
+    assert f"{tmp_path}: no checkpoint to export; see " in mistake(capfd, "export", str(tmp_path))
+    words = ("export", str(tmp_path), "--checkpoint", "step_000007")
+    assert f"{tmp_path}: no checkpoint step_000007 to export; see " in mistake(capfd, *words)
+
+
 def test_environment_data_that_are_not_there_are_one_line_everywhere(capfd):
     for command in (TRAIN, ["play", "alfworld"], ["env", "check", "alfworld"]):
         assert cli.main([*command, "--env.data", "/nowhere"]) == 2, command

@@ -3,7 +3,10 @@
 import argparse
 import csv
 import importlib
+import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from paw import cli
 from paw.errors import UserError
 from paw.recipe import dump, load
 from paw.tools.experiment import runs
+from paw.tools.experiment.figures import comparison
 from paw.tools.experiment.results import Interval, area, interval, paired, student, verdict
 from paw.tools.experiment.runs import VARIANTS, parse_variants
 
@@ -40,6 +44,14 @@ def test_differences_are_paired_by_seed():
     assert verdict(interval([-0.3, 0.4, 0.1])) == "not shown"
     for few in (interval([0.03, 0.03]), interval([0.4]), paired({0: 0.1}, {1: 0.2})):
         assert verdict(few) == "not shown (fewer than three seeds)"
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_variant_has_a_figure_of_its_curve_alone():
+    curves = {"grpo": {0: Interval(0.2, 1), 4: Interval(0.5, 1)}}
+    figure = comparison(curves, {"grpo": {"difference": None}})
+    assert len(figure.axes) == 1
+    figure.savefig(io.BytesIO())
 
 
 def test_variants_and_seeds():
@@ -218,6 +230,21 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_starts_while_the_others_are_stopped_is_stopped_too(tmp_path, monkeypatch):
+    job = make_plan(tmp_path, run__updates="3")[0]
+    job.directory.parent.mkdir(parents=True)
+    job.log.write_text("")
+    processes = runs._Processes()
+
+    def start(job):
+        processes.stop()
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+    monkeypatch.setattr(runs, "_start", start)
+    with pytest.raises(UserError, match=r"failed \(exit code -15\)"):
+        processes.run(job)
 
 
 def test_a_failing_run_ends_the_experiment(tmp_path, capfd):

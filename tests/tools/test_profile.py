@@ -4,6 +4,7 @@ import copy
 import csv
 import gzip
 import json
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from paw.tools.plan import Play
 from paw.tools.played import load_played
 from paw.tools.profile import (
     STAGES,
+    _cuda_memory,
     make_variants,
     measure,
     memory,
@@ -164,6 +166,22 @@ def test_memory_on_a_cpu_is_counted_to_the_byte(live):
     assert weights < found["update"]["mean_gib"] * 2**30 < weights + 4 * 5_000_000
 
 
+def test_a_block_that_raises_leaves_no_hook_and_no_thread(live, monkeypatch):
+    decoder = live.policy.lm.get_decoder()
+    hooks = len(decoder._forward_pre_hooks)
+    with pytest.raises(RuntimeError, match="out of memory"), memory(live, {"update": {}}, "update"):
+        raise RuntimeError("out of memory")
+    assert len(decoder._forward_pre_hooks) == hooks
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1)
+    threads = threading.active_count()
+    with pytest.raises(RuntimeError, match="out of memory"), _cuda_memory():
+        assert threading.active_count() == threads + 1
+        raise RuntimeError("out of memory")
+    assert threading.active_count() == threads
+
+
 def test_few_repeats_have_a_range_and_no_interval():
     """Of n values even the range holds the median with probability 1 - 2^(1 - n): 94 % of five, 97 % of six."""
     for repeats, said in ((5, "[range of 5]"), (6, "[95 % interval]")):
@@ -204,7 +222,7 @@ def test_recorded_episodes_come_back_as_they_were_played(start, live, tmp_path):
     for ours, theirs in zip(turns(groups), turns(expected), strict=True):
         assert ours.sampled_logp == pytest.approx(theirs.sampled_logp, abs=1e-5)
         assert replace(ours, sampled_logp=[]) == replace(theirs, sampled_logp=[])
-    no_turn = r"--rollouts .*episodes.jsonl: line 1 is no turn that `paw rollout` wrote"
+    no_turn = r"--rollouts .*episodes.jsonl: line 1 is not a turn that `paw rollout` wrote"
     for text in ("", "{}", "nonsense", '{"task": 1}'):
         file.write_text(text)
         with pytest.raises(UserError, match=no_turn if text else "there is no turn in it"):

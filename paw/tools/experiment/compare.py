@@ -1,4 +1,4 @@
-"""`paw experiment compare`: variants x seeds, each variant less the first one seed by seed, with intervals.
+"""`paw experiment compare`: compare variants of a recipe over seeds, each with the first one.
 
 The tables and the figure have the form of PaW's Tables 1 to 4 and Figure 4.
 """
@@ -72,12 +72,11 @@ def measure(variant: str, seed: int, run: Run) -> Record:
     record["area"] = results.area(evaluated) if evaluated else None
 
     record["train_last10"] = run.last("success/all", 10)
-    record["updates_with_success"] = (
-        fmean(share > 0 for share in trained.values()) if trained else None
-    )
-    record["takes_off_at"] = next(
-        (step for step, share in trained.items() if share > REACHED), None
-    )
+    takes_off_at = [step for step, share in trained.items() if share > REACHED]
+    record["updates_with_success"] = None
+    if trained:
+        record["updates_with_success"] = fmean(share > 0 for share in trained.values())
+    record["takes_off_at"] = takes_off_at[0] if takes_off_at else None
 
     record["lambda_first10"] = run.first("wm/lambda", 10)
     record["lambda_last10"] = run.last("wm/lambda", 10)
@@ -96,7 +95,10 @@ def measure(variant: str, seed: int, run: Run) -> Record:
 
 
 def summarise(records: list[Record]) -> dict[str, dict[str, Any]]:
-    """By variant: success before and after, area under the curve, paired differences to the first, as intervals."""
+    """By variant: success before and after, area under the curve, paired differences to the first.
+
+    These are intervals over seeds.
+    """
     summary: dict[str, dict[str, Any]] = {}
     baseline: dict[str, dict[int, float]] | None = None
     for variant in dict.fromkeys(row["variant"] for row in records):
@@ -137,7 +139,10 @@ def _by_seed(rows: list[Record], key: str) -> dict[int, float]:
 def report(
     title: str, summary: dict[str, Any], records: list[Record], paper: dict[str, dict[str, float]]
 ) -> str:
-    """The markdown: our table with the paper's numbers (title -> variant -> per cent) beside, and how to read both."""
+    """The results as Markdown: a table with the paper's numbers beside ours, and how to read it.
+
+    `paper` is title -> variant -> per cent.
+    """
     baseline = next(iter(summary))
     header = [
         "variant",
@@ -166,17 +171,19 @@ def report(
             "the spread over seeds contains that."
         )
 
-    return "\n".join([
+    lines = [
         f"# {title}\n",
         markdown(header, rows),
-        "\nPer cent of evaluation games won, mean over seeds [95 % Student interval], before and after training; area: "
-        "mean height of the evaluation curve.",
-        f"Differences to {baseline} are paired: the variants of a seed share start model and games. No interval is "
-        "widened for the number of variants.",
+        "\nPer cent of evaluation games won, mean over seeds [95 % Student interval], "
+        "before and after training; area: mean height of the evaluation curve.",
+        f"Differences to {baseline} are paired: "
+        "the variants of a seed share start model and games. "
+        "No interval is widened for the number of variants.",
         precision,
-        "The paper: arXiv 2606.02388, Tables 1 to 4, means over three seeds. Where model or games are not its own, "
-        "compare differences, not levels.",
-    ])  # fmt: skip
+        "The paper: arXiv 2606.02388, Tables 1 to 4, means over three seeds. "
+        "Where model or games are not its own, compare differences, not levels.",
+    ]
+    return "\n".join(lines)
 
 
 def _table_row(

@@ -21,7 +21,10 @@ Curve = dict[int, Interval]
 
 
 def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
-    """The evaluation curve of each variant, from the lines of compare.csv, as measured or as read back."""
+    """The evaluation curve of each variant.
+
+    `records` are the lines of compare.csv, as measured or as read back.
+    """
     prefix = "eval_"
     steps = sorted(
         {int(key.removeprefix(prefix)) for row in records for key in row if key.startswith(prefix)}
@@ -38,10 +41,11 @@ def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
 
 @styled
 def comparison(curves: Mapping[str, Curve], summary: Mapping[str, Any]) -> Figure:
-    """Success (shares) over the updates by variant, and beside it each variant's paired difference to the first.
+    """Success over the updates by variant; beside it each variant's paired difference to the first.
 
-    With more than five variants, only the first two and those whose interval excludes zero have a
-    colour. Bands are drawn for at most three coloured variants.
+    Values are shares. With more than five variants, only the first two and those whose interval
+    excludes zero have a colour. Bands are drawn for at most three coloured variants. If no variant
+    has a difference, there are only the curves.
     """
     baseline, *others = curves
     differences: dict[str, Interval] = {}
@@ -49,6 +53,11 @@ def comparison(curves: Mapping[str, Curve], summary: Mapping[str, Any]) -> Figur
         if summary[variant]["difference"]:
             differences[variant] = summary[variant]["difference"]
     coloured = _coloured_variants(list(curves), differences)
+
+    if not differences:
+        figure = Figure((5.6, 3.9))
+        _draw_curves(figure.subplots(), curves, coloured)
+        return figure
 
     figure = Figure((9.6, max(3.9, 1.4 + 0.28 * len(curves))))
     left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))

@@ -1,4 +1,4 @@
-"""Statistics over seeds and how they are written: intervals, paired differences, tables, files, the paper's numbers."""
+"""Statistics over seeds, the paper's numbers, and how both are written."""
 
 import csv
 import io
@@ -21,7 +21,9 @@ from paw.files import write_file, writing
 PAPER: dict[str, dict[str, dict[str, float]]] = tomllib.loads(
     Path(__file__).with_name("paper.toml").read_text(encoding="utf-8")
 )
-"""Success in per cent, from Tables 1 to 4 of arXiv 2606.02388: env.name -> start of the model's name -> variant."""
+"""Success in per cent by env.name, start of the model's name and variant.
+
+From Tables 1 to 4 of arXiv 2606.02388."""
 TITLES = {"alfworld": "ALFWorld", "webshop": "WebShop", "search": "search QA"}
 """Environments as they are written in tables."""
 Record = dict[str, Any]
@@ -67,9 +69,9 @@ def student(freedom: int) -> float:
 
 
 def paired(first: Mapping[int, float], other: Mapping[int, float]) -> Interval | None:
-    """`other` less `first` seed by seed, as a seed means the same start model and games.
+    """`other` less `first`, seed by seed: the runs of a seed share start model and games.
 
-    None without a common seed.
+    None if they have no seed in common.
     """
     differences = [other[seed] - first[seed] for seed in first if seed in other]
     return interval(differences) if differences else None
@@ -78,7 +80,8 @@ def paired(first: Mapping[int, float], other: Mapping[int, float]) -> Interval |
 def verdict(difference: Interval | None) -> str:
     """Whether a difference in success shows an effect, in words."""
     if difference is None or difference.n < 3 or difference.low is None or difference.high is None:
-        return "not shown (fewer than three seeds)"  # two may well differ by the same game
+        # Two differences may well be equal by chance, and then have no spread.
+        return "not shown (fewer than three seeds)"
     if difference.low > 0:
         return "helps beyond the interval"
     if difference.high < 0:
@@ -87,17 +90,23 @@ def verdict(difference: Interval | None) -> str:
 
 
 def area(curve: Mapping[int, float]) -> float:
-    """Mean height of the curve through the points (trapezoids); a share if the values are shares."""
+    """The mean height of the curve through the points, by trapezoids.
+
+    It is a share if the values are shares.
+    """
     if len(curve) < 2:
         return fmean(curve.values())
-    parts = [(b - a) * (curve[a] + curve[b]) / 2 for a, b in pairwise(curve)]
+    parts = []
+    for start, end in pairwise(curve):
+        mean_height = (curve[start] + curve[end]) / 2
+        parts.append((end - start) * mean_height)
     return sum(parts) / (max(curve) - min(curve))
 
 
 def paper_columns(config: Config) -> dict[str, dict[str, float]]:
-    """The paper's results, title -> variant -> success, for the configuration's environment and model.
+    """The paper's results for the environment and the model: title -> variant -> per cent.
 
-    If the paper has no results for that model: the results of each environment's smallest model.
+    If the paper has none for that model, those of each environment's smallest model.
 
     >>> from paw.recipe import load
     >>> paper_columns(load("webshop-grpo-14b"))
@@ -146,7 +155,10 @@ def _csv_value(value: Any) -> Any:
 def write(
     out: Path, name: str, *, text: str, records: Sequence[Record], figure: Any, summary: Any = None
 ) -> None:
-    """Write NAME.md, NAME.csv and NAME.png to `out`, and summary.json if given; print the text and the file names."""
+    """Write NAME.md, NAME.csv and NAME.png to `out`, and summary.json if given.
+
+    The text and the files' names are printed.
+    """
     with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
         write_file(out / f"{name}.md", text)

@@ -1,7 +1,8 @@
-"""The runs of an experiment: variants x seeds, each a separate `paw train` in OUT/runs/<variant>-<seed>.
+"""The runs of an experiment: variants x seeds, each a `paw train` of its own.
 
-The seed is used for training and for the warm-up, so the variants of a seed share its start model
-and games. Finished runs are not trained again; interrupted ones are resumed.
+A run's folder is OUT/runs/VARIANT-SEED. The seed is used for training and for the warm-up, so the
+variants of a seed share its start model and games. Finished runs are not trained again;
+interrupted ones are resumed.
 """
 
 import argparse
@@ -108,10 +109,12 @@ def parse_seeds(text: str) -> list[int]:
     return sorted(seeds)
 
 
-def parse_variants(names: str, own: Sequence[str]) -> dict[str, Overrides]:
-    """The overrides of each variant: those named in "grpo,paw", then the user's own, "name: wm.scale=10 wm.loss=mae".
+def parse_variants(names: str, custom: Sequence[str]) -> dict[str, Overrides]:
+    """The overrides of each variant.
 
-    Raises UserError if a variant is unknown, malformed or there twice, or if there is none.
+    `names` are known variants, such as "grpo,paw"; each of `custom` is one of the user's, such as
+    "name: wm.scale=10 wm.loss=mae". Raises UserError if a variant is unknown, malformed or there
+    twice, or if there is none.
     """
     definitions = []
     for word in names.split(","):
@@ -127,16 +130,14 @@ def parse_variants(names: str, own: Sequence[str]) -> dict[str, Overrides]:
         definitions.append(f"{name}: {changes}")
 
     variants: dict[str, Overrides] = {}
-    for definition in [*definitions, *own]:
+    for definition in [*definitions, *custom]:
         name, colon, changes = definition.partition(":")
         pairs = [word.partition("=") for word in shlex.split(changes)]
-        if (
-            not colon
-            or not re.fullmatch(r"[\w.+=-]+", name)
-            or not all(equals for _, equals, _ in pairs)
-        ):
+        is_named = colon and re.fullmatch(r"[\w.+=-]+", name)
+        if not is_named or not all(equals for _, equals, _ in pairs):
             raise UserError(
-                f"--variant '{definition}': give a name and what it changes, such as 'loud: wm.scale=10'"
+                f"--variant '{definition}': give a name and what it changes, "
+                "such as 'loud: wm.scale=10'"
             )
         if name in variants:
             raise UserError(f"variant '{name}' is there twice")
@@ -193,7 +194,8 @@ def plan(
         for variant, changes in variants.items():
             if key in changes:
                 raise UserError(
-                    f"--{key} is what variant '{variant}' sets; leave it out, or write a --variant yourself"
+                    f"--{key} is what variant '{variant}' sets; leave it out, "
+                    "or write a --variant yourself"
                 )
 
     jobs = []
@@ -228,7 +230,10 @@ def _job(options: argparse.Namespace, variant: str, seed: int, overrides: Overri
 
 
 def difference(path: Path, now: Config) -> str:
-    """The first key in which two configurations would learn differently, and both values; empty if there is none."""
+    """The first key by which two configurations learn differently, and both values; or "".
+
+    `path` is the file of the one, `now` is the other.
+    """
     current = masked(flatten(now))
     for key, value in masked(flatten(load(path))).items():
         if key not in IGNORED and value != current.get(key):
@@ -237,10 +242,10 @@ def difference(path: Path, now: Config) -> str:
 
 
 def train(jobs: Sequence[Job], *, at_once: int) -> None:
-    """Run what is not finished, `at_once` processes at a time: first one variant of each seed, which makes its model.
+    """Run what is not finished, `at_once` processes at a time.
 
-    Raises UserError if a run fails. On the way out the running ones are asked to stop; they save a
-    checkpoint first.
+    One variant of each seed comes first: it makes the start model that the others share. Raises
+    UserError if a run fails. The running ones are then asked to stop; they save a checkpoint first.
     """
     pending = [job for job in jobs if not job.finished]
     first_of_seed = {job.seed: job for job in reversed(pending)}
@@ -250,45 +255,61 @@ def train(jobs: Sequence[Job], *, at_once: int) -> None:
     done_before = len(jobs) - len(pending)
     done = done_before
     started = time.monotonic()
-    running: set[subprocess.Popen[bytes]] = set()
-    stopping = threading.Event()
     to_stderr(f"{done} of {len(jobs)} runs")
-
-    def run(job: Job) -> None:
-        if stopping.is_set():
-            return
-        child = _start(job)
-        running.add(child)
-        code = child.wait()
-        running.discard(child)
-        if code or not job.finished:
-            stopping.set()
-            for line in job.log.read_text(errors="replace").splitlines()[-10:]:
-                to_stderr(line)
-            ending = f"failed (exit code {code})" if code else "was stopped"
-            raise UserError(
-                f"run {job.directory} {ending}, see {job.log}; the same command goes on from here"
-            )
-
+    processes = _Processes()
     on_sigterm = signal.signal(signal.SIGTERM, watcher.interrupt)
     pool = ThreadPoolExecutor(at_once)
     try:
         for batch in (first, others):
-            for future in as_completed([pool.submit(run, job) for job in batch]):
+            for future in as_completed([pool.submit(processes.run, job) for job in batch]):
                 future.result()
                 done += 1
                 seconds_per_run = (time.monotonic() - started) / (done - done_before)
                 minutes = seconds_per_run * (len(jobs) - done) / 60
-                to_stderr(
-                    f"{done} of {len(jobs)} runs"
-                    + (f", about {minutes:.0f} min left" if minutes else "")
-                )
+                left = f", about {minutes:.0f} min left" if minutes else ""
+                to_stderr(f"{done} of {len(jobs)} runs{left}")
     finally:
-        stopping.set()
-        for child in tuple(running):
-            child.terminate()
+        processes.stop()
         pool.shutdown()
         signal.signal(signal.SIGTERM, on_sigterm)
+
+
+class _Processes:
+    """The runs in progress, each a process that a thread waits for."""
+
+    def __init__(self) -> None:
+        self.running: set[subprocess.Popen[bytes]] = set()
+        self.stopping = threading.Event()
+
+    def run(self, job: Job) -> None:
+        """Run a job to its end, unless the others are being stopped.
+
+        If it fails, raises UserError, and no further job starts.
+        """
+        if self.stopping.is_set():
+            return
+        child = _start(job)
+        self.running.add(child)
+        if self.stopping.is_set():  # `stop` was called after the check above, and missed this child
+            child.terminate()
+        code = child.wait()
+        self.running.discard(child)
+        if code == 0 and job.finished:
+            return
+
+        self.stopping.set()
+        for line in job.log.read_text(errors="replace").splitlines()[-10:]:
+            to_stderr(line)
+        ending = f"failed (exit code {code})" if code else "was stopped"
+        raise UserError(
+            f"run {job.directory} {ending}, see {job.log}; the same command goes on from here"
+        )
+
+    def stop(self) -> None:
+        """Start no further job, and ask the running ones to stop."""
+        self.stopping.set()
+        for child in tuple(self.running):
+            child.terminate()
 
 
 def _start(job: Job) -> subprocess.Popen[bytes]:
