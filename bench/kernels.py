@@ -174,21 +174,32 @@ def run_group(
         comparisons.setdefault((case.live, case.dead, case.mode), []).append(case)
 
     for compared in comparisons.values():
-        problem = problem_of(compared[0], dtype, device)
-        ready: list[Prepared] = []
-        for case in compared:
-            result = attempt(partial(prepare, case, problem), device)
-            if isinstance(result, Prepared):
-                ready.append(result)
-            else:
-                show(case, result)
-
-        timings = in_turns([(prepared.call, prepared.inputs) for prepared in ready], seconds)
-        for prepared, measured in zip(ready, timings, strict=True):
-            show(prepared.case, prepared.timed(measured, ms_per_row))
-
-        del problem, ready
+        compare(compared, show, ms_per_row, dtype=dtype, device=device, seconds=seconds)
         free(device)
+
+
+def compare(
+    compared: list[Case],
+    show: Callable[[Case, Row], None],
+    ms_per_row: dict[str, float],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seconds: float,
+) -> None:
+    """Time cases on the same inputs in turns. No tensor outlives the call, so the next has all the memory."""
+    problem = problem_of(compared[0], dtype, device)
+    ready: list[Prepared] = []
+    for case in compared:
+        result = attempt(partial(prepare, case, problem), device)
+        if isinstance(result, Prepared):
+            ready.append(result)
+        else:
+            show(case, result)
+
+    timings = in_turns([(prepared.call, prepared.inputs) for prepared in ready], seconds)
+    for prepared, measured in zip(ready, timings, strict=True):
+        show(prepared.case, prepared.timed(measured, ms_per_row))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -4,9 +4,11 @@ import argparse
 import csv
 import importlib
 import sys
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -156,6 +158,36 @@ def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(
 
 
 @pytest.mark.parametrize("only", ["", "quack", "f 1"])
+def test_a_comparison_leaves_no_tensor_to_the_next(monkeypatch):
+    weights = []
+
+    def problem_of(case, dtype, device):
+        assert all(weight() is None for weight in weights)
+        p = made()
+        weights.append(weakref.ref(p.weight.untyped_storage()))
+        return p
+
+    monkeypatch.setattr(kernels, "problem_of", problem_of)
+    group = cases.Group("small", 96, 128, 150)
+    chosen = [
+        cases.Case(group, live, "" if live == 1 else "found", name, cases.BOTH)
+        for live in (1.0, 0.4)
+        for name in ("paw[torch]", "naive")
+    ]
+    rows = []
+    kernels.run_group(
+        group,
+        chosen,
+        SimpleNamespace(add=lambda row: None),
+        lambda case, row: rows.append(row),
+        dtype=torch.float32,
+        device=CPU,
+        seconds=0.01,
+    )
+    assert len(weights) == 2 and len(rows) == 4
+    assert all(weight() is None for weight in weights)
+
+
 def test_plots_of_a_gpu_need_no_particular_case(only, tmp_path):
     roofline.write(tmp_path / "kernels_predicted.csv")
     rows = [
