@@ -27,8 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.common import RESULTS, ROOT, paw, write
-from bench.kernels import cpu_name
+from bench.common import RESULTS, ROOT, cpu_name, paw, write
 from paw import run as runs
 from paw import train
 from paw.recipe import load

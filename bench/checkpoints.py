@@ -23,8 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.common import RESULTS, write
-from bench.kernels import commit, cpu_name
+from bench.common import RESULTS, commit, cpu_name, write
 from paw.model.parallel import DistributedRanks, read_variables
 from paw.model.policy import Policy
 from paw.model.ranks import Ranks, full_tensor

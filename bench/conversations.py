@@ -24,8 +24,7 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import update
-from bench.common import RESULTS, ROOT, write
-from bench.kernels import cpu_name
+from bench.common import RESULTS, ROOT, cpu_name, write
 from paw.algo.samples import micro_batches, to_samples
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks

@@ -25,8 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.common import RESULTS, write
-from bench.kernels import cpu_name
+from bench.common import RESULTS, cpu_name, write
 from paw.build import join_ranks
 from paw.rollouts.episode import Played, RolloutStats
 from paw.rollouts.exchange import exchange

@@ -21,8 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.common import RESULTS, ROOT, write
-from bench.kernels import cpu_name
+from bench.common import RESULTS, ROOT, cpu_name, write
 from paw.algo.advantages import gigpo
 from paw.algo.samples import micro_batches, minibatches, to_samples
 from paw.algo.world_model import select

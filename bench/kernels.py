@@ -25,8 +25,6 @@ import gc
 import importlib.metadata
 import os
 import platform
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -38,6 +36,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.common import RESULTS, ROOT, commit, cpu_name
 from bench.kernels_cases import (
     Case,
     Group,
@@ -52,9 +51,7 @@ from bench.kernels_cases import (
 from bench.kernels_measure import in_turns
 from bench.kernels_problem import Problem, make_problem
 
-ROOT = Path(__file__).parents[1]
 Result = TypeVar("Result")
-RESULTS = ROOT / "bench" / "results"
 COLUMNS = (
     *("kind", "date", "commit", "device", "threads", "load", "python", "torch", "triton", "cuda"),
     *("head", "T", "D", "V", "dtype", "live", "dead", "implementation", "version", "mode"),
@@ -248,34 +245,6 @@ def environment(device: torch.device) -> Row:
         "triton": triton[0] if triton else "",
         "cuda": torch.version.cuda or "",
     }
-
-
-def commit(*measured: str) -> str:
-    """The last commit that changed these paths, with "-dirty" if they have uncommitted changes.
-
-    "unknown" without git.
-    """
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments, "--", *measured]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
-
-    if not shutil.which("git"):
-        return "unknown"
-    head = git("log", "-1", "--format=%h")
-    if not head:
-        return "unknown"
-    return f"{head}-dirty" if git("status", "--porcelain") else head
-
-
-def cpu_name() -> str:
-    """The processor's model name; its architecture if the system does not tell the name."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":")[1].strip()
-    return platform.machine()
 
 
 def describe(row: Row) -> str:

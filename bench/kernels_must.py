@@ -13,11 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.common import RESULTS, ROOT
 from bench.kernels_plot import BOTH, HEAD, STATISTICS, Rows, read
 from bench.kernels_problem import HEADS
 from bench.roofline import BEST, CAUTIOUS, REFERENCE, TERMS, matmul_bound, paw, paw_memory, total
 
-ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "kernels.md"
 BEGIN, END = "<!-- python bench/kernels_must.py -->", "<!-- end -->"
 QUACK_MS = 17.33
@@ -222,7 +222,7 @@ def measured_rows() -> tuple[Rows, Rows]:
     """(rows of a GPU, an H200's if there is one; rows of a CPU); empty if there is no table."""
     gpus: list[Rows] = []
     cpus: list[Rows] = []
-    for path in sorted((ROOT / "bench" / "results").glob("kernels_*.csv")):
+    for path in sorted(RESULTS.glob("kernels_*.csv")):
         rows = read(path)
         if not rows or rows[0]["kind"] != "measured":
             continue
@@ -274,9 +274,8 @@ def cpu_markdown() -> str:
 
     Below it what must be reached, on this processor and on an older one.
     """
-    results = ROOT / "bench" / "results"
-    rows = both_modes(read(results / "kernels_cpu.csv"))
-    older = both_modes(read(results / "kernels_cpu_avx2.csv"))
+    rows = both_modes(read(RESULTS / "kernels_cpu.csv"))
+    older = both_modes(read(RESULTS / "kernels_cpu_avx2.csv"))
 
     cells = {}
     cases = set()

@@ -29,8 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.common import RESULTS, ROOT, write
-from bench.kernels import commit, cpu_name
+from bench.common import RESULTS, ROOT, commit, cpu_name, write
 from paw.envs.search.retrieval import Retriever, make_retriever
 from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.search.world import World

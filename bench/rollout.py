@@ -34,8 +34,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.common import RESULTS, ROOT, read, write
-from bench.kernels import commit, cpu_name
+from bench.common import RESULTS, ROOT, commit, cpu_name, read, write
 from bench.rollout_plot import draw, markdown
 from bench.rollout_simulation import (
     MOST_PROMPT,

@@ -27,9 +27,10 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.common import RESULTS
 from bench.kernels_problem import HEADS
 
-PREDICTED = Path(__file__).parent / "results" / "kernels_predicted.csv"
+PREDICTED = RESULTS / "kernels_predicted.csv"
 CHUNK_BYTES = 1440 << 20
 """Limit of a chunk in paw_kernels._triton, with gradients."""
 STATISTICS_BYTES = 96 << 20

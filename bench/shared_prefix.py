@@ -27,9 +27,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.common import RESULTS, ROOT, write
+from bench.common import RESULTS, ROOT, cpu_name, write
 from bench.conversations import make_chat
-from bench.kernels import cpu_name
 from paw.algo.packing import alike_batches
 from paw.envs.search.prompt import Action, ChatStyle, PaperStyle
 from paw.model.attention import ATTENTION

@@ -41,8 +41,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import update
-from bench.common import RESULTS, ROOT, read, write
-from bench.kernels import cpu_name
+from bench.common import RESULTS, ROOT, cpu_name, read, write
 from paw.state.record import code_commit
 from paw.tools.plots import BLUE, GREEN, INK, SKY, VERMILLION, styled
 from paw.types import Sample
