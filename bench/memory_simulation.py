@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import paw.model.parallel as ranks_module
 import paw.model.policy as model_module
-from bench.roofline import paw_memory
+from bench.kernels.roofline import paw_memory
 from paw.algo import loss as losses
 from paw.algo.samples import collate
 from paw.config import Config

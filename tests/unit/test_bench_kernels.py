@@ -18,12 +18,9 @@ from paw_kernels._head import Head
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-NAMES = [f"kernels{rest}" for rest in ("", "_cases", "_measure", "_must", "_plot", "_problem")] + [
-    "peers",
-    "roofline",
-]
-kernels, cases, measure, must, plot, problem, peers, roofline = (
-    importlib.import_module(f"bench.{n}") for n in NAMES
+NAMES = ("compare", "cases", "measure", "must", "plot", "problem", "peers", "roofline")
+compare, cases, measure, must, plot, problem, peers, roofline = (
+    importlib.import_module(f"bench.kernels.{name}") for name in NAMES
 )
 
 CPU = torch.device("cpu")
@@ -129,7 +126,7 @@ def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(
 
     def measured(**changed):
         how = {"quick": True, "seconds": 0.01, "only": ["tiny"], "resume": False} | changed
-        kernels.run(argparse.Namespace(**how, out=tmp_path / "k.csv"), CPU)
+        compare.run(argparse.Namespace(**how, out=tmp_path / "k.csv"), CPU)
         return list(csv.DictReader((tmp_path / "k.csv").open(encoding="utf-8")))
 
     # What it generates code for is torch's own business.
@@ -137,7 +134,7 @@ def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(
     ours = next(peer for peer in peers.PEERS if peer.name == "naive")
     monkeypatch.setattr(cases, "PEERS", [replace(ours, name="broken", loss=failing), ours])
     monkeypatch.setattr(
-        kernels, "groups", lambda device, quick: [cases.Group("tiny", 64, 128, 150)]
+        compare, "groups", lambda device, quick: [cases.Group("tiny", 64, 128, 150)]
     )
     first = measured(only=["tiny", "naive"])
     rows = measured(resume=True)
@@ -167,7 +164,7 @@ def test_a_comparison_leaves_no_tensor_to_the_next(monkeypatch):
         weights.append(weakref.ref(p.weight.untyped_storage()))
         return p
 
-    monkeypatch.setattr(kernels, "problem_of", problem_of)
+    monkeypatch.setattr(compare, "problem_of", problem_of)
     group = cases.Group("small", 96, 128, 150)
     chosen = [
         cases.Case(group, live, "" if live == 1 else "found", name, cases.BOTH)
@@ -175,7 +172,7 @@ def test_a_comparison_leaves_no_tensor_to_the_next(monkeypatch):
         for name in ("paw[torch]", "naive")
     ]
     rows = []
-    kernels.run_group(
+    compare.run_group(
         group,
         chosen,
         SimpleNamespace(add=lambda row: None),

@@ -1,4 +1,4 @@
-"""The plots of docs/kernels.md from a table of bench/kernels.py, bench/roofline.py or bench/triton_aot.py.
+"""The plots of docs/kernels.md, from a table of compare.py, roofline.py or triton_aot.py of this folder.
 
 Measured is solid and filled; predicted is dashed and hollow, and its title says so.
 """

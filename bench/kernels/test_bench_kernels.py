@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.kernels_cases import (
+from bench.kernels.cases import (
     BOTH,
     Case,
     Group,
@@ -17,7 +17,7 @@ from bench.kernels_cases import (
     plain_row_statistics,
     row_problem,
 )
-from bench.kernels_problem import make_problem
+from bench.kernels.problem import make_problem
 from paw_kernels import why_not_backend
 
 CPU = torch.device("cpu")

@@ -1,6 +1,8 @@
 """What the fused head and its peers should take on one GPU: arithmetic, nothing is run.
 
-    python bench/roofline.py        # writes bench/results/kernels_predicted.csv; bench/kernels_must.py reads the model
+    python bench/kernels/roofline.py        # writes bench/results/kernels_predicted.csv
+
+bench/kernels/must.py reads the model, too.
 
 A pass is a list of terms, each with its floating-point operations, the bytes it must move and the
 times the host waits. Two machines bound what one real machine will do:
@@ -25,10 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS
-from bench.kernels_problem import HEADS
+from bench.kernels.problem import HEADS
 
 PREDICTED = RESULTS / "kernels_predicted.csv"
 CHUNK_BYTES = 1440 << 20
@@ -216,7 +218,7 @@ PEERS = {
     "cut_cross_entropy": PeerModel(True, 0, 0, 2, False),
     "prime_rl_style": PeerModel(True, 8192, 100, 2, False),
 }
-"""Read from their sources (see bench/peers.py); a floor, since their kernels need not reach these rates."""
+"""Read from their sources (see bench/kernels/peers.py); a floor, since their kernels need not reach these rates."""
 
 
 def peer(name: str, T: int, D: int, V: int) -> list[Term]:
@@ -306,7 +308,7 @@ def predictions() -> Iterator[dict[str, object]]:
 
 
 def paw_case(head: str, T: int, *, live: float, dead: str, backward: bool) -> dict[str, object]:
-    """The row of ours; `dead` as in bench/kernels_cases.py."""
+    """The row of ours; `dead` as in bench/kernels/cases.py."""
     D, V = HEADS[head]
     known = dead == "known"
     share = live if known else 1.0  # of the rows: those that enter the forward

@@ -1,9 +1,9 @@
 """The tables of docs/kernels.md: what must be reached, what the model predicts, what was measured.
 
-    python bench/kernels_must.py        # puts them into docs/kernels.md and prints the first
+    python bench/kernels/must.py        # puts them into docs/kernels.md and prints the first
 
-Predicted: from bench/roofline.py, on its best and its cautious machine. Measured: the fastest of
-our backends in the tables of bench/kernels.py; "open" if no GPU has written one yet.
+Predicted: from bench/kernels/roofline.py, on its best and its cautious machine. Measured: the fastest of
+our backends in the tables of bench/kernels/compare.py; "open" if no GPU has written one yet.
 """
 
 import sys
@@ -11,15 +11,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT
-from bench.kernels_plot import BOTH, HEAD, STATISTICS, Rows, read
-from bench.kernels_problem import HEADS
-from bench.roofline import BEST, CAUTIOUS, REFERENCE, TERMS, matmul_bound, paw, paw_memory, total
+from bench.kernels.plot import BOTH, HEAD, STATISTICS, Rows, read
+from bench.kernels.problem import HEADS
+from bench.kernels.roofline import (
+    BEST,
+    CAUTIOUS,
+    REFERENCE,
+    TERMS,
+    matmul_bound,
+    paw,
+    paw_memory,
+    total,
+)
 
 DOCS = ROOT / "docs" / "kernels.md"
-BEGIN, END = "<!-- python bench/kernels_must.py -->", "<!-- end -->"
+BEGIN, END = "<!-- python bench/kernels/must.py -->", "<!-- end -->"
 QUACK_MS = 17.33
 """Forward + backward at the reference point on an H200, printed in Liger-Kernel 0.8.5's Hopper kernel."""
 REFERENCE_MS = 18.0

@@ -1,7 +1,7 @@
 """What the compiler makes of the Triton kernels, without a GPU: registers, spills, shared memory, matrix instructions.
 
-    python bench/triton_aot.py            compile the tabled configurations and the candidates, write the CSV
-    python bench/triton_aot.py --tabled   only what the table uses, as JSON lines on the standard output
+    python bench/kernels/triton_aot.py            compile the tabled configurations and the candidates, write the CSV
+    python bench/kernels/triton_aot.py --tabled   only what the table uses, as JSON lines on the standard output
 
 The backend runs on tensors without data; its launches are recorded and compiled ahead of time for
 each architecture, with the specialisations that a real launch would have.
@@ -32,7 +32,7 @@ from paw_kernels import _triton
 from paw_kernels._head import Head
 from paw_kernels._triton import Tiles, TritonRows
 
-CSV = Path(__file__).parent / "results" / "triton_aot.csv"
+CSV = Path(__file__).parents[1] / "results" / "triton_aot.csv"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SIZES = {
     "dtype": "bfloat16",

@@ -1,10 +1,10 @@
 """Time, memory and error of the fused head and its peers, on whatever this machine can run.
 
-    python bench/kernels.py                    # everything: GPU set where there is one, small CPU set elsewhere
-    python bench/kernels.py --quick            # the reference point and one long batch, shorter timing
-    python bench/kernels.py --only paw 'T 4096'    # cases whose name contains every word
-    python bench/kernels.py --resume           # leaves out what the file has already
-    python bench/kernels.py --plot bench/results/kernels_cpu.csv   # draw again, measure nothing
+    python bench/kernels/compare.py                    # everything: GPU set where there is one, small CPU set elsewhere
+    python bench/kernels/compare.py --quick            # the reference point and one long batch, shorter timing
+    python bench/kernels/compare.py --only paw 'T 4096'    # cases whose name contains every word
+    python bench/kernels/compare.py --resume           # leaves out what the file has already
+    python bench/kernels/compare.py --plot bench/results/kernels_cpu.csv   # draw again, measure nothing
 
 Rows are appended to bench/results/kernels_<device>.csv as they come, so a run may be stopped at any
 time; then the plots in docs/ are drawn. A case that fails is a row with its error. From a plain
@@ -14,7 +14,7 @@ Per case: median and 20th / 80th percentile of timed calls after a warm-up, in t
 it is compared with, CUDA events on a GPU, inputs that are random and not in the cache; `share` is
 the time of the bare matmuls that the case needs (1 + 2f passes, timed here on up to 4,096 rows)
 over its time; `peak_mib` is what torch's allocator held above the inputs, `beside_dw_mib` the same
-without a float32 dW (4 V D bytes); errors are against float64 (bench/kernels_problem.py), `passes`:
+without a float32 dW (4 V D bytes); errors are against float64 (bench/kernels/problem.py), `passes`:
 at most twice those of plain torch in the same dtype, plus 1e-4.
 """
 
@@ -34,10 +34,10 @@ from typing import TypeVar
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, commit, cpu_name
-from bench.kernels_cases import (
+from bench.kernels.cases import (
     Case,
     Group,
     Prepared,
@@ -48,8 +48,8 @@ from bench.kernels_cases import (
     prepare,
     without_matmul,
 )
-from bench.kernels_measure import in_turns
-from bench.kernels_problem import Problem, make_problem
+from bench.kernels.measure import in_turns
+from bench.kernels.problem import Problem, make_problem
 
 Result = TypeVar("Result")
 COLUMNS = (
@@ -286,7 +286,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = options.plot or run(options, device)
 
-    from bench.kernels_plot import draw
+    from bench.kernels.plot import draw
 
     for picture in draw(path, options.out.parent if options.out else ROOT / "docs"):
         print(picture)

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.kernels_measure import Times, copies, peak_bytes, times
-from bench.kernels_problem import (
+from bench.kernels.measure import Times, copies, peak_bytes, times
+from bench.kernels.peers import PEERS
+from bench.kernels.problem import (
     HEADS,
     Problem,
     errors,
@@ -19,7 +20,6 @@ from bench.kernels_problem import (
     slope_of_mean,
     slope_of_rows,
 )
-from bench.peers import PEERS
 from paw_kernels import BACKENDS, token_loss, token_stats, why_not_backend
 
 MATMUL_ROWS = 4096
