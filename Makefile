@@ -88,7 +88,7 @@ gpu:  ## on a machine with a GPU: the tests and benchmarks that wait for one (PY
 	$(PY) -m paw doctor --kernels --shape 151936x1536
 	$(PY) -m pytest -m gpu
 	$(PY) bench/kernels/compare.py
-	$(PY) bench/memory.py --device cuda
+	$(PY) bench/trainer/memory.py --device cuda
 	$(PY) -m paw profile alfworld-grpo-paw --synthetic --repeats 5 --out bench/results/profile_gpu
 	$(PY) bench/rollout.py --model qwen2.5-1.5b --envs 128
 

@@ -94,7 +94,7 @@ def trl_steps(
     dtype: str = "float32", style: str = "turns"
 ) -> tuple[str, dict[str, dict[str, float]]]:
     """The table of one optimizer step against TRL's, and its medians."""
-    versus = importlib.import_module("bench.trainer_vs_trl")
+    versus = importlib.import_module("bench.trainer.against_trl")
     rows = common.read(common.RESULTS / "trainer_vs_trl_cpu.csv")
     rows = [row for row in rows if (row["dtype"], row["style"]) == (dtype, style)]
     return versus.table(rows), versus.medians(rows)
@@ -437,7 +437,7 @@ def rwml() -> Iterator[str]:
 
 
 def memory() -> Iterator[str]:
-    yield importlib.import_module("bench.memory").table(
+    yield importlib.import_module("bench.trainer.memory").table(
         common.read(common.RESULTS / "memory_plan.csv")
     )
 
@@ -556,7 +556,7 @@ def profile() -> Iterator[str]:
     )
     yield "float32: {:+.1f} %, compiled {:+.1f} %".format(*(100 * ratio - 100 for ratio in ratios))
     yield f"In the conversations {100 * conversations['GRPO + PaW']['seconds / GRPO'] - 100:+.1f} %"
-    versus = importlib.import_module("bench.trainer_vs_trl")
+    versus = importlib.import_module("bench.trainer.against_trl")
     samples = versus.make_samples("conversations")
     last = sum(
         len(its[-1].separator_ids + its[-1].observation_ids) for its in versus.episodes(samples)

@@ -1,6 +1,6 @@
 """What an update costs on a CPU core beside the model: tokenising prompts, advantages, selection, packing.
 
-    python bench/host_time.py [--repeats 5]
+    python bench/trainer/host_time.py [--repeats 5]
 
 One rank, episodes of ALFWorld's sizes (`paw.tools.plan.Play`): 16 groups of eight. Prompts are text
 of docs/, encoded by a byte-level BPE of 32,000 tokens that is trained on it, as no pretrained
@@ -19,7 +19,7 @@ from statistics import median
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, cpu_name, write
 from paw.algo.advantages import gigpo

@@ -1,4 +1,4 @@
-"""An update on tensors without data: the trainer's own code, every storage counted. Used by bench/memory.py.
+"""An update on tensors without data: the trainer's own code, every storage counted. Used by bench/trainer/memory.py.
 
 The model is built on the meta device and made in FakeTensorMode (on the CPU: autograd of fake CUDA
 tensors fails in a CPU build of torch); FSDP2 shards it over a fake process group. `LiveBytes` adds
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import paw.model.parallel as ranks_module
 import paw.model.policy as model_module

@@ -1,6 +1,6 @@
 """What running the tokens that prompts share once would save: packed rows against a trie of them, the body alone.
 
-    python bench/shared_prefix.py       renews bench/results/shared_prefix_cpu.csv
+    python bench/trainer/shared_prefix.py       renews bench/results/shared_prefix_cpu.csv
 
 The paper's search prompts (Figure 9, whole history, up to 4 turns, 3 passages of 100 words), random
 words of docs/ in SmolLM2's vocabulary, `--layers` layers of SmolLM2-135M's shape. Members of a
@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, cpu_name, write
-from bench.conversations import make_chat
+from bench.trainer.conversations import make_chat
 from paw.algo.packing import alike_batches
 from paw.envs.search.prompt import Action, ChatStyle, PaperStyle
 from paw.model.attention import ATTENTION

@@ -1,6 +1,6 @@
 """The plots of docs/profile.md and docs/rollout.md on tokens that need not be run, from bench/results.
 
-python bench/tokens_plot.py        # docs/tokens_{conversations,prefixes,known}.png; nothing is measured
+python bench/trainer/tokens_plot.py        # docs/tokens_{conversations,prefixes,known}.png; nothing is measured
 """
 
 import sys
@@ -10,7 +10,7 @@ from statistics import mean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, read
 from paw.tools.plots import BLUE, GREEN, INK, SKY, VERMILLION, styled

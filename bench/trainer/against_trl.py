@@ -1,7 +1,7 @@
 """One optimizer step of GRPO: this trainer against TRL's GRPOTrainer, same model, tokens, advantages and micro-batches.
 
     pip install --no-deps --target trl trl==1.16.0       # beside this package's own transformers and accelerate
-    PYTHONPATH=trl python bench/trainer_vs_trl.py        # --dtype bfloat16, --style conversations, --rounds 3
+    PYTHONPATH=trl python bench/trainer/against_trl.py        # --dtype bfloat16, --style conversations, --rounds 3
 
 Each side is a process of its own; they take turns, so that what else the machine does meets both.
 Every call adds its rounds to bench/results/trainer_vs_trl_cpu.csv (--fresh begins it anew), a step
@@ -38,10 +38,10 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench import update
 from bench.common import RESULTS, ROOT, cpu_name, read, write
+from bench.trainer import update
 from paw.state.record import code_commit
 from paw.tools.plots import BLUE, GREEN, INK, SKY, VERMILLION, styled
 from paw.types import Sample

@@ -1,6 +1,6 @@
 """What `paw plan` says on the pages: its times against published runs (docs/memory.md), its lines (docs/scale.md).
 
-    python bench/plan_pages.py      # remakes both; arithmetic, nothing is run
+    python bench/trainer/plan_pages.py      # remakes both; arithmetic, nothing is run
 
 A published run is planned as it was: its model, cards, checkpointing and sequences, all tokens
 learnt from. Runs whose trainer also wrote the weights for its servers are planned with
@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import ROOT
 from paw import cli
@@ -120,7 +120,7 @@ def said(command: str) -> str:
 
 def memory_page(text: str) -> str:
     return re.sub(
-        r"(<!-- python bench/plan_pages.py -->\n).*?(<!-- end -->)",
+        r"(<!-- python bench/trainer/plan_pages.py -->\n).*?(<!-- end -->)",
         lambda found: f"{found[1]}\n{table()}\n\n{found[2]}", text, flags=re.DOTALL,
     )  # fmt: skip
 

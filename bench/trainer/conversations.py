@@ -1,8 +1,10 @@
 """Tokens that scoring and update of an update run through: the paper's prompts against conversations with tools.
 
-    python bench/conversations.py          renews bench/results/conversations.csv
-    python bench/conversations.py --time   renews bench/results/conversations_time_cpu.csv: the same conversations, some
-                                           episodes, through a model of SmolLM2-135M's shape, a row a turn or an episode
+    python bench/trainer/conversations.py          # bench/results/conversations.csv
+    python bench/trainer/conversations.py --time   # bench/results/conversations_time_cpu.csv
+
+With --time some of the same episodes go through a model of SmolLM2-135M's shape, with a row for
+each turn or for each episode.
 
 The same tasks, actions and observations in each style, played by a script: questions of the
 generated world by its oracle, and tests/unit/tau2_stand_in, whose policy is a line. SmolLM2's
@@ -21,10 +23,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench import update
 from bench.common import RESULTS, ROOT, cpu_name, write
+from bench.trainer import update
 from paw.algo.samples import micro_batches, to_samples
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks

@@ -1,6 +1,6 @@
 """How long training waits for a checkpoint of two ranks (gloo, random weights, AdamW in float32): three ways in turn.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 bench/checkpoints.py
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 bench/trainer/checkpoints.py
 
 `gathered`: rank 0 gathers and writes everything, as it was once; `shards`: each rank writes what it
 holds; `background`: the same in a thread, from copies. waits_s: seconds that rank 0 cannot train
@@ -21,7 +21,7 @@ import safetensors
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, commit, cpu_name, write
 from paw.model.parallel import DistributedRanks, read_variables

@@ -1,10 +1,11 @@
 """The plan's memory against a simulated update, and against the card where one is there.
 
-    python bench/memory.py                  # every case into bench/results/memory_plan.csv, docs/memory.md remade
-    python bench/memory.py --device cuda    # and the real step of what fits on this card, in a column of its own
+    python bench/trainer/memory.py                  # simulate every case
+    python bench/trainer/memory.py --device cuda    # and run the real step of what fits on this card
 
-Simulated: bench/memory_simulation.py. All tokens but the first of a row are targets, the head's
-most.
+Writes bench/results/memory_plan.csv, with a column for the card, and the table of docs/memory.md.
+The simulation is memory_simulation.py. All tokens of a row but the first are targets: the most that
+the head can have.
 """
 
 import argparse
@@ -18,10 +19,10 @@ from typing import Any
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, write
-from bench.memory_simulation import measured, simulate
+from bench.trainer.memory_simulation import measured, simulate
 from paw.config import Config
 from paw.recipe import validate
 from paw.tools.plan import GIB, USABLE, Plan
@@ -114,9 +115,11 @@ def main() -> None:
         rows.append({key: str(value) for key, value in row.items()})
     write(RESULTS / "memory_plan.csv", rows)
     text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition("<!-- python bench/memory.py -->")
+    before, _, rest = text.partition("<!-- python bench/trainer/memory.py -->")
     after = rest.partition("<!-- end -->")[2]
-    made = f"{before}<!-- python bench/memory.py -->\n\n{table(rows)}\n\n<!-- end -->{after}"
+    made = (
+        f"{before}<!-- python bench/trainer/memory.py -->\n\n{table(rows)}\n\n<!-- end -->{after}"
+    )
     PAGE.write_text(made, encoding="utf-8")
 
 

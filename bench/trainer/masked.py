@@ -1,6 +1,8 @@
 """How many of the selected observations the world model knows already, so that they need not run through the body.
 
-    python bench/masked.py [--recipe quickstart] [--updates 60] [--model DIR]     renews bench/results/masked_cpu.csv
+    python bench/trainer/masked.py [--recipe quickstart] [--updates 60] [--model DIR]
+
+Writes bench/results/masked_cpu.csv.
 
 Trains with PaW and counts in each update, of the selected samples: those whose observation is
 masked in every token (p > rho), which only the pass itself tells; those that a rule can know before
@@ -16,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, write
 from paw import trainer
