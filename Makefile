@@ -90,7 +90,7 @@ gpu:  ## on a machine with a GPU: the tests and benchmarks that wait for one (PY
 	$(PY) bench/kernels/compare.py
 	$(PY) bench/trainer/memory.py --device cuda
 	$(PY) -m paw profile alfworld-grpo-paw --synthetic --repeats 5 --out bench/results/profile_gpu
-	$(PY) bench/rollout.py --model qwen2.5-1.5b --envs 128
+	$(PY) bench/rollout/continuous.py --model qwen2.5-1.5b --envs 128
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

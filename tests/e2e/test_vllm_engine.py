@@ -32,7 +32,7 @@ pytestmark = [
 ]
 sys.path.insert(0, str(Path(__file__).parents[2]))
 bench, simulation = (
-    importlib.import_module(f"bench.{name}") for name in ("rollout", "rollout_simulation")
+    importlib.import_module(f"bench.rollout.{name}") for name in ("continuous", "simulation")
 )
 SHAPE = simulation.SHAPES["quickstart"]
 LIMIT = simulation.MOST_PROMPT + simulation.MOST_RESPONSE

@@ -392,7 +392,7 @@ def rollout() -> Iterator[str]:
         yield f"| {row['style']} | {row['members']:.0f} | {row['same']:.1f} | {fewer} | {faster} |".replace(
             "|  |", "| |"
         )
-    yield importlib.import_module("bench.rollout_plot").markdown(common.RESULTS / "rollout_cpu.csv")
+    yield importlib.import_module("bench.rollout.plot").markdown(common.RESULTS / "rollout_cpu.csv")
     hits = [row["cached_frac"] for row in read("rollout_cpu")]
     yield f"prompt tokens ({per_cent(min(hits), 0)} to {per_cent(max(hits), 0)} %)"
     assert {row["logp_difference"] for row in read("rollout_cpu")} == {0.0}

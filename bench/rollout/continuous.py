@@ -1,11 +1,13 @@
 """Rollouts that never wait against lock-step: the trainer's own loop, a real vLLM engine, simulated environments.
 
-    python bench/rollout.py                                  # 16 environments, a model of the quickstart's shape
-    python bench/rollout.py --envs 64 --repeats 1            # rows of other cases stay in the table
-    python bench/rollout.py --env-ms 20                      # environments that take 20 ms a step
-    python bench/rollout.py --model qwen2.5-1.5b --envs 128  # on a GPU: that shape with random weights, or a folder
+    python bench/rollout/continuous.py                         # 16 environments
+    python bench/rollout/continuous.py --envs 64 --repeats 1   # rows of other cases stay in the table
+    python bench/rollout/continuous.py --env-ms 20             # environments that take 20 ms a step
+    python bench/rollout/continuous.py --model qwen2.5-1.5b --envs 128     # on a GPU
 
-Modes, interleaved in one run, each repeat with other episodes (bench/rollout_simulation.py):
+A model is a shape with random weights (default: that of the quickstart) or a folder.
+
+Modes, interleaved in one run, each repeat with other episodes (bench/rollout/simulation.py):
 `reference` is the lock-step of the reference code, which also generates for finished episodes until
 the last one ends; `lock-step` generates for live ones; `continuous` is what training does. Exit
 code 1 when tokens differ from those of the repeat's first play, or log-probs by more than rounding;
@@ -32,11 +34,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, commit, cpu_name, read, write
-from bench.rollout_plot import draw, markdown
-from bench.rollout_simulation import (
+from bench.rollout.plot import draw, markdown
+from bench.rollout.simulation import (
     MOST_PROMPT,
     MOST_RESPONSE,
     SHAPES,

@@ -1,7 +1,7 @@
 """What rollouts that run ahead of training save: the same updates with rollout.ahead = 0 and 1, over one vLLM server.
 
-    python bench/ahead.py [--updates 8] [--repeats 3] [overrides of `paw train quickstart`]
-    python bench/ahead.py --learn 0 1 2
+    python bench/rollout/ahead.py [--updates 8] [--repeats 3] [overrides of `paw train quickstart`]
+    python bench/rollout/ahead.py --learn 0 1 2
 
 Trainer and server have a core each. The model has seen one step of the quickstart's warm-up, so
 that it does not end its responses: OPTIONS make an update take about as long as its episodes do.
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, cpu_name, paw, write
 from paw import run as runs

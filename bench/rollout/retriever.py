@@ -1,6 +1,6 @@
 """Retrieval: time to index, and queries a second in this process and over HTTP, on the generated world's documents.
 
-    OMP_NUM_THREADS=1 python bench/retriever.py [--bm25 20000] [--dense 1000]
+    OMP_NUM_THREADS=1 python bench/rollout/retriever.py [--bm25 20000] [--dense 1000]
 
 Writes bench/results/retriever_cpu.csv. `index` reads, checks and indexes a JSONL file; `reopen`
 opens what that left in the cache. `process` searches for `batch` queries a call; `http` is a real
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, commit, cpu_name, write
 from paw.envs.search.retrieval import Retriever, make_retriever

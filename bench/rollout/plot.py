@@ -1,4 +1,4 @@
-"""The table and the plot of docs/rollout.md from a file of bench/rollout.py."""
+"""The table and the plot of docs/rollout.md from a file of bench/rollout/continuous.py."""
 
 from pathlib import Path
 from statistics import median

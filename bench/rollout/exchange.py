@@ -1,6 +1,6 @@
 """What it costs two ranks to tell each other an update's episodes: rows of tokens as arrays, or everything as JSON.
 
-    python bench/exchange.py [--tokens 10000000]
+    python bench/rollout/exchange.py [--tokens 10000000]
 
 Random rows of the sizes that ALFWorld has under the paper's limits: prompts of 450 tokens,
 responses of 100, observations of 20, 50 turns an episode, 4 characters a token in texts. Two
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, cpu_name, write
 from paw.build import join_ranks
