@@ -11,7 +11,7 @@ and empties), and prints the ratio of the medians.
 
 The second command trains the quickstart with seeds 0, 1 and 2 on episodes that are all one update
 old, the oldest that rollout.ahead = 1 allows, and writes bench/results/ahead_learning.csv; the same
-seeds with ahead = 0 are in quickstart_long.csv (bench/quickstart_seeds.py).
+seeds with ahead = 0 are in quickstart_long.csv (bench/studies/quickstart_seeds.py).
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The world model's losses on a model that knows the words: SmolLM2-135M-Instruct before and after a short `paw sft`.
 
-    python bench/pretrained.py [--folder runs/smollm2]      # ten minutes of a core
+    python bench/studies/pretrained.py [--folder runs/smollm2]      # ten minutes of a core
 
 Writes bench/results/smollm2.csv. The model is fine-tuned on 192 turns of expert play of small
 generated household games and plays 32 episodes of others; both models are measured on TURNS turns
@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, paw, write
-from bench.studies import SLOPES, household, noisy
+from bench.studies.noise_gradient import SLOPES, household, noisy
 from paw.algo import advantages
 from paw.algo.loss import ce, cmae, joint, ppo, token_batch
 from paw.algo.samples import micro_batches, to_samples

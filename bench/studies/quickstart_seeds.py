@@ -1,7 +1,7 @@
 """Train the quickstart with several seeds, each with a model and a warm-up of its own; write the table and the curve.
 
-    python bench/quickstart_seeds.py --seeds 0 1 2 3 [--runs runs/seeds] [--recipe quickstart-long]
-    python bench/quickstart_seeds.py --alone runs/quickstart
+    python bench/studies/quickstart_seeds.py --seeds 0 1 2 3 [--runs runs/seeds] [--recipe quickstart-long]
+    python bench/studies/quickstart_seeds.py --alone runs/quickstart
 
 The second command writes the minutes of a run that had the machine to itself (`make train`) to
 quickstart_alone.csv. The first writes bench/results/quickstart.csv (one line an evaluation, with
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import matplotlib
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import PercentFormatter

@@ -1,8 +1,8 @@
 """Prediction as a reward in place of a loss: what an episode predicted well adds to its score (arXiv 2607.21273).
 
     paw experiment compare miniature --variants grpo --seeds 10 --variant "predict: wm.enabled=true
-        wm.weight=0 advantage.type=bench/prediction_reward.py:grpo
-        run.callbacks=bench/prediction_reward.py:Prediction"
+        wm.weight=0 advantage.type=bench/studies/prediction_reward.py:grpo
+        run.callbacks=bench/studies/prediction_reward.py:Prediction"
 
 The score of an episode gets `bonus` times the mean probability, under the policy that played it, of
 the tokens of its observations; GRPO then divides by the standard deviation of the group as always.

@@ -1,6 +1,6 @@
 """RWML in miniature, stage 1: how well next states are predicted, and games played, before and after.
 
-    python bench/rwml_quickstart.py [--folder runs/rwml]
+    python bench/studies/rwml_quickstart.py [--folder runs/rwml]
 
 Writes bench/results/rwml_quickstart.csv, and rwml_filter.txt, the easy filter's output. From one
 warmed-up quickstart model: `start`, fine-tuned on a tenth of its triplets (it was never asked for
@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, evaluate, paw, write
 

@@ -1,24 +1,21 @@
-"""Two studies of the paper's claims: where the world model's gradient lies, and training curves.
+"""Where the world model's gradient lies: the share on tokens that nobody can predict (Figure 2c and A.4 of the paper).
 
-    python bench/studies.py noise-gradient runs/quickstart --tasks 16     # Figure 2c and A.4 of arXiv 2606.02388
-    python bench/studies.py dynamics study                                # Figures 10 and 11
+    python bench/studies/noise_gradient.py runs/quickstart --tasks 16
 
-`noise-gradient`: which share of the gradient is on tokens that nobody can predict. The paper
-compares cross-entropy with MAE, before the mask, on WebShop. With p the probability of an
-observation token y, e_y its one-hot vector and z the logits, each loss has
+The paper (arXiv 2606.02388) compares cross-entropy with MAE, before the mask, on WebShop. With p
+the probability of an observation token y, e_y its one-hot vector and z the logits, each loss has
 
     |dL/dlog p| = g,    ||dL/dz|| = g ||e_y - softmax(z)||,    g = 1 (ce), p^q (gce), p (mae), p [p <= rho] (cmae)
 
 Both are summed over tokens, all of equal weight: 1/|o|, lambda and the selection by entropy are
 left out. Which of the two the figure shows, and its values, are in no public text we found, nor are
-the exact rules of A.4.
+the exact rules of A.4. Writes noise.csv, noise.md and noise.png.
 """
 
 import argparse
-import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -27,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.figure import Figure
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from paw.algo.samples import micro_batches, to_samples
 from paw.config import Config
@@ -38,13 +35,11 @@ from paw.plugins import load
 from paw.rollouts.chat import Chat
 from paw.state.export import start_model
 from paw.state.record import code_commit
-from paw.tools.experiment.figures import Curve, draw
-from paw.tools.experiment.results import Record, interval, percent, write
+from paw.tools.experiment.results import Record, percent, write
 from paw.tools.player import EPISODES, open_player, resolve, tell
-from paw.tools.plots import INK, PALETTE, legend, moving_mean, styled
+from paw.tools.plots import PALETTE, legend, styled
 from paw.tools.recorded import read_episodes
 from paw.tools.results import markdown
-from paw.tools.rundir import Run, load_run
 
 Rule = Callable[[str, str, str], list[tuple[int, int]]]
 """(prompt, action, observation) -> the characters [start, end) of the observation that are noise."""
@@ -58,22 +53,6 @@ SLOPES: dict[str, Callable[[float, float, float], float]] = {
 LISTED = re.compile(r"(?:On the \w+ \d+|The \w+ \d+ is open\. In it), you see ([^.]+)")
 ASIN = re.compile(r"\bB0[A-Z0-9]{8}\b")
 SEPARATOR = " [SEP] "
-CURVES = {
-    "success/all": "Success in training (%)",
-    "eval/success": "Success on unseen games (%)",
-    "policy/entropy": "Policy entropy (nats)",
-    "health/valid_actions": "Valid actions (%)",
-    "policy/response_tokens": "Response length (tokens)",
-    "policy/kl": "KL to the start model (nats)",
-    "wm/loss": "World-model loss",
-    "wm/lambda": "lambda",
-    "optim/gradient_frac": "Tokens with a gradient (%)",
-    "wm/masked_frac": "Observation tokens masked (%)",
-    "optim/grad_norm": "Gradient norm",
-}
-"""The panel of each metric; metrics that no run has are left out."""
-WINDOW = 10
-"""Updates of the moving mean."""
 
 
 class Token(NamedTuple):
@@ -211,9 +190,8 @@ def p_and_spread(policy: Any, batch: Any, temperature: float) -> list[tuple[floa
     pairs = []
     target = batch.target[batch.observation]
     hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position[batch.observation]]
-    for x, y in zip(
-        hidden.split(256), target[:, None].split(256), strict=True
-    ):  # few rows of V at a time
+    # Few rows of [V] at a time.
+    for x, y in zip(hidden.split(256), target[:, None].split(256), strict=True):
         z = policy.transform(torch.nn.functional.linear(x, policy.head_weight, policy.head_bias))
         p = (z / temperature).softmax(-1)
         p_of_target = p.gather(1, y)
@@ -309,126 +287,13 @@ def on_noise(lines: Sequence[Record]) -> Figure:
     return figure
 
 
-def average(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
-    """The curve over seeds, each seed smoothed by a moving mean before; at the updates that all seeds have."""
-    smoothed: list[dict[int, float]] = []
-    for run in runs:
-        steps, values = run.series(key)
-        by_step: dict[int, float] = {}
-        if steps:
-            by_step = dict(zip(steps, map(float, moving_mean(values, window)), strict=True))
-        smoothed.append(by_step)
-
-    curve: Curve = {}
-    for step in smoothed[0]:
-        if all(step in by_step for by_step in smoothed):
-            curve[step] = interval([by_step[step] for by_step in smoothed])
-    return curve
-
-
-def dynamics(options: argparse.Namespace, overrides: dict[str, str]) -> None:
-    """Write dynamics.{csv,png,md}: a line for each run and update; a panel for each metric; first and last means."""
-    if overrides:
-        raise UserError(f"unknown option '--{next(iter(overrides))}'")
-    groups = read(options.runs)
-    logged = {key for group in groups.values() for run in group for key in run.metrics}
-    shown = {key: label for key, label in CURVES.items() if key in logged}
-    if not shown:
-        raise UserError(f"{options.runs[0]}: none of its metrics is a training curve")
-    panels: dict[str, dict[str, Curve]] = {}
-    rows = []
-    for key, label in shown.items():
-        window = 1 if key.startswith("eval/") else WINDOW
-        row = [label]
-        panels[label] = {}
-        for name, group in groups.items():
-            having = [run for run in group if key in run.metrics]
-            panels[label][name] = average(having, key, window) if having else {}
-            row.append(first_to_last(having, key, window, factor_of(label)))
-        rows.append(row)
-
-    records = []
-    for name, group in groups.items():
-        for run in group:
-            for step in sorted({step for key in shown for step in run.metrics.get(key, {})}):
-                record = {"group": name, "run": run.name, "update": step}
-                for key in shown:
-                    record[key] = run.at(key, step)
-                records.append(record)
-
-    header = ["", *(f"{name} ({len(group)})" for name, group in groups.items())]
-    text = f"""# Training curves
-
-{markdown(header, rows)}
-
-Means over runs of the first and the last {WINDOW} updates, of the first and the last evaluation. In the plot moving
-means of {WINDOW} updates, bands: 95 % Student interval over runs. The counterpart of Figures 10 and 11 of
-arXiv 2606.02388."""
-    write(options.out, "dynamics", text=text, records=records, figure=curves(panels))
-
-
-def factor_of(label: str) -> int:
-    """100 for a label in per cent."""
-    return 100 if label.endswith("(%)") else 1
-
-
-def first_to_last(runs: Sequence[Run], key: str, window: int, factor: int) -> str:
-    """ "first -> last": the mean over runs of the first and of the last `window` values; "-" without a run."""
-    if not runs:
-        return "-"
-    first = fmean([run.first(key, window) or 0.0 for run in runs])
-    last = fmean([run.last(key, window) or 0.0 for run in runs])
-    return f"{factor * first:.3g} -> {factor * last:.3g}"
-
-
-def read(folders: list[Path]) -> dict[str, list[Run]]:
-    """Runs by group: an experiment's by variant, any other run on its own.
-
-    Raises UserError if a folder has none.
-    """
-    groups: dict[str, list[Run]] = {}
-    for folder in folders:
-        if not (folder / "runs").is_dir():
-            run = load_run(folder)
-            groups.setdefault(run.name, []).append(run)
-            continue
-        runs = [load_run(path.parent) for path in sorted((folder / "runs").glob("*/metrics.jsonl"))]
-        finished = [run for run in runs if run.finished]
-        if not finished:
-            raise UserError(f"{folder / 'runs'}: no finished run in it")
-        for run in finished:
-            variant, _, _ = run.name.rpartition("-")
-            groups.setdefault(variant or run.name, []).append(run)
-    return groups
-
-
-@styled
-def curves(panels: Mapping[str, Mapping[str, Curve]]) -> Figure:
-    """A panel for each metric with a curve for each group of runs."""
-    rows = math.ceil(len(panels) / 3)
-    figure = Figure((9.6, 2.5 * rows + 0.4))
-    grid = list(figure.subplots(rows, 3, squeeze=False).flat)
-    for axes, (label, groups) in zip(grid, panels.items(), strict=False):
-        for index, (name, curve) in enumerate(groups.items()):
-            draw(axes, curve, index, name, factor_of(label))
-        axes.set_title(label, fontsize=9, loc="left", color=INK)
-    for axes in grid[len(panels) :]:
-        axes.remove()
-    for axes in grid[max(0, len(panels) - 3) : len(panels)]:
-        axes.set_xlabel("Update")
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper left", ncols=6)
-    return figure
-
-
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
+        allow_abbrev=False,
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="any key of the configuration can be set: --rollout.tasks 4",
     )
-    studies = parser.add_subparsers(required=True, metavar="STUDY")
-    noise = studies.add_parser(
-        "noise-gradient", epilog="any key of the configuration can be set: --rollout.tasks 4"
-    )
-    add = noise.add_argument
+    add = parser.add_argument
     add("models", nargs="+", metavar="MODEL", help="run directory (its start model too) or model")
     add("--recipe", help="environment and sampling (default: the run's own configuration)")
     add(
@@ -445,23 +310,11 @@ def main(words: Sequence[str] | None = None) -> None:
         help="what is noise: alfworld, webshop or FILE.py:FUNCTION (default: by environment)",
     )
     add("--out", type=Path, default=Path("noise"), help="folder to write (default: %(default)s)")
-    noise.set_defaults(study=noise_gradient)
-    curves_parser = studies.add_parser("dynamics")
-    curves_parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        help="run directories, or an experiment's folder (with runs/ in it)",
-    )
-    curves_parser.add_argument(
-        "--out", type=Path, default=Path("dynamics"), help="folder to write (default: %(default)s)"
-    )
-    curves_parser.set_defaults(study=dynamics)
     options, rest = parser.parse_known_args(words)
     try:
         pairs = zip(rest[::2], rest[1::2], strict=True)
         overrides = {key.removeprefix("--"): value for key, value in pairs}
-        options.study(options, overrides)
+        noise_gradient(options, overrides)
     except (UserError, ValueError) as error:
         parser.error(str(error))
 

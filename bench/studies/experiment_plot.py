@@ -1,16 +1,16 @@
 """docs/experiment_compare.png, experiment_sparse.png and noise_gradient.png anew from their files in bench/results.
 
-python bench/experiment_plot.py
+python bench/studies/experiment_plot.py
 """
 
 import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, read
-from bench.studies import on_noise
+from bench.studies.noise_gradient import on_noise
 from paw.tools.experiment.compare import summarise
 from paw.tools.experiment.figures import comparison, evaluations
 
