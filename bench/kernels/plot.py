@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import matplotlib
 
@@ -33,7 +33,10 @@ COLOURS = {
     "cut_cross_entropy": "#009E73",
     "quack": "#56B4E9",
 }
-BOTH, STATISTICS, HEAD = "forward + backward", "statistics + backward", "Llama-3.1-8B"
+BOTH = "forward + backward"
+STATISTICS = "statistics + backward"
+HEAD = "Llama-3.1-8B"
+"""The head of the plots of a GPU."""
 
 
 def read(path: Path) -> Rows:
@@ -45,22 +48,22 @@ def draw(path: Path, folder: Path) -> list[Path]:
     """Draws what the table has data for; returns the pictures."""
     rows = read(path)
     if "tile" in rows[0]:
-        return [
-            save(
-                tiles(read(path.with_name("triton_aot_before.csv")), rows),
-                folder / "kernels_tile.png",
-            )
-        ]
+        before = read(path.with_name("triton_aot_before.csv"))
+        return [save(tiles(before, rows), folder / "kernels_tile.png")]
+
     timed = [row for row in rows if row.get("ms")]
     measured = [row for row in timed if row["kind"] == "measured"]
     if measured and not measured[0]["cuda"]:
         return [save(cpu(measured), folder / "kernels_cpu.png")]
-    predicted = timed if not measured else read(path.with_name("kernels_predicted.csv"))
+
+    predicted = timed
+    if measured:
+        predicted = read(path.with_name("kernels_predicted.csv"))
     predicted = [row for row in predicted if row["kind"] == "prediction" and row["ms"]]
-    pictures = {"time": time, "memory": memory, "live": live}
     return [
-        save(plot(measured, predicted), folder / f"kernels_{name}.png")
-        for name, plot in pictures.items()
+        save(time(measured, predicted), folder / "kernels_time.png"),
+        save(memory(measured, predicted), folder / "kernels_memory.png"),
+        save(live(measured, predicted), folder / "kernels_live.png"),
     ]
 
 
@@ -70,39 +73,59 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def panel(measured: Rows, what: str) -> tuple[Figure, Axes]:
+def panel(measured: Rows, title: str) -> tuple[Figure, Axes]:
     figure, axes = plt.subplots(figsize=(7.2, 4.2), dpi=150, layout="constrained")
     source = "Prediction for one H200, nothing was run"
     if measured:
         source = f"{measured[0]['device']} (dashed: predicted for an H200)"
-    axes.set_title(f"{source}\n{what}", loc="left", fontsize=10)
+    axes.set_title(f"{source}\n{title}", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
-def tokens_axis(axes: Axes, ts: list[int]) -> None:
+def token_counts(rows: Rows) -> list[int]:
+    """The T at which the head of the plots was run, ascending."""
+    return sorted({int(row["T"]) for row in rows if row["head"] == HEAD})
+
+
+def tokens_axis(axes: Axes, counts: list[int]) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ts, [f"{t // 1024}k" for t in ts])
+    axes.set_xticks(counts, [f"{count // 1024}k" for count in counts])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("Tokens T")
 
 
-def dense(rows: Rows, name: str) -> Rows:
-    found = [
-        r for r in rows if r["head"] == HEAD and r["implementation"] == name and r["mode"] == BOTH
+def by_tokens(rows: Rows, name: str, share: str = "1.0") -> Rows:
+    """Forward + backward of an implementation at HEAD with that share of live rows, by T.
+
+    Without the rows that were known to be dead before the forward.
+    """
+    chosen = [
+        row
+        for row in rows
+        if row["head"] == HEAD
+        and row["implementation"] == name
+        and row["mode"] == BOTH
+        and row["live"] == share
+        and row["dead"] != "known"
     ]
-    return sorted((r for r in found if r["live"] == "1.0"), key=lambda r: int(r["T"]))
+    return sorted(chosen, key=lambda row: int(row["T"]))
 
 
 def best_of_ours(rows: Rows) -> str:
-    """The backend that took the least time at the reference head, over all T; "" if there is none."""
-    names = {r["implementation"] for r in rows if r["implementation"].startswith("paw[")}
-    spent = {
-        name: sum(float(r["ms"]) for r in dense(rows, name))
-        for name in sorted(names)
-        if dense(rows, name)
-    }
-    return min(spent, key=spent.__getitem__, default="")
+    """The backend that took the least time at HEAD, over all T; "" if there is none."""
+    names = {row["implementation"] for row in rows if row["implementation"].startswith("paw[")}
+    total_ms = {}
+    for name in sorted(names):
+        timed = by_tokens(rows, name)
+        if timed:
+            total_ms[name] = sum(float(row["ms"]) for row in timed)
+    return min(total_ms, key=total_ms.__getitem__, default="")
+
+
+def measured_last(measured: Rows, predicted: Rows) -> list[Rows]:
+    """The tables to draw, the measured one over the predicted one."""
+    return [predicted, measured] if measured else [predicted]
 
 
 def line(
@@ -115,52 +138,72 @@ def line(
     strong: bool = True,
     text: str | None = None,
 ) -> None:
-    style: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "white"} if predicted else {}
     axes.plot(
         xs,
         ys,
         marker="o",
         markersize=4,
+        markerfacecolor="white" if predicted else colour,
         color=colour,
+        linestyle="--" if predicted else "-",
         linewidth=2.2 if strong else 1.3,
         label=text,
-        **style,
     )
 
 
-def label_ends(axes: Axes, ends: list[tuple[float, float, str, str]], gap: float = 0.05) -> None:
-    """Names (x, y, text, colour) beside the last points, moved apart where they would overlap."""
+class End(NamedTuple):
+    """The last point of a curve, and the name to write beside it."""
+
+    x: float
+    y: float
+    text: str
+    colour: str
+
+
+def label_ends(axes: Axes, ends: list[End], gap: float = 0.05) -> None:
+    """Writes the names beside the last points, moved apart if they would overlap.
+
+    `gap`: the least distance of two names, as a share of the axis.
+    """
     low, high = axes.get_ylim()
-    log = axes.get_yscale() == "log"
-    ends = sorted(ends, key=lambda end: end[1])
-    at = [
-        math.log(y / low) / math.log(high / low) if log else (y - low) / (high - low)
-        for _, y, _, _ in ends
-    ]
+    ends = sorted(ends, key=lambda end: end.y)
+    heights = []  # of the names, as shares of the axis
+    for end in ends:
+        if axes.get_yscale() == "log":
+            heights.append(math.log(end.y / low) / math.log(high / low))
+        else:
+            heights.append((end.y - low) / (high - low))
+
     for _ in range(200):
-        for i, (below, above) in enumerate(pairwise(at)):
+        for i, (below, above) in enumerate(pairwise(heights)):
             if above - below < gap:
-                at[i : i + 2] = (below + above - gap) / 2, (below + above + gap) / 2
-    for (x, y, text, colour), height in zip(ends, at, strict=True):
+                heights[i : i + 2] = (below + above - gap) / 2, (below + above + gap) / 2
+
+    for end, height in zip(ends, heights, strict=True):
         leader = {
             "arrowstyle": "-",
-            "color": colour,
+            "color": end.colour,
             "linewidth": 0.5,
             "shrinkB": 4,
             "relpos": (0, 0.5),
         }
-        place = {
-            "xytext": (1.03, height),
-            "textcoords": "axes fraction",
-            "va": "center",
-            "annotation_clip": False,
-        }
-        axes.annotate(text, (x, y), color=colour, fontsize=8, arrowprops=leader, **place)
+        axes.annotate(
+            end.text,
+            (end.x, end.y),
+            color=end.colour,
+            fontsize=8,
+            arrowprops=leader,
+            xytext=(1.03, height),
+            textcoords="axes fraction",
+            va="center",
+            annotation_clip=False,
+        )
 
 
 def limits(axes: Axes, values: list[float], ticks: list[float]) -> None:
     """A logarithmic axis around the values, with plain numbers at those of `ticks` that it shows."""
-    low, high = min(values) / 1.3, max(values) * 1.3
+    low = min(values) / 1.3
+    high = max(values) * 1.3
     shown = [tick for tick in ticks if low <= tick <= high]
     axes.set(yscale="log", ylim=(low, high))
     axes.set_yticks(shown, [f"{tick:g}" for tick in shown])
@@ -168,106 +211,99 @@ def limits(axes: Axes, values: list[float], ticks: list[float]) -> None:
 
 
 def time(measured: Rows, predicted: Rows) -> Figure:
+    """Microseconds a token against T: ours at three shares of live rows, each peer at 1."""
     figure, axes = panel(measured, f"Forward + backward, {HEAD} head, bf16")
-    ends, drawn, ts = (
-        [],
-        [],
-        sorted({int(r["T"]) for r in (measured or predicted) if r["head"] == HEAD}),
-    )
-    for rows in (predicted, measured) if measured else (predicted,):
+    ends: list[End] = []
+    values: list[float] = []
+    for rows in measured_last(measured, predicted):
         ours = best_of_ours(rows)
-        for name in (*COLOURS, ours):
-            for share in ("1.0", "0.4", "0.1") if name == ours else ("1.0",):
-                found = dense(
-                    [
-                        {**r, "live": "1.0"}
-                        for r in rows
-                        if r["live"] == share and r["dead"] != "known"
-                    ],
-                    name,
-                )
-                if not found or (rows is predicted and measured and name != ours):
-                    continue
-                xs, ys = (
-                    [int(r["T"]) for r in found],
-                    [1e3 * float(r["ms"]) / int(r["T"]) for r in found],
-                )
-                colour = OURS if name == ours else COLOURS[name]
-                line(axes, xs, ys, colour, predicted=rows is predicted, strong=name == ours)
-                drawn += ys
-                if rows is predicted and name == ours:
-                    slow = [1e3 * float(r["ms_cautious"]) / int(r["T"]) for r in found]
-                    axes.fill_between(xs, ys, slow, color=OURS, alpha=0.12, linewidth=0)
-                if rows is (measured or predicted):
-                    ends.append(
-                        (
-                            xs[-1],
-                            ys[-1],
-                            f"{name}, f = {float(share):g}" if name == ours else name,
-                            colour,
-                        )
-                    )
-    tokens_axis(axes, ts)
+        curves = [(name, "1.0") for name in COLOURS]
+        curves += [(ours, share) for share in ("1.0", "0.4", "0.1")]
+        if rows is predicted and measured:  # peers that were measured need no prediction
+            curves = [(name, share) for name, share in curves if name == ours]
+
+        for name, share in curves:
+            timed = by_tokens(rows, name, share)
+            if not timed:
+                continue
+            xs = [int(row["T"]) for row in timed]
+            ys = [1e3 * float(row["ms"]) / int(row["T"]) for row in timed]
+            colour = OURS if name == ours else COLOURS[name]
+            line(axes, xs, ys, colour, predicted=rows is predicted, strong=name == ours)
+            values += ys
+            if rows is predicted and name == ours:
+                cautious = [1e3 * float(row["ms_cautious"]) / int(row["T"]) for row in timed]
+                axes.fill_between(xs, ys, cautious, color=OURS, alpha=0.12, linewidth=0)
+            if rows is (measured or predicted):
+                text = f"{name}, f = {float(share):g}" if name == ours else name
+                ends.append(End(xs[-1], ys[-1], text, colour))
+
+    tokens_axis(axes, token_counts(measured or predicted))
     axes.set_ylabel("µs per token")
-    limits(axes, drawn, [0.5, 1, 2, 3, 5, 10, 20, 30, 50, 100])
+    limits(axes, values, [0.5, 1, 2, 3, 5, 10, 20, 30, 50, 100])
     label_ends(axes, ends)
     return figure
 
 
 def memory(measured: Rows, predicted: Rows) -> Figure:
+    """GiB against T, beside those of the full logits and of a float32 dW."""
     figure, axes = panel(measured, f"Memory over the inputs, results included, {HEAD} head, bf16")
-    ends, drawn, ts = (
-        [],
-        [],
-        sorted({int(r["T"]) for r in (measured or predicted) if r["head"] == HEAD}),
-    )
-    for rows in (predicted, measured) if measured else (predicted,):
+    ends: list[End] = []
+    values: list[float] = []
+    for rows in measured_last(measured, predicted):
         ours = best_of_ours(rows)
         for name in (*COLOURS, ours):
-            found = [r for r in dense(rows, name) if r["peak_mib"]]
-            if not found:
+            counted = [row for row in by_tokens(rows, name) if row["peak_mib"]]
+            if not counted:
                 continue
-            xs, ys = [int(r["T"]) for r in found], [float(r["peak_mib"]) / 1024 for r in found]
+            xs = [int(row["T"]) for row in counted]
+            ys = [float(row["peak_mib"]) / 1024 for row in counted]
             colour = OURS if name == ours else COLOURS[name]
             line(axes, xs, ys, colour, predicted=rows is predicted, strong=name == ours)
-            drawn += ys
+            values += ys
             if rows is (measured or predicted):
-                ends.append((xs[-1], ys[-1], name, colour))
-    D, V = next((int(r["D"]), int(r["V"])) for r in predicted if r["head"] == HEAD)
-    for count, text in (
-        ([t * V for t in ts], "logits, bf16"),
-        ([2 * D * V] * len(ts), "dW, float32"),
-    ):
-        ys = [2 * n / 2**30 for n in count]
-        axes.plot(ts, ys, ":", color="#666666", linewidth=1.3)
-        ends.append((ts[-1], ys[-1], text, "#666666"))
-        drawn += ys
-    tokens_axis(axes, ts)
+                ends.append(End(xs[-1], ys[-1], name, colour))
+
+    counts = token_counts(measured or predicted)
+    first = next(row for row in predicted if row["head"] == HEAD)
+    D, V = int(first["D"]), int(first["V"])
+    logits_gib = [2 * T * V / 2**30 for T in counts]
+    d_weight_gib = [4 * D * V / 2**30 for _ in counts]
+    for ys, text in ((logits_gib, "logits, bf16"), (d_weight_gib, "dW, float32")):
+        axes.plot(counts, ys, ":", color="#666666", linewidth=1.3)
+        ends.append(End(counts[-1], ys[-1], text, "#666666"))
+        values += ys
+
+    tokens_axis(axes, counts)
     axes.set_ylabel("GiB")
-    limits(axes, drawn, [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100])
+    limits(axes, values, [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100])
     label_ends(axes, ends)
     return figure
 
 
 def live(measured: Rows, predicted: Rows) -> Figure:
+    """Time over that with every row live, against the share f of live rows, at two T."""
     figure, axes = panel(
         measured, f"Forward + backward against the share of rows with a gradient, {HEAD} head, bf16"
     )
     axes.plot([0, 1], [1 / 3, 1], ":", color="#666666", linewidth=1.3, label="(1 + 2f) / 3")
-    for rows in (predicted, measured) if measured else (predicted,):
+    for rows in measured_last(measured, predicted):
         ours = best_of_ours(rows)
         for T, colour in (("4096", "#E69F00"), ("32768", OURS)):
-            mine = [
-                r
-                for r in rows
-                if (r["head"], r["T"], r["implementation"], r["mode"]) == (HEAD, T, ours, BOTH)
-            ]
-            by_share = {float(r["live"]): float(r["ms"]) for r in mine if r["dead"] != "known"}
-            if 1.0 not in by_share:
+            ms_by_share = {
+                float(row["live"]): float(row["ms"])
+                for row in rows
+                if (row["head"], row["T"], row["mode"]) == (HEAD, T, BOTH)
+                and row["implementation"] == ours
+                and row["dead"] != "known"
+            }
+            if 1.0 not in ms_by_share:
                 continue
-            xs = sorted(by_share)
-            ys = [by_share[x] / by_share[1.0] for x in xs]
-            text = f"{ours}, T {int(T) // 1024}k" + (", prediction" if rows is predicted else "")
+            xs = sorted(ms_by_share)
+            ys = [ms_by_share[share] / ms_by_share[1.0] for share in xs]
+            text = f"{ours}, T {int(T) // 1024}k"
+            if rows is predicted:
+                text += ", prediction"
             line(axes, xs, ys, colour, predicted=rows is predicted, text=text)
     axes.axhline(1, color="#999999", linewidth=1)
     axes.annotate(
@@ -286,55 +322,30 @@ def live(measured: Rows, predicted: Rows) -> Figure:
 
 def cpu(rows: Rows) -> Figure:
     """Bars: the row operation, then forward + backward of each shape that more than one implementation ran."""
-    row_op = [r for r in rows if r["mode"] == "row statistics"]
-    heads = list(dict.fromkeys(r["head"] for r in rows if r["mode"] == BOTH))
-    panels = (
-        [bars(row_op, f"row statistics, {row_op[0]['T']} x {int(row_op[0]['V']):,}")]
-        if row_op
-        else []
-    )
-    for head in heads:
-        mine = [
-            r
-            for r in rows
-            if r["head"] == head and r["mode"] == BOTH and r["dead"] != "known" and r["ms"]
-        ]
-        mine = [r for r in mine if r["live"] == "1.0" or r["implementation"].startswith("paw[cpu")]
-        shape = f"T {mine[0]['T']}, D {mine[0]['D']}, V {int(mine[0]['V']):,}"
-        panels.append(bars(mine, f"{BOTH}, {shape}"))
-        panels.append(
-            bars(
-                [r for r in rows if r["head"] == head and r["mode"] == STATISTICS],
-                f"{STATISTICS}, {shape}",
-            )
-        )
-    panels = [panel for panel in panels if len(panel[0]) > 1]
-    heights, about = [len(names) for names, _, _ in panels], rows[0]
+    groups = [group for group in cpu_groups(rows) if len(group.names) > 1]
+    heights = [len(group.names) for group in groups]
     # One under the other, so that a telephone shows them at a size that can be read.
-    size = (4.6, 0.2 * sum(heights) + 0.4 * len(panels) + 0.5)
     figure, grid = plt.subplots(
-        len(panels),
+        len(groups),
         1,
-        figsize=size,
+        figsize=(4.6, 0.2 * sum(heights) + 0.4 * len(groups) + 0.5),
         dpi=150,
         layout="constrained",
         gridspec_kw={"height_ratios": heights},
     )
-    threads = "1 thread" if about["threads"] == "1" else f"{about['threads']} threads"
+    first = rows[0]
+    threads = "1 thread" if first["threads"] == "1" else f"{first['threads']} threads"
     figure.suptitle(
-        f"{about['device']}, {threads}\ntorch {about['torch']}, float32: median ms", fontsize=9
+        f"{first['device']}, {threads}\ntorch {first['torch']}, float32: median ms", fontsize=9
     )
-    for axes, (names, values, title) in zip(np.atleast_1d(grid), panels, strict=True):
-        colours = [OURS if name.startswith("paw") else "#BBBBBB" for name in names]
-        drawn = axes.barh(names, values, color=colours)
-        axes.bar_label(
-            drawn,
-            [f"{value:,.0f}" if value >= 100 else f"{value:#.3g}" for value in values],
-            padding=3,
-            fontsize=8,
-        )
-        axes.set_title(title, loc="left", fontsize=9)
-        axes.set_ylim(len(names) - 0.5, -0.5)
+
+    for axes, group in zip(np.atleast_1d(grid), groups, strict=True):
+        colours = [OURS if name.startswith("paw") else "#BBBBBB" for name in group.names]
+        bars = axes.barh(group.names, group.ms, color=colours)
+        labels = [f"{ms:,.0f}" if ms >= 100 else f"{ms:#.3g}" for ms in group.ms]
+        axes.bar_label(bars, labels, padding=3, fontsize=8)
+        axes.set_title(group.title, loc="left", fontsize=9)
+        axes.set_ylim(len(group.names) - 0.5, -0.5)
         axes.margins(x=0.16)
         axes.spines[["top", "right", "bottom"]].set_visible(False)
         axes.tick_params(axis="y", length=0, labelsize=8)
@@ -342,40 +353,78 @@ def cpu(rows: Rows) -> Figure:
     return figure
 
 
+class Bars(NamedTuple):
+    """A group of bars, the shortest first."""
+
+    title: str
+    names: list[str]
+    ms: list[float]
+
+
+def make_bars(rows: Rows, title: str) -> Bars:
+    rows = sorted(rows, key=lambda row: float(row["ms"]))
+    names = []
+    for row in rows:
+        name = row["implementation"]
+        if row["live"] not in ("", "1.0"):
+            name += f", f = {float(row['live']):g}"
+        names.append(name)
+    return Bars(title, names, [float(row["ms"]) for row in rows])
+
+
+def cpu_groups(rows: Rows) -> list[Bars]:
+    """The row operation; then of each shape forward + backward, and statistics + backward."""
+    groups = []
+    row_operation = [row for row in rows if row["mode"] == "row statistics"]
+    if row_operation:
+        shape = f"{row_operation[0]['T']} x {int(row_operation[0]['V']):,}"
+        groups.append(make_bars(row_operation, f"row statistics, {shape}"))
+
+    for head in dict.fromkeys(row["head"] for row in rows if row["mode"] == BOTH):
+        of_head = [row for row in rows if row["head"] == head]
+        both = [
+            row
+            for row in of_head
+            if row["mode"] == BOTH
+            and row["dead"] != "known"
+            and row["ms"]
+            and (row["live"] == "1.0" or row["implementation"].startswith("paw[cpu"))
+        ]
+        statistics = [row for row in of_head if row["mode"] == STATISTICS]
+        shape = f"T {both[0]['T']}, D {both[0]['D']}, V {int(both[0]['V']):,}"
+        groups.append(make_bars(both, f"{BOTH}, {shape}"))
+        groups.append(make_bars(statistics, f"{STATISTICS}, {shape}"))
+    return groups
+
+
 def tiles(before: Rows, now: Rows) -> Figure:
     """Instructions that a warp spends on a tile, in both versions of the forward kernel."""
-    shape = ("triton", "arch", "dtype", "kernel", "V", "D", "bias", "gradients", "softcap")
-    of = {
-        tuple(row[key] for key in shape): int(row["tile"])
-        for row in now
-        if row["table"] == "yes" and row["tile"]
-    }
+    key = ("triton", "arch", "dtype", "kernel", "V", "D", "bias", "gradients", "softcap")
+    now_by_key = {}
+    for row in now:
+        if row["table"] == "yes" and row["tile"]:
+            now_by_key[tuple(row[name] for name in key)] = int(row["tile"])
+
     figure, axes = plt.subplots(figsize=(4.6, 4.8), dpi=150, layout="constrained")
-    names, version = [], before[0]["triton"]
+    names = []
     for place, row in enumerate(before):
-        old, new = int(row["tile"]), of[tuple(row[key] for key in shape)]
+        old = int(row["tile"])
+        new = now_by_key[tuple(row[name] for name in key)]
         axes.barh(place - 0.19, old, 0.36, color="#BBBBBB", label="before" if not place else None)
         axes.barh(place + 0.19, new, 0.36, color=OURS, label="now" if not place else None)
-        share = f"{new / old - 1:.0%}".replace("-", "\N{MINUS SIGN}")
-        axes.text(new, place + 0.19, f" {new:,} ({share})", va="center", fontsize=8)
-        what = ", bias" * (row["bias"] == "True") + ", no gradients" * (row["gradients"] == "False")
-        names.append(f"{row['arch']}, D {row['D']},\nV {int(row['V']):,}{what}")
+        change = f"{new / old - 1:.0%}".replace("-", "\N{MINUS SIGN}")
+        axes.text(new, place + 0.19, f" {new:,} ({change})", va="center", fontsize=8)
+        name = f"{row['arch']}, D {row['D']},\nV {int(row['V']):,}"
+        if row["bias"] == "True":
+            name += ", bias"
+        if row["gradients"] == "False":
+            name += ", no gradients"
+        names.append(name)
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.set(
         ylim=(len(names) - 0.5, -0.5), xlim=(0, 3100), xlabel="Instructions a warp spends on a tile"
     )
     axes.legend(loc="lower right", frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"Compiled by Triton {version}, not run", loc="left", fontsize=9)
+    axes.set_title(f"Compiled by Triton {before[0]['triton']}, not run", loc="left", fontsize=9)
     return figure
-
-
-def bars(rows: Rows, title: str) -> tuple[list[str], list[float], str]:
-    rows = sorted(rows, key=lambda row: float(row["ms"]))
-    names = [
-        f"{r['implementation']}, f = {float(r['live']):g}"
-        if r["live"] not in ("", "1.0")
-        else r["implementation"]
-        for r in rows
-    ]
-    return names, [float(row["ms"]) for row in rows], title

@@ -32,9 +32,8 @@ def paw_loss(logp: Tensor, entropy: Tensor, batch: Tokens) -> Tensor:
     """The surrogate without a clip, which rows on policy do not reach, and CMAE."""
     p = logp.exp()
     surrogate = -batch.advantage * (logp - batch.old_logp).exp()
-    return batch.weight * torch.where(
-        batch.observation, torch.where(p.detach() <= RHO, 1 - p, 0.0), surrogate
-    )
+    cmae = torch.where(p.detach() <= RHO, 1 - p, 0.0)
+    return batch.weight * torch.where(batch.observation, cmae, surrogate)
 
 
 HEADS = {  # name: (D, V)
@@ -48,7 +47,7 @@ RHO = 0.2
 CHECKED = 64
 """Rows of hidden and rows of the weight whose gradients are compared with float64."""
 _ROWS, _COLUMNS = 8192, 16_384
-"""Of one float64 tile: 1 GiB."""
+"""The size of one float64 tile of logits: 1 GiB."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,20 @@ class Problem:
 
     @cached_property
     def plain(self) -> "Errors":
-        """Of plain torch in the dtype of the inputs, on the checked rows alone: the yardstick of `passes`."""
-        at = self.checked
-        x, w = self.hidden[at].requires_grad_(), self.weight.detach().requires_grad_()
-        logp = (x @ w.t()).log_softmax(-1).gather(1, self.target[at, None]).squeeze(1)
-        rows = {name: getattr(self, name)[at] for name in ("hidden", "target", "log_sum", "logp")}
+        """The errors of plain torch in the dtype of the inputs, on the checked rows: the yardstick of `passes`."""
+        index = self.checked
+        x = self.hidden[index].requires_grad_()
+        w = self.weight.detach().requires_grad_()
+        logp = (x @ w.t()).log_softmax(-1).gather(1, self.target[index, None]).squeeze(1)
         part = replace(
             self,
-            **rows,
-            rows=self.rows.take(at),
+            hidden=self.hidden[index],
+            target=self.target[index],
+            log_sum=self.log_sum[index],
+            logp=self.logp[index],
+            rows=self.rows.take(index),
             known=False,
-            checked=torch.arange(at.numel(), device=at.device),
+            checked=torch.arange(index.numel(), device=index.device),
         )
         a = 0.7 * slope_of_mean(part)  # powers of two would round to nothing in 16 bits
         gradients = list(torch.autograd.grad((a * logp).sum(), (x, w)))
@@ -94,8 +96,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Errors:
-    """Against float64; None where an implementation does not tell. Absolute (nats) for the first
-    two, largest of all rows; for gradients the norm of the difference over the norm."""
+    """Errors against float64; None if the implementation does not return that result.
+
+    Of loss and logp the largest absolute one, nats; of gradients the norm of the difference over
+    the norm.
+    """
 
     loss: float | None = None
     logp: float | None = None
@@ -114,29 +119,32 @@ def make_problem(
     device: torch.device,
     seed: int = 0,
 ) -> Problem:
-    """round(live T) rows have a gradient; with `known` the others are of kind 0, else only the forward can tell.
+    """A problem in which round(live T) rows have a gradient.
 
-    Raises ValueError where D is too small for that: other rows of the weight then point the same
-    way.
+    `known`: whether the others are known before the forward, so that only live rows are gathered.
+    Raises ValueError if D is too small to make rows live or dead: then other rows of the weight
+    point the same way as the target's.
     """
-    g = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, device=device, dtype=dtype)
+        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
-    def some(n: int, of: int) -> Tensor:
-        return torch.randperm(of, generator=g, device=device)[:n]
+    def some(count: int, total: int) -> Tensor:
+        return torch.randperm(total, generator=generator, device=device)[:count]
 
-    weight, hidden = randn(V, D).mul_(D**-0.5), randn(T, D)
-    target = torch.randint(V, (T,), generator=g, device=device)
+    weight = randn(V, D).mul_(D**-0.5)
+    hidden = randn(T, D)
+    target = torch.randint(V, (T,), generator=generator, device=device)
     L = round(live * T)
     order = some(T, T)
-    alive, dead = order[:L].sort().values, order[L:]
-    at_target = weight[target[dead]].float()
-    # log V + 8 above zero, so p of about 0.99 against the noise of the V - 1 others.
-    hidden[dead] += ((math.log(V) + 8) * at_target / at_target.square().sum(1, keepdim=True)).to(
-        dtype
-    )
+    alive = order[:L].sort().values
+    dead = order[L:]
+
+    # The target's logit of a dead row is log V + 8: p of about 0.99 against V - 1 others near 0.
+    direction = weight[target[dead]].float()
+    norm_squared = direction.square().sum(1, keepdim=True)
+    hidden[dead] += ((math.log(V) + 8) * direction / norm_squared).to(dtype)
     log_sum = log_sums(hidden, weight)
     logp = target_logits(hidden, weight, target) - log_sum
     if (logp[dead].exp() < 2 * RHO).any() or (logp[alive].exp() > RHO / 2).any():
@@ -144,26 +152,43 @@ def make_problem(
 
     observation = torch.ones(T, dtype=torch.bool, device=device)
     observation[alive[::2]] = False
-    sign = torch.randint(2, (T,), generator=g, device=device) * 2.0 - 1
-    rows = Tokens(torch.full_like(sign, 0.7 / T), observation, sign, logp.float())
+    sign = torch.randint(2, (T,), generator=generator, device=device) * 2.0 - 1
+    rows = Tokens(
+        weight=torch.full_like(sign, 0.7 / T),
+        observation=observation,
+        advantage=sign,
+        old_logp=logp.float(),
+    )
+
     half = CHECKED // 2
-    checked = torch.cat((alive[some(min(half, L), max(L, 1))], dead[:half])) if L else dead[:half]
+    checked = dead[:half]
+    if L:
+        checked = torch.cat((alive[some(min(half, L), L)], checked))
     words = torch.cat((target[alive[:half]], some(half, V))).unique()
-    return Problem(hidden, weight, target, rows, known, alive, log_sum, logp, checked, words)
+    return Problem(
+        hidden=hidden,
+        weight=weight,
+        target=target,
+        rows=rows,
+        known=known,
+        live=alive,
+        log_sum=log_sum,
+        logp=logp,
+        checked=checked,
+        words=words,
+    )
 
 
 def log_sums(hidden: Tensor, weight: Tensor) -> Tensor:
     """log sum_j exp(z_j), [T] float64, tile by tile."""
-    found = []
-    for x in hidden.split(_ROWS):
-        x, total = (
-            x.double(),
-            torch.full((x.shape[0],), -torch.inf, dtype=torch.float64, device=x.device),
-        )
+    totals = []
+    for rows in hidden.split(_ROWS):
+        x = rows.double()
+        total = torch.full((x.shape[0],), -torch.inf, dtype=torch.float64, device=x.device)
         for w in weight.split(_COLUMNS):
             total = torch.logaddexp(total, torch.logsumexp(x @ w.double().t(), 1))
-        found.append(total)
-    return torch.cat(found) if found else hidden.new_empty(0, dtype=torch.float64)
+        totals.append(total)
+    return torch.cat(totals) if totals else hidden.new_empty(0, dtype=torch.float64)
 
 
 def target_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -172,37 +197,45 @@ def target_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def slope_of_rows(problem: Problem) -> Tensor:
-    """a = dL/dlogp of each row of the paw loss, [T] float64, written out for the rows made here."""
-    rows, p = problem.rows, problem.logp.exp()
+    """a = dL/dlogp of `paw_loss` of each row, [T] float64, written out for the rows made here."""
+    rows = problem.rows
+    p = problem.logp.exp()
     action = -rows.advantage * (problem.logp - rows.old_logp).exp()
-    return rows.weight * torch.where(rows.observation, torch.where(p <= RHO, -p, 0.0), action)
+    cmae = torch.where(p <= RHO, -p, 0.0)
+    return rows.weight * torch.where(rows.observation, cmae, action)
 
 
 def loss_of_rows(problem: Problem) -> Tensor:
-    """Scalar float64."""
-    rows, p = problem.rows, problem.logp.exp()
+    """The sum of `paw_loss` over the rows that are run, scalar float64."""
+    rows = problem.rows
+    p = problem.logp.exp()
     action = -rows.advantage * (problem.logp - rows.old_logp).exp()
-    loss = rows.weight * torch.where(rows.observation, torch.where(p <= RHO, 1 - p, 0.0), action)
-    return (loss[problem.live] if problem.known else loss).sum()
+    cmae = torch.where(p <= RHO, 1 - p, 0.0)
+    loss = rows.weight * torch.where(rows.observation, cmae, action)
+    if problem.known:
+        loss = loss[problem.live]
+    return loss.sum()
 
 
 def slope_of_mean(problem: Problem, index: Tensor | None = None) -> Tensor:
     """a of the mean cross-entropy of the rows `index` (all if None), [T] float64."""
-    n = problem.target.numel() if index is None else index.numel()
+    if index is None:
+        return torch.full_like(problem.logp, -1 / problem.target.numel())
     a = torch.zeros_like(problem.logp)
-    a[slice(None) if index is None else index] = -1 / n
+    a[index] = -1 / index.numel()
     return a
 
 
 def d_hidden(problem: Problem, a: Tensor) -> Tensor:
     """a_t (W_y - sum_j p_j W_j) of the checked rows, [n, D] float64."""
-    at = problem.checked
-    x, log_sum = problem.hidden[at].double(), problem.log_sum[at, None]
+    index = problem.checked
+    x = problem.hidden[index].double()
+    log_sum = problem.log_sum[index, None]
     mean = torch.zeros_like(x)
     for w in problem.weight.split(_COLUMNS):
         w = w.double()
         mean += (x @ w.t() - log_sum).exp() @ w
-    return a[at, None] * (problem.weight[problem.target[at]].double() - mean)
+    return a[index, None] * (problem.weight[problem.target[index]].double() - mean)
 
 
 def d_weight(problem: Problem, a: Tensor) -> Tensor:
@@ -226,30 +259,33 @@ def errors(
     logp: Tensor | None,
     gradients: list[Tensor],
 ) -> Errors:
-    """`loss` is (got, wanted); `logp` of all rows, or the live ones if known; `gradients` are of hidden and weight."""
-    at = problem.live if problem.known else slice(None)
-    h, w = (
-        (None, None)
-        if not gradients
-        else (gradients[0][problem.checked], gradients[1][problem.words])
-    )
-    return Errors(
-        loss=None if loss is None else (loss[0].double() - loss[1]).abs().item(),
-        logp=None
-        if logp is None or not logp.numel()
-        else (logp.double() - problem.logp[at]).abs().amax().item(),
-        d_hidden=None if h is None else relative(h, d_hidden(problem, a)),
-        d_weight=None if w is None else relative(w, d_weight(problem, a)),
-    )
+    """The errors of an implementation's results.
+
+    `loss` is (its value, the true one); `logp` of all rows, or of the live ones if they are known;
+    `gradients` are those of hidden [T, D] and weight [V, D], or none.
+    """
+    loss_error = logp_error = d_hidden_error = d_weight_error = None
+    if loss is not None:
+        value, true = loss
+        loss_error = (value.double() - true).abs().item()
+    if logp is not None and logp.numel():
+        true_logp = problem.logp[problem.live] if problem.known else problem.logp
+        logp_error = (logp.double() - true_logp).abs().amax().item()
+    if gradients:
+        for_hidden, for_weight = gradients
+        d_hidden_error = relative(for_hidden[problem.checked], d_hidden(problem, a))
+        d_weight_error = relative(for_weight[problem.words], d_weight(problem, a))
+    return Errors(loss_error, logp_error, d_hidden_error, d_weight_error)
 
 
-def relative(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
+def relative(value: Tensor, true: Tensor) -> float:
+    return ((value.double() - true).norm() / true.norm()).item()
 
 
-def passes(found: Errors, plain: Errors) -> bool:
-    """Every error at most twice that of plain torch, plus 1e-4: the bar of QuACK's own tests."""
-    pairs = [
-        (getattr(found, name), getattr(plain, name)) for name in ("logp", "d_hidden", "d_weight")
-    ]
-    return all(error is None or error <= 2 * bar + 1e-4 for error, bar in pairs)
+def passes(measured: Errors, plain: Errors) -> bool:
+    """Whether every error is at most twice that of plain torch, plus 1e-4: the bar of QuACK's own tests."""
+    for name in ("logp", "d_hidden", "d_weight"):
+        error = getattr(measured, name)
+        if error is not None and not error <= 2 * getattr(plain, name) + 1e-4:
+            return False
+    return True
