@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import paw.trainer
+from paw import trainer as training
 from paw.algo import loss as losses
 from paw.algo.world_model import select
 from paw.recipe import load
@@ -123,7 +123,7 @@ def trainer(
         meter.watch(torch.Tensor, "backward", "body")
         for name in ("token_loss", "token_stats"):
             meter.watch(losses, name, "head")
-        meter.watch(paw.trainer, "clip_grad_norm_", "optimizer")
+        meter.watch(training, "clip_grad_norm_", "optimizer")
         meter.watch(warm(run.optimizer), "step", "optimizer")
         yield run, meter
 
@@ -158,9 +158,10 @@ def choose(samples: Sequence[Sample], *, alpha: float = 0.75) -> None:
 
 def update(run: Run, samples: Sequence[Sample], *, paw: bool) -> dict[str, float]:
     """One update, with the world model or without; loss and norm of the gradient."""
-    own = [replace(sample, wm_weight=sample.wm_weight * paw) for sample in samples]
-    config = run.config.model_copy(update={"wm": run.config.wm.model_copy(update={"enabled": paw})})
-    found = paw.trainer.optimize(
-        replace(run, config=config, metrics={"health/sampler_mismatch": 0.0}), own
-    )
-    return {"loss": found["policy/loss"], "grad_norm": found["optim/grad_norm"]}
+    weighted = [replace(sample, wm_weight=sample.wm_weight * paw) for sample in samples]
+    wm = run.config.wm.model_copy(update={"enabled": paw})
+    config = run.config.model_copy(update={"wm": wm})
+    # With this metric no log-prob pass is missed, and the sampler is not compared.
+    scored = replace(run, config=config, metrics={"health/sampler_mismatch": 0.0})
+    metrics = training.optimize(scored, weighted)
+    return {"loss": metrics["policy/loss"], "grad_norm": metrics["optim/grad_norm"]}
