@@ -46,47 +46,83 @@ from paw.state.record import code_commit
 from paw.tools.plots import BLUE, GREEN, INK, SKY, VERMILLION, styled
 from paw.types import Sample
 
-MODEL, SEQUENCES, MICRO = "SmolLM2-135M", 6, 3
-SIDES = ("GRPO", "GRPO + PaW", "GRPO, compiled", "GRPO + PaW, compiled",
-         "TRL", "TRL, completions only", "TRL, compiled", "TRL, Liger")  # fmt: skip
+MODEL = "SmolLM2-135M"
+SEQUENCES = 6
+"""Episodes of an update."""
+MICRO = 3
+"""Sequences of a micro-batch."""
+SIDES = (
+    "GRPO",
+    "GRPO + PaW",
+    "GRPO, compiled",
+    "GRPO + PaW, compiled",
+    "TRL",
+    "TRL, completions only",
+    "TRL, compiled",
+    "TRL, Liger",
+)
+"""The first is the base of every ratio. The last two run on a GPU, or if they are named."""
+MEASURES = ("seconds", "cpu_s", "peak_gib", "body_s", "head_s", "optimizer_s")
+COMPARED = MEASURES[:3]
+"""Measures of which ratios between sides are made, too."""
 LABELS = {
     "TRL, completions only": "TRL, head on\ncompletions only",
     "TRL": "TRL, head on\nprompts too (CPU)",
 }
-"""In the figure, where their names there do not say what they are."""
+"""Names in the figure of sides whose own name does not explain them."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
-"""Between losses, and norms of gradients; in bf16 TRL keeps the residual stream in float32, this trainer does not."""
+"""The relative difference allowed between losses, and between norms of gradients.
+
+In bf16 TRL keeps the residual stream in float32, this trainer does not.
+"""
 
 
 def make_samples(style: str, *, vocabulary: int = 49_000) -> list[Sample]:
-    """Random tokens. turns: a prompt, a response and an observation, of ALFWorld's sizes
-    (`paw.tools.plan`); or conversations of four turns with about as many tokens, of which PaW runs
-    no more."""
+    """Samples of random tokens, SEQUENCES episodes.
+
+    turns: one turn an episode, a prompt, a response and an observation of ALFWorld's sizes
+    (`paw.tools.plan`). conversations: four turns with about as many tokens, to which PaW adds none.
+    """
     rng = random.Random(0)
 
     def ids(count: float) -> list[int]:
         return [rng.randrange(10, vocabulary) for _ in range(round(count))]
 
+    is_turns = style == "turns"
+    separator = [1, 2, 3, 4]
     samples = []
     for episode in range(SEQUENCES):
-        advantage, before = (-1.0) ** episode, ids(rng.gauss(450, 80) if style == "turns" else 200)
-        for step in range(1 if style == "turns" else 4):
-            answer = ids(min(512.0, rng.lognormvariate(4.62, 0.5)) / (1 if style == "turns" else 2))
-            seen = ids(9 + rng.expovariate(1 / 11))
-            samples.append(Sample(group=0, trajectory=episode, step=step, continues=step > 0, prompt_ids=before,
-                                  response_ids=answer, separator_ids=[1, 2, 3, 4], observation_ids=seen,
-                                  advantage=advantage))  # fmt: skip
-            before = before + answer + [1, 2, 3, 4] + seen
+        prompt = ids(rng.gauss(450, 80) if is_turns else 200)
+        for step in range(1 if is_turns else 4):
+            length = min(512.0, rng.lognormvariate(4.62, 0.5))
+            response = ids(length if is_turns else length / 2)
+            observation = ids(9 + rng.expovariate(1 / 11))
+            samples.append(
+                Sample(
+                    group=0,
+                    trajectory=episode,
+                    step=step,
+                    continues=step > 0,
+                    prompt_ids=prompt,
+                    response_ids=response,
+                    separator_ids=separator,
+                    observation_ids=observation,
+                    advantage=(-1.0) ** episode,
+                )
+            )
+            prompt = prompt + response + separator + observation
     return samples
 
 
 def episodes(samples: list[Sample]) -> list[list[Sample]]:
+    """The samples of each episode, in order."""
     return [[sample for sample in samples if sample.trajectory == i] for i in range(SEQUENCES)]
 
 
-def tokens(samples: list[Sample]) -> int:
-    """Without padding and without what PaW adds."""
-    return sum(len(its[-1].prompt_ids) + len(its[-1].response_ids) for its in episodes(samples))
+def row_lengths(samples: list[Sample]) -> list[int]:
+    """Tokens of each episode up to its last response: without padding and without what PaW adds."""
+    last_samples = [episode[-1] for episode in episodes(samples)]
+    return [len(sample.prompt_ids) + len(sample.response_ids) for sample in last_samples]
 
 
 @contextmanager
@@ -94,9 +130,9 @@ def ours(
     folder: str, dtype: str, samples: list[Sample], *, threads: int, compiled: bool
 ) -> Iterator[Any]:
     """This trainer's step as a function of the side's name, and its meter."""
-    rows = [len(its[-1].prompt_ids) + len(its[-1].response_ids) for its in episodes(samples)]
+    longest = max(row_lengths(samples))
     keys = {
-        "optim.micro_batch_tokens": f"{MICRO * (max(rows) + 64)}",
+        "optim.micro_batch_tokens": str(MICRO * (longest + 64)),
         "model.compile": str(compiled).lower(),
     }
     with update.trainer(folder, dtype=dtype, threads=threads, keys=keys) as (run, meter):
@@ -109,7 +145,7 @@ def ours(
 def trl(
     folder: str, dtype: str, samples: list[Sample], *, liger: bool, compiled: bool
 ) -> Iterator[Any]:
-    """TRL's."""
+    """TRL's step as a function of the side's name, and its meter."""
     sys.modules["vllm"] = None  # type: ignore[assignment]  # not used here, and a minute to import
     import trl.trainer.utils as internals
     from datasets import Dataset
@@ -141,7 +177,8 @@ def trl(
         processing_class=tokenizer,
     )
     run.current_gradient_accumulation_steps = SEQUENCES // MICRO
-    optimizer, model = update.warm(run.create_optimizer()), run.accelerator.prepare(run.model)
+    optimizer = update.warm(run.create_optimizer())
+    model = run.accelerator.prepare(run.model)
     if liger:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -154,36 +191,37 @@ def trl(
     meter.watch(run.accelerator, "clip_grad_norm_", "optimizer")
     meter.watch(optimizer, "step", "optimizer")
 
-    def padded(rows: list[list[int]], *, left: bool) -> torch.Tensor:
-        rows_of = [torch.tensor(row) for row in rows]
-        return internals.pad(rows_of, padding_value=0, padding_side="left" if left else "right").to(
-            run.args.device
-        )
+    device = run.args.device
+
+    def padded(rows: list[list[int]], side: str) -> torch.Tensor:
+        tensors = [torch.tensor(row) for row in rows]
+        return internals.pad(tensors, padding_value=0, padding_side=side).to(device)
 
     def batch(part: list[list[Sample]], total: int) -> dict[str, Any]:
-        """As `_generate_and_score_completions` leaves it; what tools said is masked out of the loss."""
-        prompts = [its[0].prompt_ids for its in part]
-        whole = [
-            (its[-1].prompt_ids + its[-1].response_ids)[len(its[0].prompt_ids) :] for its in part
-        ]
+        """Episodes as `_generate_and_score_completions` leaves them: tools' text is masked out of the loss."""
+        prompts = [episode[0].prompt_ids for episode in part]
+        completions = []
+        for episode, prompt in zip(part, prompts, strict=True):
+            row = episode[-1].prompt_ids + episode[-1].response_ids
+            completions.append(row[len(prompt) :])
+        advantages = [episode[0].advantage for episode in part]
         return {
-            "prompt_ids": padded(prompts, left=True), "prompt_mask": padded([[1] * len(p) for p in prompts], left=True),
-            "completion_ids": padded(whole, left=False),
-            "completion_mask": padded([[1] * len(row) for row in whole], left=False),
-            "tool_mask": padded([masked(its) for its in part], left=False),
-            "advantages": torch.tensor([its[0].advantage for its in part], device=run.args.device),
-            "num_items_in_batch": torch.tensor(total, device=run.args.device),
-        }  # fmt: skip
+            "prompt_ids": padded(prompts, "left"),
+            "prompt_mask": padded([[1] * len(prompt) for prompt in prompts], "left"),
+            "completion_ids": padded(completions, "right"),
+            "completion_mask": padded([[1] * len(row) for row in completions], "right"),
+            "tool_mask": padded([response_mask(episode) for episode in part], "right"),
+            "advantages": torch.tensor(advantages, device=device),
+            "num_items_in_batch": torch.tensor(total, device=device),
+        }
 
     def step(side: str) -> dict[str, float]:
         internals._use_triton = lambda device: not cpu or "completions" in side
-        total, loss = sum(len(sample.response_ids) for sample in samples), 0.0
+        total = sum(len(sample.response_ids) for sample in samples)
+        loss = 0.0
         for start in range(0, SEQUENCES, MICRO):
-            loss += float(
-                run.training_step(
-                    model, batch(episodes(samples)[start : start + MICRO], total), total
-                )
-            )
+            part = episodes(samples)[start : start + MICRO]
+            loss += float(run.training_step(model, batch(part, total), total))
         norm = float(run.accelerator.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         model.zero_grad()
@@ -192,27 +230,33 @@ def trl(
     yield step, meter
 
 
-def masked(its: list[Sample]) -> list[int]:
-    """1 for each response token of a conversation, 0 for what stands between, from the first response on."""
-    found: list[int] = []
-    for sample in its:
-        found += [0] * (len(sample.prompt_ids) - len(its[0].prompt_ids) - len(found)) + [1] * len(
-            sample.response_ids
-        )
-    return found
+def response_mask(episode: list[Sample]) -> list[int]:
+    """From the first response on: 1 for each response token, 0 for the tokens between responses."""
+    mask: list[int] = []
+    prompt_length = len(episode[0].prompt_ids)
+    for sample in episode:
+        between = len(sample.prompt_ids) - prompt_length - len(mask)
+        mask += [0] * between
+        mask += [1] * len(sample.response_ids)
+    return mask
 
 
-def work(pipe: Any, who: str, folder: str, dtype: str, style: str, threads: int) -> None:
-    """A process: sends what a step of a side took whenever it is asked to; or why it cannot."""
+def work(pipe: Any, worker: str, folder: str, dtype: str, style: str, threads: int) -> None:
+    """The process of a worker: measures a step of each side that `pipe` names, and sends the row.
+
+    First sends {}, or with Liger the "error" that keeps it from running.
+    """
     torch.set_num_threads(threads)
-    samples, liger, compiled = make_samples(style), "Liger" in who, "compiled" in who
+    samples = make_samples(style)
+    liger = "Liger" in worker
+    compiled = "compiled" in worker
     try:
-        if "TRL" in who:
-            its = trl(folder, dtype, samples, liger=liger, compiled=compiled)
+        if "TRL" in worker:
+            opened = trl(folder, dtype, samples, liger=liger, compiled=compiled)
         else:
-            its = ours(folder, dtype, samples, threads=threads, compiled=compiled)
-        with its as (step, meter):
-            step(who)  # a first one is slower
+            opened = ours(folder, dtype, samples, threads=threads, compiled=compiled)
+        with opened as (step, meter):
+            step(worker)  # the first step is slower
             pipe.send({})
             with suppress(EOFError):
                 while True:
@@ -248,97 +292,126 @@ def main() -> int:
               "or leave TRL out: --sides GRPO 'GRPO + PaW'", file=sys.stderr)  # fmt: skip
         return 2
     os.environ["HF_HUB_OFFLINE"] = "1"  # for the processes: nothing is looked up
-    gpu, samples = torch.cuda.is_available(), make_samples(options.style)
+    gpu = torch.cuda.is_available()
     path = RESULTS / f"trainer_vs_trl_{'gpu' if gpu else 'cpu'}.csv"
     case = {"model": options.model, "dtype": options.dtype, "style": options.style}
     rows: list[dict[str, Any]] = [*read(path)] if path.exists() else []
     if options.fresh:
         rows = [row for row in rows if not case.items() <= row.items()]
     folder = update.make_folder(options.model, ROOT / "runs" / "bench" / options.model)
-    about = {
+    common = {
         "date": str(datetime.now(UTC).date()),
         "device": torch.cuda.get_device_name() if gpu else cpu_name(),
-    }
-    about |= {
         "threads": options.threads,
         "commit": code_commit(),
         "sequences": SEQUENCES,
-        "tokens": tokens(samples),
+        "tokens": sum(row_lengths(make_samples(options.style))),
     }
-    about |= {name: version(name) for name in ("torch", "transformers", "trl") if find_spec(name)}
-    processes, context = dict[str, Any](), multiprocessing.get_context("spawn")
-    atexit.register(
-        lambda: [pipe.close() for pipe in processes.values()]
-    )  # they end, whatever ends this one
-    of = {
-        side: side.replace(" + PaW", "").replace(", completions only", "") for side in options.sides
-    }
-    for who in dict.fromkeys(of.values()):
-        processes[who], theirs = context.Pipe()
-        given = (theirs, who, folder, options.dtype, options.style, options.threads)
-        context.Process(target=work, args=given, daemon=True).start()
-        theirs.close()  # so that one that ends is heard of
-    missing = {who: why for who, pipe in processes.items() if (why := pipe.recv().get("error"))}
-    print(*(f"{who} does not run here: {why}" for who, why in missing.items()), sep="\n")
-    sides = [side for side in options.sides if of[side] not in missing]
-    begun = 1 + max((int(row["round"]) for row in rows if case.items() <= row.items()), default=-1)
-    for number in range(begun, begun + options.rounds):
-        for side in sides[:: 1 if number % 2 else -1]:
-            processes[of[side]].send(side)
-            found = {key: round(value, 5) for key, value in processes[of[side]].recv().items()}
-            rows.append(case | {"side": side, "round": number} | found | about)
+    for package in ("torch", "transformers", "trl"):
+        if find_spec(package):
+            common[package] = version(package)
+
+    pipes = start_workers(options, folder)
+    sides = [side for side in options.sides if worker_of(side) in pipes]
+    rounds = [int(row["round"]) for row in rows if case.items() <= row.items()]
+    first_round = 1 + max(rounds, default=-1)
+    for number in range(first_round, first_round + options.rounds):
+        in_order = sides if number % 2 else sides[::-1]
+        for side in in_order:
+            pipe = pipes[worker_of(side)]
+            pipe.send(side)
+            measured = {key: round(value, 5) for key, value in pipe.recv().items()}
+            rows.append(case | {"side": side, "round": number} | measured | common)
             write(path, rows)
-            print(side, found, flush=True)
-    own = [row for row in rows if case.items() <= row.items()]
+            print(side, measured, flush=True)
+
+    of_case = [row for row in rows if case.items() <= row.items()]
     if not gpu and (options.dtype, options.style) == ("float32", "turns"):
-        draw(own, ROOT / "docs" / "trainer_vs_trl.png")
-    return compare(own, TOLERANCE[options.dtype])
+        draw(of_case, ROOT / "docs" / "trainer_vs_trl.png")
+    return compare(of_case, TOLERANCE[options.dtype])
+
+
+def worker_of(side: str) -> str:
+    """The process that runs a side: sides that differ in a switch of each step share one."""
+    return side.replace(" + PaW", "").replace(", completions only", "")
+
+
+def start_workers(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Starts the processes of the sides; returns the pipe of each that runs here, prints why others do not."""
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Any] = {}
+
+    def close_all() -> None:
+        for pipe in pipes.values():
+            pipe.close()
+
+    atexit.register(close_all)  # so that the workers end, whatever ends this process
+    for worker in dict.fromkeys(worker_of(side) for side in options.sides):
+        pipes[worker], far_end = context.Pipe()
+        arguments = (far_end, worker, folder, options.dtype, options.style, options.threads)
+        context.Process(target=work, args=arguments, daemon=True).start()
+        far_end.close()  # so that the end of the process is an EOFError here
+
+    for worker, pipe in list(pipes.items()):
+        error = pipe.recv().get("error")
+        if error:
+            print(f"{worker} does not run here: {error}")
+            del pipes[worker]
+    return pipes
 
 
 def medians(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By side: of each measure, and of the first three over each other side's in the same round."""
-    found, keys = (
-        dict[str, dict[str, float]](),
-        ("seconds", "cpu_s", "peak_gib", "body_s", "head_s", "optimizer_s"),
-    )
-    by = {
-        (row["side"], int(row["round"])): {key: float(row.get(key) or "nan") for key in keys}
-        for row in rows
-    }
+    """By side, the median over rounds of each measure.
+
+    "KEY / OTHER" is the median of a measure in COMPARED over that of the other side in the same
+    round.
+    """
+    by_round = {}
+    for row in rows:
+        values = {key: float(row.get(key) or "nan") for key in MEASURES}
+        by_round[row["side"], int(row["round"])] = values
+
+    result: dict[str, dict[str, float]] = {}
     for side in sorted({row["side"] for row in rows}, key=SIDES.index):
-        rounds = [number for name, number in by if name == side]
-        found[side] = {key: median(by[side, number][key] for number in rounds) for key in keys}
+        rounds = [number for name, number in by_round if name == side]
+        result[side] = {}
+        for key in MEASURES:
+            result[side][key] = median(by_round[side, number][key] for number in rounds)
         for other in SIDES:
-            both = [number for number in rounds if (other, number) in by]
-            for key in keys[:3] if both and other != side else ():
-                found[side][f"{key} / {other}"] = median(
-                    by[side, n][key] / by[other, n][key] for n in both
-                )
-    return found
+            shared = [number for number in rounds if (other, number) in by_round]
+            if other == side or not shared:
+                continue
+            for key in COMPARED:
+                ratios = [by_round[side, n][key] / by_round[other, n][key] for n in shared]
+                result[side][f"{key} / {other}"] = median(ratios)
+    return result
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Medians over rounds, in Markdown; in brackets how many times GRPO's of the same round."""
     names = ["", "s", "processor s", "tokens/s", "peak, GiB", "body, s", "head, s", "optimizer, s"]
     lines = [f"| {' | '.join(names)} |".replace("|  |", "| |"), "|---" * len(names) + "|"]
-    for side, found in medians(rows).items():
-        rate = float(rows[0]["tokens"]) / found["seconds"]
+    for side, of_side in medians(rows).items():
+        rate = float(rows[0]["tokens"]) / of_side["seconds"]
         cells = [
-            f"{found['seconds']:.1f}",
-            f"{found['cpu_s']:.1f}",
+            f"{of_side['seconds']:.1f}",
+            f"{of_side['cpu_s']:.1f}",
             f"{rate:.0f}",
-            f"{found['peak_gib']:.2f}",
+            f"{of_side['peak_gib']:.2f}",
+            f"{of_side['body_s']:.1f}",
+            f"{of_side['head_s']:.1f}",
+            f"{of_side['optimizer_s']:.1f}",
         ]
-        cells += [f"{found[key]:.1f}" for key in ("body_s", "head_s", "optimizer_s")]
-        for place, key in {0: "seconds", 1: "cpu_s", 3: "peak_gib"}.items():
-            if over := found.get(f"{key} / {SIDES[0]}"):
-                cells[place] += f" ({over:.2f})"
+        for column, key in {0: "seconds", 1: "cpu_s", 3: "peak_gib"}.items():
+            ratio = of_side.get(f"{key} / {SIDES[0]}")
+            if ratio:
+                cells[column] += f" ({ratio:.2f})"
         lines.append(f"| {side} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def compare(rows: list[dict[str, Any]], tolerance: float) -> int:
-    """Print the table; 1 where TRL's loss or gradient is not this trainer's."""
+    """Prints the table; returns the exit code, 1 if TRL's loss or gradient is not this trainer's."""
     print(table(rows))
     base = next((row for row in rows if row["side"] == SIDES[0]), rows[0])
     for row in rows:
@@ -352,35 +425,38 @@ def compare(rows: list[dict[str, Any]], tolerance: float) -> int:
 @styled
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Seconds of a step by part, and peak memory, of each side; readable at the width of a phone."""
-    found, about = medians(rows), rows[-1]
-    sides = sorted(found, key=lambda side: side == "TRL")[
-        ::-1
-    ]  # what runs on a CPU alone comes last
+    by_side = medians(rows)
+    sides = sorted(by_side, key=lambda side: side == "TRL")  # what only a CPU runs comes last
+    sides.reverse()  # bars are drawn from the bottom
+    names = [LABELS.get(side, side) for side in sides]
     figure = Figure((4.4, 5.2))
     times, memory = figure.subplots(2, 1)
-    names = [LABELS.get(side, side) for side in sides]
-    left = [0.0] * len(sides)
+
+    ends = [0.0] * len(sides)
     for part, colour in {"body": BLUE, "head": VERMILLION, "optimizer": GREEN, "rest": SKY}.items():
-        pairs = [(found[side], at) for side, at in zip(sides, left, strict=True)]
-        spent = [of.get(f"{part}_s", of["seconds"] - at) for of, at in pairs]
-        times.barh(names, spent, 0.62, left, color=colour, label=part)
-        left = [a + b for a, b in zip(left, spent, strict=True)]
-    memory.barh(names, [found[side]["peak_gib"] for side in sides], 0.62, color=BLUE)
+        widths = []
+        for side, end in zip(sides, ends, strict=True):
+            rest = by_side[side]["seconds"] - end
+            widths.append(by_side[side].get(f"{part}_s", rest))
+        times.barh(names, widths, 0.62, ends, color=colour, label=part)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    memory.barh(names, [by_side[side]["peak_gib"] for side in sides], 0.62, color=BLUE)
+
     for axes, key, unit, label in (
         (times, "seconds", "s", "Seconds"),
         (memory, "peak_gib", "GiB", "Peak memory, GiB"),
     ):
-        for place, side in enumerate(sides):
-            axes.text(
-                found[side][key], place, f" {found[side][key]:.3g} {unit}", va="center", color=INK
-            )
-        axes.set(xlabel=label, xlim=(0, 1.25 * max(of[key] for of in found.values())))
+        values = [by_side[side][key] for side in sides]
+        for place, value in enumerate(values):
+            axes.text(value, place, f" {value:.3g} {unit}", va="center", color=INK)
+        axes.set(xlabel=label, xlim=(0, 1.25 * max(values)))
         axes.grid(visible=False)
     times.legend(
         ncols=4, loc="lower left", bbox_to_anchor=(-0.2, 1.0), handlelength=1, columnspacing=1
     )
-    of = f"{int(about['tokens']):,} tokens, {about['threads']} threads"
-    figure.suptitle(f"One optimizer step of {about['model']},\n{of}")
+    last = rows[-1]
+    conditions = f"{int(last['tokens']):,} tokens, {last['threads']} threads"
+    figure.suptitle(f"One optimizer step of {last['model']},\n{conditions}")
     figure.savefig(path, dpi=200)
 
 

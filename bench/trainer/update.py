@@ -35,48 +35,67 @@ KEYS = {
 
 
 class Meter:
-    """What one update took, and its parts: what `watch` names, each without the parts inside it."""
+    """Measures an update: time, peak memory, and the seconds of each part that `watch` names.
+
+    Memory counts from the moment at which the meter is made.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.parts = device, dict[str, float]()
-        self.base_gib = (
-            _status("VmRSS") if device.type == "cpu" else torch.cuda.memory_allocated() / 2**30
-        )
+        self.device = device
+        self.parts: dict[str, float] = {}
+        """Seconds of each part, without those of the parts inside it."""
+        self.base_gib = 0.0
+        if device.type == "cpu":
+            self.base_gib = _process_gib("VmRSS")
+        else:
+            self.base_gib = torch.cuda.memory_allocated() / 2**30
 
     def watch(self, owner: Any, name: str, part: str) -> None:
-        """Count each call of owner.name, which stays a function of the same arguments, as `part`."""
+        """Replaces owner.name by the same function with a clock, whose time counts as `part`."""
         inner = getattr(owner, name)
 
         @wraps(inner)
         def timed(*args: Any, **options: Any) -> Any:
-            began, inside = self._now(), sum(self.parts.values())
+            start = self._now()
+            counted_before = sum(self.parts.values())
             try:
                 return inner(*args, **options)
             finally:
-                own = self._now() - began - (sum(self.parts.values()) - inside)
-                self.parts[part] = self.parts.get(part, 0.0) + own
+                seconds = self._now() - start
+                seconds_inside = sum(self.parts.values()) - counted_before
+                self.parts[part] = self.parts.get(part, 0.0) + seconds - seconds_inside
 
         setattr(owner, name, timed)
 
     def measure(self, step: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """`step()` and what it took: seconds by the clock and of processors, GiB over `base_gib`, seconds of parts."""
+        """What `step()` returns, and what it took.
+
+        seconds by the clock and cpu_s of processors, peak_gib over the memory at the start of the
+        meter, and the seconds of each part.
+        """
         self.parts.clear()
+        self._reset_peak()
+        start = self._now()
+        cpu_start = time.process_time()
+        row = step()
+        row["seconds"] = self._now() - start
+        row["cpu_s"] = time.process_time() - cpu_start
+        row["peak_gib"] = self._peak_gib() - self.base_gib
+        for part, seconds in self.parts.items():
+            row[f"{part}_s"] = seconds
+        return row
+
+    def _reset_peak(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         else:
-            Path("/proc/self/clear_refs").write_text(
-                "5", encoding="ascii"
-            )  # VmHWM begins at VmRSS again
-        began, cpu = self._now(), time.process_time()
-        found = step()
-        found |= {"seconds": self._now() - began, "cpu_s": time.process_time() - cpu}
-        peak = (
-            torch.cuda.max_memory_allocated() / 2**30
-            if self.device.type == "cuda"
-            else _status("VmHWM")
-        )
-        parts = {f"{part}_s": value for part, value in self.parts.items()}
-        return found | {"peak_gib": peak - self.base_gib} | parts
+            # Sets VmHWM back to VmRSS.
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+    def _peak_gib(self) -> float:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() / 2**30
+        return _process_gib("VmHWM")
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -84,17 +103,17 @@ class Meter:
         return time.perf_counter()
 
 
-def _status(key: str) -> float:
-    """GiB of this process, by Linux's own account."""
-    lines = dict(
-        line.split(":")
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    )
-    return int(lines[key].split()[0]) / 2**20
+def _process_gib(key: str) -> float:
+    """GiB of this process: the line `key` of /proc/self/status, in KiB there."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) / 2**20
+    raise KeyError(key)
 
 
 def make_folder(model: str, folder: Path) -> str:
-    """Random weights of a known shape, in a folder where they are not there already."""
+    """Writes random weights of a known shape to the folder, unless it has a model."""
     if not (folder / "config.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         random_model(load("alfworld-grpo-paw", KEYS | {"model.path": model}), folder)
@@ -105,20 +124,25 @@ def make_folder(model: str, folder: Path) -> str:
 def trainer(
     folder: str, *, dtype: str = "float32", threads: int = 2, keys: dict[str, str] | None = None
 ) -> Iterator[tuple[Run, Meter]]:
-    """A run with that model that updates are measured on, and the meter, which began before the model was there."""
+    """A run with that model, to measure updates on, and a meter made before the model was loaded.
+
+    `keys` are further keys of the configuration.
+    """
     torch.set_num_threads(threads)
     meter = Meter(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    keys = {"model.path": folder, "model.dtype": dtype, "optim.micro_batch_tokens": "4096"} | (
-        keys or {}
-    )
     with ExitStack() as stack:
-        keys |= {
+        overrides = KEYS | {
+            "model.path": folder,
+            "model.dtype": dtype,
+            "optim.micro_batch_tokens": "4096",
             "run.threads": str(threads),
             "run.dir": stack.enter_context(tempfile.TemporaryDirectory()),
         }
-        config = load("alfworld-grpo-paw", KEYS | keys)
+        config = load("alfworld-grpo-paw", overrides | (keys or {}))
+        # A recipe refuses a learning rate of 0.
         config = config.model_copy(update={"optim": config.optim.model_copy(update={"lr": 0.0})})
         run = stack.enter_context(open_run(config))
+
         meter.watch(run.policy.lm.get_decoder(), "forward", "body")
         meter.watch(torch.Tensor, "backward", "body")
         for name in ("token_loss", "token_stats"):
@@ -129,30 +153,28 @@ def trainer(
 
 
 def warm(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer, with its state."""
-    for parameter in (
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    ):
-        parameter.grad = torch.zeros_like(parameter)
+    """Gives the optimizer its state, by a step with gradients of zero; returns the optimizer."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
 
 
 def score(run: Run, samples: Sequence[Sample]) -> None:
-    """The log-prob pass: what the sampler would have said, and the entropies for the selection."""
-    for sample, (logp, entropy) in zip(
-        samples, run.log_probs(run.policy, list(samples)), strict=True
-    ):
+    """The log-prob pass: the sampler's log-probs, and the entropies for the selection."""
+    scores = run.log_probs(run.policy, list(samples))
+    for sample, (logp, entropy) in zip(samples, scores, strict=True):
         sample.sampled_logp = sample.old_logp = logp
         sample.entropy = entropy
 
 
 def choose(samples: Sequence[Sample], *, alpha: float = 0.75) -> None:
-    """World-model weights of PaW, lambda 1."""
+    """Sets the samples' world-model weights as PaW selects them, with lambda 1."""
     groups = len({sample.group for sample in samples})
-    chosen = select(samples, alpha=alpha, weight=1.0, reward_max=1.0, n_groups=groups)
-    for sample, weight in zip(samples, chosen.weights, strict=True):
+    selection = select(samples, alpha=alpha, weight=1.0, reward_max=1.0, n_groups=groups)
+    for sample, weight in zip(samples, selection.weights, strict=True):
         sample.wm_weight = weight
 
 

@@ -565,7 +565,7 @@ def profile() -> Iterator[str]:
         sum(len(getattr(sample, key)) for sample in samples)
         for key in ("observation_ids", "response_ids")
     ]
-    more = per_cent(last / versus.tokens(samples)), per_cent(rows[0] / rows[1], 0)
+    more = per_cent(last / sum(versus.row_lengths(samples))), per_cent(rows[0] / rows[1], 0)
     yield "{} % more tokens, and observations add {} %".format(*more)
 
 
