@@ -12,6 +12,7 @@ import argparse
 import random
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -43,6 +44,8 @@ def make_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def make_groups(play: Play, rng: random.Random) -> list[Group]:
+    """Groups of random tokens, of the sizes in `play`."""
+
     def ids(count: float) -> list[int]:
         return [rng.randrange(30_000) for _ in range(round(count))]
 
@@ -54,22 +57,20 @@ def make_groups(play: Play, rng: random.Random) -> list[Group]:
             ids(play.prompt), response, logp, logp, "", "", outcome, f"anchor {step % 7}", version=0
         )
 
-    limits = CONFIG.rollout
-    return [
-        Group(
-            task := Task(f"task {place}", "kind"),
-            [
-                Trajectory(task, i, [turn(step) for step in range(round(play.turns))])
-                for i in range(limits.group_size)
-            ],
-            place,
-        )
-        for place in range(limits.tasks)
-    ]
+    groups = []
+    for number in range(CONFIG.rollout.tasks):
+        task = Task(f"task {number}", "kind")
+        trajectories = []
+        for member in range(CONFIG.rollout.group_size):
+            turns = [turn(step) for step in range(round(play.turns))]
+            trajectories.append(Trajectory(task, member, turns))
+        groups.append(Group(task, trajectories, number))
+    return groups
 
 
-def numbers(text: str) -> list[int]:
-    return list(map(int, text.split()))
+def parse_ids(text: str) -> list[int]:
+    """The tokens of an observation, whose text is their numbers."""
+    return [int(word) for word in text.split()]
 
 
 def main() -> None:
@@ -79,54 +80,69 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats
     torch.set_num_threads(1)
-    rng, play, cpu = random.Random(0), Play.of(CONFIG), torch.device("cpu")
+    rng = random.Random(0)
+    play = Play.of(CONFIG)
     texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
-    tokenizer, text = make_tokenizer(texts), "".join(texts)
+    text = "".join(texts)
+    tokenizer = make_tokenizer(texts)
     groups = make_groups(play, rng)
-    prompts = sum(len(t.turns) for group in groups for t in group.trajectories)
-    cuts = [rng.randrange(len(text) - 4000) for _ in range(prompts)]
-    size = round(play.prompt * len(text) / len(tokenizer.encode(text)))  # characters of a prompt
+    prompt_count = sum(len(t.turns) for group in groups for t in group.trajectories)
+    starts = [rng.randrange(len(text) - 4000) for _ in range(prompt_count)]
+    characters_per_token = len(text) / len(tokenizer.encode(text))
+    size = round(play.prompt * characters_per_token)
+    prompts = [text[start : start + size] for start in starts]
+
     rows = []
     for repeat in range(repeats):
-        began = time.process_time()
-        encoded = sum(len(tokenizer.encode(text[cut : cut + size])) for cut in cuts)
-        encode = (time.process_time() - began) / encoded
-        began = time.process_time()
-        samples = to_samples(
-            groups, separator_ids=[1, 2, 3, 4], encode_observation=numbers, invalid_penalty=0.1
-        )
-        for sample, advantage in zip(samples, gigpo(samples), strict=True):
-            sample.advantage = advantage
-        chosen = select(
-            samples, alpha=0.75, weight="adaptive", reward_max=10.0, n_groups=len(groups)
-        )
-        for sample, weight in zip(samples, chosen.weights, strict=True):
-            sample.wm_weight = weight
-        options = {
-            "budget": CONFIG.optim.micro_batch_tokens,
-            "with_observation": True,
-            "device": cpu,
-        }
-        packed = 0
-        for minibatch in minibatches(samples, size=CONFIG.optim.minibatch_samples, seed=0):
-            packed += sum(len(batch.input_ids) for batch in micro_batches(minibatch, **options))
-        pack = (time.process_time() - began) / packed
+        encode_s, _ = timed(lambda: sum(len(tokenizer.encode(prompt)) for prompt in prompts))
+        pack_s, packed = timed(lambda: pack(groups))
         row = {
             "date": datetime.now(UTC).date(),
             "cpu": cpu_name(),
             "torch": torch.__version__,
             "repeat": repeat,
-        }
-        row |= {
             "tokens": packed,
-            "encode_us": round(1e6 * encode, 4),
-            "pack_us": round(1e6 * pack, 4),
+            "encode_us": round(1e6 * encode_s, 4),
+            "pack_us": round(1e6 * pack_s, 4),
         }
         print(row, flush=True)
         rows.append(row)
     write(RESULTS / "host_cpu.csv", rows)
-    total = sum(median(row[key] for row in rows) for key in ("encode_us", "pack_us"))
-    print(f"{total:.2f} us a token")
+    encode_us = median(row["encode_us"] for row in rows)
+    pack_us = median(row["pack_us"] for row in rows)
+    print(f"{encode_us + pack_us:.2f} us a token")
+
+
+def timed(work: Callable[[], int]) -> tuple[float, int]:
+    """Processor seconds a token of `work`, and its number of tokens, which it returns."""
+    start = time.process_time()
+    tokens = work()
+    return (time.process_time() - start) / tokens, tokens
+
+
+def pack(groups: list[Group]) -> int:
+    """What an update does before the model runs; returns the number of packed tokens."""
+    samples = to_samples(
+        groups, separator_ids=[1, 2, 3, 4], encode_observation=parse_ids, invalid_penalty=0.1
+    )
+    for sample, advantage in zip(samples, gigpo(samples), strict=True):
+        sample.advantage = advantage
+    selection = select(
+        samples, alpha=0.75, weight="adaptive", reward_max=10.0, n_groups=len(groups)
+    )
+    for sample, weight in zip(samples, selection.weights, strict=True):
+        sample.wm_weight = weight
+
+    tokens = 0
+    for minibatch in minibatches(samples, size=CONFIG.optim.minibatch_samples, seed=0):
+        batches = micro_batches(
+            minibatch,
+            budget=CONFIG.optim.micro_batch_tokens,
+            with_observation=True,
+            device=torch.device("cpu"),
+        )
+        tokens += sum(len(batch.input_ids) for batch in batches)
+    return tokens
 
 
 if __name__ == "__main__":

@@ -32,13 +32,13 @@ PAGE = ROOT / "docs" / "memory.md"
 
 
 def predicted(config: Config, shape: Shape, world: int) -> dict[str, float]:
-    """The plan's figures for what a simulation sees: no reference, engine or CUDA context."""
-    found = Plan(config, shape, gpus=world, gpu_gib=80.0)
-    seen = ("weights", "gradients", "optimizer", "activations", "head", "step")
-    return {
-        phase: sum(found.phases[phase].get(part, 0.0) for part in seen)
-        for phase in ("update", "step")
-    }
+    """The plan's GiB by phase, of what a simulation has: no reference, engine or CUDA context."""
+    plan = Plan(config, shape, gpus=world, gpu_gib=80.0)
+    simulated = ("weights", "gradients", "optimizer", "activations", "head", "step")
+    gib = {}
+    for phase in ("update", "step"):
+        gib[phase] = sum(plan.phases[phase].get(part, 0.0) for part in simulated)
+    return gib
 
 
 def make_config(model: str, world: int, optimizer: str, checkpointing: str, tokens: int) -> Config:
@@ -75,9 +75,18 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         name = row["optimizer"] + (", offloaded" if row["offload"] == "True" else "")
-        first = f"{row['model']} | {row['gpus']} | {name} | {row['checkpointing']} | {int(row['tokens']):,}"
-        last = f"{row['plan_gib']} | {row['simulated_gib']} | {row['ratio']} | {row['measured_gib'] or 'open'}"
-        lines.append(f"| {first} | {last} |")
+        cells = [
+            row["model"],
+            row["gpus"],
+            name,
+            row["checkpointing"],
+            f"{int(row['tokens']):,}",
+            row["plan_gib"],
+            row["simulated_gib"],
+            row["ratio"],
+            row["measured_gib"] or "open",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -93,34 +102,44 @@ def main() -> None:
     size = torch.cuda.get_device_properties(0).total_memory / GIB if card else 0.0
     rows = []
     for model, world, optimizer, checkpointing, tokens in CASES:
-        config, shape = make_config(model, world, optimizer, checkpointing, tokens), SHAPES[model]
-        wanted, found = predicted(config, shape, world), simulate(config, shape, world)
-        plan_gib, simulated_gib = max(wanted.values()), max(found.update, found.step)
-        real = measured(config, shape) if world == 1 and plan_gib < USABLE * size else None
-        row = {"date": datetime.now(UTC).date(), "device": name, "torch": torch.__version__}
-        row |= {
+        config = make_config(model, world, optimizer, checkpointing, tokens)
+        shape = SHAPES[model]
+        plan = predicted(config, shape, world)
+        simulation = simulate(config, shape, world)
+        plan_gib = max(plan.values())
+        simulated_gib = max(simulation.update, simulation.step)
+        measured_gib = ""
+        if world == 1 and plan_gib < USABLE * size:
+            real = measured(config, shape)
+            measured_gib = f"{max(real.update, real.step):.2f}"
+        row = {
+            "date": datetime.now(UTC).date(),
+            "device": name,
+            "torch": torch.__version__,
             "transformers": transformers.__version__,
             "model": model,
             "gpus": world,
             "optimizer": optimizer,
+            "offload": config.optim.offload,
+            "checkpointing": checkpointing,
+            "tokens": tokens,
+            "plan_update_gib": f"{plan['update']:.2f}",
+            "simulated_update_gib": f"{simulation.update:.2f}",
+            "plan_step_gib": f"{plan['step']:.2f}",
+            "simulated_step_gib": f"{simulation.step:.2f}",
+            "plan_gib": f"{plan_gib:.2f}",
+            "simulated_gib": f"{simulated_gib:.2f}",
+            "ratio": f"{plan_gib / simulated_gib:.3f}",
+            "measured_gib": measured_gib,
         }
-        row |= {"offload": config.optim.offload, "checkpointing": checkpointing, "tokens": tokens}
-        for phase in ("update", "step"):
-            row |= {f"plan_{phase}_gib": f"{wanted[phase]:.2f}"}
-            row |= {f"simulated_{phase}_gib": f"{getattr(found, phase):.2f}"}
-        row |= {"plan_gib": f"{plan_gib:.2f}", "simulated_gib": f"{simulated_gib:.2f}"}
-        row |= {"ratio": f"{plan_gib / simulated_gib:.3f}"}
-        row |= {"measured_gib": f"{max(real.update, real.step):.2f}" if real else ""}
         print(*row.values(), flush=True)
         rows.append({key: str(value) for key, value in row.items()})
     write(RESULTS / "memory_plan.csv", rows)
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition("<!-- python bench/trainer/memory.py -->")
-    after = rest.partition("<!-- end -->")[2]
-    made = (
-        f"{before}<!-- python bench/trainer/memory.py -->\n\n{table(rows)}\n\n<!-- end -->{after}"
-    )
-    PAGE.write_text(made, encoding="utf-8")
+    begin, end = "<!-- python bench/trainer/memory.py -->", "<!-- end -->"
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    PAGE.write_text(f"{before}{begin}\n\n{table(rows)}\n\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
