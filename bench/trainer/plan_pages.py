@@ -4,8 +4,8 @@
 
 A published run is planned as it was: its model, cards, checkpointing and sequences, all tokens
 learnt from. Runs whose trainer also wrote the weights for its servers are planned with
-engine.transfer = "files". tests/unit/test_plan.py fails where one that is `held` is off by more
-than a quarter, and where a page is not what this makes.
+engine.transfer = "files". tests/unit/test_plan.py fails if the plan of a `held` run is off by more
+than a quarter, or if a page is not what this makes.
 """
 
 import contextlib
@@ -24,8 +24,10 @@ from paw.recipe import validate
 from paw.tools.plan import Plan, Play
 from paw.tools.shapes import SHAPES
 
-MEMORY, SCALE = ROOT / "docs" / "memory.md", ROOT / "docs" / "scale.md"
-TITAN, PRIME = "torchtitan", "prime-rl"
+MEMORY = ROOT / "docs" / "memory.md"
+SCALE = ROOT / "docs" / "scale.md"
+TITAN = "torchtitan"
+PRIME = "prime-rl"
 """pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (Tables 1 and 3, December 2024,
 H100 of 96 GB); PrimeIntellect-ai/prime-rl at 30bf494f, benchmarks/results/BENCHMARKS.md (measured
 2026-01-15, H100 of 80 GB)."""
@@ -64,11 +66,17 @@ class Run:
             "optim": {"minibatch_samples": sequences, "micro_batch_tokens": batch * self.length},
         }
         play = Play(sequences, 1, 1, prompt=0, response=self.length, observation=0)
-        config, hosts = validate(tree, origin=self.model), -(-self.gpus // 8)
         plan = Plan(
-            config, SHAPES[self.model], gpus=self.gpus, gpu_gib=80.0, hosts=hosts, play=play
+            validate(tree, origin=self.model),
+            SHAPES[self.model],
+            gpus=self.gpus,
+            gpu_gib=80.0,
+            hosts=-(-self.gpus // 8),
+            play=play,
         )
-        seconds = plan.seconds["update"] + plan.seconds["step"] + self.files * plan.seconds["sync"]
+        seconds = plan.seconds["update"] + plan.seconds["step"]
+        if self.files:
+            seconds += plan.seconds["sync"]
         return sequences * self.length / seconds
 
 
@@ -100,36 +108,45 @@ def table() -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for run in RUNS:
-        what = f"{run.checkpointing} checkpointing, {'compiled' if run.compile else 'eager'}"
-        what += f", LoRA {run.lora}" if run.lora else ""
-        what += ", weights to files" if run.files else ""
-        numbers = (
-            f"{run.published:,.0f} | {run.predicted:,.0f} | {run.predicted / run.published:.2f}"
-        )
-        name = f"**{run.source}**" if run.held else run.source
-        lines.append(f"| {name} | {run.model} | {run.gpus} | {run.length:,} | {what} | {numbers} |")
+        settings = f"{run.checkpointing} checkpointing, {'compiled' if run.compile else 'eager'}"
+        if run.lora:
+            settings += f", LoRA {run.lora}"
+        if run.files:
+            settings += ", weights to files"
+        cells = [
+            f"**{run.source}**" if run.held else run.source,
+            run.model,
+            str(run.gpus),
+            f"{run.length:,}",
+            settings,
+            f"{run.published:,.0f}",
+            f"{run.predicted:,.0f}",
+            f"{run.predicted / run.published:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def said(command: str) -> str:
-    """The last lines of `paw plan`: those after its tables."""
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
+def conclusion_of(command: str) -> str:
+    """The last paragraph that a `paw plan` command prints: what comes after its tables."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         cli.main(shlex.split(command)[1:])
-    return shown.getvalue().strip().rpartition("\n\n")[2]
+    _, _, conclusion = output.getvalue().strip().rpartition("\n\n")
+    return conclusion
 
 
 def memory_page(text: str) -> str:
     return re.sub(
         r"(<!-- python bench/trainer/plan_pages.py -->\n).*?(<!-- end -->)",
-        lambda found: f"{found[1]}\n{table()}\n\n{found[2]}", text, flags=re.DOTALL,
+        lambda match: f"{match[1]}\n{table()}\n\n{match[2]}", text, flags=re.DOTALL,
     )  # fmt: skip
 
 
 def scale_page(text: str) -> str:
-    """Each block of text that begins with `$ paw plan` has what that says."""
+    """Renews each block that begins with `$ paw plan`: the command and what it prints."""
     return re.sub(
         r"```text\n\$ (paw plan [^\n]*)\n.*?```",
-        lambda found: f"```text\n$ {found[1]}\n{said(found[1])}\n```", text, flags=re.DOTALL,
+        lambda match: f"```text\n$ {match[1]}\n{conclusion_of(match[1])}\n```", text, flags=re.DOTALL,
     )  # fmt: skip
 
 

@@ -32,21 +32,17 @@ def conversations(figure: Figure) -> None:
         for row in read(RESULTS / "conversations.csv")
     }
     for axes, name in zip(figure.subplots(2, 1, sharex=True), ("search", "tau2"), strict=True):
-        found = [rows[name, *layout] for layout in LAYOUTS]
-        alone = [int(row["scoring"]) / 1000 for row in found]
-        added = [of * float(row["paw"]) / 100 for of, row in zip(alone, found, strict=True)]
+        of_layouts = [rows[name, *layout] for layout in LAYOUTS]
+        per_cent = [float(row["paw"]) for row in of_layouts]
+        without = [int(row["scoring"]) / 1000 for row in of_layouts]
+        added = [tokens * more / 100 for tokens, more in zip(without, per_cent, strict=True)]
         names = list(LAYOUTS.values())
-        axes.barh(names, alone, 0.62, color=BLUE, label="without the world model")
-        axes.barh(names, added, 0.62, alone, color=VERMILLION, label="added by PaW")
-        for place, (of, more, row) in enumerate(zip(alone, added, found, strict=True)):
-            axes.text(
-                of + more,
-                place,
-                f" {of + more:.0f}k (+{float(row['paw']):.1f} %)",
-                va="center",
-                color=INK,
-            )
-        axes.set(title=f"{name}, {found[0]['episodes']} episodes", xlim=(0, 140))
+        axes.barh(names, without, 0.62, color=BLUE, label="without the world model")
+        axes.barh(names, added, 0.62, without, color=VERMILLION, label="added by PaW")
+        for place, more in enumerate(per_cent):
+            total = without[place] + added[place]
+            axes.text(total, place, f" {total:.0f}k (+{more:.1f} %)", va="center", color=INK)
+        axes.set(title=f"{name}, {of_layouts[0]['episodes']} episodes", xlim=(0, 140))
         axes.invert_yaxis()
         axes.grid(visible=False)
     axes.set_xlabel("Tokens of an update, thousands")
@@ -68,8 +64,13 @@ def prefixes(figure: Figure) -> None:
             label=f"fewer tokens, {members} members",
         )
     timed = [row for row in rows if row["faster"]]
-    x, y = ([float(row[name]) for row in timed] for name in ("same", "faster"))
-    axes.plot(x, y, marker="o", color=VERMILLION, label=f"faster, {timed[0]['members']} members")
+    axes.plot(
+        [float(row["same"]) for row in timed],
+        [float(row["faster"]) for row in timed],
+        marker="o",
+        color=VERMILLION,
+        label=f"faster, {timed[0]['members']} members",
+    )
     axes.axhline(BUILT, color=INK, linestyle=":", label=f"worth building: {BUILT}")
     axes.set(
         xlabel="Probability that a member asks what the others ask",
