@@ -52,81 +52,84 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     if options.learn:
         return learn(options.learn)
+    compare_speed(options.updates, options.repeats, overrides)
+
+
+def compare_speed(updates: int, repeats: int, overrides: list[str]) -> None:
+    """Trains with ahead = 0 and 1 in turn, the server on one core and the trainer on another."""
     model = Path(paw("warmup", "quickstart", *words(MODEL)).splitlines()[-1])
     os.environ["OMP_NUM_THREADS"] = "1"
-    limits, rows = load("quickstart").rollout, []
+    limits = load("quickstart").rollout
     context = limits.max_prompt_tokens + OPTIONS["rollout.max_response_tokens"]
+    command = vllm_command(model, max_model_len=context, dtype="float32", on_cpu=True, entropy=True)
+    rows = []
     with tempfile.TemporaryDirectory() as name:
-        command = vllm_command(
-            model, max_model_len=context, dtype="float32", on_cpu=True, entropy=True
-        )
         server_core, trainer_core = sorted(os.sched_getaffinity(0))[:2]
-        os.sched_setaffinity(0, {server_core})  # what is started has it too
+        os.sched_setaffinity(0, {server_core})  # the server inherits it
         servers = Servers(command, [[]], Path(name))
         os.sched_setaffinity(0, {trainer_core})
         try:
             servers.wait()
-            common = (
-                "--model.path",
-                model,
-                "--run.dir",
-                name,
-                "--run.threads",
-                1,
-                "--run.updates",
-                options.updates,
-            )
-            common += ("--engine.type", "server", "--engine.urls", json.dumps(servers.urls))
-            common += (*words(OPTIONS), *overrides)
-            for run in range(2 * options.repeats):
-                ahead = run % 2
-                paw(
-                    "train",
-                    "quickstart",
-                    *common,
-                    "--rollout.ahead",
-                    ahead,
-                    "--run.name",
-                    f"run-{run}",
-                )
-                text = (Path(name) / f"run-{run}" / "metrics.jsonl").read_text(encoding="utf-8")
-                lines = [json.loads(line) for line in text.splitlines()][1 + FILL : -1]
-                seconds = {
-                    phase: median(line[f"time/{phase}"] for line in lines) for phase in PHASES
-                }
-                row = {
-                    "ahead": ahead,
-                    "repeat": run // 2,
-                    "seconds": sum(seconds.values()),
-                } | seconds
-                row = {key: round(value, 3) for key, value in row.items()}
-                rows.append(row | {"cpu": cpu_name(), "torch": torch.__version__})
+            common = words({
+                "model.path": model,
+                "run.dir": name,
+                "run.threads": 1,
+                "run.updates": updates,
+                "engine.type": "server",
+                "engine.urls": json.dumps(servers.urls),
+                **OPTIONS,
+            }) + overrides  # fmt: skip
+            for number in range(2 * repeats):
+                ahead = number % 2
+                own = words({"rollout.ahead": ahead, "run.name": f"run-{number}"})
+                paw("train", "quickstart", *common, *own)
+                seconds = phase_seconds(Path(name) / f"run-{number}" / "metrics.jsonl")
+                row = {"ahead": ahead, "repeat": number // 2, "seconds": sum(seconds.values())}
+                row = {key: round(value, 3) for key, value in (row | seconds).items()}
                 print(*(f"{key} {value:g}" for key, value in row.items()), flush=True)
+                rows.append(row | {"cpu": cpu_name(), "torch": torch.__version__})
         finally:
             servers.close()
     write(RESULTS / "ahead_cpu.csv", rows)
-    zero, one = (
-        median(row["seconds"] for row in rows if row["ahead"] == ahead) for ahead in (0, 1)
-    )
+
+    without = median(row["seconds"] for row in rows if row["ahead"] == 0)
+    with_one = median(row["seconds"] for row in rows if row["ahead"] == 1)
     print(
-        f"an update takes {zero:.2f} s with ahead = 0 and {one:.2f} s with 1: {zero / one:.2f} times the speed"
+        f"an update takes {without:.2f} s with ahead = 0 and {with_one:.2f} s with 1:"
+        f" {without / with_one:.2f} times the speed"
     )
+
+
+def phase_seconds(metrics: Path) -> dict[str, float]:
+    """Medians over the updates of a run, less the first FILL and the last, of the seconds of each phase."""
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    updates = lines[1 + FILL : -1]  # the first line is the evaluation before training
+    return {phase: median(line[f"time/{phase}"] for line in updates) for phase in PHASES}
 
 
 def words(options: dict[str, Any]) -> list[Any]:
-    return [word for key, value in options.items() for word in (f"--{key}", value)]
+    """Options as words of a command line."""
+    flat = []
+    for key, value in options.items():
+        flat += [f"--{key}", value]
+    return flat
 
 
 class Late(Rollouts):
     """Plays each update's episodes with the weights of the update before."""
 
+    waiting: Played | None = None
+    """The episodes of the next update."""
+
     def training(self, step: int, count: int, progress: Any = None) -> Played:
-        now = self.__dict__.pop("next", None) or super().training(step, count, progress)
-        self.next = super().training(step + 1, count, progress)
-        return now
+        played = self.waiting or super().training(step, count, progress)
+        self.waiting = None
+        self.waiting = super().training(step + 1, count, progress)
+        return played
 
 
 def learn(seeds: list[int]) -> None:
+    """Trains quickstart-long with episodes that are one update old; what a folder holds is not made again."""
     rows = []
     runs.Run.make_rollouts = lambda run: Late(
         run.factory, run.engine, run.chat, run.config, run.ranks
@@ -135,29 +138,23 @@ def learn(seeds: list[int]) -> None:
         folder = ROOT / "runs" / "late" / f"seed-{seed}"
         if not (folder / "report.html").exists():
             model = paw("warmup", "quickstart-long", "--warmup.seed", seed).splitlines()[-1]
-            own = {
+            overrides = {
                 "run.dir": str(folder.parent),
                 "run.name": folder.name,
                 "run.seed": seed,
                 "model.path": model,
             }
-            train(load("quickstart-long", own))
+            train(load("quickstart-long", overrides))
         run = load_run(folder)
-        about = {
-            "torch": run.info["torch"],
-            "device": run.info["device"],
-            "head": run.info["backend"],
-        }
-        for step in run.series("eval/success")[0]:
-            found = {
-                name: run.at(f"eval/{name}", step) or 0.0
-                for name in ("success", "ci_low", "ci_high", "games")
-            }
-            rows.append(
-                {"seed": seed, "update": step}
-                | {name: round(v, 4) for name, v in found.items()}
-                | about
-            )
+        steps, _ = run.series("eval/success")
+        for step in steps:
+            row = {"seed": seed, "update": step}
+            for name in ("success", "ci_low", "ci_high", "games"):
+                row[name] = round(run.at(f"eval/{name}", step) or 0.0, 4)
+            row["torch"] = run.info["torch"]
+            row["device"] = run.info["device"]
+            row["head"] = run.info["backend"]
+            rows.append(row)
         print(f"seed {seed}: {rows[-7]['success']:.1%} -> {rows[-1]['success']:.1%}", flush=True)
     write(RESULTS / "ahead_learning.csv", rows)
 

@@ -54,6 +54,8 @@ from paw.types import Group, Turn
 
 MODES = ("reference", "lock-step", "continuous")
 CASE = ("device", "model", "dtype", "envs", "group", "env_ms")
+SHOWN = ("engine_steps", "env_steps", "wall_s", "cpu_s", "env_steps_s", "cached_frac", "same_turns")
+"""Columns that are printed."""
 MEASURED = tuple(
     f"paw/rollouts/{name}.py" for name in ("scheduler", "episode", "chat", "engines/vllm")
 )
@@ -78,14 +80,19 @@ def main() -> int:
     gpu = torch.cuda.is_available()
     if not gpu:
         torch.set_num_threads(1)
-    options.group, options.dtype = 8, "bfloat16" if gpu else "float32"
-    rows, out = run(options, gpu=gpu), RESULTS / f"rollout_{'gpu' if gpu else 'cpu'}.csv"
-    case = [str(rows[0][name]) for name in CASE]
-    kept = (
-        [row for row in read(out) if [row[name] for name in CASE] != case] if out.exists() else []
-    )
-    write(out, [*kept, *rows])
-    print(markdown(out), draw(out, ROOT / "docs" / f"{out.stem}.png"), sep="\n")
+    options.group = 8
+    options.dtype = "bfloat16" if gpu else "float32"
+    rows = run(options, gpu=gpu)
+
+    table = RESULTS / f"rollout_{'gpu' if gpu else 'cpu'}.csv"
+    others = []  # rows of other cases
+    if table.exists():
+        case = [str(rows[0][name]) for name in CASE]
+        others = [row for row in read(table) if [row[name] for name in CASE] != case]
+    write(table, [*others, *rows])
+    print(markdown(table))
+    print(draw(table, ROOT / "docs" / f"{table.stem}.png"))
+
     same = all(
         row["same_turns"] == row["env_steps"] and row["logp_difference"] < ROUNDING for row in rows
     )
@@ -109,40 +116,19 @@ def run(options: argparse.Namespace, *, gpu: bool) -> list[dict[str, Any]]:
         "parameters": sum(parameter.numel() for parameter in lm.parameters()),
         **{name: getattr(options, name) for name in ("dtype", "envs", "group", "env_ms")},
     }
+    warm_up = SimulatedFactory(words, most_turns=2)
+    play(engine, lm, chat, warm_up, options.envs, options.group, "continuous")
     rows = []
-    play(
-        engine,
-        lm,
-        chat,
-        SimulatedFactory(words, most_turns=2),
-        options.envs,
-        options.group,
-        "continuous",
-    )  # warm-up
     for repeat in range(options.repeats):
         first = None
         for place in range(3):
             mode = MODES[(place + repeat) % 3]
             factory = SimulatedFactory(words, seed=repeat, env_ms=options.env_ms)
-            groups, found = play(engine, lm, chat, factory, options.envs, options.group, mode)
+            groups, measured = play(engine, lm, chat, factory, options.envs, options.group, mode)
             first = first or groups
-            rows.append(
-                {**common, "mode": mode, "repeat": repeat, **found, **difference(first, groups)}
-            )
-            shown = (
-                "engine_steps",
-                "env_steps",
-                "wall_s",
-                "cpu_s",
-                "env_steps_s",
-                "cached_frac",
-                "same_turns",
-            )
-            print(
-                f"{mode:>10} {repeat}:",
-                *(f"{name} {rows[-1][name]:g}" for name in shown),
-                flush=True,
-            )
+            row = common | {"mode": mode, "repeat": repeat} | measured | difference(first, groups)
+            print(f"{mode:>10} {repeat}:", *(f"{name} {row[name]:g}" for name in SHOWN), flush=True)
+            rows.append(row)
     engine.close()
     return rows
 
@@ -160,10 +146,9 @@ def make_engine(model: str, dtype: str, *, gpu: bool) -> tuple[VllmEngine, Any]:
     lm.config.architectures = [type(lm).__name__]
     with tempfile.TemporaryDirectory() as folder:
         lm.config.save_pretrained(folder)
+        # Without end tokens: a response is as long as its request says.
         length = MOST_PROMPT + MOST_RESPONSE
-        engine = VllmEngine(
-            folder, end_ids=[], max_model_len=length, dtype=dtype
-        )  # responses end where told
+        engine = VllmEngine(folder, end_ids=[], max_model_len=length, dtype=dtype)
     return engine, lm
 
 
@@ -176,18 +161,24 @@ def play(
     size: int,
     mode: str,
 ) -> tuple[list[Group], dict[str, Any]]:
-    """Every task once from an empty prefix cache, `size` members each; what it took."""
+    """Plays every task once from an empty prefix cache, `size` members each; groups and measurements."""
     engine.sync(lm.named_parameters(remove_duplicate=False), version=0)
     meter = Meter(
         engine, chat, factory.made if mode == "reference" else (), lock_step=mode != "continuous"
     )
     rollouts = Rollouts(factory, meter, chat, CONFIG)
     gc.collect()
-    cpu, start = time.process_time(), time.perf_counter()
-    options = {"group_size": size, "temperature": 1.0, "seed": factory.seed, "stream": ""}
-    groups, stats = rollouts.play(factory.tasks(envs // size), **options)
-    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-    turns, sizes = len(turns_of(groups)), meter.batches
+    tasks = factory.tasks(envs // size)
+    cpu_start = time.process_time()
+    start = time.perf_counter()
+    groups, stats = rollouts.play(
+        tasks, group_size=size, temperature=1.0, seed=factory.seed, stream=""
+    )
+    wall = time.perf_counter() - start
+    cpu = time.process_time() - cpu_start
+
+    turns = len(turns_of(groups))
+    sizes = meter.batches
     return groups, {
         "engine_steps": len(sizes),
         "env_steps": turns,
@@ -213,9 +204,15 @@ def turns_of(groups: list[Group]) -> list[Turn]:
 def difference(first: list[Group], other: list[Group]) -> dict[str, float]:
     """Turns with the same tokens, and the largest difference of log-probs among them, nats."""
     pairs = zip(turns_of(first), turns_of(other), strict=True)
-    same = [(a, b) for a, b in pairs if a.response_ids == b.response_ids]
-    off = [abs(x - y) for a, b in same for x, y in zip(a.sampled_logp, b.sampled_logp, strict=True)]
-    return {"same_turns": len(same), "logp_difference": max(off, default=0.0)}
+    same_turns = 0
+    largest = 0.0
+    for one, another in pairs:
+        if one.response_ids != another.response_ids:
+            continue
+        same_turns += 1
+        for x, y in zip(one.sampled_logp, another.sampled_logp, strict=True):
+            largest = max(largest, abs(x - y))
+    return {"same_turns": same_turns, "logp_difference": largest}
 
 
 if __name__ == "__main__":

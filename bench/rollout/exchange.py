@@ -31,8 +31,12 @@ from paw.rollouts.episode import Played, RolloutStats
 from paw.rollouts.exchange import exchange
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
-RANKS, MEMBERS, TURNS = 2, 8, 50
+RANKS = 2
+MEMBERS = 8
+"""Episodes of a task."""
+TURNS = 50
 PROMPT, RESPONSE, OBSERVATION = 450, 100, 20
+"""Mean tokens."""
 WAYS = ("json", "arrays")
 
 
@@ -47,62 +51,78 @@ def main() -> None:
     options = parser.parse_args()
     if options.way:
         return measure(options.way, options.tokens)
+    versions = {"cpu": cpu_name(), "python": platform.python_version(), "torch": torch.__version__}
     rows = []
     for way in WAYS:
-        start = [
+        command = [
+            sys.executable,
             "-m",
             "torch.distributed.run",
             "--standalone",
             f"--nproc-per-node={RANKS}",
             __file__,
+            "--way",
+            way,
+            "--tokens",
+            str(options.tokens),
         ]
-        words = [sys.executable, *start, "--way", way, "--tokens", str(options.tokens)]
-        told = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
-        rows += sorted(map(json.loads, told.splitlines()), key=lambda row: row["rank"])
-        print(*rows[-RANKS:], sep="\n", flush=True)
-    about = {"cpu": cpu_name(), "python": platform.python_version(), "torch": torch.__version__}
-    write(RESULTS / "exchange_cpu.csv", [row | about for row in rows])
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        of_ranks = [json.loads(line) for line in output.splitlines()]
+        of_ranks.sort(key=lambda row: row["rank"])
+        print(*of_ranks, sep="\n", flush=True)
+        rows += [row | versions for row in of_ranks]
+    write(RESULTS / "exchange_cpu.csv", rows)
 
 
 def measure(way: str, tokens: int) -> None:
     """In one of the ranks: make its episodes, exchange them, print a line."""
-    tasks = [
-        Task(f"task/{i}") for i in range(round(tokens / (PROMPT + RESPONSE) / TURNS / MEMBERS))
-    ]
+    task_count = round(tokens / (PROMPT + RESPONSE) / TURNS / MEMBERS)
+    tasks = [Task(f"task/{i}") for i in range(task_count)]
     ranks = join_ranks(torch.device("cpu"), episodes=len(tasks) * MEMBERS)
-    base = resident_gib()
-    own = episodes(tasks[ranks.rank :: RANKS], ranks.rank), RolloutStats()
-    count = sum(len(turn.prompt_ids) + len(turn.response_ids) for turn in turns_of(own))
-    last = [turn.sampled_logp for turn in turns_of(own)][-1]
-    ranks.gather(0)
-    started, worked = time.perf_counter(), time.process_time()
-    parts = ranks.gather(own, Played) if way == "json" else exchange(own, tasks, ranks)
-    seconds, cpu = time.perf_counter() - started, time.process_time() - worked
-    del own
+    base_gib = resident_gib()
+    played = episodes(tasks[ranks.rank :: RANKS], ranks.rank), RolloutStats()
+    turns = turns_of(played)
+    count = sum(len(turn.prompt_ids) + len(turn.response_ids) for turn in turns)
+    last = turns[-1].sampled_logp
+    del turns
+
+    ranks.gather(0)  # a common start
+    start = time.perf_counter()
+    cpu_start = time.process_time()
+    parts = ranks.gather(played, Played) if way == "json" else exchange(played, tasks, ranks)
+    wall_s = time.perf_counter() - start
+    cpu_s = time.process_time() - cpu_start
+
+    del played
     gc.collect()
     assert turns_of(parts[ranks.rank])[-1].sampled_logp == last
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    sizes = {
-        "wall_s": seconds,
-        "cpu_s": cpu,
-        "base_gib": base,
-        "peak_gib": peak,
-        "end_gib": resident_gib(),
+    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    row = {
+        "way": way,
+        "rank": ranks.rank,
+        "tokens": sum(ranks.gather(count)),
+        "wall_s": round(wall_s, 2),
+        "cpu_s": round(cpu_s, 2),
+        "base_gib": round(base_gib, 2),
+        "peak_gib": round(peak_gib, 2),
+        "end_gib": round(resident_gib(), 2),
     }
-    found = {"way": way, "rank": ranks.rank, "tokens": sum(ranks.gather(count))}
-    found |= {name: round(size, 2) for name, size in sizes.items()}
-    os.write(1, f"{json.dumps(found)}\n".encode())
+    os.write(1, f"{json.dumps(row)}\n".encode())  # one call, so that lines of ranks do not mix
     ranks.close()
     os._exit(0)
 
 
 def episodes(tasks: list[Task], seed: int) -> list[Group]:
+    """A group of random episodes for each task."""
     rng = np.random.default_rng(seed)
 
+    def length(mean: int) -> int:
+        return max(1, round(rng.normal(mean, 0.2 * mean)))
+
     def turn() -> Turn:
-        prompt, response, observation = (
-            max(1, round(rng.normal(size, 0.2 * size))) for size in (PROMPT, RESPONSE, OBSERVATION)
-        )
+        prompt = length(PROMPT)
+        response = length(RESPONSE)
+        observation = length(OBSERVATION)
         logp, entropy = -rng.exponential(size=(2, response)).astype(np.float32)
         return Turn(
             prompt_ids=rng.integers(150_000, size=prompt).tolist(),
@@ -116,18 +136,20 @@ def episodes(tasks: list[Task], seed: int) -> list[Group]:
             version=3,
         )
 
-    return [
-        Group(task, [Trajectory(task, m, [turn() for _ in range(TURNS)]) for m in range(MEMBERS)])
-        for task in tasks
-    ]
+    groups = []
+    for task in tasks:
+        members = []
+        for member in range(MEMBERS):
+            turns = [turn() for _ in range(TURNS)]
+            members.append(Trajectory(task, member, turns))
+        groups.append(Group(task, members))
+    return groups
 
 
 def turns_of(played: Played) -> list[Turn]:
+    groups, _ = played
     return [
-        turn
-        for group in played[0]
-        for trajectory in group.trajectories
-        for turn in trajectory.turns
+        turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns
     ]
 
 
