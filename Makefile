@@ -87,10 +87,10 @@ lines: $(VENV)/.test  ## how long the core, each package and the tests are
 gpu:  ## on a machine with a GPU: the tests and benchmarks that wait for one (PY=python3 runs them without .venv)
 	$(PY) -m paw doctor --kernels --shape 151936x1536
 	$(PY) -m pytest -m gpu
-	$(PY) bench/kernels.py
-	$(PY) bench/memory.py --device cuda
+	$(PY) bench/kernels/compare.py
+	$(PY) bench/trainer/memory.py --device cuda
 	$(PY) -m paw profile alfworld-grpo-paw --synthetic --repeats 5 --out bench/results/profile_gpu
-	$(PY) bench/rollout.py --model qwen2.5-1.5b --envs 128
+	$(PY) bench/rollout/continuous.py --model qwen2.5-1.5b --envs 128
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -1,7 +1,9 @@
-"""What the scripts of this folder share: where results lie, how they are written, the `paw` command."""
+"""What the benchmarks share: where results lie and how they are written, the `paw` command, the machine's name."""
 
 import csv
 import json
+import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,9 +35,35 @@ def paw(*words: object) -> str:
 
 
 def evaluate(model: Path | str, *words: object) -> dict[str, float]:
-    """Success of a model on its evaluation games, with its interval."""
-    found = json.loads(paw("eval", model, *words, "--json"))
-    return {
-        name: round(found[name], 4)
-        for name in ("temperature", "success", "ci_low", "ci_high", "games")
-    }
+    """Success of a model on its evaluation games, with its 95 % interval: columns of a table."""
+    evaluation = json.loads(paw("eval", model, *words, "--json"))
+    columns = ("temperature", "success", "ci_low", "ci_high", "games")
+    return {name: round(evaluation[name], 4) for name in columns}
+
+
+def commit(*measured: str) -> str:
+    """The last commit that changed these paths, with "-dirty" if they have uncommitted changes.
+
+    "unknown" without git.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments, "--", *measured]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+
+    if not shutil.which("git"):
+        return "unknown"
+    head = git("log", "-1", "--format=%h")
+    if not head:
+        return "unknown"
+    return f"{head}-dirty" if git("status", "--porcelain") else head
+
+
+def cpu_name() -> str:
+    """The processor's model name; its architecture if the system does not tell the name."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.machine()

@@ -14,7 +14,7 @@ from torch.autograd.forward_ad import unpack_dual
 from paw_kernels._native import are_finite, in_range
 
 TAGS = (torch.Tag.cudagraph_unsafe,)
-"""Of operators that wait for the device: torch.compile leaves them out of CUDA graphs."""
+"""The tags of operators that wait for the device: torch.compile leaves them out of CUDA graphs."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,10 +27,10 @@ def check_head(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Shapes, dtypes and devices of a head call; reads no values, so it never waits for the device.
+    """Checks shapes, dtypes and devices of a head call; reads no values, so it never waits for the device.
 
-    Answers hidden, weight and bias, of one dtype: under autocast several become its own, as in
-    nn.functional.linear.
+    Returns hidden, weight and bias in one dtype: under autocast different dtypes become autocast's
+    own, as in nn.functional.linear. Raises ValueError that names the argument.
     """
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _refuse_forward_mode(hidden, weight, bias)
@@ -58,15 +58,11 @@ def check_head(
 def _autocast(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
+    dtypes = {tensor.dtype for tensor in (hidden, weight, bias) if tensor is not None}
     device = hidden.device.type
-    if (
-        len(dtypes) == 1
-        or not dtypes <= set(_DTYPES)
-        or not torch.amp.is_autocast_available(device)
-    ):
+    if len(dtypes) == 1 or not dtypes <= set(_DTYPES):
         return hidden, weight, bias
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(device)
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -80,7 +76,7 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
 
 
 def unobserved(*tensors: Tensor | None) -> bool:
-    """Whether no subclass, trace, mode or transform would see an operator on these: its dispatch may be left out."""
+    """Whether an operator's dispatch may be skipped: no subclass, trace, mode or transform sees it on these."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
@@ -91,25 +87,30 @@ def unobserved(*tensors: Tensor | None) -> bool:
 def without_dispatch(
     one_pass: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]
 ) -> Any:
-    """An operator's function, context and backward pass without its dispatch, which takes as long
-    as a small head's matmuls. Its first three inputs may have gradients."""
+    """An operator's function, context and backward pass, to be called without the dispatcher.
+
+    Dispatch takes as long as the matmuls of a small head. Only the first three inputs may have
+    gradients.
+    """
 
     class Direct(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            output, ctx.others = one_pass(*inputs), len(inputs) - 3
+            output = one_pass(*inputs)
+            ctx.input_count = len(inputs)
             save(ctx, inputs, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return *backward(ctx, *gradients)[:3], *[None] * ctx.others
+            d_hidden, d_weight, d_bias = backward(ctx, *gradients)[:3]
+            return d_hidden, d_weight, d_bias, *[None] * (ctx.input_count - 3)
 
     return Direct.apply
 
 
 def refuse_second_derivatives(name: str) -> None:
-    """To be called in a backward pass, where gradients are recorded only on the way to a second derivative."""
+    """Raises RuntimeError in a backward pass with create_graph=True: only there are gradients recorded."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} has no second derivatives; backward with create_graph=True would leave them out"
@@ -128,14 +129,18 @@ def check_tensor(
 
 
 class Values:
-    """Numbers that the host has yet to read off the device; what is wrong with a call's values comes with the first."""
+    """Checks of a call's values, whose results the host reads together with the first numbers that it needs anyway."""
 
     def __init__(
         self, target: Tensor, vocabulary: int, batch: Sequence[tuple[str, Tensor]] = ()
     ) -> None:
         self.target = target.contiguous()
-        """In range, so that kernels may run before anything is read."""
-        self._messages, self._pending = [], []
+        """Clamped to [0, vocabulary), so that kernels may run before the checks are read."""
+        self._messages: list[str] = []
+        """Of each check: the error if its number is not 0."""
+        self._pending: list[Tensor] = []
+        """The numbers of the checks, [1] or [len(batch)]."""
+
         if in_range(target, vocabulary) and all(are_finite(value) for _, value in batch):
             return
         self.target = target.clamp(0, vocabulary - 1)
@@ -143,9 +148,8 @@ class Values:
         self._pending = [(self.target != target).any().reshape(1)]
         if batch:
             self._messages += [f"batch.{name} must be finite" for name, _ in batch]
-            self._pending.append(
-                torch.stack([value for _, value in batch]).mul(0).sum(1)
-            )  # 0, else NaN
+            stacked = torch.stack([value for _, value in batch])
+            self._pending.append(stacked.mul(0).sum(1))  # 0 if all are finite, else NaN
 
     def read(self, *more: Tensor) -> list[float]:
         """The numbers of `more` (one-dimensional tensors, exact in float32), in one copy.
@@ -155,10 +159,13 @@ class Values:
         """
         if not self._pending and not more:
             return []
-        parts, checks = [*self._pending, *more], len(self._messages)
-        found = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist()
-        for message, flag in zip(self._messages, found, strict=False):
-            if flag:  # as NaN does
+        parts = [*self._pending, *more]
+        numbers = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist()
+        check_count = len(self._messages)
+        for message, number in zip(self._messages, numbers[:check_count], strict=True):
+            if number:  # NaN is true, too
                 raise ValueError(message)
-        self._pending, self._messages = [], []
-        return found[checks:]
+
+        self._pending = []
+        self._messages = []
+        return numbers[check_count:]

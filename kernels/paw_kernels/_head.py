@@ -187,10 +187,10 @@ class _Gradients:
         if unit is not None and not dense:
             unit = unit[source]
         dz = rows.gradient(target, source, a, c)
-        if self.d_bias is not None:
-            self.d_bias += (
-                dz.sum(0, dtype=torch.float32) if unit is None else total_of(dz, unit, largest)
-            )
+        if self.d_bias is not None and unit is None:
+            self.d_bias += dz.sum(0, dtype=torch.float32)
+        elif self.d_bias is not None and unit is not None:
+            self.d_bias += total_of(dz, unit, largest)
         if self.d_hidden is not None:
             self._add_hidden(self.d_hidden, dz, rows.head, place, source, unit, dense=dense)
         if self._wants_weight:
@@ -218,9 +218,8 @@ class _Gradients:
     def _add_weight(
         self, dz: Tensor, x: Tensor, unit: Tensor | None, largest: float, *, only_chunk: bool
     ) -> None:
-        if (
-            unit is not None
-        ):  # a row counts by its share of the largest unit, which fits float16 again
+        if unit is not None:
+            # A row counts by its share of the largest unit, which fits float16 again.
             x = (x * (unit / largest)[:, None]).to(x.dtype)
         is_first = self.d_weight is None
         if self.d_weight is None:
@@ -274,7 +273,10 @@ def has_gradient(a: Tensor, c: Tensor | None) -> Tensor:
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of gradients before the upstream factor: float16 (6e-8 to 65,504) holds neither sums nor weights of a token."""
+    """The dtype of gradients before the upstream factor, for inputs of `dtype`.
+
+    float16 (6e-8 to 65,504) holds neither sums nor a token's weight.
+    """
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -283,10 +285,11 @@ def in_units(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """a and c as multiples of a unit [n] of each row, and that unit: in these dL/dz fits float16.
 
-    |dz| <= (|a| + |c| ln V) / temperature, at most 16,384 units where ln V < 16. The smallest value is 6e-8 units, so
-    p counts from 6e-11 on, whatever weight, advantage and temperature are.
+    |dz| <= (|a| + |c| ln V) / temperature, at most 16,384 units if ln V < 16. The smallest value is
+    6e-8 units, so p counts from 6e-11 on, whatever weight, advantage and temperature are.
     """
-    unit = (a.abs() if c is None else a.abs() + c.abs()) / (1024 * temperature)
+    size = a.abs() if c is None else a.abs() + c.abs()
+    unit = size / (1024 * temperature)
     unit.clamp_(min=torch.finfo(torch.float32).tiny)
     return a / unit, None if c is None else c / unit, unit
 

@@ -15,11 +15,10 @@ CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 Large on GPUs: each chunk reads and writes the whole accumulator of dW.
 """
 CHUNK_ROWS = 128
-"""At least, on a CPU: of fewer its matmuls are slow."""
-
+"""Rows of a chunk on a CPU, at least: with fewer its matmuls are slow."""
 
 _FLOOR = -1e30
-"""Of a token masked by a bias of -inf, once it is no target: 0 * inf would be NaN where it adds nothing."""
+"""The least logit of a token that is not the target: with a bias of -inf 0 * inf would be NaN, not 0."""
 
 
 class TorchRows:
@@ -29,9 +28,8 @@ class TorchRows:
         self._temperature = head.temperature
         self._softcap = head.softcap
         self.head = weight if weight.is_cuda else weight.float()
-        self._z, self._e = torch.empty(
-            (2, n, weight.shape[0]), dtype=torch.float32, device=weight.device
-        )
+        buffers = torch.empty((2, n, weight.shape[0]), dtype=torch.float32, device=weight.device)
+        self._z, self._e = buffers
         self._top = self._log_sum = self._entropy = torch.empty(0)
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,13 +69,11 @@ class TorchRows:
         a = a / self._temperature
         c = None if c is None else c / self._temperature
         if source.numel() < n:
-            z, e, top, log_sum, entropy = (
-                z[source],
-                e[source],
-                top[source],
-                log_sum[source],
-                entropy[source],
-            )
+            z = z[source]
+            e = e[source]
+            top = top[source]
+            log_sum = log_sum[source]
+            entropy = entropy[source]
             a = a[source]
             c = None if c is None else c[source]
             target = target[source]
@@ -92,7 +88,9 @@ class TorchRows:
             offset = a + c * (entropy - log_sum)
             dz = z.mul_((-c * scale)[:, None]).sub_((offset * scale)[:, None]).mul_(e)
         dz.scatter_add_(1, target[:, None], a[:, None])
-        return (dz if slope is None else dz.mul_(slope)).to(self.head.dtype)
+        if slope is not None:
+            dz.mul_(slope)
+        return dz.to(self.head.dtype)
 
 
 def make_rows(head: Head, N: int, gradients: bool) -> tuple[TorchRows, int]:

@@ -19,9 +19,13 @@ from paw_kernels._head import Head, chunk_bytes, equal_chunks
 from paw_kernels._measured import fastest
 
 CHUNK_BYTES = 1440 << 20
-"""Of a chunk's e, statistics and copies of hidden states. Large, because each chunk reads and
-writes all of dW: with this 4,096 rows are one chunk up to the 152,064 x 8,192 of Qwen2.5 72B."""
+"""Bytes of a chunk's e, statistics and copies of hidden states.
+
+Large, because each chunk reads and writes all of dW: with this 4,096 rows are one chunk up to the
+152,064 x 8,192 of Qwen2.5 72B.
+"""
 STATISTICS_BYTES = 96 << 20
+"""Bytes of a chunk's statistics in a pass without gradients, which keeps no e."""
 
 
 class Tiles(NamedTuple):
@@ -59,7 +63,7 @@ TILES = {
     ("interpreter", 2): Tiles(16, 32, 16, 1, 1, group=2, span=64),
     ("interpreter", 4): Tiles(16, 32, 16, 1, 1, group=2, span=64),
 }
-"""By architecture and bytes of an element, chosen ahead of time (bench/results/triton_aot.csv) and
+"""By architecture and bytes of an element. Chosen ahead of time (bench/results/triton_aot.csv) and
 not yet timed. 128 x 256 has the arithmetic per loaded byte that tensor cores need, and its sums
 fill half the registers of 8 warps. Of what fits in shared memory and spills next to nothing, the
 table takes the most loads in flight. On sm_90 `flatten` keeps wgmma asynchronous and loads the next
@@ -104,19 +108,19 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
         {"group": 1},
     ),
 }
-"""To the table's entry for 16 bits: what may well be faster on a GPU.
+"""Changes to the table's entry for 16 bits that may well be faster on a GPU, by architecture.
 
-Compiled ahead of time as the table is.
+They are compiled ahead of time, as the table is.
 """
 
 TUNED: dict[tuple[int, int, int], Tiles] = {}
-"""By V, D and bytes of an element: what `tiles_for` takes, whatever is measured or in the table."""
+"""By V, D and bytes of an element: these go before measured tiles and the table."""
 
 NCCL_PROCESSORS = 16
-"""Multiprocessors that the forward kernel leaves to the collectives of a process group; an assumption, not measured."""
+"""Multiprocessors that the forward kernel leaves to collectives of a process group; assumed, not measured."""
 
 _MERGE_ROWS = 32
-"""Of a program of the merge kernel; few, so that a chunk has a program for each multiprocessor."""
+"""Rows of one program of the merge kernel; few, so that a chunk has a program for each multiprocessor."""
 
 INTERPRETED = not isinstance(kernels.forward_kernel, triton.JITFunction)
 """TRITON_INTERPRET=1 was set when the kernels were defined: they run in numpy, on tensors of any device."""
@@ -250,9 +254,8 @@ def make_rows(head: Head, N: int, gradients: bool) -> tuple[TritonRows, int]:
     row_bytes = 16 * triton.cdiv(V, tiles.cols) + D * element
     available = STATISTICS_BYTES
     if gradients:
-        row_bytes += (
-            _padded(V) + 2 * D
-        ) * element  # e, and the packed hidden states and their gradient
+        # e, and the packed hidden states and their gradient.
+        row_bytes += (_padded(V) + 2 * D) * element
         available = chunk_bytes(CHUNK_BYTES, head.weight.device)
     most_row_tiles = max(1, available // (row_bytes * tiles.rows))
     step = equal_chunks(triton.cdiv(N, tiles.rows), most_row_tiles) * tiles.rows

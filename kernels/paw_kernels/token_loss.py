@@ -46,10 +46,15 @@ Each token's loss may depend on its own log-probability and entropy alone: the h
 chunks. Derivatives must be finite where log p is -inf.
 """
 
-_known: "WeakValueDictionary[str, Loss]" = WeakValueDictionary()
-_numbers = count()
-_OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-"""What is dispatched where no operator runs."""
+_losses: "WeakValueDictionary[str, Loss]" = WeakValueDictionary()
+"""The losses that are alive, by key: an operator takes a key in place of a function."""
+_loss_numbers = count()
+
+_OUTSIDE = (
+    torch._C._dispatch_tls_local_include_set(),
+    torch._C._dispatch_tls_local_exclude_set(),
+)
+"""The dispatch keys (included, excluded) outside of every operator."""
 
 
 class Loss:
@@ -59,8 +64,9 @@ class Loss:
     """
 
     def __init__(self, function: LossFunction) -> None:
-        self.function, self.key = function, str(next(_numbers))
-        _known[self.key] = self
+        self.function = function
+        self.key = str(next(_loss_numbers))
+        _losses[self.key] = self
 
     def __call__(self, logp: Tensor, entropy: Tensor, batch: Any) -> Tensor:
         return self.function(logp, entropy, batch)
@@ -85,9 +91,11 @@ _SCHEMA = """(
     Tensor loss, Tensor token_loss, Tensor logp, Tensor entropy, Tensor has_gradient,
     Tensor d_hidden, Tensor d_weight, Tensor d_bias
 )"""
-"""The fields of TokenLoss, then the gradients (`gradient_dtype`, empty where not in `wants`).
-Operators take neither functions nor dataclasses: `loss` is the key of a `Loss`, `names` are those
-of `values`, "x?" is x = None."""
+"""The fields of TokenLoss, then the gradients (of `gradient_dtype`, empty unless in `wants`).
+
+Operators take neither functions nor dataclasses. So `loss` is the key of a `Loss`, and `names` are
+the fields of the batch, separated by commas: "x" for the next tensor of `values`, "x?" for x = None.
+"""
 
 
 def _one_pass(
@@ -103,41 +111,39 @@ def _one_pass(
     backend: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    present = [name for name in names.split(",") if name and not name.endswith("?")]
-    absent: dict[str, Any] = {name[:-1]: None for name in names.split(",") if name.endswith("?")}
-    batch = dict(zip(present, values, strict=True))
-    numbers = [(name, value) for name, value in batch.items() if value.is_floating_point()]
-    function, T = _known[loss], hidden.shape[0]
-    token_loss = hidden.new_empty(T, dtype=torch.float32)
+    """Implements the operator `_SCHEMA`."""
+    loss_function = _losses[loss]
+    batch = _batch_fields(names, values)
+    token_loss = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
 
     def coefficients(chunk: slice, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
-        part = SimpleNamespace(**absent, **{name: value[chunk] for name, value in batch.items()})
-        # An operator runs below autograd, and below any mode that sees it: here that is undone.
-        with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
-            l, h = (value.detach().requires_grad_() for value in (logp, entropy))  # noqa: E741
-            losses = function(l, h, part)
-            if losses.shape != logp.shape or losses.dtype != torch.float32:
-                raise ValueError(
-                    f"the loss must return one float32 number for each token, {list(logp.shape)}, "
-                    f"got {losses.dtype} of shape {list(losses.shape)}"
-                )
-            found = losses.requires_grad and torch.autograd.grad(
-                losses.sum(), (l, h), allow_unused=True
-            )
-        a, c = found or (None, None)
-        losses = losses.detach()
-        a = (torch.zeros_like(logp) if a is None else a).masked_fill(
-            losses.isnan(), torch.nan
-        )  # a clamp would stop it
-        token_loss[chunk] = losses
+        chunk_batch = SimpleNamespace()
+        for name, value in batch.items():
+            setattr(chunk_batch, name, None if value is None else value[chunk])
+        token_loss[chunk], a, c = _loss_derivatives(loss_function, logp, entropy, chunk_batch)
         return a, c
 
-    head, read = Head(weight, bias, temperature, softcap), Values(target, weight.shape[0], numbers)
+    numbers = [
+        (name, value)
+        for name, value in batch.items()
+        if value is not None and value.is_floating_point()
+    ]
     result = head_pass(
-        resolve(backend, hidden, weight), hidden, head, target, None, coefficients, wants, read
+        resolve(backend, hidden, weight),
+        hidden,
+        Head(weight, bias, temperature, softcap),
+        target,
+        index=None,
+        coefficients=coefficients,
+        wants=wants,
+        values=Values(target, weight.shape[0], numbers),
     )
+
     assert result.has_gradient is not None
-    gradients = [hidden.new_empty(0) if d is None else d for d in result[2:5]]
+    gradients = [
+        hidden.new_empty(0) if gradient is None else gradient
+        for gradient in (result.d_hidden, result.d_weight, result.d_bias)
+    ]
     return (
         token_loss.sum(),
         token_loss,
@@ -146,6 +152,48 @@ def _one_pass(
         result.has_gradient,
         *gradients,
     )
+
+
+def _batch_fields(names: str, values: Sequence[Tensor]) -> dict[str, Tensor | None]:
+    """The batch by field: `names` and `values` as in `_SCHEMA`."""
+    tensors = iter(values)
+    batch: dict[str, Tensor | None] = {}
+    for name in names.split(",") if names else []:
+        if name.endswith("?"):
+            batch[name[:-1]] = None
+        else:
+            batch[name] = next(tensors)
+    return batch
+
+
+def _loss_derivatives(
+    loss: LossFunction, logp: Tensor, entropy: Tensor, batch: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The losses of a chunk's tokens, a = dL/dlogp and c = dL/dentropy: [n] float32, c None for all zeros.
+
+    Raises ValueError if the loss does not return one float32 number for each token.
+    """
+    # An operator runs below autograd, and below any mode that sees it: here that is undone.
+    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
+        logp_leaf = logp.detach().requires_grad_()
+        entropy_leaf = entropy.detach().requires_grad_()
+        losses = loss(logp_leaf, entropy_leaf, batch)
+        if losses.shape != logp.shape or losses.dtype != torch.float32:
+            raise ValueError(
+                f"the loss must return one float32 number for each token, {list(logp.shape)}, "
+                f"got {losses.dtype} of shape {list(losses.shape)}"
+            )
+        a, c = None, None
+        if losses.requires_grad:
+            leaves = (logp_leaf, entropy_leaf)
+            a, c = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+
+    losses = losses.detach()
+    if a is None:
+        a = torch.zeros_like(logp)
+    # A clamp in the loss would stop a NaN on its way to the gradient.
+    a = a.masked_fill(losses.isnan(), torch.nan)
+    return losses, a, c
 
 
 _token_loss = torch.library.custom_op(
@@ -159,17 +207,21 @@ _token_loss = torch.library.custom_op(
 
 @_token_loss.register_fake
 def _(hidden, weight, *rest) -> tuple[Tensor, ...]:
-    T, wants = hidden.shape[0], rest[-1]
-    per_token = (
-        *(hidden.new_empty(T, dtype=torch.float32) for _ in range(3)),
-        hidden.new_empty(T, dtype=torch.bool),
-    )
-    shapes, dtype = (hidden.shape, weight.shape, weight.shape[:1]), gradient_dtype(hidden.dtype)
-    empty = [
-        hidden.new_empty(s, dtype=dtype) if w else hidden.new_empty(0)
-        for s, w in zip(shapes, wants, strict=True)
-    ]
-    return hidden.new_empty((), dtype=torch.float32), *per_token, *empty
+    T = hidden.shape[0]
+    loss = hidden.new_empty((), dtype=torch.float32)
+    token_loss = hidden.new_empty(T, dtype=torch.float32)
+    logp = hidden.new_empty(T, dtype=torch.float32)
+    entropy = hidden.new_empty(T, dtype=torch.float32)
+    has_gradient = hidden.new_empty(T, dtype=torch.bool)
+
+    wants = rest[-1]
+    gradients = []
+    for shape, wanted in zip((hidden.shape, weight.shape, weight.shape[:1]), wants, strict=True):
+        if wanted:
+            gradients.append(hidden.new_empty(shape, dtype=gradient_dtype(hidden.dtype)))
+        else:
+            gradients.append(hidden.new_empty(0))
+    return loss, token_loss, logp, entropy, has_gradient, *gradients
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -177,7 +229,9 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     # let go of them. That makes no reference cycle, because they take no part in autograd.
     ctx.gradients = output[5:]
     ctx.mark_non_differentiable(*output[5:])
-    ctx.values, ctx.wants, ctx.dtype = len(inputs[6]), inputs[-1], inputs[0].dtype
+    ctx.dtype = inputs[0].dtype
+    ctx.value_count = len(inputs[6])
+    ctx.wants = inputs[-1]
     ctx.set_materialize_grads(False)
 
 
@@ -187,15 +241,24 @@ def _backward(ctx: Any, factor: Tensor, *_: Any) -> tuple[Any, ...]:
         raise RuntimeError(
             "backward through token_loss a second time; the first needs retain_graph=True"
         )
-    gradients = [d if want else None for d, want in zip(ctx.gradients, ctx.wants, strict=True)]
-    keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
     traced = type(factor) is not Tensor  # a fake or functional tensor has no value to look at
-    if keep or traced or factor != 1:
-        gradients = [None if d is None else d * factor for d in gradients]
-    if not keep:
+    scaled = keep_graph or traced or factor != 1
+
+    gradients = []
+    for gradient, wanted in zip(ctx.gradients, ctx.wants, strict=True):
+        if not wanted:
+            gradients.append(None)
+        elif scaled:
+            gradients.append((gradient * factor).to(ctx.dtype))
+        else:
+            gradients.append(gradient.to(ctx.dtype))
+    if not keep_graph:
         ctx.gradients = None
-    given = [None if d is None else d.to(ctx.dtype) for d in gradients]
-    return *given, None, None, None, [None] * ctx.values, None, None, None, None
+
+    # Of hidden, weight and bias; then of target, temperature, softcap, values, names, loss,
+    # backend and wants.
+    return *gradients, None, None, None, [None] * ctx.value_count, None, None, None, None
 
 
 _token_loss.register_autograd(_backward, setup_context=_save)
@@ -214,7 +277,7 @@ def token_loss(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> TokenLoss:
-    """The sum over tokens of loss(logp, entropy, batch), with logp and entropy as `token_stats` has them.
+    """The sum over tokens of loss(logp, entropy, batch), with logp and entropy as in `token_stats`.
 
     hidden [T, D], weight [V, D] and bias [V] share one dtype (float32, bfloat16, float16) and
     device; target [T] int64. softcap: see `token_stats`. Logits, statistics and the loss are
@@ -231,32 +294,43 @@ def token_loss(
     hidden, weight, bias = check_head(hidden, weight, target, bias, temperature, softcap)
     if not is_dataclass(batch):
         raise ValueError(f"batch must be a dataclass of tensors, got {type(batch).__name__}")
-    found = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    values = {name: value for name, value in found.items() if value is not None}
-    for name, value in values.items():
+    values: list[Tensor] = []
+    names: list[str] = []
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if value is None:
+            names.append(f"{field.name}?")
+            continue
         dtype = torch.float32 if value.is_floating_point() else value.dtype
-        check_tensor(f"batch.{name}", value, [hidden.shape[0]], dtype, hidden.device)
+        check_tensor(f"batch.{field.name}", value, [hidden.shape[0]], dtype, hidden.device)
+        values.append(value)
+        names.append(field.name)
+
     if not isinstance(loss, Loss):
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 "inside torch.compile the loss must be a paw_kernels.Loss, made outside of it"
             )
         loss = Loss(loss)
-    grad = torch.is_grad_enabled()
-    operator = (
-        _direct if unobserved(hidden, weight, bias, target, *values.values()) else _token_loss
-    )
-    out = operator(
+    wants = [
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+        for tensor in (hidden, weight, bias)
+    ]
+    operator = _token_loss
+    if unobserved(hidden, weight, bias, target, *values):
+        operator = _direct
+    outputs = operator(
         hidden,
         weight,
         bias,
         target,
         float(temperature),
         None if softcap is None else float(softcap),
-        list(values.values()),
-        ",".join(name if name in values else f"{name}?" for name in found),
+        values,
+        ",".join(names),
         loss.key,
         backend,
-        [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)],
+        wants,
     )
-    return TokenLoss(out[0], *(v.detach() for v in out[1:5]))
+    per_token = (output.detach() for output in outputs[1:5])
+    return TokenLoss(outputs[0], *per_token)

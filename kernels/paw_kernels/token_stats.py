@@ -6,6 +6,7 @@ but the inputs. On a CPU logits that fit into `_rows.KEPT_BYTES` are kept instea
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,16 +44,21 @@ def _one_pass(
     backend: str,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """logp, entropy, and with `keep` what `KeptRows` leaves for the backward pass."""
-    head, values = Head(weight, bias, temperature, softcap), Values(target, weight.shape[0])
-    rows = KeptRows(head, len(hidden)) if keep else None
-    make = _only(rows) if rows else resolve(backend, hidden, weight)
-    result = head_pass(make, hidden, head, target, None, values=values)
-    left = rows.left() if rows else (torch.empty(0), torch.empty(0), torch.empty(0))
-    return result.logp, result.entropy, *left
+    """logp, entropy, and with `keep` what `KeptRows` leaves for the backward pass, else empty tensors."""
+    head = Head(weight, bias, temperature, softcap)
+    values = Values(target, weight.shape[0])
+    if not keep:
+        backend_rows = resolve(backend, hidden, weight)
+        result = head_pass(backend_rows, hidden, head, target, index=None, values=values)
+        return result.logp, result.entropy, torch.empty(0), torch.empty(0), torch.empty(0)
+
+    rows = KeptRows(head, len(hidden))
+    result = head_pass(_one_chunk(rows), hidden, head, target, index=None, values=values)
+    return result.logp, result.entropy, *rows.left()
 
 
-def _only(rows: KeptRows) -> MakeRows:
+def _one_chunk(rows: KeptRows) -> MakeRows:
+    """Gives a pass these rows, as its only chunk."""
     return lambda head, N, gradients: (rows, N)
 
 
@@ -64,10 +70,12 @@ _token_stats = torch.library.custom_op(
 @_token_stats.register_fake
 def _(hidden, weight, *rest):
     keep = len(rest) == 6 and rest[-1]
-    T, n = hidden.shape[0], hidden.shape[0] if keep else 0
-    shapes = [T], [T], [n, aligned(weight.shape[0])] if keep else [0], [n], [n]
-    logp, entropy, z, *left = (hidden.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    return logp, entropy, z[:, : weight.shape[0]] if keep else z, *left
+    T, V = hidden.shape[0], weight.shape[0]
+    new_empty = partial(hidden.new_empty, dtype=torch.float32)
+    if not keep:
+        return new_empty(T), new_empty(T), new_empty(0), new_empty(0), new_empty(0)
+    logits = new_empty((T, aligned(V)))[:, :V]
+    return new_empty(T), new_empty(T), logits, new_empty(T), new_empty(T)
 
 
 @torch.library.custom_op("paw_kernels::token_stats_backward", mutates_args=(), tags=TAGS)
@@ -84,13 +92,20 @@ def _token_stats_backward(
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     index = has_gradient(grad_logp, grad_entropy).nonzero().squeeze(1)
-    a, c = grad_logp[index], None if grad_entropy is None else grad_entropy[index]
-    make, head = resolve(backend, hidden, weight), Head(weight, bias, temperature, softcap)
-    return _gradients(make, hidden, head, target, index, a, c, wants)
+    return _gradients(
+        resolve(backend, hidden, weight),
+        hidden,
+        Head(weight, bias, temperature, softcap),
+        target,
+        index=index,
+        a=grad_logp[index],
+        c=None if grad_entropy is None else grad_entropy[index],
+        wants=wants,
+    )
 
 
 def _gradients(
-    make: MakeRows,
+    make_rows: MakeRows,
     hidden: Tensor,
     head: Head,
     target: Tensor,
@@ -99,29 +114,40 @@ def _gradients(
     c: Tensor | None,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """dL/dhidden, dL/dweight and dL/dbias in the dtype of hidden, empty unless in `wants`.
+
+    a = dL/dlogp and c = dL/dentropy ([N] float32, c None for all zeros) are those of the rows
+    `index` ([N] int64; None for all).
+    """
+
     def coefficients(chunk: slice, *_: Tensor) -> tuple[Tensor, Tensor | None]:
         return a[chunk], None if c is None else c[chunk]
 
     head = head._replace(entropy=c is not None)
-    result = head_pass(make, hidden, head, target, index, coefficients, wants)
+    result = head_pass(make_rows, hidden, head, target, index, coefficients, wants)
     d_hidden, d_weight, d_bias = (
-        hidden.new_empty(0) if d is None else d.to(hidden.dtype) for d in result[2:5]
+        hidden.new_empty(0) if gradient is None else gradient.to(hidden.dtype)
+        for gradient in (result.d_hidden, result.d_weight, result.d_bias)
     )
     return d_hidden, d_weight, d_bias
 
 
 @_token_stats_backward.register_fake
 def _(hidden, weight, *rest):
-    wants = rest[-1]
-    shapes = hidden.shape, weight.shape, weight.shape[:1]
-    return tuple(
-        hidden.new_empty(shape if want else 0) for shape, want in zip(shapes, wants, strict=True)
+    wants_hidden, wants_weight, wants_bias = rest[-1]
+    return (
+        hidden.new_empty(hidden.shape if wants_hidden else 0),
+        hidden.new_empty(weight.shape if wants_weight else 0),
+        hidden.new_empty(weight.shape[:1] if wants_bias else 0),
     )
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    *ctx.options, keep = inputs[4:]
-    ctx.save_for_backward(*inputs[:4], *(output if keep else ()))
+    hidden, weight, bias, target, temperature, softcap, backend, keep = inputs
+    ctx.temperature = temperature
+    ctx.softcap = softcap
+    ctx.backend = backend
+    ctx.save_for_backward(hidden, weight, bias, target, *(output if keep else ()))
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
@@ -135,17 +161,41 @@ def _backward(
         assert grad_entropy is not None, "backward of neither output"
         grad_logp = torch.zeros_like(grad_entropy)
     wants = list(ctx.needs_input_grad[:3])
-    if kept and not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
-        # Overwritten: with the graph kept there may be another backward pass, which needs the
-        # logits as they are.
-        head = Head(weight, bias, *ctx.options[:2])
-        make = _only(KeptRows(head, len(hidden), kept))
-        gradients = _gradients(make, hidden, head, target, None, grad_logp, grad_entropy, wants)
+    keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    if kept and not keep_graph:
+        # This overwrites the kept logits. With the graph kept there may be another backward pass,
+        # which needs them as they are.
+        head = Head(weight, bias, ctx.temperature, ctx.softcap)
+        rows = KeptRows(head, len(hidden), kept)
+        gradients = _gradients(
+            _one_chunk(rows),
+            hidden,
+            head,
+            target,
+            index=None,
+            a=grad_logp,
+            c=grad_entropy,
+            wants=wants,
+        )
     else:
         gradients = _token_stats_backward(
-            hidden, weight, bias, target, grad_logp, grad_entropy, *ctx.options, wants
+            hidden,
+            weight,
+            bias,
+            target,
+            grad_logp,
+            grad_entropy,
+            ctx.temperature,
+            ctx.softcap,
+            ctx.backend,
+            wants,
         )
-    return *(d if want else None for d, want in zip(gradients, wants, strict=True)), *[None] * 5
+
+    d_hidden, d_weight, d_bias = (
+        gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=True)
+    )
+    # Then of target, temperature, softcap, backend and keep.
+    return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
 _token_stats.register_autograd(_backward, setup_context=_save)
@@ -174,11 +224,21 @@ def token_stats(
     here.
     """
     hidden, weight, bias = check_head(hidden, weight, target, bias, temperature, softcap)
-    softcap = None if softcap is None else float(softcap)
-    learns = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (hidden, weight, bias)
+    needs_gradient = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
-    keep = learns and keeps(hidden, weight) and resolve(backend, hidden, weight) is make_rows
+    keep = (
+        needs_gradient and keeps(hidden, weight) and resolve(backend, hidden, weight) is make_rows
+    )
     operator = _direct if unobserved(hidden, weight, bias, target) else _token_stats
-    found = operator(hidden, weight, bias, target, float(temperature), softcap, backend, keep)
-    return TokenStats(*found[:2])
+    logp, entropy, *_ = operator(
+        hidden,
+        weight,
+        bias,
+        target,
+        float(temperature),
+        None if softcap is None else float(softcap),
+        backend,
+        keep,
+    )
+    return TokenStats(logp, entropy)

@@ -1,7 +1,7 @@
 """Predicts by arithmetic the memory (`plan_memory`) and the seconds of an update of a configuration. Loads no torch.
 
 Every constant is published (others' runs, with the source), measured (by us, on a CPU) or assumed.
-SOURCES says which for each component. `bench/plan_pages.py` compares the times of training with
+SOURCES says which for each component. `bench/trainer/plan_pages.py` compares the times of training with
 published runs (docs/memory.md).
 """
 

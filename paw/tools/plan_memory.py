@@ -3,7 +3,7 @@
 Sizes are those of one GPU out of N, or of one host. T: tokens of a micro-batch. c: bytes of an
 element in the forward pass. w: bytes of an element of a stored weight. All formulas are upper
 bounds: the gradients of an earlier micro-batch are present, and every token is a target.
-`bench/memory.py` compares update and step with simulated ones (docs/memory.md). The rest are stated
+`bench/trainer/memory.py` compares update and step with simulated ones (docs/memory.md). The rest are stated
 assumptions.
 """
 

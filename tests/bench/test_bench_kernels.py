@@ -3,9 +3,11 @@
 import argparse
 import csv
 import importlib
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +16,9 @@ from paw_kernels import token_loss
 from paw_kernels._head import Head
 
 ROOT = Path(__file__).parents[2]
-NAMES = [f"kernels{rest}" for rest in ("", "_cases", "_measure", "_must", "_plot", "_problem")] + [
-    "peers",
-    "roofline",
-]
-kernels, cases, measure, must, plot, problem, peers, roofline = (
-    importlib.import_module(f"bench.{n}") for n in NAMES
+NAMES = ("compare", "cases", "measure", "must", "plot", "problem", "peers", "roofline")
+compare, cases, measure, must, plot, problem, peers, roofline = (
+    importlib.import_module(f"bench.kernels.{name}") for name in NAMES
 )
 
 CPU = torch.device("cpu")
@@ -124,7 +123,7 @@ def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(
 
     def measured(**changed):
         how = {"quick": True, "seconds": 0.01, "only": ["tiny"], "resume": False} | changed
-        kernels.run(argparse.Namespace(**how, out=tmp_path / "k.csv"), CPU)
+        compare.run(argparse.Namespace(**how, out=tmp_path / "k.csv"), CPU)
         return list(csv.DictReader((tmp_path / "k.csv").open(encoding="utf-8")))
 
     # What it generates code for is torch's own business.
@@ -132,7 +131,7 @@ def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(
     ours = next(peer for peer in peers.PEERS if peer.name == "naive")
     monkeypatch.setattr(cases, "PEERS", [replace(ours, name="broken", loss=failing), ours])
     monkeypatch.setattr(
-        kernels, "groups", lambda device, quick: [cases.Group("tiny", 64, 128, 150)]
+        compare, "groups", lambda device, quick: [cases.Group("tiny", 64, 128, 150)]
     )
     first = measured(only=["tiny", "naive"])
     rows = measured(resume=True)
@@ -153,6 +152,36 @@ def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(
 
 
 @pytest.mark.parametrize("only", ["", "quack", "f 1"])
+def test_a_comparison_leaves_no_tensor_to_the_next(monkeypatch):
+    weights = []
+
+    def problem_of(case, dtype, device):
+        assert all(weight() is None for weight in weights)
+        p = made()
+        weights.append(weakref.ref(p.weight.untyped_storage()))
+        return p
+
+    monkeypatch.setattr(compare, "problem_of", problem_of)
+    group = cases.Group("small", 96, 128, 150)
+    chosen = [
+        cases.Case(group, live, "" if live == 1 else "found", name, cases.BOTH)
+        for live in (1.0, 0.4)
+        for name in ("paw[torch]", "naive")
+    ]
+    rows = []
+    compare.run_group(
+        group,
+        chosen,
+        SimpleNamespace(add=lambda row: None),
+        lambda case, row: rows.append(row),
+        dtype=torch.float32,
+        device=CPU,
+        seconds=0.01,
+    )
+    assert len(weights) == 2 and len(rows) == 4
+    assert all(weight() is None for weight in weights)
+
+
 def test_plots_of_a_gpu_need_no_particular_case(only, tmp_path):
     roofline.write(tmp_path / "kernels_predicted.csv")
     rows = [

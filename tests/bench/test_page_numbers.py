@@ -92,7 +92,7 @@ def trl_steps(
     dtype: str = "float32", style: str = "turns"
 ) -> tuple[str, dict[str, dict[str, float]]]:
     """The table of one optimizer step against TRL's, and its medians."""
-    versus = importlib.import_module("bench.trainer_vs_trl")
+    versus = importlib.import_module("bench.trainer.against_trl")
     rows = common.read(common.RESULTS / "trainer_vs_trl_cpu.csv")
     rows = [row for row in rows if (row["dtype"], row["style"]) == (dtype, style)]
     return versus.table(rows), versus.medians(rows)
@@ -389,7 +389,7 @@ def rollout() -> Iterator[str]:
         yield f"| {row['style']} | {row['members']:.0f} | {row['same']:.1f} | {fewer} | {faster} |".replace(
             "|  |", "| |"
         )
-    yield importlib.import_module("bench.rollout_plot").markdown(common.RESULTS / "rollout_cpu.csv")
+    yield importlib.import_module("bench.rollout.plot").markdown(common.RESULTS / "rollout_cpu.csv")
     hits = [row["cached_frac"] for row in read("rollout_cpu")]
     yield f"prompt tokens ({per_cent(min(hits), 0)} to {per_cent(max(hits), 0)} %)"
     assert {row["logp_difference"] for row in read("rollout_cpu")} == {0.0}
@@ -434,7 +434,7 @@ def rwml() -> Iterator[str]:
 
 
 def memory() -> Iterator[str]:
-    yield importlib.import_module("bench.memory").table(
+    yield importlib.import_module("bench.trainer.memory").table(
         common.read(common.RESULTS / "memory_plan.csv")
     )
 
@@ -553,7 +553,7 @@ def profile() -> Iterator[str]:
     )
     yield "float32: {:+.1f} %, compiled {:+.1f} %".format(*(100 * ratio - 100 for ratio in ratios))
     yield f"In the conversations {100 * conversations['GRPO + PaW']['seconds / GRPO'] - 100:+.1f} %"
-    versus = importlib.import_module("bench.trainer_vs_trl")
+    versus = importlib.import_module("bench.trainer.against_trl")
     samples = versus.make_samples("conversations")
     last = sum(
         len(its[-1].separator_ids + its[-1].observation_ids) for its in versus.episodes(samples)
@@ -562,7 +562,7 @@ def profile() -> Iterator[str]:
         sum(len(getattr(sample, key)) for sample in samples)
         for key in ("observation_ids", "response_ids")
     ]
-    more = per_cent(last / versus.tokens(samples)), per_cent(rows[0] / rows[1], 0)
+    more = per_cent(last / sum(versus.row_lengths(samples))), per_cent(rows[0] / rows[1], 0)
     yield "{} % more tokens, and observations add {} %".format(*more)
 
 

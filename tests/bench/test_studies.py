@@ -1,4 +1,4 @@
-"""bench/studies.py. Where the world model's gradient lies: shares by hand, rules on real texts, p
+"""bench/studies/. Where the world model's gradient lies: shares by hand, rules on real texts, p
 against full logits; and training curves."""
 
 import csv
@@ -20,8 +20,9 @@ from paw.recipe import load
 from paw.rollouts.chat import Chat
 from paw.types import Outcome, Sample, Turn
 
-studies, prediction = (
-    importlib.import_module(f"bench.{name}") for name in ("studies", "prediction_reward")
+noise_gradient, dynamics, prediction = (
+    importlib.import_module(f"bench.studies.{name}")
+    for name in ("noise_gradient", "dynamics", "prediction_reward")
 )
 PROMPT = (
     "see:\nYou arrive at shelf 1. On the shelf 1, you see a mug 1.\ncan:\ntake mug 1 from shelf 1"
@@ -59,22 +60,24 @@ def test_what_nobody_can_predict_is_noise(tmp_path):
     ):
         assert [
             observation[start:end]
-            for start, end in studies.find_rule(name)(PROMPT, "", observation)
+            for start, end in noise_gradient.find_rule(name)(PROMPT, "", observation)
         ] == expected
     known = r"no noise rule 'search': there are alfworld, webshop, or give --rule FILE\.py:FUNCTION"
     with pytest.raises(UserError, match=known):
-        studies.find_rule("search")
+        noise_gradient.find_rule("search")
     tokens = [(0, 3), (3, 7), (7, 9), (9, 9), (9, 12)]  # one character makes a token noise
-    assert studies.noisy(tokens, [(5, 8), (11, 40)]) == [False, True, True, False, True]
+    assert noise_gradient.noisy(tokens, [(5, 8), (11, 40)]) == [False, True, True, False, True]
 
 
 def test_shares_by_hand():
     tokens = [
-        studies.Token(True, 0.25, 1.0),
-        studies.Token(False, 0.16, 0.5),
-        studies.Token(False, 0.64, 0.25),
+        noise_gradient.Token(True, 0.25, 1.0),
+        noise_gradient.Token(False, 0.16, 0.5),
+        noise_gradient.Token(False, 0.64, 0.25),
     ]
-    lines = {(line["class"], line["loss"]): line for line in studies.table(tokens, rho=0.2, q=0.5)}
+    lines = {
+        (line["class"], line["loss"]): line for line in noise_gradient.table(tokens, rho=0.2, q=0.5)
+    }
     one = lines["noise", "ce"]
     assert (one["tokens"], one["token_share"], one["mean_p"], one["live"]) == (
         1,
@@ -97,7 +100,7 @@ def test_shares_by_hand():
         0.5,
     )
     with pytest.raises(UserError, match="no token of class 'noise' among 2"):
-        studies.table(tokens[1:], rho=0.2, q=0.5)
+        noise_gradient.table(tokens[1:], rho=0.2, q=0.5)
 
 
 def test_tokens_carry_their_probability_and_the_norm_of_their_error(tiny_llm, tmp_path):
@@ -119,8 +122,9 @@ def test_tokens_carry_their_probability_and_the_norm_of_their_error(tiny_llm, tm
                 + "\n"
             )
     config = load("quickstart", {"rollout.temperature": "0.7", "wm.max_tokens": "50"})
-    # Batches have an order of their own.
-    got = sorted(studies.measure(str(folder), config, studies.household, 1, path))
+    got = sorted(
+        noise_gradient.measure(str(folder), config, noise_gradient.household, 1, path)
+    )  # batches have an order of their own
     for text in texts:
         target = chat.observation_ids(text, 50)
         before = [*ids[0], *ids[1], *chat.separator_ids]
@@ -150,9 +154,8 @@ def test_a_run_is_measured_at_its_start_and_after_training(
 ):
     monkeypatch.setenv("PAW_CACHE", paw_env["PAW_CACHE"])
     noise, curves = tmp_path / "noise", tmp_path / "curves"
-    studies.main(
+    noise_gradient.main(
         [
-            "noise-gradient",
             str(quick_run),
             "--tasks",
             "2",
@@ -168,14 +171,14 @@ def test_a_run_is_measured_at_its_start_and_after_training(
         (stage, kind, loss)
         for stage in ("start", "trained")
         for kind in ("noise", "rest")
-        for loss in studies.SLOPES
+        for loss in noise_gradient.SLOPES
     }
     assert all(0 < float(line["mean_p"]) < 1 and int(line["tokens"]) > 0 for line in lines)
     study = tmp_path / "study" / "runs"
     study.mkdir(parents=True)
     for seed in (0, 1):
         (study / f"paw-{seed}").symlink_to(quick_run)
-    studies.main(["dynamics", str(quick_run), str(study.parent), "--out", str(curves)])
+    dynamics.main([str(quick_run), str(study.parent), "--out", str(curves)])
     with (curves / "dynamics.csv").open() as file:
         assert [row["update"] for row in csv.DictReader(file)] == ["0", "1", "2"] * 3
     told = capsys.readouterr().out
@@ -189,15 +192,15 @@ def test_a_run_is_measured_at_its_start_and_after_training(
 
 
 def test_mistakes_are_told_before_anything_loads(capsys):
-    for words, message in {
-        "dynamics nowhere": "nowhere: no such run directory",
-        "dynamics nowhere --wm.alpha 1": "unknown option '--wm.alpha'",
-        "noise-gradient m --tasks 0": "--tasks 0",
-        "noise-gradient a b --rollouts file": "give one MODEL",
-        "noise-gradient m": "m is no folder here",
-    }.items():
+    for study, words, message in (
+        (dynamics, "nowhere", "nowhere: no such run directory"),
+        (dynamics, "nowhere --wm.alpha 1", "unrecognized arguments: --wm.alpha 1"),
+        (noise_gradient, "m --tasks 0", "--tasks 0"),
+        (noise_gradient, "a b --rollouts file", "give one MODEL"),
+        (noise_gradient, "m", "m is no folder here"),
+    ):
         with pytest.raises(SystemExit, match="2"):
-            studies.main(words.split())
+            study.main(words.split())
         assert message in capsys.readouterr().err
 
 

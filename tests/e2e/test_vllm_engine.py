@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 bench, simulation = (
-    importlib.import_module(f"bench.{name}") for name in ("rollout", "rollout_simulation")
+    importlib.import_module(f"bench.rollout.{name}") for name in ("continuous", "simulation")
 )
 SHAPE = simulation.SHAPES["quickstart"]
 LIMIT = simulation.MOST_PROMPT + simulation.MOST_RESPONSE

@@ -125,17 +125,17 @@ def test_a_trial_tells_right_results_from_wrong_ones(monkeypatch, dtype):
 
 
 def test_the_yardstick_is_autograd():
-    given = trial._Problem(CPU, torch.float64, 20, 31, 8, full=True)
-    h, head = given.hidden, given.head
+    problem = trial._Problem(CPU, torch.float64, 20, 31, 8, full=True)
+    h, head = problem.hidden, problem.head
     stats, gradients = dense_pulled(
         h,
         head.weight,
-        given.target,
-        lambda logp, entropy: (given.a * logp + given.c * entropy).sum(),
+        problem.target,
+        lambda logp, entropy: (problem.a * logp + problem.c * entropy).sum(),
         head.bias,
         temperature=0.7,
     )
-    for got, want in zip(given.dense(torch.float64), [*stats, *gradients], strict=True):
+    for got, want in zip(problem.dense(torch.float64), [*stats, *gradients], strict=True):
         torch.testing.assert_close(got, want)
 
 

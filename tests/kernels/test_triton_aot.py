@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "triton_aot.py"
+SCRIPT = Path(__file__).parents[2] / "bench" / "kernels" / "triton_aot.py"
 SHARED_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "other": 99}
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 

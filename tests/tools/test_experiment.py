@@ -19,7 +19,7 @@ from paw.tools.experiment.figures import comparison
 from paw.tools.experiment.results import Interval, area, interval, paired, student, verdict
 from paw.tools.experiment.runs import VARIANTS, parse_variants
 
-studies = importlib.import_module("bench.studies")
+dynamics = importlib.import_module("bench.studies.dynamics")
 
 
 def test_intervals_by_hand():
@@ -204,7 +204,7 @@ def test_compare_writes_table_numbers_and_plot(finished, capsys):
 
 
 def test_dynamics_of_runs_and_of_an_experiment(finished, capsys):
-    studies.main(["dynamics", str(finished), "--out", str(finished / "d")])
+    dynamics.main([str(finished), "--out", str(finished / "d")])
     text = capsys.readouterr().out
     assert (
         "|  | ce (1) | grpo (3) | paw (3) |" in text
@@ -214,7 +214,7 @@ def test_dynamics_of_runs_and_of_an_experiment(finished, capsys):
         found = [(row["update"], row["success/all"]) for row in csv.DictReader(file)]
     # what an update did not measure is an empty cell, never 0
     assert found[:6] == [("0", ""), ("1", "0"), ("2", "0"), ("3", "0"), ("4", "0"), ("0", "")]
-    assert list(studies.read([finished / "runs" / "paw-1", finished / "runs" / "ce-0"])) == [
+    assert list(dynamics.read([finished / "runs" / "paw-1", finished / "runs" / "ce-0"])) == [
         "paw-1",
         "ce-0",
     ]

@@ -18,7 +18,7 @@ from paw.tools.shapes import SHAPES, Shape, from_config, shape_of
 
 COMMON, MEMORY, SIMULATION, PAGES = (
     importlib.import_module(f"bench.{name}")
-    for name in ("common", "memory", "memory_simulation", "plan_pages")
+    for name in ("common", "trainer.memory", "trainer.memory_simulation", "trainer.plan_pages")
 )
 CARD = {"gpus": 1, "gpu_gib": 80.0}
 NAME = "Qwen/Qwen2.5-14B-Instruct"
@@ -306,7 +306,7 @@ def test_what_follows_a_rollout():
     "run", [run for run in PAGES.RUNS if run.held], ids=lambda run: f"{run.model}-{run.length}"
 )
 def test_training_takes_as_long_as_in_published_runs(run):
-    """torchtitan and prime-rl on H100s, within a quarter; bench/plan_pages.py has the sources."""
+    """torchtitan and prime-rl on H100s, within a quarter; bench/trainer/plan_pages.py has the sources."""
     assert run.predicted == pytest.approx(run.published, rel=0.25)
 
 
@@ -319,7 +319,7 @@ def test_the_hosts_time_is_as_measured():
 def test_pages_have_what_the_plan_says():
     for page, remade in ((PAGES.MEMORY, PAGES.memory_page), (PAGES.SCALE, PAGES.scale_page)):
         text = page.read_text(encoding="utf-8")
-        assert remade(text) == text, f"python bench/plan_pages.py remakes {page}"
+        assert remade(text) == text, f"python bench/trainer/plan_pages.py remakes {page}"
 
 
 def test_every_saving_saves():

@@ -1,0 +1,1 @@
+"""Benchmarks: a folder for each subject, a script for each published table or figure, results in results/."""

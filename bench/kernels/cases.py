@@ -1,0 +1,363 @@
+"""The cases to measure on a device, and how one of them is measured."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.kernels.measure import Times, copies, peak_bytes, times
+from bench.kernels.peers import PEERS
+from bench.kernels.problem import (
+    HEADS,
+    Problem,
+    errors,
+    loss_of_rows,
+    passes,
+    paw_loss,
+    slope_of_mean,
+    slope_of_rows,
+)
+from paw_kernels import BACKENDS, token_loss, token_stats, why_not_backend
+
+MATMUL_ROWS = 4096
+FORWARD = "forward"
+BOTH = "forward + backward"
+STATISTICS = "statistics + backward"
+"""Log-probabilities and entropies by a function of their own, and the gradient of the log-probabilities."""
+Row = dict[str, object]
+"""Columns of the table, by name."""
+
+
+class Group(NamedTuple):
+    """Cases that share their matmuls."""
+
+    head: str
+    T: int
+    D: int
+    V: int
+
+
+class Case(NamedTuple):
+    group: Group
+    live: float
+    dead: str
+    """"" (none), "found" (by the forward) or "known" (the live rows alone, gathered)."""
+    name: str
+    mode: str
+
+    def columns(self) -> Row:
+        return {
+            "head": self.group.head,
+            "T": self.group.T,
+            "D": self.group.D,
+            "V": self.group.V,
+            "live": self.live,
+            "dead": self.dead,
+            "implementation": self.name,
+            "mode": self.mode,
+        }
+
+    def label(self) -> str:
+        dead = f" dead {self.dead}" if self.dead else ""
+        return f"{self.group.head} T {self.group.T} f {self.live:g}{dead} {self.name} {self.mode}"
+
+
+def groups(device: torch.device, quick: bool) -> list[Group]:
+    """The reference point first, then what matters most."""
+    if device.type == "cpu":
+        on_cpu = [Group("quickstart", T=2048, D=64, V=600), Group("small", T=512, D=128, V=32_000)]
+        if not quick:
+            on_cpu.append(Group("Qwen2.5-0.5B", T=256, D=896, V=151_936))
+        return on_cpu
+
+    reference = Group("Llama-3.1-8B", 4096, *HEADS["Llama-3.1-8B"])
+    if quick:
+        return [reference, Group("Qwen2.5-7B", 32_768, *HEADS["Qwen2.5-7B"])]
+    on_gpu = [reference]
+    for T in (32_768, 8192, 2048, 131_072):
+        for head, (D, V) in HEADS.items():
+            on_gpu.append(Group(head, T, D, V))
+    return on_gpu
+
+
+def cases(group: Group, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Every case of a group that can run on this device."""
+    ours = [f"paw[{name}]" for name in BACKENDS if why_not_backend(name, device, dtype) is None]
+    theirs = [peer.name for peer in PEERS if peer.why_not(device) is None]
+    for name in (*ours, *theirs):
+        yield Case(group, live=1.0, dead="", name=name, mode=FORWARD)
+        yield Case(group, live=1.0, dead="", name=name, mode=BOTH)
+    if device.type == "cpu":
+        for name in (*ours, "naive", "torch_compile"):
+            yield Case(group, live=1.0, dead="", name=name, mode=STATISTICS)
+
+    # Dense work takes the same time whatever the rows are, so peers are timed only if that is
+    # cheap.
+    large = device.type == "cpu" and group.V > 100_000
+    peers_if_found = theirs if group.T <= 8192 and not large else []
+    peers_if_known = theirs if group.T in (512, 2048, 4096, 32_768) else []
+    for live in (0.4, 0.1):
+        for name in (*ours, *peers_if_found):
+            yield Case(group, live=live, dead="found", name=name, mode=BOTH)
+        for name in (*ours, *peers_if_known):
+            yield Case(group, live=live, dead="known", name=name, mode=BOTH)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    both: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+    """(hidden, weight) -> (scalar loss, logp [T] or None), differentiable."""
+    forward: Callable[[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]
+    """The same of the forward pass alone, which may be another function."""
+    slope: Tensor
+    """[T] float64: dL/dlogp of each row of `both`."""
+    want: Tensor | None
+    """What the loss should be, float64; None if it is not compared."""
+    version: str = ""
+
+
+def implementation(case: Case, problem: Problem) -> Implementation:
+    """The functions that the case calls, and the values to compare their results with."""
+    if case.mode == STATISTICS:
+        return _statistics_implementation(case, problem)
+    index = problem.live if case.dead == "known" else None
+    if case.name.startswith("paw["):
+        return _paw_implementation(case, problem, index)
+    return _peer_implementation(case, problem, index)
+
+
+def _statistics_implementation(case: Case, problem: Problem) -> Implementation:
+    statistics = statistics_of(case.name)
+
+    def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logp, _ = statistics(hidden, weight, problem.target)
+        return -logp.mean(), logp.detach()
+
+    slope = slope_of_mean(problem)
+    return Implementation(both=both, forward=both, slope=slope, want=(slope * problem.logp).sum())
+
+
+def _paw_implementation(case: Case, problem: Problem, index: Tensor | None) -> Implementation:
+    """One of our backends; on the rows `index` alone, if given."""
+    backend = _backend(case.name)
+    labels = problem.target if index is None else problem.target[index]
+
+    def fused(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        rows = problem.rows
+        if index is not None:
+            hidden = hidden[index]
+            rows = rows.take(index)
+        out = token_loss(hidden, weight, labels, paw_loss, rows, backend=backend)
+        return out.loss, out.logp
+
+    def statistics(hidden: Tensor, weight: Tensor) -> tuple[None, Tensor]:
+        return None, token_stats(hidden, weight, problem.target, backend=backend).logp
+
+    return Implementation(
+        both=fused, forward=statistics, slope=slope_of_rows(problem), want=loss_of_rows(problem)
+    )
+
+
+def _peer_implementation(case: Case, problem: Problem, index: Tensor | None) -> Implementation:
+    """The mean loss of a peer; on the rows `index` alone, if given."""
+    peer = next(peer for peer in PEERS if peer.name == case.name)
+    labels = problem.target if index is None else problem.target[index]
+
+    def run(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        loss = peer.loss(hidden if index is None else hidden[index], weight, labels)
+        per_row = loss.dim() == 1 and index is None
+        return loss.mean(), -loss.detach() if per_row else None
+
+    slope = slope_of_mean(problem, index)
+    want = (slope * problem.logp).sum() if peer.is_cross_entropy else None
+    return Implementation(both=run, forward=run, slope=slope, want=want, version=peer.version())
+
+
+def _backend(name: str) -> str:
+    """The backend in an implementation's name "paw[BACKEND]"."""
+    return name.removeprefix("paw[").removesuffix("]")
+
+
+def statistics_of(name: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The function (hidden, weight, target) -> (logp, entropy) of an implementation."""
+
+    def plain(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return plain_row_statistics(hidden @ weight.t(), target)
+
+    if name.startswith("paw["):
+        return partial(token_stats, backend=_backend(name))
+    if name == "torch_compile":
+        return torch.compile(plain, dynamic=False)
+    return plain
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A case that ran once and is ready to be timed: `call` on `inputs`."""
+
+    case: Case
+    call: Callable[[Tensor], object]
+    inputs: list[Tensor]
+    live: int
+    """Number of rows in the gradient products: those with a gradient, or all if the implementation cannot skip any."""
+    row: Row
+
+    def timed(self, measured: Times, matmuls: dict[str, float]) -> Row:
+        """Columns of the table; `matmuls`: milliseconds a row of the bare products."""
+        group = self.case.group
+        forward_rows = self.live if self.case.dead == "known" else group.T
+        backward_rows = 0 if self.case.mode == FORWARD else self.live
+        bound = (
+            matmuls["logits"] * forward_rows
+            + (matmuls["d_hidden"] + matmuls["d_weight"]) * backward_rows
+        )
+        flops = 2 * group.D * group.V * (forward_rows + 2 * backward_rows)
+        return {
+            **timing(measured, flops=flops),
+            "bound_ms": f"{bound:.4g}",
+            "share": f"{bound / measured.median:.3f}",
+            **self.row,
+        }
+
+
+def prepare(case: Case, problem: Problem) -> Prepared:
+    """Measures errors and memory of one call. Raises whatever the implementation raises."""
+    run = implementation(case, problem)
+    backward = case.mode != FORWARD
+    weight = problem.weight.detach().requires_grad_(backward)
+    inputs = [x.detach().requires_grad_(backward) for x in copies(problem.hidden)]
+
+    def call(hidden: Tensor) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
+        if case.mode == FORWARD:
+            with torch.no_grad():
+                loss, logp = run.forward(hidden, weight)
+            return loss, logp, []
+        loss, logp = run.both(hidden, weight)
+        return loss.detach(), logp, list(torch.autograd.grad(loss, (hidden, weight)))
+
+    loss, logp, gradients = call(inputs[0])
+    compared = None if loss is None or run.want is None else (loss, run.want)
+    case_errors = errors(problem, run.slope, loss=compared, logp=logp, gradients=gradients)
+
+    del loss, logp, gradients  # their memory would count as held before the call
+    peak = peak_bytes(call, inputs[0])
+    weight_gradient = 4 * case.group.V * case.group.D
+
+    row: Row = {
+        "peak_mib": f"{peak / 2**20:.1f}",
+        "beside_dw_mib": f"{(peak - weight_gradient) / 2**20:.1f}" if backward else "",
+    }
+    for name, value in asdict(case_errors).items():
+        row[f"error_{name}"] = "" if value is None else f"{value:.2e}"
+    row["passes"] = "yes" if passes(case_errors, problem.plain) else "no"
+    row["version"] = run.version
+
+    skips_dead_rows = case.name.startswith("paw[") or case.dead == "known"
+    live = problem.live.numel() if skips_dead_rows else case.group.T
+    return Prepared(case=case, call=call, inputs=inputs, live=live, row=row)
+
+
+def timing(measured: Times, *, flops: int = 0, moved: int = 0) -> Row:
+    """Columns of the table; rates only if the number of operations or of bytes moved is given."""
+    return {
+        "ms": f"{measured.median:.4g}",
+        "ms_low": f"{measured.low:.4g}",
+        "ms_high": f"{measured.high:.4g}",
+        "runs": measured.runs,
+        "tflops": f"{flops / measured.median / 1e9:.4g}" if flops else "",
+        "gb_s": f"{moved / measured.median / 1e6:.4g}" if moved else "",
+    }
+
+
+def bare_matmuls(
+    group: Group, dtype: torch.dtype, device: torch.device, seconds: float
+) -> dict[str, Row]:
+    """The three products of up to 4,096 rows, each written in `dtype`."""
+    n = min(group.T, MATMUL_ROWS)
+    D = group.D
+    V = group.V
+    hidden = torch.randn(n, D, dtype=dtype, device=device)
+    weight = torch.randn(V, D, dtype=dtype, device=device)
+    logits = torch.randn(n, V, dtype=dtype, device=device)
+    d_hidden = torch.empty_like(hidden)
+    d_weight = torch.empty_like(weight)
+    out = torch.empty_like(logits)
+    products = {
+        "logits": (lambda x: torch.mm(x, weight.t(), out=out), hidden),
+        "d_hidden": (lambda z: torch.mm(z, weight, out=d_hidden), logits),
+        "d_weight": (lambda z: torch.mm(z.t(), hidden, out=d_weight), logits),
+    }
+    rows: dict[str, Row] = {}
+    for name, (call, operand) in products.items():
+        rows[name] = {
+            "head": group.head,
+            "T": n,
+            "D": D,
+            "V": V,
+            "implementation": "matmul",
+            "mode": f"matmul {name}",
+            **timing(times(call, [operand], seconds), flops=2 * n * D * V),
+        }
+    return rows
+
+
+def without_matmul(device: torch.device, seconds: float) -> Iterator[tuple[Row, Callable[[], Row]]]:
+    """The measurements without a head: (columns that name one, the measurement)."""
+    yield {"implementation": "torch", "mode": "copy"}, partial(_copy, device, seconds)
+
+    rows = 256 if device.type == "cpu" else MATMUL_ROWS
+    V = 151_936
+    names = ["torch", "torch_compile"]
+    if why_not_backend(device.type, device, torch.float32) is None:
+        names.append(f"paw[{device.type}]")
+    for name in names:
+        columns: Row = {
+            "T": rows,
+            "V": V,
+            "dtype": "float32",
+            "implementation": name,
+            "mode": "row statistics",
+        }
+        yield columns, partial(_row_statistics, name, rows, V, device, seconds)
+
+
+def _copy(device: torch.device, seconds: float) -> Row:
+    source = torch.randn((1 << 28) if device.type == "cpu" else (1 << 30), device=device)
+    out = torch.empty_like(source)
+    return timing(times(out.copy_, [source], seconds), moved=2 * source.nbytes)
+
+
+def _row_statistics(name: str, rows: int, V: int, device: torch.device, seconds: float) -> Row:
+    """logp and entropy of given float32 logits [rows, V]: the row operation of csrc/ against plain torch."""
+    z, target = row_problem(rows, V, device)
+    call = plain_row_statistics
+    if name == "torch_compile":
+        call = torch.compile(plain_row_statistics)
+    elif name.startswith("paw["):
+        call = native_row_statistics
+
+    pairs = zip(call(z, target), plain_row_statistics(z.double(), target), strict=True)
+    error = max((got.double() - want).abs().amax().item() for got, want in pairs)
+    measured = times(lambda z: call(z, target), [z], seconds)
+    return {**timing(measured, moved=z.nbytes), "error_logp": f"{error:.2e}"}
+
+
+def row_problem(rows: int, V: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(logits [rows, V] float32, target [rows] int64)."""
+    generator = torch.Generator(device).manual_seed(0)
+    logits = 3 * torch.randn(rows, V, generator=generator, device=device)
+    target = torch.randint(V, (rows,), generator=generator, device=device)
+    return logits, target
+
+
+def plain_row_statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(logp, entropy) in plain torch."""
+    logp = z.log_softmax(-1)
+    return logp.gather(1, target[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+
+def native_row_statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.paw_kernels.row_statistics(z, None, target, 1.0)[:2]

@@ -1,0 +1,164 @@
+"""What rollouts that run ahead of training save: the same updates with rollout.ahead = 0 and 1, over one vLLM server.
+
+    python bench/rollout/ahead.py [--updates 8] [--repeats 3] [overrides of `paw train quickstart`]
+    python bench/rollout/ahead.py --learn 0 1 2
+
+Trainer and server have a core each. The model has seen one step of the quickstart's warm-up, so
+that it does not end its responses: OPTIONS make an update take about as long as its episodes do.
+The server is started once; runs take turns. Writes bench/results/ahead_cpu.csv, the median seconds
+of each run's updates and of their phases (but the first two and the last, when the pipeline fills
+and empties), and prints the ratio of the medians.
+
+The second command trains the quickstart with seeds 0, 1 and 2 on episodes that are all one update
+old, the oldest that rollout.ahead = 1 allows, and writes bench/results/ahead_learning.csv; the same
+seeds with ahead = 0 are in quickstart_long.csv (bench/studies/quickstart_seeds.py).
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.common import RESULTS, ROOT, cpu_name, paw, write
+from paw import run as runs
+from paw import train
+from paw.recipe import load
+from paw.rollouts.base import RolloutResult
+from paw.rollouts.engines.servers import Servers, vllm_command
+from paw.rollouts.scheduler import Rollouts
+from paw.tools.rundir import load_run
+
+FILL = 2
+MODEL = {"warmup.max_steps": 1, "warmup.hidden_size": 128}
+OPTIONS = {"rollout.tasks": 8, "rollout.group_size": 4, "env.max_turns": 6, "rollout.max_response_tokens": 48,
+           "eval.every": 0, "eval.games": 1}  # fmt: skip
+PHASES = ("rollout", "score", "update", "sync")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--updates", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--learn", type=int, nargs="+", metavar="SEED")
+    options, overrides = parser.parse_known_args()
+    if options.learn:
+        return learn(options.learn)
+    compare_speed(options.updates, options.repeats, overrides)
+
+
+def compare_speed(updates: int, repeats: int, overrides: list[str]) -> None:
+    """Trains with ahead = 0 and 1 in turn, the server on one core and the trainer on another."""
+    model = Path(paw("warmup", "quickstart", *words(MODEL)).splitlines()[-1])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    limits = load("quickstart").rollout
+    context = limits.max_prompt_tokens + OPTIONS["rollout.max_response_tokens"]
+    command = vllm_command(model, max_model_len=context, dtype="float32", on_cpu=True, entropy=True)
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        server_core, trainer_core = sorted(os.sched_getaffinity(0))[:2]
+        os.sched_setaffinity(0, {server_core})  # the server inherits it
+        servers = Servers(command, [[]], Path(name))
+        os.sched_setaffinity(0, {trainer_core})
+        try:
+            servers.wait()
+            common = words({
+                "model.path": model,
+                "run.dir": name,
+                "run.threads": 1,
+                "run.updates": updates,
+                "engine.type": "server",
+                "engine.urls": json.dumps(servers.urls),
+                **OPTIONS,
+            }) + overrides  # fmt: skip
+            for number in range(2 * repeats):
+                ahead = number % 2
+                own = words({"rollout.ahead": ahead, "run.name": f"run-{number}"})
+                paw("train", "quickstart", *common, *own)
+                seconds = phase_seconds(Path(name) / f"run-{number}" / "metrics.jsonl")
+                row = {"ahead": ahead, "repeat": number // 2, "seconds": sum(seconds.values())}
+                row = {key: round(value, 3) for key, value in (row | seconds).items()}
+                print(*(f"{key} {value:g}" for key, value in row.items()), flush=True)
+                rows.append(row | {"cpu": cpu_name(), "torch": torch.__version__})
+        finally:
+            servers.close()
+    write(RESULTS / "ahead_cpu.csv", rows)
+
+    without = median(row["seconds"] for row in rows if row["ahead"] == 0)
+    with_one = median(row["seconds"] for row in rows if row["ahead"] == 1)
+    print(
+        f"an update takes {without:.2f} s with ahead = 0 and {with_one:.2f} s with 1:"
+        f" {without / with_one:.2f} times the speed"
+    )
+
+
+def phase_seconds(metrics: Path) -> dict[str, float]:
+    """Medians over the updates of a run, less the first FILL and the last, of the seconds of each phase."""
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    updates = lines[1 + FILL : -1]  # the first line is the evaluation before training
+    return {phase: median(line[f"time/{phase}"] for line in updates) for phase in PHASES}
+
+
+def words(options: dict[str, Any]) -> list[Any]:
+    """Options as words of a command line."""
+    flat = []
+    for key, value in options.items():
+        flat += [f"--{key}", value]
+    return flat
+
+
+class Late(Rollouts):
+    """Plays each update's episodes with the weights of the update before."""
+
+    waiting: RolloutResult | None = None
+    """The episodes of the next update."""
+
+    def training(self, step: int, count: int, progress: Any = None) -> RolloutResult:
+        played = self.waiting or super().training(step, count, progress)
+        self.waiting = None
+        self.waiting = super().training(step + 1, count, progress)
+        return played
+
+
+def learn(seeds: list[int]) -> None:
+    """Trains quickstart-long with episodes that are one update old; what a folder holds is not made again."""
+    rows = []
+    runs.Run.make_rollouts = lambda run: Late(
+        run.factory, run.engine, run.chat, run.config, run.ranks
+    )  # type: ignore[method-assign]
+    for seed in seeds:
+        folder = ROOT / "runs" / "late" / f"seed-{seed}"
+        if not (folder / "report.html").exists():
+            model = paw("warmup", "quickstart-long", "--warmup.seed", seed).splitlines()[-1]
+            overrides = {
+                "run.dir": str(folder.parent),
+                "run.name": folder.name,
+                "run.seed": seed,
+                "model.path": model,
+            }
+            train(load("quickstart-long", overrides))
+        run = load_run(folder)
+        steps, _ = run.series("eval/success")
+        for step in steps:
+            row = {"seed": seed, "update": step}
+            for name in ("success", "ci_low", "ci_high", "games"):
+                row[name] = round(run.at(f"eval/{name}", step) or 0.0, 4)
+            row["torch"] = run.info["torch"]
+            row["device"] = run.info["device"]
+            row["head"] = run.info["backend"]
+            rows.append(row)
+        print(f"seed {seed}: {rows[-7]['success']:.1%} -> {rows[-1]['success']:.1%}", flush=True)
+    write(RESULTS / "ahead_learning.csv", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""docs/experiment_compare.png, experiment_sparse.png and noise_gradient.png anew from their files in bench/results.
+
+python bench/studies/experiment_plot.py
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.common import RESULTS, ROOT, read
+from bench.studies.noise_gradient import on_noise
+from paw.tools.experiment.compare import summarise
+from paw.tools.experiment.figures import comparison, evaluations
+
+TEXT = ("variant", "stage", "class", "loss", "commit", "paw", "torch", "device")
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    lines = read(RESULTS / f"{name}.csv")
+    return [
+        {k: v if k in TEXT else float(v) if v else None for k, v in line.items()} for line in lines
+    ]
+
+
+def main() -> None:
+    figures = {"noise_gradient": on_noise(records("noise_gradient"))}
+    for name in ("experiment_compare", "experiment_sparse"):
+        runs = records(name)
+        figures[name] = comparison(evaluations(runs), summarise(runs))
+    for name, figure in figures.items():
+        figure.savefig(ROOT / "docs" / f"{name}.png", dpi=150)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What `paw plan` says on the pages: its times against published runs (docs/memory.md), its lines (docs/scale.md).
+
+    python bench/trainer/plan_pages.py      # remakes both; arithmetic, nothing is run
+
+A published run is planned as it was: its model, cards, checkpointing and sequences, all tokens
+learnt from. Runs whose trainer also wrote the weights for its servers are planned with
+engine.transfer = "files". tests/tools/test_plan.py fails if the plan of a `held` run is off by more
+than a quarter, or if a page is not what this makes.
+"""
+
+import contextlib
+import io
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.common import ROOT
+from paw import cli
+from paw.recipe import validate
+from paw.tools.plan import Plan, Play
+from paw.tools.shapes import SHAPES
+
+MEMORY = ROOT / "docs" / "memory.md"
+SCALE = ROOT / "docs" / "scale.md"
+TITAN = "torchtitan"
+PRIME = "prime-rl"
+"""pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (Tables 1 and 3, December 2024,
+H100 of 96 GB); PrimeIntellect-ai/prime-rl at 30bf494f, benchmarks/results/BENCHMARKS.md (measured
+2026-01-15, H100 of 80 GB)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    source: str
+    model: str
+    gpus: int
+    length: int
+    """Tokens of a sequence; each GPU had two of them in a step."""
+    published: float
+    """Tokens a second, of all GPUs."""
+    checkpointing: str = "full"
+    compile: bool = True
+    files: bool = False
+    lora: int = 0
+    held: bool = False
+
+    @property
+    def predicted(self) -> float:
+        """Tokens a second by the plan: passes, optimizer step, and weights to files."""
+        sequences = 2 * self.gpus
+        batch = 2 if self.source == TITAN else 1  # sequences of a micro-batch
+        tree = {
+            "model": {
+                "path": self.model,
+                "checkpointing": self.checkpointing,
+                "compile": self.compile,
+            },
+            "lora": {"rank": self.lora},
+            "engine": {"type": "server", "urls": "http://localhost:1", "transfer": "files"},
+            "policy": {"kl_coef": 0.0},
+            "wm": {"enabled": False},
+            "optim": {"minibatch_samples": sequences, "micro_batch_tokens": batch * self.length},
+        }
+        play = Play(sequences, 1, 1, prompt=0, response=self.length, observation=0)
+        plan = Plan(
+            validate(tree, origin=self.model),
+            SHAPES[self.model],
+            gpus=self.gpus,
+            gpu_gib=80.0,
+            hosts=-(-self.gpus // 8),
+            play=play,
+        )
+        seconds = plan.seconds["update"] + plan.seconds["step"]
+        if self.files:
+            seconds += plan.seconds["sync"]
+        return sequences * self.length / seconds
+
+
+def _titan(gpus: int, a_gpu: float, *, compiled: bool, held: bool = False) -> Run:
+    return Run(TITAN, "Llama-3.1-8B", gpus, 8192, gpus * a_gpu, "selective", compiled, held=held)
+
+
+RUNS = [
+    _titan(8, 5762, compiled=False, held=True),
+    _titan(8, 6667, compiled=True, held=True),
+    Run(PRIME, "Qwen3-4B", 8, 65536, 28970, files=True, held=True),
+    Run(PRIME, "Qwen3-4B", 8, 16384, 26030, files=True, held=True),
+    _titan(128, 6514, compiled=True),
+    Run(PRIME, "Qwen3-4B", 8, 16384, 49720),
+    Run(PRIME, "Qwen3-4B", 8, 65536, 32800, files=True, lora=16),
+    Run(PRIME, "Qwen3-4B", 8, 16384, 48720, files=True, lora=16),
+    Run(PRIME, "Qwen3-0.6B", 1, 65536, 10150, files=True),
+    Run(PRIME, "Qwen3-0.6B", 1, 16384, 11900, files=True),
+    Run(PRIME, "Qwen3-30B-A3B", 8, 16384, 6110, files=True),
+    Run(PRIME, "Qwen3-30B-A3B", 8, 16384, 33100, files=True, lora=16),
+    Run(PRIME, "Qwen3-30B-A3B", 8, 65536, 23390, files=True, lora=16),
+]
+
+
+def table() -> str:
+    """The Markdown table of docs/memory.md."""
+    lines = [
+        "| run | model | H100s | sequence | what | published, tokens/s | predicted | predicted / published |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run in RUNS:
+        settings = f"{run.checkpointing} checkpointing, {'compiled' if run.compile else 'eager'}"
+        if run.lora:
+            settings += f", LoRA {run.lora}"
+        if run.files:
+            settings += ", weights to files"
+        cells = [
+            f"**{run.source}**" if run.held else run.source,
+            run.model,
+            str(run.gpus),
+            f"{run.length:,}",
+            settings,
+            f"{run.published:,.0f}",
+            f"{run.predicted:,.0f}",
+            f"{run.predicted / run.published:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def conclusion_of(command: str) -> str:
+    """The last paragraph that a `paw plan` command prints: what comes after its tables."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        cli.main(shlex.split(command)[1:])
+    _, _, conclusion = output.getvalue().strip().rpartition("\n\n")
+    return conclusion
+
+
+def memory_page(text: str) -> str:
+    return re.sub(
+        r"(<!-- python bench/trainer/plan_pages.py -->\n).*?(<!-- end -->)",
+        lambda match: f"{match[1]}\n{table()}\n\n{match[2]}", text, flags=re.DOTALL,
+    )  # fmt: skip
+
+
+def scale_page(text: str) -> str:
+    """Renews each block that begins with `$ paw plan`: the command and what it prints."""
+    return re.sub(
+        r"```text\n\$ (paw plan [^\n]*)\n.*?```",
+        lambda match: f"```text\n$ {match[1]}\n{conclusion_of(match[1])}\n```", text, flags=re.DOTALL,
+    )  # fmt: skip
+
+
+def main() -> None:
+    for page, remade in ((MEMORY, memory_page), (SCALE, scale_page)):
+        page.write_text(remade(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

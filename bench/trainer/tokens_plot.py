@@ -1,0 +1,117 @@
+"""The plots of docs/profile.md and docs/rollout.md on tokens that need not be run, from bench/results.
+
+python bench/trainer/tokens_plot.py        # docs/tokens_{conversations,prefixes,known}.png; nothing is measured
+"""
+
+import sys
+from pathlib import Path
+from statistics import mean
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.common import RESULTS, ROOT, read
+from paw.tools.plots import BLUE, GREEN, INK, SKY, VERMILLION, styled
+
+LAYOUTS = {
+    ("paper", "turns"): "the paper's prompts,\na row a turn",
+    ("chat", "turns"): "conversation,\na row a turn",
+    ("chat", "episodes"): "conversation,\na row an episode",
+}
+BUILT = 1.25
+"""Times as fast as packed rows a trie must be to be built."""
+WINDOW = 5
+
+
+def conversations(figure: Figure) -> None:
+    """Tokens of an update with each layout of the same episodes, and what PaW adds to them."""
+    rows = {
+        (row["environment"], row["style"], row["rows"]): row
+        for row in read(RESULTS / "conversations.csv")
+    }
+    for axes, name in zip(figure.subplots(2, 1, sharex=True), ("search", "tau2"), strict=True):
+        of_layouts = [rows[name, *layout] for layout in LAYOUTS]
+        per_cent = [float(row["paw"]) for row in of_layouts]
+        without = [int(row["scoring"]) / 1000 for row in of_layouts]
+        added = [tokens * more / 100 for tokens, more in zip(without, per_cent, strict=True)]
+        names = list(LAYOUTS.values())
+        axes.barh(names, without, 0.62, color=BLUE, label="without the world model")
+        axes.barh(names, added, 0.62, without, color=VERMILLION, label="added by PaW")
+        for place, more in enumerate(per_cent):
+            total = without[place] + added[place]
+            axes.text(total, place, f" {total:.0f}k (+{more:.1f} %)", va="center", color=INK)
+        axes.set(title=f"{name}, {of_layouts[0]['episodes']} episodes", xlim=(0, 140))
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+    axes.set_xlabel("Tokens of an update, thousands")
+    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.2, -0.35), handlelength=1)
+
+
+def prefixes(figure: Figure) -> None:
+    """What a trie over a group's prompts saves, by how often its members ask the same."""
+    axes: Axes = figure.subplots()
+    rows = [row for row in read(RESULTS / "shared_prefix_cpu.csv") if row["style"] == "paper"]
+    for members, colour in ((8, SKY), (5, BLUE)):
+        chosen = [row for row in rows if int(row["members"]) == members]
+        fewer = [int(row["packed_tokens"]) / int(row["trie_tokens"]) for row in chosen]
+        axes.plot(
+            [float(row["same"]) for row in chosen],
+            fewer,
+            marker="o",
+            color=colour,
+            label=f"fewer tokens, {members} members",
+        )
+    timed = [row for row in rows if row["faster"]]
+    axes.plot(
+        [float(row["same"]) for row in timed],
+        [float(row["faster"]) for row in timed],
+        marker="o",
+        color=VERMILLION,
+        label=f"faster, {timed[0]['members']} members",
+    )
+    axes.axhline(BUILT, color=INK, linestyle=":", label=f"worth building: {BUILT}")
+    axes.set(
+        xlabel="Probability that a member asks what the others ask",
+        ylabel="Packed rows over the trie, times",
+        ylim=(0.9, None),
+    )
+    axes.legend(loc="upper left")
+
+
+def known(figure: Figure) -> None:
+    """Selected observations that are masked as a whole, and those that the update before tells of."""
+    axes: Axes = figure.subplots()
+    rows = read(RESULTS / "masked_cpu.csv")
+    updates = [int(row["update"]) for row in rows]
+    for key, label, colour in (
+        ("masked", "masked as a whole", BLUE),
+        ("ruled", "left out by the rule", GREEN),
+        ("wrong", "of these wrongly", VERMILLION),
+    ):
+        shares = [100 * int(row[key]) / int(row["selected"]) for row in rows]
+        smooth = [mean(shares[max(0, at - WINDOW + 1) : at + 1]) for at in range(len(shares))]
+        axes.plot(updates, smooth, color=colour, label=label)
+    axes.set(
+        xlabel=f"Update of the quickstart (mean of {WINDOW})",
+        ylabel="% of the selected observations",
+    )
+    axes.set_ylim(0, None)
+    axes.legend(
+        ncols=3, loc="lower center", bbox_to_anchor=(0.45, 1), handlelength=1, columnspacing=1
+    )
+
+
+@styled
+def main() -> None:
+    for draw, size in ((conversations, (4.8, 4.4)), (prefixes, (4.4, 3.2)), (known, (4.4, 3.2))):
+        figure = Figure(size)
+        draw(figure)
+        path = ROOT / "docs" / f"tokens_{draw.__name__}.png"
+        figure.savefig(path, dpi=200)
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

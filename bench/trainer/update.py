@@ -1,0 +1,189 @@
+"""The trainer's own update, `paw.trainer.optimize`, on samples of one's own: seconds of each part, peak memory.
+
+The learning rate is 0: AdamW does all its work and every update sees the same weights. Weights are
+random, of a shape that `paw.tools.shapes` knows; nothing is downloaded.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from paw import trainer as training
+from paw.algo import loss as losses
+from paw.algo.world_model import select
+from paw.recipe import load
+from paw.run import Run, open_run
+from paw.tools.recorded import random_model
+from paw.types import Sample
+
+KEYS = {
+    "env.data": "none", "engine.type": "transformers", "policy.kl_coef": "0.0", "policy.entropy_coef": "0.0",
+    "policy.old_logp": "engine", "model.checkpointing": "none", "optim.minibatch_samples": "1000",
+    "optim.name": "adamw",
+}  # fmt: skip
+"""Beside those of alfworld-grpo-paw: GRPO as TRL has it, one optimizer step an update."""
+
+
+class Meter:
+    """Measures an update: time, peak memory, and the seconds of each part that `watch` names.
+
+    Memory counts from the moment at which the meter is made.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.parts: dict[str, float] = {}
+        """Seconds of each part, without those of the parts inside it."""
+        self.base_gib = 0.0
+        if device.type == "cpu":
+            self.base_gib = _process_gib("VmRSS")
+        else:
+            self.base_gib = torch.cuda.memory_allocated() / 2**30
+
+    def watch(self, owner: Any, name: str, part: str) -> None:
+        """Replaces owner.name by the same function with a clock, whose time counts as `part`."""
+        inner = getattr(owner, name)
+
+        @wraps(inner)
+        def timed(*args: Any, **options: Any) -> Any:
+            start = self._now()
+            counted_before = sum(self.parts.values())
+            try:
+                return inner(*args, **options)
+            finally:
+                seconds = self._now() - start
+                seconds_inside = sum(self.parts.values()) - counted_before
+                self.parts[part] = self.parts.get(part, 0.0) + seconds - seconds_inside
+
+        setattr(owner, name, timed)
+
+    def measure(self, step: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """What `step()` returns, and what it took.
+
+        seconds by the clock and cpu_s of processors, peak_gib over the memory at the start of the
+        meter, and the seconds of each part.
+        """
+        self.parts.clear()
+        self._reset_peak()
+        start = self._now()
+        cpu_start = time.process_time()
+        row = step()
+        row["seconds"] = self._now() - start
+        row["cpu_s"] = time.process_time() - cpu_start
+        row["peak_gib"] = self._peak_gib() - self.base_gib
+        for part, seconds in self.parts.items():
+            row[f"{part}_s"] = seconds
+        return row
+
+    def _reset_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            # Sets VmHWM back to VmRSS.
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+    def _peak_gib(self) -> float:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() / 2**30
+        return _process_gib("VmHWM")
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def _process_gib(key: str) -> float:
+    """GiB of this process: the line `key` of /proc/self/status, in KiB there."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) / 2**20
+    raise KeyError(key)
+
+
+def make_folder(model: str, folder: Path) -> str:
+    """Writes random weights of a known shape to the folder, unless it has a model."""
+    if not (folder / "config.json").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        random_model(load("alfworld-grpo-paw", KEYS | {"model.path": model}), folder)
+    return str(folder)
+
+
+@contextmanager
+def trainer(
+    folder: str, *, dtype: str = "float32", threads: int = 2, keys: dict[str, str] | None = None
+) -> Iterator[tuple[Run, Meter]]:
+    """A run with that model, to measure updates on, and a meter made before the model was loaded.
+
+    `keys` are further keys of the configuration.
+    """
+    torch.set_num_threads(threads)
+    meter = Meter(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    with ExitStack() as stack:
+        overrides = KEYS | {
+            "model.path": folder,
+            "model.dtype": dtype,
+            "optim.micro_batch_tokens": "4096",
+            "run.threads": str(threads),
+            "run.dir": stack.enter_context(tempfile.TemporaryDirectory()),
+        }
+        config = load("alfworld-grpo-paw", overrides | (keys or {}))
+        # A recipe refuses a learning rate of 0.
+        config = config.model_copy(update={"optim": config.optim.model_copy(update={"lr": 0.0})})
+        run = stack.enter_context(open_run(config))
+
+        meter.watch(run.policy.lm.get_decoder(), "forward", "body")
+        meter.watch(torch.Tensor, "backward", "body")
+        for name in ("token_loss", "token_stats"):
+            meter.watch(losses, name, "head")
+        meter.watch(training, "clip_grad_norm_", "optimizer")
+        meter.watch(warm(run.optimizer), "step", "optimizer")
+        yield run, meter
+
+
+def warm(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Gives the optimizer its state, by a step with gradients of zero; returns the optimizer."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def score(run: Run, samples: Sequence[Sample]) -> None:
+    """The log-prob pass: the sampler's log-probs, and the entropies for the selection."""
+    scores = run.log_probs(run.policy, list(samples))
+    for sample, (logp, entropy) in zip(samples, scores, strict=True):
+        sample.sampled_logp = sample.old_logp = logp
+        sample.entropy = entropy
+
+
+def choose(samples: Sequence[Sample], *, alpha: float = 0.75) -> None:
+    """Sets the samples' world-model weights as PaW selects them, with lambda 1."""
+    groups = len({sample.group for sample in samples})
+    selection = select(samples, alpha=alpha, weight=1.0, reward_max=1.0, n_groups=groups)
+    for sample, weight in zip(samples, selection.weights, strict=True):
+        sample.wm_weight = weight
+
+
+def update(run: Run, samples: Sequence[Sample], *, paw: bool) -> dict[str, float]:
+    """One update, with the world model or without; loss and norm of the gradient."""
+    weighted = [replace(sample, wm_weight=sample.wm_weight * paw) for sample in samples]
+    wm = run.config.wm.model_copy(update={"enabled": paw})
+    config = run.config.model_copy(update={"wm": wm})
+    # With this metric no log-prob pass is missed, and the sampler is not compared.
+    scored = replace(run, config=config, metrics={"health/sampler_mismatch": 0.0})
+    metrics = training.optimize(scored, weighted)
+    return {"loss": metrics["policy/loss"], "grad_norm": metrics["optim/grad_norm"]}

@@ -1,0 +1,35 @@
+"""bench/trainer/update.py: an update of samples of one's own, with the world model and without."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+
+@pytest.mark.slow
+def test_an_update_with_the_world_model_has_another_gradient(tiny_llm, tmp_path, monkeypatch):
+    update = importlib.import_module("bench.trainer.update")
+    against_trl = importlib.import_module("bench.trainer.against_trl")
+    for owner, name in (
+        (update.training, "clip_grad_norm_"),
+        (update.losses, "token_loss"),
+        (update.losses, "token_stats"),
+        (update.torch.Tensor, "backward"),
+    ):
+        monkeypatch.setattr(
+            owner, name, getattr(owner, name)
+        )  # the meter's clocks go with the test
+    model = tiny_llm(tmp_path / "model")
+    samples = against_trl.make_samples("turns", vocabulary=100)
+    with update.trainer(str(model), threads=1) as (run, meter):
+        update.score(run, samples)
+        update.choose(samples)
+        without = meter.measure(lambda: update.update(run, samples, paw=False))
+        with_paw = meter.measure(lambda: update.update(run, samples, paw=True))
+    assert without["loss"] == pytest.approx(with_paw["loss"], abs=1e-6)
+    assert without["grad_norm"] != pytest.approx(with_paw["grad_norm"], rel=1e-5)
+    parts = [with_paw[f"{part}_s"] for part in ("body", "head", "optimizer")]
+    assert all(seconds > 0 for seconds in parts) and sum(parts) <= with_paw["seconds"]
