@@ -23,7 +23,7 @@ class LogitTransform:
     def of(cls, config: Any) -> "LogitTransform":
         """The transform that a Hugging Face model's config asks for.
 
-        Whether it does is checked (`model.check`).
+        `model.check` checks that the model does so.
         """
         shape = config.get_text_config()
         factors = [getattr(shape, name, None) for name in FACTORS]

@@ -23,7 +23,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
 from paw.algo.loss import log_probs
 from paw.errors import UserError
-from paw.model.policy import Policy, load_policy, load_tokenizer, pick_backend, pick_device
+from paw.model.loading import load_policy, load_tokenizer
+from paw.model.policy import Policy, pick_backend, pick_device
 from paw_kernels import BACKENDS
 
 
