@@ -1,4 +1,4 @@
-"""Attention over packed rows: the rows of a micro-batch lie one after another, and none sees another.
+"""Attention over packed rows: those of a micro-batch lie one after another, and none sees another.
 
 Hugging Face models call `packed_attention` by the name `ATTENTION`; the rows' bounds reach it as
 the keyword `packed`. flash-attn and torch's varlen kernel read them as they are. Elsewhere (CPUs,
@@ -97,7 +97,7 @@ def pack_rows(
 
 
 def _padding_is_costly(lengths: Sequence[int]) -> bool:
-    """Whether rows are long, and side by side take much more work, which is quadratic in their lengths."""
+    """Whether rows are long and take much more work side by side: it is quadratic in lengths."""
     if sum(lengths) < LONG_ROW * len(lengths):
         return False
     padded_work = max(lengths) ** 2 * len(lengths)
@@ -105,7 +105,10 @@ def _padding_is_costly(lengths: Sequence[int]) -> bool:
 
 
 def pick_attention(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel to use: flash, varlen or sdpa. Raises UserError if the wanted one cannot run there."""
+    """The kernel to use: flash, varlen or sdpa.
+
+    Raises UserError if the wanted one cannot run there.
+    """
     if wanted == "auto":
         for kernel in ("flash", "varlen"):
             if not _why_not(kernel, device, dtype):
@@ -130,8 +133,9 @@ def packed_attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row: query [1, heads, T, size], key and value [1, kv heads, T, size].
+    """Causal attention within each row.
 
+    Query is [1, heads, T, size], key and value are [1, kv heads, T, size].
     `softcap` (Gemma 2) bounds the scores before the softmax. flash-attn takes one; torch's sdpa and
     varlen do not.
 
@@ -141,7 +145,8 @@ def packed_attention(
     if packed is None:
         if softcap is not None:
             raise ValueError(
-                "sdpa has no soft cap of attention scores; sampling from such a model is left to vLLM"
+                "sdpa has no soft cap of attention scores; "
+                "sampling from such a model is left to vLLM"
             )
         return sdpa_attention_forward(
             module,
@@ -203,8 +208,8 @@ def _varlen(
 ) -> Tensor:
     if softcap is not None:
         raise UserError(
-            "model.attention = 'varlen' knows no soft cap of attention scores, which this model has; "
-            "install flash-attn, or use --model.attention sdpa"
+            "model.attention = 'varlen' knows no soft cap of attention scores, "
+            "which this model has; install flash-attn, or use --model.attention sdpa"
         )
     from torch.nn.attention.varlen import varlen_attn
 
@@ -226,7 +231,7 @@ def _varlen(
 
 
 def _window(sliding_window: int | None) -> tuple[int, int]:
-    """Tokens that a token sees to its left and right, beside itself; -1 is all, cut by causality."""
+    """How many tokens a token sees to its left and right; -1 is all that causality allows."""
     return (sliding_window - 1, 0) if sliding_window else (-1, 0)
 
 

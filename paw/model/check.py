@@ -95,8 +95,9 @@ def check_path(policy: Policy, path: str) -> float:
         raise refused(
             policy.lm,
             path,
-            f"cannot be trained here: log-probs of packed rows are off by {largest:.2g} nats (mean {mean:.2g}) "
-            f"from the model's own, beyond rounding ({bound:g}); {_reason(policy, bound)}",
+            "cannot be trained here: log-probs of packed rows are off by "
+            f"{largest:.2g} nats (mean {mean:.2g}) from the model's own, beyond rounding "
+            f"({bound:g}); {_reason(policy, bound)}",
         )
     return largest
 
@@ -158,14 +159,18 @@ def check_layers(lm: PreTrainedModel, path: str) -> None:
         raise refused(
             lm,
             path,
-            f"has layers of type {', '.join(sorted(unknown))}, which cannot be trained on packed rows",
+            f"has layers of type {', '.join(sorted(unknown))}, "
+            "which cannot be trained on packed rows",
         )
     if not isinstance(lm.get_output_embeddings(), nn.Linear):
         raise refused(lm, path, "has no linear head")
 
 
 def sliding_window(config: Any) -> int | None:
-    """The window of all layers if config.json has no `layer_types` (Mistral, Phi-3); None if there is none."""
+    """The window of all layers, None if there is none or if config.json has `layer_types`.
+
+    Mistral and Phi-3 have one.
+    """
     if getattr(config, "layer_types", None) or not getattr(config, "use_sliding_window", True):
         return None
     return getattr(config, "sliding_window", None)
@@ -192,7 +197,10 @@ def check_windows(
 
 
 def longest_row(config: Config, *, update: bool = True) -> int:
-    """Tokens that a row may have. In an `update` with the world model a row ends with an observation."""
+    """Tokens that a row may have.
+
+    In an `update` with the world model a row ends with an observation.
+    """
     tokens = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if config.wm.enabled and update:
         tokens += config.wm.max_tokens + TEMPLATE_TOKENS
@@ -217,16 +225,17 @@ def check_rope(lm: PreTrainedModel, path: str, longest: int) -> None:
             raise refused(
                 lm,
                 path,
-                f"has other rotary frequencies ({kind}) beyond {limit} tokens, and rows may have {longest}; "
-                "lower rollout.max_prompt_tokens, rollout.max_response_tokens or wm.max_tokens",
+                f"has other rotary frequencies ({kind}) beyond {limit} tokens, "
+                f"and rows may have {longest}; lower rollout.max_prompt_tokens, "
+                "rollout.max_response_tokens or wm.max_tokens",
             )
 
 
 @torch.no_grad()
 def logp_difference(policy: Policy, lengths: Sequence[int] = LENGTHS) -> Tensor:
-    """|our log-prob - the model's own| of each token but the first of each row, [sum(lengths) - rows] float32.
+    """|our log-prob - the model's own| of each token but the first of each row, random tokens.
 
-    The rows have random tokens.
+    [sum(lengths) - rows] float32.
     """
     vocabulary = policy.lm.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -250,7 +259,7 @@ def logp_difference(policy: Policy, lengths: Sequence[int] = LENGTHS) -> Tensor:
 
 @torch.no_grad()
 def own_logp(lm: PreTrainedModel, row: Tensor) -> Tensor:
-    """Log-probs of a row's tokens but the first, [n - 1] float32, by the model's own forward pass."""
+    """Log-probs [n - 1] of a row's tokens but the first, float32, by the model's own forward pass."""
     attention: Any = lm.config._attn_implementation
     lm.set_attn_implementation("eager")  # computes all that the model asks for
     try:

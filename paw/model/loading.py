@@ -95,7 +95,7 @@ def _load_lm(
 
 
 def check_architecture(config: Any, path: str) -> None:
-    """Raise UserError if a config.json is not of a causal LM, or if ours cannot replace its attention."""
+    """Raise UserError unless a config.json is a causal LM's whose attention can be replaced."""
     model_classes: Any = AutoModelForCausalLM._model_mapping
     model_class = model_classes.get(type(config), None)
     subject = f"model.path = '{path}': model type '{config.model_type}'"
@@ -103,13 +103,14 @@ def check_architecture(config: Any, path: str) -> None:
         raise UserError(f"{subject} is no causal language model of transformers")
     if not getattr(model_class, "_supports_sdpa", True):
         raise UserError(
-            f"{subject} cannot be trained here: it mixes tokens by code of its own (attention sinks, ALiBi, "
-            "recurrence, ...), not by torch's attention, which PaW replaces to keep packed rows apart"
+            f"{subject} cannot be trained here: it mixes tokens by code of its own "
+            "(attention sinks, ALiBi, recurrence, ...), not by torch's attention, "
+            "which PaW replaces to keep packed rows apart"
         )
 
 
 def _check_weights(lm: PreTrainedModel, path: str | Path, report: dict[str, Any]) -> None:
-    """Raise UserError if weights have another shape than in config.json, are missing or are not finite."""
+    """Raise UserError if weights are missing, not finite, or of a wrong shape."""
     for name, stored, wanted in sorted(report["mismatched_keys"]):
         raise _broken(
             path,

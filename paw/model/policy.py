@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face causal LM as a body that gives hidden states, and a head that the kernels read.
+"""The policy: a Hugging Face causal LM, as a body that gives hidden states and a head for the kernels.
 
 Logits are never formed here. Qwen2.5, Qwen3, Llama 3 and any other AutoModelForCausalLM go through
 the same code. `paw.model.loading` loads one, `paw.model.check` checks that it can be trained.
@@ -30,7 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Policy(nn.Module):
-    """A causal LM whose body runs in `dtype`, whatever dtype its parameters are stored in (`model.precision`).
+    """A causal LM whose body runs in `dtype`, whatever its parameters are stored in (`precision`).
 
     bf16 parameters lose updates of lr 1e-6 to rounding unless the optimizer keeps more bits
     (flash-adamw). Dropout stays off, so that scoring and update see the same log-probs. `attention`
@@ -112,9 +112,9 @@ class Policy(nn.Module):
         return compute()
 
     def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The hidden states [T, D] in `dtype` of ids [T] int64, rows of these lengths one after another.
+        """Hidden states [T, D] in `dtype` of rows of these lengths, one after another; none sees another.
 
-        No row sees another.
+        `input_ids` is [T] int64.
         """
         packed = pack_rows(
             lengths, kernel=self.attention, device=input_ids.device, padded=self._padded
@@ -148,7 +148,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy weights in. `tensors` has exactly the names and full shapes of `named_parameters_once`."""
+        """Copy weights in; `tensors` has the names and full shapes of `named_parameters_once`."""
         for name, parameter in self.named_parameters_once().items():
             local_tensor(parameter).copy_(rows_like(parameter, tensors, name))
 
@@ -164,12 +164,12 @@ def _attention_width(config: Any) -> int:
 def _enable_checkpointing(
     lm: PreTrainedModel, layers: Sequence[nn.Module], *, selective: bool
 ) -> None:
-    """Have the layers recompute their activations in the backward pass, or all but some if `selective`."""
+    """Have the layers recompute activations in the backward pass: all, or some if `selective`."""
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
         options["context_fn"] = selective_contexts
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    # Checkpointed layers are in training mode (see `hidden`), and some apply dropout themselves (OPT).
+    # Checkpointed layers are in training mode (see `hidden`). Some apply dropout themselves (OPT).
     for layer in layers:
         for name, value in list(vars(layer).items()):
             if "dropout" in name and isinstance(value, float):
@@ -218,7 +218,8 @@ def pick_device(wanted: str) -> torch.device:
     """The device that model.device means. Raises UserError if it is a GPU and there is none."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "model.device = 'cuda', but torch sees no GPU; use --model.device cpu, or see `paw doctor`"
+            "model.device = 'cuda', but torch sees no GPU; "
+            "use --model.device cpu, or see `paw doctor`"
         )
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
@@ -244,7 +245,10 @@ def pick_backend(wanted: str, device: torch.device, dtype: str, path: str = "qui
 
 
 def head_shape(path: str) -> tuple[int, int] | None:
-    """(V, D) by the config.json of a model folder or Hugging Face name; None if there is none, or not yet."""
+    """(V, D) by the config.json of a model folder or Hugging Face name.
+
+    None if there is no such model, or not yet.
+    """
     if path == "quickstart":
         return None
     try:
