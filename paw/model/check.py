@@ -259,7 +259,7 @@ def logp_difference(policy: Policy, lengths: Sequence[int] = LENGTHS) -> Tensor:
 
 @torch.no_grad()
 def own_logp(lm: PreTrainedModel, row: Tensor) -> Tensor:
-    """Log-probs [n - 1] of a row's tokens but the first, float32, by the model's own forward pass."""
+    """Log-probs [n - 1] of a row's tokens but the first, float32, by the model's own forward."""
     attention: Any = lm.config._attn_implementation
     lm.set_attn_implementation("eager")  # computes all that the model asks for
     try:

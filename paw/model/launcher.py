@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from paw import watcher
 from paw.errors import UserError, to_stderr
@@ -40,7 +41,8 @@ def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
     _check_count(count, device)
     stops = _StopSignals()
     with ExitStack() as stack:
-        ranks = _start_ranks(count, arguments, stack)
+        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1, count)]
+        ranks = _start_ranks(arguments, [None, *logs], stack)
         _handle_signals(stops, ranks)
         _wait(stops, ranks)
 
@@ -122,8 +124,11 @@ class _Rank:
         return f"was killed by {signal.Signals(-self.code).name}"
 
 
-def _start_ranks(count: int, arguments: list[str], stack: ExitStack) -> list[_Rank]:
-    """Start all ranks. `stack` closes the files and descriptors of this process that serve them."""
+def _start_ranks(
+    arguments: list[str], logs: Sequence[BinaryIO | None], stack: ExitStack
+) -> list[_Rank]:
+    """Start a rank for each log. `stack` closes the descriptors of this process that serve them."""
+    count = len(logs)
     listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     cores_per_rank = max(1, len(os.sched_getaffinity(0)) // count)
     variables = {
@@ -135,8 +140,6 @@ def _start_ranks(count: int, arguments: list[str], stack: ExitStack) -> list[_Ra
         "MASTER_PORT": str(listening.getsockname()[1]),
         LAUNCHER: str(os.getpid()),
     }
-    logs: list[Any] = [None]
-    logs += [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1, count)]
     ranks = []
     for rank, log in enumerate(logs):
         words, words_end = os.pipe()

@@ -78,7 +78,7 @@ def _load_lm(
                     config, dtype=weights, attn_implementation="sdpa"
                 )
             return lm, {}
-        return AutoModelForCausalLM.from_pretrained(
+        lm_and_report: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             trust_remote_code=False,  # without it transformers asks on standard input
@@ -88,6 +88,7 @@ def _load_lm(
             use_safetensors=True,  # never a pickle
             ignore_mismatched_sizes=True,  # `_check_weights` names them
         )
+        return lm_and_report
     except UserError:
         raise
     except Exception as error:  # broken files and settings raise whatever they meet first

@@ -1,7 +1,8 @@
-"""The policy: a Hugging Face causal LM, as a body that gives hidden states and a head for the kernels.
+"""The policy: a Hugging Face causal LM, as a body that gives hidden states and a head.
 
-Logits are never formed here. Qwen2.5, Qwen3, Llama 3 and any other AutoModelForCausalLM go through
-the same code. `paw.model.loading` loads one, `paw.model.check` checks that it can be trained.
+The kernels read hidden states and head; logits are never formed here. Qwen2.5, Qwen3, Llama 3 and
+any other AutoModelForCausalLM go through the same code. `paw.model.loading` loads one,
+`paw.model.check` checks that it can be trained.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,9 +113,9 @@ class Policy(nn.Module):
         return compute()
 
     def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Hidden states [T, D] in `dtype` of rows of these lengths, one after another; none sees another.
+        """Hidden states [T, D] in `dtype` of rows of these lengths, which do not see each other.
 
-        `input_ids` is [T] int64.
+        `input_ids` [T] int64 has one row after another.
         """
         packed = pack_rows(
             lengths, kernel=self.attention, device=input_ids.device, padded=self._padded

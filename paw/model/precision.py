@@ -1,10 +1,10 @@
 """One definition of bf16 for any number of ranks: every module sees its parameters as bf16.
 
-Nothing else is cast. FSDP2's MixedPrecisionPolicy does so with several ranks, and so does vLLM. Parameters that are
-stored in float32 (AdamW's, LoRA's adapters) keep that for the optimizer and get their gradients in
-it. In one rank a decoder layer has bf16 copies of them while it runs: forward, and again in the
-backward pass if it is checkpointed. autocast would keep the copies of all layers, and a residual
-stream of float32.
+Nothing else is cast. FSDP2's MixedPrecisionPolicy does so with several ranks, and so does vLLM.
+Parameters that are stored in float32 (AdamW's, LoRA's adapters) keep that for the optimizer and get
+their gradients in it. In one rank a decoder layer has bf16 copies of them while it runs: forward,
+and again in the backward pass if it is checkpointed. autocast would keep the copies of all layers,
+and a residual stream of float32.
 """
 
 from collections.abc import Iterable, Iterator
