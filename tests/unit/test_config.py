@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from paw import plugins
-from paw.config import EnvConfig
+from paw.config import Config, EnvConfig
 from paw.errors import UserError
+from paw.hints import FORMER_KEYS, SYNONYMS, hint, plugin_keys
+from paw.keys import keys_of
 from paw.recipe import dump, load, recipe_names
 from paw.values import Section
 
@@ -47,6 +49,9 @@ MEANT = {
     "max_steps": "; it is 'run.updates' here",
     "output_dir": "; it is 'run.dir' here",
     "beta": "; it is 'policy.kl_coef' here",
+    # keys of earlier versions
+    "policy.verl_rows": "; it is 'policy.verl_samples' now",
+    "wm.horizon": "; it was removed",
     # keys of another choice
     "env.products": "; env.name = 'webshop' has it",
     "agent.trials": "; agent.type = 'reflexion' has it",
@@ -68,6 +73,15 @@ def test_an_unknown_key_is_refused_with_what_was_meant(recipe):
         assert (
             said.removeprefix("command line: unknown key '").replace("--", "") == f"{wrong}'{hint}"
         )
+
+
+def test_hints_name_keys_that_exist():
+    keys = set(keys_of(Config, {})) | {key for _, own in plugin_keys() for key in own}
+    sections = {key.rpartition(".")[0] for key in keys}
+    for key in [*SYNONYMS, *filter(None, FORMER_KEYS.values())]:
+        assert key in keys | sections
+    assert not keys & set(FORMER_KEYS)
+    assert hint("webshop.products", {}) == "; it is 'env.products' now"
 
 
 def test_a_choice_leaves_the_keys_of_the_one_before_it_behind(recipe):
