@@ -62,16 +62,16 @@ MEANT = {
 
 
 def test_an_unknown_key_is_refused_with_what_was_meant(recipe):
-    for wrong, hint in MEANT.items():
+    for wrong, meant in MEANT.items():
         section, _, name = wrong.rpartition(".")
         header = f"[{section}]\n" if section else ""
         path = recipe(f"{header}{name} = 1\n{MODEL}")
         assert problem(path) in (
-            f"{path}: unknown key '{key}'{hint}" for key in (wrong, section or wrong)
+            f"{path}: unknown key '{key}'{meant}" for key in (wrong, section or wrong)
         )
         said = problem(recipe(), {wrong: "1"})
         assert (
-            said.removeprefix("command line: unknown key '").replace("--", "") == f"{wrong}'{hint}"
+            said.removeprefix("command line: unknown key '").replace("--", "") == f"{wrong}'{meant}"
         )
 
 
