@@ -117,9 +117,9 @@ def give(plugin: Any) -> str:
 
 
 def importable(plugin: Any) -> str:
-    """A name of a plug-in by which another process finds it; any name that is not of `give` as it is.
+    """A name by which another process finds a plug-in.
 
-    Raises UserError if there is none.
+    A name that does not come from `give` is returned as it is. Raises UserError if there is none.
     """
     if isinstance(plugin, str):
         if plugin not in _handed_over:
@@ -170,10 +170,7 @@ def load(kind: str, name: str) -> Any:
         )
 
     source, _, attributes = target.rpartition(":")
-    if source.endswith(".py"):
-        plugin = import_file(source, f"'{name}'")
-    else:
-        plugin = _import_module(source, name)
+    plugin: Any = _import(source, name)
     for attribute in attributes.split("."):
         if not hasattr(plugin, attribute):
             public = [key for key in vars(plugin) if not key.startswith("_")]
@@ -195,7 +192,7 @@ def _checked(kind: str, plugin: Any, name: str) -> Any:
 
 
 def make(plugin: type, config: Any) -> Any:
-    """An object of a class: plugin(config), or plugin() if it needs no argument and has no settings.
+    """An object of a class: plugin(config), or plugin() if it has no settings and needs no argument.
 
     `config` is its section of the recipe.
     """
@@ -298,9 +295,12 @@ def import_file(file: str, origin: str) -> ModuleType:
     return module
 
 
-def _import_module(module: str, name: str) -> ModuleType:
+def _import(source: str, name: str) -> ModuleType:
+    """The module that `source` names, a FILE.py or a module; `name` is the plug-in's."""
+    if source.endswith(".py"):
+        return import_file(source, f"'{name}'")
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(source)
     except OURS:
         raise
     except BaseException as error:  # SystemExit too
