@@ -1,4 +1,4 @@
-"""Suggestions for a key that no configuration has. Imported only when there is one."""
+"""Errors for keys that no configuration has, with what was probably meant."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,8 @@ SYNONYMS = {
     "optim.name": "optim optimizer",
     "rollout.group_size": "num_generations n",
     "rollout.tasks": "train_batch_size",
-    "rollout.max_response_tokens": "max_completion_length max_response_length max_new_tokens response_length",
+    "rollout.max_response_tokens": "max_completion_length max_response_length max_new_tokens "
+    "response_length",
     "rollout.max_prompt_tokens": "max_prompt_length prompt_length",
     "engine.type": "use_vllm",
     "engine.gpu_memory_utilization": "vllm_gpu_memory_utilization",

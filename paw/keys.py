@@ -70,8 +70,8 @@ def section_type(base: type[Section], name: Any) -> type[Section]:
 def keys_of(config: type[Section] | Section, flat: Flat) -> dict[str, Key]:
     """Every dotted key of the sections that the values choose, in order.
 
-    An unknown plug-in has no keys. `config` is a configuration, whose sections are taken as they are, or its class: then `flat`
-    chooses the plug-ins.
+    An unknown plug-in has no keys. `config` is a configuration, whose sections are taken as they
+    are, or its class: then `flat` chooses the plug-ins.
     """
     key_fields: dict[str, FieldInfo] = {}
     key_needs: dict[str, list[Only]] = {}

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from paw import plugins
 from paw.config import Config
 from paw.errors import HIDDEN, UserError, clean, masked, nearest, shown
+from paw.hints import unknown_key
 from paw.keys import Flat, Key, flatten, keys_of, nested
 from paw.values import LONGEST_NAME
 
@@ -62,8 +63,8 @@ def base_names() -> list[str]:
 def load(recipe: str | Path | Config, overrides: dict[str, Any] | None = None) -> Config:
     """The Config of a recipe, given by name or path, with `{"a.b": value}` overrides.
 
-    Texts are read as on the command line. A configuration can take the place of the recipe. Raises UserError if anything is unknown,
-    malformed or out of range.
+    Texts are read as on the command line. A configuration can take the place of the recipe. Raises
+    UserError if anything is unknown, malformed or out of range.
     """
     if isinstance(recipe, Config):
         if not overrides:
@@ -99,8 +100,6 @@ def override(
         table = key.rpartition(".")[0]
         is_entry_of_dict = table in keys and get_origin(keys[table].field.annotation) is dict
         if key not in keys and not is_entry_of_dict:
-            from paw.hints import unknown_key
-
             raise unknown_key(
                 key.rstrip("."), flat | named_overrides, origin="command line", dashes="--"
             )
@@ -163,8 +162,6 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
     location = problems[0]["loc"]
     key = _dotted(location)
     if kind in ("extra_forbidden", "only"):
-        from paw.hints import unknown_key
-
         raise unknown_key(key, flatten(tree), origin=_origin_of(key, "", origins, default=origin))
     if kind == "missing" and isinstance(location[-1], str):
         keys_below = (

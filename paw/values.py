@@ -52,7 +52,7 @@ def _check_text(text: str) -> None:
 
 @dataclass(frozen=True)
 class Only:
-    """Metadata of a key that applies only if another `key` has one of `values`, or none of `excluded`.
+    """Metadata of a key that applies only if `key` has one of `values`, or none of `excluded`.
 
     Without either it applies if `key` is neither 0 nor unset.
     """

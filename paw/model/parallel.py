@@ -1,4 +1,6 @@
-"""Several ranks, one process for each device, started by `paw train --gpus N` or torchrun: how they meet and exchange.
+"""Several ranks, one process for each device: how they meet and what they exchange.
+
+`paw train --gpus N` or torchrun starts them.
 
 The ranks divide the work, not the data. After the rollout every rank holds the rows of the whole
 update (token ids and floats), computes advantages, selection and mini-batches of all of them, and
@@ -33,7 +35,10 @@ from paw.model.watchdog import Watchdog
 
 T = TypeVar("T")
 STORE = "PAW_STORE_FD"
-"""Environment variable of rank 0: file descriptor of the store's listening socket, which `paw train --gpus` opened."""
+"""Environment variable of rank 0: file descriptor of the socket on which the store listens.
+
+`paw train --gpus` has opened it.
+"""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 MEETING = timedelta(minutes=60)
 """How long ranks wait for each other at the start."""
@@ -57,7 +62,7 @@ class DistributedRanks(Ranks):
         *,
         peer_timeout_s: float = 600.0,
     ) -> None:
-        """Raises UserError if this machine has no device for the rank, or if the others cannot be reached."""
+        """Raises UserError if the machine has no device for the rank, or others are out of reach."""
         self.rank = rank
         self.world_size = world_size
         self.on_host = on_host
@@ -80,7 +85,7 @@ class DistributedRanks(Ranks):
         self._watchdog = Watchdog(watchdog_store, rank, world_size, timeout_s=peer_timeout_s)
 
     def gather(self, item: T, kind: Any = None) -> list[T]:
-        """Items travel as JSON, never as pickles, with which one rank could run code in the others."""
+        """Items travel as JSON, not as pickles, by which a rank could run code in the others."""
         data = to_json(item, inf_nan_mode="constants")
         adapter = _adapter(kind or type(item))
         return [adapter.validate_json(part) for part in self.gather_bytes(data)]
@@ -143,7 +148,9 @@ class DistributedRanks(Ranks):
         offload: bool = False,
         sharers: int | None = None,
     ) -> None:
-        """Shard `policy` by FSDP2: each decoder layer, then the rest (embedding, last norm, head) with `policy` itself.
+        """Shard `policy` by FSDP2: each decoder layer, then the rest with `policy` itself.
+
+        The rest is the embedding, the last norm and the head.
 
         `policy` is in host memory. Rank 0's parameters replace those of the other ranks. Full
         weights are seen inside calls of `policy` alone: everything, the root included, is resharded
@@ -187,7 +194,7 @@ class DistributedRanks(Ranks):
             parameter.to_local().detach().copy_(shard.to_local())
 
     def _make_mesh(self, sharers: int) -> DeviceMesh:
-        """A mesh [ranks], or [copies, ranks of a copy]: FSDP replicates over the copies and shards within one."""
+        """A mesh [ranks], or [copies, ranks of a copy]: FSDP shards each copy of the model."""
         if sharers == self.world_size:
             return init_device_mesh(self._device.type, (self.world_size,))
         grid = torch.arange(self.world_size).view(-1, sharers)
@@ -245,7 +252,7 @@ def _own_gpu(rank: int) -> torch.device:
 
 
 def _use_loopback() -> None:
-    """Have the collective libraries use the loopback interface: ranks of one machine need no network."""
+    """Have the collective libraries use the loopback interface: one machine needs no network."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
         for library in ("GLOO", "NCCL"):
@@ -277,12 +284,13 @@ def read_variables(episodes: int) -> tuple[int, int, int]:
     ):
         if not fits:
             raise UserError(
-                f"{name} = {value} and WORLD_SIZE = {world_size} do not fit; start with --gpus or torchrun"
+                f"{name} = {value} and WORLD_SIZE = {world_size} do not fit; "
+                "start with --gpus or torchrun"
             )
     if episodes < world_size:
         raise UserError(
-            f"rollout.tasks x rollout.group_size = {episodes} episodes on {world_size} ranks leaves some without one; "
-            "lower --gpus"
+            f"rollout.tasks x rollout.group_size = {episodes} episodes on {world_size} ranks "
+            "leaves some without one; lower --gpus"
         )
     return rank, world_size, on_host
 
@@ -316,16 +324,17 @@ def _start_key(rank: int) -> str:
 
 
 def _stores(rank: int, timeout: timedelta = MEETING) -> tuple[Any, Any]:
-    """Two connections to the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens unless torchrun has done so.
+    """Two connections to the store at MASTER_ADDR and MASTER_PORT.
 
-    A store that torch opens listens on every interface. This one listens on MASTER_ADDR alone if
-    that is loopback.
+    Rank 0 opens the store, unless torchrun has done so. A store that torch opens listens on every
+    interface; this one listens on MASTER_ADDR alone if that is loopback.
     """
     host = os.environ.get("MASTER_ADDR", "")
     port = _variable("MASTER_PORT", 0)
     if not host or not port:
         raise UserError(
-            "MASTER_ADDR and MASTER_PORT in the environment name no rank 0; start with --gpus or torchrun"
+            "MASTER_ADDR and MASTER_PORT in the environment name no rank 0; "
+            "start with --gpus or torchrun"
         )
     is_master = rank == 0 and os.environ.get(_AGENT_STORE) != "True"
     listening: dict[str, Any] = {}
