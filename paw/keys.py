@@ -62,7 +62,8 @@ def section_type(base: type[Section], name: Any) -> type[Section]:
         name = base.model_fields[base.KEY].default
     if not isinstance(name, str) or name in (base.NONE, *base.WITHIN):
         return base
-    if target := plugins.SETTINGS.get(f"{base.KIND}.{name}"):
+    target = plugins.SETTINGS.get(f"{base.KIND}.{name}")
+    if target:
         return plugins.load(base.KIND, target)
     return plugins.settings(plugins.load(base.KIND, name), name, base)
 

@@ -187,7 +187,7 @@ def load(kind: str, name: str) -> Any:
 def _checked(kind: str, plugin: Any, name: str) -> Any:
     """The plug-in. Raises UserError if it is not a function or class and its kind needs one."""
     if kind in CALLED and not callable(plugin):
-        raise UserError(f"'{clean(name)}' is a {type(plugin).__name__}, no function or class")
+        raise UserError(f"'{clean(name)}' is a {type(plugin).__name__}, not a function or class")
     return plugin
 
 

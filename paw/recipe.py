@@ -92,9 +92,8 @@ def override(
     The value of a plug-in's key may be the plug-in itself.
     """
     named_overrides = {key: named(value) for key, value in overrides.items()}
-    keys = keys_of(
-        Config, flat | named_overrides
-    )  # the chosen plug-ins decide which keys there are
+    # The plug-ins that are chosen decide which keys there are.
+    keys = keys_of(Config, flat | named_overrides)
     layer: Flat = {}
     for key, value in named_overrides.items():
         table = key.rpartition(".")[0]
@@ -138,9 +137,8 @@ def _parsed(text: str, kind: Any) -> Any:
         parsed = tomllib.loads(f"value = {text}")
         value = parsed["value"] if len(parsed) == 1 else text
 
-    if kind in (str, Path) and not isinstance(
-        value, str
-    ):  # a name that looks like a number or a date
+    looks_like_number_or_date = not isinstance(value, str)
+    if kind in (str, Path) and looks_like_number_or_date:
         return text
     return value
 
@@ -346,7 +344,7 @@ def _tables(path: Path, context: str = "") -> dict[str, Any]:
             content = file.read(LARGEST + 1)
         if len(content) > LARGEST:
             raise UserError(
-                f"{context}{clean(path)}: more than {LARGEST:,} bytes, that is no recipe"
+                f"{context}{clean(path)}: more than {LARGEST:,} bytes, too long for a recipe"
             )
         return tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:

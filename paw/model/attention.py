@@ -208,7 +208,7 @@ def _varlen(
 ) -> Tensor:
     if softcap is not None:
         raise UserError(
-            "model.attention = 'varlen' knows no soft cap of attention scores, "
+            "model.attention = 'varlen' supports no soft cap of attention scores, "
             "which this model has; install flash-attn, or use --model.attention sdpa"
         )
     from torch.nn.attention.varlen import varlen_attn

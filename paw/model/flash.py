@@ -111,7 +111,7 @@ class FlashAdamW(flashoptim.FlashAdamW):
         param.copy_(param_state["weight"])
 
     def _move_to_host(self, p: Tensor, host_tensors: Mapping[str, Tensor]) -> None:
-        """Copy the state of a parameter into its host tensors, which are allocated the first time."""
+        """Copy the state of a parameter into its host tensors, allocated the first time."""
         pin = p.device.type == "cuda"
         for name, owner, key in parts(self.state[p]):
             host_tensor = host_tensors.get(name)

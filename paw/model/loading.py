@@ -101,7 +101,7 @@ def check_architecture(config: Any, path: str) -> None:
     model_class = model_classes.get(type(config), None)
     subject = f"model.path = '{path}': model type '{config.model_type}'"
     if model_class is None:
-        raise UserError(f"{subject} is no causal language model of transformers")
+        raise UserError(f"{subject} is not a causal language model of transformers")
     if not getattr(model_class, "_supports_sdpa", True):
         raise UserError(
             f"{subject} cannot be trained here: it mixes tokens by code of its own "

@@ -23,7 +23,7 @@ from paw.model.ranks import full_tensor
 
 
 def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:
-    """Raise UserError for a target that names no linear layer of the decoder."""
+    """Raise UserError if a target is not the name of a linear layer of the decoder."""
     linear = {
         name for name, module in lm.get_decoder().named_modules() if isinstance(module, nn.Linear)
     }
@@ -32,7 +32,7 @@ def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:
         if target not in layers:
             hint = nearest(target, layers) or f"there are: {', '.join(layers) or 'none'}"
             raise UserError(
-                f"lora.targets: '{target}' is no linear layer of this model's decoder; {hint}"
+                f"lora.targets: '{target}' is not a linear layer of this model's decoder; {hint}"
             )
 
 

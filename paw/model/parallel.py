@@ -62,7 +62,7 @@ class DistributedRanks(Ranks):
         *,
         peer_timeout_s: float = 600.0,
     ) -> None:
-        """Raises UserError if the machine has no device for the rank, or others are out of reach."""
+        """Raises UserError if this machine lacks a device for it, or others are out of reach."""
         self.rank = rank
         self.world_size = world_size
         self.on_host = on_host
@@ -188,9 +188,8 @@ class DistributedRanks(Ranks):
         for name, parameter in policy.named_parameters():
             assert isinstance(parameter, DTensor)
             value = full.pop(name).to(self._device)
-            shard = distribute_tensor(
-                value, parameter.device_mesh, parameter.placements
-            )  # rank 0 scatters its own
+            # Rank 0 scatters its own.
+            shard = distribute_tensor(value, parameter.device_mesh, parameter.placements)
             parameter.to_local().detach().copy_(shard.to_local())
 
     def _make_mesh(self, sharers: int) -> DeviceMesh:
@@ -213,14 +212,11 @@ class DistributedRanks(Ranks):
         if isinstance(policy, FSDPModule):
             return
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        ranks_with_gradient = torch.tensor(
-            [float(parameter.grad is not None) for parameter in trained]
-        )
+        has_gradient = [float(parameter.grad is not None) for parameter in trained]
+        ranks_with_gradient = torch.tensor(has_gradient)
         dist.all_reduce(ranks_with_gradient)
         for parameter, count in zip(trained, ranks_with_gradient.tolist(), strict=True):
-            if (
-                count == 0
-            ):  # a parameter without a gradient on any rank keeps none, as with one rank
+            if count == 0:  # without a gradient on any rank it keeps none, as with one rank
                 continue
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             total = grad.float()
@@ -338,7 +334,8 @@ def _stores(rank: int, timeout: timedelta = MEETING) -> tuple[Any, Any]:
         )
     is_master = rank == 0 and os.environ.get(_AGENT_STORE) != "True"
     listening: dict[str, Any] = {}
-    if is_master and (descriptor := os.environ.pop(STORE, None)):
+    descriptor = os.environ.pop(STORE, None) if is_master else None
+    if descriptor:
         listening["master_listen_fd"] = int(descriptor)
     elif is_master and (host == "localhost" or host.startswith("127.")):
         listening["master_listen_fd"] = socket.create_server((host, port)).detach()

@@ -60,8 +60,8 @@ class Ranks:
         except caught as error:
             failure = error
         result_kind = kind | None if kind else Any
-        own = (result, str(failure) if failure else None)
-        gathered = self.gather(own, tuple[result_kind, str | None])
+        result_or_message = (result, str(failure) if failure else None)
+        gathered = self.gather(result_or_message, tuple[result_kind, str | None])
         if failure and not refusal:
             raise failure
         for rank, (_, message) in enumerate(gathered):

@@ -141,7 +141,8 @@ class Watchdog:
     def _judge(self) -> None:
         while not self._closed.wait(TICK_S):
             self._tick += 1
-            if reason := self.verdict():
+            reason = self.verdict()
+            if reason:
                 os.write(2, f"paw: {reason}; checkpoints are kept (--resume auto)\n".encode())
                 say_ending(3)
                 os._exit(3)

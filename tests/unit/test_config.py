@@ -368,7 +368,7 @@ def test_what_a_class_is_made_with():
 
 
 def test_an_object_that_cannot_be_called_is_one_line(recipe):
-    assert "'given:list' is a list, no function or class" in problem(
+    assert "'given:list' is a list, not a function or class" in problem(
         recipe(), {"policy.loss": plugins.give([1])}
     )
 
