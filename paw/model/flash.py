@@ -11,7 +11,7 @@ depend on the number of ranks.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import flashoptim
 import torch
@@ -30,7 +30,12 @@ class FlashAdamW(flashoptim.FlashAdamW):
     """flashoptim's optimizer with state that can be offloaded, and saved and loaded by name."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], *, master_bits: int, offload: bool, **options: Any
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        master_bits: Literal[24, 32],
+        offload: bool,
+        **options: Any,
     ):
         trained: Any = parameters
         super().__init__(trained, master_weight_bits=master_bits, **options)
