@@ -72,7 +72,7 @@ def join_ranks(device: torch.device, *, episodes: int, peer_timeout_s: float = 6
 
     variables = read_variables(episodes)
     return (
-        DistributedRanks(*variables, device, peer_timeout_s=peer_timeout_s)
+        DistributedRanks.join(*variables, device, peer_timeout_s=peer_timeout_s)
         if variables[1] > 1
         else Ranks()
     )

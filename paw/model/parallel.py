@@ -59,22 +59,37 @@ class DistributedRanks(Ranks):
         world_size: int,
         on_host: int,
         device: torch.device,
-        *,
-        peer_timeout_s: float = 600.0,
+        watchdog: Watchdog,
     ) -> None:
-        """Raises UserError if this machine lacks a device for it, or others are out of reach."""
         self.rank = rank
         self.world_size = world_size
         self.on_host = on_host
         self._device = device
+        self._watchdog = watchdog
+
+    @classmethod
+    def join(
+        cls,
+        rank: int,
+        world_size: int,
+        on_host: int,
+        device: torch.device,
+        *,
+        peer_timeout_s: float = 600.0,
+    ) -> "DistributedRanks":
+        """Meet the other ranks. Called by all of them.
+
+        Raises UserError if this machine has no device for the rank, or the others are out of reach.
+        """
+        backend = "gloo"
         if device.type == "cuda":
-            self._device = _own_gpu(rank)
+            backend = "cpu:gloo,cuda:nccl"
+            device = _own_gpu(rank)
         if on_host == world_size:
             _use_loopback()
         try:
             store, watchdog_store = _stores(rank)
             _meet(store, rank, world_size)
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world_size, timeout=FOREVER
             )
@@ -82,7 +97,8 @@ class DistributedRanks(Ranks):
             raise UserError(
                 f"rank {rank} cannot reach the others: {str(error).splitlines()[0]}"
             ) from None
-        self._watchdog = Watchdog(watchdog_store, rank, world_size, timeout_s=peer_timeout_s)
+        watchdog = Watchdog(watchdog_store, rank, world_size, timeout_s=peer_timeout_s)
+        return cls(rank, world_size, on_host, device, watchdog)
 
     def gather(self, item: T, kind: Any = None) -> list[T]:
         """Items travel as JSON, not as pickles, by which a rank could run code in the others."""
@@ -167,19 +183,7 @@ class DistributedRanks(Ranks):
             if not offload:
                 policy.to(self._device)
             return
-        if self._mesh is None:
-            self._mesh = self._make_mesh(sharers or self.world_size)
-        options: dict[str, Any] = {"mesh": self._mesh}
-        if dtype != torch.float32:
-            # Inputs keep their dtype: weights of rows and log-probs are float32.
-            options["mp_policy"] = MixedPrecisionPolicy(
-                param_dtype=dtype,
-                reduce_dtype=torch.float32,
-                cast_forward_inputs=False,
-            )
-        if offload:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
-
+        options = self._fsdp_options(dtype, offload=offload, sharers=sharers or self.world_size)
         full = {name: parameter.data for name, parameter in policy.named_parameters()}
         for layer in decoder_layers(policy):
             fully_shard(layer, **options)
@@ -191,6 +195,22 @@ class DistributedRanks(Ranks):
             # Rank 0 scatters its own.
             shard = distribute_tensor(value, parameter.device_mesh, parameter.placements)
             parameter.to_local().detach().copy_(shard.to_local())
+
+    def _fsdp_options(self, dtype: torch.dtype, *, offload: bool, sharers: int) -> dict[str, Any]:
+        """Keyword arguments of `fully_shard`."""
+        if self._mesh is None:
+            self._mesh = self._make_mesh(sharers)
+        options: dict[str, Any] = {"mesh": self._mesh}
+        if dtype != torch.float32:
+            # Inputs keep their dtype: weights of rows and log-probs are float32.
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,
+            )
+        if offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
+        return options
 
     def _make_mesh(self, sharers: int) -> DeviceMesh:
         """A mesh [ranks], or [copies, ranks of a copy]: FSDP shards each copy of the model."""
