@@ -1,6 +1,7 @@
-"""PaW: a lean trainer for language agents that learn to act and to predict their world at once (arXiv 2606.02388).
+"""PaW: a lean trainer for language agents that learn to act and to predict their world at once.
 
-The functions of this module do what the commands of the same names do; docs/python.md shows each.
+arXiv 2606.02388. The functions of this module do what the commands of the same names do;
+docs/python.md shows each.
 """
 
 import importlib
@@ -30,25 +31,25 @@ _HOMES = {
     "sft": "paw.tools.sft",
     "train": "paw.trainer",
 }
-"""The module that defines each name.
+"""Public name -> the module that defines it, imported when the name is used.
 
-They are imported when the name is used: `import paw` loads no torch.
+So `import paw` loads no torch.
 """
 
 
 def load(recipe: str | Path, **changes: Any) -> "Config":
-    """The configuration of a recipe, a name or a path, with keys changed: `load("quickstart", **{"optim.lr": 1e-4})`.
+    """The configuration of a recipe, given by name or path, with keys changed.
 
-    Raises UserError for a recipe, key or value that does not go.
+    For example `load("quickstart", **{"optim.lr": 1e-4})`. Raises UserError if the recipe or a key
+    is unknown, or a value is wrong.
     """
     from paw.recipe import load_named
 
     return load_named(recipe, changes)
 
 
-if (
-    not TYPE_CHECKING
-):  # a type checker reads the imports above, and reports names that are not there
+# Hidden from type checkers: they read the imports above, and so report names that do not exist.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

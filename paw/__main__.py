@@ -7,9 +7,10 @@ from paw import watcher
 
 
 def run() -> None:
-    """The `paw` command, under a parent that watches it. Ctrl-C ends it at once while it is
-    imported, and training while things load: an exception may be swallowed there, and inside a
-    starting C++ library it aborts.
+    """The `paw` command, under a parent process that watches it.
+
+    Ctrl-C ends it at once while it is imported, and training also while things load: there an
+    exception may be swallowed, and inside a C++ library that starts it aborts.
     """
     watcher.watch(sys.argv[1:])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -25,16 +25,9 @@ from paw.errors import needed
 from paw.model.attention import pick_attention
 from paw.model.check import check_path, longest_row
 from paw.model.dtype import training_dtype
+from paw.model.loading import load_policy, load_tokenizer
 from paw.model.optim import make_optimizer
-from paw.model.policy import (
-    DTYPES,
-    Policy,
-    load_policy,
-    load_tokenizer,
-    pick_backend,
-    pick_device,
-    weights_dtype,
-)
+from paw.model.policy import DTYPES, Policy, pick_backend, pick_device, weights_dtype
 from paw.model.ranks import Ranks
 from paw.rollouts.chat import Chat
 from paw.rollouts.engines import make_engine, wants_entropy
@@ -79,7 +72,7 @@ def join_ranks(device: torch.device, *, episodes: int, peer_timeout_s: float = 6
 
     variables = read_variables(episodes)
     return (
-        DistributedRanks(*variables, device, peer_timeout_s=peer_timeout_s)
+        DistributedRanks.join(*variables, device, peer_timeout_s=peer_timeout_s)
         if variables[1] > 1
         else Ranks()
     )

@@ -1,4 +1,4 @@
-"""What is made once and kept: a folder each, under $PAW_CACHE."""
+"""Things that are made once and kept: a folder for each, under $PAW_CACHE."""
 
 import hashlib
 import os
@@ -11,7 +11,8 @@ from pathlib import Path
 
 from paw.files import fsync, fsync_tree, writing
 
-LEFT_S = 14 * 86400.0
+LEFTOVER_S = 14 * 86400.0
+"""Age at which an unfinished folder can only be left from a process that was killed."""
 
 
 def cache_dir() -> Path:
@@ -22,31 +23,34 @@ def cache_dir() -> Path:
 
 
 def stamp(file: Path) -> str:
-    """A name for this state of a file: of where it lies, its size and when it was last written."""
-    about = file.stat()
-    return hashlib.sha256(
-        f"{file.resolve()} {about.st_size} {about.st_mtime_ns}".encode()
-    ).hexdigest()[:16]
+    """A name for this state of a file: a digest of its path, its size and when it was written."""
+    status = file.stat()
+    state = f"{file.resolve()} {status.st_size} {status.st_mtime_ns}"
+    return hashlib.sha256(state.encode()).hexdigest()[:16]
 
 
 def cached(name: str, fill: Callable[[Path], object], *, home: Path | None = None) -> Path:
-    """Folder `name` of the cache, or of `home`, filled by `fill(unfinished folder)` unless it is
-    there. Whole or not there at all."""
+    """Folder `name` of the cache, or of `home`, complete or not there at all.
+
+    If it is not there, `fill(folder)` makes its content.
+    """
     folder = (home or cache_dir()) / name
     if folder.is_dir():
         return folder
     with writing(folder, "" if home else "; set PAW_CACHE"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         if home is None:
-            _sweep(folder)
-        beside = {"prefix": f"{folder.name}.", "dir": folder.parent}
+            _remove_leftovers(folder)
         with tempfile.TemporaryDirectory(
-            **beside, ignore_cleanup_errors=True
-        ) as made:  # by then it may be renamed
-            fill(Path(made))
-            fsync_tree(Path(made))
+            prefix=f"{folder.name}.",
+            dir=folder.parent,
+            ignore_cleanup_errors=True,  # it may have been renamed
+        ) as temporary:
+            unfinished = Path(temporary)
+            fill(unfinished)
+            fsync_tree(unfinished)
             try:
-                Path(made).rename(folder)
+                unfinished.rename(folder)
             except OSError:
                 if not folder.is_dir():  # else another process was first
                     raise
@@ -54,9 +58,9 @@ def cached(name: str, fill: Callable[[Path], object], *, home: Path | None = Non
     return folder
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what processes that were killed left of `folder`, once it is older than any of them can be."""
-    for left in folder.parent.glob(f"{folder.name}.*"):
+def _remove_leftovers(folder: Path) -> None:
+    """Remove unfinished folders that killed processes have left."""
+    for leftover in folder.parent.glob(f"{folder.name}.*"):
         with suppress(OSError):
-            if time.time() - left.stat().st_mtime > LEFT_S:
-                shutil.rmtree(left)
+            if time.time() - leftover.stat().st_mtime > LEFTOVER_S:
+                shutil.rmtree(leftover)

@@ -1,7 +1,7 @@
 """The command line: `paw train | eval | rollout | ...`, see `paw --help`.
 
-A command's modules are imported when it is the one: `paw --help` is quick. A user's mistake is one
-line on stderr and exit code 2.
+The modules of a command are imported only when it runs, so that `paw --help` is quick. A user's
+mistake is one line on stderr and exit code 2.
 """
 
 import argparse
@@ -21,13 +21,19 @@ from paw.lifeline import end_tool_servers
 if TYPE_CHECKING:
     from paw.config import Config
 
-OVERRIDES = "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false (docs/keys.md has all keys)"
+OVERRIDES = (
+    "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false "
+    "(docs/keys.md has all keys)"
+)
 SHORT = {
     "--agent": "agent.type",
     "--env": "env.name",
     "--endpoint": "endpoint.url",
     "--model": "endpoint.model",
 }
+"""Options that are short for a key."""
+OWN_MODEL = ("rwml", "plan", "doctor")
+"""Commands with an option --model of their own."""
 COMMANDS = {
     "train": "train a recipe and write a run directory with a report",
     "eval": "play held-out games with a model or a run and print success with its interval",
@@ -36,52 +42,39 @@ COMMANDS = {
     "plan": "predict memory and time, and find settings that fit",
     "experiment": "compare variants over seeds, as the tables of the paper do",
     "sft": "fine-tune a model on expert play of an environment or on recorded episodes",
-    "rwml": "world-model learning by RL: collect triplets, filter out easy ones, or fine-tune on them",
+    "rwml": "world-model learning by RL: "
+    "collect triplets, filter out easy ones, or fine-tune on them",
     "play": "play a game in the terminal and see what the agent sees",
     "report": "write report.html and plots of one run, or of several to compare",
     "serve": "serve a corpus to search, or an environment to OpenEnv's clients",
     "export": "write a checkpoint of a run in Hugging Face format",
     "warmup": "make the quickstart model of a recipe (cached)",
     "env": "check that an environment keeps the rules of the protocol",
-    "data": "say where an environment's files are, check them, or generate some; make a small model",
+    "data": "say where an environment's files are, check them, or generate some; "
+    "make a small model",
     "keys": "print the reference of all keys (docs/keys.md)",
-    "doctor": "say what is installed and what is missing, inspect a model, or check and time the kernels",
+    "doctor": "say what is installed and what is missing, inspect a model, "
+    "or check and time the kernels",
 }
 VARIABLES = {
-    **dict.fromkeys(
-        ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_DISABLE_TELEMETRY"), "1"
-    ),  # nothing phones home
-    "KINETO_LOG_LEVEL": "99",  # torch's profiler talks of its stages
-    "GOMP_SPINCOUNT": "3000",  # OpenMP threads that wait would spin for long, and slow down a machine with other work
+    # Nothing sends reports of its use.
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    # torch's profiler does not print its stages.
+    "KINETO_LOG_LEVEL": "99",
+    # OpenMP's threads would spin for long while they wait, and slow down a machine with other work.
+    "GOMP_SPINCOUNT": "3000",
 }
-"""Of the environment, set before torch is loaded unless they are set already."""
+"""Environment variables that are set before torch is loaded, unless they are set already."""
 Overrides = dict[str, str]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    for name, value in VARIABLES.items():
-        os.environ.setdefault(name, value)
-    # Less memory lost to fragments; vLLM's sleeping allocator turns it off for its own pool.
-    if not any(f"PYTORCH_{kind}ALLOC_CONF" in os.environ for kind in ("", "CUDA_", "HIP_")):
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    _set_variables()
     try:
-        words, overrides = _split_overrides(sys.argv[1:] if argv is None else argv)
-        options, rest = _parser(words).parse_known_args(words)
-        takes = getattr(options, "overrides", True)
-        if overrides and not takes:
-            rest = [f"--{key}" for key in overrides]
-        if rest:
-            raise UserError(f"command line: {_unknown(rest[0], takes)}")
-        known = (signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler)
-        if options.name != "train" and signal.getsignal(signal.SIGINT) not in known:
-            signal.signal(
-                signal.SIGINT, watcher.interrupt
-            )  # training leaves at once until it has begun
-        try:
-            return options.command(options, overrides)
-        except SystemExit as error:  # not ours: of an environment's file, or of a library
-            raise UserError(f"stopped: something called sys.exit({shown(error.code)})") from error
+        return _run(sys.argv[1:] if argv is None else argv)
     except UserError as error:
         to_stderr(f"paw: {clean(error, LINE_CHARS)}")
         if "RANK" in os.environ:
@@ -101,13 +94,43 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
+def _set_variables() -> None:
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    # Less memory is lost to fragments. vLLM's sleeping allocator turns it off for its own pool.
+    allocator = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if not any(name in os.environ for name in allocator):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def _run(arguments: list[str]) -> int:
+    words, overrides = _split_overrides(arguments)
+    options, unknown_words = _parser(words).parse_known_args(words)
+    takes_overrides = getattr(options, "overrides", True)
+    if overrides and not takes_overrides:
+        unknown_words = [f"--{key}" for key in overrides]
+    if unknown_words:
+        raise UserError(f"command line: {_unknown(unknown_words[0], takes_overrides)}")
+
+    # Only training keeps the handler of `paw.__main__`, which leaves at once, until it has begun.
+    others = (signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler)
+    if options.name != "train" and signal.getsignal(signal.SIGINT) not in others:
+        signal.signal(signal.SIGINT, watcher.interrupt)
+    try:
+        return options.command(options, overrides)
+    except SystemExit as error:  # an environment's file or a library raised it, not we
+        raise UserError(f"stopped: something called sys.exit({shown(error.code)})") from error
+
+
 def entry() -> NoReturn:
-    """`main` for the shell. Ranks and interrupted commands skip the interpreter's own end, in which
-    threads of C++ libraries abort now and then.
+    """`main` for the shell.
+
+    Ranks and interrupted commands skip the end of the interpreter, in which threads of C++
+    libraries abort now and then.
     """
     try:
         code = main()
-    except SystemExit as error:  # of the parser: --help, --version
+    except SystemExit as error:  # raised by the parser: --help, --version
         watcher.say_ending(error.code if isinstance(error.code, int) else 0)
         raise
     except BaseException:
@@ -127,8 +150,10 @@ def entry() -> NoReturn:
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are UserErrors, and which takes no abbreviations."""
+
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False)  # half a word is a mistake
+        super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"command line: {message}; see {self.prog} --help")
@@ -141,30 +166,41 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"paw {__version__}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    for name, help in COMMANDS.items():
-        sub = commands.add_parser(name, help=help, description=help, epilog=OVERRIDES)
+    for name, description in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=description, description=description, epilog=OVERRIDES
+        )
         if words[:1] != [name]:
             continue
         if name == "train":
-            resume = "continue this run (of the name's highest number), from its newest checkpoint or from step_NNNNNN"
-            sub.epilog = _train_epilog()
-            sub.formatter_class = argparse.RawDescriptionHelpFormatter
-            sub.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
-            sub.add_argument(
-                "--resume", nargs="?", const="auto", default="", metavar="CHECKPOINT", help=resume
-            )
-            sub.add_argument(
-                "--gpus", type=int, default=1, metavar="N", help="GPUs, or CPUs: a process each"
-            )
-            sub.add_argument(
-                "--dry-run", action="store_true", help="print the resolved configuration, and stop"
-            )
-            sub.set_defaults(command=_train)
+            _add_train_arguments(command)
+            command.set_defaults(command=_train)
         else:
             from paw.commands import add_arguments
 
-            sub.set_defaults(command=add_arguments(name, sub, SHORT.values()))
+            command.set_defaults(command=add_arguments(name, command))
     return parser
+
+
+def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _train_epilog()
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("recipe", help="name of a packaged recipe, or a .toml file")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        default="",
+        metavar="CHECKPOINT",
+        help="continue this run (of the name's highest number), from its newest checkpoint "
+        "or from step_NNNNNN",
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="GPUs, or CPUs: a process each"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration, and stop"
+    )
 
 
 def _train_epilog() -> str:
@@ -178,66 +214,84 @@ def _train_epilog() -> str:
         subsequent_indent="  ",
         break_on_hyphens=False,
     )
-    return (
-        f"{OVERRIDES}\n\nan environment of your own: paw train own-environment --env.name FILE.py:Class"
-        f"\n\nrecipes (docs/recipes.md says what each is for, --dry-run prints its keys):\n{names}"
-    )
+    paragraphs = [
+        OVERRIDES,
+        "an environment of your own: paw train own-environment --env.name FILE.py:Class",
+        "recipes (docs/recipes.md says what each is for, --dry-run prints its keys):\n" + names,
+    ]
+    return "\n\n".join(paragraphs)
 
 
 def _train(options: argparse.Namespace, overrides: Overrides) -> int:
-    from paw.recipe import check_passwords, load_named, warnings
+    from paw.recipe import check_passwords, load_named
     from paw.state.claim import run_names
 
-    resume, numbered = options.resume, "run.name" not in overrides
+    numbered = "run.name" not in overrides
     config = load_named(options.recipe, overrides)
-    name = next(run_names(config, resume=resume, numbered=numbered))
+    name = next(run_names(config, resume=options.resume, numbered=numbered))
     if options.dry_run:
-        from paw.tools.reference import explain
-
-        print(
-            explain(
-                config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
-            ),
-            end="",
-        )
-        for line in warnings(config):
-            to_stderr(line)
+        _explain(config, name)
         return 0
     check_passwords(config)
     if config.endpoint.url:
-        why = "an endpoint plays in `paw eval`, it cannot be trained"
-        raise UserError(f"endpoint.url = '{config.endpoint.url}': {why}")
+        raise UserError(
+            f"endpoint.url = '{config.endpoint.url}': "
+            "an endpoint plays in `paw eval`, it cannot be trained"
+        )
+
     if "RANK" in os.environ:
         from paw.model.launcher import die_with_launcher
 
         die_with_launcher()
     else:
-        _check(config, name, resume)
-        _announce_warmup(config, resume)
+        _check(config, name, options.resume)
+        _announce_warmup(config, options.resume)
     if options.gpus != 1:
-        from paw.model.launcher import launch
-
-        words = [word for key, value in overrides.items() for word in (f"--{key}", value)]
-        if (count := options.gpus - config.engine.gpus) < 1:
-            taken = (
-                f"engine.servers take {config.engine.gpus}, none is left"
-                if config.engine.gpus
-                else "at least 1"
-            )
-            raise UserError(f"--gpus {options.gpus}: {taken}")
-        words = ["train", options.recipe, *words, *(resume and ["--resume", resume])]
-        return launch(count, words, device=config.model.device)
+        return _launch(options, overrides, config)
     from paw.trainer import train
 
-    report = train(config, resume=resume, numbered=numbered)
+    report = train(config, resume=options.resume, numbered=numbered)
     if os.environ.get("RANK", "0") == "0" and report.is_file():
         to_stdout(f"report: {report}")
     return 0
 
 
+def _explain(config: "Config", name: str) -> None:
+    """Print a configuration with the run's final name (`--dry-run`), and its warnings."""
+    from paw.recipe import warnings
+    from paw.tools.reference import explain
+
+    run = config.run.model_copy(update={"name": name})
+    print(explain(config.model_copy(update={"run": run})), end="")
+    for line in warnings(config):
+        to_stderr(line)
+
+
+def _launch(options: argparse.Namespace, overrides: Overrides, config: "Config") -> int:
+    """Train in a process for each GPU that the servers of the run leave."""
+    from paw.model.launcher import launch
+
+    count = options.gpus - config.engine.gpus
+    if count < 1:
+        reason = "at least 1"
+        if config.engine.gpus:
+            reason = f"engine.servers take {config.engine.gpus}, none is left"
+        raise UserError(f"--gpus {options.gpus}: {reason}")
+
+    arguments = ["train", options.recipe]
+    for key, value in overrides.items():
+        arguments += [f"--{key}", value]
+    if options.resume:
+        arguments += ["--resume", options.resume]
+    return launch(count, arguments, device=config.model.device)
+
+
 def _check(config: "Config", name: str, resume: str) -> None:
-    """What needs no model, before torch is loaded, which takes seconds. Ranks look once they have
-    met: all are to know what one of them, maybe on another machine, lacks."""
+    """Check what needs no model, before torch is loaded, which takes seconds.
+
+    Ranks check it later, once they have met: if one of them, perhaps on another machine, lacks
+    something, all must know.
+    """
     from paw.state.claim import check_free
 
     check_free(config.run.dir / name, resume=resume)
@@ -246,19 +300,18 @@ def _check(config: "Config", name: str, resume: str) -> None:
         from paw.envs import make_factory
 
         make_factory(config)  # says what is missing and how to get it
-    if (
-        config.model.path != "quickstart" and ":" not in config.env.name
-    ):  # one's own mistakes come first
+    # Mistakes in an environment of one's own are reported before the hub is asked.
+    if config.model.path != "quickstart" and ":" not in config.env.name:
         from paw.hub import check_hub
 
         check_hub(config.model.path)
 
 
 def _announce_warmup(config: "Config", resume: str) -> None:
-    """Say what comes before torch is loaded, which takes long on a busy machine, in as many processes as ranks.
+    """Print what comes first, before torch is loaded, which takes long on a busy machine.
 
-    Only of environments that generate their tasks, which are made in a moment: their mistakes come
-    without this line.
+    Only for environments that generate their tasks: they are made in a moment, and their mistakes
+    are reported without this line.
     """
     generates = getattr(config.env, "data", "") is None
     if config.model.path == "quickstart" and generates and not resume:
@@ -266,34 +319,42 @@ def _announce_warmup(config: "Config", resume: str) -> None:
 
         make_factory(config)
         to_stdout(
-            "warm-up: loading PyTorch; the quickstart's model is made first, unless the cache has it"
+            "warm-up: loading PyTorch; "
+            "the quickstart's model is made first, unless the cache has it"
         )
 
 
-def _unknown(word: str, overrides: bool) -> str:
+def _unknown(word: str, takes_overrides: bool) -> str:
+    """What is wrong with a word of the command line that is neither an argument nor an override."""
     if not word.startswith("--"):
         return f"'{clean(word)}' is not an option; overrides look like --optim.lr 5e-4"
-    if not overrides:
+    if not takes_overrides:
         return f"unknown option '{clean(word)}'; see --help"
     from paw.hints import hint
 
-    return f"unknown option '{clean(word)}'{hint(word.removeprefix('--').replace('-', '_'), {})}"
+    key = word.removeprefix("--").replace("-", "_")
+    return f"unknown option '{clean(word)}'{hint(key, {})}"
 
 
-def _split_overrides(words: list[str]) -> tuple[list[str], Overrides]:
-    """Take `--a.b value` and `--a.b=value` out of the command line, short forms too: (the other words, overrides)."""
+def _split_overrides(arguments: list[str]) -> tuple[list[str], Overrides]:
+    """(other arguments, overrides) of a command line.
+
+    Overrides are `--a.b value`, `--a.b=value` and the options that are short for them.
+    """
     others: list[str] = []
     overrides: Overrides = {}
-    rest = iter(words)
-    own_model = words[:1] in (["rwml"], ["plan"], ["doctor"])
-    for word in rest:
-        key, equals, value = word.partition("=")
-        if key in SHORT and not (key == "--model" and own_model):
-            key = f"--{SHORT[key]}"
-        if not key.startswith("--") or "." not in key:
-            others.append(word)
+    has_own_model = bool(arguments) and arguments[0] in OWN_MODEL
+    remaining = iter(arguments)
+    for argument in remaining:
+        option, equals, value = argument.partition("=")
+        if option in SHORT and not (option == "--model" and has_own_model):
+            option = f"--{SHORT[option]}"
+        if not option.startswith("--") or "." not in option:
+            others.append(argument)
             continue
-        if not equals and (value := next(rest, None)) is None:
-            raise UserError(f"command line: '{key}' needs a value")
-        overrides[key.removeprefix("--")] = value
+        if not equals:
+            value = next(remaining, None)
+        if value is None:
+            raise UserError(f"command line: '{option}' needs a value")
+        overrides[option.removeprefix("--")] = value
     return others, overrides

@@ -1,8 +1,8 @@
-"""One run's configuration as pydantic models: a section, a table of the recipe (`paw.recipe` reads those). No torch.
+"""The configuration of a run as pydantic models, one for each section: a table of the recipe.
 
-`env`, `advantage` and `agent` name a plug-in (`paw.plugins`), whose settings are keys of the
-section too. A key with `Only` applies beside some values of another key, and is unknown beside the
-rest.
+Some sections, such as `env` and `advantage`, name a plug-in (`paw.plugins`), whose settings are
+keys of the section too. A key with `Only` applies only with some values of another key; with others
+it is an unknown key. `paw.recipe` reads recipes. No torch here.
 """
 
 from pathlib import Path
@@ -43,32 +43,39 @@ from paw.values import (
     Share,
 )
 
-WM, CMAE, GCE = Only("wm.enabled", (True,)), Only("wm.loss", ("cmae",)), Only("wm.loss", ("gce",))
-FLASH, LORA = Only("optim.name", ("flash-adamw",)), Only("lora.rank")
-_DEFAULT: Any = {}  # validated like a table: a plug-in's section has the plug-in's type
+WM = Only("wm.enabled", (True,))
+CMAE = Only("wm.loss", ("cmae",))
+GCE = Only("wm.loss", ("gce",))
+FLASH = Only("optim.name", ("flash-adamw",))
+LORA = Only("lora.rank")
+_DEFAULT: Any = {}
+"""Default of a section with a plug-in: validated like a table, so that it has the plug-in's
+type."""
 
 
 class RunConfig(Section):
     name: Annotated[str, Field(min_length=1)] = "run"
-    """Name of the run's folder. By default the recipe's name, numbered."""
+    """Name of the run's folder; by default the recipe's name with a number."""
     dir: Path = Path("runs")
-    """Parent folder: the run lives in dir/name."""
+    """Parent folder: the run's files are in dir/name."""
     seed: Seed = 0
     """Seed of tasks, sampling and mini-batches."""
     updates: Count = 150
     """Updates (training steps) of the run."""
     threads: Natural = 0
-    """CPU threads of torch, and of vLLM, in each rank; 0 takes OMP_NUM_THREADS, or an equal share of the cores."""
+    """CPU threads of torch, and of vLLM, in each rank; 0 takes OMP_NUM_THREADS, or an equal share
+    of the cores."""
     save_every: Natural = 50
     """Updates between checkpoints; 0 saves only at the end."""
     keep: Count = 2
     """Number of checkpoints kept."""
     max_skipped: Count = 3
-    """Optimizer steps in a row with non-finite gradients before the run stops."""
+    """Optimizer steps in a row with a non-finite loss or gradient before the run stops."""
     peer_timeout_s: Annotated[float, Field(ge=5.0, le=1e7)] = 600.0
-    """Several ranks: seconds that one may be silent, or a phase may take beyond the longest seen, before all end."""
+    """Several ranks: seconds that a rank may be silent, or that a phase may take beyond the longest
+    so far, before all ranks end."""
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
-    """Experiment trackers that get the metrics: one name or a list."""
+    """Experiment trackers that the metrics are sent to: one name or a list."""
     callbacks: list[str] = []
     """Callbacks of your own, "module:name" or "FILE.py:name" (docs/python.md)."""
 
@@ -79,40 +86,45 @@ class RunConfig(Section):
     def _stays_in_dir(cls, name: str) -> str:
         if "/" in name or name in (".", "..") or not name.isprintable() or len(name.encode()) > 200:
             raise ValueError(
-                "a folder's name of at most 200 bytes, without '/' and line ends; run.dir says where"
+                "a folder's name of at most 200 bytes, without '/' and line ends; "
+                "run.dir is the folder above it"
             )
         return name
 
 
 class ModelConfig(Section):
     path: str
-    """Hugging Face name or folder, or "quickstart": a small Qwen3 made on the spot (see `warmup`)."""
+    """Hugging Face name or folder, or "quickstart": a small Qwen3 that is made first (see
+    `warmup`)."""
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
     """Variables of the chat template, such as {enable_thinking = false}."""
     tool_parser: Annotated[str, Field(min_length=1)] = "auto"
-    """What reads calls of tools: a parser of vLLM ("hermes", "llama3_json"), "transformers", or auto, which tries."""
+    """Parser of tool calls: one of vLLM ("hermes", "llama3_json"), "transformers", or auto, which
+    tries them."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the forward pass; auto: bfloat16 on a GPU or a CPU with instructions for it,
     else float32. Gradients are accumulated in what the optimizer stores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on; auto takes a GPU where there is one."""
+    """Device to train on; auto takes a GPU if there is one."""
     checkpointing: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed backwards: none, all but the outputs of attention and half the matrix products, all."""
+    """Activations recomputed in the backward pass. selective keeps the outputs of attention and of
+    half the matrix products, full recomputes all."""
     offload_activations: bool = False
     """Keep activations in host memory until the backward pass."""
     attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"
-    """Attention over packed sequences (sdpa pads them); auto takes the first that runs.
-
-    All give equal log-probs.
-    """
+    """Attention over packed sequences (sdpa pads them); auto takes the first that runs. All give
+    equal log-probs."""
     compile: bool = False
     """torch.compile of every decoder layer."""
     shard: Literal["world", "node", "none"] = "world"
-    """Several ranks: divide weights, gradients and moments among all; within a machine, with a copy on each; or not."""
+    """Several ranks: how weights, gradients and moments are divided. world: among all ranks. node:
+    among those of a machine, with a copy on each machine. none: every rank has all."""
     liger: bool = False
-    """Liger's kernels for norms, rotary embedding and SwiGLU (the vocabulary head is always PaW's)."""
+    """Liger's kernels for norms, rotary embedding and SwiGLU (the vocabulary head is always
+    PaW's)."""
     head_backend: Literal["auto", "triton", "cuda", "cpu", "torch"] = "auto"
-    """Implementation of the vocabulary head; auto is the fastest that runs on the device (`paw doctor` names it)."""
+    """Implementation of the vocabulary head; auto takes the fastest that runs on the device (`paw
+    doctor` names it)."""
 
 
 class LoraConfig(Section):
@@ -135,41 +147,47 @@ class LoraConfig(Section):
     send: Annotated[
         Literal["adapters", "merged"], LORA, Only("engine.type", ("vllm", "server"))
     ] = "adapters"
-    """What vLLM gets after each update: adapters alone, beside the base weights that it has, or merged weights."""
+    """What vLLM gets after each update: adapters, which it applies to its base weights, or merged
+    weights."""
 
 
 class EnvConfig(PluginSection):
-    """Keys of every environment; each has its own beside them (docs/environments.md)."""
+    """Keys of every environment. Each has further keys of its own (docs/environments.md)."""
 
-    KIND, KEY = "envs", "name"
+    KIND = "envs"
+    KEY = "name"
     name: str = "alfworld"
-    """A built-in environment, one that a package registers, "module:Class" or "FILE.py:Class"."""
+    """A built-in environment, one that an installed package registers, "module:Class" or
+    "FILE.py:Class"."""
     train_split: str = "train"
     """Split to train on."""
     eval_split: str = "valid_unseen"
     """Split to evaluate on."""
     max_turns: Count = 50
-    """Turns of an episode at most."""
+    """Most turns of an episode."""
     reward: Positive = 10.0
-    """Reward for winning, R_max; an environment of your own says its largest return as `reward_max`."""
+    """Reward for winning, R_max. An environment of your own gives its largest return as
+    `reward_max`."""
     invalid_penalty: NonNegative = 0.1
-    """Subtracted from the score of a turn whose response is no valid action."""
+    """Subtracted from the score of a turn whose response is not a valid action."""
     step_timeout_s: Seconds = 60.0
-    """Seconds before a turn of an environment that blocks counts as hung, which costs its episode;
-    also how long an agent may wait for anything but model and environment."""
+    """Seconds after which a turn of an environment counts as hung, and its episode is dropped. Also
+    how long an agent may wait for anything but the model and the environment."""
     processes: Annotated[int, Field(ge=0, le=1000)] = 0
     """Processes of each rank in which environments of your own run, those of gymnasium and
-    verifiers, and questions with a score of your own: one that dies, or hangs for
-    env.step_timeout_s, costs its episodes and is replaced. 0 runs them in threads of the
+    verifiers, and questions with a score of your own. A process that dies, or hangs for
+    env.step_timeout_s, is replaced and its episodes are dropped. 0 runs them in threads of the
     trainer."""
     max_text: Count = 1_000_000
-    """Characters kept of a prompt (its last), of an observation or an anchor (their first)."""
+    """Most characters of a prompt (the last are kept), an observation or an anchor (the first
+    are)."""
 
 
 class AgentConfig(PluginSection):
     """How the model plays an episode."""
 
-    KIND, KEY = "agents", "type"
+    KIND = "agents"
+    KEY = "type"
     type: str = "plain"
     """plain, react, reflexion, search-r1, zerosearch, or an agent of your own (docs/agents.md)."""
 
@@ -177,9 +195,12 @@ class AgentConfig(PluginSection):
 class RewardConfig(PluginSection):
     """What an episode is worth."""
 
-    KIND, KEY, NONE = "rewards", "type", "env"
+    KIND = "rewards"
+    KEY = "type"
+    NONE = "env"
     type: str = "env"
-    """The environment's own, or "FILE.py:name" or "module:name": a function over a trajectory (docs/agents.md)."""
+    """env: the environment's own. Else "FILE.py:name" or "module:name": a function of a trajectory
+    (docs/agents.md)."""
 
 
 class RolloutConfig(Section):
@@ -188,27 +209,32 @@ class RolloutConfig(Section):
     group_size: Count = 8
     """Episodes of each task."""
     refill: Natural = 0
-    """Times `tasks`: further ones at most that take the place of groups whose returns are all equal (DAPO)."""
+    """Further tasks that may be played to replace groups whose returns are all equal (DAPO), at
+    most refill times `tasks`."""
     temperature: Positive = 1.0
     """Sampling temperature."""
     ahead: Annotated[Natural, Only("engine.type", ("server",))] = 0
-    """Updates whose episodes are played ahead, while the trainer works; no token is of weights older than that."""
+    """Updates whose episodes are played ahead while the trainer works. No token comes from weights
+    that are more updates old."""
     max_prompt_tokens: Count = 2048
-    """Longer prompts lose their beginning."""
+    """Most tokens of a prompt; longer ones lose their beginning."""
     max_response_tokens: Count = 512
-    """Tokens of a response at most."""
+    """Most tokens of a response."""
 
 
 class AdvantageConfig(PluginSection):
     """The advantage estimator; its own keys are those of its function in paw/algo/advantages.py."""
 
-    KIND, KEY = "advantages", "type"
+    KIND = "advantages"
+    KEY = "type"
     type: str = "grpo"
-    """grpo, rloo, gigpo, ppo (its baseline is a critic, see `critic`), or an estimator of your own."""
+    """grpo, rloo, gigpo, ppo (its baseline is a critic, see `critic`), or an estimator of your
+    own."""
     penalty_only: Annotated[Literal["keep", "drop"], Only("advantage.type", excluded=("ppo",))] = (
         "keep"
     )
-    """drop: groups whose returns are all equal get no advantage, instead of blowing up their penalties."""
+    """Groups whose returns are all equal, so that only penalties differ. keep: normalised like
+    others, which blows up the penalties. drop: no advantage."""
 
 
 class CriticConfig(Section):
@@ -218,11 +244,13 @@ class CriticConfig(Section):
     lr: Rate = 1e-5
     """Learning rate."""
     value_clip: Positive = 0.5
-    """A value may move this far from the one the advantages were computed from."""
+    """A value is clipped to this distance from the one that the advantages were computed from."""
 
 
 class PolicyConfig(PluginSection):
-    KIND, KEY, WITHIN = "losses", "loss", ("ppo",)
+    KIND = "losses"
+    KEY = "loss"
+    WITHIN = ("ppo",)
     loss: str = "ppo"
     """Loss of responses: ppo, cispo, gspo (with the gradient of GSPO-token), or one of your own,
     "module:name" or "FILE.py:name" (docs/algorithm.md)."""
@@ -231,64 +259,77 @@ class PolicyConfig(PluginSection):
     clip_high: NonNegative = 0.2
     """Ratios above 1 + clip_high are clipped."""
     dual_clip: Annotated[float, Field(gt=1.0), Only("policy.loss", ("ppo",))] = 3.0
-    """With a negative advantage the loss is at most this times its size."""
+    """With a negative advantage the loss is at most this factor times the advantage's size."""
     kl_coef: NonNegative = 0.01
     """Weight of the KL term to the start model; 0 needs no reference model."""
     entropy_coef: NonNegative = 0.001
     """Weight of the entropy bonus."""
     loss_norm: Literal["token", "sample", "group", "verl"] = "token"
-    """Mean over the mini-batch's response tokens, over token means of samples or groups (Eq. (11)), or as in verl."""
+    """token: mean over the mini-batch's response tokens. sample, group: mean over the token means
+    of samples, or of groups (Eq. (11)). verl: as in verl."""
     verl_samples: Annotated[Count, Only("policy.loss_norm", ("verl",))] = 32
-    """Samples of the micro-batches whose means are averaged (packing stays as it is)."""
+    """Samples of the micro-batches whose means are averaged, as in verl; packing does not
+    change."""
     old_logp: Literal["trainer", "engine"] = "trainer"
-    """engine takes the sampler's log-probs and saves the log-prob pass where nothing else needs it."""
+    """Who computes the old log-probs. engine takes the sampler's, which saves a pass if nothing
+    else needs it."""
     tis_cap: Annotated[float, Field(gt=1.0)] | None = None
-    """Truncated importance sampling: tokens are weighted by min(pi_old / pi_sampler, cap); with
-    old_logp = "engine" min(pi / pi_sampler, cap) takes the place of PPO's clipped ratio."""
+    """Truncated importance sampling: tokens are weighted by min(pi_old / pi_sampler, cap). With
+    old_logp = "engine" min(pi / pi_sampler, cap) replaces PPO's clipped ratio."""
     is_mask: tuple[Positive, Positive] | None = None
-    """Tokens whose pi_old / pi_sampler is not within [low, high] have no policy loss."""
+    """[low, high]: tokens whose pi_old / pi_sampler is outside have no policy loss."""
     is_level: Literal["token", "response"] = "token"
-    """For tis_cap and is_mask: the ratio of each token, or the geometric mean over its response."""
+    """The ratio that tis_cap and is_mask use: of each token, or the geometric mean over its
+    response."""
     offload_reference: Annotated[bool, Only("policy.kl_coef"), Only("lora.rank", (0,))] = False
-    """Keep the reference model in host memory but for its log-prob pass."""
+    """Keep the reference model in host memory, except during its log-prob pass."""
 
 
 class WorldConfig(PluginSection):
     """World-model co-training (PaW Section 3)."""
 
-    KIND, KEY, WITHIN = "losses", "loss", ("cmae", "mae", "ce", "gce")
+    KIND = "losses"
+    KEY = "loss"
+    WITHIN = ("cmae", "mae", "ce", "gce")
     enabled: bool = True
     """Whether observations are predicted too."""
     alpha: Annotated[Rate, WM] = 0.75
-    """Share of the update's transitions kept, those of highest action entropy."""
+    """Share of the update's transitions that are learnt from: those of highest action entropy."""
     loss: Annotated[str, WM] = "cmae"
-    """Per observation token of probability p: cmae [p <= rho] (1 - p), mae 1 - p, ce -log p, gce (1
-    - p^q) / q (arXiv 1805.07836), or a loss of your own."""
+    """Loss of an observation token of probability p: cmae [p <= rho] (1 - p), mae 1 - p, ce -log p,
+    gce (1 - p^q) / q (arXiv 1805.07836), or a loss of your own."""
     rho: Annotated[Rate, WM, CMAE] = 0.2
-    """Tokens of a higher probability are left out."""
+    """Tokens of a higher probability have no loss."""
     q: Annotated[Rate, WM, GCE] = 0.7
-    """Exponent."""
+    """Exponent of gce."""
     weight: Annotated[Literal["adaptive"] | NonNegative, WM] = "adaptive"
-    """lambda_g: adaptive (1 - mean return / R_max, clamped to [0, 1]) or a constant."""
+    """lambda_g, a group's weight: adaptive (1 - mean return / R_max, clamped to [0, 1]) or a
+    constant."""
     entropy: Annotated[Literal["full", "sampled"], WM] = "full"
-    """Action entropy over the whole vocabulary, or the mean of -p log p of the sampled tokens."""
+    """full: action entropy over the whole vocabulary. sampled: the mean of -p log p of the sampled
+    tokens."""
     scale: Annotated[NonNegative, WM] = 1.0
     """Extra factor on the world-model term; the paper's is 1."""
     dedup: Annotated[bool, WM] = False
-    """Predict identical (prompt, response, observation) samples of an update once."""
+    """Learn from identical (prompt, response, observation) samples of an update once."""
     max_tokens: Count = 512
-    """Tokens of an observation predicted at most, in training and in the report's examples."""
+    """Most tokens of an observation that are predicted, in training and in the report's
+    examples."""
 
 
 class OptimConfig(Section):
     name: Literal["adamw", "flash-adamw"] = "adamw"
-    """adamw: fp32, 16 bytes a parameter with its gradient. flash-adamw: bf16 weights and 8-bit moments, 8.1 bytes."""
+    """adamw: fp32, 16 bytes a parameter including its gradient. flash-adamw: bf16 weights and 8-bit
+    moments, 8.1 bytes a parameter."""
     master_bits: Annotated[Literal[24, 32], FLASH] = 32
-    """Bits of a weight. 24 are too few for an lr of 1e-6: a weight of 0.02 moves in steps of 4e-7."""
+    """Bits of a weight. 24 are too few for an lr of 1e-6: a weight of 0.02 moves in steps of
+    4e-7."""
     offload: Annotated[bool, FLASH] = False
-    """Optimizer state in host memory, on the device one parameter at a time during the step."""
+    """Keep the optimizer's state in host memory; during the step it is on the device for one
+    parameter at a time."""
     grad_sync: Literal["each", "last"] = "each"
-    """Several ranks: reduce gradients after each micro-batch, or once, which keeps whole gradients until then."""
+    """Several ranks: reduce gradients after each micro-batch, or after the last one, which keeps
+    full gradients on each rank until then."""
     lr: Rate = 1e-6
     """Learning rate."""
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -298,24 +339,24 @@ class OptimConfig(Section):
     grad_clip: Positive = 1.0
     """Gradients are clipped to this norm."""
     warmup_updates: Natural = 0
-    """Updates in which the learning rate rises to lr."""
+    """Updates over which the learning rate rises to lr."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after that."""
+    """Learning rate after the warm-up."""
     final_lr: Annotated[Share, Only("optim.schedule", ("cosine",))] = 0.1
-    """Share of lr left at the end."""
+    """Learning rate at the end, as a share of lr."""
     epochs: Count = 1
     """Passes over the samples of an update."""
     minibatch_samples: Count = 256
-    """Samples (turns) of one optimizer step."""
+    """Samples (turns) of an optimizer step."""
     micro_batch_tokens: Count = 16384
-    """Tokens of one forward and backward pass."""
+    """Tokens of a forward and backward pass."""
 
 
 class EvalConfig(Section):
     every: Natural = 5
     """Updates between evaluations; 0 evaluates only at the start and the end."""
     games: Natural = 128
-    """Seeded draws of the split; 0 plays the whole split."""
+    """Games drawn from the split with eval.seed; 0 plays the whole split."""
     temperature: NonNegative = 0.4
     """Sampling temperature; 0 is greedy."""
     seed: Seed = 1000
@@ -323,9 +364,10 @@ class EvalConfig(Section):
 
 
 class Config(Section):
-    """A whole configuration.
+    """The configuration of a run.
 
-    Raises pydantic's ValidationError for keys and values that do not go.
+    Raises pydantic's ValidationError for unknown keys, and for values that are out of range or do
+    not go together.
     """
 
     run: RunConfig = RunConfig()
@@ -351,6 +393,7 @@ class Config(Section):
     @field_validator("env", "agent", "reward", "advantage", "policy", "wm", mode="before")
     @classmethod
     def _with_plugin(cls, table: Any, info: ValidationInfo) -> Any:
+        """Validate a section with the keys of the plug-in that it names."""
         if not isinstance(table, dict):
             return table
         base: Any = cls.model_fields[str(info.field_name)].annotation
@@ -358,66 +401,96 @@ class Config(Section):
             return section_type(base, table.get(base.KEY)).model_validate(table)
         except UserError as error:
             name = table.get(base.KEY, base.model_fields[base.KEY].default)
-            raise _problem(
-                "plugin", str(error).removeprefix(f"'{name}': "), (base.KEY,), name
-            ) from None
+            reason = str(error).removeprefix(f"'{name}': ")
+            raise _problem("plugin", reason, location=(base.KEY,), value=name) from None
 
     @model_validator(mode="before")
     @classmethod
-    def _applies(cls, tree: Any) -> Any:
+    def _check_applying(cls, tree: Any) -> Any:
+        """Refuse keys that do not apply with the others, unless they have their default."""
         flat = flatten(tree) if isinstance(tree, dict) else {}
-        for key, known in keys_of(cls, flat).items():
-            if known.needs and flat.get(key, known.field.default) != known.field.default:
-                raise _problem("only", f"it needs {known.needs}", tuple(key.split(".")), flat[key])
+        for key, state in keys_of(cls, flat).items():
+            default = state.field.default
+            if state.needs and flat.get(key, default) != default:
+                raise _problem(
+                    "only",
+                    f"it needs {state.needs}",
+                    location=tuple(key.split(".")),
+                    value=flat[key],
+                )
         return tree
 
     @model_validator(mode="after")
-    def _check(self) -> "Config":
-        kind, flash = self.advantage.type, self.optim.name == "flash-adamw"
-        if self.rollout.group_size == 1 and kind != "ppo":
-            instead = "use 2 or more, or advantage.type = 'ppo'"
-            raise ValueError(f"rollout.group_size = 1 leaves {kind} without a baseline; {instead}")
+    def _check_baseline(self) -> "Config":
+        if self.rollout.group_size == 1 and self.advantage.type != "ppo":
+            raise ValueError(
+                f"rollout.group_size = 1 leaves {self.advantage.type} without a baseline; "
+                "use 2 or more, or advantage.type = 'ppo'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_servers(self) -> "Config":
         if self.engine.type == "server" and bool(self.engine.urls) == bool(self.engine.servers):
             raise ValueError(
-                "engine.type = 'server' needs either engine.urls = 'http://...' or engine.servers = 1"
+                "engine.type = 'server' needs either engine.urls = 'http://...' or "
+                "engine.servers = 1"
             )
-        if self.policy.is_mask and not self.policy.is_mask[0] < self.policy.is_mask[1]:
+        return self
+
+    @model_validator(mode="after")
+    def _check_importance_sampling(self) -> "Config":
+        policy = self.policy
+        if policy.is_mask and not policy.is_mask[0] < policy.is_mask[1]:
             raise ValueError(
-                f"policy.is_mask = {list(self.policy.is_mask)} is [low, high] with low < high"
+                f"policy.is_mask = {list(policy.is_mask)} is [low, high] with low < high"
             )
-        from_engine, weighs = (
-            self.policy.old_logp == "engine",
-            self.policy.tis_cap or self.policy.is_mask,
-        )
-        if self.policy.is_level == "response" and not weighs:
+        uses_ratios = policy.tis_cap or policy.is_mask
+        if policy.is_level == "response" and not uses_ratios:
             raise ValueError(
-                "policy.is_level says what policy.tis_cap and policy.is_mask look at: set one of them"
+                "policy.is_level says what policy.tis_cap and policy.is_mask look at: "
+                "set one of them"
             )
-        if from_engine and (self.policy.is_mask or self.policy.is_level == "response"):
-            raise ValueError("policy.is_mask and policy.is_level need policy.old_logp = 'trainer'")
-        if from_engine and self.policy.tis_cap and self.policy.loss in ("cispo", "gspo"):
-            raise ValueError(
-                f"policy.tis_cap and policy.loss = '{self.policy.loss}' need policy.old_logp = 'trainer'"
-            )
-        if self.lora.rank and kind == "ppo":
-            raise ValueError(
-                "lora.rank with advantage.type = 'ppo': the critic trains every weight, use lora.rank = 0"
-            )
+        if policy.old_logp == "engine":
+            if policy.is_mask or policy.is_level == "response":
+                raise ValueError(
+                    "policy.is_mask and policy.is_level need policy.old_logp = 'trainer'"
+                )
+            if policy.tis_cap and policy.loss in ("cispo", "gspo"):
+                raise ValueError(
+                    f"policy.tis_cap and policy.loss = '{policy.loss}' need "
+                    "policy.old_logp = 'trainer'"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_world_model(self) -> "Config":
         if self.env.name == "next_state" and self.wm.enabled:
             raise ValueError(
                 "env.name = 'next_state' learns the world model by RL: set wm.enabled = false"
             )
-        if flash and self.lora.rank:
-            raise ValueError("lora.rank trains fp32 adapters: take optim.name = 'adamw'")
-        if flash and self.model.dtype == "float32":
+        return self
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> "Config":
+        if self.lora.rank and self.advantage.type == "ppo":
             raise ValueError(
-                "optim.name = 'flash-adamw' keeps bf16 weights: it needs model.dtype = 'bfloat16'"
+                "lora.rank with advantage.type = 'ppo': the critic trains every weight, "
+                "use lora.rank = 0"
             )
+        if self.optim.name == "flash-adamw":
+            if self.lora.rank:
+                raise ValueError("lora.rank trains fp32 adapters: take optim.name = 'adamw'")
+            if self.model.dtype == "float32":
+                raise ValueError(
+                    "optim.name = 'flash-adamw' keeps bf16 weights: "
+                    "it needs model.dtype = 'bfloat16'"
+                )
         return self
 
 
-def _problem(kind: str, why: str, where: tuple[str, ...], value: Any) -> ValidationError:
-    problem = PydanticCustomError(kind, "{why}", {"why": why})  # type: ignore[arg-type]
+def _problem(kind: str, reason: str, *, location: tuple[str, ...], value: Any) -> ValidationError:
+    error = PydanticCustomError(kind, "{reason}", {"reason": reason})  # type: ignore[arg-type]
     return ValidationError.from_exception_data(
-        kind, [InitErrorDetails(type=problem, loc=where, input=value)]
+        kind, [InitErrorDetails(type=error, loc=location, input=value)]
     )

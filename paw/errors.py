@@ -4,6 +4,7 @@ A mistake of the user ends the command with one line and exit code 2 (UserError)
 environment, a model or a server wrote passes `clean` before it reaches a terminal or a log.
 """
 
+import difflib
 import importlib
 import re
 import reprlib
@@ -20,17 +21,19 @@ LINE_CHARS = 2000
 ESCAPE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|\x1b(?:[]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?"
 )
-"""Terminal control sequences (ECMA-48): of colours and cursors, of titles and clipboards, of a few characters."""
-
-
+"""Terminal control sequences (ECMA-48): colours and cursors, then titles and clipboards, then short
+ones."""
 PASSWORD = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]*://[^\s/?#@:]*:)[^\s/?#]*@")
-"""A URL up to the end of its password, scheme://user:password@."""
+"""A URL up to the end of its password: scheme://user:password@."""
 HIDDEN = "***"
 
 
 class UserError(Exception):
-    """A user-facing error. The message names the value, where it came from and the fix, in one
-    line; passwords of URLs in it become ***."""
+    """A user-facing error.
+
+    The message names the value, where it came from and the fix, in one line. Passwords of URLs in
+    it become ***.
+    """
 
     exit_code = 2
 
@@ -39,27 +42,30 @@ class UserError(Exception):
 
 
 class OthersCodeError(UserError):
-    """Code that is not ours failed, or took too long: a callback, a loss, the tasks of a user's own environment."""
+    """A user's own code failed or took too long: a callback, a loss, an environment's tasks."""
 
 
 class NoOracleError(Exception):
-    """An environment has no oracle, or none for this task."""
+    """The environment has no oracle, or none for this task."""
 
 
 class EnvironmentFailure(Exception):
     """The environment broke, through no fault of the agent: its episode is dropped.
 
-    One line says how.
+    The message is one line.
     """
 
 
 OURS = (KeyboardInterrupt, UserError)
-"""All that an environment may end a run with; anything else it raises, SystemExit too, costs its own episode."""
+"""The exceptions by which an environment may end a run.
+
+Anything else that it raises, SystemExit too, costs only its own episode.
+"""
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Ignores what an environment raises that is broken or no longer needed; Ctrl-C passes."""
+    """Ignore what an environment raises that is broken or no longer needed; Ctrl-C passes."""
     try:
         yield
     except KeyboardInterrupt:
@@ -69,7 +75,7 @@ def quietly() -> Iterator[None]:
 
 
 def masked(value: Any) -> Any:
-    """A text, or a tree of lists and dicts, with *** in place of the password of every URL in it.
+    """A text, or a tree of lists and dicts, with the password of every URL in it replaced by ***.
 
     >>> masked({"urls": ["http://me:secret@host:8000/v1", "http://host"]})
     {'urls': ['http://me:***@host:8000/v1', 'http://host']}
@@ -87,30 +93,33 @@ def masked(value: Any) -> Any:
 def others_code(
     what: str, *, spare: Callable[[Exception], bool] = lambda error: False, all_theirs: bool = False
 ) -> Iterator[None]:
-    """A failure of code that is not ours, SystemExit included, is one line: an OthersCodeError that
-    begins with `what`, the key that names the code, and says where it failed.
+    """Raise a failure of a user's own code, SystemExit included, as OthersCodeError.
 
-    An Exception that passed no one else's code is a bug of ours, or a library's, and keeps its
-    traceback, unless nothing but their code runs inside (`all_theirs`); so does one to `spare`.
+    Its message is one line that begins with `what`, the key that names the code, and says where the
+    code failed.
+
+    An Exception that did not pass through a user's code is a bug of ours, or of a library, and is
+    raised as it is; unless nothing but a user's code runs in the block (`all_theirs`). So is an
+    Exception for which `spare` is true.
     """
     try:
         yield
     except OURS:
         raise
     except BaseException as error:
-        is_theirs = not isinstance(error, Exception) or (
-            (all_theirs or place(error)) and not spare(error)
-        )
-        if not is_theirs:
-            raise
-        raise OthersCodeError(f"{what}: {describe(error)}{place(error)}") from error
+        location = place(error)
+        if isinstance(error, Exception):
+            is_theirs = (all_theirs or location) and not spare(error)
+            if not is_theirs:
+                raise
+        raise OthersCodeError(f"{what}: {describe(error)}{location}") from error
 
 
 def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:
-    """`value` as text that is safe to print: one line (unless `lines`) of at most `limit` characters.
+    """`value` as text that is safe to print: at most `limit` characters, one line unless `lines`.
 
-    Control sequences, control characters, bidirectional and zero-width controls are taken out, lone
-    surrogates become question marks, and line ends spaces, so that no text fakes a line of
+    Control sequences, control characters, bidirectional and zero-width controls are removed, lone
+    surrogates become question marks, and line ends become spaces, so that no text fakes a line of
     progress. Passwords of URLs become ***.
 
     >>> clean("it\\x1b[2J broke\\nstep 99/99\\u202e \\ud800!", 20)
@@ -119,35 +128,45 @@ def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:
     text = f"a {type(value).__name__} that cannot be printed"
     with quietly():
         text = str(value)
-    text = masked(ESCAPE.sub("", text[: 4 * limit]).encode("utf-8", "replace").decode())
-    kept = "\n\t" if lines else ""
-    text = "".join(c if c.isprintable() or c in kept else " " if c.isspace() else "" for c in text)
-    text = text if lines else text.strip()
+    text = ESCAPE.sub("", text[: 4 * limit])
+    text = masked(text.encode("utf-8", "replace").decode())
+    allowed = "\n\t" if lines else ""
+    characters = []
+    for character in text:
+        if character.isprintable() or character in allowed:
+            characters.append(character)
+        elif character.isspace():
+            characters.append(" ")
+    text = "".join(characters)
+    if not lines:
+        text = text.strip()
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an exception as one line. Holds for one whose `__str__` raises, too."""
+    """Type and message of an exception as one line, also of one whose `__str__` raises."""
     return f"{type(error).__name__}: {clean(error)}".removesuffix(": ")
 
 
 def place(error: BaseException) -> str:
-    """ " (FILE, line N)", the last that an exception passed which is neither ours nor a library's; "" without one."""
-    if isinstance(error, SyntaxError):  # which says it itself
+    """ " (FILE, line N)", the last of a user's own code that an exception passed; "" if none."""
+    if isinstance(error, SyntaxError):  # its message has the line
         return ""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not _is_no_users(frame.filename)
-    ]
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    location = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if _is_users(frame.filename):
+            location = f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return location
 
 
-def _is_no_users(file: str) -> bool:
-    """Whether a file is PaW's (an editable install has its kernels in a folder beside it), Python's or a library's."""
+def _is_users(file: str) -> bool:
+    """Whether a traceback's file is a user's own: not PaW's, Python's or an installed library's."""
     package = Path(__file__).parent
-    folders = (str(package), str(package.with_name("kernels")), sysconfig.get_path("stdlib"), "<")
-    return file.startswith(folders) or "site-packages" in file or "dist-packages" in file
+    kernels = package.with_name("kernels")  # beside it in an editable install
+    not_a_file = "<"
+    if file.startswith((str(package), str(kernels), sysconfig.get_path("stdlib"), not_a_file)):
+        return False
+    return "site-packages" not in file and "dist-packages" not in file
 
 
 def shown(value: object, limit: int = 100) -> str:
@@ -159,7 +178,7 @@ def shown(value: object, limit: int = 100) -> str:
 
 
 class ShortRepr(reprlib.Repr):
-    """A repr whose texts are at most `limit` long, passwords of URLs masked before they are cut."""
+    """A repr that cuts texts to `limit` characters, after passwords of URLs are masked."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -171,14 +190,19 @@ class ShortRepr(reprlib.Repr):
 
 
 def needed(module: str, what: str, extra: str, *, instead: str = "") -> Any:
-    """That module. UserError where it is not installed: `what` needs it, which extra of paw-trainer
-    has it, and what may be used `instead`."""
+    """The module of that name.
+
+    Raises UserError if it is not installed. The message says `what` needs it, which `extra` of
+    paw-trainer installs it, and what may be used `instead`.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        name, fix = module.partition(".")[0], f"pip install 'paw-trainer[{extra}]'"
-        fix += instead and f", or use {instead}"
-        raise UserError(f"{what} needs {name}: {fix} ({clean(error, 200)})") from None
+        package = module.partition(".")[0]
+        fix = f"pip install 'paw-trainer[{extra}]'"
+        if instead:
+            fix += f", or use {instead}"
+        raise UserError(f"{what} needs {package}: {fix} ({clean(error, 200)})") from None
 
 
 def to_stderr(line: str) -> None:
@@ -190,34 +214,28 @@ def to_stdout(line: str) -> None:
 
 
 def _print(line: str, *streams: Any) -> None:
-    """To the first that takes it; none does where a terminal is gone, a disk full or a library has closed them."""
+    """Print a line to the first stream that takes it.
+
+    None does if the terminal is gone, the disk is full, or a library has closed the streams.
+    """
     for stream in streams:
         with suppress(AttributeError, OSError, ValueError):
             encoding = stream.encoding or "utf-8"
-            print(
-                clean(line, LINE_CHARS).encode(encoding, "replace").decode(encoding),
-                file=stream,
-                flush=True,
-            )
+            text = clean(line, LINE_CHARS).encode(encoding, "replace").decode(encoding)
+            print(text, file=stream, flush=True)
             return
 
 
 def progress(what: str, done: int, total: int) -> None:
-    """How far something is, in place on a terminal; nothing elsewhere."""
-    with suppress(AttributeError, OSError, ValueError):  # as above
+    """Show how far something is, in one line of a terminal; nothing elsewhere."""
+    with suppress(AttributeError, OSError, ValueError):  # the stream may be gone, as in `_print`
         if sys.stderr.isatty():
             text = f"{what} {done}/{total}"
-            print(
-                f"\r{text}" + f"\r{' ' * len(text)}\r" * (done == total),
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+            erase = f"\r{' ' * len(text)}\r" if done == total else ""
+            print(f"\r{text}{erase}", end="", file=sys.stderr, flush=True)
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """ "did you mean 'X'?" of the known word that is most like `word`, or "" where none is like it."""
-    import difflib
-
-    near = difflib.get_close_matches(word[:255], list(known), n=1, cutoff=cutoff)
-    return f"did you mean '{near[0]}'?" if near else ""
+    """ "did you mean 'X'?" with the known word that is most like `word`; "" if none is like it."""
+    matches = difflib.get_close_matches(word[:255], list(known), n=1, cutoff=cutoff)
+    return f"did you mean '{matches[0]}'?" if matches else ""

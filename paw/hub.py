@@ -1,51 +1,61 @@
-"""The Hugging Face hub: without a network an answer at once, in place of half a minute of attempts.
+"""Whether the Hugging Face hub can be reached, at once instead of after half a minute of attempts.
 
 No torch.
 """
 
 import os
 import socket
-from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from paw.errors import UserError
 
 PATIENCE_S = 3.0
+"""Seconds to wait for a connection to the hub."""
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def check_hub(name: str) -> None:
-    """UserError where `name` is no model's folder, not in the hub's cache, and the hub cannot be reached."""
+    """Raise UserError if there is no such model and the hub cannot be asked for it.
+
+    `name` is a folder, or a name on the hub, whose files may be in the hub's cache.
+    """
     path = Path(name).expanduser()
-    if path.exists() and not (path / "config.json").is_file():
-        raise UserError(
-            f"model.path = '{name}': there is no config.json in it, so it is not a Hugging Face model"
-        )
-    if not path.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise UserError(
-            f"model.path = '{name}': there is no such folder; give a model's, its name on the hub, or 'quickstart'"
-        )
-    if path.exists() or not (why := unreachable()):
+    if path.exists():
+        if not (path / "config.json").is_file():
+            raise UserError(
+                f"model.path = '{name}': there is no config.json in it, "
+                "so it is not a Hugging Face model"
+            )
         return
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise UserError(
+            f"model.path = '{name}': there is no such folder; "
+            "give a model's, its name on the hub, or 'quickstart'"
+        )
+    reason = unreachable()
+    if reason and not _in_cache(name):
+        raise UserError(
+            f"model.path = '{name}': there is no such folder, it is not in the hub's cache, "
+            f"and {reason}"
+        )
+
+
+def _in_cache(name: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    with suppress(HFValidationError):
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
-            return
-    raise UserError(
-        f"model.path = '{name}': there is no such folder, it is not in the hub's cache, and {why}"
-    )
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        return False
 
 
 def unreachable() -> str:
-    """Why the hub cannot be reached; "" where it answers, or a proxy is asked."""
+    """Why the hub cannot be reached; "" if it answers, or if a proxy has to be asked."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return "HF_HUB_OFFLINE is set"
-    if any(
-        os.environ.get(variable)
-        for variable in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
-    ):
+    if any(os.environ.get(variable) for variable in PROXIES):
         return ""
     url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     try:
@@ -57,7 +67,7 @@ def unreachable() -> str:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it could be USER/NAME."""
+    """Whether it could be the name of a model on the hub: USER/NAME."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 

@@ -62,16 +62,17 @@ def section_type(base: type[Section], name: Any) -> type[Section]:
         name = base.model_fields[base.KEY].default
     if not isinstance(name, str) or name in (base.NONE, *base.WITHIN):
         return base
-    if target := plugins.SETTINGS.get(f"{base.KIND}.{name}"):
+    target = plugins.SETTINGS.get(f"{base.KIND}.{name}")
+    if target:
         return plugins.load(base.KIND, target)
     return plugins.settings(plugins.load(base.KIND, name), name, base)
 
 
 def keys_of(config: type[Section] | Section, flat: Flat) -> dict[str, Key]:
-    """Every dotted key of the sections that the values choose, in order; an unknown plug-in has no keys.
+    """Every dotted key of the sections that the values choose, in order.
 
-    `config` is a configuration, whose sections are taken as they are, or its class: then `flat`
-    chooses the plug-ins.
+    An unknown plug-in has no keys. `config` is a configuration, whose sections are taken as they
+    are, or its class: then `flat` chooses the plug-ins.
     """
     key_fields: dict[str, FieldInfo] = {}
     key_needs: dict[str, list[Only]] = {}

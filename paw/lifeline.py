@@ -1,4 +1,4 @@
-"""How processes end: with the one that started them, and not without what they have started.
+"""How a process ends together with the one that started it, and with those that it has started.
 
 No torch.
 """
@@ -11,25 +11,28 @@ import threading
 import time
 
 PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl: the signal to send when the parent ends."""
 WATCH_S = 1.0
+"""Seconds between two looks at the parent where there is no prctl."""
 
 
 def die_with_parent(parent: int) -> None:
     """Have this process end with process `parent`, which started it.
 
-    Linux kills it, whatever it is at, when the thread that started it ends: start it in one that
-    lasts. Elsewhere a thread looks every second, which code that holds the interpreter keeps from
-    running.
+    Linux kills it, whatever it is doing, when the thread that started it ends: start it in one that
+    lasts. On other systems a thread looks every second; code that holds the interpreter keeps it
+    from running.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it was quicker
+    if os.getppid() != parent:  # it has ended already
         os._exit(1)
 
 
 def _watch(parent: int) -> None:
+    """End this process once its parent has ended."""
     while os.getppid() == parent:
         time.sleep(WATCH_S)
     os._exit(1)
@@ -41,5 +44,6 @@ def end_tool_servers() -> None:
     They have sessions of their own, which neither Ctrl-C nor the end of this process's group
     reaches.
     """
-    if runtimes := sys.modules.get("verifiers.v1.runtimes.base"):
+    runtimes = sys.modules.get("verifiers.v1.runtimes.base")
+    if runtimes:
         runtimes.cleanup_at_exit()

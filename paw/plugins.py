@@ -1,12 +1,12 @@
 """Plug-ins by name: environments, advantage estimators, losses, agents, rewards, callbacks.
 
 A plug-in is named by a built-in name ("gigpo"), by the name of an entry point that an installed
-package registers in the group `paw.<kind>`, as "module:name", or as "FILE.py:name" (a path relative
-to the current folder). A program may hand one over as it is, see `give`. Nothing is imported for a
-name that was not asked for, and no torch here.
+package registers in the group `paw.<kind>`, by "module:name", or by "FILE.py:name" (a path relative
+to the current folder). A program may also hand over the plug-in itself, see `give`. Only the named
+plug-in is imported. No torch here.
 
-A plug-in may have settings, which then are keys of its section of the recipe: a class those of its
-`Config`, a subclass of `Section`; a function its keyword-only parameters.
+A plug-in may have settings, which are keys of its section of the recipe: the keys of a class's
+`Config`, a subclass of `Section`, or a function's keyword-only parameters.
 """
 
 import importlib
@@ -45,7 +45,10 @@ SETTINGS = {
     "envs.search": "paw.envs.settings:SearchConfig",
     "envs.verifiers": "paw.envs.inverted:VerifiersConfig",
 }
-"""Of built-in plug-ins that are long, "module:name" of their `Config`: its keys are known without importing them."""
+"""Built-in plug-in -> "module:name" of its `Config`, if it has one that can be imported alone.
+
+So its keys are known without importing the plug-in, which takes long.
+"""
 CALLBACKS = {
     "progress": "paw.tools.callbacks:Progress",
     "samples": "paw.tools.callbacks:Samples",
@@ -57,11 +60,20 @@ CALLBACKS = {
 }
 BUILT_IN: dict[str, dict[str, str]] = {
     "envs": ENVS,
-    "advantages": {name: f"paw.algo.advantages:{name}" for name in ("grpo", "rloo", "gigpo")}
-    | {"ppo": "paw.algo.gae:gae"},  # one a token, from the critic's values
+    "advantages": {
+        "grpo": "paw.algo.advantages:grpo",
+        "rloo": "paw.algo.advantages:rloo",
+        "gigpo": "paw.algo.advantages:gigpo",
+        "ppo": "paw.algo.gae:gae",  # one a token, from the critic's values
+    },
     "losses": {
-        name: f"paw.algo.loss:{name}"
-        for name in ("ppo", "cispo", "gspo", "cmae", "mae", "ce", "gce")
+        "ppo": "paw.algo.loss:ppo",
+        "cispo": "paw.algo.loss:cispo",
+        "gspo": "paw.algo.loss:gspo",
+        "cmae": "paw.algo.loss:cmae",
+        "mae": "paw.algo.loss:mae",
+        "ce": "paw.algo.loss:ce",
+        "gce": "paw.algo.loss:gce",
     },
     "agents": {
         "plain": "paw.rollouts.episode:plain",
@@ -77,11 +89,15 @@ BUILT_IN: dict[str, dict[str, str]] = {
 }
 """Name -> "module:name" of the plug-ins that come with PaW, by kind."""
 CALLED = ("advantages", "losses", "agents", "rewards", "scores")
-"""Kinds of functions and classes; others may be objects."""
+"""Kinds whose plug-ins are functions or classes; plug-ins of others may be objects."""
 FILE_MODULE = "paw_plugin_"
-"""Begins the name of a module that is a file."""
+"""How the name of a module begins that was imported from a file."""
+GIVEN = "given:"
+"""How the name of a plug-in begins that a program has handed over."""
 _files: dict[tuple[str, int, int], ModuleType] = {}
-_given: dict[str, Any] = {}
+"""(path, modification time, size) of a file -> its module."""
+_handed_over: dict[str, Any] = {}
+"""Name -> plug-in that a program has handed over."""
 
 
 def names(kind: str) -> list[str]:
@@ -90,124 +106,160 @@ def names(kind: str) -> list[str]:
 
 
 def give(plugin: Any) -> str:
-    """A name for a class, function or object that this program made; `load` finds it while the program runs."""
-    name = f"given:{getattr(plugin, '__qualname__', type(plugin).__qualname__)}"
-    while _given.setdefault(name, plugin) is not plugin:
+    """A name for a class, function or object of this program.
+
+    `load` finds it by that name as long as the program runs.
+    """
+    name = f"{GIVEN}{_name_of(plugin)}"
+    while _handed_over.setdefault(name, plugin) is not plugin:
         name += "_"
     return name
 
 
 def importable(plugin: Any) -> str:
-    """The name under which another process finds a plug-in: a name as it is, if that is not one of
-    `give`. UserError if it has none."""
-    given = _given.get(plugin) if isinstance(plugin, str) else plugin
-    if given is None:
-        return plugin
-    module = sys.modules.get(getattr(given, "__module__", None) or "")
-    name = getattr(given, "__qualname__", "")
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not given or module is None or module.__name__ == "__main__":
-        kind = getattr(given, "__qualname__", type(given).__qualname__)
+    """A name by which another process finds a plug-in.
+
+    A name that does not come from `give` is returned as it is. Raises UserError if there is none.
+    """
+    if isinstance(plugin, str):
+        if plugin not in _handed_over:
+            return plugin
+        plugin = _handed_over[plugin]
+
+    module = sys.modules.get(getattr(plugin, "__module__", None) or "")
+    attributes = getattr(plugin, "__qualname__", "")
+    same_name: Any = module
+    for attribute in attributes.split("."):
+        same_name = getattr(same_name, attribute, None)
+    if same_name is not plugin or module is None or module.__name__ == "__main__":
         raise UserError(
-            f"{clean(kind)} was handed over by a program, and another process cannot import it: put it in a file of "
-            "its own and name it, as 'module:name' or 'FILE.py:name'"
+            f"{clean(_name_of(plugin))} was handed over by a program, and another process cannot "
+            "import it: put it in a file of its own and name it, as 'module:name' or 'FILE.py:name'"
         )
-    file = module.__file__ if module.__name__.startswith(FILE_MODULE) else None
-    return f"{file or module.__name__}:{name}"
+    if module.__name__.startswith(FILE_MODULE):
+        return f"{module.__file__}:{attributes}"
+    return f"{module.__name__}:{attributes}"
+
+
+def _name_of(plugin: Any) -> str:
+    return getattr(plugin, "__qualname__", type(plugin).__qualname__)
 
 
 def load(kind: str, name: str) -> Any:
-    """The class, function or object that `name` means.
+    """The class, function or object of that name.
 
-    UserError where there is none, or it cannot be imported.
+    Raises UserError if there is none, or it cannot be imported.
     """
     if not name:
         raise UserError("it is not set: give a built-in name, 'module:name' or 'FILE.py:name'")
-    if name.startswith("given:"):
-        if name not in _given:
+    if name.startswith(GIVEN):
+        if name not in _handed_over:
             raise UserError(
-                f"'{clean(name)}' was handed over by a program; run that again, or name a 'FILE.py:name'"
+                f"'{clean(name)}' was handed over by a program; run that again, "
+                "or name a 'FILE.py:name'"
             )
-        return _callable(kind, _given[name], name)
-    target = name if ":" in name else BUILT_IN[kind].get(name) or _registered(kind).get(name)
+        return _checked(kind, _handed_over[name], name)
+
+    target = name
+    if ":" not in name:
+        target = BUILT_IN[kind].get(name) or _registered(kind).get(name)
     if target is None:
         hint = nearest(name, names(kind)) or f"there are: {', '.join(names(kind) or ['none'])}"
         raise UserError(
             f"there is no '{clean(name)}': {hint} (or give 'module:name' or 'FILE.py:name')"
         )
-    place, _, attributes = target.rpartition(":")
-    found = (
-        import_file(place, f"'{name}'") if place.endswith(".py") else _import_module(place, name)
-    )
+
+    source, _, attributes = target.rpartition(":")
+    plugin: Any = _import(source, name)
     for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            near = nearest(attribute, [key for key in vars(found) if key[0] != "_"])
-            what = "file" if place.endswith(".py") else "module"
+        if not hasattr(plugin, attribute):
+            public = [key for key in vars(plugin) if not key.startswith("_")]
+            hint = nearest(attribute, public)
+            kind_of_source = "file" if source.endswith(".py") else "module"
             raise UserError(
-                f"'{clean(name)}': the {what} has no '{clean(attribute)}'" + (near and f"; {near}")
+                f"'{clean(name)}': the {kind_of_source} has no '{clean(attribute)}'"
+                + (f"; {hint}" if hint else "")
             )
-        found = getattr(found, attribute)
-    return _callable(kind, found, name)
+        plugin = getattr(plugin, attribute)
+    return _checked(kind, plugin, name)
 
 
-def _callable(kind: str, found: Any, name: str) -> Any:
-    if kind in CALLED and not callable(found):
-        raise UserError(f"'{clean(name)}' is a {type(found).__name__}, no function or class")
-    return found
+def _checked(kind: str, plugin: Any, name: str) -> Any:
+    """The plug-in. Raises UserError if it is not a function or class and its kind needs one."""
+    if kind in CALLED and not callable(plugin):
+        raise UserError(f"'{clean(name)}' is a {type(plugin).__name__}, not a function or class")
+    return plugin
 
 
-def make(kind: type, config: Any) -> Any:
-    """An object of a class; with its section of the recipe, where it has settings or cannot be made without."""
-    takes = list(inspect.signature(kind).parameters.values())
-    positional = [
-        p for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    needed = any(p.default is p.empty and p.kind is not p.VAR_POSITIONAL for p in positional)
-    return kind(config) if needed or (positional and hasattr(kind, "Config")) else kind()
+def make(plugin: type, config: Any) -> Any:
+    """An object of a class: plugin(config), or plugin() if it has no settings and needs no argument.
+
+    `config` is its section of the recipe.
+    """
+    positional = []
+    for parameter in inspect.signature(plugin).parameters.values():
+        if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
+            positional.append(parameter)
+    needs_argument = any(
+        parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
+        for parameter in positional
+    )
+    takes_settings = bool(positional) and hasattr(plugin, "Config")
+    return plugin(config) if needs_argument or takes_settings else plugin()
 
 
 def settings(plugin: Any, name: str, base: type[Section] = Section) -> type[Section]:
-    """The keys of a plug-in, beside those of `base`, as a section: an object has none. UserError
-    for what cannot be keys."""
+    """`base`, a section, with the keys of a plug-in; an object has none.
+
+    Raises UserError if its settings cannot be keys.
+    """
     return _settings(plugin, name, base) if callable(plugin) else base
 
 
 @cache
 def _settings(plugin: Any, name: str, base: type[Section]) -> type[Section]:
     if isinstance(plugin, type):
-        own = getattr(plugin, "Config", Section)
-        if not (isinstance(own, type) and issubclass(own, Section)):
-            raise UserError(
-                f"'{name}': {plugin.__name__}.Config must be a subclass of paw.config.Section"
-            )
-        return (
-            own
-            if issubclass(own, base)
-            else base
-            if own is Section
-            else type(own.__name__, (own, base), {})
-        )
+        return _settings_of_class(plugin, name, base)
     try:
-        texts = _described_arguments(plugin.__doc__ or "")
-        found: dict[str, Any] = {}
-        for key, given in inspect.signature(plugin, eval_str=True).parameters.items():
-            if given.kind is given.KEYWORD_ONLY:
-                if given.annotation is given.empty:
-                    needs = f"needs a type: {key}: float = 1.0"
-                    raise UserError(f"'{name}': the parameter '{key}' is a setting, and {needs}")
-                default = ... if given.default is given.empty else given.default
-                found[key] = (given.annotation, Field(default, description=texts.get(key)))
-        return create_model(base.__name__, __base__=base, **found) if found else base
+        return _settings_of_function(plugin, name, base)
     except (TypeError, ValueError, NameError, PydanticUserError) as error:
         raise UserError(
             f"'{name}': its keyword-only parameters cannot be settings: {clean(error)}"
         ) from None
 
 
-def _described_arguments(docstring: str) -> dict[str, str]:
-    """The text of each line "name: text" with the lines below it that are indented more."""
+def _settings_of_class(plugin: type, name: str, base: type[Section]) -> type[Section]:
+    config = getattr(plugin, "Config", Section)
+    if not (isinstance(config, type) and issubclass(config, Section)):
+        raise UserError(
+            f"'{name}': {plugin.__name__}.Config must be a subclass of paw.config.Section"
+        )
+    if issubclass(config, base):
+        return config
+    if config is Section:
+        return base
+    return type(config.__name__, (config, base), {})
+
+
+def _settings_of_function(plugin: Any, name: str, base: type[Section]) -> type[Section]:
+    descriptions = _described_parameters(plugin.__doc__ or "")
+    fields: dict[str, Any] = {}
+    for key, parameter in inspect.signature(plugin, eval_str=True).parameters.items():
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            continue
+        if parameter.annotation is parameter.empty:
+            raise UserError(
+                f"'{name}': the parameter '{key}' is a setting, and needs a type: "
+                f"{key}: float = 1.0"
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        field = Field(default, description=descriptions.get(key))
+        fields[key] = (parameter.annotation, field)
+    return create_model(base.__name__, __base__=base, **fields) if fields else base
+
+
+def _described_parameters(docstring: str) -> dict[str, str]:
+    """The text of each line "name: text", with the lines below it that are indented more."""
     entries = re.finditer(r"^( +)(\w+): (.+(?:\n\1 +\S.*)*)$", docstring, re.MULTILINE)
     return {entry[2]: " ".join(entry[3].split()) for entry in entries}
 
@@ -215,7 +267,7 @@ def _described_arguments(docstring: str) -> dict[str, str]:
 def import_file(file: str, origin: str) -> ModuleType:
     """The module of a Python file, imported once for each state of the file.
 
-    A UserError begins with `origin`.
+    Raises UserError, beginning with `origin`, if there is no such file or its code fails.
     """
     path = Path(file).expanduser().absolute()
     if not path.is_file():
@@ -223,34 +275,35 @@ def import_file(file: str, origin: str) -> ModuleType:
     state = (str(path), path.stat().st_mtime_ns, path.stat().st_size)
     if state in _files:
         return _files[state]
+
     spec = importlib.util.spec_from_file_location(FILE_MODULE + path.stem, path)
     assert spec and spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(
-        spec
-    )  # dataclasses look their module up
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     try:
-        with chdir(Path.cwd()):  # relative paths still have to be read, whatever the file does
+        with chdir(Path.cwd()):  # back afterwards: relative paths are still to be read
             spec.loader.exec_module(module)
     except OURS:
         raise
-    except BaseException as error:  # SystemExit as well
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == str(path)
-        ]
-        where = f"{path}, line {lines[-1]}" if lines else str(path)
+    except BaseException as error:  # SystemExit too
+        where = str(path)
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename == str(path):
+                where = f"{path}, line {frame.lineno}"
         raise UserError(f"{origin}: {where}: {describe(error)}") from error
     _files[state] = module
     return module
 
 
-def _import_module(place: str, name: str) -> ModuleType:
+def _import(source: str, name: str) -> ModuleType:
+    """The module that `source` names, a FILE.py or a module; `name` is the plug-in's."""
+    if source.endswith(".py"):
+        return import_file(source, f"'{name}'")
     try:
-        return importlib.import_module(place)
+        return importlib.import_module(source)
     except OURS:
         raise
-    except BaseException as error:  # SystemExit as well
+    except BaseException as error:  # SystemExit too
         raise UserError(
             f"'{clean(name)}': the module cannot be imported: {describe(error)}"
         ) from error

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from paw import plugins
 from paw.config import Config
 from paw.errors import HIDDEN, UserError, clean, masked, nearest, shown
+from paw.hints import unknown_key
 from paw.keys import Flat, Key, flatten, keys_of, nested
 from paw.values import LONGEST_NAME
 
@@ -38,9 +39,10 @@ NO_PASSWORD = re.compile(rf"://[^\s/?#@:]*:{re.escape(HIDDEN)}@")
 
 @cache
 def packaged() -> dict[str, dict[str, dict[str, Any]]]:
-    """The `recipes` that can be trained and the `bases` that others build on (algorithms, benchmarks, models), by name.
+    """The `recipes` that can be trained and the `bases` that they build on, by name.
 
-    They come from index.toml and from files of their own.
+    Bases are algorithms, benchmarks and models. Both come from index.toml and from files of their
+    own.
     """
     by_kind = _tables(RECIPES / "index.toml")
     for kind, folder in (("recipes", RECIPES), ("bases", RECIPES / "bases")):
@@ -59,10 +61,10 @@ def base_names() -> list[str]:
 
 
 def load(recipe: str | Path | Config, overrides: dict[str, Any] | None = None) -> Config:
-    """The Config of a recipe, given by name or path, with `{"a.b": value}` overrides (texts as on the command line).
+    """The Config of a recipe, given by name or path, with `{"a.b": value}` overrides.
 
-    A configuration can take the place of the recipe. Raises UserError if anything is unknown,
-    malformed or out of range.
+    Texts are read as on the command line. A configuration can take the place of the recipe. Raises
+    UserError if anything is unknown, malformed or out of range.
     """
     if isinstance(recipe, Config):
         if not overrides:
@@ -85,18 +87,18 @@ def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
 def override(
     flat: Flat, overrides: dict[str, Any], *, origin: str, origins: dict[str, str]
 ) -> Config:
-    """The Config of a recipe's keys with `{"a.b": value}` overrides; a plug-in's value may be the plug-in itself."""
+    """The Config of a recipe's keys with `{"a.b": value}` overrides.
+
+    The value of a plug-in's key may be the plug-in itself.
+    """
     named_overrides = {key: named(value) for key, value in overrides.items()}
-    keys = keys_of(
-        Config, flat | named_overrides
-    )  # the chosen plug-ins decide which keys there are
+    # The plug-ins that are chosen decide which keys there are.
+    keys = keys_of(Config, flat | named_overrides)
     layer: Flat = {}
     for key, value in named_overrides.items():
         table = key.rpartition(".")[0]
         is_entry_of_dict = table in keys and get_origin(keys[table].field.annotation) is dict
         if key not in keys and not is_entry_of_dict:
-            from paw.hints import unknown_key
-
             raise unknown_key(
                 key.rstrip("."), flat | named_overrides, origin="command line", dashes="--"
             )
@@ -126,7 +128,7 @@ def named(value: Any) -> Any:
 
 
 def _parsed(text: str, kind: Any) -> Any:
-    """The value that `text` means for a key of type `kind`: None, a TOML value, or a bare word as a string."""
+    """The value that `text` means for a key of type `kind`: None, a TOML value, or a bare word."""
     if text.lower() == "none" and type(None) in get_args(kind):
         return None
 
@@ -135,9 +137,8 @@ def _parsed(text: str, kind: Any) -> Any:
         parsed = tomllib.loads(f"value = {text}")
         value = parsed["value"] if len(parsed) == 1 else text
 
-    if kind in (str, Path) and not isinstance(
-        value, str
-    ):  # a name that looks like a number or a date
+    looks_like_number_or_date = not isinstance(value, str)
+    if kind in (str, Path) and looks_like_number_or_date:
         return text
     return value
 
@@ -159,8 +160,6 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
     location = problems[0]["loc"]
     key = _dotted(location)
     if kind in ("extra_forbidden", "only"):
-        from paw.hints import unknown_key
-
         raise unknown_key(key, flatten(tree), origin=_origin_of(key, "", origins, default=origin))
     if kind == "missing" and isinstance(location[-1], str):
         keys_below = (
@@ -176,7 +175,10 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
 
 
 def _origin_of(key: str, message: str, origins: dict[str, str], *, default: str) -> str:
-    """Where the key, or a key that the message names, was set: the command line if any was set there, else the last."""
+    """Where the key, or a key that the message names, was set.
+
+    The command line if any of them was set there, else the last one's origin.
+    """
     candidates = []
     for known_key, origin in origins.items():
         if f"{key}.".startswith(f"{known_key}.") or known_key in message:
@@ -203,22 +205,22 @@ def dump(config: Config) -> str:
 
 
 def as_tree(config: Config) -> dict[str, Any]:
-    """The keys that apply and are set, as nested dicts of plain values, without the passwords of URLs."""
+    """The keys that apply and are set, as nested dicts of plain values, without URLs' passwords."""
     plain = masked(config.model_dump(mode="json", exclude_none=True))
     values = {key: get(plain, key) for key, known in known_keys(config).items() if not known.needs}
     return nested({key: value for key, value in values.items() if value is not None})
 
 
 def check_passwords(config: Config) -> None:
-    """Raises UserError if a URL has the password ***, which the files of a run have in place of the real one."""
+    """Raise UserError if a URL has the password ***, which a run's files have for the real one."""
     plain = config.model_dump(mode="json", exclude_none=True)
     for key, known in known_keys(config).items():
         value = get(plain, key)
         if known.needs or not NO_PASSWORD.search(str(value)):
             continue
         raise UserError(
-            f"{key} = {shown(value)}: files of a run do not keep passwords; give the whole value again, "
-            f"in a recipe or with --{key} VALUE"
+            f"{key} = {shown(value)}: files of a run do not keep passwords; "
+            f"give the whole value again, in a recipe or with --{key} VALUE"
         )
 
 
@@ -227,8 +229,8 @@ def warnings(config: Config) -> list[str]:
     if config.model.path == "quickstart" or config.lora.rank or config.optim.lr <= HIGH_LR:
         return []
     return [
-        f"warning: optim.lr = {config.optim.lr:g} is high for a pretrained model, which it may ruin; 1e-6 is usual "
-        "(see the recipe own-environment)"
+        f"warning: optim.lr = {config.optim.lr:g} is high for a pretrained model, which it may "
+        "ruin; 1e-6 is usual (see the recipe own-environment)"
     ]
 
 
@@ -269,11 +271,17 @@ def read_recipe(recipe: str) -> tuple[Flat, dict[str, str]]:
 
 
 def _lineage(recipe: str) -> list[tuple[str, Flat]]:
-    """(origin, keys) of each base of a recipe and last of the recipe itself; later ones override earlier ones."""
+    """(origin, keys) of each base of a recipe and last of the recipe itself.
+
+    Later ones override earlier ones.
+    """
     layers: list[tuple[str, Flat]] = []
 
     def add(name: str, *, context: str, folder: Path, heirs: tuple[str, ...]) -> None:
-        """Append the layers of one recipe; `heirs` identifies those that are built on it, `context` begins errors."""
+        """Append the layers of one recipe.
+
+        `heirs` identifies the recipes that are built on it, `context` begins errors.
+        """
         if name.endswith(".toml"):
             path = folder / name
             tables = _tables(path, context)
@@ -291,7 +299,8 @@ def _lineage(recipe: str) -> list[tuple[str, Flat]]:
                 or f"there are: {', '.join(recipe_names())}"
             )
             raise UserError(
-                f"{context}unknown recipe '{clean(name)}': {hint} (or give the path of a .toml file)"
+                f"{context}unknown recipe '{clean(name)}': {hint} "
+                "(or give the path of a .toml file)"
             )
         if identity in heirs:
             raise UserError(f"{context}'{name}' is itself built on this recipe")
@@ -321,8 +330,8 @@ def _bases(tables: dict[str, Any], origin: str) -> list[str]:
         bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise UserError(
-            f"{origin}: base = {shown(tables['base'])}: it takes the name of a recipe or the path of a .toml file, "
-            "or a list of them"
+            f"{origin}: base = {shown(tables['base'])}: it takes the name of a recipe "
+            "or the path of a .toml file, or a list of them"
         )
     return bases
 
@@ -337,7 +346,7 @@ def _tables(path: Path, context: str = "") -> dict[str, Any]:
             content = file.read(LARGEST + 1)
         if len(content) > LARGEST:
             raise UserError(
-                f"{context}{clean(path)}: more than {LARGEST:,} bytes, that is no recipe"
+                f"{context}{clean(path)}: more than {LARGEST:,} bytes, too long for a recipe"
             )
         return tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:

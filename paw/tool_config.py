@@ -1,4 +1,7 @@
-"""Sections beside those of training itself: engines, warm-up, endpoints, tuning, trackers, RWML's stages."""
+"""Sections that are not about training itself.
+
+Engines, warm-up, endpoints, fine-tuning, trackers, and the stages of RWML.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,16 +22,17 @@ from paw.values import (
     Url,
 )
 
-SERVER, STARTED = Only("engine.type", ("server",)), Only("engine.servers")
+SERVER = Only("engine.type", ("server",))
+STARTED = Only("engine.servers")
 
 
 def listed(value: Any) -> Any:
-    """A name alone is a list of one."""
+    """The list of one for a text alone; anything else as it is."""
     return [value] if isinstance(value, str) else value
 
 
 class EngineConfig(Section):
-    """What samples responses."""
+    """The engine that samples responses."""
 
     type: Literal["transformers", "vllm", "server"] = "transformers"
     """transformers: the trainer's own weights. vllm: an engine in each rank, beside the trainer.
@@ -36,31 +40,39 @@ class EngineConfig(Section):
     max_batch_tokens: Annotated[Count, Only("engine.type", ("transformers",))] = 65536
     """Padded prompt tokens of one forward pass."""
     gpu_memory_utilization: Annotated[Share, Only("engine.type", ("vllm", "server"))] | None = None
-    """Share of the device's memory for vLLM's weights and KV cache; unset: 0.5 beside the trainer, 0.9 for a server."""
+    """Share of the device's memory for vLLM's weights and KV cache. Unset, it is 0.5 beside the
+    trainer and 0.9 for a server."""
     sleep_level: Annotated[Literal[1, 2], Only("engine.type", ("vllm",))] = 2
-    """vLLM while training: 2 drops its weights (every update sends new ones anyway), 1 keeps them in host memory."""
+    """What vLLM does with its weights while the trainer works: 2 drops them (every update sends new
+    ones), 1 keeps them in host memory."""
     urls: Annotated[list[Url], SERVER] = []
-    """Servers that run already, of this model and for this run alone: one URL or a list."""
+    """Servers that already run this model, for this run alone: one URL or a list."""
     servers: Annotated[Natural, SERVER] = 0
-    """Servers to start here and end with the run, in place of `urls`."""
+    """Servers to start on this machine in place of `urls`. They end with the run."""
     tensor_parallel: Annotated[Count, SERVER, STARTED] = 1
-    """GPUs of each. `paw train --gpus N` leaves servers * tensor_parallel of the N to them."""
+    """GPUs of each server. `paw train --gpus N` leaves servers * tensor_parallel of the N to
+    them."""
     transfer: Annotated[Literal["auto", "nccl", "files"], SERVER] = "auto"
-    """How weights reach servers: nccl between GPUs, files through a folder that both see; auto: nccl on a GPU."""
+    """How weights reach the servers: nccl sends them between GPUs, files through a folder that both
+    see. auto is nccl on a GPU, else files."""
     weights_dir: Annotated[Path | None, SERVER] = None
-    """The folder for files; unset: in memory, for servers on this machine."""
+    """The folder for transfer by files; unset, it is in memory, for servers on this machine."""
     timeout_s: Annotated[Seconds, SERVER] = 600.0
-    """Seconds for a whole response, and for new weights, before a server is left out."""
+    """Seconds that a server may take for a response, or to load new weights, before it is left
+    out."""
 
     _one_or_more = field_validator("urls", mode="before")(listed)
 
     @property
     def memory_share(self) -> float:
-        return self.gpu_memory_utilization or (0.9 if self.type == "server" else 0.5)
+        """gpu_memory_utilization, or its default for this type of engine."""
+        if self.gpu_memory_utilization:
+            return self.gpu_memory_utilization
+        return 0.9 if self.type == "server" else 0.5
 
     @property
     def gpus(self) -> int:
-        """Devices of the servers that the run starts."""
+        """GPUs of the servers that the run starts."""
         return self.servers * self.tensor_parallel if self.type == "server" else 0
 
 
@@ -79,21 +91,22 @@ class WarmupConfig(Section):
     initializer_range: Positive = 0.1
     """Standard deviation of the initial weights."""
     stop_success: Share = 0.2
-    """Success rate of sampled episodes on warm-up games, mean of two checks, at which the warm-up stops."""
+    """Success rate of sampled episodes, mean of two checks, at which the warm-up stops."""
     max_steps: Count = 1600
-    """Optimizer steps at most."""
+    """Most optimizer steps."""
     batch_size: Count = 64
     """Turns of an optimizer step."""
     lr: Positive = 3e-3
     """Learning rate."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: for the matrices of layers, which takes half the steps."""
+    """adamw, or muon for the matrices of the layers, which takes half the steps."""
     random_actions: Share = 0.3
-    """Share of random actions executed during expert play, so that the model sees states off the expert's path."""
+    """Share of random actions during expert play, so that the model sees states off the expert's
+    path."""
     lm_weight: NonNegative = 0.3
-    """Weight of next-token prediction on prompt and observation beside that on the answer."""
+    """Weight of next-token prediction on prompts and observations; that of answers is 1."""
     observations: bool = True
-    """Whether next-token prediction covers the environment's answers, or prompts alone."""
+    """Whether next-token prediction covers observations, or prompts alone."""
     seed: Seed = 0
     """Seed of weights, games and batches."""
 
@@ -108,15 +121,16 @@ class EndpointConfig(Section):
     key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key."""
     timeout_s: Seconds = 120.0
-    """Seconds of one request."""
+    """Most seconds of a request."""
     retries: Natural = 9
-    """After 408, 409, 429, 5xx and broken connections, with growing pauses: nine last more than two minutes."""
+    """Retries after 408, 409, 429, 5xx and broken connections. The pauses grow: nine last more than
+    two minutes."""
     concurrency: Count = 8
-    """Requests at a time."""
+    """Most requests at a time."""
     requests_per_minute: Natural = 0
-    """Requests per minute at most; 0 is no limit."""
+    """Most requests per minute; 0 is no limit."""
     tokens_per_minute: Natural = 0
-    """Tokens per minute at most, prompt and answer; 0 is no limit."""
+    """Most tokens per minute, of prompts and answers; 0 is no limit."""
     input_price: NonNegative = 0.0
     """US dollars per million prompt tokens; 0 reports no cost."""
     output_price: NonNegative = 0.0
@@ -124,34 +138,34 @@ class EndpointConfig(Section):
 
 
 class SftConfig(Section):
-    """Supervised fine-tuning (`paw sft`); mini-batches, schedule and clipping are those of `optim`."""
+    """Supervised fine-tuning (`paw sft`); mini-batches, schedule and clipping are in `optim`."""
 
     turns: Count = 2000
-    """Turns of expert play."""
+    """Turns of expert play to learn from."""
     epochs: Count = 1
-    """Times that each turn is learnt from."""
+    """Passes over the turns."""
     lr: Rate = 1e-5
     """Learning rate, in place of optim.lr."""
     lm_weight: NonNegative = 0.0
-    """Weight of next-token prediction on what is not the answer, beside the mean over answer tokens."""
+    """Weight of next-token prediction on what is not the answer; that of answers is 1."""
     observations: bool = True
-    """Whether that covers what the environment answered, or prompts alone."""
+    """Whether next-token prediction covers observations, or prompts alone."""
     random_actions: Share = 0.0
-    """Share of random actions executed, and imitated, during expert play."""
+    """Share of random actions during expert play; they are imitated too."""
     won: bool = True
-    """Of recorded episodes, whether those that were not won are left out."""
+    """Whether only won episodes of a recording are learnt from."""
     save_every: Natural = 200
-    """Steps from one checkpoint to the next; 0: none before Ctrl-C."""
+    """Steps between checkpoints; 0 saves only at Ctrl-C."""
 
 
 class TrackingConfig(Section):
-    """What `run.trackers` call this run."""
+    """The names that experiment trackers (`run.trackers`) give this run."""
 
     ONLY: ClassVar = Only("run.trackers")
     project: Annotated[str, Field(min_length=1)] = "paw"
     """Project, or experiment."""
     name: Annotated[str, Field(min_length=1)] | None = None
-    """Name of the run there; unset, that of its folder."""
+    """Name of the run; unset, that of its folder."""
     tags: list[str] = []
     """Tags: one or a list."""
 
@@ -164,7 +178,7 @@ class RwmlConfig(Section):
     episodes: Annotated[int, Field(ge=2)] = 3
     """collect: episodes of each task."""
     dedup: bool = False
-    """collect: keep identical triplets once."""
+    """collect: keep each of identical triplets once."""
     sft_share: Share = 0.1
     """filter: share of the triplets that a copy of the model is fine-tuned on."""
     sft_epochs: Count = 1

@@ -22,8 +22,9 @@ Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
 
 
 def check_texts(value: Any) -> Any:
-    """Returns `value`. Raises ValueError if it has a text that config.toml, a terminal or a file system cannot hold.
+    """Returns `value`.
 
+    Raises ValueError if it has a text that config.toml, a terminal or a file system cannot hold.
     Checked are a text or path, and those directly in a list or dict: no key takes deeper ones.
     """
     if isinstance(value, dict):
@@ -51,7 +52,7 @@ def _check_text(text: str) -> None:
 
 @dataclass(frozen=True)
 class Only:
-    """Metadata of a key that applies only if `key` has one of `values`, or none of those `excluded`.
+    """Metadata of a key that applies only if `key` has one of `values`, or none of `excluded`.
 
     Without either it applies if `key` is neither 0 nor unset.
     """
@@ -101,7 +102,10 @@ class PluginSection(Section):
     NONE: ClassVar[str | None] = None
     """The name that means no plug-in."""
     WITHIN: ClassVar[tuple[str, ...]] = ()
-    """Names of built-in plug-ins whose keys are the section's own: nothing is imported to check them."""
+    """Names of built-in plug-ins whose keys are the section's own.
+
+    Nothing is imported to check them.
+    """
 
     def settings(self) -> dict[str, Any]:
         """The plug-in's own keys with their values: the arguments of its function."""

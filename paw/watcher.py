@@ -1,10 +1,12 @@
-"""A parent that watches a command, outside the lock of its interpreter: whatever an environment
-does to the process, the exit code is true, one line says what happened, and two signals end it.
+"""A parent process that watches a command from outside its interpreter.
 
-The parent is a bare interpreter, the command runs in a child. The child says through a pipe that it
-has ended in order, and through another one, from the C handler of its signals, which ones have
-reached it. It dies with its parent. The ranks of `paw train --gpus` say how they end to their
-launcher. No torch, and nothing of what the command imports.
+Whatever an environment does to the process of the command, the exit code is true, one line says
+what happened, and two signals end it.
+
+The parent is a bare interpreter, the command runs in a child. Through a pipe the child says that it
+ends in order. Through another one the C handler of its signals says which have reached it. The
+child dies with its parent. The ranks of `paw train --gpus` say how they end to their launcher. This
+module imports no torch, and nothing that the command imports.
 """
 
 import os
@@ -22,10 +24,12 @@ from typing import NoReturn
 from paw.lifeline import die_with_parent
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The signals that ask a command to stop."""
 KEPT = {
     "train": "; checkpoints are kept (--resume auto)",
     "sft": "; the same command goes on from what it has saved",
 }
+"""Command -> the end of a line about its end."""
 WATCHED = (
     "train",
     "eval",
@@ -44,31 +48,39 @@ VANISHED = (
     "ended inside code that is not PaW's, with exit code {code} (os._exit? see env.processes)"
 )
 PIPE = "PAW_WATCHER"
-"""Variable of a rank: the descriptor on which it tells its launcher how it ends."""
+"""Environment variable of a rank: the descriptor on which it tells its launcher how it ends."""
 MOMENT_S = 0.3
-"""A signal that reaches parent and child within that time was sent to both, as a terminal does."""
+"""A signal that reaches parent and child within this time was sent to both, as terminals do."""
 ANSWER_S = 3.0
-"""Seconds for Python to answer a signal, before a line says that it does not."""
+"""Seconds for Python to answer a signal before a line says that it does not."""
 GRACE_S = 5.0
-"""Seconds for it to end after a second signal; one if it did not answer the first."""
+"""Seconds for the command to end after a second signal, if it has answered the first."""
+SHORT_GRACE_S = 1.0
+"""Seconds for it to end after a second signal, if it has not answered the first."""
+NEVER = float("inf")
 _words: int | None = None
+"""The descriptor on which this process says how it ends; None if nobody listens."""
 
 
 def watch(arguments: list[str]) -> None:
-    """Fork, and return in the child.
+    """Fork if the command is to be watched, and return in the child.
 
-    The parent passes signals on, waits for it, and ends as it should have ended.
+    The parent passes signals on, waits for the child, and ends as the child should have ended.
     """
-    if not arguments or arguments[0] not in WATCHED or {"-h", "--help"} & {*arguments}:
+    if not arguments or arguments[0] not in WATCHED:
+        return
+    if "-h" in arguments or "--help" in arguments:
         return
     if "RANK" in os.environ:  # the launcher is the parent, or torchrun
         _speak_to(int(os.environ.pop(PIPE, "-1")))
         return
+
     signals, signals_end = os.pipe()
     words, words_end = os.pipe()
     os.set_blocking(signals_end, False)
     parent = os.getpid()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOPS, signal.SIGCHLD})
+    # No signal is lost before both processes are ready for it.
+    usual_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOPS, signal.SIGCHLD})
     child = os.fork()
     if child == 0:
         die_with_parent(parent)
@@ -76,36 +88,38 @@ def watch(arguments: list[str]) -> None:
         os.close(words)
         _speak_to(words_end)
         signal.set_wakeup_fd(signals_end, warn_on_full_buffer=False)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual_mask)
         return
+
     os.close(signals_end)
     os.close(words_end)
     try:
-        _Watch(child, signals, words, arguments[0]).run(before)
-    except BaseException as error:  # a bug, which must not look like a second command that goes on
+        _Watch(child, signals, words, arguments[0]).run(usual_mask)
+    except BaseException as error:  # a bug, which must not return and run the command a second time
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
         os._exit(1)
 
 
 def is_watched() -> bool:
-    """Whether a parent sees to a second signal."""
+    """Whether a parent ends this process at a second signal."""
     return _words is not None and "RANK" not in os.environ
 
 
 def say_ending(code: int) -> None:
-    """This process ends in order, with that exit code."""
+    """Tell the parent, if there is one, that this process ends in order with that exit code."""
     _say(f"end {code}")
 
 
 def say_heard() -> None:
-    """Python has heard of a signal."""
+    """Tell the parent, if there is one, that Python has heard of a signal."""
     _say("heard")
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """The handler of Ctrl-C in commands that need not finish anything: says that Python has heard
-    it, and raises KeyboardInterrupt.
+    """The handler of Ctrl-C in commands that need not finish anything.
+
+    Says that Python has heard it, and raises KeyboardInterrupt.
     """
     say_heard()
     signal.default_int_handler(number, frame)
@@ -113,30 +127,36 @@ def interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def ending(words: str) -> int | None:
-    """The exit code in what a process has said, None if it has not ended in order."""
-    codes = [
-        int(line.removeprefix("end ")) for line in words.splitlines() if line.startswith("end ")
-    ]
-    return codes[-1] if codes else None
+    """The exit code in the words of a process; None if it has not said that it ends in order."""
+    code = None
+    for line in words.splitlines():
+        if line.startswith("end "):
+            code = int(line.removeprefix("end "))
+    return code
 
 
 def read_words(descriptor: int) -> tuple[str, bool]:
-    """What a process has said since, and whether it can say no more."""
+    """(what a process has said since the last call, whether it has closed its end of the pipe)."""
     os.set_blocking(descriptor, False)
-    said = b""
+    words = b""
+    closed = False
     with suppress(BlockingIOError):
         while chunk := os.read(descriptor, 4096):
-            said += chunk
-        return said.decode(errors="replace"), True
-    return said.decode(errors="replace"), False
+            words += chunk
+        closed = True
+    return words.decode(errors="replace"), closed
 
 
 def unanswered(name: str) -> str:
-    """What to say when Python does not hear of a signal."""
-    return f"{name}: Python does not answer, it may be in code that holds it for ever (again: stop now)"
+    """The line for a signal that Python does not hear of."""
+    return (
+        f"{name}: Python does not answer, it may be in code that holds it for ever "
+        "(again: stop now)"
+    )
 
 
 def _speak_to(descriptor: int) -> None:
+    """Have this process say on `descriptor` how it ends, unless that is -1."""
     global _words
     if descriptor >= 0:
         os.set_inheritable(descriptor, False)
@@ -145,7 +165,7 @@ def _speak_to(descriptor: int) -> None:
 
 
 def _be_silent() -> None:
-    """In a process that the command has forked: its end and its signals are not the command's."""
+    """Called in processes that the command forks: their end and their signals are not its own."""
     global _words
     if _words is not None:
         os.close(_words)
@@ -161,115 +181,141 @@ def _say(word: str) -> None:
 
 
 class _Watch:
-    """What the parent knows."""
+    """The parent's side: what it knows of the child's signals and words.
+
+    A signal may reach the child directly, or only this process, which then passes it on. A terminal
+    sends it to both, a short time apart; such a signal counts once.
+    """
 
     def __init__(self, child: int, signals: int, words: int, command: str) -> None:
-        self._child, self._signals, self._words, self._command = child, signals, words, command
+        self._child = child
+        self._signals = signals
+        self._words = words
+        self._command = command
         self._open = {signals, words}
+        """Pipes from the child that it has not closed."""
         self._said = ""
-        self._came_at: dict[int, float] = {}
-        """Signals of this process: when the last one came."""
-        self._own: dict[int, float] = {}
-        """Signals that came here alone so far: when they will be passed on."""
-        self._passed: dict[int, int] = {}
-        """Signals that were passed on: how many of them have not reached the child."""
-        self._direct: dict[int, float] = {}
-        """Signals that reached the child, but not (yet) this process: when."""
+        """All words of the child."""
+        self._arrived_at: dict[int, float] = {}
+        """Signal -> when this process last received it."""
+        self._pass_on_at: dict[int, float] = {}
+        """Signal that only this process has received so far -> when to pass it on."""
+        self._on_their_way: dict[int, int] = {}
+        """Signal -> how many that were passed on have not reached the child yet."""
+        self._direct_at: dict[int, float] = {}
+        """Signal that has reached the child, but not (yet) this process -> when."""
         self._stops = 0
+        """Signals to stop that have reached the child."""
         self._last = signal.SIGTERM
-        self._tell_at = self._kill_at = float("inf")
+        """The last of them."""
+        self._warn_at = NEVER
+        """When to print that Python does not answer."""
+        self._kill_at = NEVER
         self._killed = False
 
     def run(self, mask: Iterable[int]) -> NoReturn:
-        """Until the child has ended."""
-        came, came_end = os.pipe()
-        os.set_blocking(came_end, False)
-        signal.set_wakeup_fd(came_end, warn_on_full_buffer=False)
+        """Watch until the child has ended, and end as it did. `mask` is the usual signal mask."""
+        arrived, arrived_end = os.pipe()
+        os.set_blocking(arrived_end, False)
+        signal.set_wakeup_fd(arrived_end, warn_on_full_buffer=False)
         for number in STOPS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
                 signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, {*mask} - {signal.SIGCHLD})
+
         status = None
         while status is None:
-            ready, _, _ = select.select([came, *self._open], [], [], self._patience())
-            pid, found = os.waitpid(self._child, os.WNOHANG)
-            status = found if pid else None
-            if came in ready:
-                self._came(os.read(came, 64))
+            ready, _, _ = select.select([arrived, *self._open], [], [], self._timeout_s())
+            pid, wait_status = os.waitpid(self._child, os.WNOHANG)
+            if pid:
+                status = wait_status
+            if arrived in ready:
+                self._note_arrived(os.read(arrived, 64))
             if self._signals in ready:
-                self._reached(os.read(self._signals, 64))
+                self._note_reached(os.read(self._signals, 64))
             if self._words in ready or status is not None:
-                self._hear()
+                self._read_words()
             if status is None:
                 self._act()
         self._end(status)
 
-    def _patience(self) -> float:
-        first = min([self._tell_at, self._kill_at, *self._own.values()])
+    def _timeout_s(self) -> float:
+        """Seconds until something is to be done, at most a minute."""
+        first = min([self._warn_at, self._kill_at, *self._pass_on_at.values()])
         return min(60.0, max(0.0, first - time.monotonic()))
 
-    def _came(self, numbers: bytes) -> None:
-        """Signals of this process. Those that the child has too are not passed on."""
+    def _note_arrived(self, numbers: bytes) -> None:
+        """Note signals of this process. Those that the child has received too are not passed on."""
         now = time.monotonic()
         for number in numbers:
             if number not in STOPS:
                 continue
-            again = (
-                now - self._came_at.get(number, -MOMENT_S) < MOMENT_S
-            )  # to the process, and to its group
-            direct = now - self._direct.pop(number, -MOMENT_S) < MOMENT_S
-            self._came_at[number] = now
-            if not (again or direct):
-                self._own[number] = now + MOMENT_S
+            # Sent to the process, and again to its group.
+            is_repeated = now - self._arrived_at.get(number, -MOMENT_S) < MOMENT_S
+            child_has_it = now - self._direct_at.pop(number, -MOMENT_S) < MOMENT_S
+            self._arrived_at[number] = now
+            if not (is_repeated or child_has_it):
+                self._pass_on_at[number] = now + MOMENT_S
 
-    def _reached(self, numbers: bytes) -> None:
-        """Signals of the child, which its C handler writes down whatever Python is at."""
+    def _note_reached(self, numbers: bytes) -> None:
+        """Note signals of the child, which its C handler writes down whatever Python is doing."""
         if not numbers:
             self._open.discard(self._signals)
         now = time.monotonic()
         for number in numbers:
             if number not in STOPS:
                 continue
-            if self._passed.get(number):
-                self._passed[number] -= 1
-            elif self._own.pop(number, None) is None:
-                self._direct[number] = now
+            if self._on_their_way.get(number):
+                self._on_their_way[number] -= 1
+            elif number in self._pass_on_at:
+                del self._pass_on_at[number]
+            else:
+                self._direct_at[number] = now
+
             if number == signal.SIGHUP and self._stops:  # a closed terminal sends two
                 continue
             self._stops += 1
             self._last = signal.Signals(number)
             if self._stops == 1:
-                self._tell_at = now + ANSWER_S
-            elif self._kill_at == float("inf"):
-                self._kill_at = now + (GRACE_S if "heard" in self._said else 1.0)
+                self._warn_at = now + ANSWER_S
+            elif self._kill_at == NEVER:
+                self._kill_at = now + (GRACE_S if self._has_heard() else SHORT_GRACE_S)
 
-    def _hear(self) -> None:
-        words, ended = read_words(self._words)
+    def _has_heard(self) -> bool:
+        """Whether Python has answered a signal in the child."""
+        return "heard" in self._said
+
+    def _read_words(self) -> None:
+        words, closed = read_words(self._words)
         self._said += words
-        if ended:
+        if closed:
             self._open.discard(self._words)
-        if "heard" in self._said:
-            self._tell_at = float("inf")
+        if self._has_heard():
+            self._warn_at = NEVER
 
     def _act(self) -> None:
+        """Pass signals on, warn and kill, if it is time to."""
         now = time.monotonic()
-        for number in [number for number, at in self._own.items() if at <= now]:
-            del self._own[number]
+        due = [number for number, at in self._pass_on_at.items() if at <= now]
+        for number in due:
+            del self._pass_on_at[number]
             if number not in _pending(self._child):
-                self._passed[number] = self._passed.get(number, 0) + 1
+                self._on_their_way[number] = self._on_their_way.get(number, 0) + 1
                 os.kill(self._child, number)
-        if self._tell_at <= now:
-            self._tell_at = float("inf")
+        if self._warn_at <= now:
+            self._warn_at = NEVER
             _print(unanswered(self._last.name))
         if self._kill_at <= now:
-            self._kill_at, self._killed = float("inf"), True
+            self._kill_at = NEVER
+            self._killed = True
             os.kill(self._child, signal.SIGKILL)
 
     def _end(self, status: int) -> NoReturn:
-        """End as the child did, or as it should have; with a line if it ended in no order."""
+        """End as the child did, or as it should have; with a line unless it ended in order."""
         kept = KEPT.get(self._command, "")
-        if (code := ending(self._said)) is not None:
+        code = ending(self._said)
+        if code is not None:
             os._exit(code)
         if self._killed:
             _print(f"paw: stopped at once by a second {self._last.name}{kept}")
@@ -288,17 +334,20 @@ class _Watch:
 
 
 def _pending(child: int) -> list[int]:
-    """Signals that a process has been sent and not received: it had no time yet, or it is stopped."""
+    """The signals to stop that a process was sent and has not received.
+
+    It has had no time for them yet, or it is stopped.
+    """
     masks = []
     with suppress(OSError), Path(f"/proc/{child}/status").open() as lines:
-        masks = [
-            int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))
-        ]
+        for line in lines:
+            if line.startswith(("SigPnd", "ShdPnd")):
+                masks.append(int(line.split()[1], 16))
     return [number for number in STOPS if any(mask >> (number - 1) & 1 for mask in masks)]
 
 
 def _die_of(number: signal.Signals) -> NoReturn:
-    """So that whoever waits sees the same."""
+    """End this process by a signal, so that whoever waits for it sees the child's end."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)
@@ -308,4 +357,5 @@ def _die_of(number: signal.Signals) -> NoReturn:
 
 def _print(line: str) -> None:
     with suppress(OSError):
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{line}\n".encode())
+        descriptor = sys.__stderr__.fileno() if sys.__stderr__ else 2
+        os.write(descriptor, f"{line}\n".encode())

@@ -30,7 +30,8 @@ from paw.algo.samples import micro_batches, to_samples
 from paw.config import Config
 from paw.errors import UserError, to_stderr
 from paw.model.dtype import pick_dtype, with_dtype
-from paw.model.policy import load_policy, load_tokenizer, pick_device
+from paw.model.loading import load_policy, load_tokenizer
+from paw.model.policy import pick_device
 from paw.plugins import load
 from paw.rollouts.chat import Chat
 from paw.state.export import start_model

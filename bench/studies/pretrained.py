@@ -29,7 +29,7 @@ from bench.studies.noise_gradient import SLOPES, household, noisy
 from paw.algo import advantages
 from paw.algo.loss import ce, cmae, joint, ppo, token_batch
 from paw.algo.samples import micro_batches, to_samples
-from paw.model.policy import load_policy, load_tokenizer
+from paw.model.loading import load_policy, load_tokenizer
 from paw.recipe import load
 from paw.rollouts.chat import Chat
 from paw.state.record import code_commit

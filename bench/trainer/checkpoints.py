@@ -41,7 +41,7 @@ SHAPE: dict[str, Any] = {
 
 
 def main() -> None:
-    ranks, rows = DistributedRanks(*read_variables(2), torch.device("cpu")), []
+    ranks, rows = DistributedRanks.join(*read_variables(2), torch.device("cpu")), []
     policy = Policy(
         Qwen2ForCausalLM(Qwen2Config(**SHAPE, num_attention_heads=12, num_key_value_heads=12))
     )

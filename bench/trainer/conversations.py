@@ -38,7 +38,7 @@ from paw.rollouts.scheduler import Rollouts
 from paw.state.record import code_commit
 from paw.types import Reply, ToolCall
 
-TESTS = ROOT / "tests" / "unit"
+TESTS = ROOT / "tests" / "envs"
 QUESTIONS = 64
 SERVICE = [
     ("find", "which order it is"),
@@ -112,7 +112,7 @@ def play(chat: Chat, name: str, style: str) -> list[Any]:
         turn = 0
         while not env.done:
             if name == "search":
-                response = env._guarded.oracle()
+                response = env._environment.oracle()
             else:
                 order = env.task.id.rpartition("/")[2]
                 response = service_response(style, turn, order)

@@ -20,8 +20,9 @@ from torch.nn.functional import linear
 from paw.algo.gae import gae, whiten
 from paw.algo.loss import Batch, micro_batches
 from paw.config import Config
+from paw.model.loading import load_policy
 from paw.model.optim import make_optimizer
-from paw.model.policy import Policy, load_policy
+from paw.model.policy import Policy
 from paw.model.ranks import Ranks, full_tensor
 from paw.state.guards import TrainingStopped, UpdateGuard
 from paw.types import Sample

@@ -1,18 +1,18 @@
-"""Attention over packed rows: the rows of a micro-batch lie one after another, and none sees another.
+"""Attention over packed rows: those of a micro-batch lie one after another, and none sees another.
 
 Hugging Face models call `packed_attention` by the name `ATTENTION`; the rows' bounds reach it as
 the keyword `packed`. flash-attn and torch's varlen kernel read them as they are. Elsewhere (CPUs,
 fp32) the rows are laid side by side for torch's sdpa: causal, so that padding on the right reaches
-no row, and cheaper than a mask of T x T; on a CPU long rows that differ go through it one by one.
-Side by side they are for layers that mix tokens by recurrence or convolution (mixers.py), which
-know no bounds.
+no row, and cheaper than a mask of T x T. On a CPU long rows of different lengths go through sdpa
+one by one. Layers that mix tokens by recurrence or convolution (mixers.py), which know no bounds,
+also get the rows side by side.
 """
 
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -26,8 +26,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from paw.errors import UserError
 
 ATTENTION = "paw_packed"
-LONG_ROW, MOST_PADDING = 256, 1.1
-"""On a CPU rows of this mean length go through sdpa one by one where padding would make it this many times the work."""
+LONG_ROW = 256
+MOST_PADDING = 1.1
+"""On a CPU rows of at least LONG_ROW tokens in the mean go through sdpa one by one if padding would
+make it more than MOST_PADDING times the work."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +48,12 @@ class Packed:
     position_ids: Tensor
     """[T] int64, from 0 in each row."""
     slot: Tensor | None
-    """[T] int64: each token's place in [rows * longest]; None where that is its own, or nothing lays them so."""
+    """[T] int64: each token's index in [rows * longest] when the rows lie side by side.
+
+    None if all rows have the same length, or if nothing needs them side by side.
+    """
     one_by_one: tuple[int, ...]
-    """Lengths of rows that sdpa takes one by one; () where it takes them side by side."""
+    """Lengths of the rows if sdpa takes them one by one, else ()."""
 
     def side_by_side(self, x: Tensor) -> Tensor:
         """[T, ...] -> [rows, longest, ...], zeros behind shorter rows."""
@@ -65,38 +70,52 @@ class Packed:
 def pack_rows(
     lengths: Sequence[int], *, kernel: str, device: torch.device, padded: bool = False
 ) -> Packed:
-    """Bounds of rows of the given lengths (>= 1), on `device`; with `padded` for layers that need them side by side."""
+    """Bounds of rows of the given lengths (>= 1), on `device`.
+
+    `padded`: some layers need the rows side by side, whatever the attention kernel takes.
+    """
     starts = [0, *accumulate(lengths)]
     longest = max(lengths)
-    one_by_one = (
-        kernel == "sdpa"
-        and device.type == "cpu"
-        and not padded
-        and starts[-1] >= LONG_ROW * len(lengths)
-    )
-    one_by_one &= longest**2 * len(lengths) > MOST_PADDING * sum(n**2 for n in lengths)
-    needed = (
-        (padded or kernel == "sdpa") and not one_by_one and starts[-1] != longest * len(lengths)
-    )
-    slots = [b * longest + p for b, n in enumerate(lengths) for p in range(n)] if needed else []
+    takes_sdpa = kernel == "sdpa"
+    one_by_one = takes_sdpa and device.type == "cpu" and not padded and _padding_is_costly(lengths)
+    side_by_side = (padded or takes_sdpa) and not one_by_one
+    equally_long = sum(lengths) == longest * len(lengths)
+
+    slot = None
+    if side_by_side and not equally_long:
+        slots = [row * longest + p for row, length in enumerate(lengths) for p in range(length)]
+        slot = torch.tensor(slots, device=device)
     return Packed(
         kernel=kernel,
         rows=len(lengths),
         longest=longest,
         cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=device),
         position_ids=torch.tensor([p for n in lengths for p in range(n)], device=device),
-        slot=torch.tensor(slots, device=device) if slots else None,
+        slot=slot,
         one_by_one=tuple(lengths) if one_by_one else (),
     )
 
 
+def _padding_is_costly(lengths: Sequence[int]) -> bool:
+    """Whether rows are long and take much more work side by side: it is quadratic in lengths."""
+    if sum(lengths) < LONG_ROW * len(lengths):
+        return False
+    padded_work = max(lengths) ** 2 * len(lengths)
+    return padded_work > MOST_PADDING * sum(n**2 for n in lengths)
+
+
 def pick_attention(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel to use, flash, varlen or sdpa; UserError when the wanted one cannot run there."""
+    """The kernel to use: flash, varlen or sdpa.
+
+    Raises UserError if the wanted one cannot run there.
+    """
     if wanted == "auto":
-        return next(
-            name for name in ("flash", "varlen", "sdpa") if not _why_not(name, device, dtype)
-        )
-    if reason := _why_not(wanted, device, dtype):
+        for kernel in ("flash", "varlen"):
+            if not _why_not(kernel, device, dtype):
+                return kernel
+        return "sdpa"
+    reason = _why_not(wanted, device, dtype)
+    if reason:
         raise UserError(f"model.attention = '{wanted}': {reason}; or use --model.attention auto")
     return wanted
 
@@ -114,18 +133,20 @@ def packed_attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row: query [1, heads, T, size], key and value [1, kv heads, T, size].
+    """Causal attention within each row.
 
-    `softcap` (Gemma 2) bounds the scores before the softmax; sdpa and varlen know none, flash-attn
-    does.
+    Query is [1, heads, T, size], key and value are [1, kv heads, T, size].
+    `softcap` (Gemma 2) bounds the scores before the softmax. flash-attn takes one; torch's sdpa and
+    varlen do not.
 
-    Returns [1, T, heads, size], the layout Hugging Face models expect. Without `packed` it is their
-    own sdpa.
+    Returns [1, T, heads, size], the layout that Hugging Face models expect. Without `packed` it is
+    their own sdpa.
     """
     if packed is None:
         if softcap is not None:
             raise ValueError(
-                "sdpa has no soft cap of attention scores; sampling from such a model is left to vLLM"
+                "sdpa has no soft cap of attention scores; "
+                "sampling from such a model is left to vLLM"
             )
         return sdpa_attention_forward(
             module,
@@ -137,62 +158,101 @@ def packed_attention(
             sliding_window=sliding_window,
             **options,
         )
-    query, key = (
-        query.to(value.dtype),
-        key.to(value.dtype),
-    )  # some rotary embeddings leave them in float32
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, size]
-    window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
-    if packed.kernel == "flash":
-        from flash_attn import flash_attn_varlen_func
 
-        bounds = (packed.cu_seqlens, packed.cu_seqlens, packed.longest, packed.longest)
-        out = flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            *bounds,
-            softmax_scale=scaling,
-            causal=True,
-            window_size=window,
-            softcap=softcap or 0.0,
-        )
-    elif packed.kernel == "varlen":
-        if softcap is not None:
-            cap = "knows no soft cap of attention scores, which this model has"
-            raise UserError(
-                f"model.attention = 'varlen' {cap}; install flash-attn, or use --model.attention sdpa"
-            )
-        out = _varlen(q, k, v, packed, scaling, window)
-    else:
-        out = _sdpa(
-            q, k, v, packed, scaling=scaling, sliding_window=sliding_window, softcap=softcap
-        )
+    # Some rotary embeddings leave query and key in float32.
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, size]
+    kernels = {"flash": _flash, "varlen": _varlen, "sdpa": _sdpa}
+    kernel = kernels[packed.kernel]
+    out = kernel(q, k, v, packed, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
     return out.unsqueeze(0), None
 
 
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None, window: tuple[int, int]
+def _flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q=packed.cu_seqlens,
+        cu_seqlens_k=packed.cu_seqlens,
+        max_seqlen_q=packed.longest,
+        max_seqlen_k=packed.longest,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=_window(sliding_window),
+        softcap=softcap or 0.0,
+    )
+
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    if softcap is not None:
+        raise UserError(
+            "model.attention = 'varlen' supports no soft cap of attention scores, "
+            "which this model has; install flash-attn, or use --model.attention sdpa"
+        )
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"scale": scaling, "window_size": window}
+    options: dict[str, Any] = {"scale": scaling, "window_size": _window(sliding_window)}
     if "enable_gqa" in _varlen_options():
         options["enable_gqa"] = True
     else:  # torch 2.11
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    bounds = (packed.cu_seqlens, packed.cu_seqlens, packed.longest, packed.longest)
-    return varlen_attn(q, k, v, *bounds, **options)  # type: ignore[return-value]
+    return varlen_attn(  # type: ignore[return-value]
+        q,
+        k,
+        v,
+        packed.cu_seqlens,
+        packed.cu_seqlens,
+        packed.longest,
+        packed.longest,
+        **options,
+    )
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, packed: Packed, **options: Any) -> Tensor:
+def _window(sliding_window: int | None) -> tuple[int, int]:
+    """How many tokens a token sees to its left and right; -1 is all that causality allows."""
+    return (sliding_window - 1, 0) if sliding_window else (-1, 0)
+
+
+def _sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    causal = partial(_causal, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
     if packed.one_by_one:
-        split = (x.transpose(0, 1)[None].split(packed.one_by_one, dim=2) for x in (q, k, v))
-        return torch.cat(
-            [_causal(*row, **options)[0].transpose(0, 1) for row in zip(*split, strict=True)]
-        )
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, size]
+        rows = zip(*(x.split(packed.one_by_one, dim=2) for x in (q, k, v)), strict=True)
+        outputs = [causal(*row) for row in rows]
+        return torch.cat([out[0].transpose(0, 1) for out in outputs])
     q, k, v = (packed.side_by_side(x).transpose(1, 2) for x in (q, k, v))
-    return packed.one_after_another(_causal(q, k, v, **options).transpose(1, 2))
+    return packed.one_after_another(causal(q, k, v).transpose(1, 2))
 
 
 def _causal(
@@ -205,19 +265,21 @@ def _causal(
     softcap: float | None,
 ) -> Tensor:
     """Query [rows, heads, length, size], key and value [rows, kv heads, length, size]."""
-    mask, length = None, q.shape[2]
+    length = q.shape[2]
+    mask = None
     if softcap is not None or (sliding_window and sliding_window < length):
         mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
         if sliding_window:
             mask &= ~mask.tril(-sliding_window)
     if softcap is None:
-        causal = mask is None
         return scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
         )
-    # softcap tanh(score / softcap) is held: [rows, heads, length, length]
+
+    # softcap tanh(score / softcap), which takes [rows, heads, length, length] in memory
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = softcap * (q @ k.transpose(2, 3) * ((scaling or q.shape[-1] ** -0.5) / softcap)).tanh()
+    scale = scaling or q.shape[-1] ** -0.5
+    scores = softcap * (q @ k.transpose(2, 3) * (scale / softcap)).tanh()
     scores = scores.masked_fill(~mask, -torch.inf)  # type: ignore[operator]
     return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
@@ -228,13 +290,16 @@ def decoder_layers(lm: nn.Module) -> list[nn.Module]:
 
 
 def token_mixers(layer: nn.Module) -> list[Any]:
-    """What mixes the tokens of a decoder layer beside attention: gated delta nets, Mamba, short
-    convolutions. Each has a causal convolution of its own."""
-    return [
-        module
-        for module in layer.modules()
-        if any(isinstance(m, nn.Conv1d) for m in module.children())
-    ]
+    """The modules that mix the tokens of a decoder layer beside attention: gated delta nets, Mamba,
+    short convolutions.
+
+    Each has a causal convolution of its own.
+    """
+    mixers = []
+    for module in layer.modules():
+        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+            mixers.append(module)
+    return mixers
 
 
 def _why_not(kernel: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -265,35 +330,36 @@ def _flash_installed() -> bool:
 
 
 @dataclass
-class AttentionSeen:
-    """What layers ask `packed_attention` for."""
+class AttentionCalls:
+    """What layers have asked of `packed_attention`."""
 
     windows: set[int | None] = field(default_factory=set)
-    """Sliding windows, None for whole rows."""
-    calls: int = 0
+    """Sliding windows; None for a call without one."""
+    count: int = 0
     without_bounds: int = 0
     """Calls that do not say where rows end."""
 
 
 @contextmanager
-def attention_seen() -> Iterator[AttentionSeen]:
-    """The calls of `packed_attention` meanwhile."""
-    seen = AttentionSeen()
-    usual: Any = ALL_ATTENTION_FUNCTIONS[ATTENTION]
+def record_attention() -> Iterator[AttentionCalls]:
+    """The calls of `packed_attention` in this block."""
+    calls = AttentionCalls()
+    attention: Any = ALL_ATTENTION_FUNCTIONS[ATTENTION]
 
-    def noting(
+    def recording(
         *args: Any, sliding_window: int | None = None, **options: Any
     ) -> tuple[Tensor, None]:
-        seen.windows.add(sliding_window)
-        seen.calls += 1
-        seen.without_bounds += options.get("packed") is None
-        return usual(*args, sliding_window=sliding_window, **options)
+        calls.windows.add(sliding_window)
+        calls.count += 1
+        if options.get("packed") is None:
+            calls.without_bounds += 1
+        return attention(*args, sliding_window=sliding_window, **options)
 
-    AttentionInterface.register(ATTENTION, noting)
+    AttentionInterface.register(ATTENTION, recording)
     try:
-        yield seen
+        yield calls
     finally:
-        AttentionInterface.register(ATTENTION, usual)
+        AttentionInterface.register(ATTENTION, attention)
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

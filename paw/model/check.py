@@ -1,16 +1,16 @@
 """Whether the trainer computes a model's own log-probs: packed rows through its hidden states and
 head, against the model on each row alone.
 
-What this finds: layers that let packed rows see each other, heads that do more to their logits than
-we know, attention with terms that our kernels leave out.
+This finds layers that let packed rows see each other, heads that transform their logits in an
+unknown way, and attention with terms that our kernels leave out.
 """
 
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,44 +18,52 @@ from transformers import PreTrainedModel
 
 from paw.config import Config
 from paw.errors import UserError, clean, describe
-from paw.model.attention import attention_seen, decoder_layers, token_mixers
+from paw.model.attention import decoder_layers, record_attention, token_mixers
+from paw.model.policy import Policy
 from paw.model.precision import running_in
 from paw.model.ranks import lost_peer, out_of_memory
 from paw_kernels import best_backend, token_stats
 
-if TYPE_CHECKING:
-    from paw.model.policy import Policy
-
 LENGTHS = (13, 19)
 """Tokens of the two rows."""
-EXACT, ROUNDED = 1e-3, 0.25
-"""Nats that log-probs may differ by: in float32 the largest (1e-6 on small models), in bfloat16 the
-mean (a model's own logits of 32 are rounded to multiples of 0.25 there)."""
+EXACT = 1e-3
+"""Nats that the largest log-prob may differ by in float32 (1e-6 on small models)."""
+ROUNDED = 0.25
+"""Nats that log-probs may differ by in the mean in bfloat16, in which a model's own logits of 32
+are rounded to multiples of 0.25."""
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+TEMPLATE_TOKENS = 64
+"""Tokens that a chat template may put before an observation."""
 
 
-def check_model(policy: "Policy", path: str, longest: int = 0) -> float:
-    """The largest difference in nats, in float32 whatever the weights are stored in; before `policy` is sharded.
+def check_model(policy: Policy, path: str, longest: int = 0) -> float:
+    """Check a policy in float32, whatever its weights are stored in; before it is sharded.
 
-    Raises UserError, naming the model's type and the difference, for a model that cannot be trained
-    as it is.
+    Returns the largest difference of a log-prob in nats. `longest`: tokens of the longest row, 0 if
+    it is not known. Raises UserError, naming the model's type and the difference, if the model
+    cannot be trained as it is.
     """
     exact = copy.copy(policy)
-    exact.dtype, exact.attention, exact.offload_activations = torch.float32, "sdpa", False
-    exact.device = exact.lm.device  # not yet where it will compute
+    exact.dtype = torch.float32
+    exact.attention = "sdpa"
+    exact.offload_activations = False
+    exact.device = exact.lm.device  # `policy.device` is where it will compute later
     exact.head_backend = best_backend(exact.device, torch.float32)
-    with _one_line(policy.lm, path):
+    with _failures_refused(policy.lm, path):
         check_layers(policy.lm, path)
         with running_in(torch.float32, policy.lm):
-            with attention_seen() as seen:
-                found = check_path(exact, path)
-            check_windows(policy.lm, path, seen.windows, longest)
-            return found
+            with record_attention() as calls:
+                largest = check_path(exact, path)
+            check_windows(policy.lm, path, calls.windows, longest)
+    return largest
 
 
 @contextmanager
-def _one_line(lm: PreTrainedModel, path: str) -> Iterator[None]:
-    """A refusal for whatever the model's own code raises, but for a lack of memory and another rank's end."""
+def _failures_refused(lm: PreTrainedModel, path: str) -> Iterator[None]:
+    """Raise whatever the model's own code raises as a UserError that refuses the model.
+
+    A lack of memory and the end of another rank keep their error.
+    """
     try:
         yield
     except UserError:
@@ -67,145 +75,191 @@ def _one_line(lm: PreTrainedModel, path: str) -> Iterator[None]:
         raise refused(lm, path, f"cannot be trained here: {why}") from error
 
 
-def check_path(policy: "Policy", path: str) -> float:
-    """The same through the policy's own kernels and dtype; with several ranks a call of all of them."""
-    with _one_line(policy.lm, path):
+def check_path(policy: Policy, path: str) -> float:
+    """Check a policy through its own kernels and in its own dtype. Called by all ranks.
+
+    Returns and raises as `check_model` does.
+    """
+    with _failures_refused(policy.lm, path):
         difference = logp_difference(policy)
-    largest, mean = float(difference.max()), float(difference.mean())
-    exact = policy.dtype == torch.float32
-    found, bound = (typical(difference, policy.lm), EXACT) if exact else (mean, ROUNDED)
-    if not found <= bound:  # NaN as well
-        off = f"log-probs of packed rows are off by {largest:.2g} nats (mean {mean:.2g}) from the model's own"
-        why = f"{off}, beyond rounding ({bound:g}); {_reason(policy, bound)}"
-        raise refused(policy.lm, path, f"cannot be trained here: {why}")
+    largest = float(difference.max())
+    mean = float(difference.mean())
+    if policy.dtype == torch.float32:
+        off_by = typical(difference, policy.lm)
+        bound = EXACT
+    else:
+        off_by = mean
+        bound = ROUNDED
+
+    if not off_by <= bound:  # true for NaN as well
+        raise refused(
+            policy.lm,
+            path,
+            "cannot be trained here: log-probs of packed rows are off by "
+            f"{largest:.2g} nats (mean {mean:.2g}) from the model's own, beyond rounding "
+            f"({bound:g}); {_reason(policy, bound)}",
+        )
     return largest
 
 
-def _reason(policy: "Policy", bound: float) -> str:
-    """Why log-probs of packed rows are off by more than `bound`: by what the layers ask of
-    `packed_attention`, and by whether those of a row alone are."""
-    with attention_seen() as seen:
+def _reason(policy: Policy, bound: float) -> str:
+    """Why log-probs of packed rows are off by more than `bound`.
+
+    Told by what the layers ask of `packed_attention`, and by whether a row alone is right.
+    """
+    with record_attention() as calls:
         logp_difference(policy)
-    if seen.without_bounds:
+    if calls.without_bounds:
         return "its layers do not tell attention where rows end, so packed rows see each other"
-    if not seen.calls:
+    if not calls.count:
         return "its attention is code of its own, in which packed rows see each other"
-    if typical(logp_difference(policy, LENGTHS[:1]), policy.lm) <= bound:  # a row alone is right
+    difference_alone = logp_difference(policy, LENGTHS[:1])
+    if typical(difference_alone, policy.lm) <= bound:
         return "it does not start anew in each row: positions go on, or rows see each other"
     return "a layer or the head does something that the trainer does not know"
 
 
 def refused(lm: PreTrainedModel, path: str, why: str) -> UserError:
-    return UserError(
-        f"model.path = '{path}': model type '{lm.config.get_text_config().model_type}' {why}"
-    )
+    """The error for a model that cannot be trained; `why` continues "model type 'X'"."""
+    model_type = lm.config.get_text_config().model_type
+    return UserError(f"model.path = '{path}': model type '{model_type}' {why}")
 
 
 def number_of_experts(config: Any) -> int:
-    """Of each layer; 0 for dense models."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((n for name in names if (n := getattr(config.get_text_config(), name, None))), 0)
+    """The experts of each layer; 0 for dense models."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        experts = getattr(config.get_text_config(), name, None)
+        if experts:
+            return experts
+    return 0
 
 
 def typical(difference: Tensor, lm: PreTrainedModel) -> float:
-    """The largest; with experts the median, because rounding sends the odd token to another expert."""
-    return float(difference.median() if number_of_experts(lm.config) else difference.max())
+    """The largest difference; the median for a model with experts.
+
+    There rounding sends the odd token to another expert.
+    """
+    if number_of_experts(lm.config):
+        return float(difference.median())
+    return float(difference.max())
 
 
 def check_layers(lm: PreTrainedModel, path: str) -> None:
-    """UserError for layers that mix tokens in another way, which so few tokens need not show, and odd heads."""
+    """Raise UserError if a layer mixes tokens in an unknown way, or if the head is not linear.
+
+    The few tokens of `logp_difference` need not show such a layer.
+    """
     config: Any = lm.config.get_text_config()
-    kinds = zip(getattr(config, "layer_types", None) or [], decoder_layers(lm), strict=False)
-    unknown = sorted(
-        {kind for kind, layer in kinds if kind not in ATTENTION_LAYERS and not token_mixers(layer)}
-    )
+    kinds = getattr(config, "layer_types", None) or []
+    unknown = set()
+    for kind, layer in zip(kinds, decoder_layers(lm), strict=False):
+        if kind not in ATTENTION_LAYERS and not token_mixers(layer):
+            unknown.add(kind)
     if unknown:
         raise refused(
             lm,
             path,
-            f"has layers of type {', '.join(unknown)}, which cannot be trained on packed rows",
+            f"has layers of type {', '.join(sorted(unknown))}, "
+            "which cannot be trained on packed rows",
         )
     if not isinstance(lm.get_output_embeddings(), nn.Linear):
         raise refused(lm, path, "has no linear head")
 
 
 def sliding_window(config: Any) -> int | None:
-    """Of layers that `layer_types` does not name: the window of all of them (Mistral, Phi-3), or None."""
-    on = getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None)
-    return getattr(config, "sliding_window", None) if on else None
+    """The window of all layers, None if there is none or if config.json has `layer_types`.
+
+    Mistral and Phi-3 have one.
+    """
+    if getattr(config, "layer_types", None) or not getattr(config, "use_sliding_window", True):
+        return None
+    return getattr(config, "sliding_window", None)
 
 
-def check_windows(lm: PreTrainedModel, path: str, seen: set[int | None], longest: int) -> None:
-    """UserError where config.json has sliding windows and attention was called without (`seen`):
-    some models leave them to a mask, which packed rows do not have. Rows as short as those of
-    `logp_difference` do not show it, and windows as wide as the `longest` row (0: not known) do not
-    matter."""
+def check_windows(
+    lm: PreTrainedModel, path: str, called_windows: set[int | None], longest: int
+) -> None:
+    """Raise UserError if config.json has sliding windows, but attention was called without any.
+
+    Some models leave them to a mask, which packed rows do not have. The short rows of
+    `logp_difference` do not show it. Windows as wide as the `longest` row (0: not known) do not
+    matter.
+    """
     config: Any = lm.config.get_text_config()
-    wanted = "sliding_attention" in (getattr(config, "layer_types", None) or []) or sliding_window(
-        config
-    )
-    wide = 0 < longest <= (getattr(config, "sliding_window", None) or 0)
-    if wanted and seen <= {None} and not wide:
+    layer_types = getattr(config, "layer_types", None) or []
+    has_windows = "sliding_attention" in layer_types or sliding_window(config)
+    width = getattr(config, "sliding_window", None) or 0
+    covers_rows = 0 < longest <= width
+    if has_windows and called_windows <= {None} and not covers_rows:
         raise refused(
             lm, path, "has sliding windows by a mask alone, which cannot be trained on packed rows"
         )
 
 
 def longest_row(config: Config, *, update: bool = True) -> int:
-    """Tokens that a row may have; in an `update` with an observation and some that a chat template puts before it."""
-    appended = config.wm.max_tokens + 64 if config.wm.enabled and update else 0
-    return config.rollout.max_prompt_tokens + config.rollout.max_response_tokens + appended
+    """Tokens that a row may have.
+
+    In an `update` with the world model a row ends with an observation.
+    """
+    tokens = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if config.wm.enabled and update:
+        tokens += config.wm.max_tokens + TEMPLATE_TOKENS
+    return tokens
 
 
 def check_rope(lm: PreTrainedModel, path: str, longest: int) -> None:
-    """UserError for rotary frequencies that the longest row of a batch would choose for all of them
-    (Phi-3's longrope, dynamic NTK), where rows may have `longest` tokens."""
+    """Raise UserError if rows of up to `longest` tokens may have different rotary frequencies.
+
+    With Phi-3's longrope and dynamic NTK the longest row of a batch chooses them for all rows.
+    """
     config: Any = lm.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    for of in (
-        rope,
-        *(value for value in rope.values() if isinstance(value, dict)),
-    ):  # or one of each layer type
-        kind = of.get("rope_type") or ""
-        if kind != "longrope" and "dynamic" not in kind:
-            continue
-        first = (
-            kind == "longrope" and of.get("original_max_position_embeddings")
-        ) or config.max_position_embeddings
-        if longest > first:
-            why = f"has other rotary frequencies ({kind}) beyond {first} tokens, and rows may have {longest}"
-            keys = "rollout.max_prompt_tokens, rollout.max_response_tokens or wm.max_tokens"
-            raise refused(lm, path, f"{why}; lower {keys}")
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in (rope, *by_layer_type):
+        kind = parameters.get("rope_type") or ""
+        limit = config.max_position_embeddings if "dynamic" in kind else None
+        if kind == "longrope":
+            limit = parameters.get("original_max_position_embeddings")
+            limit = limit or config.max_position_embeddings
+        if limit is not None and longest > limit:
+            raise refused(
+                lm,
+                path,
+                f"has other rotary frequencies ({kind}) beyond {limit} tokens, "
+                f"and rows may have {longest}; lower rollout.max_prompt_tokens, "
+                "rollout.max_response_tokens or wm.max_tokens",
+            )
 
 
 @torch.no_grad()
-def logp_difference(policy: "Policy", lengths: Sequence[int] = LENGTHS) -> Tensor:
-    """|ours - the model's own| log-prob of each token but the first of each row, [sum(lengths) - rows] float32."""
+def logp_difference(policy: Policy, lengths: Sequence[int] = LENGTHS) -> Tensor:
+    """|our log-prob - the model's own| of each token but the first of each row, random tokens.
+
+    [sum(lengths) - rows] float32.
+    """
     vocabulary = policy.lm.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(0)).to(
-        policy.device
-    )
-    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    position = torch.cat([torch.arange(start, end - 1) for start, end in pairwise(starts)]).to(
-        policy.device
-    )
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (sum(lengths),), generator=generator).to(policy.device)
+    starts = accumulate(lengths, initial=0)
+    positions = [torch.arange(start, end - 1) for start, end in pairwise(starts)]
+    position = torch.cat(positions).to(policy.device)
 
-    def ours() -> Tensor:
+    def packed_logp() -> Tensor:
         hidden = policy.hidden(ids, lengths)[position]
-        return token_stats(
+        stats = token_stats(
             hidden, policy.head_weight, ids[position + 1], **policy.head_options(1.0)
-        ).logp
+        )
+        return stats.logp
 
-    found = policy(ours)
-    expected = torch.cat(
-        [policy(partial(own_logp, policy.lm, row)) for row in ids.split(list(lengths))]
-    )
-    return (found - expected).abs()
+    ours = policy(packed_logp)
+    rows = ids.split(list(lengths))
+    expected = torch.cat([policy(partial(own_logp, policy.lm, row)) for row in rows])
+    return (ours - expected).abs()
 
 
 @torch.no_grad()
 def own_logp(lm: PreTrainedModel, row: Tensor) -> Tensor:
-    """Log-probs of a row's tokens but the first, [n - 1] float32, by the model's own forward pass."""
+    """Log-probs [n - 1] of a row's tokens but the first, float32, by the model's own forward."""
     attention: Any = lm.config._attn_implementation
     lm.set_attn_implementation("eager")  # computes all that the model asks for
     try:

@@ -1,4 +1,4 @@
-"""Which precision a model is computed in: what model.dtype = "auto" chooses."""
+"""The precision that a model is computed in: what model.dtype = "auto" chooses."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -9,23 +9,22 @@ from paw.config import Config
 from paw.files import text_of
 
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "svebf16"})
-"""Instruction sets that compute in bfloat16, of x86 and ARM, as torch and the Linux kernel name them."""
+"""Instruction sets of x86 and ARM that compute in bfloat16, by torch's and the kernel's names."""
 
 
 def cpu_features() -> frozenset[str]:
-    """The instruction sets of this CPU, as torch names them; an older torch does not, the Linux kernel does."""
+    """The instruction sets of this CPU, from torch or, if it is too old, the Linux kernel."""
     if hasattr(torch.cpu, "get_capabilities"):
-        return frozenset(
-            name for name, there in torch.cpu.get_capabilities().items() if there is True
-        )
+        capabilities = torch.cpu.get_capabilities()
+        return frozenset(name for name, present in capabilities.items() if present is True)
     return frozenset(text_of(Path("/proc/cpuinfo")).split())
 
 
 def pick_dtype(device: torch.device, features: Collection[str] | None = None) -> str:
-    """bfloat16 on a GPU, and on a CPU whose `features` (default: this one's) have instructions for it, else float32.
+    """bfloat16 on a GPU and on a CPU with instructions for it, else float32.
 
-    Without those instructions torch emulates bfloat16, many times slower than it computes in
-    float32.
+    Without them torch emulates bfloat16, many times slower than it computes in float32. `features`
+    are the CPU's instruction sets (default: this one's).
     """
     if device.type == "cuda":
         return "bfloat16"
@@ -35,7 +34,11 @@ def pick_dtype(device: torch.device, features: Collection[str] | None = None) ->
 
 
 def training_dtype(config: Config, device: torch.device) -> str:
-    """What `config` is trained in on this machine: what it names, what its optimizer needs, or what suits `device`."""
+    """The dtype that `config` is trained in on this machine.
+
+    It is the one that model.dtype names, the one that the optimizer needs, or the one that suits
+    `device`.
+    """
     if config.model.dtype != "auto":
         return config.model.dtype
     if config.optim.name == "flash-adamw":  # it keeps bf16 weights

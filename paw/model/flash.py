@@ -1,4 +1,4 @@
-"""AdamW of flashoptim (arXiv 2602.23349): bf16 parameters; their extra bits and 8-bit moments are optimizer state.
+"""AdamW of flashoptim (arXiv 2602.23349): bf16 parameters, extra bits and 8-bit moments.
 
 Bytes a parameter: 2 for the weight, 2 for its gradient, 1 or 2 for the weight's extra bits (24 or
 32 in all), 2 for the moments and 1/8 for their scales, one for each 32 values. With `offload` the
@@ -11,7 +11,7 @@ depend on the number of ranks.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import flashoptim
 import torch
@@ -27,12 +27,18 @@ GROUP = 32
 
 
 class FlashAdamW(flashoptim.FlashAdamW):
-    """flashoptim's optimizer with offloaded state, and with state that can be saved and loaded by name."""
+    """flashoptim's optimizer with state that can be offloaded, and saved and loaded by name."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], *, master_bits: int, offload: bool, **options: Any
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        master_bits: Literal[24, 32],
+        offload: bool,
+        **options: Any,
     ):
-        super().__init__(parameters, master_weight_bits=master_bits, **options)  # type: ignore[arg-type]
+        trained: Any = parameters
+        super().__init__(trained, master_weight_bits=master_bits, **options)
         self._offload = offload
         self._host = HostMemory()
 
@@ -110,7 +116,7 @@ class FlashAdamW(flashoptim.FlashAdamW):
         param.copy_(param_state["weight"])
 
     def _move_to_host(self, p: Tensor, host_tensors: Mapping[str, Tensor]) -> None:
-        """Copy the state of a parameter into its host tensors; those that do not exist yet are allocated."""
+        """Copy the state of a parameter into its host tensors, allocated the first time."""
         pin = p.device.type == "cuda"
         for name, owner, key in parts(self.state[p]):
             host_tensor = host_tensors.get(name)
@@ -120,12 +126,12 @@ class FlashAdamW(flashoptim.FlashAdamW):
 
 
 def in_groups(p: Tensor) -> bool:
-    """Whether each row of a parameter is a multiple of GROUP values, so that no group straddles two ranks."""
+    """Whether rows of a parameter are multiples of GROUP values: no group straddles two ranks."""
     return p.ndim > 1 and math.prod(p.shape[1:]) % GROUP == 0
 
 
 def parts(state: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(name, dict that holds it, key there) of each tensor in a parameter's state, except the step count."""
+    """(name, dict that holds it, key there) of each tensor of a state but the step count."""
     for key, value in list(state.items()):
         if isinstance(value, Tensor):
             if key != "step":

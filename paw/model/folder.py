@@ -1,8 +1,7 @@
-"""A model's folder on every machine: it need be whole on that of rank 0 alone."""
+"""A model's folder on every machine: only that of rank 0 need be complete."""
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,47 +9,44 @@ from safetensors.torch import load, save
 
 from paw.cache import cached
 from paw.files import write_file
-
-if TYPE_CHECKING:
-    from paw.model.ranks import Ranks
+from paw.model.ranks import Ranks
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 LARGEST = 64 << 20
-"""Bytes of a file that is still taken for one of tokenizer, template or configuration."""
+"""Bytes from which on a file is no longer taken for one of tokenizer, template or configuration."""
 
 
-def on_this_machine(path: str, ranks: "Ranks") -> str:
-    """`path`, or where it is a folder of rank 0's machine whose files are not here, a copy of it in the cache.
+def on_this_machine(path: str, ranks: Ranks) -> str:
+    """The path of a model's folder on this machine: `path`, or a copy of rank 0's in the cache.
 
-    But for the weights, which each rank is sent its share of. A call of all ranks.
+    A copy is made if this machine lacks rank 0's files. It has all of them but the weights, of
+    which each rank is sent its share. Called by all ranks.
     """
-    own = _small_files(Path(path).expanduser())
-    found = ranks.gather((hashlib.sha256(own).hexdigest(), len(own)), tuple[str, int])
-    digest, size = found[0]
-    if not size or len(set(found)) == 1:
+    content = _pack_small_files(Path(path).expanduser())
+    digests = ranks.gather((hashlib.sha256(content).hexdigest(), len(content)), tuple[str, int])
+    rank0_digest, rank0_size = digests[0]
+    if not rank0_size or len(set(digests)) == 1:
         return path
-    sent = (
-        torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        if ranks.first
-        else torch.empty(size, dtype=torch.uint8)
-    )
-    ranks.broadcast(sent, 0)
 
-    def fill(folder: Path) -> None:
-        for name, content in load(sent.numpy().tobytes()).items():
-            write_file(folder / Path(name).name, content.numpy().tobytes())
+    if ranks.first:
+        packed = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    else:
+        packed = torch.empty(rank0_size, dtype=torch.uint8)
+    ranks.broadcast(packed, 0)
+    if digests[ranks.rank] == digests[0]:
+        return path
 
-    return path if found[ranks.rank] == found[0] else str(cached(f"model-{digest[:16]}", fill))
+    def unpack(folder: Path) -> None:
+        for name, file_bytes in load(packed.numpy().tobytes()).items():
+            write_file(folder / Path(name).name, file_bytes.numpy().tobytes())
+
+    return str(cached(f"model-{rank0_digest[:16]}", unpack))
 
 
-def _small_files(folder: Path) -> bytes:
-    """All files but weights, as one; nothing where there are none."""
-    files = [
-        file for file in sorted(folder.glob("*")) if file.is_file() and file.suffix not in WEIGHTS
-    ]
-    tensors = {
-        file.name: torch.from_numpy(np.fromfile(file, np.uint8))
-        for file in files
-        if file.stat().st_size < LARGEST
-    }
+def _pack_small_files(folder: Path) -> bytes:
+    """All files of a folder but weights, as one safetensors file; b"" if there are none."""
+    tensors = {}
+    for file in sorted(folder.glob("*")):
+        if file.is_file() and file.suffix not in WEIGHTS and file.stat().st_size < LARGEST:
+            tensors[file.name] = torch.from_numpy(np.fromfile(file, np.uint8))
     return save(tensors) if tensors else b""

@@ -1,4 +1,4 @@
-"""Host memory: how much is available, page-locked memory in slabs, and tensors copied to the host part by part.
+"""Host memory: how much is available, page-locked slabs, and tensors copied to the host in parts.
 
 Slabs, because torch rounds each tensor of `pin_memory` up to a power of two: 1.7 times the bytes at
 14B parameters.
@@ -41,7 +41,10 @@ class HostMemory:
 
 
 def in_parts(named: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
-    """Copies of tensors in host memory, in parts of at most `most` bytes or of one tensor; the last may be empty."""
+    """Copies of tensors in host memory, in parts of at most `most` bytes or of one tensor.
+
+    The last part may be empty.
+    """
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in named:
@@ -69,7 +72,10 @@ def peak_gib(device: torch.device) -> float:
 
 
 def available_memory(system: Path = Path("/")) -> int:
-    """Bytes that this machine, or the container's limit, has left; caches count as free. 0 if neither is known."""
+    """Bytes that this machine, or the container's limit, has left; caches count as free.
+
+    0 if neither is known.
+    """
     available = _numbers(system / "proc/meminfo").get("MemAvailable", 0) * 1024
     cgroup = system / "sys/fs/cgroup"
     for limit_file, usage_file in CGROUP_FILES.items():
@@ -83,7 +89,10 @@ def available_memory(system: Path = Path("/")) -> int:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The numbers of a kernel file with lines "name 5", "name: 5 kB" or "5"; a number without a name has the key ""."""
+    """The numbers of a kernel file with lines "name 5", "name: 5 kB" or "5", by name.
+
+    A number without a name has the key "".
+    """
     if not path.is_file():
         return {}
     lines = re.findall(r"^(?:(\w+):?\s+)?(\d+)(?: kB)?$", path.read_text(), re.M)

@@ -1,6 +1,6 @@
 """LoRA (Hu et al., arXiv 2106.09685): low-rank adapters beside frozen weights, made by peft.
 
-    W' = W + alpha / rank * B A        W [out, in], A [rank, in] random and B [out, rank] zero at the start
+    W' = W + alpha / rank * B A    W [out, in]; at the start A [rank, in] random, B [out, rank] zero
 
 peft replaces layers in place: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside
 `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. vLLM gets A and B alone (or W').
@@ -23,7 +23,7 @@ from paw.model.ranks import full_tensor
 
 
 def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:
-    """Raise UserError for a target that names no linear layer of the decoder."""
+    """Raise UserError if a target is not the name of a linear layer of the decoder."""
     linear = {
         name for name, module in lm.get_decoder().named_modules() if isinstance(module, nn.Linear)
     }
@@ -32,14 +32,15 @@ def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:
         if target not in layers:
             hint = nearest(target, layers) or f"there are: {', '.join(layers) or 'none'}"
             raise UserError(
-                f"lora.targets: '{target}' is no linear layer of this model's decoder; {hint}"
+                f"lora.targets: '{target}' is not a linear layer of this model's decoder; {hint}"
             )
 
 
 def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
-    """Freeze `lm` and add trainable float32 adapters. Equal seeds give equal adapters; log-probs do not change.
+    """Freeze `lm` and add trainable float32 adapters.
 
-    Raises UserError if peft is not installed, and for targets that name experts.
+    Equal seeds give equal adapters; log-probs do not change. Raises UserError if peft is not
+    installed, and for targets that name experts.
     """
     peft = needed("peft", "lora.rank", "lora")
     settings = peft.LoraConfig(
@@ -59,7 +60,10 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
 
 
 def _refuse_experts(lm: PreTrainedModel, config: LoraConfig) -> None:
-    """Raise UserError if a target also names expert weights (one tensor for all experts), which peft then adapts."""
+    """Raise UserError if a target also names expert weights, one tensor for all experts.
+
+    peft has then adapted them.
+    """
     expert_words: set[str] = set()
     for layer in _lora_layers(lm):
         expert_words.update(
@@ -70,8 +74,9 @@ def _refuse_experts(lm: PreTrainedModel, config: LoraConfig) -> None:
             target for target in config.targets if target.split("_")[0] not in expert_words
         ]
         raise UserError(
-            f"lora.targets: in a '{lm.config.model_type}' some name weights of experts, one tensor for all, which "
-            f"get no adapters here; leave them out: --lora.targets '{json.dumps(dense_targets)}'"
+            f"lora.targets: in a '{lm.config.model_type}' some name weights of experts, "
+            "one tensor for all, which get no adapters here; "
+            f"leave them out: --lora.targets '{json.dumps(dense_targets)}'"
         )
 
 
@@ -92,7 +97,10 @@ def adapters_off(lm: PreTrainedModel) -> Iterator[None]:
 
 
 def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
-    """The full parameter `name` of one of peft's layers with its adapter added: a new tensor, but a bias as it is."""
+    """The full parameter `name` of one of peft's layers with its adapter added, a new tensor.
+
+    A bias is returned as it is.
+    """
     if name.endswith(".bias"):
         return weight
     layer: Any = model.get_submodule(name.removesuffix(".base_layer.weight"))

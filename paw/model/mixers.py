@@ -1,4 +1,7 @@
-"""Layers that mix tokens by recurrence or convolution, which know no bounds of packed rows: they get each row alone."""
+"""Layers that mix tokens by recurrence or convolution: they get packed rows side by side.
+
+Such layers know no bounds of rows.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,16 +13,20 @@ from paw.model.attention import token_mixers
 
 
 def separate_rows(layers: Iterable[nn.Module]) -> None:
-    """By hooks on the modules themselves, which a deep copy of the model keeps: a decoder layer
-    hands the bounds down, each time it runs (when it is recomputed as well), since not every model
+    """Have every token mixer in these decoder layers see each row alone.
+
+    It is done by hooks on the modules themselves, which a deep copy of the model keeps. A decoder
+    layer hands the bounds down each time it runs, also when it is recomputed, since not every model
     passes them on.
     """
     for layer in layers:
-        if mixers := token_mixers(layer):
-            layer.register_forward_pre_hook(_hand_down, with_kwargs=True)
-            for mixer in mixers:
-                mixer.register_forward_pre_hook(_part, with_kwargs=True)
-                mixer.register_forward_hook(_join)
+        mixers = token_mixers(layer)
+        if not mixers:
+            continue
+        layer.register_forward_pre_hook(_hand_down, with_kwargs=True)
+        for mixer in mixers:
+            mixer.register_forward_pre_hook(_lay_side_by_side, with_kwargs=True)
+            mixer.register_forward_hook(_lay_one_after_another)
 
 
 def _hand_down(layer: nn.Module, args: tuple, options: dict[str, Any]) -> None:
@@ -28,20 +35,25 @@ def _hand_down(layer: nn.Module, args: tuple, options: dict[str, Any]) -> None:
 
 
 @torch.compiler.disable
-def _part(mixer: Any, args: tuple, options: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+def _lay_side_by_side(
+    mixer: Any, args: tuple, options: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]] | None:
+    """A mixer's arguments with hidden states [rows, longest, D] in place of [1, T, D]."""
     if mixer.packed is None:
         return None
     if args:
-        return (mixer.packed.side_by_side(args[0].squeeze(0)), *args[1:]), options
-    return args, options | {
-        "hidden_states": mixer.packed.side_by_side(options["hidden_states"].squeeze(0))
-    }
+        hidden = mixer.packed.side_by_side(args[0].squeeze(0))
+        return (hidden, *args[1:]), options
+    hidden = mixer.packed.side_by_side(options["hidden_states"].squeeze(0))
+    return args, options | {"hidden_states": hidden}
 
 
 @torch.compiler.disable
-def _join(mixer: Any, args: tuple, output: Any) -> Any:
+def _lay_one_after_another(mixer: Any, args: tuple, output: Any) -> Any:
+    """A mixer's output with hidden states [1, T, D] again."""
     if mixer.packed is None:
         return None
-    first, *rest = output if isinstance(output, tuple) else (output,)
-    first = mixer.packed.one_after_another(first).unsqueeze(0)
-    return (first, *rest) if isinstance(output, tuple) else first
+    if isinstance(output, tuple):
+        hidden, *others = output
+        return (mixer.packed.one_after_another(hidden).unsqueeze(0), *others)
+    return mixer.packed.one_after_another(output).unsqueeze(0)

@@ -1,4 +1,6 @@
-"""Several ranks, one process for each device, started by `paw train --gpus N` or torchrun: how they meet and exchange.
+"""Several ranks, one process for each device: how they meet and what they exchange.
+
+`paw train --gpus N` or torchrun starts them.
 
 The ranks divide the work, not the data. After the rollout every rank holds the rows of the whole
 update (token ids and floats), computes advantages, selection and mini-batches of all of them, and
@@ -33,7 +35,10 @@ from paw.model.watchdog import Watchdog
 
 T = TypeVar("T")
 STORE = "PAW_STORE_FD"
-"""Environment variable of rank 0: file descriptor of the store's listening socket, which `paw train --gpus` opened."""
+"""Environment variable of rank 0: file descriptor of the socket on which the store listens.
+
+`paw train --gpus` has opened it.
+"""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 MEETING = timedelta(minutes=60)
 """How long ranks wait for each other at the start."""
@@ -54,22 +59,37 @@ class DistributedRanks(Ranks):
         world_size: int,
         on_host: int,
         device: torch.device,
-        *,
-        peer_timeout_s: float = 600.0,
+        watchdog: Watchdog,
     ) -> None:
-        """Raises UserError if this machine has no device for the rank, or if the others cannot be reached."""
         self.rank = rank
         self.world_size = world_size
         self.on_host = on_host
         self._device = device
+        self._watchdog = watchdog
+
+    @classmethod
+    def join(
+        cls,
+        rank: int,
+        world_size: int,
+        on_host: int,
+        device: torch.device,
+        *,
+        peer_timeout_s: float = 600.0,
+    ) -> "DistributedRanks":
+        """Meet the other ranks. Called by all of them.
+
+        Raises UserError if this machine has no device for the rank, or the others are out of reach.
+        """
+        backend = "gloo"
         if device.type == "cuda":
-            self._device = _own_gpu(rank)
+            backend = "cpu:gloo,cuda:nccl"
+            device = _own_gpu(rank)
         if on_host == world_size:
             _use_loopback()
         try:
             store, watchdog_store = _stores(rank)
             _meet(store, rank, world_size)
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world_size, timeout=FOREVER
             )
@@ -77,10 +97,11 @@ class DistributedRanks(Ranks):
             raise UserError(
                 f"rank {rank} cannot reach the others: {str(error).splitlines()[0]}"
             ) from None
-        self._watchdog = Watchdog(watchdog_store, rank, world_size, timeout_s=peer_timeout_s)
+        watchdog = Watchdog(watchdog_store, rank, world_size, timeout_s=peer_timeout_s)
+        return cls(rank, world_size, on_host, device, watchdog)
 
     def gather(self, item: T, kind: Any = None) -> list[T]:
-        """Items travel as JSON, never as pickles, with which one rank could run code in the others."""
+        """Items travel as JSON, not as pickles, by which a rank could run code in the others."""
         data = to_json(item, inf_nan_mode="constants")
         adapter = _adapter(kind or type(item))
         return [adapter.validate_json(part) for part in self.gather_bytes(data)]
@@ -143,7 +164,9 @@ class DistributedRanks(Ranks):
         offload: bool = False,
         sharers: int | None = None,
     ) -> None:
-        """Shard `policy` by FSDP2: each decoder layer, then the rest (embedding, last norm, head) with `policy` itself.
+        """Shard `policy` by FSDP2: each decoder layer, then the rest with `policy` itself.
+
+        The rest is the embedding, the last norm and the head.
 
         `policy` is in host memory. Rank 0's parameters replace those of the other ranks. Full
         weights are seen inside calls of `policy` alone: everything, the root included, is resharded
@@ -160,8 +183,23 @@ class DistributedRanks(Ranks):
             if not offload:
                 policy.to(self._device)
             return
+        options = self._fsdp_options(dtype, offload=offload, sharers=sharers or self.world_size)
+        full = {name: parameter.data for name, parameter in policy.named_parameters()}
+        for layer in decoder_layers(policy):
+            fully_shard(layer, **options)
+        fully_shard(policy, reshard_after_forward=True, **options)
+
+        for name, parameter in policy.named_parameters():
+            assert isinstance(parameter, DTensor)
+            value = full.pop(name).to(self._device)
+            # Rank 0 scatters its own.
+            shard = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            parameter.to_local().detach().copy_(shard.to_local())
+
+    def _fsdp_options(self, dtype: torch.dtype, *, offload: bool, sharers: int) -> dict[str, Any]:
+        """Keyword arguments of `fully_shard`."""
         if self._mesh is None:
-            self._mesh = self._make_mesh(sharers or self.world_size)
+            self._mesh = self._make_mesh(sharers)
         options: dict[str, Any] = {"mesh": self._mesh}
         if dtype != torch.float32:
             # Inputs keep their dtype: weights of rows and log-probs are float32.
@@ -172,22 +210,10 @@ class DistributedRanks(Ranks):
             )
         if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
-
-        full = {name: parameter.data for name, parameter in policy.named_parameters()}
-        for layer in decoder_layers(policy):
-            fully_shard(layer, **options)
-        fully_shard(policy, reshard_after_forward=True, **options)
-
-        for name, parameter in policy.named_parameters():
-            assert isinstance(parameter, DTensor)
-            value = full.pop(name).to(self._device)
-            shard = distribute_tensor(
-                value, parameter.device_mesh, parameter.placements
-            )  # rank 0 scatters its own
-            parameter.to_local().detach().copy_(shard.to_local())
+        return options
 
     def _make_mesh(self, sharers: int) -> DeviceMesh:
-        """A mesh [ranks], or [copies, ranks of a copy]: FSDP replicates over the copies and shards within one."""
+        """A mesh [ranks], or [copies, ranks of a copy]: FSDP shards each copy of the model."""
         if sharers == self.world_size:
             return init_device_mesh(self._device.type, (self.world_size,))
         grid = torch.arange(self.world_size).view(-1, sharers)
@@ -206,14 +232,11 @@ class DistributedRanks(Ranks):
         if isinstance(policy, FSDPModule):
             return
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        ranks_with_gradient = torch.tensor(
-            [float(parameter.grad is not None) for parameter in trained]
-        )
+        has_gradient = [float(parameter.grad is not None) for parameter in trained]
+        ranks_with_gradient = torch.tensor(has_gradient)
         dist.all_reduce(ranks_with_gradient)
         for parameter, count in zip(trained, ranks_with_gradient.tolist(), strict=True):
-            if (
-                count == 0
-            ):  # a parameter without a gradient on any rank keeps none, as with one rank
+            if count == 0:  # without a gradient on any rank it keeps none, as with one rank
                 continue
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             total = grad.float()
@@ -245,7 +268,7 @@ def _own_gpu(rank: int) -> torch.device:
 
 
 def _use_loopback() -> None:
-    """Have the collective libraries use the loopback interface: ranks of one machine need no network."""
+    """Have the collective libraries use the loopback interface: one machine needs no network."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
         for library in ("GLOO", "NCCL"):
@@ -277,12 +300,13 @@ def read_variables(episodes: int) -> tuple[int, int, int]:
     ):
         if not fits:
             raise UserError(
-                f"{name} = {value} and WORLD_SIZE = {world_size} do not fit; start with --gpus or torchrun"
+                f"{name} = {value} and WORLD_SIZE = {world_size} do not fit; "
+                "start with --gpus or torchrun"
             )
     if episodes < world_size:
         raise UserError(
-            f"rollout.tasks x rollout.group_size = {episodes} episodes on {world_size} ranks leaves some without one; "
-            "lower --gpus"
+            f"rollout.tasks x rollout.group_size = {episodes} episodes on {world_size} ranks "
+            "leaves some without one; lower --gpus"
         )
     return rank, world_size, on_host
 
@@ -316,20 +340,22 @@ def _start_key(rank: int) -> str:
 
 
 def _stores(rank: int, timeout: timedelta = MEETING) -> tuple[Any, Any]:
-    """Two connections to the store at MASTER_ADDR and MASTER_PORT, which rank 0 opens unless torchrun has done so.
+    """Two connections to the store at MASTER_ADDR and MASTER_PORT.
 
-    A store that torch opens listens on every interface. This one listens on MASTER_ADDR alone if
-    that is loopback.
+    Rank 0 opens the store, unless torchrun has done so. A store that torch opens listens on every
+    interface; this one listens on MASTER_ADDR alone if that is loopback.
     """
     host = os.environ.get("MASTER_ADDR", "")
     port = _variable("MASTER_PORT", 0)
     if not host or not port:
         raise UserError(
-            "MASTER_ADDR and MASTER_PORT in the environment name no rank 0; start with --gpus or torchrun"
+            "MASTER_ADDR and MASTER_PORT in the environment name no rank 0; "
+            "start with --gpus or torchrun"
         )
     is_master = rank == 0 and os.environ.get(_AGENT_STORE) != "True"
     listening: dict[str, Any] = {}
-    if is_master and (descriptor := os.environ.pop(STORE, None)):
+    descriptor = os.environ.pop(STORE, None) if is_master else None
+    if descriptor:
         listening["master_listen_fd"] = int(descriptor)
     elif is_master and (host == "localhost" or host.startswith("127.")):
         listening["master_listen_fd"] = socket.create_server((host, port)).detach()

@@ -15,38 +15,42 @@ from paw.model.attention import ATTENTION, decoder_layers, packed_attention
 
 
 def import_liger(device: torch.device) -> Any:
-    """Liger's module of patches; UserError where it is missing or cannot run."""
+    """Liger's module of patches. Raises UserError if it is not installed or cannot run."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(
             f"model.liger needs a GPU, this run is on '{device.type}'; use --model.liger false"
         )
-    instead = "--model.liger false"
-    return needed("liger_kernel.transformers.monkey_patch", "model.liger", "liger", instead=instead)
+    return needed(
+        "liger_kernel.transformers.monkey_patch",
+        "model.liger",
+        "liger",
+        instead="--model.liger false",
+    )
 
 
 def apply_liger(lm: PreTrainedModel) -> None:
-    """Liger's norms, rotary embedding and gated MLP in place of `lm`'s; UserError for a model it does not know.
+    """Replace `lm`'s norms, rotary embedding and gated MLP by Liger's. The head stays ours.
 
-    The rotary embedding is replaced for every model of this kind in the process, the rest for those
-    made from now on. The head stays ours.
+    The rotary embedding is replaced for every model of this type in the process, the rest for this
+    model and those made from now on. Raises UserError if Liger has no kernels for the model.
     """
-    logging.getLogger("liger_kernel").setLevel(
-        logging.ERROR
-    )  # it warns of back ends that nobody asked for
-    liger, kind = import_liger(lm.device), lm.config.model_type
-    if kind not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
+    # Liger warns of back ends that nobody asked for.
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)
+    liger = import_liger(lm.device)
+    model_type = lm.config.model_type
+    if model_type not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UserError(
-            f"model.liger: Liger has no kernels for '{kind}' models; use --model.liger false"
+            f"model.liger: Liger has no kernels for '{model_type}' models; use --model.liger false"
         )
     liger._apply_liger_kernel_to_instance(lm, fused_linear_cross_entropy=False, cross_entropy=False)
 
 
 def compile_layers(lm: PreTrainedModel) -> None:
-    """torch.compile every decoder layer, for any number of tokens; before sharding.
+    """torch.compile every decoder layer, for any number of tokens. Called before sharding.
 
-    Only `forward` is compiled: hooks (FSDP's) and checkpointing stay around it, and attention over
-    packed rows, with all that depends on the rows, is left out of the graph. Sampling, which packs
-    no rows, does without.
+    Only `forward` is compiled: hooks (FSDP's) and checkpointing stay around it. Attention over
+    packed rows is not in the graph, and nothing in the graph depends on the rows. Sampling, which
+    packs no rows, runs the layers uncompiled.
     """
     AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
     for layer in decoder_layers(lm):
@@ -54,9 +58,11 @@ def compile_layers(lm: PreTrainedModel) -> None:
 
 
 def _compiled(eager: Any) -> Any:
-    fast = torch.compile(eager, dynamic=True)
+    compiled = torch.compile(eager, dynamic=True)
 
     def forward(*args: Any, **options: Any) -> Any:
-        return (fast if "packed" in options else eager)(*args, **options)
+        if "packed" in options:
+            return compiled(*args, **options)
+        return eager(*args, **options)
 
     return forward

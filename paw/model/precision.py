@@ -1,9 +1,10 @@
-"""One definition of bf16 for any number of ranks: every module sees its parameters as bf16, and nothing else is cast.
+"""One definition of bf16 for any number of ranks: every module sees its parameters as bf16.
 
-So does FSDP2's MixedPrecisionPolicy in several ranks, and vLLM. Parameters that are stored in
-float32 (AdamW's, LoRA's adapters) keep that for the optimizer and get their gradients in it. In one
-rank a decoder layer has copies of them while it runs, forward and again in the backward pass where
-it is checkpointed; autocast would keep those of all layers, and a residual stream of float32.
+Nothing else is cast. FSDP2's MixedPrecisionPolicy does so with several ranks, and so does vLLM.
+Parameters that are stored in float32 (AdamW's, LoRA's adapters) keep that for the optimizer and get
+their gradients in it. In one rank a decoder layer has bf16 copies of them while it runs: forward,
+and again in the backward pass if it is checkpointed. autocast would keep the copies of all layers,
+and a residual stream of float32.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,69 +12,79 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
 def parameters_as(dtype: torch.dtype, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Copies in place of what the modules themselves hold in another floating dtype; gradients flow through them."""
-    held = [
-        (module._parameters, name, parameter)
-        for module in modules
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype
-    ]
-    copies: dict[Any, Any] = {
-        parameter: parameter.to(dtype) for parameter in {item[2]: None for item in held}
-    }
-    for parameters, name, parameter in held:
+    """In this block the modules' own floating parameters of other dtypes are copies in `dtype`.
+
+    Gradients flow through the copies. A shared parameter has one copy.
+    """
+    originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
+                continue
+            originals.append((module._parameters, name, parameter))
+    copies: dict[nn.Parameter, Tensor] = {}
+    for _, _, parameter in originals:
+        if parameter not in copies:
+            copies[parameter] = parameter.to(dtype)
+
+    for parameters, name, parameter in originals:
         parameters[name] = copies[parameter]
     try:
         yield
     finally:
-        for parameters, name, parameter in held:
+        for parameters, name, parameter in originals:
             parameters[name] = parameter
 
 
 def run_in(dtype: torch.dtype, lm: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Have each of the `layers`, and whatever else in `lm` holds parameters, run with them as `dtype`.
+    """Have the `layers`, and whatever else in `lm` holds parameters, run with them as `dtype`.
 
-    By hooks, which stay around what torch.compile makes of a layer, and inside what is
+    It is done by hooks, which stay outside what torch.compile makes of a layer, and inside what is
     checkpointed.
     """
-    layers = list(layers)
-    inside = {part for layer in layers for part in layer.modules()}
+    in_layers: set[nn.Module] = set()
     for layer in layers:
-        _hook(layer, dtype, whole=True)
-    for part in lm.modules():
-        if part._parameters and part not in inside:
-            _hook(part, dtype, whole=False)
+        in_layers.update(layer.modules())
+        _add_hooks(layer, dtype, with_submodules=True)
+    for module in lm.modules():
+        if module._parameters and module not in in_layers:
+            _add_hooks(module, dtype, with_submodules=False)
 
 
 @contextmanager
 def running_in(dtype: torch.dtype, lm: nn.Module) -> Iterator[None]:
-    """Another dtype meanwhile for what `run_in` was told of."""
-    before: dict[Any, torch.dtype] = {
-        part: part._runs_in for part in lm.modules() if hasattr(part, "_runs_in")
-    }  # type: ignore[misc]
-    for part in before:
-        part._runs_in = dtype
+    """In this block what `run_in` has prepared runs in another dtype."""
+    usual: dict[Any, torch.dtype] = {}
+    for module in lm.modules():
+        if hasattr(module, "_runs_in"):
+            usual[module] = module._runs_in  # type: ignore[assignment]
+    for module in usual:
+        module._runs_in = dtype
     try:
         yield
     finally:
-        for part, own in before.items():
-            part._runs_in = own
+        for module, usual_dtype in usual.items():
+            module._runs_in = usual_dtype
 
 
-def _hook(unit: Any, dtype: torch.dtype, *, whole: bool) -> None:
-    unit._runs_in, entered = dtype, ExitStack()
+def _add_hooks(module: nn.Module, dtype: torch.dtype, *, with_submodules: bool) -> None:
+    """Have a module run with its parameters in `dtype`, which `module._runs_in` can change."""
+    module._runs_in = dtype  # type: ignore[assignment]
+    casting = ExitStack()
 
-    def enter(
-        unit: Any, *_: Any
-    ) -> None:  # the unit that is called may be a deep copy of the one it was made for
-        entered.enter_context(parameters_as(unit._runs_in, unit.modules() if whole else [unit]))
+    # A hook gets the module that is called, which may be a deep copy of the one it was made for.
+    def enter(called: Any, *_: Any) -> None:
+        modules = called.modules() if with_submodules else [called]
+        casting.enter_context(parameters_as(called._runs_in, modules))
 
-    unit.register_forward_pre_hook(enter)
-    unit.register_forward_hook(
-        lambda *_: entered.close(), always_call=True
-    )  # recomputing stops by an exception
+    def leave(*_: Any) -> None:
+        casting.close()
+
+    module.register_forward_pre_hook(enter)
+    # always_call: when a checkpointed layer is recomputed, an exception ends it early.
+    module.register_forward_hook(leave, always_call=True)

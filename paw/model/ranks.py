@@ -46,11 +46,11 @@ class Ranks:
     def together(
         self, make: Callable[[], T], kind: Any = None, refusal: type[UserError] | None = None
     ) -> list[T]:
-        """Call `make` on every rank and return all results, in rank order; `kind` is the type of a result.
+        """Call `make` on every rank and return all results, in rank order.
 
-        If `make` raises UserError on some rank, that rank raises it and the others raise
-        PeerLostError. With `refusal`, an error class: if `make` raises it on some rank, all ranks
-        raise that of the lowest such rank.
+        `kind` is the type of a result. If `make` raises UserError on some rank, that rank raises it
+        and the others raise PeerLostError. With `refusal`, an error class: if `make` raises it on
+        some rank, all ranks raise that of the lowest such rank.
         """
         result = None
         failure: UserError | None = None
@@ -60,8 +60,8 @@ class Ranks:
         except caught as error:
             failure = error
         result_kind = kind | None if kind else Any
-        own = (result, str(failure) if failure else None)
-        gathered = self.gather(own, tuple[result_kind, str | None])
+        result_or_message = (result, str(failure) if failure else None)
+        gathered = self.gather(result_or_message, tuple[result_kind, str | None])
         if failure and not refusal:
             raise failure
         for rank, (_, message) in enumerate(gathered):
@@ -72,7 +72,7 @@ class Ranks:
         return [result for result, _ in gathered]  # type: ignore[misc]
 
     def gather_rows(self, rows: list[list[T]], kind: type[T]) -> list[list[list[T]]]:
-        """The rows of all ranks, in rank order: of float (sent as float32) or of int (0 to 2^31 - 1)."""
+        """The rows of all ranks, in rank order: float (sent as float32) or int (0 to 2^31 - 1)."""
         return [rows]
 
     def gather_numbered(self, rows: dict[int, list[float]]) -> list[list[float]]:
@@ -117,7 +117,10 @@ class Ranks:
                 raise UserError(otherwise.replace("{}", str(rank)))
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Name what this rank does in the block, for the watchdog, which learns how long each phase may take."""
+        """Name what this rank does in the block, for the watchdog.
+
+        It learns how long each phase may take.
+        """
         return nullcontext()
 
     def shard(
@@ -131,7 +134,10 @@ class Ranks:
         """Divide the parameters of `policy` among the ranks; see `parallel.DistributedRanks`."""
 
     def sync_gradients(self, policy: nn.Module, last: bool) -> None:
-        """Set whether the next backward pass reduces gradients over the ranks, or adds to full ones on each rank."""
+        """Set whether the next backward pass reduces gradients over the ranks.
+
+        Else it adds to full gradients on each rank.
+        """
 
     def average_gradients(self, policy: nn.Module) -> None:
         """Average a mini-batch's gradients in float32 if every rank holds the full model.
@@ -157,7 +163,7 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host had no memory left. vLLM's allocator raises a RuntimeError for it."""
+    """Whether device or host had no memory left; vLLM's allocator raises a RuntimeError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     phrases = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -171,7 +177,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def held_rows(tensor: Tensor) -> tuple[int, int] | None:
-    """[start, end) of the rows of a sharded tensor that this rank holds; None if the tensor is not sharded."""
+    """[start, end) of the rows that this rank holds of a sharded tensor; None if not sharded."""
     for dim, placement in enumerate(getattr(tensor, "placements", ())):
         if placement.is_shard():
             mesh = cast(Any, tensor).device_mesh

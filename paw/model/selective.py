@@ -1,4 +1,4 @@
-"""What is kept for the backward pass with `model.checkpointing = "selective"`."""
+"""The activations kept for the backward pass with `model.checkpointing = "selective"`."""
 
 from typing import Any
 
@@ -7,8 +7,12 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 
 def selective_contexts() -> tuple[Any, Any]:
-    """Keep the outputs of attention and of every second matrix product; recompute the rest (as torchtitan does)."""
+    """Contexts that keep the outputs of attention and of every second matrix product.
+
+    The rest is recomputed, as in torchtitan.
+    """
     products = {"forward": 0, "recompute": 0}
+    """Matrix products counted so far in each pass."""
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):

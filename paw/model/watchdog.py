@@ -1,4 +1,4 @@
-"""Ends a rank that waits in vain for another one. It works outside the collective call that the rank waits in.
+"""Ends a rank that waits in vain for another one, from outside the collective call it waits in.
 
 Each rank tells the others every second, through the store, how many steps it has taken and in which
 phase it is. A rank that is stopped, or whose machine is gone, falls silent. Time is counted in
@@ -39,10 +39,10 @@ class Message:
 
 
 class Watchdog:
-    """Two threads of one rank, from the moment the ranks have met until `close`: one reports, one judges."""
+    """Two threads of a rank, until `close`: one reports, one judges."""
 
     def __init__(self, store: Any, rank: int, world: int, *, timeout_s: float) -> None:
-        """`store` is a torch.distributed Store that nothing else uses; `timeout_s` is run.peer_timeout_s."""
+        """`store` is a torch.distributed Store of its own; `timeout_s` is run.peer_timeout_s."""
         self._store = store
         self.rank = rank
         self.timeout_s = timeout_s
@@ -84,7 +84,7 @@ class Watchdog:
         self._closed.set()
 
     def verdict(self) -> str | None:
-        """Why the run cannot go on, with the number of the rank that is to blame; None as long as it can."""
+        """Why the run cannot go on, with the rank that is to blame; None as long as it can."""
         return self._silent_rank() or self._hanging_rank()
 
     def _silent_rank(self) -> str | None:
@@ -92,28 +92,29 @@ class Watchdog:
             silent_ticks = self._tick - message.tick
             if message.number != DONE and silent_ticks * TICK_S > self.timeout_s:
                 return (
-                    f"rank {other} has been silent for {silent_ticks} s (run.peer_timeout_s = {self.timeout_s:g}), "
-                    f"last in phase '{message.phase}': it is stopped, or its machine is gone"
+                    f"rank {other} has been silent for {silent_ticks} s "
+                    f"(run.peer_timeout_s = {self.timeout_s:g}), last in phase "
+                    f"'{message.phase}': it is stopped, or its machine is gone"
                 )
         return None
 
     def _hanging_rank(self) -> str | None:
-        """The rank that is furthest behind, if this phase takes longer than any before it and the timeout."""
+        """The rank furthest behind, if this phase takes longer than any before and the timeout."""
         longest_s = max(self._longest.values(), default=0) * TICK_S
         limit_s = self.timeout_s + longest_s
         if self._phase not in self._longest or self._phase == "save":
             limit_s = max(limit_s, PATIENCE_S)
         spent_s = (self._tick - self._phase_began) * TICK_S
-        if (
-            spent_s <= limit_s + 2 * TICK_S
-        ):  # a rank that was stopped in this phase is found silent first
+        # Two ticks more: a rank that was stopped in this phase is to be found silent first.
+        if spent_s <= limit_s + 2 * TICK_S:
             return None
         moves = {other: message.moves for other, message in self._heard.items()}
         moves[self.rank] = self._moves
         furthest_behind = min(moves, key=lambda rank: (moves[rank], rank))
         return (
-            f"rank {furthest_behind} does not go on: phase '{self._phase}' has taken {spent_s:.0f} s, the longest "
-            f"before it {longest_s:.0f} (run.peer_timeout_s = {self.timeout_s:g})"
+            f"rank {furthest_behind} does not go on: phase '{self._phase}' has taken "
+            f"{spent_s:.0f} s, the longest before it {longest_s:.0f} "
+            f"(run.peer_timeout_s = {self.timeout_s:g})"
         )
 
     def _send(self, number: int) -> None:
@@ -140,7 +141,8 @@ class Watchdog:
     def _judge(self) -> None:
         while not self._closed.wait(TICK_S):
             self._tick += 1
-            if reason := self.verdict():
+            reason = self.verdict()
+            if reason:
                 os.write(2, f"paw: {reason}; checkpoints are kept (--resume auto)\n".encode())
                 say_ending(3)
                 os._exit(3)

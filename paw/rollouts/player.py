@@ -21,7 +21,7 @@ from paw.envs import make_factory
 from paw.envs.base import EnvFactory
 from paw.envs.threads import Threads
 from paw.errors import UserError, describe
-from paw.model.policy import load_tokenizer
+from paw.model.loading import load_tokenizer
 from paw.model.ranks import Ranks
 from paw.rollouts.chat import Chat
 from paw.rollouts.engines.server import Fleet, ServerEngine

@@ -258,7 +258,8 @@ def export_run(
     """
     # imported here: verifying a checkpoint needs no model
     from paw.model.dtype import training_dtype, with_dtype
-    from paw.model.policy import full_parameters, load_policy, load_tokenizer, weights_dtype
+    from paw.model.loading import load_policy, load_tokenizer
+    from paw.model.policy import full_parameters, weights_dtype
     from paw.recipe import load as load_config
     from paw.state import push as hub
     from paw.state.export import export, start_model

@@ -124,14 +124,8 @@ def inspect(path: str) -> dict[str, Any]:
     from paw.model.attention import pick_attention
     from paw.model.check import check_model, check_path, number_of_experts
     from paw.model.dtype import pick_dtype
-    from paw.model.policy import (
-        DTYPES,
-        decoder_layers,
-        load_policy,
-        load_tokenizer,
-        pick_backend,
-        pick_device,
-    )
+    from paw.model.loading import load_policy, load_tokenizer
+    from paw.model.policy import DTYPES, decoder_layers, pick_backend, pick_device
     from paw.rollouts.chat import Chat
     from paw.rollouts.engines.transformers import check_sampling
 

@@ -20,7 +20,8 @@ from paw.errors import UserError, clean, masked, progress, to_stderr
 from paw.files import writing
 from paw.model.check import longest_row
 from paw.model.dtype import pick_dtype, with_dtype
-from paw.model.policy import load_policy, load_tokenizer, pick_device
+from paw.model.loading import load_policy, load_tokenizer
+from paw.model.policy import pick_device
 from paw.recipe import load
 from paw.rollouts.chat import Chat
 from paw.rollouts.engines import make_engine

@@ -30,7 +30,8 @@ from paw.envs.next_state import (
 from paw.errors import UserError, to_stderr
 from paw.files import write_file
 from paw.model.dtype import training_dtype, with_dtype
-from paw.model.policy import Policy, load_tokenizer
+from paw.model.loading import load_tokenizer
+from paw.model.policy import Policy
 from paw.rollouts.chat import Chat
 from paw.rollouts.engines import make_engine
 from paw.rollouts.scheduler import Rollouts

@@ -39,14 +39,13 @@ from paw.errors import (
 from paw.model.attention import pick_attention
 from paw.model.check import longest_row
 from paw.model.dtype import training_dtype, with_dtype
+from paw.model.loading import load_policy, load_tokenizer
 from paw.model.lora import add_adapters
 from paw.model.optim import learning_rate, make_optimizer, set_learning_rate
 from paw.model.policy import (
     DTYPES,
     Policy,
     full_parameters,
-    load_policy,
-    load_tokenizer,
     pick_backend,
     pick_device,
     weights_dtype,

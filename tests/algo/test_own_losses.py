@@ -126,7 +126,7 @@ def test_what_is_no_answer_is_one_line(start, tmp_path, key, code, message):  # 
 
 def test_a_module_is_no_loss(start, tmp_path):  # noqa: F811
     (tmp_path / "own.py").write_text("import math\n")
-    with pytest.raises(UserError, match="is a module, no function or class"):
+    with pytest.raises(UserError, match="is a module, not a function or class"):
         make_config(start, tmp_path, policy_loss=f"{tmp_path / 'own.py'}:math")
 
 

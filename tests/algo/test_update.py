@@ -16,7 +16,7 @@ from paw.algo.loss import TokenBatch, ce, joint, ppo
 from paw.algo.samples import micro_batches
 from paw.config import Config
 from paw.envs.base import train_tasks
-from paw.model.policy import load_policy, load_tokenizer
+from paw.model.loading import load_policy, load_tokenizer
 from paw.recipe import validate
 from paw.rollouts.chat import Chat
 from paw.rollouts.engines.transformers import TransformersEngine

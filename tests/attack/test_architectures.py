@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from paw.errors import UserError
 from paw.model.check import check_model, logp_difference
-from paw.model.policy import load_policy
+from paw.model.loading import load_policy
 from paw.rollouts.engines.transformers import check_sampling
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 48}
@@ -103,7 +103,7 @@ def test_a_model_that_is_no_causal_one_is_named(tmp_path):
         "t5", d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4
     ).save_pretrained(tmp_path)
     with pytest.raises(
-        UserError, match=r"model type 't5' is no causal language model of transformers$"
+        UserError, match=r"model type 't5' is not a causal language model of transformers$"
     ):
         load_policy(tmp_path)
 

@@ -20,7 +20,7 @@ from paw.config import Config, EngineConfig, EnvConfig, ModelConfig, RolloutConf
 from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.errors import NoOracleError, UserError
-from paw.model.policy import load_tokenizer
+from paw.model.loading import load_tokenizer
 from paw.model.ranks import Ranks
 from paw.rollouts.chat import Chat
 from paw.rollouts.guard import CheckedEnv

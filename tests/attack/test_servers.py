@@ -31,7 +31,7 @@ from paw.config import (
     RunConfig,
 )
 from paw.errors import UserError
-from paw.model.policy import load_tokenizer
+from paw.model.loading import load_tokenizer
 from paw.model.ranks import Ranks
 from paw.rollouts import ahead
 from paw.rollouts.ahead import AsyncRollouts

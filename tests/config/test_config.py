@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from paw import plugins
-from paw.config import EnvConfig
+from paw.config import Config, EnvConfig
 from paw.errors import UserError
+from paw.hints import FORMER_KEYS, SYNONYMS, hint, plugin_keys
+from paw.keys import keys_of
 from paw.recipe import dump, load, recipe_names
 from paw.values import Section
 
@@ -47,6 +49,9 @@ MEANT = {
     "max_steps": "; it is 'run.updates' here",
     "output_dir": "; it is 'run.dir' here",
     "beta": "; it is 'policy.kl_coef' here",
+    # keys of earlier versions
+    "policy.verl_rows": "; it is 'policy.verl_samples' now",
+    "wm.horizon": "; it was removed",
     # keys of another choice
     "env.products": "; env.name = 'webshop' has it",
     "agent.trials": "; agent.type = 'reflexion' has it",
@@ -57,17 +62,26 @@ MEANT = {
 
 
 def test_an_unknown_key_is_refused_with_what_was_meant(recipe):
-    for wrong, hint in MEANT.items():
+    for wrong, meant in MEANT.items():
         section, _, name = wrong.rpartition(".")
         header = f"[{section}]\n" if section else ""
         path = recipe(f"{header}{name} = 1\n{MODEL}")
         assert problem(path) in (
-            f"{path}: unknown key '{key}'{hint}" for key in (wrong, section or wrong)
+            f"{path}: unknown key '{key}'{meant}" for key in (wrong, section or wrong)
         )
         said = problem(recipe(), {wrong: "1"})
         assert (
-            said.removeprefix("command line: unknown key '").replace("--", "") == f"{wrong}'{hint}"
+            said.removeprefix("command line: unknown key '").replace("--", "") == f"{wrong}'{meant}"
         )
+
+
+def test_hints_name_keys_that_exist():
+    keys = set(keys_of(Config, {})) | {key for _, own in plugin_keys() for key in own}
+    sections = {key.rpartition(".")[0] for key in keys}
+    for key in [*SYNONYMS, *filter(None, FORMER_KEYS.values())]:
+        assert key in keys | sections
+    assert not keys & set(FORMER_KEYS)
+    assert hint("webshop.products", {}) == "; it is 'env.products' now"
 
 
 def test_a_choice_leaves_the_keys_of_the_one_before_it_behind(recipe):
@@ -354,7 +368,7 @@ def test_what_a_class_is_made_with():
 
 
 def test_an_object_that_cannot_be_called_is_one_line(recipe):
-    assert "'given:list' is a list, no function or class" in problem(
+    assert "'given:list' is a list, not a function or class" in problem(
         recipe(), {"policy.loss": plugins.give([1])}
     )
 

@@ -232,7 +232,7 @@ def trained(mesh, slope):
 
 def replicas(rank, folder):
     """Of four ranks, on two machines: shards within one, replicas across."""
-    ranks, places = DistributedRanks(rank, 4, 2, torch.device("cpu")), [0, 0, 2, 2]
+    ranks, places = DistributedRanks.join(rank, 4, 2, torch.device("cpu")), [0, 0, 2, 2]
     mesh, mine = (
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("machines", "ranks")),
         folder / f"machine{rank // 2}",

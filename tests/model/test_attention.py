@@ -108,7 +108,7 @@ def test_kernels_agree_on_a_gpu(kernel):
 def test_varlen_refuses_what_it_would_leave_out():
     x = torch.randn(1, 2, 5, 16)
     packed = pack_rows([3, 2], kernel="varlen", device=CPU)
-    with pytest.raises(UserError, match=r"'varlen' knows no soft cap.*--model\.attention sdpa"):
+    with pytest.raises(UserError, match=r"'varlen' supports no soft cap.*--model\.attention sdpa"):
         packed_attention(None, x, x, x, None, packed=packed, softcap=50.0)
 
 

@@ -16,7 +16,7 @@ from test_update import make_config, run_updates, start  # noqa: F401
 from paw.algo.critic import Critic, load_critic, value_loss
 from paw.algo.gae import gae, whiten
 from paw.errors import UserError
-from paw.model.policy import load_policy
+from paw.model.loading import load_policy
 from paw.model.ranks import Ranks
 from paw.recipe import load
 from paw.run import open_run

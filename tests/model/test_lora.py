@@ -156,11 +156,11 @@ def test_wrong_targets_are_named_and_missing_peft(monkeypatch):
     with pytest.raises(UserError, match=r"pip install 'paw-trainer\[lora\]'"):
         add_adapters(lm, CONFIG, seed=0)
     with pytest.raises(
-        UserError, match=r"lora\.targets: 'q_prj' is no linear layer .* did you mean 'q_proj'\?"
+        UserError, match=r"lora\.targets: 'q_prj' is not a linear layer .* did you mean 'q_proj'\?"
     ):
         check_targets(lm, LoraConfig(rank=1, targets=["v_proj", "q_prj"]))
     for target in ("lm_head", "embed_tokens", ""):
-        with pytest.raises(UserError, match=f"'{target}' is no linear layer"):
+        with pytest.raises(UserError, match=f"'{target}' is not a linear layer"):
             check_targets(lm, LoraConfig(rank=1, targets=[target]))
 
 

@@ -23,7 +23,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
 from paw.algo.loss import log_probs
 from paw.errors import UserError
-from paw.model.policy import Policy, load_policy, load_tokenizer, pick_backend, pick_device
+from paw.model.loading import load_policy, load_tokenizer
+from paw.model.policy import Policy, pick_backend, pick_device
 from paw_kernels import BACKENDS
 
 
@@ -61,7 +62,7 @@ BREAKS = {
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
     "not a causal LM": (
         lambda f: rewrite(f, model_type="clip"),
-        "model type 'clip' is no causal language model",
+        "model type 'clip' is not a causal language model",
     ),
     "a setting of a wrong type": (lambda f: rewrite(f, hidden_size="x"), "hidden_size"),
     "no heads": (lambda f: rewrite(f, num_attention_heads=0), "zero"),

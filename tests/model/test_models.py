@@ -14,7 +14,8 @@ from test_engines import END, assert_same, make_requests, naive, run
 
 from paw.errors import UserError
 from paw.model.check import check_model, check_path, logp_difference
-from paw.model.policy import Policy, load_policy
+from paw.model.loading import load_policy
+from paw.model.policy import Policy
 from paw.rollouts.engines.transformers import TransformersEngine, check_sampling
 
 VOCAB, GUESS = 61, Path(__file__).parents[2] / "docs" / "example_environment.py"

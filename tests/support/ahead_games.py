@@ -24,7 +24,7 @@ from torch import nn
 from paw.config import Config
 from paw.envs import make_factory
 from paw.errors import UserError
-from paw.model.policy import load_tokenizer
+from paw.model.loading import load_tokenizer
 from paw.model.ranks import Ranks
 from paw.rollouts import ahead
 from paw.rollouts.chat import Chat

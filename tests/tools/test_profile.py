@@ -17,7 +17,7 @@ from toyworld import ENV, make_tokenizer, practised_model
 
 from paw import cli
 from paw.errors import UserError
-from paw.model.policy import load_policy, load_tokenizer
+from paw.model.loading import load_policy, load_tokenizer
 from paw.recipe import dump, validate
 from paw.rollouts.chat import Chat
 from paw.rollouts.scheduler import Rollouts
