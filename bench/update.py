@@ -1,4 +1,4 @@
-"""The trainer's own update, `paw.trainer.optimize`, on samples of one's own: seconds of each part, peak memory.
+"""The trainer's own update, `paw.learn.optimize`, on samples of one's own: seconds of each part, peak memory.
 
 The learning rate is 0: AdamW does all its work and every update sees the same weights. Weights are
 random, of a shape that `paw.tools.shapes` knows; nothing is downloaded.
@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import paw.trainer
+from paw import learn
 from paw.algo import loss as losses
 from paw.algo.world_model import select
 from paw.recipe import load
@@ -123,7 +123,7 @@ def trainer(
         meter.watch(torch.Tensor, "backward", "body")
         for name in ("token_loss", "token_stats"):
             meter.watch(losses, name, "head")
-        meter.watch(paw.trainer, "clip_grad_norm_", "optimizer")
+        meter.watch(learn, "clip_grad_norm_", "optimizer")
         meter.watch(warm(run.optimizer), "step", "optimizer")
         yield run, meter
 
@@ -160,7 +160,7 @@ def update(run: Run, samples: Sequence[Sample], *, paw: bool) -> dict[str, float
     """One update, with the world model or without; loss and norm of the gradient."""
     own = [replace(sample, wm_weight=sample.wm_weight * paw) for sample in samples]
     config = run.config.model_copy(update={"wm": run.config.wm.model_copy(update={"enabled": paw})})
-    found = paw.trainer.optimize(
+    found = learn.optimize(
         replace(run, config=config, metrics={"health/sampler_mismatch": 0.0}), own
     )
     return {"loss": found["policy/loss"], "grad_norm": found["optim/grad_norm"]}
