@@ -63,9 +63,9 @@ class Objective:
     loss: JointLoss
     """Both with their weights and the KL and entropy terms, for the fused head."""
     tis_cap: float | None
-    """Bound of pi_old / pi_sampler, by which the policy loss is multiplied."""
+    """Bound of pi_old / pi_sampler, by which the policy loss is multiplied; None if it is not."""
     is_mask: tuple[float, float] | None
-    """Bounds of pi_old / pi_sampler, outside which there is no policy loss."""
+    """Bounds of pi_old / pi_sampler, outside which there is no policy loss; None if there are none."""
 
     @classmethod
     def from_config(cls, config: Config) -> "Objective":
@@ -73,9 +73,8 @@ class Objective:
         options = config.policy
         tis_cap = options.tis_cap
         policy_loss = plugins.load("losses", options.loss)
-        if (
-            options.old_logp == "engine"
-        ):  # pi_old is pi_sampler: the cap takes the place of the clip
+        if options.old_logp == "engine":
+            # pi_old is pi_sampler: the cap bounds pi / pi_old, in place of PPO's clip.
             if tis_cap is not None and options.loss == "ppo":
                 policy_loss = losses.tis
             tis_cap = None

@@ -86,9 +86,11 @@ def grpo(
     result = [0.0] * len(samples)
     for members in _by(sample.group for sample in samples):
         entries = _entries(samples, members, stat)
-        mean, std = 0.0, 1.0
+        mean = 0.0
+        std = 1.0
         if len(entries) > 1:
-            mean, std = statistics.mean(entries), statistics.stdev(entries)
+            mean = statistics.mean(entries)
+            std = statistics.stdev(entries)
         scale = std + eps if norm_std else 1.0
         for i in members:
             result[i] = (samples[i].score - mean) / scale
@@ -107,9 +109,11 @@ def rloo(samples: Sequence[Sample], *, stat: Stat = "steps") -> list[float]:
     for members in _by(sample.group for sample in samples):
         entries = _entries(samples, members, stat)
         n = len(entries)
-        mean, scale = 0.0, 1.0
+        mean = 0.0
+        scale = 1.0
         if n > 1:
-            mean, scale = statistics.mean(entries), n / (n - 1)
+            mean = statistics.mean(entries)
+            scale = n / (n - 1)
         for i in members:
             result[i] = (samples[i].score - mean) * scale
     return result

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from paw.algo.gae import gae, whiten
-from paw.algo.loss import Batch, micro_batches
+from paw.algo.samples import Batch, micro_batches
 from paw.config import Config
 from paw.model.optim import make_optimizer
 from paw.model.policy import Policy, load_policy

@@ -73,13 +73,17 @@ def to_samples(
                 )
                 previous_ids = turn.prompt_ids + turn.response_ids
             trajectory_index += 1
+    _fill_token_weights(samples, n_groups=len(groups))
+    return samples
 
+
+def _fill_token_weights(samples: list[Sample], *, n_groups: int) -> None:
+    """The weight of a response token in the mean over groups of the mean over their tokens."""
     group_tokens: Counter[int] = Counter()
     for sample in samples:
         group_tokens[sample.group] += len(sample.response_ids)
     for sample in samples:
-        sample.token_weight = 1.0 / (len(groups) * group_tokens[sample.group])
-    return samples
+        sample.token_weight = 1.0 / (n_groups * group_tokens[sample.group])
 
 
 def _target_ids(turn: Turn, encode_observation: Callable[[str], list[int]] | None) -> list[int]:
