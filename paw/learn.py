@@ -65,7 +65,7 @@ class Objective:
     tis_cap: float | None
     """Bound of pi_old / pi_sampler, by which the policy loss is multiplied; None if it is not."""
     is_mask: tuple[float, float] | None
-    """Bounds of pi_old / pi_sampler, outside which there is no policy loss; None if there are none."""
+    """Bounds of pi_old / pi_sampler, outside which there is no policy loss; None without a mask."""
 
     @classmethod
     def from_config(cls, config: Config) -> "Objective":
