@@ -12,7 +12,7 @@ invalid (-0.1). Scores are [10, 10 | 0, -0.1, 0]; GRPO over steps gives [1.095, 
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from difflib import SequenceMatcher
 from typing import Any, Literal
 
@@ -23,21 +23,27 @@ from paw.values import NonNegative, Share
 Stat = Literal["steps", "trajectories"]
 
 
-def checked(found: Any, samples: Sequence[Sample], name: str) -> list[float]:
-    """What the estimator called `name` returned, if it is a finite number for each sample; else UserError."""
+def checked(returned: Any, samples: Sequence[Sample], name: str) -> list[float]:
+    """The advantages that the estimator called `name` returned.
+
+    Raises UserError if they are not one finite number for each sample.
+    """
     try:
-        advantages = [float(value) for value in found]
+        advantages = [float(value) for value in returned]
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UserError(
-            f"advantage.type = '{name}' must return a number for each sample, not {shown(found)}"
+            f"advantage.type = '{name}' must return a number for each sample, not {shown(returned)}"
         ) from None
     if len(advantages) != len(samples):
         raise UserError(
-            f"advantage.type = '{name}' returned {len(advantages)} numbers for {len(samples)} samples"
+            f"advantage.type = '{name}' returned {len(advantages)} numbers "
+            f"for {len(samples)} samples"
         )
-    if odd := [value for value in advantages if not math.isfinite(value)]:
+    not_finite = [value for value in advantages if not math.isfinite(value)]
+    if not_finite:
         raise UserError(
-            f"advantage.type = '{name}' returned {odd[0]} for {len(odd)} of {len(samples)} samples"
+            f"advantage.type = '{name}' returned {not_finite[0]} "
+            f"for {len(not_finite)} of {len(samples)} samples"
         )
     return advantages
 
@@ -63,7 +69,9 @@ def grpo(
     norm_std: bool = True,
     eps: NonNegative = 1e-6,
 ) -> list[float]:
-    """(score - mean) / (std + eps) within the group, std unbiased; without the division if not norm_std (Dr. GRPO).
+    """(score - mean) / (std + eps) within the group, std unbiased.
+
+    Without the division if not norm_std (Dr. GRPO).
 
     stat "steps" takes mean and std over all samples of the group, so long trajectories weigh more;
     "trajectories" over one entry a trajectory, the score of its first sample. A single entry has
@@ -78,18 +86,21 @@ def grpo(
     result = [0.0] * len(samples)
     for members in _by(sample.group for sample in samples):
         entries = _entries(samples, members, stat)
-        mean, std = (
-            (0.0, 1.0)
-            if len(entries) == 1
-            else (statistics.mean(entries), statistics.stdev(entries))
-        )
+        mean = 0.0
+        std = 1.0
+        if len(entries) > 1:
+            mean = statistics.mean(entries)
+            std = statistics.stdev(entries)
+        scale = std + eps if norm_std else 1.0
         for i in members:
-            result[i] = (samples[i].score - mean) / (std + eps if norm_std else 1.0)
+            result[i] = (samples[i].score - mean) / scale
     return result
 
 
 def rloo(samples: Sequence[Sample], *, stat: Stat = "steps") -> list[float]:
-    """(score - mean) n / (n - 1): the score less the mean of the other entries. A single entry keeps its score.
+    """(score - mean) n / (n - 1): the score less the mean of the other entries.
+
+    A single entry keeps its score.
 
     Args:
         stat: mean over all turns of the group, or over one score a trajectory
@@ -98,7 +109,11 @@ def rloo(samples: Sequence[Sample], *, stat: Stat = "steps") -> list[float]:
     for members in _by(sample.group for sample in samples):
         entries = _entries(samples, members, stat)
         n = len(entries)
-        mean, scale = (0.0, 1.0) if n == 1 else (statistics.mean(entries), n / (n - 1))
+        mean = 0.0
+        scale = 1.0
+        if n > 1:
+            mean = statistics.mean(entries)
+            scale = n / (n - 1)
         for i in members:
             result[i] = (samples[i].score - mean) * scale
     return result
@@ -144,7 +159,10 @@ def gigpo(
 
 
 def step_returns(samples: Sequence[Sample], *, gamma: float) -> list[float]:
-    """G_t = r_t + gamma G_{t+1} within the trajectory, then less the sample's own invalid penalty."""
+    """G_t = r_t + gamma G_{t+1} within the trajectory, less the sample's own invalid penalty.
+
+    The penalty does not enter the returns of earlier steps.
+    """
     result = [0.0] * len(samples)
     for members in _by((sample.group, sample.trajectory) for sample in samples):
         following = 0.0
@@ -154,35 +172,36 @@ def step_returns(samples: Sequence[Sample], *, gamma: float) -> list[float]:
     return result
 
 
-def _by(keys: Iterable) -> list[list[int]]:
-    """Indices with equal keys, in order of first appearance."""
-    members: dict = {}
+def _by(keys: Iterable[Hashable]) -> list[list[int]]:
+    """Lists of the indices with equal keys, in the order of first appearance."""
+    members: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         members.setdefault(key, []).append(i)
     return list(members.values())
 
 
 def _entries(samples: Sequence[Sample], members: list[int], stat: Stat) -> list[float]:
-    """Scores that the group's mean and std are taken over."""
-    first = {samples[i].trajectory: samples[i].score for i in reversed(members)}
-    return [samples[i].score for i in members] if stat == "steps" else list(first.values())
+    """The scores of a group over which its mean and std are taken, see `grpo`."""
+    if stat == "steps":
+        return [samples[i].score for i in members]
+    first_scores = {samples[i].trajectory: samples[i].score for i in reversed(members)}
+    return list(first_scores.values())
 
 
 def _clusters(
     samples: Sequence[Sample], members: list[int], similarity: float | None
 ) -> list[list[int]]:
-    """Samples of a group by anchor; greedy in sample order when anchors match by similarity."""
-    if similarity is None:
-        return [
-            [members[j] for j in cluster] for cluster in _by(samples[i].anchor for i in members)
-        ]
+    """Samples of a group by anchor; greedy in sample order if anchors match by similarity."""
     clusters: list[list[int]] = []
+    if similarity is None:
+        for positions in _by(samples[i].anchor for i in members):
+            clusters.append([members[position] for position in positions])
+        return clusters
+
     for i in members:
         for cluster in clusters:
-            if (
-                SequenceMatcher(None, samples[i].anchor, samples[cluster[0]].anchor).ratio()
-                >= similarity
-            ):
+            matcher = SequenceMatcher(None, samples[i].anchor, samples[cluster[0]].anchor)
+            if matcher.ratio() >= similarity:
                 cluster.append(i)
                 break
         else:

@@ -1,7 +1,8 @@
-"""PPO's critic (arXiv 1707.06347): the start model with a scalar head that estimates the rest of a sample's return.
+"""PPO's critic (arXiv 1707.06347): the start model with a scalar head for the return to come.
 
-    V_t  = w . h_t + b                          h_t: the hidden state that predicts response token t, as in verl
-    loss = mean over the mini-batch's response tokens of max((V - R)^2, (clip(V, V_old -+ value_clip) - R)^2)
+    V_t  = w . h_t + b    with h_t the hidden state that predicts response token t, as in verl
+    loss = mean over the mini-batch's response tokens of
+           max((V - R)^2, (clip(V, V_old -+ value_clip) - R)^2)
 
 V_old are the values when the sample was played, R = A + V_old the returns (algo.gae). The head
 starts at zero, so that the first advantages are the returns themselves; verl's starts random.
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from paw.algo.gae import gae, whiten
-from paw.algo.loss import Batch, micro_batches
+from paw.algo.samples import Batch, micro_batches
 from paw.config import Config
 from paw.model.loading import load_policy
 from paw.model.optim import make_optimizer
@@ -29,7 +30,10 @@ from paw.types import Sample
 
 
 def load_critic(path: str, **options: Any) -> Policy:
-    """The model at `path` with a scalar head of zeros in place of the vocabulary's; `options` as for `load_policy`."""
+    """The model at `path` with a scalar head of zeros in place of the vocabulary's.
+
+    `options` are those of `load_policy`.
+    """
     model = load_policy(path, check=False, **options)
     embedding = model.lm.get_input_embeddings().weight
     head = nn.Linear(model.head_weight.shape[1], 1, dtype=embedding.dtype, device=embedding.device)
@@ -54,7 +58,7 @@ class Critic:
         self.guard = UpdateGuard(config.run.max_skipped, lr="critic.lr")
 
     def compute_values(self, samples: list[Sample]) -> dict[str, float]:
-        """Fill values, returns and token advantages of an update: GAE within each sample, whitened over all tokens.
+        """Fill values, returns and token advantages: GAE by sample, whitened over all tokens.
 
         Returns critic/explained_variance, unless all returns are equal. Raises TrainingStopped if a
         value is not finite.
@@ -84,7 +88,7 @@ class Critic:
 
     @torch.no_grad()
     def _own_values(self, samples: list[Sample]) -> dict[int, list[float]]:
-        """The values before each response token, by the sample's index, for this rank's share of the batches."""
+        """By the sample's index the values before its response tokens, for this rank's share."""
         rows: dict[int, list[float]] = {}
         for batch in self._batches(samples):
             lengths = [len(samples[i].response_ids) for i in batch.indices]
@@ -94,7 +98,7 @@ class Critic:
         return rows
 
     def optimize(self, minibatches: Iterable[list[Sample]]) -> dict[str, float]:
-        """Take an optimizer step over each mini-batch; a step with a non-finite loss or gradient is skipped.
+        """Take an optimizer step over each mini-batch, unless its loss or gradient is not finite.
 
         Returns critic/loss, critic/clip_frac and, unless every step was skipped, critic/grad_norm.
         """
@@ -126,7 +130,10 @@ class Critic:
         return metrics
 
     def _accumulate_gradients(self, minibatch: list[Sample]) -> tuple[float, int]:
-        """The gradient of a mini-batch; returns this rank's part of (mean loss, number of clipped tokens)."""
+        """Add up the gradient of a mini-batch.
+
+        Returns this rank's part of (mean loss, number of clipped tokens).
+        """
         tokens = sum(len(sample.response_ids) for sample in minibatch)
         loss = 0.0
         clipped = 0
@@ -135,9 +142,9 @@ class Critic:
             sync = self.config.optim.grad_sync == "each" or batch is batches[-1]
             self.ranks.sync_gradients(self.model, sync)
             batch_loss, batch_clipped = self.model(partial(self.loss, batch, minibatch))
-            (
-                batch_loss * (self.ranks.world_size / tokens)
-            ).backward()  # gradients are averaged over ranks
+            # Gradients are averaged over the ranks, but the loss is a sum over them.
+            scaled_loss = batch_loss * (self.ranks.world_size / tokens)
+            scaled_loss.backward()
             loss += float(batch_loss.detach()) / tokens
             clipped += int(batch_clipped)
         self.ranks.average_gradients(self.model)
@@ -177,7 +184,10 @@ class Critic:
 def value_loss(
     values: Tensor, old: Tensor, returns: Tensor, *, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """(loss, whether the clipped term is the larger) of each token, as in the reference code; all [N]."""
+    """(loss, whether the clipped term is the larger) of each token; all [N].
+
+    As in the reference code.
+    """
     clipped_values = torch.clamp(values, old - clip, old + clip)
     loss = (values - returns) ** 2
     clipped_loss = (clipped_values - returns) ** 2

@@ -9,8 +9,9 @@ from paw.values import Share
 def gae(
     values: Sequence[float], score: float, *, gamma: Share = 1.0, lam: Share = 1.0
 ) -> list[float]:
-    """PPO's advantages of a sample's response tokens, from the critic's value before each (GAE, arXiv 1506.02438).
+    """PPO's advantages of a sample's response tokens, from the critic's value before each.
 
+    GAE, arXiv 1506.02438:
     A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. The score comes with the
     last token, after which nothing follows: the sample's next turn is another sample.
 
@@ -18,20 +19,30 @@ def gae(
         gamma: discount from token to token
         lam: GAE's lambda
     """
-    result: list[float] = []
-    advantage, following, reward = 0.0, 0.0, score
+    advantages: list[float] = []
+    advantage = 0.0
+    next_value = 0.0
+    reward = score
     for value in reversed(values):
-        advantage = reward + gamma * following - value + gamma * lam * advantage
-        result.append(advantage)
-        following, reward = value, 0.0
-    return result[::-1]
+        advantage = reward + gamma * next_value - value + gamma * lam * advantage
+        advantages.append(advantage)
+        next_value = value
+        reward = 0.0
+    advantages.reverse()
+    return advantages
 
 
 def whiten(advantages: Sequence[Sequence[float]], *, eps: float = 1e-8) -> list[list[float]]:
-    """(A - mean) / sqrt(var + eps) over all tokens of all samples, var unbiased; a single token gets 0."""
+    """(A - mean) / sqrt(var + eps) over all tokens of all samples, var unbiased.
+
+    A single token gets 0.
+    """
     flat = [value for sample in advantages for value in sample]
     mean = math.fsum(flat) / max(1, len(flat))
-    scale = math.sqrt(
-        math.fsum((value - mean) ** 2 for value in flat) / max(1, len(flat) - 1) + eps
-    )
-    return [[(value - mean) / scale for value in sample] for sample in advantages]
+    variance = math.fsum((value - mean) ** 2 for value in flat) / max(1, len(flat) - 1)
+    scale = math.sqrt(variance + eps)
+
+    whitened: list[list[float]] = []
+    for sample in advantages:
+        whitened.append([(value - mean) / scale for value in sample])
+    return whitened

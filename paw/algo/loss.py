@@ -1,6 +1,7 @@
 """Token losses, and the joint objective of PaW Eq. (11) through the fused head.
 
-    Eq. (11):  mean over groups of [ L_RL(g) + lambda_g * mean over the selected samples of g of CMAE ]
+    Eq. (11):  mean over groups of
+                   L_RL(g) + lambda_g * mean over the selected samples of g of CMAE
     computed:  mean over the mini-batch's response tokens of L_RL
                + mean over groups of lambda_g * mean over the selected samples of g of CMAE
 
@@ -11,9 +12,10 @@ weights, and those of "group", were fixed for the whole update and are scaled by
 update / samples in the mini-batch). All normalisers live in the token weights, so a mini-batch's
 gradient is the same however it is cut into micro-batches.
 
-A loss is a function of each token's log-probability and entropy under the policy, (logp [n],
-entropy [n], batch) -> [n] with a `TokenBatch`, weights left out. A function of one's own plugs in
-by name (docs/algorithm.md).
+A token loss is a function of each token's log-probability and entropy under the policy, (logp [n],
+entropy [n], batch) -> [n] with a `TokenBatch`, weights left out. A built-in one is a function here
+and its name in `paw.plugins.BUILT_IN`. Its keyword-only parameters are its settings. A function of
+one's own plugs in by name (docs/algorithm.md).
 """
 
 import math
@@ -22,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from statistics import fmean
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,25 +38,29 @@ from paw_kernels import Loss, TokenLoss, TokenStats, token_loss, token_stats
 if TYPE_CHECKING:
     from paw.model.policy import Policy
 
-KL_CLAMP, LOG_RATIO_MAX = 10.0, 20.0
-"""Bounds of the k3 estimate, as in verl, and of a log-ratio, beyond every clip: exp(20) is finite."""
+KL_CLAMP = 10.0
+"""Bound of the k3 estimate, as in verl."""
+LOG_RATIO_MAX = 20.0
+"""Bound of a log-ratio. It is beyond every clip, and exp(20) is finite."""
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What a loss may read of N target tokens; each [N] float32 unless noted, on the policy's device.
+    """What a loss may read of N target tokens.
+
+    Each field is [N] float32 unless noted, on the policy's device.
 
     Example: response tokens 7 2 with advantage 0.7, then an observation token 8: weight [.5, .5,
     .1], observation [False, False, True], advantage [.7, .7, 0], old_logp [-1.2, -.3, 0].
     """
 
     weight: Tensor
-    """Of the token in the objective; normalisers and lambda_g are inside.
+    """The token's weight in the objective, normalisers and lambda_g included.
 
-    The trainer multiplies it to the loss.
+    The trainer multiplies the loss by it.
     """
     observation: Tensor
-    """bool: a token of an observation, else of a response.
+    """bool: whether the token belongs to an observation, not to a response.
 
     All that follows is 0 on observation tokens.
     """
@@ -61,15 +68,15 @@ class TokenBatch:
     old_logp: Tensor
     """log pi_old, from the log-prob pass or the engine."""
     sampled_logp: Tensor
-    """Under the sampler, as the engine reported it."""
+    """Log-probability under the sampler, as the engine reported it."""
     ref_logp: Tensor | None = None
-    """log pi_ref, when kl_coef > 0."""
+    """log pi_ref, if kl_coef > 0."""
     sampler_gap: Tensor | None = None
-    """Mean of log pi_old - log pi_sampler over the response, with policy.is_level = "response"."""
+    """Mean of log pi_old - log pi_sampler over the response, if policy.is_level = "response"."""
     sample: Tensor | None = None
-    """int64: the index of the token's sample in the batch, ..."""
+    """int64: the index of the token's sample in the batch."""
     response_gap: Tensor | None = None
-    """... and the mean of log pi - log pi_old over its response, detached: for a loss that has `of_response`."""
+    """Mean of log pi - log pi_old over the response, detached; only for a loss that needs it."""
 
 
 TokenLossFunction = Callable[[Tensor, Tensor, TokenBatch], Tensor]
@@ -84,16 +91,13 @@ def ppo(
     clip_high: float = 0.2,
     dual_clip: float = 3.0,
 ) -> Tensor:
-    """Clipped surrogate (arXiv 1707.06347), at most -A dual_clip where A < 0 (dual clip, arXiv 1912.09729)."""
+    """Clipped surrogate (arXiv 1707.06347), at most -A dual_clip where A < 0 (arXiv 1912.09729)."""
     ratio = (logp - batch.old_logp).clamp(max=LOG_RATIO_MAX).exp()
-    plain, clipped = (
-        -batch.advantage * ratio,
-        -batch.advantage * ratio.clamp(1 - clip_low, 1 + clip_high),
-    )
-    surrogate = torch.maximum(plain, clipped)
-    return torch.where(
-        batch.advantage < 0, torch.minimum(surrogate, -batch.advantage * dual_clip), surrogate
-    )
+    unclipped = -batch.advantage * ratio
+    clipped = -batch.advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
+    surrogate = torch.maximum(unclipped, clipped)
+    bounded = torch.minimum(surrogate, -batch.advantage * dual_clip)
+    return torch.where(batch.advantage < 0, bounded, surrogate)
 
 
 def cispo(
@@ -104,7 +108,9 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 0.28,
 ) -> Tensor:
-    """-A r log p with r the clipped ratio, detached: no token loses its gradient (CISPO, arXiv 2506.13585, Eq. (4)).
+    """-A r log p with r the clipped ratio, detached, so that no token loses its gradient.
+
+    CISPO, arXiv 2506.13585, Eq. (4).
 
     clip_low: Ratios count as 1 - clip_low at least.
     clip_high: Ratios count as 1 + clip_high at most.
@@ -121,35 +127,28 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Tensor:
-    """The clipped surrogate of a response's ratio, the geometric mean of its tokens' (GSPO, arXiv 2507.18071, Eq. (5)).
+    """The clipped surrogate of the response's ratio, the geometric mean of its tokens' ratios.
 
-    By token: its value is the response's, its gradient the share of the token, which is the paper's
-    GSPO-token (Section 4.3). `policy.loss_norm = "sample"` makes the mean over responses that the
-    paper has.
+    GSPO, arXiv 2507.18071, Eq. (5). Each token has the value of its response and its own share of
+    the gradient, which is the paper's GSPO-token (Section 4.3). `policy.loss_norm = "sample"` makes
+    the paper's mean over responses.
 
     clip_low: Ratios of responses below 1 - clip_low are clipped.
     clip_high: Ratios of responses above 1 + clip_high are clipped.
     """
     assert batch.response_gap is not None
     ratio = (batch.response_gap + logp - logp.detach()).clamp(max=LOG_RATIO_MAX).exp()
-    return torch.maximum(
-        -batch.advantage * ratio, -batch.advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
-    )
-
-
-gspo.of_response = True  # type: ignore[attr-defined]
+    unclipped = -batch.advantage * ratio
+    clipped = -batch.advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
+    return torch.maximum(unclipped, clipped)
 
 
 def tis(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, tis_cap: float) -> Tensor:
-    """Truncated importance sampling in place of the clip: -A min(pi / pi_old, cap), for either sign of A."""
+    """Truncated importance sampling in place of the clip: -A min(pi / pi_old, cap).
+
+    For either sign of A.
+    """
     return -batch.advantage * (logp - batch.old_logp).clamp(max=math.log(tis_cap)).exp()
-
-
-def k3(logp: Tensor, batch: TokenBatch) -> Tensor:
-    """Estimate of KL(pi || ref), e^g - g - 1 with g = log ref - log pi, clamped to 10, which stops its gradient."""
-    assert batch.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
-    gap = (batch.ref_logp - logp).clamp(max=LOG_RATIO_MAX)
-    return (gap.exp() - gap - 1).clamp(-KL_CLAMP, KL_CLAMP)
 
 
 def cmae(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, rho: float = 0.2) -> Tensor:
@@ -159,16 +158,71 @@ def cmae(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, rho: float = 0.2) 
 
 
 def mae(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
+    """Mean absolute error 1 - p."""
     return 1 - logp.exp()
 
 
 def ce(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
+    """Cross-entropy -log p."""
     return -logp
 
 
 def gce(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, q: float = 0.7) -> Tensor:
     """(1 - p^q) / q (arXiv 1805.07836): from CE (q towards 0) to MAE (q = 1)."""
     return (1 - (q * logp).exp()) / q
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the trainer knows about a token loss besides how to call it.
+
+    The defaults are safe for any loss, and hold for a user's.
+    """
+
+    zero_without_advantage: bool = False
+    """A token with advantage 0 has no gradient, so the trainer may skip samples of such tokens."""
+    needs_response_gap: bool = False
+    """It reads `TokenBatch.response_gap`, for which the head makes one more matmul."""
+    masks: bool = False
+    """It leaves tokens out. Their share is a metric."""
+
+
+TRAITS: dict[Callable[..., Tensor], Traits] = {
+    ppo: Traits(zero_without_advantage=True),
+    cispo: Traits(zero_without_advantage=True),
+    gspo: Traits(zero_without_advantage=True, needs_response_gap=True),
+    tis: Traits(zero_without_advantage=True),
+    cmae: Traits(masks=True),
+}
+"""Traits of the built-in losses that have any."""
+
+
+def traits_of(loss: TokenLossFunction) -> Traits:
+    """The traits of a token loss, or of the function inside a partial."""
+    function = loss.func if isinstance(loss, partial) else loss
+    if isinstance(function, FunctionType):
+        return TRAITS.get(function, Traits())
+    return Traits()
+
+
+def k3(logp: Tensor, batch: TokenBatch) -> Tensor:
+    """Estimate of KL(pi || ref): e^g - g - 1 with g = log ref - log pi.
+
+    Clamped to 10, where its gradient is 0.
+    """
+    assert batch.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
+    gap = (batch.ref_logp - logp).clamp(max=LOG_RATIO_MAX)
+    return (gap.exp() - gap - 1).clamp(-KL_CLAMP, KL_CLAMP)
+
+
+class JointLoss(Loss):
+    """The joint objective as one loss for the fused head, see `joint`."""
+
+    def __init__(
+        self, function: Callable[[Tensor, Tensor, Any], Tensor], *, needs_response_gap: bool
+    ) -> None:
+        super().__init__(function)
+        self.needs_response_gap = needs_response_gap
 
 
 def joint(
@@ -179,70 +233,79 @@ def joint(
     entropy_coef: float = 0.0,
     tis_cap: float | None = None,
     is_mask: tuple[float, float] | None = None,
-) -> Loss:
-    """The objective: of response tokens `policy` + kl_coef KL - entropy_coef H, of observation tokens `wm`, weighed.
+) -> JointLoss:
+    """The objective: `policy` + kl_coef KL - entropy_coef H on response tokens, else `wm`.
 
-    The policy loss is weighed by min(pi_old / pi_sampler, tis_cap), and left out where that ratio
-    is not in `is_mask` (IcePop, arXiv 2510.18855; by response: masked importance sampling).
+    Both are multiplied by the weights of the tokens. The policy loss is multiplied by
+    min(pi_old / pi_sampler, tis_cap), and is 0 if that ratio is not within `is_mask` (IcePop, arXiv
+    2510.18855; by response: masked importance sampling). When called, it raises UserError if one of
+    the losses does not return one number for each token.
     """
 
     def loss(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
-        acting = _of_each_token(policy(logp, entropy, batch), logp, batch, "policy.loss")
+        policy_loss = policy(logp, entropy, batch)
+        _check_is_per_token(policy_loss, logp, batch, "policy.loss")
         if tis_cap is not None:
-            acting = acting * sampler_gap(batch).clamp(max=math.log(tis_cap)).exp()
+            policy_loss = policy_loss * sampler_gap(batch).clamp(max=math.log(tis_cap)).exp()
         if is_mask is not None:
-            acting = torch.where(outside(batch, is_mask), 0.0, acting)
+            policy_loss = torch.where(outside(batch, is_mask), 0.0, policy_loss)
         if kl_coef:
-            acting = acting + kl_coef * k3(logp, batch)
+            policy_loss = policy_loss + kl_coef * k3(logp, batch)
         if entropy_coef:
-            acting = acting - entropy_coef * entropy
-        watching = _of_each_token(wm(logp, entropy, batch), logp, batch, "wm.loss")
-        return batch.weight * torch.where(batch.observation, watching, acting)
+            policy_loss = policy_loss - entropy_coef * entropy
 
-    loss.of_response = of_response(policy)  # type: ignore[attr-defined]
-    return Loss(loss)
+        wm_loss = wm(logp, entropy, batch)
+        _check_is_per_token(wm_loss, logp, batch, "wm.loss")
+        return batch.weight * torch.where(batch.observation, wm_loss, policy_loss)
+
+    return JointLoss(loss, needs_response_gap=traits_of(policy).needs_response_gap)
 
 
-def _of_each_token(found: Any, logp: Tensor, batch: TokenBatch, key: str) -> Tensor:
-    """What a loss returned; UserError for what is no number for each token: it would be spread over them."""
-    dtypes = logp.dtype, batch.weight.dtype  # float32 both, but for a check in another precision
-    if not (isinstance(found, Tensor) and found.shape == logp.shape and found.dtype in dtypes):
-        what = (
-            f"{found.dtype} of shape {list(found.shape)}"
-            if isinstance(found, Tensor)
-            else shown(found)
-        )
-        raise UserError(
-            f"{key} must return one number for each token, {logp.dtype} of shape {list(logp.shape)}, not {what}"
-        )
-    return found
+def _check_is_per_token(values: Any, logp: Tensor, batch: TokenBatch, key: str) -> None:
+    """Raise UserError if a loss did not return one number for each token.
+
+    Torch would broadcast it.
+    """
+    dtypes = (
+        logp.dtype,
+        batch.weight.dtype,
+    )  # both float32, except in a check of another precision
+    if isinstance(values, Tensor):
+        if values.shape == logp.shape and values.dtype in dtypes:
+            return
+        returned = f"{values.dtype} of shape {list(values.shape)}"
+    else:
+        returned = shown(values)
+    raise UserError(
+        f"{key} must return one number for each token, {logp.dtype} of shape {list(logp.shape)}, "
+        f"not {returned}"
+    )
 
 
 def sampler_gap(batch: TokenBatch) -> Tensor:
     """log pi_old - log pi_sampler of each token, or the mean over its response."""
-    return batch.old_logp - batch.sampled_logp if batch.sampler_gap is None else batch.sampler_gap
+    if batch.sampler_gap is None:
+        return batch.old_logp - batch.sampled_logp
+    return batch.sampler_gap
 
 
 def outside(batch: TokenBatch, bounds: tuple[float, float]) -> Tensor:
-    """Whether pi_old / pi_sampler is not within the bounds."""
+    """[N] bool: whether pi_old / pi_sampler is outside the bounds."""
+    low, high = bounds
     ratio = sampler_gap(batch).clamp(max=LOG_RATIO_MAX).exp()
-    return (ratio < bounds[0]) | (ratio > bounds[1])
-
-
-def of_response(loss: Any) -> bool:
-    """Whether a token's loss, or that of a partial of it, needs `TokenBatch.response_gap`."""
-    return getattr(getattr(loss, "func", loss), "of_response", False)
+    return (ratio < low) | (ratio > high)
 
 
 def with_response_gap(tokens: TokenBatch, logp: Tensor) -> TokenBatch:
-    """The batch with the gap of each response, for tokens of these log-probs [N]."""
+    """The batch with `response_gap`, for tokens of these log-probs [N]."""
     assert tokens.sample is not None
-    action = (~tokens.observation).float()
-    gap = ((logp - tokens.old_logp) * action).nan_to_num(0.0).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
-    sums, counts = (
-        torch.zeros_like(logp).index_add(0, tokens.sample, values) for values in (gap, action)
-    )
-    return replace(tokens, response_gap=(sums / counts.clamp(min=1.0))[tokens.sample])
+    is_response = (~tokens.observation).float()
+    gap = ((logp - tokens.old_logp) * is_response).nan_to_num(0.0)
+    gap = gap.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+    sums = torch.zeros_like(logp).index_add(0, tokens.sample, gap)
+    counts = torch.zeros_like(logp).index_add(0, tokens.sample, is_response)
+    means = sums / counts.clamp(min=1.0)
+    return replace(tokens, response_gap=means[tokens.sample])
 
 
 def token_batch(
@@ -256,69 +319,98 @@ def token_batch(
     reference: bool = False,
     is_level: str = "token",
 ) -> TokenBatch:
-    """What the loss reads of a batch cut from `minibatch`; the update had `update_samples`."""
-    per_token = _token_weights(minibatch, norm, verl_samples, update_samples=update_samples)
+    """What the loss reads of a batch that was cut from `minibatch`.
+
+    The update has `update_samples` samples. `reference` adds ref_logp, and `is_level` = "response"
+    adds sampler_gap. For `norm` see `_token_weights`.
+    """
+    response_weights = _token_weights(
+        minibatch, norm, verl_samples=verl_samples, update_samples=update_samples
+    )
     wm_scale *= update_samples / len(minibatch)
-    names = ["weight", "advantage", "old_logp", "sampled_logp"]
-    names += ["ref_logp"] * reference + ["sampler_gap"] * (is_level == "response")
-    columns: dict[str, list[float]] = {name: [] for name in names}
-    index: list[int] = []
-    for place, i in enumerate(batch.indices):
+    weight: list[float] = []
+    advantage: list[float] = []
+    old_logp: list[float] = []
+    sampled_logp: list[float] = []
+    ref_logp: list[float] = []
+    sampler_gaps: list[float] = []
+    sample_index: list[int] = []
+    for index_in_batch, i in enumerate(batch.indices):
         sample = minibatch[i]
-        observed = batch.with_observation and sample.wm_weight > 0.0
-        m = sum(len(ids) for _, ids in sample.targets) if observed else 0
         n = len(sample.response_ids)
-        columns["weight"] += [per_token[i]] * n + [sample.wm_weight * wm_scale / max(m, 1)] * m
-        index += [place] * (n + m)
-        values = {
-            "advantage": sample.advantages,
-            "old_logp": sample.old_logp,
-            "sampled_logp": sample.sampled_logp,
-        }
-        if is_level == "response":
-            values["sampler_gap"] = [fmean(sample.old_logp) - fmean(sample.sampled_logp)] * n
+        m = 0  # observation tokens
+        if batch.with_observation and sample.wm_weight > 0.0:
+            m = sum(len(ids) for _, ids in sample.targets)
+        no_value = [0.0] * m
+
+        weight += [response_weights[i]] * n
+        weight += [sample.wm_weight * wm_scale / max(m, 1)] * m
+        advantage += sample.advantages + no_value
+        old_logp += sample.old_logp + no_value
+        sampled_logp += sample.sampled_logp + no_value
+        sample_index += [index_in_batch] * (n + m)
         if reference:
             assert sample.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
-            values["ref_logp"] = sample.ref_logp
-        for name, of_response in values.items():
-            columns[name] += of_response + [0.0] * m
+            ref_logp += sample.ref_logp + no_value
+        if is_level == "response":
+            gap = fmean(sample.old_logp) - fmean(sample.sampled_logp)
+            sampler_gaps += [gap] * n + no_value
+
     device = batch.target.device
-    tensors = {
-        name: torch.tensor(column, dtype=torch.float32, device=device)
-        for name, column in columns.items()
-    }
-    sample_index = torch.tensor(index, dtype=torch.int64, device=device)
-    return TokenBatch(observation=batch.observation, sample=sample_index, **tensors)
+
+    def tensor(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    return TokenBatch(
+        weight=tensor(weight),
+        observation=batch.observation,
+        advantage=tensor(advantage),
+        old_logp=tensor(old_logp),
+        sampled_logp=tensor(sampled_logp),
+        ref_logp=tensor(ref_logp) if reference else None,
+        sampler_gap=tensor(sampler_gaps) if is_level == "response" else None,
+        sample=torch.tensor(sample_index, dtype=torch.int64, device=device),
+    )
 
 
 def _token_weights(
-    minibatch: Sequence[Sample], norm: str, verl_samples: int, *, update_samples: int
+    minibatch: Sequence[Sample], norm: str, *, verl_samples: int, update_samples: int
 ) -> list[float]:
-    """Weight of a response token of each sample in the mean over tokens, samples, groups or verl's micro-batches."""
-    lengths = [len(sample.response_ids) for sample in minibatch]
+    """The weight of a response token of each sample.
+
+    `norm` is what the mean is taken over: "token" all response tokens, "sample" the samples' means,
+    "group" the groups' means, "verl" the means of micro-batches of `verl_samples` samples.
+    """
     if norm == "group":
         return [sample.token_weight * update_samples / len(minibatch) for sample in minibatch]
+
+    lengths = [len(sample.response_ids) for sample in minibatch]
     if norm == "sample":
         return [1.0 / (len(lengths) * n) for n in lengths]
-    size = verl_samples if norm == "verl" else len(lengths)
-    tokens = [sum(lengths[start : start + size]) for start in range(0, len(lengths), size)]
-    return [1.0 / (len(tokens) * tokens[i // size]) for i in range(len(lengths))]
+
+    part_size = verl_samples if norm == "verl" else len(lengths)
+    part_tokens: list[int] = []
+    for start in range(0, len(lengths), part_size):
+        part_tokens.append(sum(lengths[start : start + part_size]))
+    return [1.0 / (len(part_tokens) * part_tokens[i // part_size]) for i in range(len(lengths))]
 
 
 def joint_loss(
-    model: "Policy", batch: Batch, tokens: TokenBatch, loss: Loss, *, temperature: float
+    model: "Policy", batch: Batch, tokens: TokenBatch, loss: JointLoss, *, temperature: float
 ) -> TokenLoss:
-    """One forward pass: the objective restricted to the batch, gradients already formed in the head."""
+    """The objective restricted to the batch: one forward pass, which also forms the gradients."""
 
     def forward() -> TokenLoss:
         hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position]
-        head, options, read = model.head_weight, model.head_options(temperature), tokens
-        if of_response(loss.function):
+        head_options = model.head_options(temperature)
+        loss_tokens = tokens
+        if loss.needs_response_gap:
             with torch.no_grad():
-                read = with_response_gap(
-                    tokens, token_stats(hidden, head, batch.target, **options).logp
-                )
-        return token_loss(hidden, head, batch.target, loss, read, **options)
+                stats = token_stats(hidden, model.head_weight, batch.target, **head_options)
+            loss_tokens = with_response_gap(tokens, stats.logp)
+        return token_loss(
+            hidden, model.head_weight, batch.target, loss, loss_tokens, **head_options
+        )
 
     return model(forward)
 
@@ -332,18 +424,12 @@ def log_probs(
     budget: int,
     share: tuple[int, int] = (0, 1),
 ) -> dict[int, tuple[list[float], float]]:
-    """(log-prob of each response token, mean full-vocabulary entropy there), nats, by the sample's index.
+    """By index of the sample: (log-prob of each response token, their mean entropy), nats.
 
-    Of all samples, or of those in this rank's `share` of the batches; in the order of samples.
+    The entropy is that over the full vocabulary. Of all samples, or of those in this rank's `share`
+    of the batches; in the order of samples. `budget` is the most tokens of a batch.
     """
-
-    def stats(batch: Batch) -> TokenStats:
-        hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position]
-        return token_stats(
-            hidden, model.head_weight, batch.target, **model.head_options(temperature)
-        )
-
-    found: dict[int, tuple[list[float], float]] = {}
+    scored: dict[int, tuple[list[float], float]] = {}
     for batch in micro_batches(
         samples,
         budget=budget,
@@ -352,107 +438,20 @@ def log_probs(
         quadratic=model.quadratic,
         share=share,
     ):
-        of = model(partial(stats, batch))
+        stats = model(partial(_head_stats, model, batch, temperature))
         ends = [0, *accumulate(len(samples[i].response_ids) for i in batch.indices)]
         offsets: Any = torch.tensor(ends, device=model.device)
-        means = torch.segment_reduce(
-            of.entropy.double(), "mean", offsets=offsets, initial=0, unsafe=True
-        ).float()
-        logp = of.logp.tolist()
-        for i, (start, end), mean in zip(
-            batch.indices, pairwise(ends), means.tolist(), strict=True
-        ):
-            found[i] = (logp[start:end], mean)
-    return dict(sorted(found.items()))
+        entropies = torch.segment_reduce(
+            stats.entropy.double(), "mean", offsets=offsets, initial=0, unsafe=True
+        )
+        entropies = entropies.float().tolist()
+        logp = stats.logp.tolist()
+        for i, (start, end), entropy in zip(batch.indices, pairwise(ends), entropies, strict=True):
+            scored[i] = (logp[start:end], entropy)
+    return dict(sorted(scored.items()))
 
 
-SUMS = ("actions", "observations", "with_gradient", "masked", "clipped", "policy_loss", "wm_loss", "wm_token_loss",
-        "entropy", "kl", "is_masked", "is_capped")  # fmt: skip
-"""What `tally` counts and adds up over the tokens of an update's micro-batches."""
-
-
-def tally(
-    out: TokenLoss,
-    tokens: TokenBatch,
-    policy: TokenLossFunction,
-    wm: TokenLossFunction,
-    *,
-    tis_cap: float | None = None,
-    is_mask: tuple[float, float] | None = None,
-) -> list[float]:
-    """`SUMS` of a batch. Clipped: response tokens with an advantage of which `policy` has no
-    gradient; masked: observation tokens of which `wm` has none; the last two: response tokens whose
-    pi_old / pi_sampler is not within `is_mask`, or above `tis_cap`."""
-
-    if of_response(policy):
-        tokens = with_response_gap(tokens, out.logp)
-
-    def of(loss: TokenLossFunction) -> tuple[Tensor, Tensor]:
-        """The loss of each token, and its derivative by log p."""
-        logp = out.logp.clone().requires_grad_()
-        with torch.enable_grad():
-            values = loss(logp, out.entropy, tokens)
-            slope = (
-                torch.autograd.grad(values.sum(), logp, allow_unused=True)[0]
-                if values.requires_grad
-                else None
-            )
-        return values.detach(), torch.zeros_like(logp) if slope is None else slope
-
-    (_, acting_slope), (watching, watching_slope) = of(policy), of(wm)
-    observation, action = tokens.observation, ~tokens.observation
-    kl = k3(out.logp, tokens)[action] if tokens.ref_logp is not None else out.logp[:0]
-    sums = [
-        action.sum(),
-        observation.sum(),
-        out.has_gradient.sum(),
-        (observation & (watching_slope == 0)).sum(),
-        (action & (tokens.advantage != 0) & (acting_slope == 0)).sum(),
-        out.token_loss[action].sum(),
-        out.token_loss[observation].sum(),
-        watching[observation].sum(),
-        out.entropy[action].sum(),
-        kl.sum(),
-        (action & outside(tokens, is_mask or (0.0, math.inf))).sum(),
-        (action & outside(tokens, (0.0, tis_cap or math.inf))).sum(),
-    ]
-    return torch.stack([value.double() for value in sums]).tolist()  # one transfer
-
-
-def metrics(
-    sums: Sequence[float],
-    *,
-    steps: int,
-    reference: bool,
-    masks: bool,
-    is_mask: bool = False,
-    tis_cap: bool = False,
-) -> dict[str, float]:
-    """Losses are means over the optimizer `steps`, fractions and means are over tokens.
-
-    What was not measured is absent: a mean over no tokens, KL without a reference, the share masked
-    by a loss that masks none. Samples without any gradient made no forward pass and are in no mean.
-    """
-    of = dict(zip(SUMS, sums, strict=True))
-    steps = max(1, steps)
-    found = {"policy/loss": of["policy_loss"] / steps}
-    if of["actions"]:
-        found |= {
-            "policy/clip_frac": of["clipped"] / of["actions"],
-            "policy/entropy": of["entropy"] / of["actions"],
-            "optim/gradient_frac": of["with_gradient"] / (of["actions"] + of["observations"]),
-        }
-        if is_mask:
-            found["policy/is_masked_frac"] = of["is_masked"] / of["actions"]
-        if tis_cap:
-            found["policy/tis_capped_frac"] = of["is_capped"] / of["actions"]
-        if reference:
-            found["policy/kl"] = of["kl"] / of["actions"]
-    if of["observations"]:
-        found |= {
-            "wm/loss": of["wm_loss"] / steps,
-            "wm/token_loss": of["wm_token_loss"] / of["observations"],
-        }
-        if masks:
-            found["wm/masked_frac"] = of["masked"] / of["observations"]
-    return found
+def _head_stats(model: "Policy", batch: Batch, temperature: float) -> TokenStats:
+    """Log-probs and entropies of a batch's targets. Only inside a call of the model."""
+    hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position]
+    return token_stats(hidden, model.head_weight, batch.target, **model.head_options(temperature))

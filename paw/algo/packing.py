@@ -1,4 +1,7 @@
-"""Sequences -> micro-batches, by their lengths alone; the gradient does not depend on how they are cut (tested)."""
+"""Sequences -> micro-batches, by their lengths alone.
+
+The gradient does not depend on how they are cut (tested).
+"""
 
 import heapq
 from collections.abc import Sequence
@@ -7,13 +10,13 @@ from collections.abc import Sequence
 def balanced_batches(
     lengths: Sequence[int], *, budget: int, multiple: int = 1, quadratic: float = 0.0
 ) -> list[list[int]]:
-    """Indices in batches of at most `budget` tokens and nearly equal work, their number a multiple of `multiple`.
+    """Indices in batches of at most `budget` tokens and nearly equal work.
 
-    A sample of n tokens costs n + quadratic * n^2: everything linear in tokens, and attention.
-    Longest-processing-time first (Graham 1969): each sample, dearest first, goes to the batch with
-    the least work. Batches are sorted, dearest first, so that ranks which take every `multiple`-th
-    one work side by side on equals; where samples are few, some are empty. A sample longer than the
-    budget has a batch of its own.
+    The number of batches is a multiple of `multiple`. A sample of n tokens costs n + quadratic *
+    n^2: everything linear in tokens, and attention. Longest-processing-time first (Graham 1969):
+    each sample, dearest first, goes to the batch with the least work. Batches are sorted, dearest
+    first, so that ranks which take every `multiple`-th one work side by side on equals; if samples
+    are few, some are empty. A sample longer than the budget has a batch of its own.
 
     >>> balanced_batches([3, 9, 4, 10], budget=14)
     [[0, 3], [1, 2]]
@@ -30,7 +33,7 @@ def balanced_batches(
 def _fill(
     lengths: Sequence[int], budget: int, count: int, quadratic: float
 ) -> list[list[int]] | None:
-    """`count` batches, or None where the batch with the least work has no room for the next sample."""
+    """`count` batches, or None if the batch with the least work lacks room for a sample."""
     heap = [(0.0, batch, 0) for batch in range(count)]  # (work, batch, tokens)
     batches: list[list[int]] = [[] for _ in range(count)]
     works = [0.0] * count
@@ -41,15 +44,16 @@ def _fill(
         batches[batch].append(i)
         works[batch] = work + lengths[i] + quadratic * lengths[i] ** 2
         heapq.heappush(heap, (works[batch], batch, tokens + lengths[i]))
-    order = sorted(range(count), key=lambda batch: (-works[batch], batch))
-    return [sorted(batches[batch]) for batch in order]
+    dearest_first = sorted(range(count), key=lambda batch: (-works[batch], batch))
+    return [sorted(batches[batch]) for batch in dearest_first]
 
 
 def alike_batches(lengths: Sequence[int], *, budget: int, multiple: int = 1) -> list[list[int]]:
-    """Indices in batches of neighbours in length, longest first, for attention that pads each to its longest sample.
+    """Indices in batches of neighbours in length, longest first.
 
-    At most `budget` padded tokens a batch, but a sample longer than that has one of its own; empty
-    ones make their number a multiple of `multiple`.
+    For attention that pads a batch to its longest sample. A batch has at most `budget` padded
+    tokens, but a sample longer than that has one of its own. Empty batches make their number a
+    multiple of `multiple`.
 
     >>> alike_batches([3, 9, 4, 10], budget=20)
     [[3, 1], [2, 0]]

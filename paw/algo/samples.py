@@ -1,4 +1,6 @@
-"""Trajectories -> samples (one per turn) -> sequences (turns that continue one another) -> micro-batches of tokens.
+"""Trajectories -> samples -> sequences -> micro-batches of tokens.
+
+A sample is one turn, a sequence is made of turns that continue one another.
 
 A turn whose prompt begins with the turn before it, prompt and response, continues that turn's
 sequence: nothing is run twice, and the observation between them is already there as a target. So a
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paw.algo.packing import alike_batches, balanced_batches
-from paw.types import Group, Sample
+from paw.types import Group, Sample, Turn
 
 
 def to_samples(
@@ -41,19 +43,18 @@ def to_samples(
     for group_index, group in enumerate(groups):
         for trajectory in group.trajectories:
             episode_return = trajectory.episode_return
-            before: list[int] = []
+            previous_ids: list[int] = []  # prompt and response of the turn before
             for step, turn in enumerate(trajectory.turns):
                 penalty = 0.0 if turn.outcome.valid else invalid_penalty
-                target = turn.observation_ids
-                if encode_observation is None or target is None:
-                    target = encode_observation(turn.observation) if encode_observation else []
+                target = _target_ids(turn, encode_observation)
                 separator = separator_ids if turn.separator_ids is None else turn.separator_ids
+                prefix = turn.prompt_ids[: len(previous_ids)]
                 samples.append(
                     Sample(
                         group=group_index,
                         trajectory=trajectory_index,
                         step=step,
-                        continues=step > 0 and turn.prompt_ids[: len(before)] == before,
+                        continues=step > 0 and prefix == previous_ids,
                         prompt_ids=turn.prompt_ids,
                         response_ids=turn.response_ids,
                         separator_ids=separator if target else [],
@@ -70,61 +71,83 @@ def to_samples(
                         anchor=turn.anchor,
                     )
                 )
-                before = turn.prompt_ids + turn.response_ids
+                previous_ids = turn.prompt_ids + turn.response_ids
             trajectory_index += 1
-    tokens = Counter(sample.group for sample in samples for _ in sample.response_ids)
-    for sample in samples:
-        sample.token_weight = 1.0 / (len(groups) * tokens[sample.group])
+    _fill_token_weights(samples, n_groups=len(groups))
     return samples
+
+
+def _fill_token_weights(samples: list[Sample], *, n_groups: int) -> None:
+    """The weight of a response token in the mean over groups of the mean over their tokens."""
+    group_tokens: Counter[int] = Counter()
+    for sample in samples:
+        group_tokens[sample.group] += len(sample.response_ids)
+    for sample in samples:
+        sample.token_weight = 1.0 / (n_groups * group_tokens[sample.group])
+
+
+def _target_ids(turn: Turn, encode_observation: Callable[[str], list[int]] | None) -> list[int]:
+    """The world model's target of a turn; empty without a world model."""
+    if encode_observation is None:
+        return []
+    if turn.observation_ids is not None:
+        return turn.observation_ids
+    return encode_observation(turn.observation)
 
 
 def sequences(samples: Sequence[Sample], *, with_observation: bool) -> list[list[int]]:
     """Indices of the samples that share a sequence, in the order of samples.
 
-    Without observations all that continue one another do; with them a target must stand in the
-    prompt that follows.
+    Without observations all samples that continue one another do. With them, an observation that is
+    a target must also stand in the prompt that follows.
     """
-    found: list[list[int]] = []
+    members_of: list[list[int]] = []
     for i, sample in enumerate(samples):
-        before = samples[i - 1]
-        continues = i > 0 and sample.continues
-        continues &= (before.trajectory, before.step + 1) == (sample.trajectory, sample.step)
-        if continues and (target := _appended(before, with_observation)):
-            start = len(before.prompt_ids) + len(before.response_ids)
-            continues = sample.prompt_ids[start : start + len(target)] == target
-        if continues:
-            found[-1].append(i)
+        if i > 0 and _continues(samples[i - 1], sample, with_observation):
+            members_of[-1].append(i)
         else:
-            found.append([i])
-    return found
+            members_of.append([i])
+    return members_of
 
 
-def _appended(last: Sample, with_observation: bool) -> list[int]:
-    """What follows the response of a sequence's last sample: its observation, where that is a target."""
-    return (
-        last.separator_ids + last.observation_ids
-        if with_observation and last.wm_weight > 0.0
-        else []
-    )
+def _continues(previous: Sample, sample: Sample, with_observation: bool) -> bool:
+    """Whether a sample goes on in the sequence of the previous one."""
+    is_next_turn = (sample.trajectory, sample.step) == (previous.trajectory, previous.step + 1)
+    if not (sample.continues and is_next_turn):
+        return False
+    appended = _appended_ids(previous, with_observation)
+    start = len(previous.prompt_ids) + len(previous.response_ids)
+    return sample.prompt_ids[start : start + len(appended)] == appended
+
+
+def _appended_ids(sample: Sample, with_observation: bool) -> list[int]:
+    """The separator and observation after a sample's response, if the observation is a target."""
+    if with_observation and sample.wm_weight > 0.0:
+        return sample.separator_ids + sample.observation_ids
+    return []
 
 
 def minibatches(samples: Sequence[Sample], *, size: int, seed: int) -> list[list[Sample]]:
-    """Cut a seeded shuffle of the update's sequences into round(n / size) mini-batches of about as many samples."""
+    """Cut a seeded shuffle of the update's sequences into mini-batches of about `size` samples.
+
+    Of n samples they are round(n / size), at least one. Sequences stay whole.
+    """
     shuffled = sequences(samples, with_observation=False)
     random.Random(seed).shuffle(shuffled)
+
     count = max(1, round(len(samples) / size))
     cuts = [len(samples) * i // count for i in range(1, count)]
-    found: list[list[Sample]] = [[] for _ in range(count)]
-    before = 0
+    parts: list[list[Sample]] = [[] for _ in range(count)]
+    samples_so_far = 0
     for members in shuffled:
-        found[bisect_right(cuts, before)] += [samples[i] for i in members]
-        before += len(members)
-    return [minibatch for minibatch in found if minibatch]
+        parts[bisect_right(cuts, samples_so_far)] += [samples[i] for i in members]
+        samples_so_far += len(members)
+    return [part for part in parts if part]
 
 
 @dataclass
 class Batch:
-    """Sequences of one forward pass, packed: T tokens one sequence after another, N of them targets.
+    """Sequences of one forward pass, packed: T tokens, one sequence after another, N targets.
 
     Example: sequence 1 5 6 | 7 2 | 1 | 8 9 (prompt, response, separator, observation) gives target
     [7, 2, 8, 9], read at position [2, 3, 5, 6] (each predicted by the token before it), observation
@@ -136,13 +159,13 @@ class Batch:
     lengths: list[int]
     """[B] tokens of each sequence."""
     position: Tensor
-    """[N] int64 into the T tokens: the one that predicts each target."""
+    """[N] int64: for each target the index, among the T tokens, of the token that predicts it."""
     target: Tensor
-    """[N] int64; of each sample in turn the response, then the observation."""
+    """[N] int64: for each sample the tokens of its response, then those of its observation."""
     observation: Tensor
-    """[N] bool: a token of an observation, else of a response."""
+    """[N] bool: whether the target belongs to an observation, not to a response."""
     indices: list[int]
-    """Of the samples, in the sequence the batch was cut from."""
+    """Indices of the samples, in the list that the batch was cut from."""
     with_observation: bool = True
 
 
@@ -155,23 +178,34 @@ def collate(
 ) -> Batch:
     """Pack the chosen `sequences`; observations only of samples with a world-model weight.
 
-    None: one token without.
+    If none are chosen, the batch has one token and no target.
     """
-    input_ids, lengths, position, target, observation = [], [], [], [], []
+    input_ids: list[int] = []
+    lengths: list[int] = []
+    position: list[int] = []
+    target: list[int] = []
+    observation: list[bool] = []
+
+    def add_targets(ids: list[int], start: int, *, observed: bool) -> None:
+        """Make targets of the tokens `ids`, the first of which is input token `start`."""
+        position.extend(range(start - 1, start + len(ids) - 1))
+        target.extend(ids)
+        observation.extend([observed] * len(ids))
+
     for members in chosen:
-        start, last = len(input_ids), samples[members[-1]]
-        input_ids += last.prompt_ids + last.response_ids + _appended(last, with_observation)
+        sequence_start = len(input_ids)
+        last = samples[members[-1]]  # its prompt holds the samples before it
+        input_ids += last.prompt_ids + last.response_ids + _appended_ids(last, with_observation)
         for sample in (samples[i] for i in members):
-            at = start + len(sample.prompt_ids)
-            spans = [(at, sample.response_ids, False)]
+            response_start = sequence_start + len(sample.prompt_ids)
+            add_targets(sample.response_ids, response_start, observed=False)
             if with_observation and sample.wm_weight > 0.0:
-                at += len(sample.response_ids) + len(sample.separator_ids)
-                spans += [(at + place, ids, True) for place, ids in sample.targets]
-            for at, ids, observed in spans:
-                position.extend(range(at - 1, at + len(ids) - 1))
-                target.extend(ids)
-                observation.extend([observed] * len(ids))
-        lengths.append(len(input_ids) - start)
+                separator_start = response_start + len(sample.response_ids)
+                observation_start = separator_start + len(sample.separator_ids)
+                for offset, ids in sample.targets:
+                    add_targets(ids, observation_start + offset, observed=True)
+        lengths.append(len(input_ids) - sequence_start)
+
     return Batch(
         input_ids=torch.tensor(input_ids or [0], dtype=torch.int64, device=device),
         lengths=lengths or [1],
@@ -193,29 +227,30 @@ def micro_batches(
     skip: Callable[[Sample], bool] | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> list[Batch]:
-    """Batches of at most `budget` tokens over the sequences with a sample for which `skip(sample)` is false.
+    """Batches of at most `budget` tokens, of all sequences but those of skipped samples alone.
 
-    `quadratic` is the policy's. `share` (rank, world): every world-th batch, from the rank-th on.
-    Each rank gets as many as the others, some of them without samples where these are few: their
-    forward passes are collective.
+    `skip` says of a sample whether it needs no forward pass. `quadratic` is the policy's. `share`
+    (rank, world): every world-th batch, from the rank-th on. Each rank gets as many as the others,
+    because forward passes are collective; if samples are few, some batches have none.
     """
     rank, world = share
-    kept = [
-        members
-        for members in sequences(samples, with_observation=with_observation)
-        if skip is None or not all(skip(samples[i]) for i in members)
-    ]
-    lengths = [
-        len(last.prompt_ids) + len(last.response_ids) + len(_appended(last, with_observation))
-        for last in (samples[members[-1]] for members in kept)
-    ]
+    kept: list[list[int]] = []
+    lengths: list[int] = []
+    for members in sequences(samples, with_observation=with_observation):
+        if skip is not None and all(skip(samples[i]) for i in members):
+            continue
+        last = samples[members[-1]]
+        appended = _appended_ids(last, with_observation)
+        kept.append(members)
+        lengths.append(len(last.prompt_ids) + len(last.response_ids) + len(appended))
+
     if quadratic is None:
         cut = alike_batches(lengths, budget=budget, multiple=world)
     else:
         cut = balanced_batches(lengths, budget=budget, multiple=world, quadratic=quadratic)
-    return [
-        collate(
-            samples, [kept[j] for j in picked], with_observation=with_observation, device=device
-        )
-        for picked in cut[rank::world]
-    ]
+
+    batches: list[Batch] = []
+    for picked in cut[rank::world]:
+        chosen = [kept[j] for j in picked]
+        batches.append(collate(samples, chosen, with_observation=with_observation, device=device))
+    return batches

@@ -16,14 +16,16 @@ from paw.types import Sample
 
 @dataclass(frozen=True)
 class Selection:
-    """Example: two samples with a target in group 0, mean return 2.5 of 10, both selected, one
-    group: weights [0.375, 0.375], selected [True, True], lambdas [0.75].
+    """Which samples were selected, and their weights.
+
+    Example: two samples with a target in group 0, mean return 2.5 of 10, both selected, one group:
+    weights [0.375, 0.375], selected [True, True], lambdas [0.75].
     """
 
     weights: list[float]
     """[N] lambda_g / (n_groups * |S_g|) on selected samples, 0 elsewhere."""
     selected: list[bool]
-    """[N]"""
+    """[N] Whether the world model learns from the sample."""
     lambdas: list[float]
     """lambda_g of each group that has samples, in the order of their first sample."""
 
@@ -39,13 +41,12 @@ def select(
 ) -> Selection:
     """Select the top ceil(alpha n) samples by `sample.entropy` and weigh them.
 
-    Only samples with a target (non-empty observation_ids) take part: n counts them alone, since
-    another has nothing to learn and would take a place. Ties go to the lower index. S_g are the
-    selected samples of group g; a group without any adds nothing, but still counts in n_groups.
-    dedup (beyond the paper): of samples with the same prompt, response and targets only the first
-    takes part. lambda_g = 1 - (mean raw return over the group's trajectories) / reward_max, clamped
-    to [0, 1], or the constant `weight`. Groups are told apart by sample.group; each trajectory
-    counts once.
+    Only samples with a target (non-empty observation_ids) are candidates, and n counts them alone:
+    the world model can learn nothing from others. Ties go to the lower index. S_g are the selected
+    samples of group g; a group without any adds nothing, but still counts in n_groups. With `dedup`
+    (beyond the paper), of samples with the same prompt, response and targets only the first is a
+    candidate. lambda_g = 1 - (mean raw return over the group's trajectories) / reward_max, clamped
+    to [0, 1], or the constant `weight`.
 
     Raises ValueError for alpha outside [0, 1], reward_max <= 0 with the adaptive weight, fewer
     n_groups than groups, or entropy that is not finite.
@@ -54,16 +55,7 @@ def select(
         raise ValueError(f"alpha must be in [0, 1], got {alpha}")
     if weight == "adaptive" and not reward_max > 0:
         raise ValueError(f"reward_max must be positive, got {reward_max}")
-    returns: dict[int, dict[int, float]] = {}
-    for sample in samples:
-        returns.setdefault(sample.group, {})[sample.trajectory] = sample.episode_return
-    if weight == "adaptive":  # PaW Eq. (10)
-        lambdas = {
-            g: min(1.0, max(0.0, 1.0 - sum(of.values()) / len(of) / reward_max))
-            for g, of in returns.items()
-        }
-    else:
-        lambdas = dict.fromkeys(returns, float(weight))
+    lambdas = _lambdas(samples, weight, reward_max)
     if n_groups < len(lambdas):
         raise ValueError(
             f"n_groups={n_groups} is less than the {len(lambdas)} groups of the samples"
@@ -71,21 +63,50 @@ def select(
 
     candidates = [i for i, sample in enumerate(samples) if sample.observation_ids]
     if dedup:
-        kinds = {_kind(samples[i]): i for i in reversed(candidates)}
-        candidates = sorted(kinds.values())
+        candidates = _first_of_equals(samples, candidates)
     if not all(math.isfinite(samples[i].entropy) for i in candidates):
         raise ValueError("sample.entropy must be finite on every sample with a target")
-    count = math.ceil(alpha * len(candidates) - 1e-9)  # of 0.1 * 30 = 3.0000000000000004 3
-    chosen = {*sorted(candidates, key=lambda i: -samples[i].entropy)[:count]}
-    selected = [i in chosen for i in range(len(samples))]
 
-    size = Counter(sample.group for sample, on in zip(samples, selected, strict=True) if on)
-    weights = [
-        lambdas[sample.group] / (n_groups * size[sample.group]) if on else 0.0
-        for sample, on in zip(samples, selected, strict=True)
-    ]
+    # Without the 1e-9, 0.1 * 30 = 3.0000000000000004 would be rounded up to 4.
+    count = math.ceil(alpha * len(candidates) - 1e-9)
+    chosen = sorted(candidates, key=lambda i: -samples[i].entropy)[:count]
+
+    group_sizes = Counter(samples[i].group for i in chosen)  # |S_g|
+    selected = [False] * len(samples)
+    weights = [0.0] * len(samples)
+    for i in chosen:
+        group = samples[i].group
+        selected[i] = True
+        weights[i] = lambdas[group] / (n_groups * group_sizes[group])
     return Selection(weights, selected, list(lambdas.values()))
 
 
-def _kind(sample: Sample) -> tuple[tuple[int, ...], ...]:
-    return tuple(sample.prompt_ids), tuple(sample.response_ids), tuple(sample.observation_ids)
+def _lambdas(
+    samples: Sequence[Sample], weight: Literal["adaptive"] | float, reward_max: float
+) -> dict[int, float]:
+    """lambda_g by group (PaW Eq. (10)), in which each trajectory counts once."""
+    returns: dict[int, dict[int, float]] = {}  # by group and trajectory
+    for sample in samples:
+        returns.setdefault(sample.group, {})[sample.trajectory] = sample.episode_return
+    if weight != "adaptive":
+        return dict.fromkeys(returns, float(weight))
+
+    lambdas: dict[int, float] = {}
+    for group, group_returns in returns.items():
+        mean = sum(group_returns.values()) / len(group_returns)
+        lambdas[group] = min(1.0, max(0.0, 1.0 - mean / reward_max))
+    return lambdas
+
+
+def _first_of_equals(samples: Sequence[Sample], candidates: list[int]) -> list[int]:
+    """The candidates without those that repeat prompt, response and targets of an earlier one."""
+    first: dict[tuple[tuple[int, ...], ...], int] = {}
+    for i in candidates:
+        sample = samples[i]
+        key = (
+            tuple(sample.prompt_ids),
+            tuple(sample.response_ids),
+            tuple(sample.observation_ids),
+        )
+        first.setdefault(key, i)
+    return list(first.values())

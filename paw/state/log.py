@@ -1,12 +1,6 @@
 """What a run writes about itself: metrics.jsonl and samples.jsonl.
 
-Names: reward/mean success/{all,<kind>} policy/{loss,clip_frac,kl,entropy}
-wm/{loss,lambda,selected_frac,masked_frac} critic/{loss,grad_norm,clip_frac,explained_variance}
-optim/{lr,grad_norm,gradient_frac,skipped} time/{rollout,score,update,sync,eval,save} [s]
-perf/{tokens_per_s,peak_gib}
-health/{env_failures,groups_dropped,groups_mixed,prompts_truncated,texts_cut,threads_lost,valid_actions,
-sampler_mismatch} eval/{success,success_<kind>,games,failures,return,steps}. A name is absent where
-it was not measured: never 0 in its place.
+The names and what they mean: paw/metric_list.py.
 """
 
 import errno

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paw.algo.loss import log_probs
 from paw.errors import UserError
+from paw.metric_list import METRICS
 from paw.rollouts.engines.base import Request
 from paw.rollouts.success import success_text
 from paw.types import Group, Sample, Trajectory
@@ -19,21 +20,12 @@ from paw.types import Group, Sample, Trajectory
 if TYPE_CHECKING:
     from paw.run import Run
 
-LINE = {
-    "reward/mean": "reward {:.3g}", "success/all": "success {:.1%}", "eval": "eval {}",
-    "wm/lambda": "lambda {:.3f}", "policy/loss": "policy {:.3g}", "wm/loss": "world {:.3g}",
-    "policy/entropy": "entropy {:.3g}", "policy/kl": "kl {:.3g}", "optim/grad_norm": "grad {:.3g}",
-    "health/valid_actions": "valid {:.0%}", "seconds": "{:.1f} s", "perf/tokens_per_s": "{:,.0f} tok/s",
-    "perf/peak_gib": "{:.1f} GiB", "left": "left {}",
-}  # fmt: skip
-"""The line of an update: metric -> its format."""
-TROUBLE = {
-    "optim/skipped": "steps skipped {:.0f}", "health/env_failures": "environment failures {:.0f}",
-    "health/groups_dropped": "groups dropped {:.0f}", "health/threads_lost": "threads lost {:.0f}",
-}  # fmt: skip
-"""Metric -> its format, for metrics that are shown unless they are 0."""
+LINE = {metric.name: metric.progress for metric in METRICS if metric.progress}
+"""Metric -> its format on the line of an update."""
+TROUBLE = {metric.name: metric.trouble for metric in METRICS if metric.trouble}
+"""Metric -> its format on that line, where it is shown unless it is 0."""
 MAX_EPISODES = 3
-"""Episodes of an evaluation that become samples: samples are for reading, metrics cover the rest."""
+"""Most episodes of an evaluation that become samples, which are for reading."""
 MAX_TURNS = 20
 """Turns of an episode in a sample."""
 
@@ -41,11 +33,19 @@ MAX_TURNS = 20
 class Progress:
     """Prints a line for each update on the first rank's terminal."""
 
+    def __init__(self) -> None:
+        self._step = 0
+        """The newest update that was shown."""
+        self._last = 0.0
+        """Monotonic time of the newest line."""
+        self._seconds: deque[float] = deque(maxlen=10)
+        """What the newest updates of this session took."""
+
     def on_start(self, run: "Run") -> None:
         """Start the clock of the first update."""
         self._step = run.step
         self._last = time.monotonic()
-        self._seconds: deque[float] = deque(maxlen=10)
+        self._seconds.clear()
 
     def on_update(self, run: "Run", metrics: dict[str, Any]) -> None:
         """Print the update's metrics, except those that are absent, null or not finite."""
@@ -57,24 +57,33 @@ class Progress:
         self._last = now
         self._step = run.step
 
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        values: dict[str, Any] = {
-            name: value for name, value in numbers.items() if math.isfinite(value)
-        }
         total = run.config.run.updates
+        parts = [f"step {run.step:>{len(str(total))}}/{total}"]
+        parts += _metric_texts(metrics)
         if self._seconds:
             seconds_left = sum(self._seconds) / len(self._seconds) * (total - run.step)
-            values["seconds"] = self._seconds[-1]
-            values["left"] = str(timedelta(seconds=round(seconds_left)))
-        if "eval/games" in metrics:
-            values["eval"] = success_text(
-                {name.removeprefix("eval/"): value for name, value in metrics.items()}
-            )
-
-        parts = [f"step {run.step:>{len(str(total))}}/{total}"]
-        parts += [text.format(values[name]) for name, text in LINE.items() if name in values]
-        parts += [text.format(values[name]) for name, text in TROUBLE.items() if values.get(name)]
+            parts.append(f"{self._seconds[-1]:.1f} s")
+            parts.append(f"left {timedelta(seconds=round(seconds_left))}")
+        for name, text in TROUBLE.items():
+            if _is_finite(metrics.get(name)) and metrics[name]:
+                parts.append(text.format(metrics[name]))
         run.say("  ".join(parts))
+
+
+def _metric_texts(metrics: dict[str, Any]) -> list[str]:
+    """The evaluation, if there was one, and the metrics in `LINE`, as the line shows them."""
+    texts: list[str] = []
+    if "eval/games" in metrics:
+        evaluation = {name.removeprefix("eval/"): value for name, value in metrics.items()}
+        texts.append(f"eval {success_text(evaluation)}")
+    for name, text in LINE.items():
+        if _is_finite(metrics.get(name)):
+            texts.append(text.format(metrics[name]))
+    return texts
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 class Samples:
@@ -136,13 +145,15 @@ def sample_episode(run: "Run", episode: Trajectory) -> dict[str, Any]:
 
 
 def _submit_predictions(run: "Run", contexts: list[list[int]], targets: list[list[int]]) -> None:
-    """Ask the engine for a greedy prediction of each target that is not empty; turn i has the key -1 - i."""
+    """Ask the engine for a greedy prediction of each target that is not empty.
+
+    Turn i has the key -1 - i. A request beyond the engine's limit, which is made for prompt and
+    response, has no prediction.
+    """
     for i, (context, target) in enumerate(zip(contexts, targets, strict=True)):
         if target:
             request = Request(-1 - i, context, seed=0, temperature=0.0, max_tokens=len(target))
-            with suppress(
-                UserError
-            ):  # longer than the engine's limit, which is made for prompt and response
+            with suppress(UserError):
                 run.engine.submit(request)
 
 

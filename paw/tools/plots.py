@@ -85,8 +85,8 @@ styled = matplotlib.rc_context(STYLE)
 def learning_curve(runs: Sequence[Run], size: Size, *, kind: str | None = None) -> Figure | None:
     """Success on evaluation games with its 95 % Wilson interval; for a single run also in training.
 
-    With `kind`, success in tasks of that kind, without interval and legend. None if no run has
-    evaluated them.
+    A single run also shows its training games. With `kind`, success in tasks of that kind, without
+    interval and legend. None if no run has evaluated them.
     """
     evaluation = "eval/success" if kind is None else f"eval/success_{kind}"
     training = "success/all" if kind is None else f"success/{kind}"
@@ -187,7 +187,7 @@ def metric(
 ) -> Figure | None:
     """One metric over the updates: values thin, their moving mean thick; of several runs the means.
 
-    None if no run has the metric.
+    Only the means if there are several runs. None if no run has the metric.
     """
     if not any(key in run.metrics for run in runs):
         return None

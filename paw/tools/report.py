@@ -13,13 +13,14 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 from matplotlib.figure import Figure
 
 from paw.errors import clean
 from paw.files import write_file, writing
+from paw.metric_list import METRICS, Metric
 from paw.tools import plots
 from paw.tools.rundir import Run, load_run
 
@@ -35,108 +36,16 @@ MAX_TOKENS = 600
 """Most tokens of an observation that are shaded."""
 
 
-class Metric(NamedTuple):
-    """How the page shows one metric."""
-
-    key: str
-    label: str
-    unit: str = ""
-    """`%`: a share, shown in per cent. `n`: a count of each update. `sum`: the count so far.
-
-    Anything else is a unit.
-    """
-    note: str = ""
-    chart: bool = True
-
-    @property
-    def counts(self) -> bool:
-        """Whether the metric counts events."""
-        return self.unit in ("n", "sum")
-
-    def total(self, run: Run) -> float:
-        """The count over the whole run."""
-        values = run.metrics.get(self.key, {}).values()
-        if self.unit == "n":
-            return sum(values)
-        return max(values, default=0)
+def _metrics_of(section: str) -> list[Metric]:
+    return [metric for metric in METRICS if metric.section == section]
 
 
-SECTIONS: dict[str, list[Metric]] = {
-    "Policy": [
-        Metric(
-            "reward/mean",
-            "Mean return",
-            note="Environment reward of a training episode, without penalties.",
-        ),
-        Metric("success/all", "Success in training", "%", chart=False),
-        Metric(
-            "policy/entropy",
-            "Policy entropy",
-            "nats",
-            "Per response token. Towards 0, exploration ends.",
-        ),
-        Metric("policy/kl", "KL to the start model", "nats", "k3 estimate per response token."),
-        Metric(
-            "policy/clip_frac",
-            "Clipped tokens",
-            "%",
-            "Share of response tokens outside the clip range.",
-        ),
-        Metric(
-            "optim/grad_norm", "Gradient norm", note="Mean over optimizer steps, before clipping."
-        ),
-        Metric(
-            "health/groups_mixed",
-            "Mixed groups",
-            "%",
-            "Groups with wins and losses: what the policy learns from.",
-        ),
-        Metric("health/valid_actions", "Valid actions", "%", chart=False),
-        Metric("policy/loss", "Policy loss", chart=False),
-        Metric("optim/lr", "Learning rate", chart=False),
-    ],
-    "World model": [
-        Metric(
-            "wm/lambda",
-            "Weight λ",
-            note="Mean of 1 − return / R_max over groups: falls as tasks are solved.",
-        ),
-        Metric("wm/loss", "World-model loss", note="As it enters the objective, weights included."),
-        Metric(
-            "wm/masked_frac", "Masked tokens", "%", "Observation tokens left out: predicted, p > ρ."
-        ),
-        Metric("wm/selected_frac", "Turns selected by entropy", "%", chart=False),
-    ],
-    "Critic": [
-        Metric("critic/loss", "Value loss"),
-        Metric(
-            "critic/explained_variance", "Explained variance", note="Of the returns, by the values."
-        ),
-        Metric("critic/grad_norm", "Gradient norm of the critic", chart=False),
-        Metric("critic/clip_frac", "Clipped values", "%", chart=False),
-    ],
-    "Cost": [
-        Metric("perf/tokens_per_s", "Throughput", "tokens/s"),
-        Metric(
-            "optim/gradient_frac", "Tokens with a gradient, f", "%", "The head costs 1 + 2f passes."
-        ),
-        Metric("perf/peak_gib", "Peak memory", "GiB", chart=False),
-        Metric("time/rollout", "Rollout", "s", chart=False),
-        Metric("time/score", "Scoring pass", "s", chart=False),
-        Metric("time/update", "Update", "s", chart=False),
-        Metric("time/sync", "Weight sync", "s", chart=False),
-        Metric("time/eval", "Evaluation, when one ran", "s", chart=False),
-        Metric("time/save", "Training waited for a checkpoint", "s", chart=False),
-    ],
-    "Health": [
-        Metric("health/env_failures", "Environment failures", "n", chart=False),
-        Metric("eval/failures", "Environment failures in evaluation", "n", chart=False),
-        Metric("health/groups_dropped", "Groups dropped", "n", chart=False),
-        Metric("health/threads_lost", "Threads lost to environments that hang", "n", chart=False),
-        Metric("optim/skipped", "Steps skipped, not finite", "sum", chart=False),
-        Metric("health/sampler_mismatch", "Sampler mismatch, largest", "nats", chart=False),
-        Metric("health/sampler_mismatch_mean", "Sampler mismatch, mean", "nats", chart=False),
-    ],
+SECTIONS = {
+    "Policy": _metrics_of("Policy"),
+    "World model": _metrics_of("World model"),
+    "Critic": _metrics_of("Critic"),
+    "Cost": _metrics_of("Cost"),
+    "Health": _metrics_of("Health"),
 }
 """The metrics of the page's table, by section."""
 SIZES = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
@@ -201,6 +110,7 @@ def _page(runs: Sequence[Run], plots_dir: Path) -> str:
     pages.filters["duration"] = _duration
     pages.filters["summary_line"] = _summary_line
     pages.filters["clip"] = clip
+    pages.filters["total"] = _total
     return pages.get_template("report.html.j2").render(
         title=title,
         css=(folder / "report.css").read_text(encoding="utf-8"),
@@ -297,15 +207,15 @@ def _metric_figures(runs: Sequence[Run], section: str, plots_dir: Path) -> list[
         if not metric.chart:
             continue
         label = f"{metric.label} ({metric.unit})" if metric.unit else metric.label
-        figure = plots.metric(runs, metric.key, label, (3.7, 2.3), percent=metric.unit == "%")
+        figure = plots.metric(runs, metric.name, label, (3.7, 2.3), percent=metric.unit == "%")
         ends = ""
         if len(runs) == 1:
-            first = _value(runs[0].first(metric.key, TAIL), metric.unit)
-            last = _value(runs[0].last(metric.key, TAIL), metric.unit)
+            first = _value(runs[0].first(metric.name, TAIL), metric.unit)
+            last = _value(runs[0].last(metric.name, TAIL), metric.unit)
             ends = f"{first} → {last}"
-        name = metric.key.replace("/", "_")
+        name = metric.name.replace("/", "_")
         figures += _saved_figures(
-            plots_dir, (name, metric.label, figure), aside=ends, note=metric.note
+            plots_dir, (name, metric.label, figure), aside=ends, note=metric.meaning
         )
     return figures
 
@@ -370,8 +280,9 @@ def _facts(run: Run) -> dict[str, str]:
 
     health = []
     for metric in SECTIONS["Health"]:
-        if metric.counts and metric.total(run):
-            health.append(f"{metric.total(run):g} {metric.label.lower()}")
+        total = _total(run, metric) if metric.is_count else 0
+        if total:
+            health.append(f"{total:g} {metric.label.lower()}")
 
     damaged = ""
     if run.unreadable:
@@ -391,6 +302,14 @@ def _facts(run: Run) -> dict[str, str]:
         "Damaged log": damaged,
     }
     return {label: value for label, value in facts.items() if value}
+
+
+def _total(run: Run, metric: Metric) -> float:
+    """The count over the whole run, of a metric that counts events."""
+    values = run.metrics.get(metric.name, {}).values()
+    if metric.unit == "count":
+        return sum(values)
+    return max(values, default=0)
 
 
 def _differences(runs: Sequence[Run]) -> dict[str, list[Any]]:

@@ -12,6 +12,8 @@ from joint import VOCAB, Objective, dense, make_rows, packed, relative, tiny_pol
 from paw.algo import loss as losses
 from paw.algo.loss import log_probs
 from paw.algo.samples import collate, micro_batches, minibatches
+from paw.algo.token_sums import add, token_metrics, token_sums
+from paw.metric_list import METRICS
 from paw_kernels import token_stats
 
 OBJECTIVES = {
@@ -195,8 +197,9 @@ def test_on_policy_the_loss_is_minus_the_mean_advantage(policy, rows):
     n = sum(len(row.response_ids) for row in fresh)
     mean = sum(row.advantage * len(row.response_ids) for row in fresh) / n
     assert float(out.loss.detach()) == pytest.approx(-mean, abs=1e-5)
-    found = dict(zip(losses.SUMS, losses.tally(out, tokens, *objective.terms), strict=True))
-    assert found["clipped"] == 0 and abs(found["kl"]) < 1e-6
+    policy_loss, wm_loss = objective.terms
+    sums = token_sums(out, tokens, policy=policy_loss, wm=wm_loss)
+    assert sums["clipped"] == 0 and abs(sums["kl"]) < 1e-6
 
 
 @pytest.mark.parametrize("norm", ["token", "sample", "group"])
@@ -254,8 +257,9 @@ def test_the_shares_of_tokens_that_the_sampler_s_ratio_caps_and_masks(policy, ro
     ]
     batch = collate(rows, [[i] for i in range(len(rows))], with_observation=True, device=CPU)
     out, tokens = objective.forward(policy, batch, rows, len(rows))
-    sums = losses.tally(out, tokens, *objective.terms, tis_cap=cap, is_mask=(low, high))
-    found = losses.metrics(sums, steps=1, reference=False, masks=True, tis_cap=True, is_mask=True)
+    policy_loss, wm_loss = objective.terms
+    sums = token_sums(out, tokens, policy=policy_loss, wm=wm_loss, tis_cap=cap, is_mask=(low, high))
+    found = token_metrics(sums, steps=1)
     ratios = [
         math.exp(a - b) for row in rows for a, b in zip(row.old_logp, row.sampled_logp, strict=True)
     ]
@@ -267,16 +271,17 @@ def test_the_shares_of_tokens_that_the_sampler_s_ratio_caps_and_masks(policy, ro
     assert found["policy/is_masked_frac"] == pytest.approx(masked / len(ratios))
 
 
-def metrics(policy, rows, objective, budget):
-    sums = [0.0] * len(losses.SUMS)
+def token_sums_of(policy, rows, objective, budget=10**6):
+    policy_loss, wm_loss = objective.terms
+    totals = {}
     for batch in micro_batches(rows, budget=budget, with_observation=True, device=CPU):
         out, tokens = objective.forward(policy, batch, rows, 40)
-        sums = [
-            a + b for a, b in zip(sums, losses.tally(out, tokens, *objective.terms), strict=True)
-        ]
-    return losses.metrics(
-        sums, steps=1, reference=objective.kl_coef > 0, masks=objective.wm == "cmae"
-    )
+        add(totals, token_sums(out, tokens, policy=policy_loss, wm=wm_loss))
+    return totals
+
+
+def metrics(policy, rows, objective, budget):
+    return token_metrics(token_sums_of(policy, rows, objective, budget), steps=1)
 
 
 def test_metrics_of_micro_batches_are_those_of_one(policy, rows):
@@ -293,6 +298,16 @@ def test_metrics_of_micro_batches_are_those_of_one(policy, rows):
     assert 0 < whole["policy/entropy"] < torch.tensor(float(VOCAB)).log() and whole["policy/kl"] > 0
 
 
+def test_every_mean_over_tokens_is_of_sums_that_are_counted(policy, rows):
+    objective = replace(FULL, tis_cap=2.0, is_mask=(0.4, 2.5))
+    policy_loss, wm_loss = objective.terms
+    (batch,) = micro_batches(rows, budget=10**6, with_observation=True, device=CPU)
+    out, tokens = objective.forward(policy, batch, rows, 40)
+    sums = token_sums(out, tokens, policy=policy_loss, wm=wm_loss, tis_cap=2.0, is_mask=(0.4, 2.5))
+    means = {name for metric in METRICS if metric.mean_of for name in metric.mean_of}
+    assert means == sums.keys() - {"policy_loss", "wm_loss"}  # these are means over steps
+
+
 @pytest.mark.parametrize(
     ("changed", "absent"), [({"kl_coef": 0.0}, "policy/kl"), ({"wm": "ce"}, "wm/masked_frac")]
 )
@@ -300,5 +315,6 @@ def test_what_was_not_measured_is_absent(policy, rows, changed, absent):
     """And means over nothing: no entropy of 0 that a collapse warning would take for real."""
     every = metrics(policy, rows, FULL, 10**6).keys()
     assert every - metrics(policy, rows, replace(FULL, **changed), 10**6).keys() == {absent}
-    nothing = losses.metrics([0.0] * len(losses.SUMS), steps=2, reference=True, masks=True)
-    assert nothing == {"policy/loss": 0.0}
+    assert token_metrics({}, steps=2) == {"policy/loss": 0.0}
+    no_tokens = dict.fromkeys(token_sums_of(policy, rows, FULL), 0.0)
+    assert token_metrics(no_tokens, steps=2) == {"policy/loss": 0.0}

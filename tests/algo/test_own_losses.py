@@ -75,11 +75,11 @@ def test_the_gradient_is_that_of_autograd_through_the_statistics(own):
         rows, [[i] for i in range(len(rows))], with_observation=True, device=torch.device("cpu")
     )
     tokens = Objective(kl_coef=0.1).tokens(batch, rows, len(rows))
-    for acting, watching in (
+    for policy_loss, wm_loss in (
         (losses.ppo, losses.cmae),
         (module.soft_clip, partial(module.focal, gamma=1.0)),
     ):
-        loss = losses.joint(acting, watching, kl_coef=0.1, entropy_coef=0.01)
+        loss = losses.joint(policy_loss, wm_loss, kl_coef=0.1, entropy_coef=0.01)
         losses.joint_loss(policy, batch, tokens, loss, temperature=0.7).loss.backward()
         fused = gradients(policy)
         hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from joint import VOCAB, Objective, dense, fill, make_lm, make_row, packed, relative, tiny_policy
 
-from paw.algo import loss as losses
 from paw.algo.loss import log_probs
 from paw.algo.samples import collate, micro_batches, minibatches, sequences, to_samples
+from paw.algo.token_sums import token_sums
 from paw.model.policy import Policy
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
@@ -219,9 +219,10 @@ def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(of, dtype):
 
     (batch,) = micro_batches(samples, budget=10**6, with_observation=True, device=CPU)
     out, tokens = objective.forward(policy, batch, samples, 30)
-    sums = dict(zip(losses.SUMS, losses.tally(out, tokens, *objective.terms), strict=True))
-    assert sums["actions"] == sum(len(sample.response_ids) for sample in samples)
-    assert sums["observations"] == sum(len(s.observation_ids) for s in samples if s.wm_weight)
+    policy_loss, wm_loss = objective.terms
+    sums = token_sums(out, tokens, policy=policy_loss, wm=wm_loss)
+    assert sums["response_tokens"] == sum(len(sample.response_ids) for sample in samples)
+    assert sums["observation_tokens"] == sum(len(s.observation_ids) for s in samples if s.wm_weight)
     scored = log_probs(policy, samples, temperature=1.0, budget=10**6)
     assert [len(logp) for logp, _ in scored.values()] == [
         len(sample.response_ids) for sample in samples

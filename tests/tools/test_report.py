@@ -57,7 +57,7 @@ def make_run(folder: Path, *, world: bool = True, few: bool = False) -> Path:
         "wall_s": 312.4,
     }
     (folder / "run.json").write_text(json.dumps(info))
-    keys = [] if few else [metric.key for metrics in SECTIONS.values() for metric in metrics]
+    keys = [] if few else [metric.name for metrics in SECTIONS.values() for metric in metrics]
     keys = [key for key in keys if world or not key.startswith("wm/")]
     lines = [{"step": 0, **evaluation(0.398)}]
     for step in range(1, 31):

@@ -1,0 +1,96 @@
+"""What is counted over the tokens of an update's micro-batches, and the metrics made of it."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from paw.algo.loss import TokenBatch, TokenLossFunction, k3, outside, traits_of, with_response_gap
+from paw.metric_list import METRICS
+from paw_kernels import TokenLoss
+
+
+def token_sums(
+    out: TokenLoss,
+    tokens: TokenBatch,
+    *,
+    policy: TokenLossFunction,
+    wm: TokenLossFunction,
+    tis_cap: float | None = None,
+    is_mask: tuple[float, float] | None = None,
+) -> dict[str, float]:
+    """Sums over the tokens of a batch, by name; `policy` and `wm` are the two token losses.
+
+    What the settings do not let measure is absent. "clipped" are response tokens with an advantage
+    but without a gradient of `policy`; "masked" are observation tokens without a gradient of `wm`.
+    """
+    if traits_of(policy).needs_response_gap:
+        tokens = with_response_gap(tokens, out.logp)
+    is_observation = tokens.observation
+    is_response = ~is_observation
+    _, policy_slope = _loss_and_slope(policy, out, tokens)
+    wm_loss, wm_slope = _loss_and_slope(wm, out, tokens)
+
+    sums = {
+        "response_tokens": is_response.sum(),
+        "observation_tokens": is_observation.sum(),
+        "tokens": is_response.sum() + is_observation.sum(),
+        "with_gradient": out.has_gradient.sum(),
+        "policy_loss": out.token_loss[is_response].sum(),
+        "wm_loss": out.token_loss[is_observation].sum(),
+        "wm_token_loss": wm_loss[is_observation].sum(),
+        "entropy": out.entropy[is_response].sum(),
+        "clipped": (is_response & (tokens.advantage != 0) & (policy_slope == 0)).sum(),
+    }
+    if traits_of(wm).masks:
+        sums["masked"] = (is_observation & (wm_slope == 0)).sum()
+    if tokens.ref_logp is not None:
+        sums["kl"] = k3(out.logp, tokens)[is_response].sum()
+    if is_mask is not None:
+        sums["is_masked"] = (is_response & outside(tokens, is_mask)).sum()
+    if tis_cap is not None:
+        sums["tis_capped"] = (is_response & outside(tokens, (0.0, tis_cap))).sum()
+
+    values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer
+    return dict(zip(sums, values, strict=True))
+
+
+def _loss_and_slope(
+    loss: TokenLossFunction, out: TokenLoss, tokens: TokenBatch
+) -> tuple[Tensor, Tensor]:
+    """(the loss of each token, its derivative by log p); both [N]."""
+    logp = out.logp.clone().requires_grad_()
+    with torch.enable_grad():
+        values = loss(logp, out.entropy, tokens)
+        slope = None
+        if values.requires_grad:
+            (slope,) = torch.autograd.grad(values.sum(), logp, allow_unused=True)
+    if slope is None:
+        slope = torch.zeros_like(logp)
+    return values.detach(), slope
+
+
+def add(totals: dict[str, float], sums: Mapping[str, float]) -> None:
+    """Add the sums of one more micro-batch, or rank, to `totals`."""
+    for name, value in sums.items():
+        totals[name] = totals.get(name, 0.0) + value
+
+
+def token_metrics(totals: Mapping[str, float], *, steps: int) -> dict[str, float]:
+    """The metrics of an update of so many optimizer steps, from its sums over all ranks.
+
+    Losses are means over the steps, all others means over tokens (`Metric.mean_of`). A mean over no
+    tokens is absent. Samples without any gradient made no forward pass and are in no mean.
+    """
+    steps = max(1, steps)
+    metrics = {"policy/loss": totals.get("policy_loss", 0.0) / steps}
+    if totals.get("observation_tokens"):
+        metrics["wm/loss"] = totals["wm_loss"] / steps
+
+    for metric in METRICS:
+        if metric.mean_of is None:
+            continue
+        numerator, denominator = metric.mean_of
+        if numerator in totals and totals[denominator]:
+            metrics[metric.name] = totals[numerator] / totals[denominator]
+    return metrics

@@ -1,0 +1,244 @@
+"""The optimizer steps of an update: mini-batches, each cut into micro-batches, each one fused pass.
+
+The loss and its gradient are those of the whole mini-batch, however it is cut into micro-batches
+and however these are shared among ranks.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+
+from torch.nn.utils import clip_grad_norm_
+
+from paw import plugins
+from paw.algo import loss as losses
+from paw.algo.loss import JointLoss, TokenBatch, TokenLossFunction, traits_of
+from paw.algo.samples import Batch, micro_batches
+from paw.algo.token_sums import add, token_metrics, token_sums
+from paw.config import Config
+from paw.model.optim import learning_rate, set_learning_rate
+from paw.model.ranks import full_tensor
+from paw.rollouts.episode import bind
+from paw.rollouts.sync import sampled_by, sampler_mismatch
+from paw.run import Run
+from paw.types import Sample
+from paw_kernels import TokenLoss
+
+
+def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
+    """Take the update's optimizer steps and return its metrics. PPO's critic steps first.
+
+    Raises StaleWeightsError, before any step of the policy, if no log-prob pass was made and the
+    first micro-batch shows that the sampler had other weights. Raises TrainingStopped if too many
+    steps in a row are not finite.
+    """
+    config = run.config
+    objective = Objective.from_config(config)
+    lr = learning_rate(config.optim, update=run.step, updates=config.run.updates)
+    set_learning_rate(run.optimizer, lr)
+
+    metrics: dict[str, float] = {}
+    if run.critic:
+        metrics |= run.critic.optimize(run.minibatches(samples))
+
+    policy_update = PolicyUpdate(run, objective, update_samples=len(samples))
+    for minibatch in run.minibatches(samples):
+        loss = policy_update.accumulate_gradients(minibatch)
+        policy_update.optimizer_step(loss)
+    metrics |= policy_update.metrics()
+    metrics["optim/lr"] = lr
+    return metrics
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What an update minimizes."""
+
+    policy: TokenLossFunction
+    """The loss of response tokens, with its settings."""
+    wm: TokenLossFunction
+    """The loss of observation tokens, with its settings."""
+    loss: JointLoss
+    """Both with their weights and the KL and entropy terms, for the fused head."""
+    tis_cap: float | None
+    """Bound of pi_old / pi_sampler, by which the policy loss is multiplied; None if it is not."""
+    is_mask: tuple[float, float] | None
+    """Bounds of pi_old / pi_sampler, outside which there is no policy loss; None without a mask."""
+
+    @classmethod
+    def from_config(cls, config: Config) -> "Objective":
+        """Raises UserError if a loss of one's own cannot be loaded or made."""
+        options = config.policy
+        tis_cap = options.tis_cap
+        policy_loss = plugins.load("losses", options.loss)
+        if options.old_logp == "engine":
+            # pi_old is pi_sampler: the cap bounds pi / pi_old, in place of PPO's clip.
+            if tis_cap is not None and options.loss == "ppo":
+                policy_loss = losses.tis
+            tis_cap = None
+
+        policy = bind(policy_loss, options)
+        wm = bind(plugins.load("losses", config.wm.loss), config.wm)
+        loss = losses.joint(
+            policy,
+            wm,
+            kl_coef=options.kl_coef,
+            entropy_coef=options.entropy_coef,
+            tis_cap=tis_cap,
+            is_mask=options.is_mask,
+        )
+        return cls(policy=policy, wm=wm, loss=loss, tis_cap=tis_cap, is_mask=options.is_mask)
+
+
+class PolicyUpdate:
+    """The policy's gradients and steps in one update, and what is measured on the way."""
+
+    def __init__(self, run: Run, objective: Objective, *, update_samples: int) -> None:
+        self.run = run
+        self.objective = objective
+        self.update_samples = update_samples
+        self.totals: dict[str, float] = {}
+        """This rank's sums over tokens so far."""
+        self.steps = 0
+        self.grad_norms: list[float] = []
+        """Of the steps that were taken, before clipping."""
+        self.sampler_metrics: dict[str, float] = {}
+        self.sampler_is_checked = "health/sampler_mismatch" in run.metrics
+
+    def accumulate_gradients(self, minibatch: list[Sample]) -> float:
+        """Add up the mini-batch's gradient over micro-batches and ranks.
+
+        Returns this rank's part of the mini-batch's loss.
+        """
+        config = self.run.config
+        ranks = self.run.ranks
+        policy = self.run.policy
+        batches = micro_batches(
+            minibatch,
+            budget=config.optim.micro_batch_tokens,
+            with_observation=config.wm.enabled,
+            device=policy.device,
+            quadratic=policy.quadratic,
+            skip=partial(has_no_gradient, config, self.objective),
+            share=(ranks.rank, ranks.world_size),
+        )
+        loss = 0.0
+        for batch in batches:
+            is_last = batch is batches[-1]
+            ranks.sync_gradients(policy, config.optim.grad_sync == "each" or is_last)
+            loss += self._backward(batch, minibatch)
+        ranks.average_gradients(policy)
+        return loss
+
+    def _backward(self, batch: Batch, minibatch: list[Sample]) -> float:
+        """Forward and backward pass of a micro-batch; returns its part of the mini-batch's loss."""
+        run = self.run
+        world_size = run.ranks.world_size
+        tokens = losses.token_batch(
+            batch,
+            minibatch,
+            update_samples=self.update_samples,
+            norm=run.config.policy.loss_norm,
+            verl_samples=run.config.policy.verl_samples,
+            wm_scale=run.config.wm.scale,
+            reference=run.config.policy.kl_coef > 0.0,
+            is_level=run.config.policy.is_level,
+        )
+        # Gradients are averaged over the ranks, but the loss is a sum over them.
+        scaled_tokens = replace(tokens, weight=world_size * tokens.weight)
+        out = losses.joint_loss(
+            run.policy,
+            batch,
+            scaled_tokens,
+            self.objective.loss,
+            temperature=run.config.rollout.temperature,
+        )
+        out.loss.backward()
+
+        if not self.sampler_is_checked:
+            self.sampler_is_checked = True
+            samples = [minibatch[i] for i in batch.indices]
+            self.sampler_metrics = compare_sampler(run, out, tokens, samples)
+
+        unscaled_out = out._replace(token_loss=out.token_loss / world_size)
+        sums = token_sums(
+            unscaled_out,
+            tokens,
+            policy=self.objective.policy,
+            wm=self.objective.wm,
+            tis_cap=self.objective.tis_cap,
+            is_mask=self.objective.is_mask,
+        )
+        add(self.totals, sums)
+        return float(out.loss.detach()) / world_size
+
+    def optimizer_step(self, loss: float) -> None:
+        """Take a step from the gradients, unless they or the loss are not finite.
+
+        `loss` is this rank's part of the mini-batch's loss.
+        """
+        run = self.run
+        self.steps += 1
+        clipped = clip_grad_norm_(run.policy.parameters(), run.config.optim.grad_clip)
+        grad_norm = float(full_tensor(clipped))
+        if run.guard.allows(loss=sum(run.ranks.gather(loss)), grad_norm=grad_norm):
+            run.optimizer.step()
+            self.grad_norms.append(grad_norm)
+        run.optimizer.zero_grad(set_to_none=True)
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the update, of all ranks. A collective call."""
+        totals: dict[str, float] = {}
+        for rank_totals in self.run.ranks.gather(self.totals, dict[str, float]):
+            add(totals, rank_totals)
+
+        metrics = token_metrics(totals, steps=self.steps)
+        metrics |= self.sampler_metrics
+        if self.grad_norms:
+            metrics["optim/grad_norm"] = fmean(self.grad_norms)
+        metrics["optim/skipped"] = self.run.guard.skipped
+        return metrics
+
+
+def has_no_gradient(config: Config, objective: Objective, sample: Sample) -> bool:
+    """Whether a sample surely has no gradient, so that it needs no forward pass."""
+    if config.policy.kl_coef > 0.0 or config.policy.entropy_coef > 0.0:
+        return False
+    if not traits_of(objective.policy).zero_without_advantage:
+        return False
+    return not any(sample.advantages) and not sample.wm_weight
+
+
+def compare_sampler(
+    run: Run, out: TokenLoss, tokens: TokenBatch, samples: Sequence[Sample]
+) -> dict[str, float]:
+    """Metrics of how far the log-probs of a micro-batch's responses are from the sampler's.
+
+    A collective call, to be made before the first optimizer step. Empty if a log-prob is not
+    finite: then the guard skips the step. Raises StaleWeightsError if the sampler had other
+    weights, also by the entropies of this rank's tokens if the sampler gave them.
+    """
+    is_response = ~tokens.observation
+    servers: list[str | None] = []
+    for sample_servers in sampled_by(samples, run.step):
+        servers += sample_servers
+
+    trainer_logp: list[list[float]] = []
+    sampled_logp: list[list[float]] = []
+    own_rows = [out.logp[is_response].tolist(), tokens.sampled_logp[is_response].tolist()]
+    for rank_trainer_logp, rank_sampled_logp in run.ranks.gather_rows(own_rows, float):
+        trainer_logp.append(rank_trainer_logp)
+        sampled_logp.append(rank_sampled_logp)
+    rank_servers = run.ranks.gather(servers)
+    if not all(math.isfinite(logp) for row in trainer_logp for logp in row):
+        return {}
+
+    sampled_entropy: list[float] = []
+    for sample in samples:
+        sampled_entropy += sample.sampled_entropy or []
+    if len(sampled_entropy) == len(servers):
+        entropy = out.entropy[is_response].tolist()
+        sampler_mismatch([entropy], [sampled_entropy], [servers], what="entropies")  # may raise
+    return sampler_mismatch(trainer_logp, sampled_logp, rank_servers)

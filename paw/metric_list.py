@@ -1,0 +1,520 @@
+"""Every metric of a run, declared once: its meaning, how ranks are combined, where it is shown.
+
+The names are the keys of metrics.jsonl. The line of progress (tools/callbacks.py), the report
+(tools/report.py) and docs/metrics.md read this list and show the metrics in its order. The means
+over tokens are also computed from it (algo/token_sums.py). A metric that was not measured is
+absent, never 0.
+
+To add one, declare it here, and set it in `run.metrics`, or return it from the stage that
+measures it. After a change:
+
+    python -m paw.metric_list > docs/metrics.md
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+PAGE_HEADING = """# Metrics
+
+<!-- written by `python -m paw.metric_list > docs/metrics.md` -->
+`metrics.jsonl` in the run directory has one JSON object for each update, with these keys and
+`step`. A metric that was not measured is absent, never 0. `<kind>` stands for the kinds of tasks
+that the environment has. "line": it is on the line of progress, which also shows an evaluation as
+`eval 41.0% of 100 games`. "report": it is in the report's table.
+
+With several ranks, "same" metrics are computed on every rank from the data of all of them,
+"sum" means that the ranks' parts are added up (for a share or a mean: before dividing),
+and "first" that rank 0 reports its own.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One metric, or with `<kind>` in its name one for each kind of task."""
+
+    name: str
+    label: str
+    """A heading of a few words."""
+    meaning: str
+    """One or two sentences. They stand under its chart and in docs/metrics.md."""
+    unit: str = ""
+    """`%`: a share from 0 to 1, shown in per cent. `count`: events of an update. `running count`:
+    events so far. Anything else: a unit."""
+    ranks: Literal["same", "sum", "first"] = "same"
+    """How several ranks make one value, see PAGE_HEADING."""
+    mean_of: tuple[str, str] | None = None
+    """(numerator, denominator) of a mean over tokens, both keys of `algo.token_sums.token_sums`."""
+    progress: str = ""
+    """Its format on the line of progress; empty if it is not there."""
+    trouble: str = ""
+    """Its format at the end of that line, where it is shown unless it is 0."""
+    section: Literal["", "Policy", "World model", "Critic", "Cost", "Health"] = ""
+    """Its section in the report's table; empty if it is not in the report."""
+    chart: bool = False
+    """Whether the report also draws it."""
+
+    @property
+    def is_count(self) -> bool:
+        return self.unit in ("count", "running count")
+
+
+EPISODES = (
+    Metric(
+        name="reward/mean",
+        label="Mean return",
+        meaning="Environment reward of a training episode, without penalties.",
+        progress="reward {:.3g}",
+        section="Policy",
+        chart=True,
+    ),
+    Metric(
+        name="success/all",
+        label="Success in training",
+        meaning="Of all episodes played for the update, those that `rollout.refill` leaves out"
+        " included.",
+        unit="%",
+        progress="success {:.1%}",
+        section="Policy",
+    ),
+    Metric(
+        name="success/<kind>",
+        label="Success in training by kind of task",
+        meaning="As success/all, for the episodes of one kind of task.",
+        unit="%",
+    ),
+)
+EVALUATION = (
+    Metric(
+        name="eval/games",
+        label="Evaluation games",
+        meaning="Held-out games, each played once.",
+    ),
+    Metric(
+        name="eval/success",
+        label="Success on held-out games",
+        meaning="Share of the evaluation games that succeeded.",
+        unit="%",
+    ),
+    Metric(
+        name="eval/ci_low",
+        label="Lower end of the interval",
+        meaning="Of the 95 % Wilson interval of eval/success.",
+        unit="%",
+    ),
+    Metric(
+        name="eval/ci_high",
+        label="Upper end of the interval",
+        meaning="Of the 95 % Wilson interval of eval/success.",
+        unit="%",
+    ),
+    Metric(
+        name="eval/success_<kind>",
+        label="Success on held-out games by kind of task",
+        meaning="As eval/success, for the games of one kind of task.",
+        unit="%",
+    ),
+    Metric(
+        name="eval/failure",
+        label="First environment failure in evaluation",
+        meaning="Text: why the first failed game failed.",
+    ),
+    Metric(
+        name="eval/return",
+        label="Mean return in evaluation",
+        meaning="Environment reward of an evaluation game.",
+    ),
+    Metric(
+        name="eval/steps",
+        label="Turns in evaluation",
+        meaning="Mean number of turns of an evaluation game.",
+    ),
+    Metric(
+        name="eval/valid_actions",
+        label="Valid actions in evaluation",
+        meaning="Share of the turns whose response was well-formed.",
+        unit="%",
+    ),
+    Metric(
+        name="eval/score",
+        label="Score in evaluation",
+        meaning="Mean of the environment's own score of a game, if it has one.",
+    ),
+)
+LOSSES = (
+    Metric(
+        name="wm/lambda",
+        label="Weight λ",
+        meaning="Mean of 1 − return / R_max over groups: falls as tasks are solved.",
+        progress="lambda {:.3f}",
+        section="World model",
+        chart=True,
+    ),
+    Metric(
+        name="policy/loss",
+        label="Policy loss",
+        meaning="As it enters the objective, weights included; mean over optimizer steps.",
+        ranks="sum",
+        progress="policy {:.3g}",
+        section="Policy",
+    ),
+    Metric(
+        name="wm/loss",
+        label="World-model loss",
+        meaning="As it enters the objective, weights included.",
+        ranks="sum",
+        progress="world {:.3g}",
+        section="World model",
+        chart=True,
+    ),
+    Metric(
+        name="wm/masked_frac",
+        label="Masked tokens",
+        meaning="Observation tokens left out: predicted, p > ρ.",
+        unit="%",
+        ranks="sum",
+        mean_of=("masked", "observation_tokens"),
+        section="World model",
+        chart=True,
+    ),
+    Metric(
+        name="wm/token_loss",
+        label="World-model loss of a token",
+        meaning="Mean over observation tokens, without weights.",
+        ranks="sum",
+        mean_of=("wm_token_loss", "observation_tokens"),
+    ),
+    Metric(
+        name="wm/selected_frac",
+        label="Turns selected by entropy",
+        meaning="Share of the update's turns from which the world model learns.",
+        unit="%",
+        section="World model",
+    ),
+)
+POLICY = (
+    Metric(
+        name="policy/entropy",
+        label="Policy entropy",
+        meaning="Per response token. Towards 0, exploration ends.",
+        unit="nats",
+        ranks="sum",
+        mean_of=("entropy", "response_tokens"),
+        progress="entropy {:.3g}",
+        section="Policy",
+        chart=True,
+    ),
+    Metric(
+        name="policy/kl",
+        label="KL to the start model",
+        meaning="k3 estimate per response token.",
+        unit="nats",
+        ranks="sum",
+        mean_of=("kl", "response_tokens"),
+        progress="kl {:.3g}",
+        section="Policy",
+        chart=True,
+    ),
+    Metric(
+        name="policy/clip_frac",
+        label="Clipped tokens",
+        meaning="Share of response tokens outside the clip range.",
+        unit="%",
+        ranks="sum",
+        mean_of=("clipped", "response_tokens"),
+        section="Policy",
+        chart=True,
+    ),
+    Metric(
+        name="policy/is_masked_frac",
+        label="Tokens outside policy.is_mask",
+        meaning="Share of response tokens left out because of pi_old / pi_sampler.",
+        unit="%",
+        ranks="sum",
+        mean_of=("is_masked", "response_tokens"),
+    ),
+    Metric(
+        name="policy/tis_capped_frac",
+        label="Tokens above policy.tis_cap",
+        meaning="Share of response tokens whose pi_old / pi_sampler is above the cap.",
+        unit="%",
+        ranks="sum",
+        mean_of=("tis_capped", "response_tokens"),
+    ),
+    Metric(
+        name="policy/response_tokens",
+        label="Response length",
+        meaning="Mean number of response tokens of a turn.",
+        unit="tokens",
+    ),
+    Metric(
+        name="staleness/mean",
+        label="Staleness",
+        meaning="Mean age of the response tokens' weights, with `rollout.ahead`.",
+        unit="updates",
+    ),
+    Metric(
+        name="staleness/max",
+        label="Largest staleness",
+        meaning="Age of the oldest weights that a response token was sampled from.",
+        unit="updates",
+    ),
+    Metric(
+        name="optim/grad_norm",
+        label="Gradient norm",
+        meaning="Mean over optimizer steps, before clipping.",
+        progress="grad {:.3g}",
+        section="Policy",
+        chart=True,
+    ),
+    Metric(
+        name="health/groups_mixed",
+        label="Mixed groups",
+        meaning="Groups with wins and losses: what the policy learns from.",
+        unit="%",
+        section="Policy",
+        chart=True,
+    ),
+    Metric(
+        name="health/valid_actions",
+        label="Valid actions",
+        meaning="Share of the turns whose response was well-formed.",
+        unit="%",
+        progress="valid {:.0%}",
+        section="Policy",
+    ),
+    Metric(
+        name="optim/lr",
+        label="Learning rate",
+        meaning="The learning rate of the update.",
+        section="Policy",
+    ),
+)
+CRITIC = (
+    Metric(
+        name="critic/loss",
+        label="Value loss",
+        meaning="PPO's critic; mean over optimizer steps.",
+        ranks="sum",
+        section="Critic",
+        chart=True,
+    ),
+    Metric(
+        name="critic/explained_variance",
+        label="Explained variance",
+        meaning="Of the returns, by the values.",
+        section="Critic",
+        chart=True,
+    ),
+    Metric(
+        name="critic/grad_norm",
+        label="Gradient norm of the critic",
+        meaning="Mean over optimizer steps, before clipping.",
+        section="Critic",
+    ),
+    Metric(
+        name="critic/clip_frac",
+        label="Clipped values",
+        meaning="Share of response tokens whose clipped loss is the larger one.",
+        unit="%",
+        ranks="sum",
+        section="Critic",
+    ),
+)
+COST = (
+    Metric(
+        name="perf/tokens_per_s",
+        label="Throughput",
+        meaning="Prompt and response tokens of the update by its seconds, saving left out.",
+        unit="tokens/s",
+        ranks="first",
+        progress="{:,.0f} tok/s",
+        section="Cost",
+        chart=True,
+    ),
+    Metric(
+        name="optim/gradient_frac",
+        label="Tokens with a gradient, f",
+        meaning="The head costs 1 + 2f passes.",
+        unit="%",
+        ranks="sum",
+        mean_of=("with_gradient", "tokens"),
+        section="Cost",
+        chart=True,
+    ),
+    Metric(
+        name="perf/peak_gib",
+        label="Peak memory",
+        meaning="Most memory in use so far: of the GPU, or of the process on a CPU.",
+        unit="GiB",
+        ranks="first",
+        progress="{:.1f} GiB",
+        section="Cost",
+    ),
+    Metric(
+        name="perf/cached_frac",
+        label="Cached prompt tokens",
+        meaning="Share of the prompt tokens that the engine had in its cache.",
+        unit="%",
+        ranks="sum",
+    ),
+    Metric(
+        name="time/rollout",
+        label="Rollout",
+        meaning="Playing the episodes.",
+        unit="s",
+        ranks="first",
+        section="Cost",
+    ),
+    Metric(
+        name="time/score",
+        label="Scoring pass",
+        meaning="Samples, advantages, log-probs and selection.",
+        unit="s",
+        ranks="first",
+        section="Cost",
+    ),
+    Metric(
+        name="time/update",
+        label="Update",
+        meaning="Gradients and optimizer steps.",
+        unit="s",
+        ranks="first",
+        section="Cost",
+    ),
+    Metric(
+        name="time/sync",
+        label="Weight sync",
+        meaning="Sending the weights to the engine.",
+        unit="s",
+        ranks="first",
+        section="Cost",
+    ),
+    Metric(
+        name="time/eval",
+        label="Evaluation, when one ran",
+        meaning="Playing the evaluation games.",
+        unit="s",
+        ranks="first",
+        section="Cost",
+    ),
+    Metric(
+        name="time/save",
+        label="Training waited for a checkpoint",
+        meaning="In the line of the update after the checkpoint.",
+        unit="s",
+        ranks="first",
+        section="Cost",
+    ),
+)
+HEALTH = (
+    Metric(
+        name="optim/skipped",
+        label="Steps skipped, not finite",
+        meaning="Optimizer steps dropped so far because loss or gradient was not finite.",
+        unit="running count",
+        trouble="steps skipped {:.0f}",
+        section="Health",
+    ),
+    Metric(
+        name="health/env_failures",
+        label="Environment failures",
+        meaning="Training episodes whose environment or agent failed. They are in no group.",
+        unit="count",
+        ranks="sum",
+        trouble="environment failures {:.0f}",
+        section="Health",
+    ),
+    Metric(
+        name="eval/failures",
+        label="Environment failures in evaluation",
+        meaning="Evaluation games that failed. They count as not successful.",
+        unit="count",
+        ranks="sum",
+        section="Health",
+    ),
+    Metric(
+        name="health/groups_dropped",
+        label="Groups dropped",
+        meaning="Groups left with fewer than two episodes.",
+        unit="count",
+        trouble="groups dropped {:.0f}",
+        section="Health",
+    ),
+    Metric(
+        name="health/threads_lost",
+        label="Threads lost to environments that hang",
+        meaning="Calls given up after `env.step_timeout_s`, each with its thread.",
+        unit="count",
+        ranks="sum",
+        trouble="threads lost {:.0f}",
+        section="Health",
+    ),
+    Metric(
+        name="health/processes_lost",
+        label="Processes of environments lost",
+        meaning="Workers of `env.processes` that died or hung.",
+        unit="count",
+        ranks="sum",
+    ),
+    Metric(
+        name="health/prompts_truncated",
+        label="Prompts truncated",
+        meaning="Prompts that were longer than `rollout.max_prompt_tokens`.",
+        unit="count",
+        ranks="sum",
+    ),
+    Metric(
+        name="health/texts_cut",
+        label="Texts cut",
+        meaning="Texts of environments that were longer than `env.max_text`.",
+        unit="count",
+        ranks="sum",
+    ),
+    Metric(
+        name="health/groups_refilled",
+        label="Groups replaced",
+        meaning="Groups whose returns are all equal, replaced because of `rollout.refill`.",
+        unit="count",
+    ),
+    Metric(
+        name="health/sampler_mismatch",
+        label="Sampler mismatch, largest",
+        meaning="Largest distance of a token's log-probs under trainer and sampler.",
+        unit="nats",
+        section="Health",
+    ),
+    Metric(
+        name="health/sampler_mismatch_mean",
+        label="Sampler mismatch, mean",
+        meaning="Mean distance of the tokens' log-probs under trainer and sampler.",
+        unit="nats",
+        section="Health",
+    ),
+)
+METRICS = (*EPISODES, *EVALUATION, *LOSSES, *POLICY, *CRITIC, *COST, *HEALTH)
+"""All metrics, in the order in which they are shown."""
+
+
+def page() -> str:
+    """docs/metrics.md."""
+    rows = ["| metric | what | meaning | ranks | shown |", "|---|---|---|---|---|"]
+    for metric in METRICS:
+        what = metric.label
+        if metric.unit == "%":
+            what += " (share)"
+        elif metric.unit:
+            what += f" ({metric.unit})"
+
+        shown = []
+        if metric.progress or metric.trouble:
+            shown.append("line")
+        if metric.section:
+            shown.append("report")
+        rows.append(
+            f"| `{metric.name}` | {what} | {metric.meaning} | {metric.ranks} | {', '.join(shown)} |"
+        )
+    return PAGE_HEADING + "\n" + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,58 @@
+"""Every metric that the code, the goldens or the pages name is declared in paw/metric_list.py."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from paw.metric_list import METRICS, page
+
+ROOT = Path(__file__).parents[2]
+NAMES = [metric.name for metric in METRICS]
+PREFIXES = sorted({name.partition("/")[0] for name in NAMES})
+NAME = re.compile(rf"(?:{'|'.join(PREFIXES)})/[a-z_]+")
+FAMILIES = ("success/", "eval/success_")
+"""Prefixes of names that end in a kind of task."""
+
+
+def undeclared(names):
+    return {name for name in names if name not in NAMES and not name.startswith(FAMILIES)}
+
+
+def test_names_are_unique():
+    assert len(set(NAMES)) == len(NAMES)
+
+
+def test_the_page_is_written_from_the_list():
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert text == page(), "python -m paw.metric_list > docs/metrics.md"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "paw").rglob("*.py")), ids=lambda path: path.name)
+def test_names_in_the_code_are_declared(path):
+    strings = {
+        node.value
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert not undeclared(filter(NAME.fullmatch, strings))
+
+
+def test_names_in_the_goldens_are_declared():
+    goldens = json.loads((ROOT / "tests" / "goldens.json").read_text())
+    names = {name for run in goldens.values() for line in run["metrics"] for name in line}
+    assert not undeclared(names - {"step"})
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_names_on_the_pages_are_declared(path):
+    """In backticks, also several at once: `policy/{loss,kl}`."""
+    text = path.read_text(encoding="utf-8")
+    names = set()
+    for prefix, group, name in re.findall(
+        rf"`({'|'.join(PREFIXES)})/(?:\{{([a-z_,]+)\}}|([a-z_]+))`", text
+    ):
+        names |= {f"{prefix}/{part}" for part in (group.split(",") if group else [name])}
+    assert not undeclared(names) - {"wm/factor"}  # of an experiment whose code is gone
