@@ -46,8 +46,10 @@ from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_
 from paw.state.held import HeldDirectory, held
 from paw.state.log import MetricsLog
 from paw.state.record import RunRecord, about, header_lines, now
+from paw.state.restore import restore
+from paw.state.shared import check_shared
 from paw.state.signals import StopSignal
-from paw.state.train_state import RandomStates, Saving, rng_tensors
+from paw.state.train_state import PendingCheckpoint, RandomStates, rng_tensors, start_saving
 from paw.types import Sample
 
 STARTING_OVER = -1
@@ -65,16 +67,14 @@ class Run(Parts):
     on_evaluation(run, groups, metrics), on_end(run). The last is called however the run ends, see
     `failed`."""
     signal: StopSignal
-    places: list[int]
-    """For each rank the lowest one that sees the same run directory."""
     held: HeldDirectory
     """The run directory as it was opened."""
     step: int = 0
     """Updates done; the weight version."""
     saved: int = 0
     """The step of the newest checkpoint that is there."""
-    saving: Saving | None = None
-    """The one that is being written."""
+    pending: PendingCheckpoint | None = None
+    """The checkpoint that is being written."""
     logged: int = 0
     """The step of the newest line of metrics: resuming a checkpoint needs that of its step."""
     random: RandomStates | None = None
@@ -240,7 +240,7 @@ class Run(Parts):
     def check_directory(self) -> None:
         """Raises UserError if the run directory was deleted or renamed, before anything is written
         in its place. Log files that were deleted are written anew."""
-        if self.places[self.ranks.rank] == self.ranks.rank:
+        if self.ranks.first:
             self.held.check(self.saved)
         for note in self.log.restore() if self.log else ():
             self.say(note)
@@ -259,32 +259,38 @@ class Run(Parts):
     def save(self, *, wait: bool = True) -> None:
         """A checkpoint of weights, optimizer, random states and counters; drops the oldest beyond run.keep.
 
-        It is there when this returns, or without `wait` some time later, see `settle`: it is
-        written in the background.
+        With `wait`, it is on disk on return; otherwise it is written in the background, and
+        `settle` publishes it.
         """
-        begun = self.saving and self.saving.step == self.step
+        is_pending = self.pending is not None and self.pending.step == self.step
         self.settle()
-        if begun:
+        if is_pending:
             return
         self.check_directory()
         if self.log:
             self.log.sync()
-        folder = self.directory / "checkpoints"
         with self.clock("save"):
-            what: Any = self.step, folder, self.ranks, self.places, self.random or rng_tensors()
-            self.saving = Saving(self.learners, *what, background=not wait)
+            self.pending = start_saving(
+                self.learners,
+                self.ranks,
+                step=self.step,
+                folder=self.directory / "checkpoints",
+                random_states=self.random or rng_tensors(),
+                background=not wait,
+            )
         if wait:
             self.settle()
 
     def settle(self, *, wait: bool = True) -> None:
-        """Publish the checkpoint that is being written, where all ranks are through with it, or `wait` for them."""
-        if not self.saving or not (wait or all(self.ranks.gather(self.saving.done))):
+        """Publish the pending checkpoint once all ranks have written it; with `wait`, wait for them."""
+        pending = self.pending
+        if not pending or not (wait or all(self.ranks.gather(pending.done))):
             return
         self.check_directory()
         with self.clock("save"):
-            saving, self.saving = self.saving, None
-            saving.publish(self.config.run.keep)
-        self.saved = saving.step
+            self.pending = None
+            pending.publish(self.config.run.keep)
+        self.saved = pending.step
         if self.record:
             self.record.write()
 
@@ -398,11 +404,8 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
     )
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     directory = (config.run.dir / name).absolute()  # an environment may change the current folder
-    places = [0]
     if ranks.world_size > 1:
-        from paw.state.places import claim_places
-
-        places = claim_places(directory, ranks, stack, resume=resume)
+        check_shared(directory, ranks)
 
     dtype, kept = choose_dtype(config, device, ranks, past=directory if resume else None)
     notes = [*notes, *kept]
@@ -439,16 +442,19 @@ def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> 
         "callbacks": callbacks,
         "signal": signal,
     }
-    run = Run(**vars(parts), **own, places=places, held=stack.enter_context(held(directory)))
+    run = Run(**vars(parts), **own, held=stack.enter_context(held(directory)))
     run.info = about(run) | began
     if resume:
-        from paw.state.restore import restore
-
         chosen = "" if resume == "auto" else resume
-        path = restore(run, directory / "checkpoints", warn=run.say, chosen=chosen)
-        run.say(
-            f"resumed from {path}" if path else f"no checkpoint yet in {directory}: starting over"
+        restored = restore(
+            run.learners, ranks, directory / "checkpoints", warn=run.say, chosen=chosen
         )
+        if restored:
+            path, run.step = restored
+            run.saved = run.logged = run.step
+            run.say(f"resumed from {path}")
+        else:
+            run.say(f"no checkpoint yet in {directory}: starting over")
     if ranks.first:
         with writing(directory / "config.toml"):
             write_file(directory / "config.toml", dump(config))

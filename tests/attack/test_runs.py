@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from paw import trainer
-from paw.state.train_state import Saving
+from paw.state.train_state import PendingCheckpoint
 
 pytestmark = pytest.mark.slow
 FILE = Path(__file__).parent / "environments.py"
@@ -107,7 +107,7 @@ def test_whatever_stops_a_part_of_ones_own_is_one_line_and_the_update_is_saved(
     settings |= {"eval.every": 1, "run.save_every": 1, "run.name": "run"}
     settings |= {"advantage.type": f"{FILE}:advantages", "policy.loss": f"{FILE}:loss"}
     monkeypatch.setattr(
-        Saving, "done", False
+        PendingCheckpoint, "done", False
     )  # as on a slow disk: nothing is published before something waits for it
     monkeypatch.setenv("ATTACK", attack)
     done = paw_here("train", recipe, settings, code=2)
