@@ -338,13 +338,7 @@ def add_arguments(name: str, sub: argparse.ArgumentParser, short: Iterable[str])
                 metavar="PATH",
                 help="a model's folder or Hugging Face name: can it be trained?",
             )
-            add(
-                "--run",
-                type=Path,
-                metavar="DIR",
-                help="a run's directory: what happened to it, how to go on?",
-            )
-            add("--json", action="store_true", help="with --model or --run: as JSON")
+            add("--json", action="store_true", help="with --model: as JSON")
             add(
                 "--kernels",
                 action="store_true",
@@ -394,12 +388,10 @@ def _keys(*_: object) -> int:
 
 
 def _doctor(options: argparse.Namespace, _: Overrides) -> int:
-    from paw.tools import doctor, postmortem
+    from paw.tools import doctor
 
     if options.kernels:
         from paw.tools import kernels
 
         return kernels.check(options.shape, options.model)
-    if options.run:
-        return postmortem.run(options.run, as_json=options.json)
     return doctor.run_model(options.model, as_json=options.json) if options.model else doctor.run()

@@ -314,7 +314,6 @@ class Run(Parts):
             and not diverged
         ):
             self.save()
-            self.say(f"update {self.step} is saved (--resume auto)")
 
     def finish(self) -> Path:
         """Save, export to Hugging Face format; returns the path of the report to come."""
@@ -363,6 +362,9 @@ def open_run(config: Config, *, resume: str = "", numbered: bool = False) -> Ite
                     with suppress(UserError):
                         run.settle()
                         run.save_whole(error)
+                if run.held.where() == run.directory:  # else the error says where it went
+                    at = f"update {run.step} of {config.run.updates}"
+                    run.say(f"failed after {at}: {what_is_saved(run.saved)}")
                 raise
     except KeyboardInterrupt:
         if run and run.ranks.first:

@@ -16,10 +16,9 @@ from paw.cli import main
 from paw.errors import UserError, clean
 from paw.recipe import dump, known_keys, load, validate
 from paw.state import checkpoint, restore
-from paw.state.claim import claim
 from paw.state.log import MetricsLog
 from paw.state.resume import changes
-from paw.tools.postmortem import examine, tell
+from paw.state.claim import claim
 from paw.tools.report import write_report
 
 pytestmark = pytest.mark.slow
@@ -134,7 +133,7 @@ def test_a_recipe_that_goes_too_far_is_one_line(capfd, tmp_path):
 
 LONG = "x" * 5000
 COMMANDS = [
-    ["train", LONG], ["train", f"{LONG}.toml"], ["report", LONG], ["report", "a/" * 3000], ["doctor", "--run", LONG],
+    ["train", LONG], ["train", f"{LONG}.toml"], ["report", LONG], ["report", "a/" * 3000],
     ["export", LONG], ["eval", LONG], ["warmup", LONG], ["eval", LONG, "--recipe", "quickstart"],
     ["experiment", "compare", LONG], ["data", "alfworld", LONG], [LONG],
 ]  # fmt: skip
@@ -208,7 +207,6 @@ def write(folder: str, files: dict[str, bytes]) -> Path:
 def test_a_run_of_any_files_is_told_and_goes_on(files):
     with tempfile.TemporaryDirectory() as folder:
         run = write(folder, files)
-        lines_are_short(tell(examine(run)))
         with told_if_refused():
             lines_are_short(changes(run, validate({"model": {"path": "m"}}, origin="x")))
         with MetricsLog(run, resume_step=3) as log:
@@ -277,8 +275,6 @@ def test_a_pipe_in_place_of_a_runs_file_keeps_nobody_waiting(tmp_path):
         (run / "metrics.jsonl").write_text('{"step": 0, "eval/success": 0.5}\n')
         (run / name).unlink(missing_ok=True)
         os.mkfifo(run / name)
-        with suppress(UserError):
-            tell(examine(run))
         with suppress(UserError):
             write_report(run)
         config = validate(
