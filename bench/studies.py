@@ -36,12 +36,12 @@ from paw.model.dtype import pick_dtype, with_dtype
 from paw.model.policy import load_policy, load_tokenizer, pick_device
 from paw.plugins import load
 from paw.rollouts.chat import Chat
-from paw.state.export import start_model
 from paw.state.record import code_commit
 from paw.tools.experiment.figures import Curve, draw
 from paw.tools.experiment.results import Record, interval, percent, write
 from paw.tools.player import EPISODES, open_player, resolve, tell
 from paw.tools.plots import INK, PALETTE, legend, moving_mean, styled
+from paw.tools.preparation import start_model
 from paw.tools.recorded import read_episodes
 from paw.tools.results import markdown
 from paw.tools.rundir import Run, load_run

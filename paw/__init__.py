@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from paw.tools.player import rollout
     from paw.tools.rundir import metrics
     from paw.tools.sft import sft
-    from paw.trainer import train
+    from paw.tools.train import train
 
 __version__ = "0.1.0"
 __all__ = ["Config", "evaluate", "export", "load", "metrics", "plan", "rollout", "sft", "train"]
@@ -28,7 +28,7 @@ _HOMES = {
     "plan": "paw.tools.planning",
     "rollout": "paw.tools.player",
     "sft": "paw.tools.sft",
-    "train": "paw.trainer",
+    "train": "paw.tools.train",
 }
 """The module that defines each name.
 

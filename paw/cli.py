@@ -186,7 +186,7 @@ def _train_epilog() -> str:
 
 def _train(options: argparse.Namespace, overrides: Overrides) -> int:
     from paw.recipe import check_passwords, load_named, warnings
-    from paw.state.claim import run_names
+    from paw.state.run_lock import run_names
 
     resume, numbered = options.resume, "run.name" not in overrides
     config = load_named(options.recipe, overrides)
@@ -227,7 +227,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
             raise UserError(f"--gpus {options.gpus}: {taken}")
         words = ["train", options.recipe, *words, *(resume and ["--resume", resume])]
         return launch(count, words, device=config.model.device)
-    from paw.trainer import train
+    from paw.tools.train import train
 
     report = train(config, resume=resume, numbered=numbered)
     if os.environ.get("RANK", "0") == "0" and report.is_file():
@@ -238,7 +238,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
 def _check(config: "Config", name: str, resume: str) -> None:
     """What needs no model, before torch is loaded, which takes seconds. Ranks look once they have
     met: all are to know what one of them, maybe on another machine, lacks."""
-    from paw.state.claim import check_free
+    from paw.state.run_lock import check_free
 
     check_free(config.run.dir / name, resume=resume)
     data = getattr(config.env, "data", None)

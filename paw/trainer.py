@@ -26,6 +26,7 @@ from paw.algo.advantages import checked, drop_penalty_only
 from paw.algo.loss import TokenLossFunction
 from paw.algo.samples import micro_batches, to_samples
 from paw.algo.world_model import select
+from paw.build import WITHOUT_TOOLS, Preparation
 from paw.config import Config
 from paw.model.optim import learning_rate, set_learning_rate
 from paw.model.ranks import full_tensor
@@ -42,15 +43,21 @@ PAUSES_S = (5, 10, 20, 40, 60)
 """Seconds before an update whose episodes failed is played again; more than two minutes in all."""
 
 
-def train(config: Config, *, resume: str = "", numbered: bool = False) -> Path:
+def train(
+    config: Config,
+    *,
+    resume: str = "",
+    numbered: bool = False,
+    preparation: Preparation = WITHOUT_TOOLS,
+) -> Path:
     """Train to config.run.updates and write the run directory; returns the path of the report.
 
     `resume` continues a run: "auto" from the newest checkpoint that verifies, or from one by its
     name, "step_000100". `numbered` takes run.name as a stem: a new run is NAME-2 where there is a
     NAME, and so on, and `resume` means the one of the highest number. Raises UserError for a
-    mistake of the user; checkpoints stay.
+    mistake of the user; checkpoints stay. `preparation` comes from the tools (`paw.tools.train`).
     """
-    with open_run(config, resume=resume, numbered=numbered) as run:
+    with open_run(config, resume=resume, numbered=numbered, preparation=preparation) as run:
         with closing(run.make_rollouts()) as rollouts:
             push_weights(run.policy.lm, run.engine, version=run.step)
             run.catch_up(rollouts)
@@ -79,8 +86,9 @@ def update(run: Run, rollouts: Rollouts) -> None:
     with run.clock("sync"):
         push_weights(run.policy.lm, run.engine, version=run.step)
     run.end_update(rollouts, tokens=sampled.prompt_tokens + sampled.response_tokens)
-    for warning in alarms(run) if run.log else ():
-        run.say(warning)
+    if run.log:
+        for warning in alarms(run.log.history, run.config, reward_max=run.factory.reward_max):
+            run.say(warning)
 
 
 def rollout(run: Run, rollouts: Rollouts) -> tuple[list[Group], RolloutStats]:

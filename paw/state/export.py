@@ -1,10 +1,8 @@
 """Hugging Face export: loads with AutoModelForCausalLM and `vllm serve` without a merge step."""
 
 import copy
-import importlib
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,11 @@ from torch import Tensor
 
 from paw import __version__
 from paw.config import Config
-from paw.envs import make_factory
-from paw.errors import quietly, to_stderr
+from paw.errors import quietly
 from paw.files import fsync, fsync_tree, writing
 from paw.hub import is_hub_name
 from paw.model.policy import Policy, kept_buffers
 from paw.recipe import dump
-from paw.state.record import read_info
 
 CARD = """---
 {metadata}
@@ -122,18 +118,3 @@ def _with_options(tokenizer: Any, options: dict[str, Any]) -> Any:
     )
     tokenizer.chat_template = settings + tokenizer.chat_template.removeprefix(settings)
     return tokenizer
-
-
-def start_model(run: Path | None, config: Config, report: Callable[[str], None] = to_stderr) -> str:
-    """The model that `run` (None: a new one) starts from: config.model.path, or a warm-up model.
-
-    The warm-up model of a run begun is the one its run.json names, as long as it is there: one made
-    by later code may have another tokenizer. `report` hears about a warm-up.
-    """
-    if config.model.path != "quickstart":
-        return config.model.path
-    start = str(read_info(run).get("start", "")) if run else ""
-    if start and (Path(start) / "config.json").is_file():
-        return start
-    warmup: Any = importlib.import_module("paw.tools.warmup")
-    return str(warmup.ensure_warm_model(config, make_factory(config), report).resolve())

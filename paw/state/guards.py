@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from paw.config import Config
 from paw.errors import UserError
-
-if TYPE_CHECKING:
-    from paw.run import Run
 
 
 class TrainingStopped(UserError):
@@ -86,19 +84,17 @@ def what_is_saved(step: int) -> str:
     return "there is no checkpoint yet"
 
 
-def alarms(run: "Run") -> Iterator[str]:
-    """The warnings that rank 0 prints after an update."""
-    config = run.config
-    history: Any = run.log.history if run.log else []
+def alarms(
+    history: Sequence[Mapping[str, Any]], config: Config, *, reward_max: float
+) -> Iterator[str]:
+    """The warnings that rank 0 prints after an update; `history` has the metrics of all, oldest first."""
     if warning := collapse_warning(history, in_groups=config.advantage.type != "ppo"):
         yield warning
 
-    reward_max = run.factory.reward_max
     is_adaptive = config.wm.enabled and config.wm.weight == "adaptive"
     above_max = [line for line in history if (line.get("reward/mean") or 0.0) > reward_max]
-    if (
-        is_adaptive and len(above_max) == 1 and above_max[0] is history[-1]
-    ):  # once, at the first such update
+    # Once, at the first such update.
+    if is_adaptive and len(above_max) == 1 and above_max[0] is history[-1]:
         yield (
             f"warning: episodes return {above_max[0]['reward/mean']:g} in the mean, above the environment's reward_max "
             f"= {reward_max:g}: the adaptive weight of the world model is 0 there; raise reward_max, or set wm.weight"

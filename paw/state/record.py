@@ -1,7 +1,6 @@
 """run.json: what a run is, when it was resumed and with what changes, and how it ended."""
 
 import json
-import platform
 import shutil
 import subprocess
 import time
@@ -9,15 +8,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from paw import __version__
 from paw.errors import UserError, masked
 from paw.files import json_object, text_of, write_file, writing
 from paw.state.held import HeldDirectory
-
-if TYPE_CHECKING:
-    from paw.run import Run
 
 
 class RunRecord:
@@ -102,54 +97,3 @@ def code_commit() -> str:
         return ""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-
-
-def about(run: "Run") -> dict[str, Any]:
-    """What run.json says of a run: versions, machine, model, games."""
-    import torch  # here, as reading a record needs no torch
-
-    device = run.policy.device
-    threads = torch.get_num_threads()
-    ranks = run.ranks.world_size
-    if device.type == "cuda":
-        device_name = torch.cuda.get_device_name(device)
-    else:
-        device_name = f"CPU ({platform.machine()}, {_processes(ranks, threads)})"
-    return {
-        "paw": __version__,
-        "commit": code_commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": device_name,
-        "ranks": ranks,
-        "threads": threads,
-        "engine": run.config.engine.type,
-        "model": run.config.model.path,
-        "parameters": run.policy.lm.num_parameters(),
-        "vocabulary": run.policy.head_weight.shape[0],
-        "games": run.factory.fingerprint(),
-        **run.info,
-    }
-
-
-def _processes(ranks: int, threads: int) -> str:
-    each = "1 thread" if threads == 1 else f"{threads} threads"
-    return f"{ranks} processes of {each}" if ranks > 1 else each
-
-
-def header_lines(run: "Run") -> list[str]:
-    """The first lines that a run prints."""
-    info = run.info
-    config = run.config
-    world = (
-        f"PaW: {config.wm.loss}, alpha {config.wm.alpha:g}"
-        if config.wm.enabled
-        else "no world model"
-    )
-    return [
-        f"run {run.directory}",
-        f"model {info['model']}: {info['parameters']:,} parameters, vocabulary {info['vocabulary']:,}",
-        f"{info['device']}, {info['dtype']}, engine {info['engine']}, head backend {info['backend']}, "
-        f"games {info['games']}",
-        f"{config.advantage.type}, {world}, {config.rollout.tasks} x {config.rollout.group_size} episodes a step",
-    ]

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paw.errors import UserError, describe, shown, to_stderr
+from paw.errors import describe, shown, to_stderr
 from paw.files import cause, json_object
 from paw.model.ranks import Ranks, rows_like, shard_like
 from paw.state.checkpoint import (
@@ -180,64 +180,6 @@ def _dtype_and_shape(tensors: Mapping[str, Tensor], name: str) -> str:
     if name not in tensors:
         return "missing"
     return f"{tensors[name].dtype} {list(tensors[name].shape)}"
-
-
-def export_run(
-    run: Path,
-    *,
-    checkpoint_name: str | None = None,
-    out: Path | None = None,
-    push: str = "",
-    public: bool = False,
-) -> Path:
-    """Export a checkpoint of a run directory (default: the newest that verifies); returns the folder written.
-
-    `push` is the USER/NAME under which it is sent to the hub, if any.
-    """
-    # imported here: verifying a checkpoint needs no model
-    from paw.model.dtype import training_dtype, with_dtype
-    from paw.model.policy import full_parameters, load_policy, load_tokenizer, weights_dtype
-    from paw.recipe import load as load_config
-    from paw.state import push as hub
-    from paw.state.export import export, start_model
-    from paw.state.resume import recorded_dtype
-
-    if not (run / "config.toml").is_file():
-        raise UserError(f"{run}: no run directory (config.toml is missing)")
-    if push:
-        hub.check_push(push)
-    config = load_config(run / "config.toml")
-    folder = run / "checkpoints"
-    chosen = folder / checkpoint_name if checkpoint_name else None
-    exists = chosen.is_dir() if chosen else any(folder.glob("step_*"))
-    if not exists:
-        raise UserError(f"{run}: no checkpoint {checkpoint_name or ''} to export; see {folder}")
-
-    base = start_model(run, config)
-    dtype = recorded_dtype(run) or training_dtype(config, torch.device("cpu"))
-    config_in_dtype = with_dtype(config, dtype)
-    policy = load_policy(
-        base, weights=weights_dtype(config_in_dtype), dtype=config_in_dtype.model.dtype
-    )
-    if config.lora.rank:
-        from paw.model.lora import add_adapters
-
-        add_adapters(policy.lm, config.lora, seed=config.run.seed)
-
-    read = partial(load, like={"model": policy.named_parameters_once()})
-    if chosen:
-        tensors, state = read(chosen)
-    else:
-        newest_found = newest(folder, read)
-        assert newest_found, "there is a checkpoint, see above"
-        _, (tensors, state) = newest_found
-    policy.load(tensors["model"])
-    weights = dict(full_parameters(policy.lm, once=True))
-    out = out or run / "hf"
-    written = export(policy, load_tokenizer(base), out, weights, config=config, step=state["step"])
-    if push:
-        to_stderr(f"pushed to {hub.push(written, push, public=public)}")
-    return written
 
 
 # --- into a run

@@ -18,7 +18,7 @@ from paw.recipe import dump, known_keys, load, validate
 from paw.state import checkpoint, restore
 from paw.state.log import MetricsLog
 from paw.state.resume import changes
-from paw.state.claim import claim
+from paw.state.run_lock import take_run_directory
 from paw.tools.report import write_report
 
 pytestmark = pytest.mark.slow
@@ -281,6 +281,6 @@ def test_a_pipe_in_place_of_a_runs_file_keeps_nobody_waiting(tmp_path):
             {"model": {"path": "m"}, "run": {"dir": str(tmp_path), "name": run.name}}, origin="x"
         )
         with suppress(UserError):
-            claim(config, resume="auto", numbered=False)[1].close()
+            take_run_directory(config, resume="auto", numbered=False)[1].close()
             changes(run, config)
             MetricsLog(run, resume_step=0).__exit__()

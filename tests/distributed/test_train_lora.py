@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_train_ranks import distance, start, train, weights  # noqa: F401
 
 from paw.state import checkpoint
-from paw.state.restore import export_run
+from paw.tools.export import export_run
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("peft")
