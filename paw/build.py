@@ -293,7 +293,10 @@ def _start_own_servers(config: Config, path: str, device: torch.device, ranks: R
 def _load_models(
     config: Config, path: str, device: torch.device, kernels: Kernels, ranks: Ranks
 ) -> Models:
-    """The models in host memory, or on the device if there is one rank; on other ranks than the first, empty."""
+    """The models, on the device if there is one rank; else in host memory until they are sharded.
+
+    On other ranks than the first they are empty.
+    """
     is_alone = ranks.world_size == 1
     shared_options: dict[str, Any] = {
         "dtype": config.model.dtype,
@@ -374,7 +377,10 @@ def _make_learners(
 
 
 def _seed_generators(seed: int) -> None:
-    """Called after the warm-up, which draws numbers, and which a cached model has not gone through."""
+    """Seed all generators.
+
+    Called after the warm-up, which draws numbers, and which a cached model has not gone through.
+    """
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -48,7 +48,7 @@ from paw.state.about import about, header_lines
 from paw.state.export import export
 from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
 from paw.state.held import HeldDirectory, held
-from paw.state.log import MetricsLog
+from paw.state.log import MetricsLog, open_log
 from paw.state.progress import RunProgress
 from paw.state.record import RunRecord, now
 from paw.state.restore import restore
@@ -143,7 +143,10 @@ class Run(Parts, RunProgress):
         return any(self.ranks.gather(self.signal.requested))
 
     def log_probs(self, model: Policy, samples: list[Sample]) -> list[tuple[list[float], float]]:
-        """(log-probs, mean entropy) of every sample, see `algo.loss.log_probs`; the ranks share the batches."""
+        """(log-probs, mean entropy) of every sample, see `algo.loss.log_probs`.
+
+        The ranks share the batches; each gets the results of all.
+        """
         scored = log_probs(
             model,
             samples,
@@ -175,7 +178,10 @@ class Run(Parts, RunProgress):
             self.reference.to("cpu")
 
     def minibatches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
-        """The samples of each optimizer step of the update, all epochs; policy and critic step on the same ones."""
+        """The samples of each optimizer step of the update, all epochs.
+
+        Policy and critic step on the same ones.
+        """
         for epoch in range(self.config.optim.epochs):
             seed = self.config.run.seed * 1_000_003 + self.step * 31 + epoch
             yield from minibatches(samples, size=self.config.optim.minibatch_samples, seed=seed)
@@ -197,7 +203,10 @@ class Run(Parts, RunProgress):
     # ---------------------------------------------------------------------------------------------
 
     def catch_up(self, rollouts: Rollouts) -> None:
-        """Evaluate if an evaluation is due that the newest line lacks: before the first update, and after a stop."""
+        """Evaluate if an evaluation is due that the newest line lacks.
+
+        That is so before the first update, and after a stop.
+        """
         if not self._evaluation_due:
             return
         if self.ranks.broadcast_from_rank0(lambda: self.log and self.log.evaluated(self.step)):
@@ -279,7 +288,7 @@ class Run(Parts, RunProgress):
         self.metrics.clear()
 
     def save(self, *, wait: bool = True) -> None:
-        """A checkpoint of weights, optimizer, random states and counters; drops the oldest beyond run.keep.
+        """Save weights, optimizer, random states and counters; drops the oldest beyond run.keep.
 
         With `wait`, it is on disk on return; otherwise it is written in the background, and
         `settle` publishes it.
@@ -304,7 +313,10 @@ class Run(Parts, RunProgress):
             self.settle()
 
     def settle(self, *, wait: bool = True) -> None:
-        """Publish the pending checkpoint once all ranks have written it; with `wait`, wait for them."""
+        """Publish the pending checkpoint if all ranks have written it.
+
+        With `wait`, wait until they have.
+        """
         pending = self.pending
         if not pending or not (wait or all(self.ranks.gather(pending.done))):
             return
@@ -317,7 +329,7 @@ class Run(Parts, RunProgress):
             self.record.write()
 
     def save_finished_update(self, error: BaseException) -> None:
-        """Save the newest update, if it is over and `error` came before the next one changed anything."""
+        """Save the newest update if it is over and `error` left it as it was."""
         if self.lacks_only_its_line:  # its evaluation is left to the resumed run
             if self.phase == "sync":
                 self.random = rng_tensors()
@@ -425,7 +437,10 @@ class _Directory(NamedTuple):
 def _start(
     config: Config, stack: ExitStack, preparation: Preparation, *, resume: str, numbered: bool
 ) -> Run:
-    """Meet the other ranks, take the directory, build or restore the parts; `stack` takes down what was put up."""
+    """Meet the other ranks, take the directory, build or restore the parts.
+
+    `stack` takes down what was put up.
+    """
     begun = {"started": now(), "folder": str(Path.cwd())}  # before an environment goes elsewhere
     callbacks = hooks.make_callbacks(
         ["progress", "samples", *config.run.trackers, *config.run.callbacks, "report"]
@@ -478,7 +493,10 @@ def _start(
 
 
 def _meet(config: Config, device: torch.device, stack: ExitStack, *, resume: str) -> Ranks:
-    """The other ranks, which were started with the same settings and have the libraries they need."""
+    """Meet the other ranks.
+
+    Raises UserError if they were started with other settings, or lack a library that is needed.
+    """
     ranks = join_ranks(
         device,
         episodes=config.rollout.tasks * config.rollout.group_size,
@@ -571,7 +589,7 @@ def _open_files(run: Run, stack: ExitStack, *, resumes: bool, notes: list[str]) 
     )
     run.record = stack.enter_context(record)
     resume_step = (run.step or STARTING_OVER) if resumes else None
-    run.log = stack.enter_context(MetricsLog(run.directory, resume_step=resume_step))
+    run.log = stack.enter_context(open_log(run.directory, resume_step=resume_step))
 
     lines = header_lines(run.directory, run.info, run.config)
     for line in (*lines, *notes, *run.log.lost, *warnings(run.config)):

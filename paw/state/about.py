@@ -1,4 +1,4 @@
-"""What a run is, for run.json and for the first lines that it prints: versions, machine, model, games."""
+"""What a run is, for run.json and its first lines: versions, machine, model, games."""
 
 import platform
 from pathlib import Path

@@ -1,11 +1,12 @@
 """Checkpoints that are complete or absent, hold no code, and detect damage.
 
     checkpoints/step_000050/
-        model.safetensors  optimizer.safetensors  rng.safetensors     tensors, by file stem; model-2.safetensors, ...
-                                                                      if there are more than 4 GiB of them
-        critic_model.safetensors  critic_optimizer.safetensors        with PPO
-        state.json                                                    step, version, and the caller's counters
-        manifest.json                                                 size and sha256 of each file above
+        model.safetensors  optimizer.safetensors  rng.safetensors   tensors, by file stem
+        critic_model.safetensors  critic_optimizer.safetensors      with PPO
+        state.json                                 step, version, and the caller's counters
+        manifest.json                              size and sha256 of each file above
+
+Of more than 4 GiB of tensors the rest is in model-2.safetensors, and so on.
 
 With several ranks each writes its rows of every tensor, as `model.rank_1.safetensors`, to the same
 folder. The rows of all ranks, one after another, are the tensor.
@@ -35,7 +36,8 @@ VERSION = 1
 SHARDED = 2
 """Version of a checkpoint with a file for each rank."""
 PART = 4 << 30
-"""Size in bytes at which the next file begins, so that host memory need not hold more of a model."""
+"""Size in bytes at which the next file begins, so that host memory need not hold more of a
+model."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 Tensors = dict[str, dict[str, Tensor]]
@@ -142,7 +144,10 @@ def save(
 
 
 def saved(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, newest save first; those whose manifest cannot be read come before all others."""
+    """The checkpoints of a folder, newest save first.
+
+    Those whose manifest cannot be read come before all others.
+    """
     return sorted(
         folder.glob("step_*"), key=lambda path: (_order(path) or math.inf, path.name), reverse=True
     )
@@ -161,7 +166,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 # --- helpers
-# -------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
 
 
 def _remove(path: Path) -> None:
@@ -183,7 +188,10 @@ def digest(file: Path) -> dict[str, Any]:
 
 
 def manifest_text(files: Files, order: int) -> str:
-    """manifest.json: `files`, the number `order` of this save in its folder, and the digest of these two."""
+    """The text of manifest.json: `files`, `order`, and the digest of these two.
+
+    `order` is the number of this save in its folder.
+    """
     body = {"files": files, "order": order}
     body_digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps({**body, "sha256": body_digest}, indent=1, sort_keys=True) + "\n"

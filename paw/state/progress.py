@@ -28,7 +28,7 @@ class RunProgress:
         return self.logged < self.step and self.phase in ("sync", "eval")
 
     def can_be_saved(self, error: BaseException) -> bool:
-        """Whether `error` left the run as it was after the newest update, which is not saved yet."""
+        """Whether `error` left the run as the newest update did, and that is not saved yet."""
         if self.phase == "start":  # nothing has been done
             return False
         if self.phase == "update":  # the weights may be changed already

@@ -16,8 +16,9 @@ from paw.state.held import HeldDirectory
 
 
 class RunRecord:
-    """Writes run.json. A context manager: an exception that leaves it is recorded as the end of the run.
+    """Writes run.json.
 
+    A context manager: an exception that leaves it is recorded as the end of the run.
     A process that is killed leaves no end. If the run's directory was renamed, the end is written
     to where it is now; if it was deleted, nothing is.
     """
@@ -92,7 +93,7 @@ def read_info(run_dir: Path) -> dict[str, Any]:
 
 
 def code_commit() -> str:
-    """The commit of this checkout, with "-dirty" if there are changes; empty if it is not a checkout."""
+    """The commit of this checkout, "-dirty" if there are changes; empty if it is not a checkout."""
     if not shutil.which("git"):
         return ""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]

@@ -45,11 +45,11 @@ ALONE = Ranks()
 
 
 def verify(path: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """Check every file of a checkpoint against its manifest, reading all bytes once; returns what state.json holds.
+    """Check every file of a checkpoint against its manifest; returns what state.json holds.
 
-    A call of all ranks, which share the files among them. Raises CheckpointError, on all ranks,
-    with the name of a file that is missing, unexpected, truncated or altered, or if the checkpoint
-    has another version.
+    Reads all bytes once. A call of all ranks, which share the files among them. Raises
+    CheckpointError, on all ranks, with the name of a file that is missing, unexpected, truncated or
+    altered, or if the checkpoint has another version.
     """
     files = ranks.broadcast_from_rank0(lambda: read_manifest(path)[0], Files, CheckpointError)
     ranks.together(lambda: _check_files(path, files, ranks), refusal=CheckpointError)
@@ -59,7 +59,7 @@ def verify(path: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
 
 
 def _check_files(path: Path, files: Files, ranks: Ranks) -> None:
-    """Check that all files of the manifest and no others are there, and the bytes of this rank's share."""
+    """Check that exactly the files of the manifest exist, and the bytes of this rank's share."""
     present: set[str] = set()
     if path.is_dir():
         present = {file.name for file in path.iterdir()} - {MANIFEST}
@@ -114,7 +114,10 @@ def load(
 
 
 def _map_files(path: Path, tensors: dict[str, Stored]) -> None:
-    """Map the tensors of all files into `tensors`, by file stem. Raises CheckpointError if a file cannot be read."""
+    """Map the tensors of all files into `tensors`, by file stem.
+
+    Raises CheckpointError if a file cannot be read.
+    """
     names = [file.name for file in path.glob("*.safetensors")]
     for name in sorted(names, key=_row_order):
         stem = re.split(r"[.-]", name)[0]
@@ -138,11 +141,12 @@ def newest(
     warn: Callable[[str], None] = to_stderr,
     ranks: Ranks = ALONE,
 ) -> tuple[Path, T] | None:
-    """The checkpoint saved last that `read` accepts, and what `read` returns; None if there is none at all.
+    """The checkpoint saved last that `read` accepts, and what `read` returns.
 
-    `read` refuses with CheckpointError, on all ranks; `warn` is called for each checkpoint passed
-    over. Saved last, not highest step: after a rewind the new branch counts. Raises CheckpointError
-    if there are only damaged ones, rather than starting over.
+    None if the folder has no checkpoint at all. `read` refuses with CheckpointError, on all ranks;
+    `warn` is called for each checkpoint passed over. Saved last, not highest step: after a rewind
+    the new branch counts. Raises CheckpointError if there are only damaged ones, rather than
+    starting over.
     """
     refused: list[CheckpointError] = []
     names = ranks.broadcast_from_rank0(lambda: [path.name for path in saved(folder)], list[str])
@@ -166,13 +170,17 @@ def newest(
 def _check_fit(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, origin: str
 ) -> None:
-    """Raises CheckpointError for the first name whose dtype or shape differs, or that only one of the two has."""
+    """Raises CheckpointError for the first name whose dtype or shape differs.
+
+    A name that only one of the two has differs too.
+    """
     for name in sorted(actual.keys() | expected.keys()):
         has = _dtype_and_shape(actual, name)
         wants = _dtype_and_shape(expected, name)
         if has != wants:
             raise CheckpointError(
-                f"{origin}: '{name}' is {has}, in this model {wants}; was it saved with another one?"
+                f"{origin}: '{name}' is {has}, in this model {wants}; "
+                "was it saved with another one?"
             )
 
 
@@ -183,7 +191,7 @@ def _dtype_and_shape(tensors: Mapping[str, Tensor], name: str) -> str:
 
 
 # --- into a run
-# ------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
 
 
 def restore(
@@ -194,7 +202,7 @@ def restore(
     warn: Callable[[str], None],
     chosen: str = "",
 ) -> tuple[Path, int] | None:
-    """Continue from the newest checkpoint in `folder` that verifies, or from the one named `chosen`.
+    """Continue from the newest checkpoint in `folder` that verifies, or from the `chosen` one.
 
     Sets models, optimizers, guards and this process's random states. Returns the checkpoint's path
     and its step, or None if there is none. A call of all ranks; raises CheckpointError, on all of
@@ -322,7 +330,7 @@ def _load_compressed(optimizer: Any, parameter: Tensor, values: dict[str, Tensor
 def load_rng(
     tensors: Mapping[str, Tensor], info: Mapping[str, Any], *, trial: bool = False
 ) -> None:
-    """Put `rng_tensors` back; with `trial`, into generators that nobody uses, to see whether it can be done.
+    """Put `rng_tensors` back; with `trial`, into unused generators, to see whether it can be done.
 
     Raises CheckpointError if it is not a random state. A CUDA state is ignored on a machine without
     CUDA.

@@ -29,11 +29,11 @@ FIXED = {
 
 
 def changes(directory: Path, config: Config) -> list[str]:
-    """A line for each key in which `config` differs from the directory's config.toml, except run.name and run.dir.
+    """A line for each key in which `config` differs from the directory's config.toml.
 
-    A key that either version of PaW does not know counts as its default. Raises UserError for a key
-    that cannot change: `FIXED`, and advantage.type from or to "ppo", whose critic is in the
-    checkpoints.
+    Except run.name and run.dir, which say where the run lies. A key that either version of PaW does
+    not know counts as its default. Raises UserError for a key that cannot change: `FIXED`, and
+    advantage.type from or to "ppo", whose critic is in the checkpoints.
     """
     path = directory / "config.toml"
     try:
@@ -57,8 +57,8 @@ def changes(directory: Path, config: Config) -> list[str]:
             continue
         if reason := _why_fixed(key, old, new):
             raise UserError(
-                f"--resume auto: {directory} was trained with {key} = {old!r}, not {new!r}: {reason}; "
-                "keep it, or start a run of another name"
+                f"--resume auto: {directory} was trained with {key} = {old!r}, not {new!r}: "
+                f"{reason}; keep it, or start a run of another name"
             )
         lines.append(f"changed: {key} {_value(old)} -> {_value(new)}")
     return lines

@@ -1,4 +1,4 @@
-"""A run directory belongs to one process, from before anything is made in it until that process ends.
+"""A run directory belongs to one process, from before anything is made in it until that ends.
 
 The kernel holds the lock, so that kill -9 frees it too.
 """
@@ -76,8 +76,9 @@ def _process_id(path: Path) -> str:
 
 
 def take_run_directory(config: Config, *, resume: str, numbered: bool) -> tuple[str, IO[str]]:
-    """Make and lock the directory of a new run, or lock that of the run to resume: (its name, the lock).
+    """Make and lock the directory of a new run, or lock that of the run to resume.
 
+    Returns the name of the run, and the lock, which closing it releases.
     Raises UserError if the directory holds another run, is in use, or has none to resume.
     """
     for name in run_names(config, resume=resume, numbered=numbered):

@@ -9,7 +9,7 @@ from paw.model.ranks import Ranks
 
 
 def check_shared(directory: Path, ranks: Ranks) -> None:
-    """Raise UserError, on all ranks, if one of them does not see rank 0's `directory`, which exists.
+    """Raises UserError, on all ranks, if one of them does not see rank 0's `directory`.
 
     A call of all ranks.
     """

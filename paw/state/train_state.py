@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run: models, optimizers, guards, and the random states of every rank.
+"""What a checkpoint holds of a run: models, optimizers, guards, random states of every rank.
 
 Each rank writes its own tensors, to the same folder.
 """
@@ -62,7 +62,7 @@ class PendingCheckpoint:
         return self._written.done()
 
     def publish(self, keep: int) -> None:
-        """Wait for all ranks, rename the checkpoint into place, and remove the oldest beyond `keep`.
+        """Wait for all ranks, rename the checkpoint into place, remove the oldest beyond `keep`.
 
         A call of all ranks. Raises UserError if the disk refuses.
         """
@@ -122,7 +122,10 @@ def start_saving(
 def _own_files(
     learners: Sequence[Learner], ranks: Ranks, random_bytes: Sequence[bytes]
 ) -> dict[str, Any]:
-    """The tensors that this rank writes, by file stem; rank 0 writes the random states of all ranks."""
+    """The tensors that this rank writes, by file stem.
+
+    Rank 0 also writes the random states of all ranks.
+    """
     suffix = f".rank_{ranks.rank}" if ranks.world_size > 1 else ""
     files: dict[str, Any] = {}
     for prefix, model, optimizer, _ in learners:
@@ -168,9 +171,10 @@ def _copies(files: Mapping[str, Any], room: float) -> dict[str, Any] | None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Named
 ) -> Iterator[tuple[str, Tensor]]:
-    """An optimizer's state as ("<parameter>/<key>", tensor); for torch's AdamW: step, exp_avg, exp_avg_sq.
+    """An optimizer's state as ("<parameter>/<key>", tensor).
 
-    Parameters without state are skipped; the tensors of sharded parameters are sharded.
+    The keys of torch's AdamW are step, exp_avg and exp_avg_sq. Parameters without state are
+    skipped; the tensors of sharded parameters are sharded.
     """
     names = {parameter: name for name, parameter in parameters}
     for parameter, values in optimizer.state.items():
@@ -181,7 +185,10 @@ def optimizer_tensors(
 
 
 def rng_tensors() -> RandomStates:
-    """This process's random states of torch (CPU, and the current CUDA device), Python and NumPy: (tensors, JSON)."""
+    """This process's random states, as tensors and as what is JSON.
+
+    Of torch (CPU, and the current CUDA device), Python and NumPy.
+    """
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {

@@ -1,4 +1,4 @@
-"""`paw export`: a checkpoint of a run as a model in Hugging Face format, which may be sent to the hub."""
+"""`paw export`: a checkpoint of a run in Hugging Face format, which may be sent to the hub."""
 
 import argparse
 from functools import partial
@@ -49,9 +49,10 @@ def export_run(
     push: str = "",
     public: bool = False,
 ) -> Path:
-    """Export a checkpoint of a run directory (default: the newest that verifies); returns the folder written.
+    """Export a checkpoint of a run directory; returns the folder that was written.
 
-    `push` is the USER/NAME under which it is sent to the hub, if any.
+    The default is the newest checkpoint that verifies. `push` is the USER/NAME under which it is
+    sent to the hub, if any.
     """
     if not (run / "config.toml").is_file():
         raise UserError(f"{run}: no run directory (config.toml is missing)")

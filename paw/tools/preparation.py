@@ -1,4 +1,4 @@
-"""What a run needs of the tools before it loads a model: the quickstart's start model, and the memory plan."""
+"""What a run asks of the tools before it loads a model: the start model and the memory plan."""
 
 import os
 from collections.abc import Callable
@@ -15,16 +15,17 @@ from paw.state.resume import recorded_start_model
 from paw.tools.fit import check_machine
 
 PLANNED = 64
-"""Bytes of host memory for each byte of the model's files, below which a run is planned before it is loaded."""
+"""On a CPU a run is planned if the host has fewer bytes of memory for each byte of the model."""
 
 
 def start_model(
     resumed: Path | None, config: Config, message: Callable[[str], None] = to_stderr
 ) -> str:
-    """The model that a run starts from: config.model.path, or a warm-up model, made now if it is not cached.
+    """The model that a run starts from: config.model.path, or a warm-up model.
 
-    A run that is resumed, from its directory `resumed`, keeps the warm-up model that it began from
-    as long as that is there: one made by later code may have another tokenizer.
+    The warm-up model is made now if it is not cached. A run that is resumed, from its directory
+    `resumed`, keeps the warm-up model that it began from as long as that is there: one made by
+    later code may have another tokenizer.
     """
     if config.model.path != "quickstart":
         return config.model.path
@@ -37,7 +38,7 @@ def start_model(
 
 
 def check_memory(config: Config, device: torch.device, ranks: Ranks) -> None:
-    """Raises UserError if the plan (`paw plan`) says that model and optimizer cannot fit this machine.
+    """Raises UserError if, by `paw plan`, model and optimizer cannot fit this machine.
 
     On a CPU a model whose files are small beside its memory is not planned for.
     """

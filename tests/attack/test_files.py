@@ -16,7 +16,7 @@ from paw.cli import main
 from paw.errors import UserError, clean
 from paw.recipe import dump, known_keys, load, validate
 from paw.state import checkpoint, restore
-from paw.state.log import MetricsLog
+from paw.state.log import open_log
 from paw.state.resume import changes
 from paw.state.run_lock import take_run_directory
 from paw.tools.report import write_report
@@ -209,7 +209,7 @@ def test_a_run_of_any_files_is_told_and_goes_on(files):
         run = write(folder, files)
         with told_if_refused():
             lines_are_short(changes(run, validate({"model": {"path": "m"}}, origin="x")))
-        with MetricsLog(run, resume_step=3) as log:
+        with open_log(run, resume_step=3) as log:
             assert log.history[0] == FIRST
             assert all(
                 type(record["step"]) is int and record["step"] <= 3 for record in log.history
@@ -283,4 +283,4 @@ def test_a_pipe_in_place_of_a_runs_file_keeps_nobody_waiting(tmp_path):
         with suppress(UserError):
             take_run_directory(config, resume="auto", numbered=False)[1].close()
             changes(run, config)
-            MetricsLog(run, resume_step=0).__exit__()
+            open_log(run, resume_step=0).__exit__()
