@@ -190,12 +190,7 @@ def build(
 
     began = time.monotonic()
     start = ranks.broadcast_from_rank0(lambda: preparation.start_model(resumed, config, message))
-    info = {
-        "start": start,
-        "dtype": config.model.dtype,
-        "backend": kernels.head_backend,
-        "warmup_s": round(time.monotonic() - began, 1),
-    }
+    warmup_s = round(time.monotonic() - began, 1)
     path = on_this_machine(start, ranks) if ranks.world_size > 1 else start
 
     servers = None
@@ -210,17 +205,7 @@ def build(
     if config.model.liger:
         for model in models.distinct:
             apply_liger(model.lm)
-    engine = make_engine(
-        config,
-        policy=models.policy,
-        chat=chat,
-        model_path=path,
-        ranks=ranks,
-        servers=servers,
-        lora=_sent_adapters(config),
-        own_weights=ranks.world_size > 1,
-        check=ranks.first,
-    )
+    engine = _make_engine(config, models.policy, chat, path, ranks, servers)
     stack.callback(engine.close)
     if config.lora.rank:  # after the engine has copied what it needs
         add_adapters(models.policy.lm, config.lora, seed=config.run.seed)
@@ -229,11 +214,6 @@ def build(
 
     learners, critic = _make_learners(config, models, ranks)
     _seed_generators(config.run.seed)
-
-    @lru_cache(65536)  # environments repeat themselves
-    def encode_observation(text: str) -> list[int]:
-        return chat.observation_ids(text, config.wm.max_tokens)
-
     return Parts(
         factory=factory,
         tokenizer=tokenizer,
@@ -243,10 +223,23 @@ def build(
         critic=critic,
         engine=engine,
         learners=learners,
-        encode_observation=encode_observation,
+        encode_observation=_observation_encoder(chat, config.wm.max_tokens),
         path=path,
-        info=info,
+        info={
+            "start": start,
+            "dtype": config.model.dtype,
+            "backend": kernels.head_backend,
+            "warmup_s": warmup_s,
+        },
     )
+
+
+def _observation_encoder(chat: Chat, max_tokens: int) -> Callable[[str], list[int]]:
+    @lru_cache(65536)  # environments repeat themselves
+    def encode(text: str) -> list[int]:
+        return chat.observation_ids(text, max_tokens)
+
+    return encode
 
 
 def _agree_on_kernels(config: Config, device: torch.device, ranks: Ranks) -> Kernels:
@@ -287,6 +280,27 @@ def _start_own_servers(config: Config, path: str, device: torch.device, ranks: R
         ranks=ranks,
         entropy=wants_entropy(config),
         lora=_sent_adapters(config),
+    )
+
+
+def _make_engine(
+    config: Config,
+    policy: Policy,
+    chat: Chat,
+    path: str,
+    ranks: Ranks,
+    servers: Servers | None,
+) -> Engine:
+    return make_engine(
+        config,
+        policy=policy,
+        chat=chat,
+        model_path=path,
+        ranks=ranks,
+        servers=servers,
+        lora=_sent_adapters(config),
+        own_weights=ranks.world_size > 1,
+        check=ranks.first,
     )
 
 

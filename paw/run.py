@@ -50,7 +50,7 @@ from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_
 from paw.state.held import HeldDirectory, held
 from paw.state.log import MetricsLog, open_log
 from paw.state.progress import RunProgress
-from paw.state.record import RunRecord, now
+from paw.state.record import RunRecord, now, read_info
 from paw.state.restore import restore
 from paw.state.resume import changes
 from paw.state.run_lock import take_run_directory
@@ -580,13 +580,9 @@ def _open_files(run: Run, stack: ExitStack, *, resumes: bool, notes: list[str]) 
     with writing(run.directory / "config.toml"):
         write_file(run.directory / "config.toml", dump(run.config))
 
-    record = RunRecord(
-        run.directory,
-        run.info,
-        held=run.held,
-        resumed_at=run.step if resumes else None,
-        notes=notes if resumes else (),
-    )
+    record = RunRecord(run.info, run.held)
+    if resumes:
+        record.resume(read_info(run.directory), update=run.step, notes=notes)
     run.record = stack.enter_context(record)
     resume_step = (run.step or STARTING_OVER) if resumes else None
     run.log = stack.enter_context(open_log(run.directory, resume_step=resume_step))

@@ -18,42 +18,33 @@ from paw.state.held import HeldDirectory
 class RunRecord:
     """Writes run.json.
 
-    A context manager: an exception that leaves it is recorded as the end of the run.
-    A process that is killed leaves no end. If the run's directory was renamed, the end is written
-    to where it is now; if it was deleted, nothing is.
+    A context manager: an exception that leaves it is recorded as the end of the run. A process that
+    is killed leaves no end. If the run's directory was renamed, the end is written to where it is
+    now; if it was deleted, nothing is.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        about: dict[str, Any],
-        *,
-        resumed_at: int | None = None,
-        notes: Sequence[str] = (),
-        held: HeldDirectory | None = None,
-    ) -> None:
-        """`resumed_at` is the update that a resumed run continues from, None for a new run; `notes`
-        say what has changed since."""
-        self._path = directory / "run.json"
-        self._held = held
+    def __init__(self, about: dict[str, Any], directory: HeldDirectory) -> None:
+        self.about = dict(about)
+        self._directory = directory
+        self._path = directory.path / "run.json"
         self._started = time.monotonic()
         self._earlier_s = 0.0
         """Wall time before the run was resumed."""
-        self.about = dict(about)
-        if resumed_at is not None:
-            self._take_over(read_info(directory))
-            self.about["resumed"].append({"update": resumed_at, "at": now(), "notes": list(notes)})
 
-    def _take_over(self, past: dict[str, Any]) -> None:
-        """Keep what the run.json of a resumed run says about the time before."""
+    def resume(self, earlier: dict[str, Any], *, update: int, notes: Sequence[str]) -> None:
+        """Keep what the run.json of before, `earlier`, says about the time before.
+
+        The run continues from `update`; `notes` say what has changed since.
+        """
         for key in ("started", "warmup_s"):
-            if key in past:
-                self.about[key] = past[key]
-        wall_s = past.get("wall_s")
+            if key in earlier:
+                self.about[key] = earlier[key]
+        wall_s = earlier.get("wall_s")
         if isinstance(wall_s, float):
             self._earlier_s = wall_s
-        resumed = past.get("resumed")
+        resumed = earlier.get("resumed")
         self.about["resumed"] = resumed if isinstance(resumed, list) else []
+        self.about["resumed"].append({"update": update, "at": now(), "notes": list(notes)})
 
     def write(self) -> None:
         """Raises UserError if it cannot be written."""
@@ -73,14 +64,15 @@ class RunRecord:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        if error and kind:
-            directory = self._held.where() if self._held else self._path.parent
-            if directory is None:
-                return
-            self._path = directory / self._path.name
-            why = str(error) if isinstance(error, UserError) else f"{kind.__name__}: {error}"
-            with suppress(UserError):  # the disk may be what failed
-                self.end("failed", why)
+        if not error or not kind:
+            return
+        directory = self._directory.where()
+        if directory is None:
+            return
+        self._path = directory / self._path.name
+        why = str(error) if isinstance(error, UserError) else f"{kind.__name__}: {error}"
+        with suppress(UserError):  # the disk may be what failed
+            self.end("failed", why)
 
 
 def now() -> str:

@@ -319,9 +319,9 @@ def _load_compressed(optimizer: Any, parameter: Tensor, values: dict[str, Tensor
     try:
         optimizer.load_tensors(parameter, values)
     except (KeyError, RuntimeError) as error:
-        reason = (
-            f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0]
-        )
+        reason = str(error).partition("\n")[0]
+        if isinstance(error, KeyError):
+            reason = f"{error} is missing"
         raise CheckpointError(
             f"optimizer.safetensors: {reason}; was optim.master_bits another?"
         ) from None

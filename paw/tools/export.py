@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
+from paw.config import Config
 from paw.errors import UserError, to_stderr
 from paw.model.dtype import training_dtype, with_dtype
 from paw.model.lora import add_adapters
-from paw.model.policy import full_parameters, load_policy, load_tokenizer, weights_dtype
+from paw.model.policy import Policy, full_parameters, load_policy, load_tokenizer, weights_dtype
 from paw.recipe import load as load_config
 from paw.state import export as exported_model
 from paw.state import push as hub
@@ -66,14 +67,7 @@ def export_run(
         raise UserError(f"{run}: no checkpoint {checkpoint_name or ''} to export; see {folder}")
 
     base = start_model(run, config)
-    dtype = recorded_dtype(run) or training_dtype(config, torch.device("cpu"))
-    config_in_dtype = with_dtype(config, dtype)
-    policy = load_policy(
-        base, weights=weights_dtype(config_in_dtype), dtype=config_in_dtype.model.dtype
-    )
-    if config.lora.rank:
-        add_adapters(policy.lm, config.lora, seed=config.run.seed)
-
+    policy = _start_policy(base, config, run)
     read = partial(restore.load, like={"model": policy.named_parameters_once()})
     if chosen:
         tensors, state = read(chosen)
@@ -94,6 +88,16 @@ def export_run(
     if push:
         to_stderr(f"pushed to {hub.push(written, push, public=public)}")
     return written
+
+
+def _start_policy(base: str, config: Config, run: Path) -> Policy:
+    """The run's policy with the weights of its start model, in host memory."""
+    dtype = recorded_dtype(run) or training_dtype(config, torch.device("cpu"))
+    config = with_dtype(config, dtype)
+    policy = load_policy(base, weights=weights_dtype(config), dtype=config.model.dtype)
+    if config.lora.rank:
+        add_adapters(policy.lm, config.lora, seed=config.run.seed)
+    return policy
 
 
 def run(options: argparse.Namespace, _: dict[str, str]) -> int:
