@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paw.tools.player import rollout
     from paw.tools.rundir import metrics
     from paw.tools.sft import sft
-    from paw.trainer import train
+    from paw.tools.train import train
 
 __version__ = "0.1.0"
 __all__ = ["Config", "evaluate", "export", "load", "metrics", "plan", "rollout", "sft", "train"]
@@ -29,7 +29,7 @@ _HOMES = {
     "plan": "paw.tools.planning",
     "rollout": "paw.tools.player",
     "sft": "paw.tools.sft",
-    "train": "paw.trainer",
+    "train": "paw.tools.train",
 }
 """Public name -> the module that defines it, imported when the name is used.
 

@@ -3,21 +3,21 @@
 Cheap checks come first.
 """
 
-import importlib
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from paw.config import Config
+from paw.algo.critic import Critic, load_critic
+from paw.config import Config, LoraConfig
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, eval_tasks, train_tasks
 from paw.envs.load import check_reward_max
@@ -25,24 +25,39 @@ from paw.errors import needed
 from paw.model.attention import pick_attention
 from paw.model.check import check_path, longest_row
 from paw.model.dtype import training_dtype
+from paw.model.folder import on_this_machine
 from paw.model.loading import load_policy, load_tokenizer
+from paw.model.lora import add_adapters, check_targets
 from paw.model.optim import make_optimizer
+from paw.model.patches import apply_liger, compile_layers, import_liger
 from paw.model.policy import DTYPES, Policy, pick_backend, pick_device, weights_dtype
 from paw.model.ranks import Ranks
 from paw.rollouts.chat import Chat
 from paw.rollouts.engines import make_engine, wants_entropy
 from paw.rollouts.engines.base import Engine
+from paw.rollouts.engines.servers import Servers, start_servers
 from paw.rollouts.episode import find_agent
-from paw.state.export import start_model
 from paw.state.guards import UpdateGuard
 from paw.state.resume import recorded_dtype
 from paw.state.train_state import Learner
 
-if TYPE_CHECKING:
-    from paw.algo.critic import Critic
 
-PLANNED = 64
-"""Bytes of host memory for each byte of the model's files, below which a run is planned before it is loaded."""
+@dataclass(frozen=True)
+class Preparation:
+    """What a run asks of the tools before it loads a model: the core imports none of them."""
+
+    start_model: Callable[[Path | None, Config, Callable[[str], None]], str]
+    """(directory of a run to resume, configuration, message) -> the model's folder, or its Hugging
+    Face name. `message` is called with lines about the progress."""
+    check_memory: Callable[[Config, torch.device, Ranks], None]
+    """Raises UserError if model and optimizer cannot fit this machine."""
+
+
+WITHOUT_TOOLS = Preparation(
+    start_model=lambda resumed, config, message: config.model.path,
+    check_memory=lambda config, device, ranks: None,
+)
+"""For configurations that name their model; memory is not planned."""
 
 
 @dataclass
@@ -52,36 +67,62 @@ class Parts:
     chat: Chat
     policy: Policy
     reference: Policy
-    """The policy itself where none is needed; with LoRA, which has its adapters switched off for it."""
-    critic: "Critic | None"
+    """The policy itself if there is no separate one: with LoRA, whose adapters are switched off for
+    it, or without a KL term."""
+    critic: Critic | None
     engine: Engine
     learners: list[Learner]
     encode_observation: Callable[[str], list[int]]
     path: str
-    """Of the model's folder on this machine, or its Hugging Face name."""
+    """The model's folder on this machine, or its Hugging Face name."""
     info: dict[str, Any]
-    """Of run.json: start (the model it began from), dtype that it is computed in, backend of the head, warmup_s."""
+    """For run.json: start (the model it began from), dtype that it is computed in, backend of the
+    head, warmup_s."""
+
+
+class Kernels(NamedTuple):
+    """What the models compute with."""
+
+    head_backend: str
+    attention: str
+
+
+class Models(NamedTuple):
+    policy: Policy
+    reference: Policy
+    """The policy itself if there is no separate one."""
+    critic: Policy | None
+
+    @property
+    def distinct(self) -> list[Policy]:
+        models = [self.policy]
+        if self.reference is not self.policy:
+            models.append(self.reference)
+        if self.critic is not None:
+            models.append(self.critic)
+        return models
 
 
 def join_ranks(device: torch.device, *, episodes: int, peer_timeout_s: float = 600.0) -> Ranks:
-    """Meet the peers that torchrun's variables tell of. UserError where these do not fit, or
-    outnumber an update's `episodes`."""
+    """Meet the other ranks that torchrun's environment variables announce.
+
+    Raises UserError if the variables do not fit together, or if there are more ranks than
+    `episodes` in an update.
+    """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Ranks()
-    from paw.model.parallel import DistributedRanks, read_variables
+    from paw.model.parallel import DistributedRanks, read_variables  # slow: FSDP
 
-    variables = read_variables(episodes)
-    return (
-        DistributedRanks.join(*variables, device, peer_timeout_s=peer_timeout_s)
-        if variables[1] > 1
-        else Ranks()
-    )
+    rank, world_size, on_host = read_variables(episodes)
+    if world_size == 1:
+        return Ranks()
+    return DistributedRanks.join(rank, world_size, on_host, device, peer_timeout_s=peer_timeout_s)
 
 
 def check_environment(config: Config) -> EnvFactory:
     """The environment of the run.
 
-    UserError where it, or the run's agent, cannot play, or lacks the best reward.
+    Raises UserError if the environment or the agent is unusable, or reward_max is missing.
     """
     find_agent(config)
     factory = make_factory(config)
@@ -93,47 +134,27 @@ def check_environment(config: Config) -> EnvFactory:
 
 
 def check_extras(config: Config, device: torch.device) -> None:
-    """UserError for a library that is needed and not installed."""
+    """Raises UserError if a library that the configuration needs is not installed."""
     if config.lora.rank:
         needed("peft", "lora.rank", "lora")
     if config.model.liger:
-        from paw.model.patches import import_liger
-
         import_liger(device)
 
 
-def check_memory(config: Config, device: torch.device, ranks: Ranks) -> None:
-    """UserError where the plan (`paw plan`) says that model and optimizer cannot fit this machine.
-
-    On a CPU a model whose files are small beside its memory is not planned for.
-    """
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    files = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    if device.type == "cpu" and 0 < files * PLANNED < memory:
-        return
-    gib = (
-        torch.cuda.get_device_properties(device).total_memory / 2**30
-        if device.type == "cuda"
-        else None
-    )
-    fit: Any = importlib.import_module("paw.tools.fit")
-    fit.check_machine(config, gpus=ranks.world_size, gpu_gib=gib, on_host=ranks.on_host)
-
-
 def choose_dtype(
-    config: Config, device: torch.device, ranks: Ranks, *, past: Path | None
+    config: Config, device: torch.device, ranks: Ranks, *, resumed: Path | None
 ) -> tuple[str, list[str]]:
-    """(What the run is computed in, what to report about it); a call of all ranks.
+    """(the dtype that the run is computed in, lines to report about it); a call of all ranks.
 
-    "auto" is bfloat16 if that suits the machines of all ranks. A resumed run, whose directory is
-    `past`, keeps what it began with: another precision gives other numbers, and with LoRA another
-    base model.
+    "auto" is bfloat16 if that suits the machines of all ranks. A run that is resumed, from its
+    directory `resumed`, keeps the dtype that it began in: another gives other numbers, and with
+    LoRA another base model.
     """
     if config.model.dtype != "auto":
         return config.model.dtype, []
-    suits = ranks.gather(training_dtype(config, device))
-    dtype = "float32" if "float32" in suits else "bfloat16"
-    began_in = ranks.broadcast_from_rank0(lambda: recorded_dtype(past) if past else "")
+    suitable = ranks.gather(training_dtype(config, device))
+    dtype = "float32" if "float32" in suitable else "bfloat16"
+    began_in = ranks.broadcast_from_rank0(lambda: recorded_dtype(resumed) if resumed else "")
     if began_in in ("", dtype):
         return dtype, []
     change = f"--model.dtype {dtype}, which suits this machine, changes that"
@@ -148,149 +169,225 @@ def build(
     ranks: Ranks,
     stack: ExitStack,
     *,
-    run: Path | None,
+    resumed: Path | None,
+    preparation: Preparation,
     message: Callable[[str], None],
 ) -> Parts:
-    """Load, shard and check everything, sent by rank 0; a call of all ranks. `stack` closes what has to be closed.
+    """Load, shard and check everything, with rank 0's weights; a call of all ranks.
 
-    `run` is the directory of a run to resume, which began from its own warm-up model.
-    `config.model.dtype` is not "auto" any more.
+    `stack` closes what has to be closed. `resumed` is the directory of a run to resume, which began
+    from its own warm-up model. `config.model.dtype` is not "auto" any more.
     """
     device = pick_device(config.model.device)
-    kernels = device, config.model.dtype, config.model.path
-    # Where it is to choose, rank 0 does: what was measured on other machines may say otherwise
-    # there.
-    wanted = ranks.broadcast_from_rank0(lambda: pick_backend(config.model.head_backend, *kernels))
+    kernels = _agree_on_kernels(config, device, ranks)
 
-    def pick() -> tuple[str, str]:
-        backend = pick_backend(wanted, *kernels)
-        return backend, pick_attention(config.model.attention, device, DTYPES[config.model.dtype])
-
-    backend, attention = ranks.everywhere(pick)
-    other = "rank {} has other kernels than rank 0: install the same, or name some in model.attention and head_backend"
-    ranks.agree(f"{backend} {attention}", other)
     began = time.monotonic()
-    path = ranks.broadcast_from_rank0(lambda: start_model(run, config, message))
-    info = {
-        "start": path,
-        "dtype": config.model.dtype,
-        "backend": backend,
-        "warmup_s": round(time.monotonic() - began, 1),
-    }
-    if ranks.world_size > 1:
-        from paw.model.folder import on_this_machine
+    start = ranks.broadcast_from_rank0(lambda: preparation.start_model(resumed, config, message))
+    warmup_s = round(time.monotonic() - began, 1)
+    path = on_this_machine(start, ranks) if ranks.world_size > 1 else start
 
-        path = on_this_machine(path, ranks)
-    lora, servers = (
-        config.lora if config.lora.rank and config.lora.send == "adapters" else None,
-        None,
-    )
+    servers = None
     if config.engine.servers and ranks.first:
-        from paw.rollouts.engines.servers import start_servers
-
-        folder = config.run.dir / config.run.name / "servers"
-        own: Any = {"entropy": wants_entropy(config), "lora": lora}
-        servers = start_servers(config, path, folder, device=device, ranks=ranks, **own)
+        servers = _start_own_servers(config, path, device, ranks)
         stack.callback(servers.close)
     tokenizer = ranks.everywhere(lambda: load_tokenizer(path))
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_parser)
 
-    alone, ppo = ranks.world_size == 1, config.advantage.type == "ppo"
-    options: dict[str, Any] = {
-        "dtype": config.model.dtype,
-        "device": device,
-        "weights": weights_dtype(config),
-        "attention": attention,
-        "head_backend": backend,
-        "empty": not ranks.first,
-        "longest": longest_row(config),
-    }
-    trained: dict[str, Any] = {
-        "place": alone,
-        "checkpointing": config.model.checkpointing,
-        "offload_activations": config.model.offload_activations,
-    }
-    policy = reference = load_policy(path, **trained, **options)
-    if config.lora.rank:
-        from paw.model.lora import check_targets
-
-        check_targets(policy.lm, config.lora)
-    elif config.policy.kl_coef:
-        here = alone and not config.policy.offload_reference
-        reference = (
-            load_policy(path, place=here, check=False, **options).eval().requires_grad_(False)
-        )
-    models = [policy] if reference is policy else [policy, reference]
-    if ppo:
-        from paw.algo.critic import load_critic
-
-        models.append(load_critic(path, **trained, **options))
-    buffers = [
-        buffer for model in models for buffer in model.buffers()
-    ]  # some routers' biases are no parameters
-    dtypes = ranks.broadcast_from_rank0(
-        lambda: [str(buffer.dtype).partition(".")[2] for buffer in buffers], list[str]
-    )
-    for buffer, dtype in zip(buffers, dtypes, strict=True):
-        buffer.data = buffer.data.to(
-            getattr(torch, dtype)
-        )  # made without files, none was kept in float32
-        ranks.broadcast(buffer, 0)
+    models = _load_models(config, path, device, kernels, ranks)
+    _send_buffers(models.distinct, ranks)
     if config.model.liger:
-        from paw.model.patches import apply_liger
-
-        for model in models:
+        for model in models.distinct:
             apply_liger(model.lm)
-    apart: Any = {"lora": lora, "own_weights": not alone, "check": ranks.first}
-    engine = make_engine(
-        config, policy=policy, chat=chat, model_path=path, ranks=ranks, servers=servers, **apart
-    )
+    engine = _make_engine(config, models.policy, chat, path, ranks, servers)
     stack.callback(engine.close)
     if config.lora.rank:  # after the engine has copied what it needs
-        from paw.model.lora import add_adapters
+        add_adapters(models.policy.lm, config.lora, seed=config.run.seed)
+    _compile_and_shard(config, models, ranks)
+    check_path(models.policy, path)
 
-        add_adapters(policy.lm, config.lora, seed=config.run.seed)
-    for model in models:
-        if config.model.compile:
-            from paw.model.patches import compile_layers
-
-            compile_layers(model.lm)
-        kept_out = config.policy.offload_reference and model is reference is not policy
-        sharers = {"none": 1, "node": ranks.on_host}.get(config.model.shard)
-        ranks.shard(model, model.dtype, offload=kept_out, sharers=sharers)
-    check_path(policy, path)
-
-    learners = [
-        Learner(
-            "",
-            policy,
-            make_optimizer(policy.parameters(), config.optim),
-            UpdateGuard(config.run.max_skipped),
-        )
-    ]
-    critic = None
-    if ppo:
-        from paw.algo.critic import Critic
-
-        critic = Critic(models[-1], config, ranks)
-        learners.append(Learner("critic_", critic.model, critic.optimizer, critic.guard))
-    # After the warm-up, which a cached model has not gone through.
-    torch.manual_seed(config.run.seed)
-    random.seed(config.run.seed)
-    np.random.seed(config.run.seed % 2**32)
+    learners, critic = _make_learners(config, models, ranks)
+    _seed_generators(config.run.seed)
     return Parts(
         factory=factory,
         tokenizer=tokenizer,
         chat=chat,
-        policy=policy,
-        reference=reference,
+        policy=models.policy,
+        reference=models.reference,
         critic=critic,
         engine=engine,
         learners=learners,
-        # environments repeat themselves
-        encode_observation=lru_cache(65536)(
-            lambda text: chat.observation_ids(text, config.wm.max_tokens)
-        ),
+        encode_observation=_observation_encoder(chat, config.wm.max_tokens),
         path=path,
-        info=info,
+        info={
+            "start": start,
+            "dtype": config.model.dtype,
+            "backend": kernels.head_backend,
+            "warmup_s": warmup_s,
+        },
     )
+
+
+def _observation_encoder(chat: Chat, max_tokens: int) -> Callable[[str], list[int]]:
+    @lru_cache(65536)  # environments repeat themselves
+    def encode(text: str) -> list[int]:
+        return chat.observation_ids(text, max_tokens)
+
+    return encode
+
+
+def _agree_on_kernels(config: Config, device: torch.device, ranks: Ranks) -> Kernels:
+    """The kernels of all ranks. Raises UserError if one of them cannot have those of rank 0."""
+    dtype = config.model.dtype
+
+    # "auto" is resolved by rank 0 alone: measurements on other machines may favour another one.
+    wanted = ranks.broadcast_from_rank0(
+        lambda: pick_backend(config.model.head_backend, device, dtype, config.model.path)
+    )
+
+    def pick() -> Kernels:
+        return Kernels(
+            head_backend=pick_backend(wanted, device, dtype, config.model.path),
+            attention=pick_attention(config.model.attention, device, DTYPES[dtype]),
+        )
+
+    kernels = ranks.everywhere(pick)
+    ranks.agree(
+        f"{kernels.head_backend} {kernels.attention}",
+        "rank {} has other kernels than rank 0: install the same, or name some in model.attention "
+        "and head_backend",
+    )
+    return kernels
+
+
+def _sent_adapters(config: Config) -> LoraConfig | None:
+    """The adapters that the engine is sent apart from the base weights, if any."""
+    return config.lora if config.lora.rank and config.lora.send == "adapters" else None
+
+
+def _start_own_servers(config: Config, path: str, device: torch.device, ranks: Ranks) -> Servers:
+    return start_servers(
+        config,
+        path,
+        config.run.dir / config.run.name / "servers",
+        device=device,
+        ranks=ranks,
+        entropy=wants_entropy(config),
+        lora=_sent_adapters(config),
+    )
+
+
+def _make_engine(
+    config: Config,
+    policy: Policy,
+    chat: Chat,
+    path: str,
+    ranks: Ranks,
+    servers: Servers | None,
+) -> Engine:
+    return make_engine(
+        config,
+        policy=policy,
+        chat=chat,
+        model_path=path,
+        ranks=ranks,
+        servers=servers,
+        lora=_sent_adapters(config),
+        own_weights=ranks.world_size > 1,
+        check=ranks.first,
+    )
+
+
+def _load_models(
+    config: Config, path: str, device: torch.device, kernels: Kernels, ranks: Ranks
+) -> Models:
+    """The models, on the device if there is one rank; else in host memory until they are sharded.
+
+    On other ranks than the first they are empty.
+    """
+    is_alone = ranks.world_size == 1
+    shared_options: dict[str, Any] = {
+        "dtype": config.model.dtype,
+        "device": device,
+        "weights": weights_dtype(config),
+        "attention": kernels.attention,
+        "head_backend": kernels.head_backend,
+        "empty": not ranks.first,
+        "longest": longest_row(config),
+    }
+    training_options: dict[str, Any] = {
+        **shared_options,
+        "place": is_alone,
+        "checkpointing": config.model.checkpointing,
+        "offload_activations": config.model.offload_activations,
+    }
+
+    policy = load_policy(path, **training_options)
+    reference = policy
+    if config.lora.rank:
+        check_targets(policy.lm, config.lora)
+    elif config.policy.kl_coef:
+        on_device = is_alone and not config.policy.offload_reference
+        reference = load_policy(path, place=on_device, check=False, **shared_options)
+        reference.eval().requires_grad_(False)
+
+    critic = None
+    if config.advantage.type == "ppo":
+        critic = load_critic(path, **training_options)
+    return Models(policy=policy, reference=reference, critic=critic)
+
+
+def _send_buffers(models: Sequence[Policy], ranks: Ranks) -> None:
+    """Give all ranks the buffers of rank 0: the biases of some routers are not parameters.
+
+    Models that were made without files have none of them in the dtype of the file.
+    """
+    buffers = [buffer for model in models for buffer in model.buffers()]
+    dtypes = ranks.broadcast_from_rank0(
+        lambda: [str(buffer.dtype).removeprefix("torch.") for buffer in buffers], list[str]
+    )
+    for buffer, dtype in zip(buffers, dtypes, strict=True):
+        buffer.data = buffer.data.to(getattr(torch, dtype))
+        ranks.broadcast(buffer, 0)
+
+
+def _compile_and_shard(config: Config, models: Models, ranks: Ranks) -> None:
+    ranks_of_a_copy = {"none": 1, "node": ranks.on_host}.get(config.model.shard)
+    for model in models.distinct:
+        if config.model.compile:
+            compile_layers(model.lm)
+        is_reference = model is models.reference and model is not models.policy
+        ranks.shard(
+            model,
+            model.dtype,
+            offload=config.policy.offload_reference and is_reference,
+            sharers=ranks_of_a_copy,
+        )
+
+
+def _make_learners(
+    config: Config, models: Models, ranks: Ranks
+) -> tuple[list[Learner], Critic | None]:
+    """The models that are trained, policy first, and the critic if there is one."""
+    policy_learner = Learner(
+        prefix="",
+        model=models.policy,
+        optimizer=make_optimizer(models.policy.parameters(), config.optim),
+        guard=UpdateGuard(config.run.max_skipped),
+    )
+    if models.critic is None:
+        return [policy_learner], None
+    critic = Critic(models.critic, config, ranks)
+    critic_learner = Learner(
+        prefix="critic_", model=critic.model, optimizer=critic.optimizer, guard=critic.guard
+    )
+    return [policy_learner, critic_learner], critic
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed all generators.
+
+    Called after the warm-up, which draws numbers, and which a cached model has not gone through.
+    """
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

@@ -224,7 +224,7 @@ def _train_epilog() -> str:
 
 def _train(options: argparse.Namespace, overrides: Overrides) -> int:
     from paw.recipe import check_passwords, load_named
-    from paw.state.claim import run_names
+    from paw.state.run_lock import run_names
 
     numbered = "run.name" not in overrides
     config = load_named(options.recipe, overrides)
@@ -248,7 +248,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         _announce_warmup(config, options.resume)
     if options.gpus != 1:
         return _launch(options, overrides, config)
-    from paw.trainer import train
+    from paw.tools.train import train
 
     report = train(config, resume=options.resume, numbered=numbered)
     if os.environ.get("RANK", "0") == "0" and report.is_file():
@@ -292,7 +292,7 @@ def _check(config: "Config", name: str, resume: str) -> None:
     Ranks check it later, once they have met: if one of them, perhaps on another machine, lacks
     something, all must know.
     """
-    from paw.state.claim import check_free
+    from paw.state.run_lock import check_free
 
     check_free(config.run.dir / name, resume=resume)
     data = getattr(config.env, "data", None)

@@ -394,13 +394,7 @@ def _doctor(parser: argparse.ArgumentParser) -> Command:
         metavar="PATH",
         help="a model's folder or Hugging Face name: can it be trained?",
     )
-    parser.add_argument(
-        "--run",
-        type=Path,
-        metavar="DIR",
-        help="a run's directory: what happened to it, how to go on?",
-    )
-    parser.add_argument("--json", action="store_true", help="with --model or --run: as JSON")
+    parser.add_argument("--json", action="store_true", help="with --model: as JSON")
     parser.add_argument(
         "--kernels",
         action="store_true",
@@ -477,14 +471,12 @@ def _run_keys(options: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def _run_doctor(options: argparse.Namespace, overrides: Overrides) -> int:
-    from paw.tools import doctor, postmortem
+    from paw.tools import doctor
 
     if options.kernels:
         from paw.tools import kernels
 
         return kernels.check(options.shape, options.model)
-    if options.run:
-        return postmortem.run(options.run, as_json=options.json)
     if options.model:
         return doctor.run_model(options.model, as_json=options.json)
     return doctor.run()

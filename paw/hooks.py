@@ -1,10 +1,11 @@
-"""Code of a user's own in a run: callbacks, made by name and called at their hooks, advantages and
-losses. What goes wrong in it is one line that names it.
+"""User code in a run: callbacks, made by name and called at their hooks, advantages and losses.
+
+What goes wrong in it becomes one line that names it.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from paw.config import Config
 from paw.errors import UserError, describe, others_code
@@ -12,28 +13,36 @@ from paw.model.ranks import lost_peer, out_of_memory
 from paw.plugins import BUILT_IN, load
 from paw.state.log import metrics_problem
 
-if TYPE_CHECKING:
-    from paw.run import Run
+
+class HookedRun(Protocol):
+    """What calling a hook needs of a run. The callbacks themselves get the whole `paw.run.Run`."""
+
+    callbacks: list[Any]
+    metrics: dict[str, float]
+
+    def say(self, text: str) -> None: ...
 
 
-def users_code(what: str, *, all_theirs: bool = False) -> AbstractContextManager[None]:
-    """`others_code` that runs inside training, where memory may run out and another rank may end."""
-    return others_code(
-        what, spare=lambda error: out_of_memory(error) or lost_peer(error), all_theirs=all_theirs
-    )
+def user_code(name: str, *, all_theirs: bool = False) -> AbstractContextManager[None]:
+    """`others_code` inside training, where memory may run out and another rank may end."""
+
+    def is_not_theirs(error: BaseException) -> bool:
+        return out_of_memory(error) or lost_peer(error)
+
+    return others_code(name, spare=is_not_theirs, all_theirs=all_theirs)
 
 
 def users_advantages(config: Config) -> AbstractContextManager[None]:
     name = config.advantage.type
     if name in BUILT_IN["advantages"]:
         return nullcontext()
-    return users_code(f"advantage.type = '{name}'")
+    return user_code(f"advantage.type = '{name}'")
 
 
 def users_losses(config: Config) -> AbstractContextManager[None]:
     losses = {"policy.loss": config.policy.loss, "wm.loss": config.wm.loss}
-    own = [f"{key} = '{name}'" for key, name in losses.items() if name not in BUILT_IN["losses"]]
-    return users_code(", ".join(own)) if own else nullcontext()
+    theirs = [f"{key} = '{name}'" for key, name in losses.items() if name not in BUILT_IN["losses"]]
+    return user_code(", ".join(theirs)) if theirs else nullcontext()
 
 
 def make_callbacks(names: Sequence[str]) -> list[Any]:
@@ -48,36 +57,42 @@ def _make_callback(name: str) -> Any:
         raise UserError(f"run.callbacks: {error}") from error
     if not isinstance(plugin, type):
         return plugin
-    with users_code(f"run.callbacks = '{name}'"):
+    with user_code(f"run.callbacks = '{name}'"):
         return plugin()
 
 
-def call(run: "Run", hook: str, *given: Any) -> None:
-    """Call a hook of all callbacks. Raises UserError for what one of a user's own raises,
-    SystemExit included, and for a metric that it added and no log can hold: the run's metrics then
-    are those from before.
+def call(run: HookedRun, hook: str, *arguments: Any) -> None:
+    """Call a hook of all callbacks, with the run and `arguments`.
+
+    Raises UserError for what a user's callback raises, SystemExit included, and for a metric that
+    it added and no log can hold; the run's metrics are then those from before the call.
     """
     for callback in run.callbacks:
-        what = f"run.callbacks: {type(callback).__name__}.{hook}"
+        name = f"run.callbacks: {type(callback).__name__}.{hook}"
+        is_theirs = not type(callback).__module__.startswith("paw.")
         metrics_before = dict(run.metrics)
         try:
-            with users_code(what, all_theirs=not type(callback).__module__.startswith("paw.")):
-                getattr(callback, hook, lambda *_: None)(run, *given)
+            with user_code(name, all_theirs=is_theirs):
+                function = getattr(callback, hook, None)
+                if function is not None:
+                    function(run, *arguments)
             if problem := metrics_problem(run.metrics):
-                raise UserError(f"{what}: {problem}")
+                raise UserError(f"{name}: {problem}")
         except BaseException:
             run.metrics = metrics_before
             raise
 
 
-def call_on_end(run: "Run") -> None:
+def call_on_end(run: HookedRun) -> None:
     """Call `on_end` of all callbacks.
 
-    One that fails is reported: the others are still to hear of the end.
+    One that fails is reported, and the others are still called.
     """
     for callback in run.callbacks:
         try:
-            getattr(callback, "on_end", lambda _: None)(run)
+            on_end = getattr(callback, "on_end", None)
+            if on_end is not None:
+                on_end(run)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit as well

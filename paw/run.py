@@ -1,4 +1,6 @@
-"""A run in progress: its parts, its directory, and what happens between updates: evaluate, write, save, end.
+"""A run in progress: its parts, its directory, and what happens between updates.
+
+Between updates it evaluates, writes its files, saves, and ends.
 
 runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/step_000050/, hf/,
 plots/, report.html}
@@ -11,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,11 +21,12 @@ from paw import hooks
 from paw.algo.loss import log_probs
 from paw.algo.samples import minibatches
 from paw.build import (
+    WITHOUT_TOOLS,
     Parts,
+    Preparation,
     build,
     check_environment,
     check_extras,
-    check_memory,
     choose_dtype,
     join_ranks,
 )
@@ -33,6 +36,7 @@ from paw.errors import UserError, progress, to_stderr, to_stdout
 from paw.files import write_file, writing
 from paw.model.dtype import with_dtype
 from paw.model.host import peak_gib
+from paw.model.lora import adapters_off
 from paw.model.policy import Policy, full_parameters, pick_device
 from paw.model.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
 from paw.recipe import dump, warnings
@@ -42,21 +46,27 @@ from paw.rollouts.engines.weight_folders import remove_abandoned
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import more_context, success_metrics, success_text
 from paw.rollouts.sync import StaleWeightsError
-from paw.state.claim import claim
+from paw.state.about import about, header_lines
 from paw.state.export import export
 from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
 from paw.state.held import HeldDirectory, held
-from paw.state.log import MetricsLog
-from paw.state.record import RunRecord, about, header_lines, now
+from paw.state.log import MetricsLog, open_log
+from paw.state.progress import RunProgress
+from paw.state.record import RunRecord, now, read_info
+from paw.state.restore import restore
+from paw.state.resume import changes
+from paw.state.run_lock import take_run_directory
+from paw.state.shared import check_shared
 from paw.state.signals import StopSignal
-from paw.state.train_state import RandomStates, Saving, rng_tensors
+from paw.state.train_state import PendingCheckpoint, RandomStates, rng_tensors, start_saving
 from paw.types import Sample
 
 STARTING_OVER = -1
+"""The step of a resumed run that has no checkpoint yet: its logs begin anew."""
 
 
-@dataclass
-class Run(Parts):
+@dataclass(kw_only=True)
+class Run(Parts, RunProgress):
     """What `train` reads and advances."""
 
     config: Config
@@ -67,29 +77,21 @@ class Run(Parts):
     on_evaluation(run, groups, metrics), on_end(run). The last is called however the run ends, see
     `failed`."""
     signal: StopSignal
-    places: list[int]
-    """For each rank the lowest one that sees the same run directory."""
     held: HeldDirectory
     """The run directory as it was opened."""
-    step: int = 0
-    """Updates done; the weight version."""
-    saved: int = 0
-    """The step of the newest checkpoint that is there."""
-    saving: Saving | None = None
-    """The one that is being written."""
-    logged: int = 0
-    """The step of the newest line of metrics: resuming a checkpoint needs that of its step."""
+    pending: PendingCheckpoint | None = None
+    """The checkpoint that is being written."""
     random: RandomStates | None = None
-    """As they were before what follows the newest update was begun: its evaluation, or the next update."""
+    """The random states right after the newest update: before its evaluation, or before the next
+    update."""
     log: MetricsLog | None = None
-    """Of rank 0, as `record` is."""
+    """Set on rank 0 only."""
     record: RunRecord | None = None
+    """Set on rank 0 only."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the update in progress."""
-    phase: str = "start"
-    """What it is doing: start, or the name of a clock."""
     failed: bool = True
-    """Whether it has not ended in order."""
+    """Whether the run has not ended in order (yet)."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -118,95 +120,119 @@ class Run(Parts):
 
     def counting(self, phase: str) -> Callable[[int, int], None]:
         """A function of (done, total) that shows them on the first rank's terminal."""
-        return partial(progress, phase) if self.ranks.first else lambda done, total: None
+        if self.ranks.first:
+            return partial(progress, phase)
+        return lambda done, total: None
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Adds the seconds spent inside to `time/<phase>`; a checkpoint that has been written meanwhile comes first."""
+        """Add the seconds spent inside to `time/<phase>`.
+
+        First publishes the pending checkpoint, if it has been written meanwhile.
+        """
         if phase != "save":
             self.settle(wait=False)
-        started, self.phase = time.perf_counter(), phase
+        started = time.perf_counter()
+        self.phase = phase
         with self.ranks.phase(phase):
             yield
         if self.policy.device.type == "cuda":
             torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
         key = f"time/{phase}"
-        self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - started
+        self.metrics[key] = self.metrics.get(key, 0.0) + seconds
 
     def stop_requested(self) -> bool:
         """Whether any rank was told to stop: signals reach them at different moments."""
         return any(self.ranks.gather(self.signal.requested))
 
     def log_probs(self, model: Policy, samples: list[Sample]) -> list[tuple[list[float], float]]:
-        """`algo.loss.log_probs` of all samples, the batches shared among ranks."""
-        temperature, budget = self.config.rollout.temperature, self.config.optim.micro_batch_tokens
-        share = (self.ranks.rank, self.ranks.world_size)
-        scored = log_probs(model, samples, temperature=temperature, budget=budget, share=share)
+        """(log-probs, mean entropy) of every sample, see `algo.loss.log_probs`.
+
+        The ranks share the batches; each gets the results of all.
+        """
+        scored = log_probs(
+            model,
+            samples,
+            temperature=self.config.rollout.temperature,
+            budget=self.config.optim.micro_batch_tokens,
+            share=(self.ranks.rank, self.ranks.world_size),
+        )
+        own_entropies = {i: entropy for i, (_, entropy) in scored.items()}
         entropies: dict[int, float] = {}
-        for of_rank in self.ranks.gather(
-            {i: entropy for i, (_, entropy) in scored.items()}, dict[int, float]
-        ):
-            entropies |= of_rank
+        for entropies_of_rank in self.ranks.gather(own_entropies, dict[int, float]):
+            entropies.update(entropies_of_rank)
         rows = self.ranks.gather_numbered({i: logp for i, (logp, _) in scored.items()})
         return [(logp, entropies[i]) for i, logp in enumerate(rows)]
 
     @contextmanager
     def reference_at_hand(self) -> Iterator[None]:
-        """The reference model: the policy without its LoRA adapters, or one that visits the device for the while."""
+        """The reference model is ready inside: the policy without its LoRA adapters, or a separate
+        model, moved to the device for this block if it is offloaded."""
         if self.config.lora.rank:
-            from paw.model.lora import adapters_off
-
             with adapters_off(self.policy.lm):
                 yield
             return
-        whole = self.ranks.world_size == 1 or self.config.model.shard == "none"
-        visits = self.config.policy.offload_reference and whole
-        if visits:
+        is_sharded = self.ranks.world_size > 1 and self.config.model.shard != "none"
+        moves = self.config.policy.offload_reference and not is_sharded  # FSDP moves shards itself
+        if moves:
             self.reference.to(self.policy.device)
         yield
-        if visits:
+        if moves:
             self.reference.to("cpu")
 
     def minibatches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
-        """Of each optimizer step of the update, all epochs; policy and critic step on the same ones."""
+        """The samples of each optimizer step of the update, all epochs.
+
+        Policy and critic step on the same ones.
+        """
         for epoch in range(self.config.optim.epochs):
             seed = self.config.run.seed * 1_000_003 + self.step * 31 + epoch
             yield from minibatches(samples, size=self.config.optim.minibatch_samples, seed=seed)
 
     def play_again(self, error: StaleWeightsError) -> None:
-        """Leave the servers out that have other weights, for good. Raises the error where no others
-        are left, or where episodes that are played ahead have tokens of them too."""
+        """Leave out the servers that have other weights, for good.
+
+        Raises the error if no others are left, or if episodes that are played ahead have tokens of
+        them too.
+        """
         if self.config.rollout.ahead or not self.engine.leave_out(error.servers):
             raise error
+        servers = ", ".join(error.servers)
         self.say(
-            f"update {self.step + 1}: {error}; {', '.join(error.servers)} left out, its episodes are played again"
+            f"update {self.step + 1}: {error}; {servers} left out, its episodes are played again"
         )
 
     # --- between updates
     # ---------------------------------------------------------------------------------------------
 
     def catch_up(self, rollouts: RolloutSource) -> None:
-        """Evaluate where that is due and the newest line lacks it: before the first update, and after a stop."""
-        if self._evaluation_due and not self.ranks.broadcast_from_rank0(
-            lambda: self.log and self.log.evaluated(self.step)
-        ):
-            self.evaluate(rollouts)
-            self._write_metrics()
+        """Evaluate if an evaluation is due that the newest line lacks.
+
+        That is so before the first update, and after a stop.
+        """
+        if not self._evaluation_due:
+            return
+        if self.ranks.broadcast_from_rank0(lambda: self.log and self.log.evaluated(self.step)):
+            return
+        self.evaluate(rollouts)
+        self._write_metrics()
 
     def end_update(self, rollouts: RolloutSource, *, tokens: int) -> None:
-        """Evaluate where due, write the update's line, then save where due (resuming needs the line).
+        """Evaluate if due, write the update's line, then save if due (resuming needs the line).
 
         A run that was told to stop leaves the evaluation to the one that resumes it.
         """
-        last, self.random = self.step == self.config.run.updates, rng_tensors()
-        phases = sum(
-            value
-            for key, value in self.metrics.items()
-            if key.startswith("time/") and key != "time/save"
-        )
-        self.metrics["perf/tokens_per_s"] = tokens / max(phases, 1e-9)
+        self.random = rng_tensors()
+        seconds = 0.0
+        for key, value in self.metrics.items():
+            if key.startswith("time/") and key != "time/save":
+                seconds += value
+        self.metrics["perf/tokens_per_s"] = tokens / max(seconds, 1e-9)
         self.metrics["perf/peak_gib"] = peak_gib(self.policy.device)
-        if last or (self._evaluation_due and not self.stop_requested()):
+
+        is_last = self.step == self.config.run.updates
+        if is_last or (self._evaluation_due and not self.stop_requested()):
             self.evaluate(rollouts)
         self._write_metrics()
         if self.config.run.save_every and self.step % self.config.run.save_every == 0:
@@ -215,39 +241,44 @@ class Run(Parts):
     def evaluate(self, rollouts: RolloutSource) -> None:
         """Play the evaluation games once each; adds `eval/*` to the metrics.
 
-        Raises TrainingStopped where every episode failed, after the update has been written down
-        and saved.
+        Raises TrainingStopped if every episode failed, after the update has been logged and saved.
         """
         self.check_directory()
         with self.clock("eval"):
             groups, stats = rollouts.evaluation(self.counting("evaluation"))
-            found = success_metrics(groups, stats.failed)
-            self.metrics |= {f"eval/{name}": value for name, value in found.items()}
+            success = success_metrics(groups, stats.failed)
+            for name, value in success.items():
+                self.metrics[f"eval/{name}"] = value
             if groups and stats.context_full == sum(len(group.trajectories) for group in groups):
-                self.say(
-                    f"warning: evaluation: all episodes ran out of context: {more_context(self.config)}"
-                )
+                advice = more_context(self.config)
+                self.say(f"warning: evaluation: all episodes ran out of context: {advice}")
             hooks.call(self, "on_evaluation", groups, self.metrics)
-        if stats.failed and not groups:
-            self._write_metrics()
-            if self.saved != self.step:
-                self.save()
-            raise TrainingStopped(
-                f"stopped at update {self.step}: evaluation: {success_text(found)}; {what_is_saved(self.saved)}"
-            )
+        if groups or not stats.failed:
+            return
+
+        self._write_metrics()
+        if self.saved != self.step:
+            self.save()
+        raise TrainingStopped(
+            f"stopped at update {self.step}: evaluation: {success_text(success)}; "
+            f"{what_is_saved(self.saved)}"
+        )
 
     @property
     def _evaluation_due(self) -> bool:
+        if self.step in (0, self.config.run.updates):
+            return True
         every = self.config.eval.every
-        return self.step in (0, self.config.run.updates) or bool(every and self.step % every == 0)
+        return bool(every) and self.step % every == 0
 
     def check_directory(self) -> None:
         """Raises UserError if the run directory was deleted or renamed, before anything is written
         in its place. Log files that were deleted are written anew."""
-        if self.places[self.ranks.rank] == self.ranks.rank:
+        if self.ranks.first:
             self.held.check(self.saved)
-        for note in self.log.restore() if self.log else ():
-            self.say(note)
+        if self.log:
+            for note in self.log.restore():
+                self.say(note)
 
     def _write_metrics(self) -> None:
         self.check_directory()
@@ -261,67 +292,69 @@ class Run(Parts):
         self.metrics.clear()
 
     def save(self, *, wait: bool = True) -> None:
-        """A checkpoint of weights, optimizer, random states and counters; drops the oldest beyond run.keep.
+        """Save weights, optimizer, random states and counters; drops the oldest beyond run.keep.
 
-        It is there when this returns, or without `wait` some time later, see `settle`: it is
-        written in the background.
+        With `wait`, it is on disk on return; otherwise it is written in the background, and
+        `settle` publishes it.
         """
-        begun = self.saving and self.saving.step == self.step
+        is_pending = self.pending is not None and self.pending.step == self.step
         self.settle()
-        if begun:
+        if is_pending:
             return
         self.check_directory()
         if self.log:
             self.log.sync()
-        folder = self.directory / "checkpoints"
         with self.clock("save"):
-            what: Any = self.step, folder, self.ranks, self.places, self.random or rng_tensors()
-            self.saving = Saving(self.learners, *what, background=not wait)
+            self.pending = start_saving(
+                self.learners,
+                self.ranks,
+                step=self.step,
+                folder=self.directory / "checkpoints",
+                random_states=self.random or rng_tensors(),
+                background=not wait,
+            )
         if wait:
             self.settle()
 
     def settle(self, *, wait: bool = True) -> None:
-        """Publish the checkpoint that is being written, where all ranks are through with it, or `wait` for them."""
-        if not self.saving or not (wait or all(self.ranks.gather(self.saving.done))):
+        """Publish the pending checkpoint if all ranks have written it.
+
+        With `wait`, wait until they have.
+        """
+        pending = self.pending
+        if not pending or not (wait or all(self.ranks.gather(pending.done))):
             return
         self.check_directory()
         with self.clock("save"):
-            saving, self.saving = self.saving, None
-            saving.publish(self.config.run.keep)
-        self.saved = saving.step
+            self.pending = None
+            pending.publish(self.config.run.keep)
+        self.saved = pending.step
         if self.record:
             self.record.write()
 
-    def save_whole(self, error: BaseException) -> None:
-        """Save an update that is over, when something fails before the next has begun to change anything."""
-        if self.logged < self.step and self.phase in (
-            "sync",
-            "eval",
-        ):  # its evaluation is for the resumed run
-            self.random = rng_tensors() if self.phase == "sync" else self.random
+    def save_finished_update(self, error: BaseException) -> None:
+        """Save the newest update if it is over and `error` left it as it was."""
+        if self.lacks_only_its_line:  # its evaluation is left to the resumed run
+            if self.phase == "sync":
+                self.random = rng_tensors()
             if self.log:
-                line = {
-                    key: value for key, value in self.metrics.items() if not key.startswith("eval/")
-                }
-                self.log.log(self.step, line)
+                metrics = {k: v for k, v in self.metrics.items() if not k.startswith("eval/")}
+                self.log.log(self.step, metrics)
             self.logged = self.step
-        diverged = self.phase == "score" and isinstance(error, TrainingStopped)
-        if (
-            self.saved != self.step == self.logged
-            and self.phase not in ("start", "update", "save")
-            and not diverged
-        ):
+        if self.can_be_saved(error):
             self.save()
-            self.say(f"update {self.step} is saved (--resume auto)")
 
     def finish(self) -> Path:
-        """Save, export to Hugging Face format; returns the path of the report to come."""
+        """Save, and export to Hugging Face format; returns the path that the report will have."""
         if self.saved != self.step:
             self.save()
         self.check_directory()
-        self.optimizer.state.clear()  # room for whole weights
-        whole_ones = full_parameters(self.policy.lm, once=True)  # takes all ranks
-        weights = {name: tensor.cpu() for name, tensor in whole_ones if self.ranks.first}
+
+        self.optimizer.state.clear()  # room for full weights
+        weights: dict[str, torch.Tensor] = {}
+        for name, tensor in full_parameters(self.policy.lm, once=True):  # a call of all ranks
+            if self.ranks.first:
+                weights[name] = tensor.cpu()
         if self.record:
             export(
                 self.policy,
@@ -331,36 +364,48 @@ class Run(Parts):
                 config=self.config,
                 step=self.step,
             )
-            whole = self.step == self.config.run.updates
-            self.record.end("finished" if whole else "stopped", "" if whole else self.signal.name)
-            if not whole:
-                goes_on = "the same command with --resume goes on"
-                self.say(
-                    f"stopped after update {self.step} of {self.config.run.updates}, which is saved; {goes_on}"
-                )
+            self._record_end(self.record)
         self.failed = False
         return self.directory / "report.html"
 
+    def _record_end(self, record: RunRecord) -> None:
+        if self.step == self.config.run.updates:
+            record.end("finished")
+            return
+        record.end("stopped", self.signal.name)
+        self.say(
+            f"stopped after update {self.step} of {self.config.run.updates}, which is saved; "
+            "the same command with --resume goes on"
+        )
+
 
 @contextmanager
-def open_run(config: Config, *, resume: str = "", numbered: bool = False) -> Iterator[Run]:
-    """A run ready to train, see `train`, taken down at the end.
+def open_run(
+    config: Config,
+    *,
+    resume: str = "",
+    numbered: bool = False,
+    preparation: Preparation = WITHOUT_TOOLS,
+) -> Iterator[Run]:
+    """A run ready to train, see `paw.tools.train.train`; it is taken down at the end.
 
-    UserError where memory runs out: what to turn.
+    Raises UserError if memory runs out, with the settings to change.
     """
     run: Run | None = None
     try:
         with ExitStack() as stack:
-            run = _start(config, stack, resume=resume, numbered=numbered)
+            run = _start(config, stack, preparation, resume=resume, numbered=numbered)
             try:
                 yield run
             except (Exception, SystemExit) as error:
-                if run.ranks.world_size == 1 or isinstance(
-                    error, TrainingStopped
-                ):  # which all ranks raise
+                # Saving takes all ranks, and all of them raise TrainingStopped.
+                if run.ranks.world_size == 1 or isinstance(error, TrainingStopped):
                     with suppress(UserError):
                         run.settle()
-                        run.save_whole(error)
+                        run.save_finished_update(error)
+                if run.held.where() == run.directory:  # else the error says where it went
+                    at = f"update {run.step} of {config.run.updates}"
+                    run.say(f"failed after {at}: {what_is_saved(run.saved)}")
                 raise
     except KeyboardInterrupt:
         if run and run.ranks.first:
@@ -371,117 +416,187 @@ def open_run(config: Config, *, resume: str = "", numbered: bool = False) -> Ite
             raise PeerLostError("another rank has ended, this one cannot go on") from None
         if not out_of_memory(error):
             raise
-        phase, step, saved = (run.phase, run.step, run.saved) if run else ("start", 0, 0)
-        rank, peak = int(os.environ.get("RANK", "0")), peak_gib(pick_device(config.model.device))
-        message = memory_message(phase, update=step + 1, rank=rank, peak_gib=peak, saved=saved)
+        at = run or RunProgress()
+        message = memory_message(
+            at.phase,
+            update=at.step + 1,
+            rank=int(os.environ.get("RANK", "0")),
+            peak_gib=peak_gib(pick_device(config.model.device)),
+            saved=at.saved,
+        )
         raise UserError(message) from None
 
 
-def _start(config: Config, stack: ExitStack, *, resume: str, numbered: bool) -> Run:
-    """Meet the other ranks, take the directory, build or restore the parts; `stack` takes down what was put up."""
-    began = {"started": now(), "folder": str(Path.cwd())}  # before an environment goes elsewhere
-    names = ("progress", "samples", *config.run.trackers, *config.run.callbacks, "report")
-    callbacks = hooks.make_callbacks(names)
+class _Directory(NamedTuple):
+    """The directory that a run has taken."""
+
+    path: Path
+    """Absolute: an environment may change the current folder."""
+    config: Config
+    """With the name of the run."""
+    notes: list[str]
+    """What to report about it."""
+
+
+def _start(
+    config: Config, stack: ExitStack, preparation: Preparation, *, resume: str, numbered: bool
+) -> Run:
+    """Meet the other ranks, take the directory, build or restore the parts.
+
+    `stack` takes down what was put up.
+    """
+    begun = {"started": now(), "folder": str(Path.cwd())}  # before an environment goes elsewhere
+    callbacks = hooks.make_callbacks(
+        ["progress", "samples", *config.run.trackers, *config.run.callbacks, "report"]
+    )
     device = pick_device(config.model.device)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    episodes = config.rollout.tasks * config.rollout.group_size
-    ranks = join_ranks(device, episodes=episodes, peer_timeout_s=config.run.peer_timeout_s)
-    stack.callback(ranks.close)
-    settings = config.model_dump_json(exclude={"run": {"dir", "name"}}) + f" resume {resume}"
-    ranks.agree(
-        settings,
-        "rank {} was started with other settings than rank 0: use the same recipe and options",
-    )
-    if config.model.shard == "node":
-        why = "model.shard = 'node': rank {}'s machine has another number of ranks than rank 0's; start as many on each"
-        ranks.agree(str(ranks.on_host), f"{why}, or use --model.shard world")
-    ranks.everywhere(lambda: check_extras(config, device))
-    name, notes = ranks.broadcast_from_rank0(
-        lambda: _take_directory(config, stack, resume=resume, numbered=numbered)
-    )
-    config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
-    directory = (config.run.dir / name).absolute()  # an environment may change the current folder
-    places = [0]
-    if ranks.world_size > 1:
-        from paw.state.places import claim_places
 
-        places = claim_places(directory, ranks, stack, resume=resume)
+    ranks = _meet(config, device, stack, resume=resume)
+    directory = _take_directory(config, ranks, stack, resume=resume, numbered=numbered)
+    config = directory.config
+    resumed = directory.path if resume else None
 
-    dtype, kept = choose_dtype(config, device, ranks, past=directory if resume else None)
-    notes = [*notes, *kept]
-    in_dtype = with_dtype(
-        config, dtype
-    )  # config.toml keeps "auto": another machine may choose another
+    dtype, dtype_notes = choose_dtype(config, device, ranks, resumed=resumed)
+    # config.toml keeps "auto": another machine may choose another.
+    config_in_dtype = with_dtype(config, dtype)
     if ranks.first:
         for line in remove_abandoned([None, config.engine.weights_dir]):
             to_stdout(line)
+    factory = _check_environment(config_in_dtype, device, ranks, preparation)
+    parts = build(
+        config_in_dtype,
+        factory,
+        ranks,
+        stack,
+        resumed=resumed,
+        preparation=preparation,
+        message=lambda text: say(text, ranks),
+    )
+    signal = stack.enter_context(StopSignal())
+
+    run = Run(
+        **vars(parts),
+        config=config,
+        ranks=ranks,
+        directory=directory.path,
+        callbacks=callbacks,
+        signal=signal,
+        held=stack.enter_context(held(directory.path)),
+    )
+    run.info = about(config, run.policy, factory, ranks) | parts.info | begun
+    if resume:
+        _restore(run, chosen="" if resume == "auto" else resume)
+    if ranks.first:
+        notes = [*directory.notes, *dtype_notes]
+        _open_files(run, stack, resumes=bool(resume), notes=notes)
+    stack.callback(hooks.call_on_end, run)
+    hooks.call(run, "on_start")
+    return run
+
+
+def _meet(config: Config, device: torch.device, stack: ExitStack, *, resume: str) -> Ranks:
+    """Meet the other ranks.
+
+    Raises UserError if they were started with other settings, or lack a library that is needed.
+    """
+    ranks = join_ranks(
+        device,
+        episodes=config.rollout.tasks * config.rollout.group_size,
+        peer_timeout_s=config.run.peer_timeout_s,
+    )
+    stack.callback(ranks.close)
+    settings = config.model_dump_json(exclude={"run": {"dir", "name"}})
+    ranks.agree(
+        f"{settings} resume {resume}",
+        "rank {} was started with other settings than rank 0: use the same recipe and options",
+    )
+    if config.model.shard == "node":
+        ranks.agree(
+            str(ranks.on_host),
+            "model.shard = 'node': rank {}'s machine has another number of ranks than rank 0's; "
+            "start as many on each, or use --model.shard world",
+        )
+    ranks.everywhere(lambda: check_extras(config, device))
+    return ranks
+
+
+def _take_directory(
+    config: Config, ranks: Ranks, stack: ExitStack, *, resume: str, numbered: bool
+) -> _Directory:
+    """Take the run's directory, locked by rank 0 until `stack` closes; a call of all ranks."""
+
+    def take() -> tuple[str, list[str]]:
+        name, lock_file = take_run_directory(config, resume=resume, numbered=numbered)
+        stack.enter_context(lock_file)
+        if resume:
+            return name, changes(config.run.dir / name, config)
+        if name != config.run.name:
+            taken = config.run.dir / config.run.name
+            return name, [f"{taken} is another run's: this one is {name}"]
+        return name, []
+
+    name, notes = ranks.broadcast_from_rank0(take)
+    path = (config.run.dir / name).absolute()
+    if ranks.world_size > 1:
+        check_shared(path, ranks)
+    named = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+    return _Directory(path=path, config=named, notes=notes)
+
+
+def _check_environment(
+    config: Config, device: torch.device, ranks: Ranks, preparation: Preparation
+) -> EnvFactory:
+    """The run's environment, the same on all ranks, once it is known that the model fits."""
 
     def check() -> EnvFactory:
-        check_memory(in_dtype, device, ranks)
+        preparation.check_memory(config, device, ranks)
         return check_environment(config)
 
     factory = ranks.everywhere(check)
     if ranks.world_size > 1:
-        other = (
-            "rank {} has other games than rank 0: its machine needs the same files for env.name = "
+        ranks.agree(
+            factory.fingerprint(),
+            "rank {} has other games than rank 0: its machine needs the same files for "
+            f"env.name = '{config.env.name}'",
         )
-        ranks.agree(factory.fingerprint(), f"{other}'{config.env.name}'")
-    parts = build(
-        in_dtype,
-        factory,
-        ranks,
-        stack,
-        run=directory if resume else None,
-        message=lambda text: say(text, ranks),
-    )
-    signal = stack.enter_context(StopSignal())
-    own = {
-        "config": config,
-        "ranks": ranks,
-        "directory": directory,
-        "callbacks": callbacks,
-        "signal": signal,
-    }
-    run = Run(**vars(parts), **own, places=places, held=stack.enter_context(held(directory)))
-    run.info = about(run) | began
-    if resume:
-        from paw.state.restore import restore
+    return factory
 
-        chosen = "" if resume == "auto" else resume
-        path = restore(run, directory / "checkpoints", warn=run.say, chosen=chosen)
-        run.say(
-            f"resumed from {path}" if path else f"no checkpoint yet in {directory}: starting over"
-        )
-    if ranks.first:
-        with writing(directory / "config.toml"):
-            write_file(directory / "config.toml", dump(config))
-        was = {"resumed_at": run.step, "notes": notes} if resume else {}
-        run.record = stack.enter_context(RunRecord(directory, run.info, held=run.held, **was))
-        cut = (run.step or STARTING_OVER) if resume else None
-        run.log = stack.enter_context(MetricsLog(directory, resume_step=cut))
-        for line in (*header_lines(run), *notes, *run.log.lost, *warnings(config)):
-            run.say(line)
-    stack.callback(hooks.call_on_end, run)
-    hooks.call(run, "on_start")
-    return run
+
+def _restore(run: Run, *, chosen: str) -> None:
+    """Continue from the checkpoint `chosen`, or from the newest one if it is empty."""
+    restored = restore(
+        run.learners, run.ranks, run.directory / "checkpoints", warn=run.say, chosen=chosen
+    )
+    if restored is None:
+        run.say(f"no checkpoint yet in {run.directory}: starting over")
+        return
+    path, step = restored
+    run.step = step
+    run.saved = step
+    run.logged = step
+    run.say(f"resumed from {path}")
+
+
+def _open_files(run: Run, stack: ExitStack, *, resumes: bool, notes: list[str]) -> None:
+    """Write config.toml, open run.json and the logs, and print the first lines; on rank 0 only."""
+    with writing(run.directory / "config.toml"):
+        write_file(run.directory / "config.toml", dump(run.config))
+
+    record = RunRecord(run.info, run.held)
+    if resumes:
+        record.resume(read_info(run.directory), update=run.step, notes=notes)
+    run.record = stack.enter_context(record)
+    resume_step = (run.step or STARTING_OVER) if resumes else None
+    run.log = stack.enter_context(open_log(run.directory, resume_step=resume_step))
+
+    lines = header_lines(run.directory, run.info, run.config)
+    for line in (*lines, *notes, *run.log.lost, *warnings(run.config)):
+        run.say(line)
 
 
 def say(text: str, ranks: Ranks) -> None:
     """One line on the first rank's terminal."""
     if ranks.first:
         to_stdout(text)
-
-
-def _take_directory(
-    config: Config, stack: ExitStack, *, resume: str, numbered: bool
-) -> tuple[str, list[str]]:
-    """(The run's name, what to report about it)."""
-    name, held = claim(config, resume=resume, numbered=numbered)
-    stack.enter_context(held)
-    if resume:
-        from paw.state.resume import changes
-
-        return name, changes(config.run.dir / name, config)
-    taken = f"{config.run.dir / config.run.name} is another run's: this one is {name}"
-    return name, [taken] if name != config.run.name else []

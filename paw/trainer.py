@@ -19,6 +19,7 @@ from paw import hooks, plugins
 from paw.algo.advantages import checked, drop_penalty_only
 from paw.algo.samples import to_samples
 from paw.algo.world_model import select
+from paw.build import WITHOUT_TOOLS, Preparation
 from paw.config import Config
 from paw.learn import optimize
 from paw.rollouts.base import RolloutSource, RolloutStats
@@ -32,15 +33,22 @@ PAUSES_S = (5, 10, 20, 40, 60)
 """Seconds before failed episodes of an update are played again; more than two minutes in all."""
 
 
-def train(config: Config, *, resume: str = "", numbered: bool = False) -> Path:
+def train(
+    config: Config,
+    *,
+    resume: str = "",
+    numbered: bool = False,
+    preparation: Preparation = WITHOUT_TOOLS,
+) -> Path:
     """Train to config.run.updates and write the run directory; returns the path of the report.
 
     `resume` continues a run: "auto" from its newest checkpoint that verifies, or the name of a
     checkpoint, such as "step_000100". With `numbered`, run.name is a stem: if there is a run NAME,
     a new one becomes NAME-2, and so on, and `resume` continues the one with the highest number.
-    Raises UserError for a mistake of the user; checkpoints stay.
+    `preparation` comes from the tools (`paw.tools.train`). Raises UserError for a mistake of the
+    user; checkpoints stay.
     """
-    with open_run(config, resume=resume, numbered=numbered) as run:
+    with open_run(config, resume=resume, numbered=numbered, preparation=preparation) as run:
         with closing(run.make_rollouts()) as rollouts:
             push_weights(run.policy.lm, run.engine, version=run.step)
             run.catch_up(rollouts)
@@ -73,7 +81,7 @@ def update(run: Run, rollouts: RolloutSource) -> None:
 
     run.end_update(rollouts, tokens=sampled.prompt_tokens + sampled.response_tokens)
     if run.log:
-        for warning in alarms(run):
+        for warning in alarms(run.log.history, run.config, reward_max=run.factory.reward_max):
             run.say(warning)
 
 

@@ -34,11 +34,11 @@ from paw.model.loading import load_policy, load_tokenizer
 from paw.model.policy import pick_device
 from paw.plugins import load
 from paw.rollouts.chat import Chat
-from paw.state.export import start_model
 from paw.state.record import code_commit
 from paw.tools.experiment.results import Record, percent, write
 from paw.tools.player import EPISODES, open_player, resolve, tell
 from paw.tools.plots import PALETTE, legend, styled
+from paw.tools.preparation import start_model
 from paw.tools.recorded import read_episodes
 from paw.tools.results import markdown
 

@@ -29,7 +29,7 @@ from paw.model.policy import Policy
 from paw.model.ranks import Ranks, full_tensor
 from paw.state import checkpoint
 from paw.state.guards import UpdateGuard
-from paw.state.train_state import Learner, Saving, optimizer_tensors, rng_tensors
+from paw.state.train_state import Learner, optimizer_tensors, rng_tensors, start_saving
 
 WAYS, REPEATS = ("gathered", "shards", "background"), 3
 SHAPE: dict[str, Any] = {
@@ -93,8 +93,13 @@ def gathered(learner: Learner, ranks: Ranks, folder: Path) -> dict[str, float]:
 
 def sharded(learner: Learner, ranks: Ranks, folder: Path, way: str) -> dict[str, Any]:
     began = time.perf_counter()
-    saving = Saving(
-        [learner], 1, folder, ranks, [0, 0], rng_tensors(), background=way == "background"
+    saving = start_saving(
+        [learner],
+        ranks,
+        step=1,
+        folder=folder,
+        random_states=rng_tensors(),
+        background=way == "background",
     )
     begun = time.perf_counter()
     while not all(ranks.gather(saving.done)):

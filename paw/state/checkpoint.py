@@ -1,15 +1,15 @@
 """Checkpoints that are complete or absent, hold no code, and detect damage.
 
     checkpoints/step_000050/
-        model.safetensors  optimizer.safetensors  rng.safetensors     tensors, by file stem; model-2.safetensors, ...
-                                                                      if there are more than 4 GiB of them
-        critic_model.safetensors  critic_optimizer.safetensors        with PPO
-        state.json                                                    step, version, and the caller's counters
-        manifest.json                                                 size and sha256 of each file above
+        model.safetensors  optimizer.safetensors  rng.safetensors   tensors, by file stem
+        critic_model.safetensors  critic_optimizer.safetensors      with PPO
+        state.json                                 step, version, and the caller's counters
+        manifest.json                              size and sha256 of each file above
 
-With several ranks each writes its rows of every tensor, as `model.rank_1.safetensors`. The rows of
-all ranks, one after another, are the tensor. A machine that does not see rank 0's run directory
-keeps its ranks' files in its own.
+Of more than 4 GiB of tensors the rest is in model-2.safetensors, and so on.
+
+With several ranks each writes its rows of every tensor, as `model.rank_1.safetensors`, to the same
+folder. The rows of all ranks, one after another, are the tensor.
 
 A save writes a hidden folder, fsyncs it and renames it into place. A load checks the manifest
 first, because no format in common use notices a flipped byte. Nothing is ever unpickled.
@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -36,7 +36,8 @@ VERSION = 1
 SHARDED = 2
 """Version of a checkpoint with a file for each rank."""
 PART = 4 << 30
-"""Size in bytes at which the next file begins, so that host memory need not hold more of a model."""
+"""Size in bytes at which the next file begins, so that host memory need not hold more of a
+model."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 Tensors = dict[str, dict[str, Tensor]]
@@ -51,10 +52,6 @@ class CheckpointError(UserError):
 
     Names the file.
     """
-
-
-class ElsewhereError(CheckpointError):
-    """All files present verify, but the others lie on another machine, whose ranks wrote them."""
 
 
 class Draft:
@@ -108,15 +105,8 @@ class Draft:
             (self._temp / MANIFEST).write_text(text, encoding="utf-8")
             for name in (STATE, MANIFEST):
                 fsync(self._temp / name)
-        self.reveal()
 
-    def reveal(self) -> None:
-        """Rename the folder into place.
-
-        Called directly, without `publish`, on machines other than rank 0's.
-        """
-        replaced = self._temp.with_name(f".tmp_replaced_{self.path.name}")
-        with self._writing():
+            replaced = self._temp.with_name(f".tmp_replaced_{self.path.name}")
             fsync(self._temp)
             if self.path.exists():  # damaged, or saved before the run was rewound
                 self.path.rename(replaced)
@@ -154,38 +144,29 @@ def save(
 
 
 def saved(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, newest save first; those whose manifest cannot be read come before all others."""
+    """The checkpoints of a folder, newest save first.
+
+    Those whose manifest cannot be read come before all others.
+    """
     return sorted(
         folder.glob("step_*"), key=lambda path: (_order(path) or math.inf, path.name), reverse=True
     )
 
 
-def prune(folder: Path, keep: int) -> list[str]:
-    """Remove all but the `keep` (>= 1) checkpoints saved last; returns the names of those that remain.
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the `keep` (>= 1) checkpoints saved last.
 
     A removal that is interrupted leaves no half checkpoint behind.
     """
     paths = sorted(folder.glob("step_*"), key=lambda path: (_order(path), path.name))
     for path in paths[:-keep]:
-        _drop(path)
-    return [path.name for path in paths[-keep:]]
-
-
-def prune_shards(folder: Path, kept: Collection[str]) -> None:
-    """On a machine other than rank 0's, remove the files of checkpoints that are not in `kept`."""
-    for path in folder.glob("step_*"):
-        if path.name not in kept and not (path / MANIFEST).exists():
-            _drop(path)
+        aside = path.with_name(f".tmp_pruned_{path.name}")
+        path.rename(aside)
+        _remove(aside)
 
 
 # --- helpers
-# -------------------------------------------------------------------------------------------------------
-
-
-def _drop(path: Path) -> None:
-    aside = path.with_name(f".tmp_pruned_{path.name}")
-    path.rename(aside)
-    _remove(aside)
+# ---------------------------------------------------------------------------------------------
 
 
 def _remove(path: Path) -> None:
@@ -207,7 +188,10 @@ def digest(file: Path) -> dict[str, Any]:
 
 
 def manifest_text(files: Files, order: int) -> str:
-    """manifest.json: `files`, the number `order` of this save in its folder, and the digest of these two."""
+    """The text of manifest.json: `files`, `order`, and the digest of these two.
+
+    `order` is the number of this save in its folder.
+    """
     body = {"files": files, "order": order}
     body_digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps({**body, "sha256": body_digest}, indent=1, sort_keys=True) + "\n"

@@ -1,10 +1,8 @@
 """Hugging Face export: loads with AutoModelForCausalLM and `vllm serve` without a merge step."""
 
 import copy
-import importlib
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +11,19 @@ from torch import Tensor
 
 from paw import __version__
 from paw.config import Config
-from paw.envs import make_factory
-from paw.errors import quietly, to_stderr
+from paw.errors import quietly
 from paw.files import fsync, fsync_tree, writing
 from paw.hub import is_hub_name
 from paw.model.policy import Policy, kept_buffers
 from paw.recipe import dump
-from paw.state.record import read_info
 
 CARD = """---
 {metadata}
 ---
 # {config.run.name}
 
-Trained from `{config.model.path}` on {config.env.name} with [PaW](https://arxiv.org/abs/2606.02388) {version}: \
+Trained from `{config.model.path}` on {config.env.name} \
+with [PaW](https://arxiv.org/abs/2606.02388) {version}: \
 {updates} updates of
 {method}. The resolved configuration is in `paw.toml`.
 """
@@ -42,34 +39,33 @@ def export(
     step: int,
     method: str = "",
 ) -> Path:
-    """Write weights (`full_parameters`, tied ones once), tokenizer, chat template and a model card to `folder`.
+    """Write weights, tokenizer, chat template and a model card to `folder`; returns it.
 
-    `method` names the updates where they are not those of `config`. Written beside it and moved in
-    when complete; other files there stay. Raises UserError when it cannot be written.
+    `weights` come from `full_parameters`, tied ones once. `method` names the updates if they are
+    not those of `config`. The files are written to another folder and moved when all are complete;
+    other files in `folder` stay. Raises UserError if they cannot be written.
     """
-    world = (
-        f"world model {config.wm.loss} (alpha {config.wm.alpha:g})"
-        if config.wm.enabled
-        else "no world model"
+    if not method:
+        world = "no world model"
+        if config.wm.enabled:
+            world = f"world model {config.wm.loss} (alpha {config.wm.alpha:g})"
+        method = f"{config.advantage.type}, {world}"
+    card = CARD.format(
+        config=config, metadata=metadata(config), version=__version__, updates=step, method=method
     )
-    method = method or f"{config.advantage.type}, {world}"
+    served_tokenizer = _with_options(tokenizer, config.model.chat_template_kwargs)
+
     temp = folder.with_name(f".tmp_{folder.name}")
     try:
         with writing(f"the exported model to {folder}"):
             shutil.rmtree(temp, ignore_errors=True)  # of an export that was killed
             temp.mkdir(parents=True)
             policy.lm.save_pretrained(temp, state_dict=kept_buffers(policy.lm) | weights)
-            _with_options(tokenizer, config.model.chat_template_kwargs).save_pretrained(temp)
-            about = {
-                "metadata": metadata(config),
-                "version": __version__,
-                "updates": step,
-                "method": method,
-            }
-            card = CARD.format(config=config, **about)
+            served_tokenizer.save_pretrained(temp)
             (temp / "README.md").write_text(card, encoding="utf-8")
             (temp / "paw.toml").write_text(dump(config), encoding="utf-8")
             fsync_tree(temp)
+
             folder.mkdir(exist_ok=True)
             for file in temp.iterdir():
                 file.replace(folder / file.name)
@@ -80,14 +76,12 @@ def export(
 
 
 def metadata(config: Config) -> str:
-    """The head of the model card, YAML: what the hub knows a model by.
+    """The head of the model card, in YAML: by this the hub finds a model.
 
-    Folders of this disk are no names there.
+    Folders of this disk are not names of the hub.
     """
-    base, data = config.model.path, str(getattr(config.env, "data", None))
-    at_hub = [
-        name for name in (base, data) if is_hub_name(name) and not Path(name).expanduser().exists()
-    ]
+    base = config.model.path
+    data = str(getattr(config.env, "data", None))
     tags = [
         "paw",
         "reinforcement-learning",
@@ -95,25 +89,37 @@ def metadata(config: Config) -> str:
         config.env.name,
         config.advantage.type,
     ]
-    readme = Path(base).expanduser() / "README.md"
-    licence = None
-    with quietly():  # whatever it holds
-        licence = (
-            getattr(ModelCard.load(readme).data, "license", None) if readme.is_file() else None
-        )
+    if config.wm.enabled:
+        tags.append("world-model")
     card = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        base_model=base if base in at_hub else None,
-        datasets=[data] if data in at_hub else None,
-        license=licence,
-        tags=[*tags, *(["world-model"] if config.wm.enabled else [])],
+        base_model=base if _is_at_hub(base) else None,
+        datasets=[data] if _is_at_hub(data) else None,
+        license=_license_of(Path(base).expanduser()),
+        tags=tags,
     )
     return card.to_yaml()
 
 
+def _is_at_hub(name: str) -> bool:
+    return is_hub_name(name) and not Path(name).expanduser().exists()
+
+
+def _license_of(model: Path) -> str | None:
+    """The license that the card in a model's folder names, if there is one."""
+    readme = model / "README.md"
+    with quietly():  # whatever the card holds
+        if readme.is_file():
+            return getattr(ModelCard.load(readme).data, "license", None)
+    return None
+
+
 def _with_options(tokenizer: Any, options: dict[str, Any]) -> Any:
-    """The tokenizer with `model.chat_template_kwargs` written into its chat template, so that servers need not know."""
+    """The tokenizer with `model.chat_template_kwargs` written into its chat template.
+
+    So servers need not know them.
+    """
     if not options:
         return tokenizer
     tokenizer = copy.deepcopy(tokenizer)
@@ -122,18 +128,3 @@ def _with_options(tokenizer: Any, options: dict[str, Any]) -> Any:
     )
     tokenizer.chat_template = settings + tokenizer.chat_template.removeprefix(settings)
     return tokenizer
-
-
-def start_model(run: Path | None, config: Config, report: Callable[[str], None] = to_stderr) -> str:
-    """The model that `run` (None: a new one) starts from: config.model.path, or a warm-up model.
-
-    The warm-up model of a run begun is the one its run.json names, as long as it is there: one made
-    by later code may have another tokenizer. `report` hears about a warm-up.
-    """
-    if config.model.path != "quickstart":
-        return config.model.path
-    start = str(read_info(run).get("start", "")) if run else ""
-    if start and (Path(start) / "config.json").is_file():
-        return start
-    warmup: Any = importlib.import_module("paw.tools.warmup")
-    return str(warmup.ensure_warm_model(config, make_factory(config), report).resolve())

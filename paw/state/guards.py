@@ -1,13 +1,14 @@
-"""Guards of the training loop: no update from non-finite numbers, and a warning when the policy collapses."""
+"""Guards of the training loop.
+
+No update from non-finite numbers, and a warning when the policy collapses.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from paw.config import Config
 from paw.errors import UserError
-
-if TYPE_CHECKING:
-    from paw.run import Run
 
 
 class TrainingStopped(UserError):
@@ -41,8 +42,9 @@ class UpdateGuard:
         if self.in_a_row < self.max_skipped:
             return False
         raise TrainingStopped(
-            f"stopped: {self.in_a_row} optimizer steps in a row had a non-finite loss ({loss}) or gradient norm "
-            f"({grad_norm}); the weights are those of the last good step: lower {self.lr}, or set "
+            f"stopped: {self.in_a_row} optimizer steps in a row had a non-finite loss ({loss}) "
+            f"or gradient norm ({grad_norm}); the weights are those of the last good step: "
+            f"lower {self.lr}, or set "
             'model.dtype = "float32" (run.max_skipped sets the patience)'
         )
 
@@ -51,7 +53,7 @@ class UpdateGuard:
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Raises KeyError, TypeError or ValueError if `state` is not one, and then changes nothing."""
+        """Changes nothing if it raises KeyError, TypeError or ValueError: `state` is malformed."""
         skipped, in_a_row = int(state["skipped"]), int(state["in_a_row"])
         self.skipped = skipped
         self.in_a_row = in_a_row
@@ -73,56 +75,57 @@ COLLAPSE_WINDOW = 5
 
 def memory_message(phase: str, *, update: int, rank: int, peak_gib: float, saved: int) -> str:
     """One line for the user: where memory ran out, how much was in use, and what to change."""
+    settings = KNOBS.get(phase, KNOBS["update"])
     return (
-        f"out of memory in phase '{phase}' of update {update} on rank {rank}, peak {peak_gib:.1f} GiB: lower or set"
-        f" {KNOBS.get(phase, KNOBS['update'])} (`paw plan` finds settings that fit); {what_is_saved(saved)}"
+        f"out of memory in phase '{phase}' of update {update} on rank {rank}, "
+        f"peak {peak_gib:.1f} GiB: lower or set {settings} (`paw plan` finds settings that fit); "
+        f"{what_is_saved(saved)}"
     )
 
 
 def what_is_saved(step: int) -> str:
-    """Says what a user can continue from; `step` is that of the newest checkpoint, 0 if there is none."""
+    """What a user can continue from; `step` is the newest checkpoint's, 0 if there is none."""
     if step:
         return f"the checkpoint of update {step} is intact (--resume auto)"
     return "there is no checkpoint yet"
 
 
-def alarms(run: "Run") -> Iterator[str]:
-    """The warnings that rank 0 prints after an update."""
-    config = run.config
-    history: Any = run.log.history if run.log else []
+def alarms(
+    history: Sequence[Mapping[str, Any]], config: Config, *, reward_max: float
+) -> Iterator[str]:
+    """The warnings to print after an update; `history` has the metrics of all, oldest first."""
     if warning := collapse_warning(history, in_groups=config.advantage.type != "ppo"):
         yield warning
 
-    reward_max = run.factory.reward_max
     is_adaptive = config.wm.enabled and config.wm.weight == "adaptive"
     above_max = [line for line in history if (line.get("reward/mean") or 0.0) > reward_max]
-    if (
-        is_adaptive and len(above_max) == 1 and above_max[0] is history[-1]
-    ):  # once, at the first such update
+    # Once, at the first such update.
+    if is_adaptive and len(above_max) == 1 and above_max[0] is history[-1]:
         yield (
-            f"warning: episodes return {above_max[0]['reward/mean']:g} in the mean, above the environment's reward_max "
-            f"= {reward_max:g}: the adaptive weight of the world model is 0 there; raise reward_max, or set wm.weight"
+            f"warning: episodes return {above_max[0]['reward/mean']:g} in the mean, "
+            f"above the environment's reward_max = {reward_max:g}: the adaptive weight of "
+            "the world model is 0 there; raise reward_max, or set wm.weight"
         )
 
 
 def collapse_warning(
     history: Sequence[Mapping[str, float | None]], *, in_groups: bool = True
 ) -> str | None:
-    """A warning at the update at which the signature of a collapse is complete, else None; `history` is oldest first.
+    """A warning at the update at which the signature of a collapse is complete, else None.
 
-    The signature, over the last 5 updates: every action is well-formed (>= 0.98), next to none
-    succeeds (<= 0.01) after some did before, and the entropy is under a tenth of its highest. The
-    cause are groups in which all fail: only the invalid-action penalty varies there, and the
-    division by the standard deviation scales it up to full size. `in_groups`: advantages are
-    relative to the group, so that advantage.penalty_only applies.
+    `history` is oldest first. The signature, over the last 5 updates: every action is well-formed
+    (>= 0.98), next to none succeeds (<= 0.01) after some did before, and the entropy is under a
+    tenth of its highest. The cause are groups in which all fail: only the invalid-action penalty
+    varies there, and the division by the standard deviation scales it up to full size. `in_groups`:
+    advantages are relative to the group, so that advantage.penalty_only applies.
     """
     if not _collapsed(history) or _collapsed(history[:-1]):
         return None
     penalty_only = 'advantage.penalty_only = "drop", ' if in_groups else ""
     return (
-        f"warning: the policy looks collapsed: for {COLLAPSE_WINDOW} updates every action was well-formed, none "
-        f"succeeded, and the entropy is near 0. Resume an earlier checkpoint with {penalty_only}a lower optim.lr or a "
-        "smaller env.invalid_penalty"
+        f"warning: the policy looks collapsed: for {COLLAPSE_WINDOW} updates every action was "
+        "well-formed, none succeeded, and the entropy is near 0. Resume an earlier checkpoint "
+        f"with {penalty_only}a lower optim.lr or a smaller env.invalid_penalty"
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether a run directory is still the one that the run began in, and where it went."""
+"""Whether a run directory is still the one that the run began in, and where it is now."""
 
 import errno
 import os
@@ -9,52 +9,58 @@ from pathlib import Path
 from paw.errors import UserError
 from paw.files import writing
 
-GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class HeldDirectory:
-    """A folder that is open: the system knows it by its number, whatever becomes of its name."""
+    """An open folder: the system knows it by its number, even if it is renamed."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
 
     def check(self, saved: int) -> None:
-        """Raises UserError if the folder was deleted or renamed; `saved` is the update of its newest checkpoint."""
-        where = self.where()
-        if where == self.path:
+        """Raises UserError if the folder was deleted or renamed.
+
+        `saved` is the update of its newest checkpoint, for the message.
+        """
+        path = self.where()
+        if path == self.path:
             return
-        if where is None:
+        if path is None:
             raise UserError(
-                f"the run directory {self.path} was deleted, and what was saved in it: the run has ended"
+                f"the run directory {self.path} was deleted, and what was saved in it: "
+                "the run has ended"
             )
-        kept = (
-            f"the checkpoint of update {saved} is in it" if saved else "no checkpoint is in it yet"
-        )
+        content = "no checkpoint is in it yet"
+        if saved:
+            content = f"the checkpoint of update {saved} is in it"
         raise UserError(
-            f"the run directory {self.path} was renamed to {where}, so the run has ended; {kept}: rename it back, then "
-            "--resume auto"
+            f"the run directory {self.path} was renamed to {path}, so the run has ended; "
+            f"{content}: rename it back, then --resume auto"
         )
 
     def where(self) -> Path | None:
-        """The folder's name now; None if it has none."""
+        """The folder's path now; None if it was deleted."""
         if self._is(self.path):
             return self.path
-        with suppress(OSError):  # the name that Linux has for it, "... (deleted)" if there is none
-            name = Path(f"/proc/self/fd/{self._descriptor}").readlink()
-            if self._is(name):
-                return name
+        with suppress(OSError):  # Linux has its path here, or "... (deleted)"
+            path = Path(f"/proc/self/fd/{self._descriptor}").readlink()
+            if self._is(path):
+                return path
         return None
 
     def _is(self, path: Path) -> bool:
         try:
             return os.path.samestat(path.stat(), os.fstat(self._descriptor))
         except OSError as error:
-            return error.errno not in GONE  # what else is wrong with it, writing to it reports
+            # Any other trouble is reported by whoever writes to the folder next.
+            return error.errno not in MISSING
 
 
 @contextmanager
 def held(path: Path) -> Iterator[HeldDirectory]:
+    """Open a folder for the block. Raises UserError if it cannot be opened."""
     with writing(f"to run directory {path}"):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -1,7 +1,6 @@
 """run.json: what a run is, when it was resumed and with what changes, and how it ended."""
 
 import json
-import platform
 import shutil
 import subprocess
 import time
@@ -9,55 +8,43 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from paw import __version__
 from paw.errors import UserError, masked
 from paw.files import json_object, text_of, write_file, writing
 from paw.state.held import HeldDirectory
 
-if TYPE_CHECKING:
-    from paw.run import Run
-
 
 class RunRecord:
-    """Writes run.json. A context manager: an exception that leaves it is recorded as the end of the run.
+    """Writes run.json.
 
-    A process that is killed leaves no end. If the run's directory was renamed, the end is written
-    to where it is now; if it was deleted, nothing is.
+    A context manager: an exception that leaves it is recorded as the end of the run. A process that
+    is killed leaves no end. If the run's directory was renamed, the end is written to where it is
+    now; if it was deleted, nothing is.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        about: dict[str, Any],
-        *,
-        resumed_at: int | None = None,
-        notes: Sequence[str] = (),
-        held: HeldDirectory | None = None,
-    ) -> None:
-        """`resumed_at` is the update that a resumed run continues from, None for a new run; `notes`
-        say what has changed since."""
-        self._path = directory / "run.json"
-        self._held = held
+    def __init__(self, about: dict[str, Any], directory: HeldDirectory) -> None:
+        self.about = dict(about)
+        self._directory = directory
+        self._path = directory.path / "run.json"
         self._started = time.monotonic()
         self._earlier_s = 0.0
         """Wall time before the run was resumed."""
-        self.about = dict(about)
-        if resumed_at is not None:
-            self._take_over(read_info(directory))
-            self.about["resumed"].append({"update": resumed_at, "at": now(), "notes": list(notes)})
 
-    def _take_over(self, past: dict[str, Any]) -> None:
-        """Keep what the run.json of a resumed run says about the time before."""
+    def resume(self, earlier: dict[str, Any], *, update: int, notes: Sequence[str]) -> None:
+        """Keep what the run.json of before, `earlier`, says about the time before.
+
+        The run continues from `update`; `notes` say what has changed since.
+        """
         for key in ("started", "warmup_s"):
-            if key in past:
-                self.about[key] = past[key]
-        wall_s = past.get("wall_s")
+            if key in earlier:
+                self.about[key] = earlier[key]
+        wall_s = earlier.get("wall_s")
         if isinstance(wall_s, float):
             self._earlier_s = wall_s
-        resumed = past.get("resumed")
+        resumed = earlier.get("resumed")
         self.about["resumed"] = resumed if isinstance(resumed, list) else []
+        self.about["resumed"].append({"update": update, "at": now(), "notes": list(notes)})
 
     def write(self) -> None:
         """Raises UserError if it cannot be written."""
@@ -77,14 +64,15 @@ class RunRecord:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        if error and kind:
-            directory = self._held.where() if self._held else self._path.parent
-            if directory is None:
-                return
-            self._path = directory / self._path.name
-            why = str(error) if isinstance(error, UserError) else f"{kind.__name__}: {error}"
-            with suppress(UserError):  # the disk may be what failed
-                self.end("failed", why)
+        if not error or not kind:
+            return
+        directory = self._directory.where()
+        if directory is None:
+            return
+        self._path = directory / self._path.name
+        why = str(error) if isinstance(error, UserError) else f"{kind.__name__}: {error}"
+        with suppress(UserError):  # the disk may be what failed
+            self.end("failed", why)
 
 
 def now() -> str:
@@ -97,59 +85,8 @@ def read_info(run_dir: Path) -> dict[str, Any]:
 
 
 def code_commit() -> str:
-    """The commit of this checkout, with "-dirty" if there are changes; empty if it is not a checkout."""
+    """The commit of this checkout, "-dirty" if there are changes; empty if it is not a checkout."""
     if not shutil.which("git"):
         return ""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-
-
-def about(run: "Run") -> dict[str, Any]:
-    """What run.json says of a run: versions, machine, model, games."""
-    import torch  # here, as reading a record needs no torch
-
-    device = run.policy.device
-    threads = torch.get_num_threads()
-    ranks = run.ranks.world_size
-    if device.type == "cuda":
-        device_name = torch.cuda.get_device_name(device)
-    else:
-        device_name = f"CPU ({platform.machine()}, {_processes(ranks, threads)})"
-    return {
-        "paw": __version__,
-        "commit": code_commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": device_name,
-        "ranks": ranks,
-        "threads": threads,
-        "engine": run.config.engine.type,
-        "model": run.config.model.path,
-        "parameters": run.policy.lm.num_parameters(),
-        "vocabulary": run.policy.head_weight.shape[0],
-        "games": run.factory.fingerprint(),
-        **run.info,
-    }
-
-
-def _processes(ranks: int, threads: int) -> str:
-    each = "1 thread" if threads == 1 else f"{threads} threads"
-    return f"{ranks} processes of {each}" if ranks > 1 else each
-
-
-def header_lines(run: "Run") -> list[str]:
-    """The first lines that a run prints."""
-    info = run.info
-    config = run.config
-    world = (
-        f"PaW: {config.wm.loss}, alpha {config.wm.alpha:g}"
-        if config.wm.enabled
-        else "no world model"
-    )
-    return [
-        f"run {run.directory}",
-        f"model {info['model']}: {info['parameters']:,} parameters, vocabulary {info['vocabulary']:,}",
-        f"{info['device']}, {info['dtype']}, engine {info['engine']}, head backend {info['backend']}, "
-        f"games {info['games']}",
-        f"{config.advantage.type}, {world}, {config.rollout.tasks} x {config.rollout.group_size} episodes a step",
-    ]

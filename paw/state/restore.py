@@ -1,7 +1,7 @@
 """Reading checkpoints: checked against their manifest and against the run, restored bit for bit.
 
-Each rank reads its rows from the files that its machine has, and receives what only another machine
-has. All ranks agree on whether a checkpoint can be used; a single process is a single rank.
+All ranks see the same files. They share the work of checking them, agree on whether a checkpoint
+can be used, and each reads its own rows. A single process is a single rank.
 """
 
 import random
@@ -10,14 +10,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paw.errors import UserError, describe, shown, to_stderr
+from paw.errors import describe, shown, to_stderr
 from paw.files import cause, json_object
 from paw.model.ranks import Ranks, rows_like, shard_like
 from paw.state.checkpoint import (
@@ -26,7 +26,6 @@ from paw.state.checkpoint import (
     STATE,
     VERSION,
     CheckpointError,
-    ElsewhereError,
     Files,
     Named,
     Tensors,
@@ -38,69 +37,38 @@ from paw.state.checkpoint import (
 )
 from paw.state.guards import UpdateGuard
 from paw.state.stored import Stored
-
-if TYPE_CHECKING:
-    from paw.run import Run
-    from paw.state.train_state import Learner
+from paw.state.train_state import Learner
 
 T = TypeVar("T")
 Shapes = Mapping[str, Mapping[str, Tensor]]
-Headers = dict[str, dict[str, tuple[str, list[int]]]]
-"""File -> name of a tensor -> (dtype, shape)."""
 ALONE = Ranks()
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """Check every file of a checkpoint against its manifest, reading all bytes once; returns what state.json holds.
+def verify(path: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
+    """Check every file of a checkpoint against its manifest; returns what state.json holds.
 
-    Raises CheckpointError with the name of the first file that is missing, unexpected, truncated or
+    Reads all bytes once. A call of all ranks, which share the files among them. Raises
+    CheckpointError, on all ranks, with the name of a file that is missing, unexpected, truncated or
     altered, or if the checkpoint has another version.
     """
-    state, _ = _check_all_files(path, ALONE, [0])
-    return state
-
-
-def _check_all_files(
-    path: Path, ranks: Ranks, places: Sequence[int]
-) -> tuple[dict[str, Any], list[set[str]]]:
-    """`verify` by all ranks: (what state.json holds, the names of the files that each rank sees)."""
     files = ranks.broadcast_from_rank0(lambda: read_manifest(path)[0], Files, CheckpointError)
-    check = partial(_check_visible_files, path, files, ranks, places)
-    seen = [set(names) for names in ranks.together(check, list[str], CheckpointError)]
-
-    for name in sorted(files.keys() - set().union(*seen)):
-        writer = re.search(r"\.rank_(\d+)", name)
-        if writer is None:
-            raise damaged(path, name, "the file is missing")
-        reason = (
-            f"the file is missing: rank {writer[1]} wrote it, to the run directory of its machine"
-        )
-        raise ElsewhereError(str(damaged(path, name, reason)))
-
-    state = ranks.broadcast_from_rank0(
+    ranks.together(lambda: _check_files(path, files, ranks), refusal=CheckpointError)
+    return ranks.broadcast_from_rank0(
         lambda: _read_state(path, files), dict[str, Any], CheckpointError
     )
-    return state, seen
 
 
-def _check_visible_files(
-    path: Path, files: Files, ranks: Ranks, places: Sequence[int]
-) -> list[str]:
-    """The names of the checkpoint's files that this rank sees; it checks its share of them.
-
-    Ranks that see the same files share the work. Raises CheckpointError for a damaged or unexpected
-    file.
-    """
+def _check_files(path: Path, files: Files, ranks: Ranks) -> None:
+    """Check that exactly the files of the manifest exist, and the bytes of this rank's share."""
     present: set[str] = set()
     if path.is_dir():
         present = {file.name for file in path.iterdir()} - {MANIFEST}
-    surplus = sorted(present - files.keys())
-    if ranks.first and surplus:
-        raise damaged(path, surplus[0], "not a file of this checkpoint")
+    for name in sorted(present - files.keys()):
+        raise damaged(path, name, "not a file of this checkpoint")
+    for name in sorted(files.keys() - present):
+        raise damaged(path, name, "the file is missing")
 
-    visible = sorted(present & files.keys())
-    sharers = [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
-    for name in visible[sharers.index(ranks.rank) :: len(sharers)]:
+    for name in sorted(files)[ranks.rank :: ranks.world_size]:
         try:
             actual = digest(path / name)
         except OSError as error:
@@ -112,7 +80,6 @@ def _check_visible_files(
                     name,
                     f"{field} {actual[field]}, not {files[name][field]} as in the manifest",
                 )
-    return visible
 
 
 def _read_state(path: Path, files: Files) -> dict[str, Any]:
@@ -130,62 +97,36 @@ def _read_state(path: Path, files: Files) -> dict[str, Any]:
 
 
 def load(
-    path: Path, ranks: Ranks = ALONE, places: Sequence[int] = (0,), *, like: Shapes | None = None
+    path: Path, ranks: Ranks = ALONE, *, like: Shapes | None = None
 ) -> tuple[dict[str, Stored], dict[str, Any]]:
     """Verify a checkpoint and read it: (file stem -> name -> CPU tensor, mapped from disk; state).
 
-    Raises CheckpointError, the same on all ranks, if the checkpoint is damaged or has another
-    version, or if names, shapes or dtypes differ from those in `like`, which may have some of the
-    stems.
+    A call of all ranks. Raises CheckpointError, the same on all ranks, if the checkpoint is damaged
+    or has another version, or if names, shapes or dtypes differ from those in `like`, which may
+    have some of the stems.
     """
-    state, seen = _check_all_files(path, ranks, places)
-    mapped: dict[str, dict[str, Tensor]] = {}
-    read = partial(_map_files, path, ranks.rank, seen, mapped)
-    headers: Headers = {}
-    for headers_of_rank in ranks.together(read, Headers, CheckpointError):
-        headers.update(headers_of_rank)
-
-    tensors: dict[str, Stored] = defaultdict(lambda: Stored(ranks, seen, mapped))
-    for file in sorted(headers, key=_row_order):
-        stem = re.split(r"[.-]", file)[0]
-        stored = tensors[stem]
-        for name, (dtype, shape) in headers[file].items():
-            try:
-                stored.add(
-                    file, name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-                )
-            except RuntimeError as error:
-                raise damaged(path, file, describe(error)) from None
-
+    state = verify(path, ranks)
+    tensors: dict[str, Stored] = defaultdict(Stored)
+    ranks.together(lambda: _map_files(path, tensors), refusal=CheckpointError)
     for stem, expected in (like or {}).items():
         _check_fit(tensors[stem].meta, expected, origin=f"{path / stem}.safetensors")
     return tensors, state
 
 
-def _map_files(
-    path: Path, rank: int, seen: Sequence[set[str]], mapped: dict[str, dict[str, Tensor]]
-) -> Headers:
-    """Map the tensors of all files that `rank` sees into `mapped`; returns the headers of those
-    files that no earlier rank sees. Raises CheckpointError if a file cannot be read."""
-    for file in sorted(seen[rank]):
-        if not file.endswith(".safetensors"):
-            continue
-        try:
-            mapped[file] = load_file(path / file)
-        except (
-            Exception
-        ) as error:  # of any kind: a manifest that fits does not make the bytes a tensor file
-            raise damaged(path, file, cause(error)) from None
+def _map_files(path: Path, tensors: dict[str, Stored]) -> None:
+    """Map the tensors of all files into `tensors`, by file stem.
 
-    headers: Headers = {}
-    for file, tensors in mapped.items():
-        if any(file in names for names in seen[:rank]):
-            continue
-        headers[file] = {}
-        for name, tensor in tensors.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            headers[file][name] = (dtype, list(tensor.shape))
-    return headers
+    Raises CheckpointError if a file cannot be read.
+    """
+    names = [file.name for file in path.glob("*.safetensors")]
+    for name in sorted(names, key=_row_order):
+        stem = re.split(r"[.-]", name)[0]
+        try:
+            # Any error: bytes that fit the manifest need not be a tensor file, nor rows that fit.
+            for tensor_name, rows in load_file(path / name).items():
+                tensors[stem].add(tensor_name, rows)
+        except Exception as error:
+            raise damaged(path, name, cause(error)) from None
 
 
 def _row_order(file: str) -> tuple[int, str]:
@@ -200,11 +141,12 @@ def newest(
     warn: Callable[[str], None] = to_stderr,
     ranks: Ranks = ALONE,
 ) -> tuple[Path, T] | None:
-    """The checkpoint saved last that `read` accepts, and what `read` returns; None if rank 0's folder has none at all.
+    """The checkpoint saved last that `read` accepts, and what `read` returns.
 
-    `read` refuses with CheckpointError, on all ranks; `warn` is called for each checkpoint passed
-    over. Saved last, not highest step: after a rewind the new branch counts. Raises CheckpointError
-    if there are only damaged ones, rather than starting over.
+    None if the folder has no checkpoint at all. `read` refuses with CheckpointError, on all ranks;
+    `warn` is called for each checkpoint passed over. Saved last, not highest step: after a rewind
+    the new branch counts. Raises CheckpointError if there are only damaged ones, rather than
+    starting over.
     """
     refused: list[CheckpointError] = []
     names = ranks.broadcast_from_rank0(lambda: [path.name for path in saved(folder)], list[str])
@@ -228,13 +170,17 @@ def newest(
 def _check_fit(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, origin: str
 ) -> None:
-    """Raises CheckpointError for the first name whose dtype or shape differs, or that only one of the two has."""
+    """Raises CheckpointError for the first name whose dtype or shape differs.
+
+    A name that only one of the two has differs too.
+    """
     for name in sorted(actual.keys() | expected.keys()):
         has = _dtype_and_shape(actual, name)
         wants = _dtype_and_shape(expected, name)
         if has != wants:
             raise CheckpointError(
-                f"{origin}: '{name}' is {has}, in this model {wants}; was it saved with another one?"
+                f"{origin}: '{name}' is {has}, in this model {wants}; "
+                "was it saved with another one?"
             )
 
 
@@ -244,81 +190,25 @@ def _dtype_and_shape(tensors: Mapping[str, Tensor], name: str) -> str:
     return f"{tensors[name].dtype} {list(tensors[name].shape)}"
 
 
-def export_run(
-    run: Path,
-    *,
-    checkpoint_name: str | None = None,
-    out: Path | None = None,
-    push: str = "",
-    public: bool = False,
-) -> Path:
-    """Export a checkpoint of a run directory (default: the newest that verifies); returns the folder written.
-
-    `push` is the USER/NAME under which it is sent to the hub, if any.
-    """
-    # imported here: verifying a checkpoint needs no model
-    from paw.model.dtype import training_dtype, with_dtype
-    from paw.model.loading import load_policy, load_tokenizer
-    from paw.model.policy import full_parameters, weights_dtype
-    from paw.recipe import load as load_config
-    from paw.state import push as hub
-    from paw.state.export import export, start_model
-    from paw.state.resume import recorded_dtype
-
-    if not (run / "config.toml").is_file():
-        raise UserError(f"{run}: no run directory (config.toml is missing)")
-    if push:
-        hub.check_push(push)
-    config = load_config(run / "config.toml")
-    folder = run / "checkpoints"
-    chosen = folder / checkpoint_name if checkpoint_name else None
-    exists = chosen.is_dir() if chosen else any(folder.glob("step_*"))
-    if not exists:
-        wanted = f"checkpoint {checkpoint_name}" if checkpoint_name else "checkpoint"
-        raise UserError(f"{run}: no {wanted} to export; see {folder}")
-
-    base = start_model(run, config)
-    dtype = recorded_dtype(run) or training_dtype(config, torch.device("cpu"))
-    config_in_dtype = with_dtype(config, dtype)
-    policy = load_policy(
-        base, weights=weights_dtype(config_in_dtype), dtype=config_in_dtype.model.dtype
-    )
-    if config.lora.rank:
-        from paw.model.lora import add_adapters
-
-        add_adapters(policy.lm, config.lora, seed=config.run.seed)
-
-    read = partial(load, like={"model": policy.named_parameters_once()})
-    if chosen:
-        tensors, state = read(chosen)
-    else:
-        newest_found = newest(folder, read)
-        assert newest_found, "there is a checkpoint, see above"
-        _, (tensors, state) = newest_found
-    policy.load(tensors["model"])
-    weights = dict(full_parameters(policy.lm, once=True))
-    out = out or run / "hf"
-    written = export(policy, load_tokenizer(base), out, weights, config=config, step=state["step"])
-    if push:
-        to_stderr(f"pushed to {hub.push(written, push, public=public)}")
-    return written
-
-
 # --- into a run
-# ------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
 
 
 def restore(
-    run: "Run", folder: Path, *, warn: Callable[[str], None], chosen: str = ""
-) -> str | None:
-    """Continue from the newest checkpoint in rank 0's `folder` that verifies, or from the one named `chosen`.
+    learners: Sequence[Learner],
+    ranks: Ranks,
+    folder: Path,
+    *,
+    warn: Callable[[str], None],
+    chosen: str = "",
+) -> tuple[Path, int] | None:
+    """Continue from the newest checkpoint in `folder` that verifies, or from the `chosen` one.
 
-    Returns its path, or None if there is none. Raises CheckpointError, on all ranks, if no
-    checkpoint fits.
+    Sets models, optimizers, guards and this process's random states. Returns the checkpoint's path
+    and its step, or None if there is none. A call of all ranks; raises CheckpointError, on all of
+    them, if no checkpoint fits.
     """
-    ranks = run.ranks
-    learners = run.learners
-    read = partial(_read, learners, ranks, run.places)
+    read = partial(_read, learners, ranks)
     try:
         path = folder / chosen
         checkpoint = (path, read(path)) if chosen else newest(folder, read, warn, ranks)
@@ -339,27 +229,25 @@ def restore(
     if stem not in random_tensors:  # fewer ranks saved it
         stem = rng_name(0)
     load_rng(random_tensors[stem], state[stem])
-    run.step = run.saved = run.logged = state["step"]
-    return str(path)
+    return path, state["step"]
 
 
 def _read(
-    learners: Sequence["Learner"], ranks: Ranks, places: Sequence[int], path: Path
-) -> tuple[Any, Any, Tensors]:
+    learners: Sequence[Learner], ranks: Ranks, path: Path
+) -> tuple[dict[str, Stored], dict[str, Any], Tensors]:
     """(tensors, state, random states by file stem) of a checkpoint.
 
     Raises CheckpointError, on all ranks, if the run could not be restored from it.
     """
     models = {f"{learner.prefix}model": learner.parameters for learner in learners}
-    tensors, state = load(path, ranks, places, like=models)
+    tensors, state = load(path, ranks, like=models)
     random_tensors: Tensors = {}
     try:
         for learner in learners:
             stem = f"{learner.prefix}optimizer"
             meta = tensors[stem].meta
-            if not hasattr(
-                learner.optimizer, "load_tensors"
-            ):  # a compressed state is checked when it is loaded
+            # A compressed state is checked when it is loaded.
+            if not hasattr(learner.optimizer, "load_tensors"):
                 _check_fit(
                     meta, _expected_moments(learner, meta), origin=f"{path / stem}.safetensors"
                 )
@@ -379,7 +267,7 @@ def _read(
     return tensors, state, random_tensors
 
 
-def _expected_moments(learner: "Learner", stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _expected_moments(learner: Learner, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """AdamW's state, as "<parameter>/<key>", of each parameter of which `stored` has anything."""
     parameters_with_state = {name.rpartition("/")[0] for name in stored}
     expected = {}
@@ -431,9 +319,9 @@ def _load_compressed(optimizer: Any, parameter: Tensor, values: dict[str, Tensor
     try:
         optimizer.load_tensors(parameter, values)
     except (KeyError, RuntimeError) as error:
-        reason = (
-            f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0]
-        )
+        reason = str(error).partition("\n")[0]
+        if isinstance(error, KeyError):
+            reason = f"{error} is missing"
         raise CheckpointError(
             f"optimizer.safetensors: {reason}; was optim.master_bits another?"
         ) from None
@@ -442,7 +330,7 @@ def _load_compressed(optimizer: Any, parameter: Tensor, values: dict[str, Tensor
 def load_rng(
     tensors: Mapping[str, Tensor], info: Mapping[str, Any], *, trial: bool = False
 ) -> None:
-    """Put `rng_tensors` back; with `trial`, into generators that nobody uses, to see whether it can be done.
+    """Put `rng_tensors` back; with `trial`, into unused generators, to see whether it can be done.
 
     Raises CheckpointError if it is not a random state. A CUDA state is ignored on a machine without
     CUDA.

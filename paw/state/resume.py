@@ -1,10 +1,9 @@
-"""Resuming, but for the checkpoint: what may change, and the logs cut back to it.
+"""What may change when a run is resumed, what it keeps, and its logs cut back to the checkpoint.
 
-All may change but what the run's past or its checkpoints would have no meaning without.
+Every key may change unless the run's past or its checkpoints would lose their meaning.
 """
 
 import tomllib
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,73 +19,93 @@ FIXED = {
     "run.seed": "its tasks and mini-batches are those of its seed",
     "model.path": "its weights are that model's",
     "env.name": "what it has learnt is of that environment",
-    **dict.fromkeys(
-        ("lora.rank", "lora.alpha", "lora.targets"), "its checkpoints hold these adapters"
-    ),
-    **dict.fromkeys(
-        ("optim.name", "optim.master_bits"), "its checkpoints hold this optimizer's state"
-    ),
+    "lora.rank": "its checkpoints hold these adapters",
+    "lora.alpha": "its checkpoints hold these adapters",
+    "lora.targets": "its checkpoints hold these adapters",
+    "optim.name": "its checkpoints hold this optimizer's state",
+    "optim.master_bits": "its checkpoints hold this optimizer's state",
 }
 """Keys that a resumed run keeps, and why."""
 
 
 def changes(directory: Path, config: Config) -> list[str]:
-    """A line for each key in which `config` differs from the directory's config.toml, but for where the run lies.
+    """A line for each key in which `config` differs from the directory's config.toml.
 
-    Raises UserError for a key that cannot change: `FIXED`, and advantage.type from or to "ppo",
-    whose critic is in the checkpoints. A key that either version of PaW does not know counts as its
-    default.
+    Except run.name and run.dir, which say where the run lies. A key that either version of PaW does
+    not know counts as its default. Raises UserError for a key that cannot change: `FIXED`, and
+    advantage.type from or to "ppo", whose critic is in the checkpoints.
     """
     path = directory / "config.toml"
     try:
         if not path.is_file():
             raise ValueError("it is missing" if not path.exists() else "it is no file")
-        before = flatten(tomllib.loads(path.read_text(encoding="utf-8")))
+        recorded = flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         return [
             f"warning: {path} cannot be read, so nobody can tell what has changed since: {error}"
         ]
-    before, now = masked(before), masked(flatten(config.model_dump(mode="json", exclude_none=True)))
+
+    recorded = masked(recorded)
+    current = masked(flatten(config.model_dump(mode="json", exclude_none=True)))
     defaults = flatten(Config.model_validate({"model": {"path": ""}}).model_dump(mode="json"))
-    found = []
-    for key in sorted((before.keys() | now.keys()) - {"run.name", "run.dir"}):
-        old, new = (tree.get(key, defaults.get(key)) for tree in (before, now))
-        if old == new or (
-            key not in before and key not in defaults
-        ):  # or of a plug-in that it did not have
+    lines = []
+    for key in sorted((recorded.keys() | current.keys()) - {"run.name", "run.dir"}):
+        old = recorded.get(key, defaults.get(key))
+        new = current.get(key, defaults.get(key))
+        belongs_to_new_plugin = key not in recorded and key not in defaults
+        if old == new or belongs_to_new_plugin:
             continue
-        reason = FIXED.get(key)
-        if key == "advantage.type" and "ppo" in (old, new):
-            reason = (
-                "its checkpoints hold a critic"
-                if old == "ppo"
-                else "its checkpoints hold no critic"
-            )
-        if reason:
+        if reason := _why_fixed(key, old, new):
             raise UserError(
-                f"--resume auto: {directory} was trained with {key} = {old!r}, not {new!r}: {reason}; "
-                "keep it, or start a run of another name"
+                f"--resume auto: {directory} was trained with {key} = {old!r}, not {new!r}: "
+                f"{reason}; keep it, or start a run of another name"
             )
-        old, new = ("none" if value is None else shown(value) for value in (old, new))
-        found.append(f"changed: {key} {old} -> {new}")
-    return found
+        lines.append(f"changed: {key} {_value(old)} -> {_value(new)}")
+    return lines
+
+
+def _why_fixed(key: str, old: Any, new: Any) -> str:
+    """Why a key cannot change from `old` to `new`; empty if it can."""
+    if key == "advantage.type" and old == "ppo":
+        return "its checkpoints hold a critic"
+    if key == "advantage.type" and new == "ppo":
+        return "its checkpoints hold no critic"
+    return FIXED.get(key, "")
+
+
+def _value(value: Any) -> str:
+    return "none" if value is None else shown(value)
 
 
 def recorded_dtype(directory: Path) -> str:
-    """What a run was computed in, by its run.json, or, if its PaW did not write that yet, by
-    config.toml; "" if neither says so."""
-    found = read_info(directory).get("dtype")
-    if found is None:
+    """The dtype that a run was computed in; empty if it is not recorded.
+
+    From run.json or, if its version of PaW did not write it there yet, from config.toml.
+    """
+    dtype = read_info(directory).get("dtype")
+    if dtype is None:
         with suppress(ValueError, RecursionError):
-            found = get(tomllib.loads(text_of(directory / "config.toml")), "model.dtype")
-    return found if found in ("float32", "bfloat16") else ""
+            dtype = get(tomllib.loads(text_of(directory / "config.toml")), "model.dtype")
+    return dtype if dtype in ("float32", "bfloat16") else ""
+
+
+def recorded_start_model(directory: Path) -> str:
+    """The folder of the model that a run started from; empty if it is not recorded, or gone."""
+    start = str(read_info(directory).get("start", ""))
+    if start and (Path(start) / "config.json").is_file():
+        return start
+    return ""
 
 
 def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
-    """Drop a log's lines after `step`, and the torn one a kill may have left; returns what stays, adds to `lost`."""
+    """Drop a log's lines after update `step`, and a last line that a kill left torn.
+
+    Returns the records that stay. Lines that are not an update's go too, and a sentence about them
+    is added to `lost`.
+    """
     if not path.is_file():
         return []
-    kept: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     lines: list[bytes] = []
     broken: list[int] = []
     with path.open("rb") as file:
@@ -99,17 +118,25 @@ def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
                 broken.append(number)
             elif update <= step:
                 lines.append(line)
-                kept.append(record)
+                records.append(record)
     write_file(path, b"".join(lines))
     if broken:
         lost.append(
             f"{path}: {len(broken)} lines are no update's and go, the first is line {broken[0]}"
         )
-    return kept
+    return records
 
 
-def gaps(path: Path, history: list[dict[str, Any]], last: int) -> Iterator[str]:
-    """A sentence where lines of the updates 0 to `last` are missing."""
-    if missing := sorted(set(range(last + 1)).difference(record["step"] for record in history)):
-        which = ", ".join(map(str, missing[:9])) + (", ..." if len(missing) > 9 else "")
-        yield f"{path} lacks {len(missing)} of {last + 1} lines (updates {which}); the run goes on without them"
+def gaps(path: Path, history: list[dict[str, Any]], last: int) -> list[str]:
+    """A sentence if lines of the updates 0 to `last` are missing."""
+    logged = {record["step"] for record in history}
+    missing = sorted(set(range(last + 1)) - logged)
+    if not missing:
+        return []
+    updates = ", ".join(str(step) for step in missing[:9])
+    if len(missing) > 9:
+        updates += ", ..."
+    return [
+        f"{path} lacks {len(missing)} of {last + 1} lines (updates {updates}); "
+        "the run goes on without them"
+    ]

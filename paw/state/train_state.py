@@ -1,12 +1,11 @@
-"""What a checkpoint holds of a run: models, optimizers, guards, and the random states of every rank.
+"""What a checkpoint holds of a run: models, optimizers, guards, random states of every rank.
 
-Each rank writes its own tensors, to the run directory that it sees, so that machines need no shared
-disk.
+Each rank writes its own tensors, to the same folder.
 """
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,52 +40,21 @@ class Learner(NamedTuple):
         return self.model.named_parameters_once()
 
 
-class Saving:
-    """A checkpoint that is being written. What it holds is fixed by the constructor; `publish` gives it its name.
-
-    With `background` a thread writes it, from copies in host memory. Without, or if the copies
-    would take more than half of the memory that is available to the rank, it is on the disk when
-    the constructor returns; then only a part of a file is in memory at a time. A call of all ranks,
-    as `publish` is; `places` come from `claim_places`.
-    """
+class PendingCheckpoint:
+    """A checkpoint that is being written. Its content is fixed; `publish` gives it its name."""
 
     def __init__(
         self,
-        learners: Sequence[Learner],
+        draft: checkpoint.Draft,
         step: int,
-        folder: Path,
         ranks: Ranks,
-        places: Sequence[int],
-        random_states: RandomStates,
-        background: bool,
+        written: Future[checkpoint.Files],
     ) -> None:
+        """`written` is the result of `draft.write` on this rank."""
         self.step = step
-        self._folder = folder
+        self._draft = draft
         self._ranks = ranks
-        self._leads = places[ranks.rank] == ranks.rank
-        """Whether this is the lowest rank that sees the folder: it makes and renames the checkpoint there."""
-
-        random_tensors, random_info = random_states
-        state: dict[str, Any] = {
-            f"{learner.prefix}guard": learner.guard.state() for learner in learners
-        }
-        for rank, info in enumerate(ranks.gather(random_info, dict[str, Any])):
-            state[rng_name(rank)] = info
-        random_bytes = ranks.gather_bytes(to_bytes(random_tensors))
-
-        version = checkpoint.SHARDED if ranks.world_size > 1 else checkpoint.VERSION
-        self._draft = checkpoint.Draft(folder, step, state, version=version)
-        ranks.together(lambda: self._draft.begin() if self._leads else None)
-
-        copies = None
-        if background:
-            room = available_memory() / 2 / ranks.on_host
-            copies = _copies(_own_files(learners, ranks, random_bytes), room)
-        writer = ThreadPoolExecutor(1)
-        self._written = writer.submit(
-            self._draft.write, copies or _own_files(learners, ranks, random_bytes)
-        )
-        writer.shutdown(wait=copies is None)
+        self._written = written
 
     @property
     def done(self) -> bool:
@@ -94,36 +62,70 @@ class Saving:
         return self._written.done()
 
     def publish(self, keep: int) -> None:
-        """Wait for all ranks, rename the checkpoint into place, and remove the oldest beyond `keep`.
+        """Wait for all ranks, rename the checkpoint into place, remove the oldest beyond `keep`.
 
-        Raises UserError if a disk refuses.
+        A call of all ranks. Raises UserError if the disk refuses.
         """
-        ranks = self._ranks
-        leads_other_machine = self._leads and not ranks.first
         try:
-            written = ranks.together(self._written.result, checkpoint.Files)
-            # Before rank 0's folder is renamed, whose manifest makes the checkpoint count.
-            ranks.together(lambda: self._draft.reveal() if leads_other_machine else None)
-            kept = ranks.broadcast_from_rank0(lambda: self._name(written, keep), list[str])
+            files_by_rank = self._ranks.together(self._written.result, checkpoint.Files)
+            self._ranks.broadcast_from_rank0(lambda: self._publish(files_by_rank, keep))
         finally:
-            if self._leads:
+            if self._ranks.first:
                 self._draft.discard()
-        if leads_other_machine:
-            checkpoint.prune_shards(self._folder, kept)
 
-    def _name(self, written: Sequence[checkpoint.Files], keep: int) -> list[str]:
-        """Publish on rank 0 with the files of all ranks; returns the names of the checkpoints that remain."""
+    def _publish(self, files_by_rank: Sequence[checkpoint.Files], keep: int) -> None:
         files: checkpoint.Files = {}
-        for files_of_rank in written:
+        for files_of_rank in files_by_rank:
             files.update(files_of_rank)
         self._draft.publish(files)
-        return checkpoint.prune(self._folder, keep)
+        checkpoint.prune(self._draft.path.parent, keep)
+
+
+def start_saving(
+    learners: Sequence[Learner],
+    ranks: Ranks,
+    *,
+    step: int,
+    folder: Path,
+    random_states: RandomStates,
+    background: bool,
+) -> PendingCheckpoint:
+    """Begin to write the checkpoint `folder`/step_NNNNNN; a call of all ranks.
+
+    With `background` a thread writes it, from copies in host memory. Without, or if the copies
+    would take more than half of the memory that is available to the rank, it is on the disk when
+    this returns; then only a part of a file is in memory at a time. Raises UserError if the disk
+    refuses.
+    """
+    random_tensors, random_info = random_states
+    state: dict[str, Any] = {}
+    for learner in learners:
+        state[f"{learner.prefix}guard"] = learner.guard.state()
+    for rank, info in enumerate(ranks.gather(random_info, dict[str, Any])):
+        state[rng_name(rank)] = info
+    random_bytes = ranks.gather_bytes(to_bytes(random_tensors))
+
+    version = checkpoint.SHARDED if ranks.world_size > 1 else checkpoint.VERSION
+    draft = checkpoint.Draft(folder, step, state, version=version)
+    ranks.broadcast_from_rank0(draft.begin)
+
+    copies = None
+    if background:
+        room = available_memory() / 2 / ranks.on_host
+        copies = _copies(_own_files(learners, ranks, random_bytes), room)
+    writer = ThreadPoolExecutor(1)
+    written = writer.submit(draft.write, copies or _own_files(learners, ranks, random_bytes))
+    writer.shutdown(wait=copies is None)
+    return PendingCheckpoint(draft, step, ranks, written)
 
 
 def _own_files(
     learners: Sequence[Learner], ranks: Ranks, random_bytes: Sequence[bytes]
 ) -> dict[str, Any]:
-    """The tensors that this rank writes, by file stem; rank 0 writes the random states of all ranks."""
+    """The tensors that this rank writes, by file stem.
+
+    Rank 0 also writes the random states of all ranks.
+    """
     suffix = f".rank_{ranks.rank}" if ranks.world_size > 1 else ""
     files: dict[str, Any] = {}
     for prefix, model, optimizer, _ in learners:
@@ -169,9 +171,10 @@ def _copies(files: Mapping[str, Any], room: float) -> dict[str, Any] | None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Named
 ) -> Iterator[tuple[str, Tensor]]:
-    """An optimizer's state as ("<parameter>/<key>", tensor); for torch's AdamW: step, exp_avg, exp_avg_sq.
+    """An optimizer's state as ("<parameter>/<key>", tensor).
 
-    Parameters without state are skipped; the tensors of sharded parameters are sharded.
+    The keys of torch's AdamW are step, exp_avg and exp_avg_sq. Parameters without state are
+    skipped; the tensors of sharded parameters are sharded.
     """
     names = {parameter: name for name, parameter in parameters}
     for parameter, values in optimizer.state.items():
@@ -182,7 +185,10 @@ def optimizer_tensors(
 
 
 def rng_tensors() -> RandomStates:
-    """This process's random states of torch (CPU, and the current CUDA device), Python and NumPy: (tensors, JSON)."""
+    """This process's random states, as tensors and as what is JSON.
+
+    Of torch (CPU, and the current CUDA device), Python and NumPy.
+    """
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {

@@ -118,7 +118,9 @@ class Subject:
             with quietly():  # closing has a rule of its own
                 environment.close()
 
-    def play(self, environment: CheckedEnv, task: Task, player: Player, *, looks: int = 1) -> Episode:
+    def play(
+        self, environment: CheckedEnv, task: Task, player: Player, *, looks: int = 1
+    ) -> Episode:
         """Play one episode, looking at the environment `looks` times before each response."""
         start = time.perf_counter()
         episode = Episode(task)

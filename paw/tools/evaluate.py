@@ -31,7 +31,7 @@ from paw.recipe import check_passwords
 from paw.rollouts.episode import Episode, find_agent
 from paw.rollouts.scheduler import THREADS, Rollouts
 from paw.rollouts.success import more_context
-from paw.state.claim import lock
+from paw.state.run_lock import lock
 from paw.tools import results
 from paw.tools.played import load_played
 from paw.types import Task, Trajectory

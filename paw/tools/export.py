@@ -1,9 +1,23 @@
-"""`paw export`: write a checkpoint of a run as a model in Hugging Face format."""
+"""`paw export`: a checkpoint of a run in Hugging Face format, which may be sent to the hub."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 
-from paw.state.restore import export_run
+import torch
+
+from paw.config import Config
+from paw.errors import UserError, to_stderr
+from paw.model.dtype import training_dtype, with_dtype
+from paw.model.loading import load_policy, load_tokenizer
+from paw.model.lora import add_adapters
+from paw.model.policy import Policy, full_parameters, weights_dtype
+from paw.recipe import load as load_config
+from paw.state import export as exported_model
+from paw.state import push as hub
+from paw.state import restore
+from paw.state.resume import recorded_dtype
+from paw.tools.preparation import start_model
 
 
 def export(
@@ -27,6 +41,65 @@ def export(
     """
     folder = None if out is None else Path(out)
     return export_run(Path(run), checkpoint_name=checkpoint, out=folder, push=push, public=public)
+
+
+def export_run(
+    run: Path,
+    *,
+    checkpoint_name: str | None = None,
+    out: Path | None = None,
+    push: str = "",
+    public: bool = False,
+) -> Path:
+    """Export a checkpoint of a run directory; returns the folder that was written.
+
+    The default is the newest checkpoint that verifies. `push` is the USER/NAME under which it is
+    sent to the hub, if any.
+    """
+    if not (run / "config.toml").is_file():
+        raise UserError(f"{run}: no run directory (config.toml is missing)")
+    if push:
+        hub.check_push(push)
+    config = load_config(run / "config.toml")
+    folder = run / "checkpoints"
+    chosen = folder / checkpoint_name if checkpoint_name else None
+    exists = chosen.is_dir() if chosen else any(folder.glob("step_*"))
+    if not exists:
+        wanted = f"checkpoint {checkpoint_name}" if checkpoint_name else "checkpoint"
+        raise UserError(f"{run}: no {wanted} to export; see {folder}")
+
+    base = start_model(run, config)
+    policy = _start_policy(base, config, run)
+    read = partial(restore.load, like={"model": policy.named_parameters_once()})
+    if chosen:
+        tensors, state = read(chosen)
+    else:
+        newest = restore.newest(folder, read)
+        assert newest, "there is a checkpoint, see above"
+        _, (tensors, state) = newest
+    policy.load(tensors["model"])
+
+    written = exported_model.export(
+        policy,
+        load_tokenizer(base),
+        out or run / "hf",
+        dict(full_parameters(policy.lm, once=True)),
+        config=config,
+        step=state["step"],
+    )
+    if push:
+        to_stderr(f"pushed to {hub.push(written, push, public=public)}")
+    return written
+
+
+def _start_policy(base: str, config: Config, run: Path) -> Policy:
+    """The run's policy with the weights of its start model, in host memory."""
+    dtype = recorded_dtype(run) or training_dtype(config, torch.device("cpu"))
+    config = with_dtype(config, dtype)
+    policy = load_policy(base, weights=weights_dtype(config), dtype=config.model.dtype)
+    if config.lora.rank:
+        add_adapters(policy.lm, config.lora, seed=config.run.seed)
+    return policy
 
 
 def run(options: argparse.Namespace, _: dict[str, str]) -> int:

@@ -28,9 +28,9 @@ from paw.rollouts.engines import make_engine
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import kinds, success_metrics, success_text
 from paw.rollouts.sync import push_weights
-from paw.state.export import start_model
-from paw.state.restore import export_run
+from paw.tools.export import export_run
 from paw.tools.played import load_played
+from paw.tools.preparation import start_model
 from paw.tools.results import kind_lines, kind_rows
 from paw.types import Group
 

@@ -39,6 +39,7 @@ from paw.tools.experiment.results import Record, write_csv
 from paw.tools.fit import changed
 from paw.tools.played import load_played
 from paw.tools.plots import BLUE, INK, PHASES, SKY, styled
+from paw.tools.preparation import PREPARATION
 from paw.tools.recorded import random_groups, random_model, read_episodes, with_log_probs
 from paw.trainer import optimize, prepare
 from paw.types import Group
@@ -98,7 +99,7 @@ def _measure_recipe(
             changed(config, {"run.dir": scratch, "run.trackers": [], "model.path": model})
         )
         with_world_model = list(variants.values())[-1]
-        with open_run(with_world_model) as run:
+        with open_run(with_world_model, preparation=PREPARATION) as run:
             rollout: dict[str, Record] = {}
             if options.synthetic:
                 run, groups = random_groups(run)

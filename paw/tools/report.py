@@ -290,6 +290,8 @@ def _facts(run: Run) -> dict[str, str]:
 
     facts = {
         "Updates": updates,
+        "Ended": _end(info),
+        "Resumed": _times(info.get("resumed")),
         "Wall time": _duration(info.get("wall_s")),
         "Warm-up": _duration(info.get("warmup_s")),
         "Device": str(info.get("device") or ""),
@@ -310,6 +312,23 @@ def _total(run: Run, metric: Metric) -> float:
     if metric.unit == "count":
         return sum(values)
     return max(values, default=0)
+
+
+def _end(info: dict[str, Any]) -> str:
+    """How a run ended, by its run.json; empty if it is in progress, or was killed."""
+    ended = info.get("ended")
+    if not isinstance(ended, dict):
+        return ""
+    why = clean(ended.get("why") or "")
+    how = clean(ended.get("how") or "")
+    return f"{how}: {why}" if why else how
+
+
+def _times(resumed: Any) -> str:
+    """How often a run was resumed; empty if never."""
+    if not isinstance(resumed, list) or not resumed:
+        return ""
+    return f"{len(resumed)} time{'s' if len(resumed) > 1 else ''}"
 
 
 def _differences(runs: Sequence[Run]) -> dict[str, list[Any]]:

@@ -16,10 +16,9 @@ from paw.cli import main
 from paw.errors import UserError, clean
 from paw.recipe import dump, known_keys, load, validate
 from paw.state import checkpoint, restore
-from paw.state.claim import claim
-from paw.state.log import MetricsLog
+from paw.state.log import open_log
 from paw.state.resume import changes
-from paw.tools.postmortem import examine, tell
+from paw.state.run_lock import take_run_directory
 from paw.tools.report import write_report
 
 pytestmark = pytest.mark.slow
@@ -143,7 +142,7 @@ def test_a_recipe_on_too_many_recipes_names_their_limit(tmp_path):
 
 LONG = "x" * 5000
 COMMANDS = [
-    ["train", LONG], ["train", f"{LONG}.toml"], ["report", LONG], ["report", "a/" * 3000], ["doctor", "--run", LONG],
+    ["train", LONG], ["train", f"{LONG}.toml"], ["report", LONG], ["report", "a/" * 3000],
     ["export", LONG], ["eval", LONG], ["warmup", LONG], ["eval", LONG, "--recipe", "quickstart"],
     ["experiment", "compare", LONG], ["data", "alfworld", LONG], [LONG],
 ]  # fmt: skip
@@ -217,10 +216,9 @@ def write(folder: str, files: dict[str, bytes]) -> Path:
 def test_a_run_of_any_files_is_told_and_goes_on(files):
     with tempfile.TemporaryDirectory() as folder:
         run = write(folder, files)
-        lines_are_short(tell(examine(run)))
         with told_if_refused():
             lines_are_short(changes(run, validate({"model": {"path": "m"}}, origin="x")))
-        with MetricsLog(run, resume_step=3) as log:
+        with open_log(run, resume_step=3) as log:
             assert log.history[0] == FIRST
             assert all(
                 type(record["step"]) is int and record["step"] <= 3 for record in log.history
@@ -287,13 +285,11 @@ def test_a_pipe_in_place_of_a_runs_file_keeps_nobody_waiting(tmp_path):
         (run / name).unlink(missing_ok=True)
         os.mkfifo(run / name)
         with suppress(UserError):
-            tell(examine(run))
-        with suppress(UserError):
             write_report(run)
         config = validate(
             {"model": {"path": "m"}, "run": {"dir": str(tmp_path), "name": run.name}}, origin="x"
         )
         with suppress(UserError):
-            claim(config, resume="auto", numbered=False)[1].close()
+            take_run_directory(config, resume="auto", numbered=False)[1].close()
             changes(run, config)
-            MetricsLog(run, resume_step=0).__exit__()
+            open_log(run, resume_step=0).__exit__()

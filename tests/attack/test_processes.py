@@ -184,9 +184,7 @@ def test_every_member_of_an_environment_is_at_hand():
 def test_an_environment_that_a_process_cannot_import_is_one_line():
     config = configured("Deadly", 2)
     # A class of a module that can be.
-    environment = CheckedEnv(
-        make_factory(config, Deadly).make(), config.env
-    )
+    environment = CheckedEnv(make_factory(config, Deadly).make(), config.env)
     assert environment.reset(Task("x")) == "start"
 
     class Local(Deadly):

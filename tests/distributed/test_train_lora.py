@@ -10,7 +10,7 @@ from test_train_ranks import distance, start, train, weights  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from paw.state import checkpoint
-from paw.state.restore import export_run
+from paw.tools.export import export_run
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("peft")

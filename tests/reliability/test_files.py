@@ -11,7 +11,7 @@ import pytest
 from paw.cache import cached
 from paw.errors import UserError
 from paw.files import write_file
-from paw.state.log import MetricsLog
+from paw.state.log import open_log
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_lines_that_a_power_cut_took_are_told(tmp_path):
     ):
         text = "".join(json.dumps({"step": step, "eval/success": 0.5}) + "\n" for step in lines)
         (tmp_path / "metrics.jsonl").write_text(text)
-        with MetricsLog(tmp_path, resume_step=5) as log:
+        with open_log(tmp_path, resume_step=5) as log:
             told = (
                 [f"{tmp_path}/metrics.jsonl lacks {missing}; the run goes on without them"]
                 if missing
@@ -91,7 +91,7 @@ def test_lines_that_are_no_metrics_are_told_and_go(tmp_path):
         "",
     ]
     (tmp_path / "metrics.jsonl").write_text(good[0] + "\n".join(bad) + good[1] + '{"step": 2, "rew')
-    with MetricsLog(tmp_path, resume_step=1) as log:
+    with open_log(tmp_path, resume_step=1) as log:
         assert log.lost == [
             f"{tmp_path}/metrics.jsonl: 6 lines are no update's and go, the first is line 2"
         ]
@@ -102,17 +102,17 @@ def test_a_disk_that_is_full_until_something_goes(small_disk):
     filler, config = small_disk / "filler", small_disk / "config.toml"
     filler.write_bytes(bytes(20_000))
     write_file(config, "before")
-    with MetricsLog(small_disk) as log, pytest.raises(UserError) as caught:
+    with open_log(small_disk) as log, pytest.raises(UserError) as caught:
         for step in range(10_000):
             log.log(step, {"reward/mean": 0.5})
     assert str(caught.value).endswith("metrics.jsonl: No space left on device: free some space")
     with pytest.raises(UserError, match="No space left"):
-        MetricsLog(small_disk, resume_step=step - 1)
+        open_log(small_disk, resume_step=step - 1)
     with pytest.raises(OSError, match="No space left"):
         write_file(config, "after" * 1000)
     assert config.read_text() == "before" and ".tmp" not in " ".join(names(small_disk))
     filler.unlink()
-    with MetricsLog(small_disk, resume_step=step - 1) as log:
+    with open_log(small_disk, resume_step=step - 1) as log:
         assert [record["step"] for record in log.history] == list(range(step)) and not log.lost
 
 

@@ -75,8 +75,7 @@ def test_returns_above_the_largest_are_told_once():
     def told(n, **wm):
         wm = SimpleNamespace(**{"enabled": True, "weight": "adaptive", **wm})
         config = SimpleNamespace(wm=wm, advantage=SimpleNamespace(type="grpo"))
-        log, factory = SimpleNamespace(history=history[:n]), SimpleNamespace(reward_max=1.0)
-        return list(alarms(SimpleNamespace(log=log, factory=factory, config=config)))
+        return list(alarms(history[:n], config, reward_max=1.0))
 
     assert [len(told(n)) for n in range(4)] == [0, 0, 1, 0]
     assert told(2)[0].startswith(

@@ -12,8 +12,8 @@ import pytest
 from paw.config import Config
 from paw.errors import UserError
 from paw.recipe import dump
-from paw.state.claim import InUseError, claim, holder, lock
 from paw.state.resume import changes
+from paw.state.run_lock import InUseError, lock, take_run_directory
 
 
 def config(folder: Path, **sections) -> Config:
@@ -24,7 +24,6 @@ def config(folder: Path, **sections) -> Config:
 def test_a_held_folder_names_who_holds_it_and_a_child_holds_nothing(tmp_path):
     reading, writing = os.pipe()
     with lock(tmp_path):
-        assert holder(tmp_path) == str(os.getpid())
         with pytest.raises(
             InUseError,
             match=rf"{tmp_path} is in use by process {os.getpid()}; wait for it or stop it",
@@ -36,7 +35,6 @@ def test_a_held_folder_names_who_holds_it_and_a_child_holds_nothing(tmp_path):
             signal.pause()
     try:
         assert os.read(reading, 7) == b"started"
-        assert holder(tmp_path) is None
         lock(tmp_path).close()
     finally:
         os.kill(orphan, signal.SIGKILL)
@@ -48,19 +46,22 @@ def test_a_name_that_was_given_is_not_numbered(tmp_path):
     (tmp_path / "mine" / "metrics.jsonl").write_text('{"step": 0}\n')
     mine = config(tmp_path, run={"name": "mine"})
     with pytest.raises(UserError, match="mine holds a run already; use --resume auto, or another"):
-        claim(mine, resume="", numbered=False)
+        take_run_directory(mine, resume="", numbered=False)
     (tmp_path / "mine" / ".tmp_123_config.toml").write_text("half")  # left over by a kill
-    name, held = claim(mine, resume="auto", numbered=False)
+    name, held = take_run_directory(mine, resume="auto", numbered=False)
     with held, pytest.raises(InUseError, match=f"in use by process {os.getpid()}"):
-        claim(mine, resume="auto", numbered=False)
+        take_run_directory(mine, resume="auto", numbered=False)
     assert name == "mine"
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == [".lock", "metrics.jsonl"]
     names, held = zip(
-        *(claim(config(tmp_path), resume="", numbered=True) for _ in range(2)), strict=True
+        *(take_run_directory(config(tmp_path), resume="", numbered=True) for _ in range(2)),
+        strict=True,
     )
     for file in held:
         file.close()
-    name, file = claim(config(tmp_path), resume="", numbered=True)  # one without a run is free
+    name, file = take_run_directory(
+        config(tmp_path), resume="", numbered=True
+    )  # one without a run is free
     file.close()
     assert (*names, name) == ("run", "run-2", "run")
 

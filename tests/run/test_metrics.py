@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paw.errors import UserError
-from paw.state.log import MetricsLog
+from paw.state.log import MetricsLog, open_log
 
 NAMES = ["metrics.jsonl", "samples.jsonl"]
 
@@ -27,7 +27,7 @@ def fill(log: MetricsLog, steps: range) -> None:
 
 def test_values_become_plain_json_and_reach_the_disk(tmp_path, monkeypatch):
     synced = []
-    with MetricsLog(tmp_path / "run") as log:
+    with open_log(tmp_path / "run") as log:
         scalars = {
             "c": np.float32(0.5),
             "d": torch.tensor(float("inf")),
@@ -56,14 +56,14 @@ def test_values_become_plain_json_and_reach_the_disk(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("torn", [b"", b'{"step": 8, "rew', b"\xff\xfe\n"])
 def test_a_resumed_run_ends_with_the_files_of_an_uninterrupted_one(tmp_path, torn):
-    with MetricsLog(tmp_path / "whole") as log:
+    with open_log(tmp_path / "whole") as log:
         fill(log, range(1, 11))
-    with MetricsLog(tmp_path / "cut") as log:
+    with open_log(tmp_path / "cut") as log:
         fill(log, range(1, 8))
     for name in NAMES:
         with (tmp_path / "cut" / name).open("ab") as file:
             file.write(torn)
-    with MetricsLog(tmp_path / "cut", resume_step=5) as log:
+    with open_log(tmp_path / "cut", resume_step=5) as log:
         assert [record["step"] for record in log.history] == [1, 2, 3, 4, 5]
         fill(log, range(6, 11))
     assert all(
@@ -74,7 +74,7 @@ def test_a_resumed_run_ends_with_the_files_of_an_uninterrupted_one(tmp_path, tor
 
 
 def test_an_evaluation_that_a_stop_left_out_is_added_to_its_line(tmp_path):
-    with MetricsLog(tmp_path) as log:
+    with open_log(tmp_path) as log:
         log.log(0, {"eval/success": 0.1})
         log.log(
             1,
@@ -87,7 +87,7 @@ def test_an_evaluation_that_a_stop_left_out_is_added_to_its_line(tmp_path):
         log.sample(0, {"prompt": "a"})
         # A kill came between the episodes and the line of an evaluation.
         log.sample(1, {"prompt": "b"})
-    with MetricsLog(tmp_path, resume_step=1) as log:
+    with open_log(tmp_path, resume_step=1) as log:
         assert (log.evaluated(0), log.evaluated(1), log.evaluated(2)) == (True, False, False)
         log.sample(1, {"prompt": "b"})
         log.log(1, {"eval/success": 0.2})
@@ -105,13 +105,13 @@ def test_a_new_run_does_not_write_over_another(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1}\n')
     with pytest.raises(UserError, match=r"--resume auto.*--run\.name"):
-        MetricsLog(tmp_path)
+        open_log(tmp_path)
     assert metrics.read_text() == '{"step": 1}\n'
-    with MetricsLog(tmp_path, resume_step=-1) as log:
+    with open_log(tmp_path, resume_step=-1) as log:
         assert log.history == []
     assert metrics.read_bytes() == b""
     with pytest.raises(UserError, match=r"metrics.jsonl/run: Not a directory"):
-        MetricsLog(metrics / "run")
+        open_log(metrics / "run")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
@@ -120,5 +120,5 @@ def test_a_full_disk_is_one_line(tmp_path):
     full = pytest.raises(
         UserError, match=r"metrics\.jsonl: No space left on device: free some space"
     )
-    with MetricsLog(tmp_path) as log, full:  # nothing is left in a buffer that would fail again
+    with open_log(tmp_path) as log, full:  # nothing is left in a buffer that would fail again
         log.log(1, {"reward/mean": 0.5})

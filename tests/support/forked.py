@@ -24,7 +24,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         *(
-            "paw.trainer",
+            "paw.tools.train",
             "paw.algo.critic",
             "paw.model.parallel",
             "paw.rollouts.ahead",
