@@ -37,7 +37,7 @@ from paw.model.policy import (
 )
 from paw.model.ranks import Ranks
 from paw.rollouts.chat import Chat
-from paw.rollouts.engines import make_engine, wants_entropy
+from paw.rollouts.engines import find_engine, make_engine
 from paw.rollouts.engines.base import Engine
 from paw.rollouts.episode import find_agent
 from paw.state.export import start_model
@@ -100,7 +100,8 @@ def check_environment(config: Config) -> EnvFactory:
 
 
 def check_extras(config: Config, device: torch.device) -> None:
-    """UserError for a library that is needed and not installed."""
+    """UserError for a library that is needed and not installed, or an engine that is none."""
+    find_engine(config.engine.type)
     if config.lora.rank:
         needed("peft", "lora.rank", "lora")
     if config.model.liger:
@@ -188,17 +189,15 @@ def build(
         from paw.model.folder import on_this_machine
 
         path = on_this_machine(path, ranks)
-    lora, servers = (
-        config.lora if config.lora.rank and config.lora.send == "adapters" else None,
-        None,
-    )
-    if config.engine.servers and ranks.first:
-        from paw.rollouts.engines.servers import start_servers
-
-        folder = config.run.dir / config.run.name / "servers"
-        own: Any = {"entropy": wants_entropy(config), "lora": lora}
-        servers = start_servers(config, path, folder, device=device, ranks=ranks, **own)
-        stack.callback(servers.close)
+    engine_type = find_engine(config.engine.type)
+    lora = None
+    if config.lora.rank and config.lora.send == "adapters" and engine_type.takes_adapters:
+        lora = config.lora
+    started = None
+    if ranks.first:
+        started = engine_type.start(config, path, device=device, ranks=ranks, lora=lora)
+    if started:
+        stack.callback(started.close)
     tokenizer = ranks.everywhere(lambda: load_tokenizer(path))
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_parser)
 
@@ -248,9 +247,16 @@ def build(
 
         for model in models:
             apply_liger(model.lm)
-    apart: Any = {"lora": lora, "own_weights": not alone, "check": ranks.first}
     engine = make_engine(
-        config, policy=policy, chat=chat, model_path=path, ranks=ranks, servers=servers, **apart
+        config,
+        policy=policy,
+        chat=chat,
+        model_path=path,
+        ranks=ranks,
+        started=started,
+        lora=lora,
+        own_weights=not alone,
+        check=ranks.first,
     )
     stack.callback(engine.close)
     if config.lora.rank:  # after the engine has copied what it needs

@@ -1,6 +1,6 @@
 """One run's configuration as pydantic models: a section, a table of the recipe (`paw.recipe` reads those). No torch.
 
-`env`, `advantage` and `agent` name a plug-in (`paw.plugins`), whose settings are keys of the
+`env`, `engine`, `advantage` and `agent` name a plug-in (`paw.plugins`), whose settings are keys of the
 section too. A key with `Only` applies beside some values of another key, and is unknown beside the
 rest.
 """
@@ -338,7 +338,7 @@ class Config(Section):
     reward: SerializeAsAny[RewardConfig] = _DEFAULT
     endpoint: EndpointConfig = EndpointConfig()
     rollout: RolloutConfig = RolloutConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: SerializeAsAny[EngineConfig] = _DEFAULT
     advantage: SerializeAsAny[AdvantageConfig] = _DEFAULT
     critic: CriticConfig = CriticConfig()
     policy: SerializeAsAny[PolicyConfig] = _DEFAULT
@@ -348,7 +348,7 @@ class Config(Section):
     rwml: RwmlConfig = RwmlConfig()
     eval: EvalConfig = EvalConfig()
 
-    @field_validator("env", "agent", "reward", "advantage", "policy", "wm", mode="before")
+    @field_validator("env", "agent", "reward", "engine", "advantage", "policy", "wm", mode="before")
     @classmethod
     def _with_plugin(cls, table: Any, info: ValidationInfo) -> Any:
         if not isinstance(table, dict):

@@ -1,4 +1,4 @@
-"""Plug-ins by name: environments, advantage estimators, losses, agents, rewards, callbacks.
+"""Plug-ins by name: environments, engines, advantage estimators, losses, agents, rewards, callbacks.
 
 A plug-in is named by a built-in name ("gigpo"), by the name of an entry point that an installed
 package registers in the group `paw.<kind>`, as "module:name", or as "FILE.py:name" (a path relative
@@ -57,6 +57,11 @@ CALLBACKS = {
 }
 BUILT_IN: dict[str, dict[str, str]] = {
     "envs": ENVS,
+    "engines": {
+        "transformers": "paw.rollouts.engines.built_in:Transformers",
+        "vllm": "paw.rollouts.engines.built_in:Vllm",
+        "server": "paw.rollouts.engines.built_in:Server",
+    },
     "advantages": {name: f"paw.algo.advantages:{name}" for name in ("grpo", "rloo", "gigpo")}
     | {"ppo": "paw.algo.gae:gae"},  # one a token, from the critic's values
     "losses": {

@@ -23,7 +23,7 @@ from paw.errors import UserError, describe
 from paw.model.policy import load_tokenizer
 from paw.model.ranks import Ranks
 from paw.rollouts.chat import Chat
-from paw.rollouts.engines.server import Fleet, ServerEngine
+from paw.rollouts.engines.server import ServerEngine, ServerPool
 from paw.rollouts.guard import Guarded
 from paw.rollouts.messages import (
     Alive,
@@ -94,9 +94,8 @@ class Player:
         self._ranks = Ranks()
         self._ranks.rank = start.rank
         self._ranks.world_size = start.world_size
-        self._fleet = Fleet(
+        self._pool = ServerPool(
             start.urls,
-            None,
             end_ids=start.end_ids,
             vocabulary=start.vocabulary,
             timeout_s=start.timeout_s,
@@ -110,9 +109,9 @@ class Player:
     def handle(self, message: PlayUpdate | WeightsExpected | WeightsArrived) -> None:
         match message:
             case WeightsExpected():
-                self._fleet.expect(message.version)
+                self._pool.expect(message.version)
             case WeightsArrived():
-                self._fleet.arrive(message.version, message.faults)
+                self._pool.arrive(message.version, message.faults)
             case PlayUpdate():
                 rollouts = self._idle.pop() if self._idle else self._make_rollouts()
                 rollouts.playing = threading.Thread(
@@ -161,7 +160,7 @@ class Player:
         self._channel.send(EpisodesEnded(done=done, total=total))
 
     def _make_rollouts(self) -> PlayerRollouts:
-        engine = ServerEngine(self._fleet, self._positions)
+        engine = ServerEngine(self._pool, self._positions)
         rollouts = PlayerRollouts(self._factory, engine, self._chat, self._config, self._ranks)
         self._rollouts.append(rollouts)
         return rollouts

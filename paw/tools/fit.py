@@ -11,6 +11,7 @@ from paw.config import Config
 from paw.errors import UserError
 from paw.keys import flatten
 from paw.recipe import known_keys, layered, validate
+from paw.rollouts.engines import find_engine
 from paw.tools.plan import GIB, USABLE, Plan
 from paw.tools.shapes import Shape, shape_of
 
@@ -98,13 +99,14 @@ def with_servers(
     servers, if any does: of the smallest engine.tensor_parallel that holds the model, or twice or
     four times that."""
     gpus, on_host = machine["gpus"], -(-machine["gpus"] // machine.get("hosts", 1))
-    if gpus == 1 or config.engine.type == "server" or set(pinned) & set(ENGINE):
+    replaceable = find_engine(config.engine.type).replaceable
+    if gpus == 1 or not replaceable or set(pinned) & set(ENGINE):
         return []
 
     def split(count: int, size: int) -> Config:
         return changed(config, dict(zip(ENGINE, ("server", count, size, ahead), strict=True)))
 
-    least = Plan(split(1, 1), shape, **machine).least
+    least = Plan(split(1, 1), shape, **machine).engine.least_cards
     sizes = [size for size in (least, 2 * least, 4 * least) if 0 < size <= on_host]
     splits = {
         (count, size) for size in sizes for part in (1, 2, 3) if (count := part * gpus // 4 // size)
@@ -140,7 +142,7 @@ def _with_fallbacks(
     def attempt(changes: Sequence[Change]) -> Plan:
         """With vLLM's share of the card as configured, or else the largest that fits beside the trainer."""
         first = Plan(changed(config, *changes), shape, **machine)
-        if first.config.engine.type != "vllm" or SHARE in pinned or not first.reasons():
+        if not first.engine_type.sized_by_share or SHARE in pinned or not first.reasons():
             return first
         share = _largest_share(first, steps)
         if share <= 0:

@@ -41,8 +41,6 @@ NCCL = 8.25e9  # bytes/s of weights to servers: verl/checkpoint_engine/README.md
 STEP_S = 0.27  # seconds of an optimizer step, however few tokens: prime-rl, Qwen3-0.6B SFT on an H100, the line
 # through 0.62 s at 16,384 tokens and 1.28 s at 32,768, FLOPs for tokens (benchmarks/baselines at
 # 30bf494f)
-DECODE_S = {"vllm": 5e-3, "server": 5e-3, "transformers": 30e-3}
-"""Least seconds of a decoding step. vLLM: 4 and 5 to 6 ms between steps (vllm issues 6854, 10634); else assumed."""
 REDUCE_S = 20e-6  # assumed: an all-reduce among a server's cards, two in each layer
 SEQUENCES = 256  # sequences that vLLM decodes at once (paw.rollouts.engines)
 HOST_S = 1.5e-6  # measured (bench/results/host_cpu.csv): a core's seconds for a token, 1.25e-6 of them to encode it
@@ -167,7 +165,8 @@ class Plan(Memory):
             )
             if self.served:
                 reasons.append(
-                    f"a server needs engine.tensor_parallel = {self.least or 'more GPUs than are known'}"
+                    "a server needs engine.tensor_parallel = "
+                    f"{self.engine.least_cards or 'more GPUs than are known'}"
                 )
         return reasons
 
@@ -186,17 +185,16 @@ class Plan(Memory):
         """Decoding limited by bandwidth and prefill by FLOPs; lasts as long as the longest episode."""
         s = self.shape
         play = self.play
-        size = self.tensor_parallel
+        engine = self.engine
+        size = engine.cards
 
-        cache = (
-            self.kv_tokens if self.vllm or self.served else self._engine()["KV cache"] / s.kv_bytes
-        )
-        together = max(1.0, min(play.episodes / self.engines, SEQUENCES, cache / play.length))
+        together = min(play.episodes / engine.engines, SEQUENCES, engine.cache_tokens / play.length)
+        together = max(1.0, together)
         read = (self.c * s.parameters + together * play.length * s.kv_bytes) / size
         reduce = 2 * s.layers * REDUCE_S if size > 1 else 0
-        step = max(read / self.bandwidth + reduce, DECODE_S[self.config.engine.type])
+        step = max(read / self.bandwidth + reduce, engine.least_step_s)
 
-        turns = play.episodes * play.turns / self.engines
+        turns = play.episodes * play.turns / engine.engines
         prefill = turns * play.prompt * self._body() / (self.flops * MFU * size)
         return prefill + max(turns / together, play.most) * play.response * step
 
@@ -221,8 +219,8 @@ class Plan(Memory):
         offloaded = (
             2 * self._kept() * micro_batches / PCIE if config.model.offload_activations else 0
         )
-        # Passes of the policy and of the reference; the entropies come with the engine's log-probs.
-        scored = (config.policy.old_logp == "trainer") + (config.policy.kl_coef > 0)
+        # Passes of the policy and of the reference.
+        scored = self._scores_policy() + (config.policy.kl_coef > 0)
         steps = (
             max(1, round(play.episodes * play.turns / config.optim.minibatch_samples))
             * config.optim.epochs
@@ -244,6 +242,13 @@ class Plan(Memory):
             "checkpoint": saved / config.run.save_every if config.run.save_every else 0.0,
         }
 
+    def _scores_policy(self) -> bool:
+        """Whether the policy's log-probs or entropies take a pass of their own."""
+        wm = self.config.wm
+        needs_entropy = wm.enabled and wm.entropy == "full"
+        from_engine = self.config.policy.old_logp == "engine"
+        return not from_engine or (needs_entropy and not self.engine_type.gives_entropy)
+
     def _communication(self) -> tuple[float, float]:
         """Seconds to (gather the weights for a pass of a micro-batch, reduce its gradients).
 
@@ -263,10 +268,8 @@ class Plan(Memory):
 
     def _sync(self) -> float:
         """Seconds to send the weights to the engines."""
-        keeps_base_weights = self.served or (self.vllm and self.config.engine.sleep_level == 1)
-        if self.lora.rank and self.lora.send == "adapters" and keeps_base_weights:
-            return self.c * self.trained_parameters / FILES  # adapters alone, as files
-        weights = self.c * self.shape.parameters
-        if not self.served:
-            return weights / PCIE
-        return weights / (FILES if self.config.engine.transfer == "files" else NCCL)
+        size = self.engine.sent_bytes
+        if size is None:
+            size = self.c * self.shape.parameters
+        rate = {"memory": PCIE, "nccl": NCCL, "files": FILES}[self.engine.sent_by]
+        return size / rate

@@ -9,15 +9,13 @@ assumptions.
 
 from paw.config import Config
 from paw.errors import UserError
+from paw.rollouts.engines import find_engine
+from paw.rollouts.engines.base import EnginePlan, PlannedRun
 from paw.tools.shapes import Shape
 
 GIB = 2**30
 USABLE = 0.95  # share of a GPU's memory to plan with: 76 of 80
 OVERHEAD = 1.5 * GIB  # CUDA context, library workspaces, what the allocator loses to fragments
-ENGINE_WORK = (
-    2.0 * GIB
-)  # of vLLM's share: its activations and CUDA graphs; the rest holds weights and KV cache
-ENGINE_ASLEEP = 1.0 * GIB  # what a sleeping vLLM leaves on the card
 ENGINE_ROWS = 8  # sequences of full length that the KV cache should at least hold
 HOST_PROCESS = 6.0 * GIB  # one trainer process with torch, CUDA and vLLM loaded
 PINNED = (
@@ -74,19 +72,6 @@ class Memory:
         self.flash = config.optim.name == "flash-adamw"
         self.c = 4 if config.model.dtype == "float32" else 2  # "auto" is bfloat16 on a card
 
-        self.vllm = config.engine.type == "vllm"
-        self.served = config.engine.type == "server"
-        self.engines = (config.engine.servers or len(config.engine.urls)) if self.served else self.N
-        self.least = self._least_tensor_parallel() if self.served else 1
-        """Fewest GPUs, a power of two, that give a server room for weights and ENGINE_ROWS sequences; 0: none do."""
-        self.tensor_parallel = (
-            config.engine.tensor_parallel if config.engine.servers else max(1, self.least)
-        )
-        """GPUs of an engine.
-
-        The size of engine.urls is not known: the fewest that they need are assumed.
-        """
-
         # flash-adamw and LoRA store weights in the dtype that the forward pass reads, adamw stores
         # float32.
         self.w = self.c if self.flash or self.lora.rank else 4
@@ -97,6 +82,8 @@ class Memory:
         self.copy = self.c * shape.layer if self.casts else 0
 
         self.trained_parameters = self._trained_parameters()
+        self.engine_type = find_engine(config.engine.type)
+        self.engine: EnginePlan = self.engine_type.plan(self._run_for_engine())
         self.critic_parameters = self._critic_parameters()
         self.critic = self.w * self.critic_parameters / self.shards
         # With LoRA the reference is the policy without its adapters.
@@ -120,11 +107,14 @@ class Memory:
         self.host_total = _largest_sum(self.host)
 
     @property
+    def served(self) -> bool:
+        """Whether the engines have cards of their own."""
+        return not self.engine_type.shares_card
+
+    @property
     def kv_tokens(self) -> float:
-        """Tokens that an engine's KV cache holds; infinite if vLLM does not play."""
-        if self.served:
-            return self._server_tokens(self.tensor_parallel)
-        return self._engine()["KV cache"] / self.shape.kv_bytes if self.vllm else float("inf")
+        """Tokens that an engine's KV cache holds; infinite if it grows as needed."""
+        return self.engine.cache_tokens if self.engine.cache_is_fixed else float("inf")
 
     def kv_needed(self, rows: int = ENGINE_ROWS) -> int:
         """Tokens of `rows` sequences of full length."""
@@ -132,30 +122,21 @@ class Memory:
             self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens
         )
 
-    def _vllm_card(self, size: int) -> dict[str, float]:
-        """Components on each of the `size` cards of a vLLM.
-
-        Tensor parallel divides all weights, the embedding too.
-        """
-        taken = self.c * self.shape.parameters / size + ENGINE_WORK
-        share = self.config.engine.memory_share * self.gpu_gib * GIB
-        return {"engine": taken, "KV cache": max(0.0, share - taken)}
-
-    def _server_tokens(self, size: int) -> float:
-        """Tokens in a server's KV cache.
-
-        Each card has its share of the heads, at least one (vLLM repeats them).
-        """
-        return (
-            self._vllm_card(size)["KV cache"] / self.shape.kv_bytes * min(size, self.shape.kv_heads)
+    def _run_for_engine(self) -> PlannedRun:
+        """What the engine is told to say what it takes."""
+        return PlannedRun(
+            config=self.config,
+            ranks=self.N,
+            gpu_bytes=self.gpu_gib * GIB,
+            weight_bytes=self.c * self.shape.parameters,
+            element_bytes=self.c,
+            adapter_bytes=self.c * self.trained_parameters if self.lora.rank else 0,
+            copies_weights=self.casts,
+            kv_bytes=self.shape.kv_bytes,
+            heads=self.shape.heads,
+            kv_heads=self.shape.kv_heads,
+            cache_wanted=self.kv_needed(),
         )
-
-    def _least_tensor_parallel(self) -> int:
-        for power in range(7):
-            size = 2**power
-            if self.shape.heads % size == 0 and self._server_tokens(size) >= self.kv_needed():
-                return size
-        return 0
 
     # --- the formulas, in bytes
     # ---------------------------------------------------------------------------------------
@@ -296,22 +277,6 @@ class Memory:
         )  # float32 on the way to other ranks
         return max(last_forward, head, layer_backward, end_of_backward, key=sum)
 
-    def _engine(self) -> dict[str, float]:
-        """Components of an engine that is awake, on one of the trainer's cards.
-
-        With one GPU `transformers` plays with the policy's weights. Servers have cards of their
-        own.
-        """
-        if self.vllm:
-            return self._vllm_card(1)
-        if self.served:
-            return {"engine": 0.0, "KV cache": 0.0}
-        limits = self.config.rollout
-        growth = 1 + limits.max_response_tokens / limits.max_prompt_tokens
-        cache = self.shape.kv_bytes * self.c / 2 * self.config.engine.max_batch_tokens * growth
-        has_copy = self.N > 1 or self.casts
-        return {"engine": self.c * self.shape.parameters if has_copy else 0, "KV cache": cache}
-
     def _phases(self) -> dict[str, dict[str, float]]:
         s = self.shape
         optim = self.config.optim
@@ -330,11 +295,12 @@ class Memory:
         # layer.
         scoring = weights | {"reference": 0 if offloaded_reference and several else self.reference}
 
-        awake = self._engine() | {"overhead": OVERHEAD}
-        lasting_engine = (
-            awake["engine"] if several else 0
-        )  # with one GPU transformers frees its copies after play
-        asleep = {"engine": ENGINE_ASLEEP if self.vllm else lasting_engine, "overhead": OVERHEAD}
+        awake = {
+            "engine": self.engine.weights,
+            "KV cache": self.engine.cache,
+            "overhead": OVERHEAD,
+        }
+        asleep = {"engine": self.engine.asleep, "overhead": OVERHEAD}
 
         gathered = self.c * (s.rest + 2 * s.layer) if several else 0
         forward = self._layer_saved() + self.copy + gathered
@@ -349,8 +315,9 @@ class Memory:
             "update": training | {"activations": activations, "head": head} | asleep,
             "step": training | {"step": step} | asleep,
         }
-        if self.served:
-            phases["server"] = self._vllm_card(self.tensor_parallel) | {"overhead": OVERHEAD}
+        if self.engine.own_card:
+            engine, cache = self.engine.own_card
+            phases["server"] = {"engine": engine, "KV cache": cache, "overhead": OVERHEAD}
         return phases
 
     def _host(self) -> dict[str, dict[str, float]]:
@@ -362,14 +329,13 @@ class Memory:
         n = self.on_host
         several = self.N > 1
         offloads_reference = config.policy.offload_reference
-        sleeping = self.vllm and config.engine.sleep_level == 1
 
         processes = {"processes": HOST_PROCESS * n}
         offloaded_reference = self.reference * n * (PINNED if several else 1)
         resident = processes | {
             "optimizer": (self.optimizer + SLAB) * n if config.optim.offload else 0,
             "reference": offloaded_reference if offloads_reference else 0,
-            "engine": PINNED * self.c * self.shape.parameters * n if sleeping else 0,
+            "engine": PINNED * self.engine.host * n,
         }
         activations = PINNED * self._kept() * n if config.model.offload_activations else 0
         loaded = {
