@@ -75,6 +75,10 @@ def make_engine(
         raise UserError(
             f"engine.type = '{name}': it makes a {type(engine).__name__}, not an Engine"
         )
+    if not hasattr(engine, "positions"):
+        raise UserError(
+            f"engine.type = '{name}': {type(engine).__name__}.__init__ must call super().__init__(positions)"
+        )
     return engine
 
 

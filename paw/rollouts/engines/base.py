@@ -232,7 +232,8 @@ class Engine(EngineType, ABC):
 
     def __init__(self, positions: int | None) -> None:
         self.positions = positions
-        self._requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}
+        """Those that were submitted and have not come back, by key."""
 
     @property
     def faults(self) -> dict[str, str]:
@@ -241,21 +242,21 @@ class Engine(EngineType, ABC):
 
     @property
     def pending(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def submit(self, request: Request) -> None:
         """Queue a request for the next `step`.
 
         Raises ValueError for a key in flight, UserError beyond the limit.
         """
-        if request.key in self._requests:
+        if request.key in self.requests:
             raise ValueError(f"key in flight: {request.key}")
         if self.positions and len(request.prompt_ids) + request.max_tokens > self.positions:
             raise UserError(
                 f"a prompt of {len(request.prompt_ids)} tokens and {request.max_tokens} of response exceed the model's"
                 f" {self.positions} positions; lower rollout.max_prompt_tokens and rollout.max_response_tokens"
             )
-        self._requests[request.key] = request
+        self.requests[request.key] = request
 
     @abstractmethod
     def step(self) -> list[Completion]:
@@ -285,10 +286,10 @@ class Engine(EngineType, ABC):
         return False
 
     def close(self) -> None:
-        self._requests.clear()
+        self.requests.clear()
 
     def _must_be_idle(self, action: str) -> None:
-        if self._requests:
+        if self.requests:
             raise RuntimeError(
                 f"{action} with {self.pending} requests pending: step until they have finished"
             )

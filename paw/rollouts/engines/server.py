@@ -447,7 +447,7 @@ class ServerEngine(Engine):
             completions.append(self._completions.get(timeout=STEP_S))
             while True:
                 completions.append(self._completions.get_nowait())
-        return [done for done in completions if self._requests.pop(done.key, None)]
+        return [done for done in completions if self.requests.pop(done.key, None)]
 
     def sync(self, parameters: Any, version: int) -> None:
         """Requests may be pending: what follows in them is sampled from the new weights."""

@@ -72,8 +72,8 @@ class TransformersEngine(Engine):
 
     def step(self) -> list[Completion]:
         """Answer everything queued, in the order of submission."""
-        requests = list(self._requests.values())
-        self._requests = {}
+        requests = list(self.requests.values())
+        self.requests = {}
         completions: dict[int, Completion] = {}
         with _generation_mode(self._model), self._in_dtype():
             for batch in _batches(requests, self._max_batch_tokens, same_length=self._mixes_tokens):

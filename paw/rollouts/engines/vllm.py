@@ -138,18 +138,18 @@ class VllmEngine(Engine):
 
     def step(self) -> list[Completion]:
         """One token for every running request; the requests that finished with it."""
-        if not self._requests:
+        if not self.requests:
             return []
         with _naming("sampling"):
             outputs = self._llm.llm_engine.step()
         completions, early = [], []
         for output in outputs:
             key, answer = int(output.request_id), output.outputs[0]
-            stopped = self._requests[key].stopped
+            stopped = self.requests[key].stopped
             if not output.finished and not (stopped and stopped(answer.token_ids)):
                 continue
             early += [] if output.finished else [output.request_id]
-            del self._requests[key]
+            del self.requests[key]
             token_ids = list(answer.token_ids)
             logp = [
                 position[token].logprob
