@@ -176,9 +176,9 @@ def inspect(path: str) -> dict[str, Any]:
         head_backend=pick_backend("auto", device, "bfloat16", path),
     )
     shape: Any = policy.lm.config.get_text_config()
-    layer_types = getattr(shape, "layer_types", None) or ["full_attention"] * len(
-        decoder_layers(policy.lm)
-    )
+    layer_types = getattr(shape, "layer_types", None)
+    if not layer_types:
+        layer_types = ["full_attention"] * len(decoder_layers(policy.lm))
     experts = number_of_experts(shape)
     problems: list[str] = []
 

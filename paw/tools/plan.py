@@ -1,8 +1,8 @@
-"""Predicts by arithmetic the memory (`plan_memory`) and the seconds of an update of a configuration. Loads no torch.
+"""Predicts by arithmetic the memory and the seconds of an update. Loads no torch.
 
-Every constant is published (others' runs, with the source), measured (by us, on a CPU) or assumed.
-SOURCES says which for each component. `bench/plan_pages.py` compares the times of training with
-published runs (docs/memory.md).
+The memory is in `plan_memory`. Every constant is published (others' runs, with the source), measured
+(by us, on a CPU) or assumed; SOURCES says which for each component. `bench/plan_pages.py` compares
+the times of training with published runs (docs/memory.md).
 """
 
 import math
@@ -23,27 +23,49 @@ CARDS = {
     141: (989e12, 4.8e12, 450e9),  # H200
     192: (2250e12, 8.0e12, 900e9),  # B200
 }
-"""GB of a card -> (dense bf16 FLOP/s, bytes/s of its memory, bytes/s to another card of the host), from data sheets."""
-MFU = 0.40  # assumed before any comparison: share of the FLOP/s in training with torch.compile, and in prefill
-EAGER = 0.86  # share of MFU without torch.compile: torchtitan, Llama-3.1-8B on 128 H100s (llama3_h100_202412, Table 3),
-# 5,605 over 6,514
-REACHED = (
-    0.50  # assumed: share of the bytes/s that is reached, of the card's memory and between cards
-)
-NETWORK = (
-    50e9  # bytes/s of a card to other hosts: 400 Gb/s, as in those runs; assumed to be reached
-)
-PCIE = 25e9  # assumed: bytes/s to host memory, and of weights into the engine of the process
-FILES = 1.6e9  # bytes/s of weights gathered and written: prime-rl's filesystem broadcast, Qwen3-0.6B and 30B-A3B on
-# H100s: 1.6 and 1.76 (time between steps over time of a step, benchmarks/baselines at 30bf494f).
-# Assumed of checkpoints
-NCCL = 8.25e9  # bytes/s of weights to servers: verl/checkpoint_engine/README.md, Qwen3-30B-A3B to 30 GPUs on 4 hosts
-STEP_S = 0.27  # seconds of an optimizer step, however few tokens: prime-rl, Qwen3-0.6B SFT on an H100, the line
-# through 0.62 s at 16,384 tokens and 1.28 s at 32,768, FLOPs for tokens (benchmarks/baselines at
-# 30bf494f)
-REDUCE_S = 20e-6  # assumed: an all-reduce among a server's cards, two in each layer
-SEQUENCES = 256  # sequences that vLLM decodes at once (paw.rollouts.engines)
-HOST_S = 1.5e-6  # measured (bench/results/host_cpu.csv): a core's seconds for a token, 1.25e-6 of them to encode it
+"""GB of a card -> (dense bf16 FLOP/s, bytes/s of its memory, bytes/s to another card of the host).
+
+From data sheets.
+"""
+MFU = 0.40
+"""Share of the FLOP/s in training with torch.compile, and in prefill.
+
+Assumed before any comparison.
+"""
+EAGER = 0.86
+"""Share of MFU without torch.compile.
+
+torchtitan, Llama-3.1-8B on 128 H100s (llama3_h100_202412, Table 3): 5,605 over 6,514.
+"""
+REACHED = 0.50
+"""Share of the bytes/s that is reached, of the card's memory and between cards. Assumed."""
+NETWORK = 50e9
+"""Bytes/s of a card to other hosts: 400 Gb/s, as in those runs. Assumed to be reached."""
+PCIE = 25e9
+"""Bytes/s to host memory, and of weights into the engine of the process. Assumed."""
+FILES = 1.6e9
+"""Bytes/s of weights that are gathered and written. Assumed of checkpoints.
+
+prime-rl's filesystem broadcast, Qwen3-0.6B and 30B-A3B on H100s: 1.6 and 1.76 (time between steps
+over time of a step, benchmarks/baselines at 30bf494f).
+"""
+NCCL = 8.25e9
+"""Bytes/s of weights to servers.
+
+verl/checkpoint_engine/README.md, Qwen3-30B-A3B to 30 GPUs on 4 hosts.
+"""
+STEP_S = 0.27
+"""Seconds of an optimizer step, however few tokens.
+
+prime-rl, Qwen3-0.6B SFT on an H100: the line through 0.62 s at 16,384 tokens and 1.28 s at 32,768,
+FLOPs for tokens (benchmarks/baselines at 30bf494f).
+"""
+REDUCE_S = 20e-6
+"""Seconds of an all-reduce among a server's cards, two in each layer. Assumed."""
+SEQUENCES = 256
+"""Sequences that vLLM decodes at once (paw.rollouts.engines)."""
+HOST_S = 1.5e-6
+"""A core's seconds for a token, 1.25e-6 of them to encode it. Measured (bench/results/host_cpu.csv)."""
 
 # Turns as `paw profile --synthetic` draws them. "Measured": in generated full-size games of
 # ALFWorld.
@@ -112,7 +134,7 @@ class Play:
 
 
 class Plan(Memory):
-    """Predicts memory, in GiB, and time of an update of `config` on `gpus` cards of `gpu_gib`, on `hosts` machines."""
+    """Predicts the memory, in GiB, and the time of an update."""
 
     def __init__(
         self, config: Config, shape: Shape, *, play: Play | None = None, **machine: Any
@@ -133,7 +155,9 @@ class Plan(Memory):
         sync = self.seconds["sync"]
         rollout = self.seconds["rollout"]
         training = sum(self.seconds.values()) - rollout - sync
-        return sync + (max(rollout, training) if self.config.rollout.ahead else rollout + training)
+        if self.config.rollout.ahead:
+            return sync + max(rollout, training)
+        return sync + (rollout + training)
 
     @property
     def fits(self) -> bool:
@@ -171,15 +195,11 @@ class Plan(Memory):
         return reasons
 
     # --- the formulas, in seconds
-    # -------------------------------------------------------------------------------------
 
     def _body(self) -> float:
         """FLOPs of the decoder layers for a token, causal attention included."""
-        return (
-            2
-            * self.shape.layers
-            * (self.shape.active_layer + self.shape.queries * self.play.length)
-        )
+        s = self.shape
+        return 2 * s.layers * (s.active_layer + s.queries * self.play.length)
 
     def _rollout(self) -> float:
         """Decoding limited by bandwidth and prefill by FLOPs; lasts as long as the longest episode."""
@@ -216,26 +236,23 @@ class Plan(Memory):
         rate = self.flops * MFU * (1 if config.model.compile else EAGER)
 
         gather, reduce = self._communication()
-        offloaded = (
-            2 * self._kept() * micro_batches / PCIE if config.model.offload_activations else 0
-        )
+        offloaded = 0.0
+        if config.model.offload_activations:
+            offloaded = 2 * self._kept() * micro_batches / PCIE
         # Passes of the policy and of the reference.
         scored = self._scores_policy() + (config.policy.kl_coef > 0)
-        steps = (
-            max(1, round(play.episodes * play.turns / config.optim.minibatch_samples))
-            * config.optim.epochs
-        )
+        epochs = config.optim.epochs
+        steps = max(1, round(play.episodes * play.turns / config.optim.minibatch_samples)) * epochs
         state = 2 * self.optimizer / (PCIE if config.optim.offload else self.bandwidth)
-        moved = (
-            4 * self.stored / self.shards / self.bandwidth
-        )  # weights and gradients, read and written
+        # Weights and gradients, read and written.
+        moved = 4 * self.stored / self.shards / self.bandwidth
         saved = self.saved / PCIE if self.copied else self.on_host * self.saved / FILES
+
+        scoring_s = (policy_forward * scored + critic_forward) / rate
+        learning_s = max(learning / rate, micro_batches * (2 * gather + reduce))
         return {
-            "score": max(
-                (policy_forward * scored + critic_forward) / rate, scored * micro_batches * gather
-            ),
-            "update": config.optim.epochs
-            * (max(learning / rate, micro_batches * (2 * gather + reduce)) + offloaded),
+            "score": max(scoring_s, scored * micro_batches * gather),
+            "update": epochs * (learning_s + offloaded),
             "step": steps * (STEP_S + state + moved),
             "sync": self._sync(),
             "host": self.N * turns * tokens * HOST_S,
@@ -260,9 +277,8 @@ class Plan(Memory):
         if self.shards > 1:
             gather = self.c * (self.shape.parameters + self.critic_parameters) / self.link
             reduce = 4 * trained / self.link
-        if (
-            self.shards < self.N
-        ):  # each card then sums its shard over the copies: the shard is sent and received
+        if self.shards < self.N:
+            # Each card sums its shard over the copies: the shard is sent and received.
             reduce += 2 * 4 * trained / self.shards / (NETWORK if self.hosts > 1 else self.link)
         return gather, reduce
 

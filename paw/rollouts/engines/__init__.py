@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from paw import plugins
 from paw.errors import UserError, others_code
-from paw.rollouts.engines.base import Engine, EngineParts, EngineType
+from paw.rollouts.engines.base import Engine, EngineParts, EnginePlan, EngineType, PlannedRun
 
 if TYPE_CHECKING:
     from paw.config import Config, LoraConfig
@@ -68,7 +68,7 @@ def make_engine(
     with others_code(
         f"engine.type = '{name}'",
         spare=lambda error: out_of_memory(error) or lost_peer(error),
-        all_theirs=name not in plugins.BUILT_IN["engines"],
+        all_theirs=not _is_built_in(name),
     ):
         engine = engine_type.make(parts)
     if not isinstance(engine, Engine):
@@ -80,6 +80,26 @@ def make_engine(
             f"engine.type = '{name}': {type(engine).__name__}.__init__ must call super().__init__(positions)"
         )
     return engine
+
+
+def plan_engine(run: PlannedRun) -> EnginePlan:
+    """What the engines of a planned run will take; loads no torch.
+
+    Raises UserError for what code that is not ours raises.
+    """
+    name = run.config.engine.type
+    engine_type = find_engine(name)
+    with others_code(f"engine.type = '{name}'", all_theirs=not _is_built_in(name)):
+        plan = engine_type.plan(run)
+    if not isinstance(plan, EnginePlan):
+        raise UserError(
+            f"engine.type = '{name}': plan gives a {type(plan).__name__}, not an EnginePlan"
+        )
+    return plan
+
+
+def _is_built_in(name: str) -> bool:
+    return name in plugins.BUILT_IN["engines"]
 
 
 def _end_ids_of_model(policy: "Policy") -> set[int]:
