@@ -118,7 +118,8 @@ def _print_device() -> None:
         device = torch.device("cpu")
         backends = ("cpu",)
         print(
-            f"  -        no GPU seen by torch; training runs on the CPU with {torch.get_num_threads()} threads"
+            "  -        no GPU seen by torch; training runs on the CPU with "
+            f"{torch.get_num_threads()} threads"
         )
 
     dtype_name = pick_dtype(device)
@@ -167,7 +168,8 @@ def inspect(path: str) -> dict[str, Any]:
     dtype = pick_dtype(device)
     attention = pick_attention("auto", device, DTYPES[dtype])
     backend = pick_backend("auto", device, dtype, path)
-    policy = load_policy(  # bfloat16 on every device: a model that is inspected on a CPU may be trained on a GPU
+    # bfloat16 on every device: a model that is inspected on a CPU may be trained on a GPU.
+    policy = load_policy(
         path,
         device=device,
         check=False,

@@ -162,7 +162,7 @@ def _with_fallbacks(
     pinned: Collection[str] = (),
     **machine: Any,
 ) -> Tried:
-    """Add fallbacks, each on top of those before it, until something fits; then drop those not needed."""
+    """Add fallbacks, each on top of those before, until something fits; drop those not needed."""
 
     def attempt(changes: Sequence[Change]) -> Plan:
         plan = Plan(changed(config, *changes), shape, **machine)
@@ -213,7 +213,10 @@ def _first_that_fits(attempt: Attempt, changes: list[Change]) -> tuple[Plan, lis
 
 
 def _drop_unneeded(attempt: Attempt, best: Plan, applied: list[Change]) -> Plan:
-    """The plan without the changes that it fits without, if it is not slower then or learns more."""
+    """The plan without the changes that it fits without.
+
+    A change is kept if the plan is slower without it, unless it learns more then.
+    """
     for change in reversed(applied):
         fewer = _without(applied, change)
         with suppress(UserError):  # one change may need another
@@ -226,9 +229,10 @@ def _drop_unneeded(attempt: Attempt, best: Plan, applied: list[Change]) -> Plan:
 
 
 def _with_largest_share(plan: Plan, steps: int, **machine: Any) -> Plan:
-    """The plan with the largest share of the card, one of `steps`, that vLLM can have beside the trainer.
+    """The plan with the largest share of the card that the engine can have beside the trainer.
 
-    The plan itself if it fits as it is, or if no share fits.
+    The share is a multiple of 1 / `steps`. Returns the plan itself if it fits as it is, or if no
+    share fits.
     """
     if not plan.engine_type.sized_by_share or not plan.reasons():
         return plan
@@ -249,9 +253,9 @@ def _without(changes: list[Change], dropped: Change) -> list[Change]:
 
 
 def _saves(config: Config, change: Change) -> bool:
-    """Whether a fallback asks for less memory than the configuration takes anyway; its first key decides.
+    """Whether a fallback asks for less memory than the configuration takes anyway.
 
-    A fallback that does not apply is left to `changed`, which refuses it.
+    Its first key decides. A fallback that does not apply is left to `changed`, which refuses it.
     """
     key, value = next(iter(change.items()))
     present = get(config, key)
@@ -271,7 +275,7 @@ def as_set(config: Config) -> dict[str, Any]:
 
 
 def changed(config: Config, *changes: Change) -> Config:
-    """The configuration with dotted keys replaced; what it left to defaults is still left to them."""
+    """The configuration with dotted keys replaced; defaults that were not set stay unset."""
     flat = flatten(as_set(config))
     for change in changes:
         flat = layered(flat, change)
@@ -304,8 +308,9 @@ def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: 
     need = on_host * sum(components.get(part, 0.0) for part in needed)
     if need > host_gib:
         raise UserError(
-            f"model.path = '{config.model.path}' does not fit: weights, gradients and optimizer take {need:.0f} GiB,"
-            f" this machine has {host_gib:.0f} and no GPU is used; take a smaller model, or see `paw plan`"
+            f"model.path = '{config.model.path}' does not fit: weights, gradients and optimizer"
+            f" take {need:.0f} GiB, this machine has {host_gib:.0f} and no GPU is used;"
+            " take a smaller model, or see `paw plan`"
         )
 
 
@@ -325,5 +330,6 @@ def check_fits(config: Config, shape: Shape, **machine: Any) -> None:
     if not best.reasons():
         advice = f"what fits: {words(best.config, config)}"
     raise UserError(
-        f"model.path = '{config.model.path}' does not fit: {'; '.join(reasons)}; {advice} (see `paw plan`)"
+        f"model.path = '{config.model.path}' does not fit: {'; '.join(reasons)}; {advice} (see "
+        "`paw plan`)"
     )

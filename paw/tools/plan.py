@@ -1,8 +1,8 @@
 """Predicts by arithmetic the memory and the seconds of an update. Loads no torch.
 
-The memory is in `plan_memory`. Every constant is published (others' runs, with the source), measured
-(by us, on a CPU) or assumed; SOURCES says which for each component. `bench/plan_pages.py` compares
-the times of training with published runs (docs/memory.md).
+The memory is in `plan_memory`. Every constant is published (others' runs, with the source),
+measured (by us, on a CPU) or assumed; SOURCES says which for each component. `bench/plan_pages.py`
+compares the times of training with published runs (docs/memory.md).
 """
 
 import math
@@ -65,7 +65,10 @@ REDUCE_S = 20e-6
 SEQUENCES = 256
 """Sequences that vLLM decodes at once (paw.rollouts.engines)."""
 HOST_S = 1.5e-6
-"""A core's seconds for a token, 1.25e-6 of them to encode it. Measured (bench/results/host_cpu.csv)."""
+"""A core's seconds for a token, 1.25e-6 of them to encode it.
+
+Measured (bench/results/host_cpu.csv).
+"""
 
 # Turns as `paw profile --synthetic` draws them. "Measured": in generated full-size games of
 # ALFWorld.
@@ -82,13 +85,17 @@ WON = 0.4
 """Share of episodes that end early, anywhere before env.max_turns. Assumed."""
 
 SOURCES = {
-    "rollout": "assumed: half the memory's rate; published: 5 ms a step at least; the longest episode has all turns",
+    "rollout": "assumed: half the memory's rate; published: 5 ms a step at least; the longest "
+    "episode has all turns",
     "score": "as the update",
-    "update": "published runs: 40 % of the card's peak, 34 % without model.compile; or the gathers, if longer",
+    "update": "published runs: 40 % of the card's peak, 34 % without model.compile; or the "
+    "gathers, if longer",
     "step": "published: 0.27 s; assumed: half the memory's rate",
-    "sync": "published: to servers 8.3 GB/s by NCCL, 1.6 to files; assumed: 25 into the process's own engine",
+    "sync": "published: to servers 8.3 GB/s by NCCL, 1.6 to files; assumed: 25 into the process's "
+    "own engine",
     "host": "measured: 1.5 us a token on a CPU core",
-    "checkpoint": "published: 1.6 GB/s of a host; assumed: 25 of a rank, if --host-gib holds a copy; by run.save_every",
+    "checkpoint": "published: 1.6 GB/s of a host; assumed: 25 of a rank, if --host-gib holds a "
+    "copy; by run.save_every",
 }
 """Where each component of an update's seconds comes from."""
 
@@ -180,12 +187,14 @@ class Plan(Memory):
             )
         if self.host_gib is not None and self.host_total > self.host_gib:
             reasons.append(
-                f"{self.host_total:.1f} GiB of host memory are needed, there are {self.host_gib:.1f}"
+                f"{self.host_total:.1f} GiB of host memory are needed, there are "
+                f"{self.host_gib:.1f}"
             )
         needed = self.kv_needed(rows)
         if self.kv_tokens < needed:
             reasons.append(
-                f"the KV cache holds {round(self.kv_tokens):,} tokens, {rows} sequences have {needed:,}"
+                f"the KV cache holds {round(self.kv_tokens):,} tokens, {rows} sequences have "
+                f"{needed:,}"
             )
             if self.served:
                 reasons.append(
@@ -202,7 +211,7 @@ class Plan(Memory):
         return 2 * s.layers * (s.active_layer + s.queries * self.play.length)
 
     def _rollout(self) -> float:
-        """Decoding limited by bandwidth and prefill by FLOPs; lasts as long as the longest episode."""
+        """Decoding limited by bandwidth and prefill by FLOPs, until the longest episode ends."""
         s = self.shape
         play = self.play
         engine = self.engine

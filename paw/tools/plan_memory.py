@@ -19,7 +19,7 @@ GIB = 2**30
 USABLE = 0.95
 """Share of a GPU's memory to plan with: 76 of 80."""
 OVERHEAD = 1.5 * GIB
-"""Bytes of the CUDA context, of library workspaces, and of what the allocator loses to fragments."""
+"""Bytes of CUDA's context, library workspaces, and what the allocator loses to fragments."""
 ENGINE_ROWS = 8
 """Sequences of full length that the KV cache should at least hold."""
 HOST_PROCESS = 6.0 * GIB
@@ -47,7 +47,8 @@ PLAIN_STATE = 12
 class Memory:
     """Predicts the memory, in GiB, that `config` needs.
 
-    The run has `gpus` cards of `gpu_gib` in `hosts` machines, each with `host_gib` (None: not limited).
+    The run has `gpus` cards of `gpu_gib` in `hosts` machines, each with `host_gib` (None: not
+    limited).
 
     Servers that the run starts take their cards from `gpus`; those of engine.urls have cards of
     their own. Raises UserError if the servers leave no card to train on.
@@ -110,7 +111,7 @@ class Memory:
         """Bytes of a rank's weights and optimizer state, which it writes into a checkpoint."""
 
         self.copied = False
-        """Whether a checkpoint is copied to host memory at once, and not part by part; see `_host`."""
+        """Whether a checkpoint is copied to host memory at once, not part by part; see `_host`."""
         self.phases = _in_gib(self._phases())
         """Components of each phase on one GPU: rollout, score, update, step.
 
@@ -243,7 +244,7 @@ class Memory:
         return results, workspace
 
     def _update(self) -> tuple[float, float]:
-        """(activations, head) at the moment of a pass, forward and backward, when their sum is largest."""
+        """(activations, head) at the moment of an update when their sum is largest."""
         s = self.shape
         c = self.c
         T = self.T
@@ -261,8 +262,8 @@ class Memory:
         lasting_copies = s.layers * self.copy if mode == "none" else 0
         copies = max(lasting_copies, self.copy)
 
-        # Embedding and head, unsharded during a pass; a layer with the buffer that it arrived in, or
-        # with the next layer.
+        # Embedding and head, unsharded during a pass; a layer with the buffer that it arrived in,
+        # or with the next layer.
         gathered_rest = c * s.rest if sharded else 0
         gathered_layer = 2 * c * s.layer if sharded else 0
         reduced_layer = 4 * s.layer if sharded and not self.lora.rank else 0

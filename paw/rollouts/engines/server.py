@@ -86,7 +86,8 @@ class ServerPool:
     Args:
         vocabulary: tokens of the model.
         timeout_s: seconds for a whole response.
-        entropy: whether completions have it; servers need this package for that, see `vllm_command`.
+        entropy: whether completions have it; for that the servers need this package, see
+            `vllm_command`.
         model: name under which the servers answer; "" for their only one.
     """
 
@@ -268,7 +269,8 @@ class ServerPool:
         same_tokens = choice.token_ids == [token.token_id for token in choice.logprobs]
         if not same_tokens or not 1 <= count <= request.max_tokens:
             raise WrongAnswer(
-                f"{count} token ids with {len(choice.logprobs)} log-probs for at most {request.max_tokens}"
+                f"{count} token ids with {len(choice.logprobs)} log-probs for at most "
+                f"{request.max_tokens}"
             )
         if not 0 <= cached_tokens <= len(request.prompt_ids):
             raise WrongAnswer(

@@ -1,7 +1,7 @@
-"""vLLM servers that a run starts on its own machine: restarted once, and ended with the run, however it ends.
+"""vLLM servers that a run starts on its own machine: restarted once, and ended with the run.
 
-Each is a child of a small process (watch.py) that holds the other end of a pipe to the trainer. Once
-the trainer is gone, by kill -9 too, that process ends the server's whole process group.
+Each is a child of a small process (watch.py) that holds the other end of a pipe to the trainer.
+Once the trainer is gone, by kill -9 too, that process ends the server's whole process group.
 """
 
 import os
@@ -113,7 +113,8 @@ def start_servers(
     limits = config.rollout
     if ranks.on_host != ranks.world_size:
         raise UserError(
-            "engine.servers: a run on several machines does not start servers; start them, set engine.urls"
+            "engine.servers: a run on several machines does not start servers;"
+            " start them, set engine.urls"
         )
     on_gpus = device.type == "cuda"
     command = vllm_command(
@@ -228,7 +229,8 @@ class Servers:
             if process.poll() is not None and index not in self._restarted:
                 self._restarted.add(index)
                 lines.append(
-                    f"vLLM server {index} has ended ({self._last_words(index)}): starting it once more"
+                    f"vLLM server {index} has ended ({self._last_words(index)}):"
+                    " starting it once more"
                 )
                 self._running[index] = self._start(index)
         return lines

@@ -235,12 +235,14 @@ class AdapterTransfer(FileTransfer):
         if "already been loaded" not in answer.text:
             needs = f"--enable-lora --max-lora-rank {lora_options(self._lora)['max_lora_rank']}"
             raise RuntimeError(
-                f"it takes no LoRA adapters: it needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and {needs}, or use"
-                f" --lora.send merged (status {answer.status}: {clean(answer.text, 200)})"
+                "it takes no LoRA adapters: it needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                f" and {needs}, or use --lora.send merged"
+                f" (status {answer.status}: {clean(answer.text, 200)})"
             )
-        # The server has the adapters of the version before. If they are dropped by their number, it
-        # reads the folder again when they are next needed. Neither of vLLM's own ways fits: with
-        # load_inplace it reads the files at every step, and running requests do not know a new name.
+        # The server has the adapters of the version before. If they are dropped by their number,
+        # it reads the folder again when they are next needed. vLLM's own ways do not fit: with
+        # load_inplace it reads the files at every step, and running requests do not know a new
+        # name.
         held = self.post(url, "collective_rpc", {"method": "list_loras"})
         for number in _parse(AdapterNumbers, held, "collective_rpc").results[0]:
             self.post(url, "collective_rpc", {"method": "remove_lora", "args": [number]})

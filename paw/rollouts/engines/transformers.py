@@ -31,11 +31,11 @@ from paw.rollouts.engines.base import Completion, Engine, EngineParts, Request
 
 
 class TransformersEngine(Engine):
-    """Samples from `model`, a Hugging Face causal LM: the trainer's, or with `own_weights` a copy
-    that `sync` fills.
+    """Samples from `model`, a Hugging Face causal LM.
 
-    `max_batch_tokens` bounds the padded prompt tokens of one prefill. Within `in_dtype()` parameters
-    have the dtype of the trainer's forward passes.
+    It is the trainer's, or with `own_weights` a copy that `sync` fills.
+    `max_batch_tokens` bounds the padded prompt tokens of one prefill. Within `in_dtype()`
+    parameters have the dtype of the trainer's forward passes.
 
     Raises UserError for attention other than full (sliding windows, soft caps). A window of all
     layers is allowed if it is as wide as the `longest` prompt with its response. Layers that mix
@@ -66,8 +66,8 @@ class TransformersEngine(Engine):
         if kinds:
             model_type = model.config.get_text_config().model_type
             raise UserError(
-                f"engine.type = 'transformers' samples from full-attention models only; '{model_type}' has"
-                f" {', '.join(sorted(kinds))} layers: use --engine.type vllm"
+                "engine.type = 'transformers' samples from full-attention models only;"
+                f" '{model_type}' has {', '.join(sorted(kinds))} layers: use --engine.type vllm"
             )
 
     def step(self) -> list[Completion]:
@@ -154,7 +154,7 @@ class TransformersEngine(Engine):
 
 
 def open_engine(parts: EngineParts) -> TransformersEngine:
-    """The engine of a run, on the policy's weights or a copy of them; what it samples is checked."""
+    """The engine of a run, on the policy's weights or a copy of them, and a check of it."""
     policy = parts.policy
     model: Any = policy.lm
     if parts.own_weights:
@@ -353,7 +353,7 @@ def _generation_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 def check_sampling(lm: PreTrainedModel) -> float:
-    """Compare the log-probs that the transformers engine samples with to the model's own, in float32.
+    """Compare the log-probs that the engine samples with to the model's own, in float32.
 
     Prompts of two lengths are in one batch. Returns the largest difference, in nats. Raises
     UserError if the engine cannot sample from the model, or if they differ by more than rounding.
@@ -385,7 +385,7 @@ def check_sampling(lm: PreTrainedModel) -> float:
     largest = float(difference.max())
     if not typical(difference, lm) <= EXACT:  # so that NaN is refused as well
         raise UserError(
-            f"{refusal}: log-probs are off by {largest:.2g} nats from the model's own, beyond rounding ({EXACT:g}); "
-            "use --engine.type vllm"
+            f"{refusal}: log-probs are off by {largest:.2g} nats from the model's own,"
+            f" beyond rounding ({EXACT:g}); use --engine.type vllm"
         )
     return largest

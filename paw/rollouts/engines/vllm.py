@@ -1,12 +1,12 @@
-"""vLLM in this process: continuous batching, prefix caching, weights streamed in after every update.
+"""vLLM in this process: continuous batching, prefix caching, weights streamed in after updates.
 
 Written for vLLM 0.32; what depends on its internals is in this file. What is not obvious:
 - `add_request` returns an internal id, outputs carry ours. It silently accepts duplicate ids and
   clips prompts beyond the limit: `submit` refuses both.
 - The default output kind is cumulative, with a list that vLLM goes on to change. Seeds with chunked
   prefill crash the CPU engine.
-- Raw log-probs ignore the temperature (2.2 nats off at 0.4), so they are `processed_logprobs`. top-p
-  and top-k would renormalise them away from the policy: they are never set, and
+- Raw log-probs ignore the temperature (2.2 nats off at 0.4), so they are `processed_logprobs`.
+  top-p and top-k would renormalise them away from the policy: they are never set, and
   generation_config.json is not read.
 - Construction reseeds every global random generator and, on a CPU, replaces `torch.set_num_threads`
   by a function that does nothing: both are put back. On a GPU it would set torch to one thread,
@@ -37,7 +37,8 @@ from paw.model.ranks import lost_peer, out_of_memory
 from paw.rollouts.engines.base import Completion, Engine, Request
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so tensors pass by reference
+    # The engine lives in this process, so that tensors pass by reference.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
@@ -139,8 +140,9 @@ class VllmEngine(Engine):
             # One line of what may be a page.
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise UserError(
-                f"vLLM cannot serve model.path = '{model_dir}' with {options['max_model_len']} tokens of context"
-                f" (rollout.max_prompt_tokens + rollout.max_response_tokens): {reason}"
+                f"vLLM cannot serve model.path = '{model_dir}' with {options['max_model_len']}"
+                " tokens of context (rollout.max_prompt_tokens + rollout.max_response_tokens):"
+                f" {reason}"
             ) from error
         return llm
 
@@ -192,8 +194,10 @@ class VllmEngine(Engine):
         return Completion(key, token_ids, logp, entropy, cached_tokens=cached_tokens)
 
     def sync(self, parameters: Any, version: int) -> None:
-        """Load every parameter in place and drop cached prompts, whose keys and values belong to the
-        old weights."""
+        """Load every parameter in place, and drop cached prompts.
+
+        Their keys and values belong to the old weights.
+        """
         super().sync(parameters, version)
         if self._asleep:
             torch.cuda.empty_cache()  # blocks that torch keeps for reuse would be in the way
@@ -211,7 +215,7 @@ class VllmEngine(Engine):
             raise RuntimeError("vLLM refused to reset its prefix cache: requests are still running")
 
     def sleep(self) -> None:
-        """Free the KV cache, and move the weights to host memory or drop them, until the next `sync`.
+        """Free the KV cache until the next `sync`, and drop the weights or move them to the host.
 
         Does nothing on a CPU.
         """
@@ -275,7 +279,10 @@ def engine_options(
 def sampling_options(
     request: Request, end_ids: Collection[int], entropy_key: str
 ) -> dict[str, Any]:
-    """vLLM's sampling parameters. Entropies are kept under the name `entropy_key`, unless it is ""."""
+    """vLLM's sampling parameters.
+
+    Entropies are kept under the name `entropy_key`, unless it is "".
+    """
     options = {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
@@ -303,7 +310,8 @@ def lora_options(lora: LoraConfig) -> dict[str, Any]:
                 "lora_target_modules": lora.targets,
             }
     raise UserError(
-        f"lora.rank = {lora.rank}: vLLM serves adapters of at most {LORA_RANKS[-1]}; use --lora.send merged"
+        f"lora.rank = {lora.rank}: vLLM serves adapters of at most {LORA_RANKS[-1]};"
+        " use --lora.send merged"
     )
 
 
@@ -341,7 +349,8 @@ def checkpoint_parameters(
     """
     for name, tensor in named:
         if tensor.dim() == 3:
-            yield from revert_weight_conversion(model, {name: tensor}).items()  # type: ignore[arg-type]
+            any_model: Any = model
+            yield from revert_weight_conversion(any_model, {name: tensor}).items()
         else:
             yield name, tensor
 
@@ -370,8 +379,8 @@ def _naming(action: str) -> Iterator[None]:
             raise
         rank = os.environ.get("RANK", "0")
         raise EngineDiedError(
-            f"vLLM engine of rank {rank} died while {action}: {describe(error)[:300]}; checkpoints are kept (--resume"
-            " auto)"
+            f"vLLM engine of rank {rank} died while {action}: {describe(error)[:300]};"
+            " checkpoints are kept (--resume auto)"
         ) from error
 
 
@@ -391,14 +400,15 @@ def import_vllm(key: str = "engine.type = 'vllm'") -> Any:
         import vllm.sampling_params
     except ImportError as error:
         raise UserError(
-            f"{key} needs vLLM ({error}); run: pip install 'paw-trainer[vllm]', or use --engine.type transformers"
+            f"{key} needs vLLM ({error}); run: pip install 'paw-trainer[vllm]', or use "
+            "--engine.type transformers"
         ) from None
     return vllm
 
 
 @contextmanager
 def _global_state_kept() -> Iterator[None]:
-    """Put back what vLLM's construction changes: random generators and torch's number of threads."""
+    """Put back what construction changes: random generators and torch's number of threads."""
     threads = torch.get_num_threads()
     set_threads = torch.set_num_threads
     python_state = random.getstate()

@@ -4,9 +4,9 @@
 
 The name says which process made the folder, so those of a run that was killed are removed: at the
 start of any run, and by the watcher of the run's servers. The number of a process is used again
-after it has ended, so the name also has the time of its start. A number holds within one boot of one
-machine and one namespace (containers may share /dev/shm, and number their processes apart). Folders
-of another boot, namespace or user are left alone.
+after it has ended, so the name also has the time of its start. A number holds within one boot of
+one machine and one namespace (containers may share /dev/shm, and number their processes apart).
+Folders of another boot, namespace or user are left alone.
 """
 
 import os
