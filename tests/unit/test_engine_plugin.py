@@ -103,3 +103,10 @@ def test_built_in_engines_say_what_they_can():
     assert transformers.runs_policy and not vllm.runs_policy
     assert vllm.shares_card and not server.shares_card
     assert server.gives_versions and not vllm.gives_versions
+
+
+def test_the_doctor_says_what_engines_can(paw_here):
+    lines = paw_here("doctor").stdout.splitlines()
+    [transformers] = [line for line in lines if "engine transformers" in line]
+    assert transformers.endswith("on the trainer's device; gives log-probs, entropies")
+    assert any("engine server" in line for line in lines)

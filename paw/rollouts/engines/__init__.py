@@ -71,15 +71,13 @@ def make_engine(
         all_theirs=not _is_built_in(name),
     ):
         engine = engine_type.make(parts)
+    problem = ""
     if not isinstance(engine, Engine):
-        raise UserError(
-            f"engine.type = '{name}': it makes a {type(engine).__name__}, not an Engine"
-        )
-    if not hasattr(engine, "positions"):
-        raise UserError(
-            f"engine.type = '{name}': {type(engine).__name__}.__init__"
-            " must call super().__init__(positions)"
-        )
+        problem = f"it makes a {type(engine).__name__}, not an Engine"
+    elif not hasattr(engine, "positions"):
+        problem = f"{type(engine).__name__}.__init__ must call super().__init__(positions)"
+    if problem:
+        raise UserError(f"engine.type = '{name}': {problem}")
     return engine
 
 
