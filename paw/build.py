@@ -33,9 +33,8 @@ from paw.model.patches import apply_liger, compile_layers, import_liger
 from paw.model.policy import DTYPES, Policy, pick_backend, pick_device, weights_dtype
 from paw.model.ranks import Ranks
 from paw.rollouts.chat import Chat
-from paw.rollouts.engines import make_engine, wants_entropy
-from paw.rollouts.engines.base import Engine
-from paw.rollouts.engines.servers import Servers, start_servers
+from paw.rollouts.engines import find_engine, make_engine
+from paw.rollouts.engines.base import Engine, EngineType
 from paw.rollouts.episode import find_agent
 from paw.state.guards import UpdateGuard
 from paw.state.resume import recorded_dtype
@@ -134,7 +133,8 @@ def check_environment(config: Config) -> EnvFactory:
 
 
 def check_extras(config: Config, device: torch.device) -> None:
-    """Raises UserError if a library that the configuration needs is not installed."""
+    """Raises UserError if a library that the configuration needs is missing, or it has no engine."""
+    find_engine(config.engine.type)
     if config.lora.rank:
         needed("peft", "lora.rank", "lora")
     if config.model.liger:
@@ -186,10 +186,13 @@ def build(
     warmup_s = round(time.monotonic() - began, 1)
     path = on_this_machine(start, ranks) if ranks.world_size > 1 else start
 
-    servers = None
-    if config.engine.servers and ranks.first:
-        servers = _start_own_servers(config, path, device, ranks)
-        stack.callback(servers.close)
+    engine_type = find_engine(config.engine.type)
+    adapters = _sent_adapters(config, engine_type)
+    started = None
+    if ranks.first:
+        started = engine_type.start(config, path, device=device, ranks=ranks, lora=adapters)
+    if started:
+        stack.callback(started.close)
     tokenizer = ranks.everywhere(lambda: load_tokenizer(path))
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_parser)
 
@@ -198,7 +201,17 @@ def build(
     if config.model.liger:
         for model in models.distinct:
             apply_liger(model.lm)
-    engine = _make_engine(config, models.policy, chat, path, ranks, servers)
+    engine = make_engine(
+        config,
+        policy=models.policy,
+        chat=chat,
+        model_path=path,
+        ranks=ranks,
+        started=started,
+        lora=adapters,
+        own_weights=ranks.world_size > 1,
+        check=ranks.first,
+    )
     stack.callback(engine.close)
     if config.lora.rank:  # after the engine has copied what it needs
         add_adapters(models.policy.lm, config.lora, seed=config.run.seed)
@@ -259,42 +272,11 @@ def _agree_on_kernels(config: Config, device: torch.device, ranks: Ranks) -> Ker
     return kernels
 
 
-def _sent_adapters(config: Config) -> LoraConfig | None:
+def _sent_adapters(config: Config, engine_type: type[EngineType]) -> LoraConfig | None:
     """The adapters that the engine is sent apart from the base weights, if any."""
-    return config.lora if config.lora.rank and config.lora.send == "adapters" else None
-
-
-def _start_own_servers(config: Config, path: str, device: torch.device, ranks: Ranks) -> Servers:
-    return start_servers(
-        config,
-        path,
-        config.run.dir / config.run.name / "servers",
-        device=device,
-        ranks=ranks,
-        entropy=wants_entropy(config),
-        lora=_sent_adapters(config),
-    )
-
-
-def _make_engine(
-    config: Config,
-    policy: Policy,
-    chat: Chat,
-    path: str,
-    ranks: Ranks,
-    servers: Servers | None,
-) -> Engine:
-    return make_engine(
-        config,
-        policy=policy,
-        chat=chat,
-        model_path=path,
-        ranks=ranks,
-        servers=servers,
-        lora=_sent_adapters(config),
-        own_weights=ranks.world_size > 1,
-        check=ranks.first,
-    )
+    if config.lora.rank and config.lora.send == "adapters" and engine_type.takes_adapters:
+        return config.lora
+    return None
 
 
 def _load_models(

@@ -1,6 +1,6 @@
 """The configuration of a run as pydantic models, one for each section: a table of the recipe.
 
-Some sections, such as `env` and `advantage`, name a plug-in (`paw.plugins`), whose settings are
+Some sections, such as `env`, `engine` and `advantage`, name a plug-in (`paw.plugins`), whose settings are
 keys of the section too. A key with `Only` applies only with some values of another key; with others
 it is an unknown key. `paw.recipe` reads recipes. No torch here.
 """
@@ -380,7 +380,7 @@ class Config(Section):
     reward: SerializeAsAny[RewardConfig] = _DEFAULT
     endpoint: EndpointConfig = EndpointConfig()
     rollout: RolloutConfig = RolloutConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: SerializeAsAny[EngineConfig] = _DEFAULT
     advantage: SerializeAsAny[AdvantageConfig] = _DEFAULT
     critic: CriticConfig = CriticConfig()
     policy: SerializeAsAny[PolicyConfig] = _DEFAULT
@@ -390,7 +390,7 @@ class Config(Section):
     rwml: RwmlConfig = RwmlConfig()
     eval: EvalConfig = EvalConfig()
 
-    @field_validator("env", "agent", "reward", "advantage", "policy", "wm", mode="before")
+    @field_validator("env", "agent", "reward", "engine", "advantage", "policy", "wm", mode="before")
     @classmethod
     def _with_plugin(cls, table: Any, info: ValidationInfo) -> Any:
         """Validate a section with the keys of the plug-in that it names."""

@@ -1,4 +1,4 @@
-"""Plug-ins by name: environments, advantage estimators, losses, agents, rewards, callbacks.
+"""Plug-ins by name: environments, engines, advantage estimators, losses, agents, rewards, callbacks.
 
 A plug-in is named by a built-in name ("gigpo"), by the name of an entry point that an installed
 package registers in the group `paw.<kind>`, by "module:name", or by "FILE.py:name" (a path relative
@@ -60,6 +60,11 @@ CALLBACKS = {
 }
 BUILT_IN: dict[str, dict[str, str]] = {
     "envs": ENVS,
+    "engines": {
+        "transformers": "paw.rollouts.engines.built_in:Transformers",
+        "vllm": "paw.rollouts.engines.built_in:Vllm",
+        "server": "paw.rollouts.engines.built_in:Server",
+    },
     "advantages": {
         "grpo": "paw.algo.advantages:grpo",
         "rloo": "paw.algo.advantages:rloo",

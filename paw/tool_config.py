@@ -13,6 +13,7 @@ from paw.values import (
     Natural,
     NonNegative,
     Only,
+    PluginSection,
     Positive,
     Rate,
     Seconds,
@@ -31,12 +32,14 @@ def listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class EngineConfig(Section):
+class EngineConfig(PluginSection):
     """The engine that samples responses."""
 
-    type: Literal["transformers", "vllm", "server"] = "transformers"
+    KIND, KEY, WITHIN = "engines", "type", ("transformers", "vllm", "server")
+    type: str = "transformers"
     """transformers: the trainer's own weights. vllm: an engine in each rank, beside the trainer.
-    server: servers of vLLM, on devices or machines of their own (docs/scale.md)."""
+    server: servers of vLLM, on devices or machines of their own (docs/scale.md). Or an engine of
+    your own, "module:name" or "FILE.py:name" (docs/bring-your-own.md)."""
     max_batch_tokens: Annotated[Count, Only("engine.type", ("transformers",))] = 65536
     """Padded prompt tokens of one forward pass."""
     gpu_memory_utilization: Annotated[Share, Only("engine.type", ("vllm", "server"))] | None = None
@@ -72,8 +75,8 @@ class EngineConfig(Section):
 
     @property
     def gpus(self) -> int:
-        """GPUs of the servers that the run starts."""
-        return self.servers * self.tensor_parallel if self.type == "server" else 0
+        """GPUs of the servers that the run starts; only engine.type = "server" has any."""
+        return self.servers * self.tensor_parallel
 
 
 class WarmupConfig(Section):

@@ -218,7 +218,8 @@ class AsyncRollouts:
         """The last update that was started."""
         self._progress: Progress = lambda done, total: None
         self._player = self._start()
-        now.engine.fleet.tell = self._send_weights
+        now.engine.pool.on_expected = self._send_expected
+        now.engine.pool.on_arrived = self._send_arrived
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
         """The episodes of update `step`, as `Rollouts.training` plays them. A call of all ranks."""
@@ -298,7 +299,7 @@ class AsyncRollouts:
             patience_s=now.config.env.step_timeout_s + SILENT_S,
             progress=lambda done, total: self._progress(done, total),
         )
-        fleet = now.engine.fleet
+        pool = now.engine.pool
         ranks = now.ranks or Ranks()
         player.send(
             Start(
@@ -307,21 +308,22 @@ class AsyncRollouts:
                 positions=now.engine.positions,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
-                urls=[server.url for server in fleet.servers],
-                served_model=fleet.model,
-                end_ids=fleet.end_ids,
-                vocabulary=fleet.vocabulary,
-                entropy=fleet.entropy,
+                urls=[server.url for server in pool.servers],
+                served_model=pool.model,
+                end_ids=pool.end_ids,
+                vocabulary=pool.vocabulary,
+                entropy=pool.entropy,
                 timeout_s=now.config.engine.timeout_s,
             )
         )
-        player.send(WeightsExpected(version=fleet.coming))
-        player.send(WeightsArrived(version=fleet.version, faults=fleet.faults))
+        player.send(WeightsExpected(version=pool.pending_version))
+        player.send(WeightsArrived(version=pool.version, faults=pool.faults))
         return player
 
-    def _send_weights(self, what: str, version: int, faults: dict[str, str] | None = None) -> None:
-        """Called by the fleet: weights are on their way, or have arrived but for those servers with faults."""
-        if what == "expect":
-            self._player.send(WeightsExpected(version=version))
-        else:
-            self._player.send(WeightsArrived(version=version, faults=faults or {}))
+    def _send_expected(self, version: int) -> None:
+        """Called by the pool: weights are on their way."""
+        self._player.send(WeightsExpected(version=version))
+
+    def _send_arrived(self, version: int, faults: dict[str, str]) -> None:
+        """Called by the pool: all servers have the weights, except those with faults."""
+        self._player.send(WeightsArrived(version=version, faults=faults))

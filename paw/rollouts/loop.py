@@ -50,11 +50,12 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
         asyncio allows one running loop a thread. It exports `_set_running_loop` for event loops:
         this one hides the other while it runs.
         """
-        self._main = asyncio.ensure_future(future, loop=self)
+        main = asyncio.ensure_future(future, loop=self)
+        self._main = main
         outer_loop = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
         try:
-            return super().run_until_complete(self._main)
+            return super().run_until_complete(main)
         finally:
             asyncio._set_running_loop(outer_loop)
 

@@ -24,7 +24,7 @@ from paw.errors import UserError, describe
 from paw.model.loading import load_tokenizer
 from paw.model.ranks import Ranks
 from paw.rollouts.chat import Chat
-from paw.rollouts.engines.server import Fleet, ServerEngine
+from paw.rollouts.engines.server import ServerEngine, ServerPool
 from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.messages import (
     Alive,
@@ -102,9 +102,8 @@ class Player:
         self._ranks = Ranks()
         self._ranks.rank = start.rank
         self._ranks.world_size = start.world_size
-        self._fleet = Fleet(
+        self._pool = ServerPool(
             start.urls,
-            None,
             end_ids=start.end_ids,
             vocabulary=start.vocabulary,
             timeout_s=start.timeout_s,
@@ -118,9 +117,9 @@ class Player:
     def handle(self, message: PlayUpdate | WeightsExpected | WeightsArrived) -> None:
         match message:
             case WeightsExpected():
-                self._fleet.expect(message.version)
+                self._pool.expect(message.version)
             case WeightsArrived():
-                self._fleet.arrive(message.version, message.faults)
+                self._pool.arrive(message.version, message.faults)
             case PlayUpdate():
                 rollouts = self._idle.pop() if self._idle else self._make_rollouts()
                 rollouts.playing = threading.Thread(
@@ -170,7 +169,7 @@ class Player:
         self._channel.send(EpisodesEnded(done=done, total=total))
 
     def _make_rollouts(self) -> PlayerRollouts:
-        engine = ServerEngine(self._fleet, self._positions)
+        engine = ServerEngine(self._pool, self._positions)
         rollouts = PlayerRollouts(self._factory, engine, self._chat, self._config, self._ranks)
         self._rollouts.append(rollouts)
         return rollouts

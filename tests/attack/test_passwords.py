@@ -19,7 +19,7 @@ from paw.errors import UserError, clean, masked, shown
 from paw.keys import built_in, fields, own_fields
 from paw.model.ranks import Ranks
 from paw.recipe import as_tree, check_passwords, dump, load
-from paw.rollouts.engines.server import Fleet, ServerEngine
+from paw.rollouts.engines.server import SendingPool, ServerEngine
 from paw.rollouts.engines.transfer import FileTransfer
 from paw.rollouts.sync import push_weights
 from paw.state.resume import changes
@@ -140,8 +140,8 @@ def test_lines_about_servers_of_the_engine_show_none(connected, capsys):  # noqa
     bad, good = Peer("fails"), Peer()
     urls = [with_password(peer.url) for peer in (bad, good)]
     transfer = FileTransfer(torch.float32, 5)
-    fleet = Fleet(urls, transfer, end_ids={3}, vocabulary=50, timeout_s=5, ranks=Ranks())
-    engine = ServerEngine(fleet, 64)
+    pool = SendingPool(urls, transfer, end_ids={3}, vocabulary=50, timeout_s=5, ranks=Ranks())
+    engine = ServerEngine(pool, 64)
     try:
         push_weights(nn.Linear(2, 3), engine, version=1)
         done = ask(engine)
@@ -154,7 +154,7 @@ def test_lines_about_servers_of_the_engine_show_none(connected, capsys):  # noqa
         )
         assert (
             engine.leave_out([done[0].server])
-            and [server.url for server in fleet.servers] == urls[:1]
+            and [server.url for server in pool.servers] == urls[:1]
         )
     finally:
         engine.close()

@@ -37,7 +37,7 @@ from paw.rollouts import ahead
 from paw.rollouts.ahead import AsyncRollouts
 from paw.rollouts.chat import Chat
 from paw.rollouts.engines.base import Request
-from paw.rollouts.engines.server import Fleet, ServerEngine
+from paw.rollouts.engines.server import SendingPool, ServerEngine
 from paw.rollouts.engines.servers import Servers
 from paw.rollouts.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer
 from paw.rollouts.scheduler import Rollouts
@@ -285,7 +285,9 @@ def connected(request):
             "ranks": Ranks(),
             "entropy": entropy,
         }
-        engines.append(ServerEngine(Fleet([peer.url for peer in peers], files, **options), 64))
+        engines.append(
+            ServerEngine(SendingPool([peer.url for peer in peers], files, **options), 64)
+        )
         return engines[-1]
 
     yield connect

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "bring-your-own.md"
 SMALL = {
-    "run.updates": 1, "run.threads": 1, "model.dtype": "float32", "engine.type": "transformers", "rollout.tasks": 2,
+    "run.updates": 1, "run.threads": 1, "model.dtype": "float32", "rollout.tasks": 2,
     "rollout.group_size": 3, "rollout.max_response_tokens": 4, "rollout.max_prompt_tokens": 512, "env.max_turns": 2,
     "eval.games": 1,
 }  # fmt: skip
@@ -36,7 +36,7 @@ def test_the_page_runs(paw_here, read_metrics, tiny_llm, tmp_path, monkeypatch):
         else:
             played.append(words[:2])
             paw_here(*words, *([SMALL] if words[0] == "train" else []))
-    assert [words[0] for words in played] == ["env", "doctor", "train", "eval", "env"]
+    assert [words[0] for words in played] == ["env", "plan", "doctor", "train", "eval", "env"]
     _, line = read_metrics(Path("runs/mine"))
     assert (
         line["health/env_failures"] == 0

@@ -27,7 +27,7 @@ from paw.model.lora import add_adapters
 from paw.model.ranks import Ranks
 from paw.recipe import load
 from paw.rollouts.engines.base import Request
-from paw.rollouts.engines.server import Fleet, ServerEngine
+from paw.rollouts.engines.server import SendingPool, ServerEngine
 from paw.rollouts.engines.servers import Servers, vllm_command
 from paw.rollouts.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer
 from paw.rollouts.engines.vllm import VllmEngine
@@ -283,7 +283,7 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
 def test_a_server_samples_what_the_engine_in_the_process_samples(vllm_here, folder, servers):
     files, ends = FileTransfer(torch.float32, 60), [257]
     words = vocabulary(folder)
-    fleet = Fleet(
+    pool = SendingPool(
         servers.urls,
         files,
         end_ids=ends,
@@ -292,7 +292,7 @@ def test_a_server_samples_what_the_engine_in_the_process_samples(vllm_here, fold
         ranks=Ranks(),
         entropy=True,
     )
-    over_http = ServerEngine(fleet, LIMIT)
+    over_http = ServerEngine(pool, LIMIT)
     here = VllmEngine(folder, end_ids=ends, max_model_len=LIMIT, dtype="float32", entropy=True)
     for version, model in enumerate((make_model(folder), make_model(folder, seed=1))):
         for engine in (over_http, here):
@@ -307,9 +307,9 @@ def test_a_server_samples_what_the_engine_in_the_process_samples(vllm_here, fold
             )
             assert other.entropy == pytest.approx(one.entropy, abs=1e-5)
             assert other.entropy == pytest.approx(entropy, abs=1e-4)
-    assert not fleet.faults
+    assert not pool.faults
     here.close()
-    fleet.close()
+    pool.close()
 
 
 def adapted(model, seed):
@@ -339,7 +339,7 @@ def test_adapters_alone_are_sent_also_under_running_requests(
         "timeout_s": 60,
         "ranks": Ranks(),
     }
-    merging = Fleet(servers.urls, FileTransfer(torch.float32, 60), **options)
+    merging = SendingPool(servers.urls, FileTransfer(torch.float32, 60), **options)
     whole = ServerEngine(merging, LIMIT)
     push_weights(models[0], whole, version=0)
     asked = requests()
@@ -347,8 +347,14 @@ def test_adapters_alone_are_sent_also_under_running_requests(
     merging.close()
 
     adapters = AdapterTransfer(torch.float32, 60, None, LORA)
-    fleet = Fleet(servers.urls, FileTransfer(torch.float32, 60), **options, adapters=adapters)
-    over_http = ServerEngine(fleet, LIMIT)
+    pool = SendingPool(
+        servers.urls,
+        FileTransfer(torch.float32, 60),
+        **options,
+        adapters=adapters,
+        model=adapters.model,
+    )
+    over_http = ServerEngine(pool, LIMIT)
     here = VllmEngine(folder, end_ids=[257], max_model_len=LIMIT, dtype="float32", lora=LORA)
     for engine in (here, over_http):
         push_weights(models[0], engine, version=0)
@@ -390,7 +396,7 @@ def test_adapters_alone_are_sent_also_under_running_requests(
         push_weights(models[0], over_http, version=version)
     assert [c.token_ids for c in play(over_http, asked)] == [
         c.token_ids for c in expected
-    ] and not fleet.faults
+    ] and not pool.faults
     (held,) = adapters.post(servers.urls[0], "collective_rpc", {"method": "list_loras"})["results"]
     assert len(held) == 1  # of all versions one
     assert {path.name for path in adapters._folder.iterdir()} == {
@@ -398,13 +404,13 @@ def test_adapters_alone_are_sent_also_under_running_requests(
         "adapter_model.safetensors",
     }
     here.close()
-    fleet.close()
+    pool.close()
 
 
 def test_a_server_that_takes_no_such_adapters_is_refused(folder, servers):
     large = LoraConfig(rank=9)
     transfers = FileTransfer(torch.float32, 60), AdapterTransfer(torch.float32, 60, None, large)
-    fleet = Fleet(
+    pool = SendingPool(
         servers.urls,
         transfers[0],
         end_ids=[],
@@ -412,14 +418,15 @@ def test_a_server_that_takes_no_such_adapters_is_refused(folder, servers):
         timeout_s=60,
         ranks=Ranks(),
         adapters=transfers[1],
+        model=transfers[1].model,
         have_base=True,
     )
     model = make_model(folder)
     add_adapters(model, large, seed=0)
     refused = r"takes no LoRA adapters: it needs .* --max-lora-rank 16, .*rank 9 is greater than max_lora_rank 8"
     with pytest.raises(UserError, match=refused):
-        push_weights(model, ServerEngine(fleet, LIMIT), version=0)
-    fleet.close()
+        push_weights(model, ServerEngine(pool, LIMIT), version=0)
+    pool.close()
 
 
 def run_with_a_server(folder):
@@ -491,9 +498,9 @@ def test_weights_reach_a_server_by_nccl(folder):
             "timeout_s": 120,
             "ranks": Ranks(),
         }
-        fleet = Fleet(started.urls, transfer, **options, entropy=True)
+        pool = SendingPool(started.urls, transfer, **options, entropy=True)
         engine, model = (
-            ServerEngine(fleet, LIMIT),
+            ServerEngine(pool, LIMIT),
             make_model(folder, seed=1).to("cuda", torch.bfloat16),
         )
         for version in range(2):
@@ -506,6 +513,6 @@ def test_weights_reach_a_server_by_nccl(folder):
                 )
                 assert completion.entropy == pytest.approx(entropy, abs=0.1)
             model = make_model(folder, seed=2).to("cuda", torch.bfloat16)
-        fleet.close()
+        pool.close()
     finally:
         started.close()

@@ -28,7 +28,7 @@ from paw.model.loading import load_tokenizer
 from paw.model.ranks import Ranks
 from paw.rollouts import ahead
 from paw.rollouts.chat import Chat
-from paw.rollouts.engines.server import Fleet, ServerEngine
+from paw.rollouts.engines.server import SendingPool, ServerEngine
 from paw.rollouts.engines.transfer import FileTransfer
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
@@ -229,7 +229,7 @@ def make_rollouts(config: Config, url: str, model: str) -> Rollouts:
     """What the trainer plays itself, over a server that has weights."""
     transfer = FileTransfer(torch.float32, 10)
     engine = ServerEngine(
-        Fleet([url], transfer, end_ids={3}, vocabulary=50, timeout_s=10, ranks=Ranks()), 64
+        SendingPool([url], transfer, end_ids={3}, vocabulary=50, timeout_s=10, ranks=Ranks()), 64
     )
     engine.positions = 512
     push_weights(nn.Linear(2, 3), engine, version=0)

@@ -212,10 +212,13 @@ def test_a_server_divides_weights_and_heads_among_its_cards():
     cache = many.phases["server"]["KV cache"] * 2**30
     assert many.kv_tokens * SHAPES["Qwen2.5-14B"].kv_bytes == pytest.approx(8 * cache)
     least = {
-        name: plan(name, 8).least
+        name: plan(name, 8).engine.least_cards
         for name in (NAME, "Qwen/Qwen2.5-32B", "meta-llama/Llama-3.3-70B-Instruct")
     }
-    assert list(least.values()) == [1, 1, 2] and plan("Qwen/Qwen2.5-32B", 1, 0.8).least == 2
+    assert (
+        list(least.values()) == [1, 1, 2]
+        and plan("Qwen/Qwen2.5-32B", 1, 0.8).engine.least_cards == 2
+    )
     small = plan("meta-llama/Llama-3.3-70B-Instruct", 1)
     assert "a server needs engine.tensor_parallel = 2" in small.reasons()
 
@@ -230,12 +233,14 @@ def test_servers_make_room_for_large_models_before_anything_else_is_learnt(model
     tried = fit(config, shape_of(model), **machine)
     best = tried[-1][1]
     assert (
-        not best.reasons() and best.served and best.N + best.engines * best.tensor_parallel <= gpus
+        not best.reasons()
+        and best.served
+        and best.N + best.engine.engines * best.engine.cards <= gpus
     )
     assert (best.config.lora.rank, best.config.policy.kl_coef) == (
         0,
         0.01,
-    ) and best.tensor_parallel >= best.least > 0
+    ) and best.engine.cards >= best.engine.least_cards > 0
     assert "--engine.type server" in tried[-1][0]
     assert not fit(config, shape_of(model), pinned=["engine.type"], **machine)[-1][1].served
 

@@ -1,22 +1,33 @@
-"""Rollout engines: `transformers` on the trainer's own weights, `vllm` beside them, or vLLM's servers."""
+"""Rollout engines by name: built-in ones, and those of your own (docs/bring-your-own.md)."""
 
-import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paw.rollouts.engines.base import Engine
+from paw import plugins
+from paw.errors import UserError, others_code
+from paw.rollouts.engines.base import Engine, EngineParts, EnginePlan, EngineType, PlannedRun
 
 if TYPE_CHECKING:
     from paw.config import Config, LoraConfig
     from paw.model.policy import Policy
     from paw.model.ranks import Ranks
     from paw.rollouts.chat import Chat
-    from paw.rollouts.engines.servers import Servers
 
 
-def wants_entropy(config: "Config") -> bool:
-    """Whether the engine's entropy saves the log-prob pass: selection needs it, and nothing else needs the pass."""
-    return config.wm.enabled and config.wm.entropy == "full" and config.policy.old_logp == "engine"
+def find_engine(name: str) -> type[EngineType]:
+    """The class that `engine.type = name` means; built-in ones load no torch.
+
+    Raises UserError if it is not an engine, or lacks a method.
+    """
+    engine_type = plugins.load("engines", name)
+    problem = ""
+    if not (isinstance(engine_type, type) and issubclass(engine_type, EngineType)):
+        problem = "it is not an engine, a class derived from paw.rollouts.engines.base.Engine"
+    elif missing := sorted(getattr(engine_type, "__abstractmethods__", ())):
+        problem = f"{engine_type.__name__} has no method {', '.join(missing)}"
+    if problem:
+        raise UserError(f"engine.type = '{name}': {problem}")
+    return engine_type
 
 
 def make_engine(
@@ -26,70 +37,73 @@ def make_engine(
     chat: "Chat",
     model_path: str | Path,
     ranks: "Ranks | None" = None,
-    servers: "Servers | None" = None,
+    started: Any = None,
     lora: "LoraConfig | None" = None,
     own_weights: bool = False,
     check: bool = True,
 ) -> Engine:
-    """The engine that `config.engine.type` names; push the policy's weights before the first request.
+    """The engine that `config.engine.type` names; push the policy's weights before requests.
 
-    `model_path` gives vLLM the architecture. Responses end at the chat template's end token or at
-    any that the model's generation config names. `own_weights` keeps the transformers engine apart
-    from the policy, whose weights are about to be sharded; `check` holds what it samples against
-    the model. `servers`: those that rank 0 has started. `lora`: of adapters that the model will
-    have, which vLLM is sent apart from the other weights.
+    Responses end at the chat template's end token or at any that the model's generation config
+    names. The other arguments are those of `EngineParts`. Raises UserError for what code that is
+    not ours raises.
     """
-    named, limits = (
-        policy.lm.generation_config and policy.lm.generation_config.eos_token_id,
-        config.rollout,
-    )
-    context = limits.max_prompt_tokens + limits.max_response_tokens
-    end_ids = chat.end_ids | set([named] if isinstance(named, int) else named or [])
-    if config.engine.type == "server":
-        from paw.model.ranks import Ranks
-        from paw.rollouts.engines.server import ServerEngine, open_fleet
+    from paw.model.ranks import Ranks, lost_peer, out_of_memory
 
-        fleet = open_fleet(
-            config,
-            end_ids,
-            policy.device,
-            ranks or Ranks(),
-            servers,
-            vocabulary=len(policy.head_weight),
-            entropy=wants_entropy(config),
-            lora=lora,
-        )
-        return ServerEngine(fleet, context)
-    if config.engine.type == "vllm":
-        from paw.rollouts.engines.vllm import VllmEngine
-
-        return VllmEngine(
-            model_path,
-            end_ids=end_ids,
-            max_model_len=context,
-            dtype=config.model.dtype,
-            gpu_memory_utilization=config.engine.memory_share,
-            sleep_level=config.engine.sleep_level,
-            entropy=wants_entropy(config),
-            lora=lora,
-        )
-    from paw.model.precision import parameters_as
-    from paw.rollouts.engines.transformers import TransformersEngine, check_sampling
-
-    model: Any = policy.lm
-    if own_weights:
-        model = copy.deepcopy(model).requires_grad_(False)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(policy.device, policy.dtype)
-        model = model.to(policy.device)  # its buffers
-    engine = TransformersEngine(
-        model,
-        end_ids=end_ids,
-        max_batch_tokens=config.engine.max_batch_tokens,
-        in_dtype=lambda: parameters_as(policy.dtype, model.modules()),
+    limits = config.rollout
+    parts = EngineParts(
+        config=config,
+        policy=policy,
+        model_path=model_path,
+        end_ids=frozenset(chat.end_ids | _end_ids_of_model(policy)),
+        context=limits.max_prompt_tokens + limits.max_response_tokens,
+        ranks=ranks or Ranks(),
         own_weights=own_weights,
-        longest=context,
+        check=check,
+        lora=lora,
+        started=started,
     )
-    if check:
-        check_sampling(model)
+    name = config.engine.type
+    engine_type = find_engine(name)
+    with others_code(
+        f"engine.type = '{name}'",
+        spare=lambda error: out_of_memory(error) or lost_peer(error),
+        all_theirs=not _is_built_in(name),
+    ):
+        engine = engine_type.make(parts)
+    problem = ""
+    if not isinstance(engine, Engine):
+        problem = f"it makes a {type(engine).__name__}, not an Engine"
+    elif not hasattr(engine, "positions"):
+        problem = f"{type(engine).__name__}.__init__ must call super().__init__(positions)"
+    if problem:
+        raise UserError(f"engine.type = '{name}': {problem}")
     return engine
+
+
+def plan_engine(run: PlannedRun) -> EnginePlan:
+    """What the engines of a planned run will take; loads no torch.
+
+    Raises UserError for what code that is not ours raises.
+    """
+    name = run.config.engine.type
+    engine_type = find_engine(name)
+    with others_code(f"engine.type = '{name}'", all_theirs=not _is_built_in(name)):
+        plan = engine_type.plan(run)
+    if not isinstance(plan, EnginePlan):
+        raise UserError(
+            f"engine.type = '{name}': plan gives a {type(plan).__name__}, not an EnginePlan"
+        )
+    return plan
+
+
+def _is_built_in(name: str) -> bool:
+    return name in plugins.BUILT_IN["engines"]
+
+
+def _end_ids_of_model(policy: "Policy") -> set[int]:
+    settings = policy.lm.generation_config
+    end_ids = settings.eos_token_id if settings else None
+    if isinstance(end_ids, int):
+        return {end_ids}
+    return set(end_ids or [])

@@ -1,4 +1,8 @@
-"""What the engines share: token ids in, token ids and log-probabilities out.
+"""What an engine is: token ids in, token ids and log-probabilities out, new weights after updates.
+
+`engine.type` names a class derived from `EngineType`. `Engine` is derived from it, so that one
+class is enough for an engine of your own (docs/bring-your-own.md). Before a run has an engine, its
+class answers what `paw plan`, `paw doctor` and the checks of a configuration ask.
 
 `submit` requests at any time, `step` until the finished ones come back. The transformers engine
 finishes whatever is queued in one step; vLLM batches continuously.
@@ -7,12 +11,21 @@ finishes whatever is queued in one step; vLLM batches continuously.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from paw.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from paw.config import Config, LoraConfig
+    from paw.model.policy import Policy
+    from paw.model.ranks import Ranks
+
+
+# --- one response
 
 
 @dataclass(frozen=True)
@@ -28,7 +41,7 @@ class Request:
     """0 is greedy."""
     max_tokens: int
     stopped: Callable[[list[int]], bool] | None = None
-    """Whether a response of these tokens is complete before its end token: sampling stops once it is."""
+    """Whether a response of these tokens is complete: sampling stops then, before an end token."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +50,174 @@ class Completion:
     token_ids: list[int]
     """Up to and including the end token, or cut at max_tokens."""
     logp: list[float]
-    """Log-probability of each token at the request's temperature (the distribution it was drawn from)."""
+    """Log-probability of each token in the distribution it was drawn from, at the temperature."""
     entropy: list[float] | None
-    """Entropy at each token, nats; None when the engine does not know it."""
+    """Entropy at each token, nats; None if the engine does not give it."""
     cached_tokens: int = 0
     """Prompt tokens served from the prefix cache."""
     versions: list[int] | None = None
-    """Of the weights that each token was sampled from; None: all from the engine's."""
+    """Version of the weights that each token was sampled from; None: the engine's own for all."""
     server: str = ""
     """URL of the server that answered."""
     failure: str = ""
     """Why nothing was sampled, through no fault of the request: it fails its episode."""
 
 
-class Engine(ABC):
-    """Holds requests of at most `positions` tokens, prompt and response together (None: any)."""
+# --- making and planning an engine
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is made from."""
+
+    config: "Config"
+    """The whole configuration; `config.engine` has the engine's own settings."""
+    policy: "Policy"
+    """The trainer's model: `policy.lm` is the Hugging Face model, on `policy.device`."""
+    model_path: str | Path
+    """Folder or Hugging Face name of the model, for engines that build their own."""
+    end_ids: frozenset[int]
+    """Tokens that end a response."""
+    context: int
+    """Tokens of the longest prompt and response together."""
+    ranks: "Ranks"
+    own_weights: bool = False
+    """Whether the policy's weights will be sharded, so that an engine needs a copy of them."""
+    check: bool = True
+    """Whether this rank should check that the engine can sample from the model."""
+    lora: "LoraConfig | None" = None
+    """Adapters that the model will have, if `sync` is to take them apart from the other weights."""
+    started: Any = None
+    """What `EngineType.start` returned on rank 0."""
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What the plan of an engine depends on."""
+
+    config: "Config"
+    ranks: int
+    """GPUs that train."""
+    gpu_bytes: float
+    """Memory of a GPU."""
+    weight_bytes: int
+    """All weights of the model in the dtype of the forward pass."""
+    element_bytes: int
+    """An element in that dtype."""
+    adapter_bytes: int
+    """The LoRA adapters in that dtype; 0 without LoRA."""
+    copies_weights: bool
+    """Whether the forward pass computes with copies of the policy's weights, in another dtype."""
+    kv_bytes: int
+    """KV cache of a token in 16 bits."""
+    heads: int
+    """Attention heads of a layer, of the queries."""
+    kv_heads: int
+    """Attention heads of a layer, of keys and values."""
+    cache_wanted: int
+    """Tokens that the KV cache of an engine should at least hold."""
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """What a run's engines will take and how fast they are; sizes in bytes.
+
+    `paw plan` adds this to what the trainer takes.
+    """
+
+    engines: int
+    """Engines that share the episodes of an update."""
+    cards: int = 1
+    """GPUs of each engine."""
+    least_cards: int = 1
+    """Fewest GPUs that give an engine room for the model; 0: no number does."""
+    weights: float = 0.0
+    """On each GPU that trains, while episodes are played: weights and buffers of the engine."""
+    cache: float = 0.0
+    """On each GPU that trains, while episodes are played: the KV cache."""
+    asleep: float = 0.0
+    """What stays on each GPU that trains, while it trains."""
+    host: float = 0.0
+    """Page-locked host memory of each rank, while it trains."""
+    own_card: tuple[float, float] | None = None
+    """(weights, KV cache) on each GPU of an engine that does not share those that train."""
+    cache_tokens: float = float("inf")
+    """Tokens that an engine's KV cache holds: it limits the sequences that are decoded together."""
+    cache_is_fixed: bool = False
+    """Whether the cache has a fixed size, which has to hold PlannedRun.cache_wanted tokens."""
+    least_step_s: float = 30e-3
+    """Seconds of a decoding step, however few sequences it has."""
+    sent_bytes: float | None = None
+    """What is sent to an engine after each update; None: all weights."""
+    sent_by: Literal["memory", "nccl", "files"] = "memory"
+    """How it is sent: within the process, by NCCL between GPUs, or as files."""
+
+
+class EngineType:
+    """What is known of a kind of engine before there is one, and how one is made. No torch."""
+
+    requires: ClassVar[dict[str, str]] = {}
+    """Module -> what to install with pip, for each module that it needs beyond PaW's own."""
+    shares_card: ClassVar[bool] = True
+    """Whether it runs on the GPUs that train, in turns with the trainer."""
+    runs_policy: ClassVar[bool] = False
+    """Whether it samples with the trainer's model, which then has to take the longest context."""
+    gives_entropy: ClassVar[bool] = False
+    """Whether completions have the entropy at each token. Their log-probs are a must."""
+    gives_versions: ClassVar[bool] = False
+    """Whether completions have the version of the weights of each token, so that new weights may
+    arrive while requests are pending."""
+    takes_adapters: ClassVar[bool] = False
+    """Whether `sync` can take LoRA adapters apart from the base weights, for lora.send."""
+    sized_by_share: ClassVar[bool] = False
+    """Whether engine.gpu_memory_utilization is its share of the GPUs that train."""
+    replaceable: ClassVar[bool] = False
+    """Whether `paw plan` may propose servers in its place."""
+
+    @classmethod
+    def start(
+        cls,
+        config: "Config",
+        model_path: str,
+        *,
+        device: "torch.device",
+        ranks: "Ranks",
+        lora: "LoraConfig | None",
+    ) -> Closable | None:
+        """Start processes that take long to come up; called on rank 0 before the models are loaded.
+
+        What it returns is closed at the end of the run, and handed to `make` as `parts.started`.
+        """
+        return None
+
+    @classmethod
+    def make(cls, parts: EngineParts) -> "Engine":
+        """The engine of a run; it gets the policy's weights before the first request.
+
+        A call of all ranks. By default the class is called with `parts`.
+        """
+        engine: Any = cls
+        return engine(parts)
+
+    @classmethod
+    def plan(cls, run: PlannedRun) -> EnginePlan:
+        """What the engines of a run will take.
+
+        By default an engine in each rank, with a copy of the weights on the GPU at all times.
+        """
+        return EnginePlan(engines=run.ranks, weights=run.weight_bytes, asleep=run.weight_bytes)
+
+
+# --- a running engine
+
+
+class Engine(EngineType, ABC):
+    """Samples responses. It holds requests of at most `positions` tokens, prompt and response
+    together (None: any)."""
 
     continuous = False
     """Whether requests may join while others run.
@@ -59,45 +225,52 @@ class Engine(ABC):
     Otherwise `step` finishes what is queued, so full batches pay.
     """
     checkpoint_names = False
-    """Whether `sync` wants names as in a model's files, or as transformers has them: experts one by one or together."""
+    """Whether `sync` wants names as in a model's files, or as transformers has them: experts one by
+    one or together."""
     version = 0
     """Weight version: the number of updates the weights have seen."""
 
     def __init__(self, positions: int | None) -> None:
         self.positions = positions
-        self._requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}
+        """Those that were submitted and have not come back, by key."""
 
     @property
     def faults(self) -> dict[str, str]:
-        """What is wrong with parts of it that nothing is asked of until the next `sync`, by their names."""
+        """What is wrong with parts that get no requests until the next `sync`, by their names."""
         return {}
 
     @property
     def pending(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def submit(self, request: Request) -> None:
         """Queue a request for the next `step`.
 
         Raises ValueError for a key in flight, UserError beyond the limit.
         """
-        if request.key in self._requests:
+        if request.key in self.requests:
             raise ValueError(f"key in flight: {request.key}")
         if self.positions and len(request.prompt_ids) + request.max_tokens > self.positions:
             raise UserError(
-                f"a prompt of {len(request.prompt_ids)} tokens and {request.max_tokens} of response exceed the model's"
-                f" {self.positions} positions; lower rollout.max_prompt_tokens and rollout.max_response_tokens"
+                f"a prompt of {len(request.prompt_ids)} tokens and {request.max_tokens} of response"
+                f" exceed the model's {self.positions} positions; lower"
+                " rollout.max_prompt_tokens and rollout.max_response_tokens"
             )
-        self._requests[request.key] = request
+        self.requests[request.key] = request
 
     @abstractmethod
     def step(self) -> list[Completion]:
-        """Work a little (or a lot) and return what has finished; [] only while something is still running."""
+        """Work a little, or a lot, and return what has finished.
+
+        [] only while something is still running.
+        """
 
     def sync(self, parameters: "Iterable[tuple[str, Tensor]]", version: int) -> None:
         """Take new weights, (Hugging Face name, full tensor) one at a time.
 
-        Nothing may be pending.
+        Nothing may be pending. With several ranks an engine that has weights of its own goes
+        through all parameters, since gathering them takes all ranks.
         """
         self._must_be_idle("sync")
         self.version = version
@@ -110,14 +283,17 @@ class Engine(ABC):
         self._must_be_idle("sleep")
 
     def leave_out(self, servers: Collection[str]) -> bool:
-        """Ask nothing of these any more; False where no others are left. Nothing may be pending."""
+        """Send no more requests to these servers. Returns False if no others are left.
+
+        Nothing may be pending.
+        """
         return False
 
     def close(self) -> None:
-        self._requests.clear()
+        self.requests.clear()
 
     def _must_be_idle(self, action: str) -> None:
-        if self._requests:
+        if self.requests:
             raise RuntimeError(
                 f"{action} with {self.pending} requests pending: step until they have finished"
             )

@@ -1,12 +1,14 @@
-"""The entropy of vLLM's distribution at each sampled token, which it does not return: a logits
-processor that changes nothing, in whatever process vLLM samples.
+"""The entropy of vLLM's distribution at each sampled token, which vLLM does not return.
 
-PaW selects transitions by the entropy of their actions. With it from the sampler, `policy.old_logp
-= "engine"` needs no pass of the trainer over the samples. Written for vLLM 0.32 and both of its
-model runners: V1, which CPUs use, hands over logits that are divided by the temperature; V2, which
-GPUs use, logits that are not.
+A logits processor that changes nothing computes it, in whatever process vLLM samples. PaW selects
+transitions by the entropy of their actions. With it from the sampler, `policy.old_logp = "engine"`
+needs no pass of the trainer over the samples.
+
+Written for vLLM 0.32 and both of its model runners. V1, which CPUs use, hands over logits that are
+divided by the temperature; V2, which GPUs use, logits that are not.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,13 +19,13 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorV1
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as ProcessorV2
 
 NAME = "paw_entropy"
-"""In SamplingParams.extra_args: [key of the request, tokens of its prompt]."""
-_taken: dict[str, dict[int, tuple["_Step", int]]] = {}
-"""Key -> index of the response token -> (step, row)."""
+"""Key in SamplingParams.extra_args; its value is [key of the request, tokens of its prompt]."""
+_entropies: dict[str, dict[int, "TokenEntropy"]] = {}
+"""Key of the request -> index of the response token -> its entropy."""
 
 
-class _Step:
-    """What one step of the engine found, brought to the host once it is asked for."""
+class Step:
+    """The entropies of all rows of one step of the engine; copied to the host once one is read."""
 
     def __init__(self, entropy: Tensor) -> None:
         self._entropy: Tensor | list[float] = entropy
@@ -34,12 +36,35 @@ class _Step:
         return self._entropy[row]
 
 
+@dataclass(frozen=True)
+class TokenEntropy:
+    """Where the entropy at a token is kept."""
+
+    step: Step
+    row: int
+
+    @property
+    def value(self) -> float:
+        return self.step[self.row]
+
+
+@dataclass
+class RunningRequest:
+    """A request in the batch."""
+
+    key: str
+    prompt_tokens: int
+    temperature: float
+    response: list[int] = field(default_factory=list)
+    """V1: the response so far, which vLLM goes on to fill."""
+
+
 class Entropy(ProcessorV1, ProcessorV2):
-    """Keeps the entropy, nats, of the rows of requests that have NAME among their extra arguments, until `take`."""
+    """Keeps the entropies, in nats, of requests with NAME in their extra_args, until `take`."""
 
     def __init__(self, vllm_config: Any, *_: Any) -> None:
-        self._rows: dict[int, tuple[str, int, float, list[int]]] = {}
-        """Row (V1) or slot (V2) -> (key, prompt tokens, temperature, response so far)."""
+        self._requests: dict[int, RunningRequest] = {}
+        """By row of the batch (V1) or by slot (V2)."""
 
     def is_argmax_invariant(self) -> bool:
         return True
@@ -48,71 +73,93 @@ class Entropy(ProcessorV1, ProcessorV2):
         self, req_idx: int, sampling_params: SamplingParams, response: list[int] | None = None
     ) -> bool:
         """V2: a request enters the batch, or comes back."""
-        self._rows.pop(req_idx, None)
-        name = (sampling_params.extra_args or {}).get(NAME)
-        if name:
-            key, prompt = name
-            _taken.setdefault(key, {})
-            self._rows[req_idx] = (
-                key,
-                prompt,
-                sampling_params.temperature or 1.0,
-                [] if response is None else response,
-            )
-        return bool(name)
+        self._requests.pop(req_idx, None)
+        argument = (sampling_params.extra_args or {}).get(NAME)
+        if not argument:
+            return False
+        key, prompt_tokens = argument
+        _entropies.setdefault(key, {})
+        request = RunningRequest(key, prompt_tokens, sampling_params.temperature or 1.0)
+        if response is not None:
+            request.response = response
+        self._requests[req_idx] = request
+        return True
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """V1: requests leave, enter and move within the batch."""
         if batch_update is None:
             return
         for row in batch_update.removed:
-            self._rows.pop(row, None)
+            self._requests.pop(row, None)
         for row, params, _, response in batch_update.added:
             self.add_request(row, params, response)
-        for one, other, how in batch_update.moved:
-            ours, theirs = self._rows.pop(one, None), self._rows.pop(other, None)
-            if ours:
-                self._rows[other] = ours
-            if theirs and how == MoveDirectionality.SWAP:
-                self._rows[one] = theirs
+        for source, target, direction in batch_update.moved:
+            moved = self._requests.pop(source, None)
+            replaced = self._requests.pop(target, None)
+            if moved:
+                self._requests[target] = moved
+            if replaced and direction == MoveDirectionality.SWAP:
+                self._requests[source] = replaced
 
     def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
-        """[rows, V] float32, returned as they are. A prompt that is computed in parts is sampled
-        from after each; the last one counts, as it writes where the others did."""
+        """Keep the entropies of a step; returns the logits, [rows, V] float32, as they are.
+
+        If a prompt is computed in parts, each part is sampled from. The last one counts: it writes
+        where the others did.
+        """
+        scaled = logits
         if ctx is None:
-            at = {
-                row: (found, len(found[3]))
-                for row, found in self._rows.items()
-                if row < len(logits)
-            }
-            scaled = logits
+            rows = self._rows_v1(len(logits))
         else:
-            slots, lengths = ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist()
-            at = {
-                row: (self._rows[slot], length - self._rows[slot][1])
-                for row, (slot, length) in enumerate(zip(slots, lengths, strict=True))
-                if slot in self._rows
-            }
-            temperatures = [at[row][0][2] if row in at else 1.0 for row in range(len(logits))]
+            rows = self._rows_v2(ctx)
+            temperatures = [1.0] * len(logits)
+            for row, (request, _) in rows.items():
+                temperatures[row] = request.temperature
             scaled = logits / torch.tensor(temperatures, device=logits.device)[:, None]
-        if at:
-            step = _Step(torch.special.entr(scaled.softmax(-1)).sum(-1))
-            for row, ((key, *_), index) in at.items():
-                if key in _taken:
-                    _taken[key][index] = step, row
+        if not rows:
+            return logits
+
+        step = Step(torch.special.entr(scaled.softmax(-1)).sum(-1))
+        for row, (request, index) in rows.items():
+            if request.key in _entropies:
+                _entropies[request.key][index] = TokenEntropy(step, row)
         return logits
+
+    def _rows_v1(self, count: int) -> dict[int, tuple[RunningRequest, int]]:
+        """(request, index of the response token that is sampled) of each row."""
+        rows = {}
+        for row, request in self._requests.items():
+            if row < count:
+                rows[row] = (request, len(request.response))
+        return rows
+
+    def _rows_v2(self, ctx: Any) -> dict[int, tuple[RunningRequest, int]]:
+        """As `_rows_v1`; `ctx` has the slot and the length of the sequence of each row."""
+        slots = ctx.idx_mapping_np.tolist()
+        lengths = ctx.seq_lens_upper_bound_np.tolist()
+        rows = {}
+        for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+            request = self._requests.get(slot)
+            if request:
+                rows[row] = (request, length - request.prompt_tokens)
+        return rows
 
 
 def take(key: str, count: int) -> list[float] | None:
-    """The entropies of a request's `count` response tokens, which are forgotten; None where one is missing."""
-    found = _taken.pop(key, {})
-    values = [found.get(index) for index in range(count)]
-    return [value[0][value[1]] for value in values if value] if all(values) else None
+    """The entropies of a request's `count` response tokens; None if one is missing.
+
+    They are forgotten then.
+    """
+    by_index = _entropies.pop(key, {})
+    entropies = [by_index.get(index) for index in range(count)]
+    if not all(entropies):
+        return None
+    return [entropy.value for entropy in entropies if entropy]
 
 
 class Extension:
-    """Of vLLM's workers, for /collective_rpc."""
+    """Added to vLLM's workers, for /collective_rpc."""
 
-    def paw_entropy(self, asked: list[tuple[str, int]]) -> list[list[float] | None]:
+    def paw_entropy(self, responses: list[tuple[str, int]]) -> list[list[float] | None]:
         """`take` for several requests."""
-        return [take(key, count) for key, count in asked]
+        return [take(key, count) for key, count in responses]

@@ -1,11 +1,13 @@
 """vLLM behind HTTP: requests go to servers, finished ones come back through a queue.
 
-Written for vLLM 0.32's `vllm serve --enable-scale-out` with VLLM_SERVER_DEV_MODE=1: token ids and a
-seed in; token ids, log-probs and the version of the weights of each token out. A server is trusted
-with little: one that does not answer in time, or answers wrongly, is given nothing more until it
-has taken the next weights, and the requests it held go to another one with the same seeds. Where
-none is left, requests come back as failed. What it sends is bounded before it is read, and each
-number is held against what was asked before it is used.
+Written for vLLM 0.32's `vllm serve --enable-scale-out` with VLLM_SERVER_DEV_MODE=1. A request sends
+token ids and a seed; the response has token ids, log-probs and the version of the weights of each
+token.
+
+Servers are not trusted. One that does not answer in time, or answers wrongly, gets no more requests
+until it has taken the next weights, and the requests it held go to another one with the same seeds.
+If none is left, requests come back as failed. The size of a response is bounded before it is read,
+and each number is checked against the request before it is used.
 """
 
 import asyncio
@@ -13,6 +15,7 @@ import queue
 import socket
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -27,12 +30,12 @@ from paw.errors import UserError, clean, describe, masked, shown, to_stderr
 from paw.model.policy import DTYPES
 from paw.model.ranks import Ranks
 from paw.rollouts.engines.answers import (
-    SPANS,
-    Answer,
+    MAX_SPANS,
     Choice,
-    Entropies,
-    Span,
-    Spot,
+    EntropyResponse,
+    GenerateResponse,
+    TokenLogprob,
+    VersionSpan,
     WrongAnswer,
     check_entropies,
     check_tokens,
@@ -44,8 +47,18 @@ from paw.rollouts.engines.servers import Servers
 from paw.rollouts.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer, Transfer
 from paw.rollouts.engines.vllm import sampling_options
 
-LOOK_S = 0.02
-"""How long `step` waits for an answer, before agents and environments have their turn."""
+STEP_S = 0.02
+"""Seconds that `step` waits for a response, before agents and environments have their turn."""
+
+
+@dataclass
+class EntropyCall:
+    """A call that asks a server for the entropies of several finished responses."""
+
+    responses: list[tuple[str, int]]
+    """(name, tokens) of each response."""
+    result: asyncio.Future[list[list[float] | None]]
+    """The entropies of each response, in that order."""
 
 
 class Server:
@@ -54,135 +67,103 @@ class Server:
     def __init__(self, url: str) -> None:
         self.url = url
         self.name = masked(url)
-        """By which files and lines call it."""
+        """What files and lines call it."""
         self.fault = "it has no weights yet"
-        """Why it is given nothing; "" where it is well."""
+        """Why it gets no requests; "" if it is well."""
         self.calls: set[asyncio.Future[Completion]] = set()
-        self.asking = asyncio.Lock()
-        """Held while it is asked for entropies."""
-        self.asked: tuple[list[tuple[str, int]], asyncio.Future[Any]] | None = None
-        """What the next such call asks for."""
+        self.entropy_lock = asyncio.Lock()
+        """Held during a call for entropies."""
+        self.next_entropy_call: EntropyCall | None = None
+        """The call that waits for the lock; more responses may join it."""
 
 
-class Fleet:
-    """The servers at `urls`, of one model and of this run's weights alone; each rank begins with another one of them.
+class ServerPool:
+    """The servers at `urls`, which have one model, and this run's weights alone.
 
-    `vocabulary` is how many tokens the model has. `timeout_s` is for a whole answer. `started`:
-    those of them that the run has started. `entropy`: completions have it; the servers need this
-    package for that, see `vllm_command`. `adapters`: how LoRA's are sent, alone but for the first
-    time, when `transfer` sends the base weights, where the servers do not `have_base`. Without
-    `transfer` another fleet sends the weights, LoRA's by the name `model`, and `expect` and
-    `arrive` say how far they are.
+    Another process sends them the weights; `expect` and `arrive` tell this pool about it. The
+    process that sends them has a `SendingPool`. Each rank begins with another one of the servers.
+
+    Args:
+        vocabulary: tokens of the model.
+        timeout_s: seconds for a whole response.
+        entropy: whether completions have it; for that the servers need this package, see
+            `vllm_command`.
+        model: name under which the servers answer; "" for their only one.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
-        transfer: Transfer | None,
         *,
         end_ids: Collection[int],
         vocabulary: int,
         timeout_s: float,
         ranks: Ranks,
-        started: Servers | None = None,
         entropy: bool = False,
-        adapters: AdapterTransfer | None = None,
-        have_base: bool = False,
         model: str = "",
     ) -> None:
         first = ranks.rank % len(urls)
         self.servers = [Server(url.rstrip("/")) for url in [*urls[first:], *urls[:first]]]
-        self.version = self.coming = -1
-        """Of the weights that all servers have, and of those on their way."""
-        self._transfer, self._ranks, self._timeout_s, self._started = (
-            transfer,
-            ranks,
-            timeout_s,
-            started,
-        )
-        self.end_ids, self.entropy = sorted(end_ids), entropy
+        self.end_ids = sorted(end_ids)
         self.vocabulary = vocabulary
-        self._adapters, self._have_base = adapters, have_base
-        self.model = ranks.broadcast_from_rank0(lambda: adapters.model) if adapters else model
-        self.tell: Callable[..., None] = lambda *_: None
-        """Hears of calls of `expect` and `arrive`."""
+        self.entropy = entropy
+        self.model = model
+        self.version = -1
+        """Version of the weights that all servers have; -1 before the first."""
+        self.pending_version = -1
+        """Version of the weights that are on their way, or arrived last."""
+        self._ranks = ranks
+        self._timeout_s = timeout_s
         self._client = HttpClient("engine.type = 'server'", timeout_s=timeout_s)
         self._loop = Loop()
 
     @property
     def faults(self) -> dict[str, str]:
-        """What is wrong with each server that is given nothing, by its URL."""
+        """What is wrong with each server that gets no requests, by its URL."""
         return {server.url: server.fault for server in self.servers if server.fault}
 
-    def submit(self, request: Request, answer: Callable[[Completion], None]) -> None:
-        """Have the request answered; `answer` is called in another thread."""
-        self._loop.begin(self._serve(request, answer))
+    def submit(self, request: Request, callback: Callable[[Completion], None]) -> None:
+        """Have the request answered; `callback` is called in another thread."""
+        self._loop.begin(self._serve(request, callback))
 
     def sync(self, weights: Any, version: int) -> None:
-        """Send every parameter from rank 0 to every server, those that failed before too; takes all ranks."""
-        self.expect(version)
-        faults: dict[str, str] = {}
-        parts: list[tuple[Transfer | None, Any]] = [(self._transfer, weights)]
-        if self._adapters:
-            parts = [] if self._have_base else [(self._transfer, weights.base)]
-            parts.append((self._adapters, weights.adapters))
-        if self._ranks.first and self._started:
-            for line in self._started.revive():
-                to_stderr(line)
-        for transfer, part in parts:
-            if self._ranks.first and transfer:
-                faults |= transfer.send(
-                    part, [s.url for s in self.servers if s.url not in faults], version
-                )
-            else:
-                for _ in part:
-                    pass  # gathering them takes all ranks
-        self._have_base = True
-        faults = self._ranks.broadcast_from_rank0(lambda: faults)
-        for url, fault in faults.items():
-            if self.version < 0:  # nothing has been sampled yet: a mistake
-                raise UserError(
-                    f"engine.urls: {url}: {fault}; docs/scale.md says how a server is started"
-                )
-            if self._ranks.first:
-                to_stderr(f"{url} has not taken the weights of update {version}: {fault}")
-        self.arrive(version, faults)
+        raise RuntimeError("these servers get their weights from another process")
 
     def expect(self, version: int) -> None:
-        """These weights are on their way."""
-        self.coming = version
-        self.tell("expect", version)
+        """Note that these weights are on their way."""
+        self.pending_version = version
 
     def arrive(self, version: int, faults: dict[str, str]) -> None:
-        """All servers have them but those with `faults`, by their URLs."""
+        """Note that all servers have these weights, except those with `faults`, by their URLs."""
         self.version = version
         for server in self.servers:
             server.fault = faults.get(server.url, "")
-        self.tell("arrive", version, faults)
 
     def close(self) -> None:
         with suppress(Exception):
             self._loop.run(self._client.close(), CLOSE_S)
         self._loop.close()
-        for transfer in filter(None, (self._transfer, self._adapters)):
-            transfer.close()
 
-    async def _serve(self, request: Request, answer: Callable[[Completion], None]) -> None:
+    async def _serve(self, request: Request, callback: Callable[[Completion], None]) -> None:
         """Have one server after the other try, until one answers."""
-        while well := [server for server in self.servers if not server.fault]:
-            server = min(well, key=lambda server: len(server.calls))
+        while True:
+            usable = [server for server in self.servers if not server.fault]
+            if not usable:
+                break
+            server = min(usable, key=lambda server: len(server.calls))
             call = asyncio.ensure_future(self._ask(server, request))
             server.calls.add(call)
             try:
-                return answer(await asyncio.wait_for(call, self._timeout_s))
+                completion = await asyncio.wait_for(call, self._timeout_s)
+                return callback(completion)
             except TimeoutError:
                 self._lose(server, f"no whole answer within engine.timeout_s = {self._timeout_s:g}")
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task and task.cancelling():
                     raise
-                # Else the call alone was: another request has found out what is wrong with the
-                # server.
+                # Otherwise the call alone was cancelled: another request has found out what is
+                # wrong with the server.
             except ValidationError as error:
                 self._lose(server, f"not vLLM's answer: {problem(error)}")
             except Exception as error:
@@ -190,226 +171,356 @@ class Fleet:
             finally:
                 server.calls.discard(call)
         faults = "; ".join(f"{url}: {fault}" for url, fault in self.faults.items())
-        answer(Completion(request.key, [], [], None, failure=f"no server is left ({faults})"))
+        callback(Completion(request.key, [], [], None, failure=f"no server is left ({faults})"))
 
     def _lose(self, server: Server, fault: str) -> None:
-        if not server.fault:
-            server.fault = fault
-            to_stderr(
-                f"rank {self._ranks.rank}: {server.url} is left out until the next weights: {fault}"
-            )
-            server.asking, server.asked = asyncio.Lock(), None
-            for call in server.calls:
-                call.cancel()
+        """Give the server no more requests, and its pending ones to others."""
+        if server.fault:
+            return
+        server.fault = fault
+        to_stderr(
+            f"rank {self._ranks.rank}: {server.url} is left out until the next weights: {fault}"
+        )
+        server.entropy_lock = asyncio.Lock()
+        server.next_entropy_call = None
+        for call in server.calls:
+            call.cancel()
 
     async def _ask(self, server: Server, request: Request) -> Completion:
-        since = self.version
+        """The server's response. Raises WrongAnswer if it does not fit the request."""
+        oldest_version = self.version
         name = uuid4().hex if self.entropy else ""
-        parameters = sampling_options(request, self.end_ids, name)
-        body: dict[str, Any] = {"token_ids": request.prompt_ids, "sampling_params": parameters}
+        body: dict[str, Any] = {
+            "token_ids": request.prompt_ids,
+            "sampling_params": sampling_options(request, self.end_ids, name),
+        }
         if self.model:
             body["model"] = self.model
+
         url = f"{server.url}/inference/v1/generate"
-        cached = 0
         if request.stopped:
             choice = await self._stream(url, body, request)
+            cached_tokens = 0
         else:
-            most = most_bytes(request.max_tokens)
-            reply = await self._client.ask("POST", url, body, max_bytes=most)
-            if reply.status != 200:
-                raise WrongAnswer(f"status {reply.status}: {clean(reply.text, 200)}")
-            answer = Answer.model_validate_json(reply.body)
-            choice = answer.choices[0]
-            cached = answer.cached or 0
-        ids = choice.token_ids
-        spots = choice.spots
-        check_tokens(choice, self.vocabulary)
-        if ids != [spot.token_id for spot in spots] or not 1 <= len(ids) <= request.max_tokens:
-            raise WrongAnswer(
-                f"{len(ids)} token ids with {len(spots)} log-probs for at most {request.max_tokens}"
-            )
-        if not 0 <= cached <= len(request.prompt_ids):
-            raise WrongAnswer(
-                f"{shown(cached)} cached tokens of {len(request.prompt_ids)} in the prompt"
-            )
-        spans = choice.weight_versions or []
-        versions = token_versions(spans, len(ids))
-        if not all(since <= version <= self.coming for version in versions):
-            named = ", ".join(span.version for span in spans[:SPANS])
-            raise WrongAnswer(f"weights {named} in place of {self.version}")
+            response = await self._generate(url, body, request)
+            choice = response.choices[0]
+            cached_tokens = response.cached or 0
+
+        self._check(choice, request, cached_tokens)
+        versions = self._versions(choice, oldest_version)
         entropy = None
         if self.entropy:
-            entropy = await self._entropy_of(server, name, len(ids))
-            if entropy is not None and len(entropy) != len(ids):
-                raise WrongAnswer(f"{len(entropy)} entropies for {len(ids)} tokens")
-        logp = [spot.logprob for spot in spots]
+            entropy = await self._entropy_of(server, name, len(choice.token_ids))
         return Completion(
-            request.key,
-            ids,
-            logp,
-            entropy,
-            cached_tokens=cached,
+            key=request.key,
+            token_ids=choice.token_ids,
+            logp=[token.logprob for token in choice.logprobs],
+            entropy=entropy,
+            cached_tokens=cached_tokens,
             versions=versions,
             server=server.name,
         )
 
-    async def _entropy_of(self, server: Server, name: str, count: int) -> list[float] | None:
-        """The entropies of a finished response.
-
-        One call asks for all that finish while the one before is under way.
-        """
-        if server.asked is None:
-            asked: list[tuple[str, int]] = []
-            server.asked = asked, asyncio.ensure_future(self._entropies(server, asked))
-            server.asked[1].add_done_callback(lambda call: call.cancelled() or call.exception())
-        asked, call = server.asked
-        asked.append((name, count))
-        place = len(asked) - 1
-        return (await asyncio.shield(call))[place]
-
-    async def _entropies(
-        self, server: Server, asked: list[tuple[str, int]]
-    ) -> list[list[float] | None]:
-        async with server.asking:
-            server.asked = None
-            call = {"method": "paw_entropy", "args": [asked]}
-            most = most_bytes(sum(count for _, count in asked))
-            reply = await self._client.ask(
-                "POST", f"{server.url}/collective_rpc", call, max_bytes=most
-            )
+    async def _generate(self, url: str, body: dict[str, Any], request: Request) -> GenerateResponse:
+        max_bytes = most_bytes(request.max_tokens)
+        reply = await self._client.ask("POST", url, body, max_bytes=max_bytes)
         if reply.status != 200:
-            raise WrongAnswer(
-                "it gives no entropy: it needs two more options (docs/scale.md, Entropy)"
-            )
-        responses = Entropies.model_validate_json(reply.body).results[0]
-        if len(responses) != len(asked):
-            raise WrongAnswer(f"entropies of {len(responses)} responses in place of {len(asked)}")
-        for response in responses:
-            check_entropies(response or (), self.vocabulary)
-        return responses
+            raise WrongAnswer(f"status {reply.status}: {clean(reply.text, 200)}")
+        return GenerateResponse.model_validate_json(reply.body)
 
     async def _stream(self, url: str, body: dict[str, Any], request: Request) -> Choice:
-        """The response up to where `request.stopped` says that it is complete; the server hears it
-        from the connection, which is closed."""
-        ids: list[int] = []
-        spots: list[Spot] = []
+        """The response up to where `request.stopped` says that it is complete.
+
+        The connection is closed then, which makes the server stop.
+        """
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
         stopped = request.stopped
-        since = self.version
-        max_line = most_bytes(request.max_tokens)
-        max_bytes = most_bytes(request.max_tokens, lines=True)
-        asked = self._client.lines(
-            url, body | {"stream": True}, max_line=max_line, max_bytes=max_bytes
+        version = self.version
+        stream = self._client.lines(
+            url,
+            body | {"stream": True},
+            max_line=most_bytes(request.max_tokens),
+            max_bytes=most_bytes(request.max_tokens, lines=True),
         )
-        async with asked as lines:
+        async with stream as lines:
             async for line in lines:
-                if len(ids) > request.max_tokens:
+                if len(token_ids) > request.max_tokens:
                     raise WrongAnswer(
                         "a stream without end: it has more tokens than were asked for"
                     )
                 if not line.startswith("data: {"):
                     continue
-                choice = Answer.model_validate_json(line.removeprefix("data: ")).choices[0]
+                response = GenerateResponse.model_validate_json(line.removeprefix("data: "))
+                choice = response.choices[0]
                 check_tokens(choice, self.vocabulary)
-                ids += choice.token_ids
-                spots += choice.spots
-                if choice.finish_reason or (stopped and stopped(ids)):
+                token_ids += choice.token_ids
+                logprobs += choice.logprobs
+                if choice.finish_reason or (stopped and stopped(token_ids)):
                     break
-        spans = [
-            Span(version=str(since), start=0, end=len(ids))
-        ]  # told at the end of whole ones alone
-        return Choice.model_construct(token_ids=ids, spots=spots, weight_versions=spans)
+        # vLLM sends the versions at the end of a response that it finishes itself, and only then.
+        spans = [VersionSpan(version=str(version), start=0, end=len(token_ids))]
+        return Choice.model_construct(token_ids=token_ids, logprobs=logprobs, weight_versions=spans)
+
+    def _check(self, choice: Choice, request: Request, cached_tokens: int) -> None:
+        """Raises WrongAnswer if tokens or log-probs do not fit the request."""
+        check_tokens(choice, self.vocabulary)
+        count = len(choice.token_ids)
+        same_tokens = choice.token_ids == [token.token_id for token in choice.logprobs]
+        if not same_tokens or not 1 <= count <= request.max_tokens:
+            raise WrongAnswer(
+                f"{count} token ids with {len(choice.logprobs)} log-probs for at most "
+                f"{request.max_tokens}"
+            )
+        if not 0 <= cached_tokens <= len(request.prompt_ids):
+            raise WrongAnswer(
+                f"{shown(cached_tokens)} cached tokens of {len(request.prompt_ids)} in the prompt"
+            )
+
+    def _versions(self, choice: Choice, oldest_version: int) -> list[int]:
+        """The version of each token's weights. Raises WrongAnswer for one that cannot be."""
+        spans = choice.weight_versions or []
+        versions = token_versions(spans, len(choice.token_ids))
+        if not all(oldest_version <= version <= self.pending_version for version in versions):
+            named = ", ".join(span.version for span in spans[:MAX_SPANS])
+            raise WrongAnswer(f"weights {named} in place of {self.version}")
+        return versions
+
+    async def _entropy_of(self, server: Server, name: str, count: int) -> list[float] | None:
+        """The entropies of a finished response of `count` tokens.
+
+        One call asks for all responses that finish while the call before is under way.
+        """
+        call = server.next_entropy_call
+        if call is None:
+            responses: list[tuple[str, int]] = []
+            result = asyncio.ensure_future(self._ask_entropies(server, responses))
+            # An error is raised for each response below; here it only counts as retrieved.
+            result.add_done_callback(lambda done: done.cancelled() or done.exception())
+            call = EntropyCall(responses, result)
+            server.next_entropy_call = call
+        index = len(call.responses)
+        call.responses.append((name, count))
+        entropy = (await asyncio.shield(call.result))[index]
+        if entropy is not None and len(entropy) != count:
+            raise WrongAnswer(f"{len(entropy)} entropies for {count} tokens")
+        return entropy
+
+    async def _ask_entropies(
+        self, server: Server, responses: list[tuple[str, int]]
+    ) -> list[list[float] | None]:
+        async with server.entropy_lock:
+            server.next_entropy_call = None  # from here on nothing joins `responses`
+            body = {"method": "paw_entropy", "args": [responses]}
+            max_bytes = most_bytes(sum(count for _, count in responses))
+            reply = await self._client.ask(
+                "POST", f"{server.url}/collective_rpc", body, max_bytes=max_bytes
+            )
+        if reply.status != 200:
+            raise WrongAnswer(
+                "it gives no entropy: it needs two more options (docs/scale.md, Entropy)"
+            )
+        entropies = EntropyResponse.model_validate_json(reply.body).results[0]
+        if len(entropies) != len(responses):
+            raise WrongAnswer(
+                f"entropies of {len(entropies)} responses in place of {len(responses)}"
+            )
+        for entropy in entropies:
+            check_entropies(entropy or (), self.vocabulary)
+        return entropies
+
+
+class SendingPool(ServerPool):
+    """The servers at `urls`, which get their weights from here: rank 0 sends, all ranks take part.
+
+    Args:
+        transfer: how weights are sent.
+        adapters: how LoRA adapters are sent, apart from the base weights. Those are then sent once,
+            by `transfer`, unless the servers `have_base`.
+        started: the servers, if the run has started them; set on rank 0 only.
+        options: keyword arguments of `ServerPool`.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        transfer: Transfer,
+        *,
+        adapters: AdapterTransfer | None = None,
+        have_base: bool = False,
+        started: Servers | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(urls, **options)
+        self._transfer = transfer
+        self._adapters = adapters
+        self._have_base = have_base
+        self._started = started
+        self.on_expected: Callable[[int], None] = lambda version: None
+        """Called with the version of weights that are about to be sent."""
+        self.on_arrived: Callable[[int, dict[str, str]], None] = lambda version, faults: None
+        """Called with the version that servers have, and the faults of those that do not."""
+
+    def sync(self, weights: Any, version: int) -> None:
+        """Send every parameter from rank 0 to every server, those that failed before too.
+
+        A call of all ranks. Raises UserError if a server does not take the first weights.
+        """
+        self.expect(version)
+        if self._ranks.first and self._started:
+            for line in self._started.revive():
+                to_stderr(line)
+
+        faults: dict[str, str] = {}
+        if self._adapters is None:
+            faults |= self._send(self._transfer, weights, version, faults)
+        else:
+            if not self._have_base:
+                faults |= self._send(self._transfer, weights.base, version, faults)
+            faults |= self._send(self._adapters, weights.adapters, version, faults)
+        self._have_base = True
+
+        faults = self._ranks.broadcast_from_rank0(lambda: faults)
+        for url, fault in faults.items():
+            if self.version < 0:  # nothing has been sampled yet: a mistake in the settings
+                raise UserError(
+                    f"engine.urls: {url}: {fault}; docs/scale.md says how a server is started"
+                )
+            if self._ranks.first:
+                to_stderr(f"{url} has not taken the weights of update {version}: {fault}")
+        self.arrive(version, faults)
+
+    def _send(
+        self, transfer: Transfer, weights: Any, version: int, faults: dict[str, str]
+    ) -> dict[str, str]:
+        """Send to the servers without `faults`. Returns what went wrong, by URL, on rank 0."""
+        if self._ranks.first:
+            urls = [server.url for server in self.servers if server.url not in faults]
+            return transfer.send(weights, urls, version)
+        for _ in weights:
+            pass  # gathering the weights takes all ranks
+        return {}
+
+    def expect(self, version: int) -> None:
+        super().expect(version)
+        self.on_expected(version)
+
+    def arrive(self, version: int, faults: dict[str, str]) -> None:
+        super().arrive(version, faults)
+        self.on_arrived(version, faults)
+
+    def close(self) -> None:
+        super().close()
+        self._transfer.close()
+        if self._adapters:
+            self._adapters.close()
 
 
 class ServerEngine(Engine):
-    """The servers of a fleet as an engine; several may share them."""
+    """The servers of a pool as an engine; several engines may share a pool."""
 
-    continuous = checkpoint_names = True
+    continuous = True
+    checkpoint_names = True
 
-    def __init__(self, fleet: Fleet, max_model_len: int) -> None:
+    def __init__(self, pool: ServerPool, max_model_len: int) -> None:
         super().__init__(max_model_len)
-        self.fleet = fleet
-        self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+        self.pool = pool
+        self._completions: queue.SimpleQueue[Completion] = queue.SimpleQueue()
 
     @property
     def version(self) -> int:  # type: ignore[override]
         """-1 until the first `sync`."""
-        return self.fleet.version
+        return self.pool.version
 
     @property
     def faults(self) -> dict[str, str]:
-        return self.fleet.faults
+        return self.pool.faults
 
     def submit(self, request: Request) -> None:
         if self.version < 0:
             raise RuntimeError("the engine has no weights: call sync first")
         super().submit(request)
-        self.fleet.submit(request, self._done.put)
+        self.pool.submit(request, self._completions.put)
 
     def step(self) -> list[Completion]:
         """The requests that have finished; waits a moment for the first."""
-        found: list[Completion] = []
+        completions: list[Completion] = []
         with suppress(queue.Empty):
-            found.append(self._done.get(timeout=LOOK_S))
+            completions.append(self._completions.get(timeout=STEP_S))
             while True:
-                found.append(self._done.get_nowait())
-        return [completion for completion in found if self._requests.pop(completion.key, None)]
+                completions.append(self._completions.get_nowait())
+        return [done for done in completions if self.requests.pop(done.key, None)]
 
     def sync(self, parameters: Any, version: int) -> None:
-        """Requests may be pending: what they go on with is sampled from the new weights."""
-        self.fleet.sync(parameters, version)
+        """Requests may be pending: what follows in them is sampled from the new weights."""
+        self.pool.sync(parameters, version)
 
     def leave_out(self, servers: Collection[str]) -> bool:
-        others = [server for server in self.fleet.servers if server.name not in servers]
-        self.fleet.servers = others or self.fleet.servers
+        others = [server for server in self.pool.servers if server.name not in servers]
+        if others:
+            self.pool.servers = others
         return bool(others)
 
     def sleep(self) -> None:
-        """Nothing: the servers have devices of their own."""
+        """Do nothing: the servers have devices of their own."""
 
     def close(self) -> None:
         super().close()
-        self.fleet.close()
+        self.pool.close()
 
 
-def open_fleet(
+def open_pool(
     config: Config,
     end_ids: Collection[int],
     device: torch.device,
     ranks: Ranks,
-    servers: Servers | None,
+    started: Servers | None,
     *,
     vocabulary: int,
     entropy: bool,
     lora: LoraConfig | None,
-) -> Fleet:
-    """The servers of engine.urls, or those that rank 0 has started, once they answer; a call of all ranks.
+) -> SendingPool:
+    """The servers of engine.urls, or those that rank 0 has started, once they answer.
 
-    Raises UserError for one that does not come up.
+    A call of all ranks. Raises UserError for a server that does not come up.
     """
     options = config.engine
 
-    def urls() -> list[str]:
-        if servers:
-            servers.wait()
-        return servers.urls if servers else options.urls
+    def wait_for_urls() -> list[str]:
+        if not started:
+            return options.urls
+        started.wait()
+        return started.urls
 
-    found = ranks.broadcast_from_rank0(urls)
+    urls = ranks.broadcast_from_rank0(wait_for_urls)
     dtype = DTYPES[config.model.dtype]
-    if options.transfer == "nccl" or (options.transfer == "auto" and device.type == "cuda"):
-        here = all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in found)
-        address = "127.0.0.1" if here else socket.gethostbyname(socket.gethostname())
-        transfer: Transfer = NcclTransfer(dtype, options.timeout_s, address)
-    else:
-        transfer = FileTransfer(dtype, options.timeout_s, options.weights_dir)
-    adapters = lora and AdapterTransfer(dtype, options.timeout_s, options.weights_dir, lora)
-    own: Any = {"entropy": entropy, "adapters": adapters, "have_base": options.servers > 0}
-    return Fleet(
-        found,
+    adapters = None
+    served_model = ""
+    transfer = _make_transfer(config, urls, device)
+    if lora:
+        adapters = AdapterTransfer(dtype, options.timeout_s, options.weights_dir, lora)
+        served_model = ranks.broadcast_from_rank0(lambda: adapters.model)
+    return SendingPool(
+        urls,
         transfer,
+        adapters=adapters,
+        have_base=options.servers > 0,
+        started=started,
         end_ids=end_ids,
         vocabulary=vocabulary,
         timeout_s=options.timeout_s,
         ranks=ranks,
-        started=servers,
-        **own,
+        entropy=entropy,
+        model=served_model,
     )
+
+
+def _make_transfer(config: Config, urls: Sequence[str], device: torch.device) -> Transfer:
+    """How the base weights, or all weights, are sent."""
+    options = config.engine
+    dtype = DTYPES[config.model.dtype]
+    if options.transfer == "files" or (options.transfer == "auto" and device.type != "cuda"):
+        return FileTransfer(dtype, options.timeout_s, options.weights_dir)
+    on_this_machine = all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls)
+    address = "127.0.0.1" if on_this_machine else socket.gethostbyname(socket.gethostname())
+    return NcclTransfer(dtype, options.timeout_s, address)

@@ -1,7 +1,7 @@
-"""vLLM servers that a run starts on its own machine: watched, restarted once, and ended with the run, however it ends.
+"""vLLM servers that a run starts on its own machine: restarted once, and ended with the run.
 
-Each is a child of a small process (watch.py) that holds the other end of a pipe to the trainer:
-once that is gone, kill -9 included, the server's whole process group is ended.
+Each is a child of a small process (watch.py) that holds the other end of a pipe to the trainer.
+Once the trainer is gone, by kill -9 too, that process ends the server's whole process group.
 """
 
 import os
@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,11 +26,30 @@ from paw.rollouts.engines.vllm import DEFAULTS, engine_options
 from paw.rollouts.engines.watch import GOODBYE, GRACE_S, WEIGHTS_DIR
 
 HEALTH_S = 2.0
-"""Seconds for a server to say that it is there."""
+"""Seconds for a server to answer whether it is up."""
 START_S = 1800.0
 """Seconds for a server to come up: large models take long to load, and to compile."""
+POLL_S = 0.5
+"""Seconds between two looks at servers that are coming up."""
 LAST_LINES = 4
-"""Of a log, from its last error on, that are shown."""
+"""Lines of a log that are shown, from its last error on."""
+VARIABLES = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+}
+"""Variables that a server needs."""
+NOT_INHERITED = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+)
+"""Variables of a rank that a server must not have."""
 
 
 def vllm_command(
@@ -44,34 +64,35 @@ def vllm_command(
     entropy: bool = False,
     lora: LoraConfig | None = None,
 ) -> list[str]:
-    """What serves `model`, a folder or Hugging Face name, but for the port."""
+    """The command that serves `model`, a folder or Hugging Face name, without the port."""
     options = engine_options(max_model_len, dtype=dtype, on_cpu=on_cpu, entropy=entropy, lora=lora)
-    options |= {"model": model, "host": "127.0.0.1", "disable_uvicorn_access_log": True}
-    options |= {"enable_scale_out": True, "enable_prompt_tokens_details": True}
+    options |= {
+        "model": model,
+        "host": "127.0.0.1",
+        "disable_uvicorn_access_log": True,
+        "enable_scale_out": True,
+        "enable_prompt_tokens_details": True,
+    }
     if not on_cpu:
-        options |= {
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "tensor_parallel_size": tensor_parallel,
-        }
+        options["gpu_memory_utilization"] = gpu_memory_utilization
+        options["tensor_parallel_size"] = tensor_parallel
     if nccl:
         options["weight_transfer_config"] = '{"backend": "nccl"}'
     if entropy:
         options["worker_extension_cls"] = "paw.rollouts.engines.entropy.Extension"
+
     command = [sys.executable, "-m", "paw.rollouts.engines.served"]
     for name, value in options.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            command.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            command += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+        command += _flag(name.replace("_", "-"), value)
     return command
 
 
-VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-VARIABLES["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-OF_RANKS += ("VLLM_ENABLE_V1_MULTIPROCESSING",)
-"""Variables that a server must not inherit."""
+def _flag(name: str, value: Any) -> list[str]:
+    """An option as words of the command line."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    values = value if isinstance(value, list) else [value]
+    return [f"--{name}", *map(str, values)]
 
 
 def start_servers(
@@ -86,24 +107,16 @@ def start_servers(
 ) -> "Servers":
     """Start engine.servers on the GPUs after the ranks' own.
 
-    Raises UserError where there are too few.
+    Raises UserError if there are too few.
     """
-    options, limits = config.engine, config.rollout
+    options = config.engine
+    limits = config.rollout
     if ranks.on_host != ranks.world_size:
         raise UserError(
-            "engine.servers: a run on several machines does not start servers; start them, set engine.urls"
+            "engine.servers: a run on several machines does not start servers;"
+            " start them, set engine.urls"
         )
-    gpus: list[list[str]] = [[]] * options.servers
-    if device.type == "cuda":
-        every = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        every = every if every != [""] else list(map(str, range(torch.cuda.device_count())))
-        if len(every) < ranks.world_size + options.gpus:
-            need = f"engine.servers = {options.servers} x engine.tensor_parallel = {options.tensor_parallel}"
-            raise UserError(
-                f"{need} and training need {ranks.world_size + options.gpus} GPUs; there are {len(every)}"
-            )
-        size = options.tensor_parallel
-        gpus = [every[ranks.world_size + size * i :][:size] for i in range(options.servers)]
+    on_gpus = device.type == "cuda"
     command = vllm_command(
         model,
         max_model_len=limits.max_prompt_tokens + limits.max_response_tokens,
@@ -111,18 +124,42 @@ def start_servers(
         on_cpu=device.type == "cpu",
         gpu_memory_utilization=options.memory_share,
         tensor_parallel=options.tensor_parallel,
-        nccl=options.transfer == "nccl" or (options.transfer == "auto" and device.type == "cuda"),
+        nccl=options.transfer == "nccl" or (options.transfer == "auto" and on_gpus),
         entropy=entropy,
         lora=lora,
     )
+    if on_gpus:
+        gpus = _divide_gpus(options.servers, options.tensor_parallel, ranks.world_size)
+    else:
+        gpus = [[]] * options.servers
     return Servers(command, gpus, folder, weights_dir=options.weights_dir)
 
 
-class Servers:
-    """A server on each of `gpus`, the devices of one; `command` is what starts it, but for the port.
+def _divide_gpus(servers: int, tensor_parallel: int, ranks: int) -> list[list[str]]:
+    """The GPUs of each server, as CUDA_VISIBLE_DEVICES names them: those after the ranks' own.
 
-    `urls` are known at once; `wait` until they answer. `folder` is for what they write;
-    `weights_dir` is where this process leaves weights for them (None: in memory).
+    Raises UserError if there are too few.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    wanted = ranks + servers * tensor_parallel
+    if len(gpus) < wanted:
+        raise UserError(
+            f"engine.servers = {servers} x engine.tensor_parallel = {tensor_parallel}"
+            f" and training need {wanted} GPUs; there are {len(gpus)}"
+        )
+    starts = range(ranks, wanted, tensor_parallel)
+    return [gpus[start : start + tensor_parallel] for start in starts]
+
+
+class Servers:
+    """Servers that this process has started; `urls` are known at once, `wait` until they answer.
+
+    Args:
+        command: what starts a server, without the port.
+        gpus: the devices of each server.
+        folder: for what the servers write.
+        weights_dir: where this process leaves weights for them; None: in memory.
     """
 
     def __init__(
@@ -133,11 +170,14 @@ class Servers:
         *,
         weights_dir: Path | None = None,
     ) -> None:
-        self._command, self._gpus, self._folder = list(command), gpus, folder
+        self._command = list(command)
+        self._gpus = gpus
+        self._folder = folder
         self._weights_dir = weights_dir
         folder.mkdir(parents=True, exist_ok=True)
         self._ports = [_free_port() for _ in gpus]
         self._restarted: set[int] = set()
+        """Indices of the servers that have been started once more."""
         self._running = [self._start(index) for index in range(len(gpus))]
 
     @property
@@ -145,9 +185,9 @@ class Servers:
         return [f"http://127.0.0.1:{port}" for port in self._ports]
 
     def wait(self) -> None:
-        """Until every server answers.
+        """Wait until every server answers.
 
-        Raises UserError for one that ends, with its last words, or takes too long.
+        Raises UserError for one that ends, with the last lines of its log, or that takes too long.
         """
         client = BlockingHttpClient("engine.servers", timeout_s=HEALTH_S)
         try:
@@ -156,31 +196,41 @@ class Servers:
             client.close()
 
     def _wait(self, client: BlockingHttpClient) -> None:
-        began, left = time.monotonic(), set(range(len(self._running)))
-        while left:
-            for index in sorted(left):
-                if self._running[index].poll() is not None:
-                    raise UserError(
-                        f"vLLM server {index} ended while it started: {self._last_words(index)}"
-                    )
-                with suppress(Exception):  # nobody listens yet, or something else does
-                    answer = client.ask("GET", f"{self.urls[index]}/health")
-                    left -= {index} if answer.status == 200 else set()
-            if left and time.monotonic() - began > START_S:
+        started_at = time.monotonic()
+        waiting = list(range(len(self._running)))
+        while True:
+            waiting = [index for index in waiting if not self._answers(client, index)]
+            if not waiting:
+                return
+            if time.monotonic() - started_at > START_S:
+                index = waiting[0]
                 raise UserError(
-                    f"vLLM server {min(left)} does not answer after {START_S:g} s: {self._log(min(left))}"
+                    f"vLLM server {index} does not answer after {START_S:g} s: {self._log(index)}"
                 )
-            time.sleep(0.5 if left else 0)
+            time.sleep(POLL_S)
+
+    def _answers(self, client: BlockingHttpClient, index: int) -> bool:
+        """Whether a server is up. Raises UserError if it has ended."""
+        if self._running[index].poll() is not None:
+            raise UserError(
+                f"vLLM server {index} ended while it started: {self._last_words(index)}"
+            )
+        with suppress(Exception):  # nobody listens yet, or something else does
+            return client.ask("GET", f"{self.urls[index]}/health").status == 200
+        return False
 
     def revive(self) -> list[str]:
-        """Start the servers that have ended once more, each once in a run; returns a line about
-        each. Does not wait: the next weights go to those that answer by then."""
+        """Start the servers that have ended once more, each once in a run.
+
+        Does not wait: the next weights go to those that answer by then. Returns a line about each.
+        """
         lines = []
         for index, process in enumerate(self._running):
             if process.poll() is not None and index not in self._restarted:
                 self._restarted.add(index)
                 lines.append(
-                    f"vLLM server {index} has ended ({self._last_words(index)}): starting it once more"
+                    f"vLLM server {index} has ended ({self._last_words(index)}):"
+                    " starting it once more"
                 )
                 self._running[index] = self._start(index)
         return lines
@@ -188,21 +238,21 @@ class Servers:
     def close(self) -> None:
         for process in self._running:
             if process.stdin:
-                with suppress(OSError):  # it has ended already
+                with suppress(OSError):  # the server has ended already
                     process.stdin.write(GOODBYE)
                     process.stdin.flush()
                 with suppress(OSError):
-                    process.stdin.close()  # which ends it
+                    process.stdin.close()  # this ends the server
         for process in self._running:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=GRACE_S + 5)
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
-        variables = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
-        variables = DEFAULTS | {"VLLM_LOGGING_LEVEL": "WARNING"} | variables | VARIABLES
+        inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+        variables = DEFAULTS | {"VLLM_LOGGING_LEVEL": "WARNING"} | inherited | VARIABLES
         if self._gpus[index]:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[index])
-        else:  # the model lies in the engine's process, as on one GPU: a process less that imports vLLM
+        else:  # model and engine in the server's own process: one process less imports vLLM
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         watch = [sys.executable, "-m", "paw.rollouts.engines.watch"]
         if self._weights_dir:
@@ -217,15 +267,20 @@ class Servers:
         return self._folder / f"server-{index}.log"
 
     def _last_words(self, index: int) -> str:
+        """What killed a server, or its last error, and where its log is."""
+        log = self._log(index)
         code = self._running[index].returncode or 0
         if code > 128:
-            return f"killed by {signal.Signals(code - 128).name}; {self._log(index)}"
-        lines = text_of(self._log(index)).splitlines()
-        errors = [
-            place for place, line in enumerate(lines) if "Error" in line and "WARNING" not in line
-        ]
-        said = " ".join(lines[errors[-1] :][:LAST_LINES]) if errors else "no error in its log"
-        return f"{clean(said, 500)}; {self._log(index)}"
+            return f"killed by {signal.Signals(code - 128).name}; {log}"
+        lines = text_of(log).splitlines()
+        last_error = None
+        for number, line in enumerate(lines):
+            if "Error" in line and "WARNING" not in line:
+                last_error = number
+        if last_error is None:
+            return f"no error in its log; {log}"
+        text = " ".join(lines[last_error:][:LAST_LINES])
+        return f"{clean(text, 500)}; {log}"
 
 
 def _free_port() -> int:

@@ -1,8 +1,8 @@
 """Weights on their way to rollout servers: by NCCL between GPUs, or as files that both sides see.
 
 Both use vLLM 0.32's own ways in (VLLM_SERVER_DEV_MODE=1): its weight transfer engine, or
-`reload_weights`. `send` goes on when a server fails, and tells which. What a server answers is
-bounded in time and size, and checked.
+`reload_weights`. `send` goes on when a server fails, and returns which ones did. What a server
+answers is bounded in time and size, and checked.
 """
 
 import importlib
@@ -12,7 +12,6 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -26,22 +25,27 @@ from paw.envs.http import BlockingHttpClient, HttpAnswer
 from paw.errors import clean, describe
 from paw.files import writing
 from paw.model.host import in_parts
-from paw.rollouts.engines.vllm import import_vllm, lora_options, write_adapters
+from paw.rollouts.engines.vllm import (
+    WEIGHTS_DIR_HINT,
+    import_vllm,
+    lora_options,
+    write_adapters,
+)
 from paw.rollouts.engines.weight_folders import make_weight_folder
 
 if TYPE_CHECKING:
     from paw.rollouts.sync import Weights
 
 SHARD_BYTES = 2 << 30
-"""Of a file: what rank 0 holds in memory at once."""
+"""Bytes of a file, which rank 0 holds in memory at once."""
 QUICK_S = 60.0
-"""Seconds for calls that give a server no work: the other servers are paused while one of them is waited for."""
+"""Seconds for calls that give a server no work: the other servers are paused meanwhile."""
 ANSWER_BYTES = 1 << 20
-"""Of an answer, which says little more than that it is done."""
+"""Most bytes of an answer, which says little more than that the server is done."""
 MAX_GPUS = 4096
-"""Of a server, which has a worker on each."""
+"""Most GPUs of a server, which has a worker on each."""
 MAX_ADAPTERS = 64
-"""Of a worker: servers are started for one."""
+"""Most adapters of a worker: servers are started for one."""
 
 
 class Done(Strict):
@@ -56,7 +60,7 @@ AdapterNumber = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class AdapterNumbers(Strict):
-    """Of the adapters that each worker holds."""
+    """The adapters that each worker holds."""
 
     results: list[Annotated[list[AdapterNumber], Field(max_length=MAX_ADAPTERS)]] = Field(
         min_length=1, max_length=MAX_GPUS
@@ -67,7 +71,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Transfer(ABC):
-    """How rank 0 sends weights; the other ranks take part in gathering alone.
+    """How rank 0 sends weights to servers. The other ranks only take part in gathering them.
 
     `timeout_s` is for each whole answer.
     """
@@ -79,28 +83,31 @@ class Transfer(ABC):
         self._threads = ThreadPoolExecutor(max_workers=64)
 
     def send(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
-        """Load the weights into every server, which then answers with this version. Returns what went wrong, by URL.
+        """Load the weights into every server, which then answers with this version.
 
-        Always makes one whole pass over `weights`. Requests that are running go on with the new
+        Makes one whole pass over `weights`, whatever fails. Running requests go on with the new
         weights: what they computed before is computed again, so that each token's log-prob is that
-        of one version.
+        of one version. Returns what went wrong, by URL.
         """
         self._prepare(weights, version)
         faults = self.each(urls, lambda url: self.post(url, "pause?mode=keep", quick=True))
-        return faults | self._load(weights, [url for url in urls if url not in faults], version)
+        paused = [url for url in urls if url not in faults]
+        return faults | self._load(weights, paused, version)
 
     def _prepare(self, weights: "Weights", version: int) -> None:  # noqa: B027
-        """What can be done while the servers are sampling."""
+        """Do what can be done while the servers are sampling."""
 
     @abstractmethod
     def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
-        """Load the weights into servers that are paused, and have each go on with them, see
-        `_resume`; what went wrong, by URL."""
+        """Load the weights into servers that are paused, and `_resume` each.
+
+        Returns what went wrong, by URL.
+        """
 
     def _resume(self, url: str, version: int) -> None:
         """Have a server that has loaded the weights go on, under their version."""
-        reset = self.post(url, "reset_prefix_cache?reset_running_requests=true", quick=True)
-        if not _read(Done, reset, "reset_prefix_cache").success:
+        answer = self.post(url, "reset_prefix_cache?reset_running_requests=true", quick=True)
+        if not _parse(Done, answer, "reset_prefix_cache").success:
             raise RuntimeError("it keeps its prefix cache, which is of other weights")
         self.post(url, "update_weight_version", {"new_version": str(version)}, quick=True)
         self.post(url, "resume", quick=True)
@@ -118,10 +125,13 @@ class Transfer(ABC):
         *,
         quick: bool = False,
     ) -> HttpAnswer:
-        """What the server answers, whatever the status; `quick`: to a call that gives it no work."""
-        limit_s = self._quick_s if quick else None
+        """What the server answers, whatever the status; `quick`: the call gives it no work."""
         return self._client.ask(
-            method, f"{url}/{path}", body, timeout_s=limit_s, max_bytes=ANSWER_BYTES
+            method,
+            f"{url}/{path}",
+            body,
+            timeout_s=self._quick_s if quick else None,
+            max_bytes=ANSWER_BYTES,
         )
 
     def post(
@@ -138,15 +148,21 @@ class Transfer(ABC):
         return json.loads(answer.body) if answer.body else None
 
     def each(self, urls: Iterable[str], call: Callable[[str], object]) -> dict[str, str]:
-        """Call `call(url)` for all servers at once; what it raised, by URL."""
+        """Call `call(url)` for all servers at once. Returns what it raised, by URL."""
         calls = {url: self._threads.submit(call, url) for url in urls}
-        return {
-            url: describe(error) for url, future in calls.items() if (error := future.exception())
-        }
+        faults = {}
+        for url, future in calls.items():
+            error = future.exception()
+            if error:
+                faults[url] = describe(error)
+        return faults
 
 
 class FileTransfer(Transfer):
-    """Safetensors files in a folder under `folder` (default: in memory, /dev/shm), which the servers must see too."""
+    """Sends safetensors files in a folder under `folder`, which the servers must see too.
+
+    By default the folder is in memory (/dev/shm).
+    """
 
     def __init__(self, dtype: torch.dtype, timeout_s: float, folder: Path | None = None) -> None:
         super().__init__(dtype, timeout_s)
@@ -156,16 +172,14 @@ class FileTransfer(Transfer):
         from safetensors.torch import save_file
 
         folder = self._folder / str(version)
-        with writing(folder, " (engine.weights_dir says where)"):
+        with writing(folder, WEIGHTS_DIR_HINT):
             folder.mkdir(exist_ok=True)
             cast = ((name, tensor.to(self.dtype)) for name, tensor in weights)
             for number, part in enumerate(in_parts(cast, SHARD_BYTES)):
-                # A tied head has the embedding's memory, which the format refuses.
-                own = {
-                    name: tensor.clone() if name == "lm_head.weight" else tensor
-                    for name, tensor in part.items()
-                }
-                save_file(own, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
+                if "lm_head.weight" in part:
+                    # A tied head shares the embedding's memory, which the format refuses.
+                    part["lm_head.weight"] = part["lm_head.weight"].clone()
+                save_file(part, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
 
     def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
         path = str(self._folder / str(version))
@@ -185,34 +199,35 @@ class FileTransfer(Transfer):
 
 
 class AdapterTransfer(FileTransfer):
-    """LoRA adapters for servers that have the base weights: a folder of peft's, by vLLM 0.32's own LoRA support.
+    """Sends LoRA adapters to servers that have the base weights, by vLLM 0.32's own LoRA support.
 
-    Those of each version take the place of the last ones: requests that run go on with the new
-    ones. vLLM knows them by the name `model`, under which it answers, and reads them when they are
-    first needed.
+    They travel as a folder of peft's. The adapters of each version take the place of the last ones,
+    also in running requests. vLLM knows them by the name `model`, under which it answers, and reads
+    them when they are first needed.
     """
 
     def __init__(
         self, dtype: torch.dtype, timeout_s: float, folder: Path | None, lora: LoraConfig
     ) -> None:
         super().__init__(dtype, timeout_s, folder)
-        self._lora, self.model = lora, self._folder.name
+        self._lora = lora
+        self.model = self._folder.name
 
     def _prepare(self, weights: Any, version: int) -> None:
         write_adapters(self._folder, weights, self.dtype, self._lora, "new")
 
-    def _load(self, weights: Any, urls: list[str], version: int) -> dict[str, str]:
-        (self._folder / "new").replace(
-            self._folder / "adapter_model.safetensors"
-        )  # while nobody samples
+    def _load(self, weights: Any, urls: Sequence[str], version: int) -> dict[str, str]:
+        # Replaced here, while nobody samples.
+        (self._folder / "new").replace(self._folder / "adapter_model.safetensors")
 
         def load(url: str) -> None:
-            self._take(url)
+            self._load_adapters(url)
             self._resume(url, version)
 
         return self.each(urls, load)
 
-    def _take(self, url: str) -> None:
+    def _load_adapters(self, url: str) -> None:
+        """Have a server read the adapters, at the first time or anew."""
         body = {"lora_name": self.model, "lora_path": str(self._folder)}
         answer = self.ask("POST", url, "v1/load_lora_adapter", body)
         if answer.status == 200:
@@ -220,44 +235,44 @@ class AdapterTransfer(FileTransfer):
         if "already been loaded" not in answer.text:
             needs = f"--enable-lora --max-lora-rank {lora_options(self._lora)['max_lora_rank']}"
             raise RuntimeError(
-                f"it takes no LoRA adapters: it needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and {needs}, or use"
-                f" --lora.send merged (status {answer.status}: {clean(answer.text, 200)})"
+                "it takes no LoRA adapters: it needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                f" and {needs}, or use --lora.send merged"
+                f" (status {answer.status}: {clean(answer.text, 200)})"
             )
-        # Not by load_inplace, with which vLLM reads the files again at every step, nor under
-        # another name, which requests that run do not have: dropped by its number, it is read again
-        # from the same place.
+        # The server has the adapters of the version before. If they are dropped by their number,
+        # it reads the folder again when they are next needed. vLLM's own ways do not fit: with
+        # load_inplace it reads the files at every step, and running requests do not know a new
+        # name.
         held = self.post(url, "collective_rpc", {"method": "list_loras"})
-        for number in _read(AdapterNumbers, held, "collective_rpc").results[0]:
+        for number in _parse(AdapterNumbers, held, "collective_rpc").results[0]:
             self.post(url, "collective_rpc", {"method": "remove_lora", "args": [number]})
 
 
 class NcclTransfer(Transfer):
     """vLLM's own NCCL broadcast: rank 0's GPU and those of all servers are one group.
 
-    The group is made again where other servers than before can be reached: one that restarted is
+    The group is made again when other servers than before can be reached: one that restarted is
     not in it. Servers need --weight-transfer-config '{"backend": "nccl"}'. One that dies while
     weights are on their way holds up the run.
     """
 
     def __init__(self, dtype: torch.dtype, timeout_s: float, address: str) -> None:
         super().__init__(dtype, timeout_s)
-        self._address, self._members = address, list[str]()
+        self._address = address
+        self._members: list[str] = []
+        """URLs of the servers in the group."""
         self._engine: Any = None
+        """vLLM's end of the group on rank 0."""
 
     def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
         sizes: dict[str, int] = {}
-        source = _Source(weights, self.dtype)
 
-        def meet(url: str) -> None:
-            answer = self.ask("GET", url, "get_world_size", quick=True)
-            if answer.status != 200:
-                raise RuntimeError(
-                    f"/get_world_size: status {answer.status}: {clean(answer.text, 200)}"
-                )
-            sizes[url] = _read(WorldSize, json.loads(answer.body), "get_world_size").world_size
+        def ask_size(url: str) -> None:
+            sizes[url] = self._world_size(url)
 
-        faults = self.each(urls, meet)
+        faults = self.each(urls, ask_size)
         members = [url for url in urls if url in sizes]
+        source = _Source(weights, self.dtype)
         try:
             if members and members != self._members:
                 self._join({url: sizes[url] for url in members})
@@ -266,14 +281,24 @@ class NcclTransfer(Transfer):
                 self._engine.send_weights()
             self._members = members
         except Exception as error:
-            self._members, reason = [], describe(error)
-            faults |= dict.fromkeys(members, reason)
+            self._members = []
+            faults |= dict.fromkeys(members, describe(error))
         source.finish()
-        return faults | self.each(
-            [url for url in urls if url not in faults], lambda url: self._resume(url, version)
-        )
+
+        loaded = [url for url in urls if url not in faults]
+        return faults | self.each(loaded, lambda url: self._resume(url, version))
+
+    def _world_size(self, url: str) -> int:
+        """GPUs of a server."""
+        answer = self.ask("GET", url, "get_world_size", quick=True)
+        if answer.status != 200:
+            raise RuntimeError(
+                f"/get_world_size: status {answer.status}: {clean(answer.text, 200)}"
+            )
+        return _parse(WorldSize, json.loads(answer.body), "get_world_size").world_size
 
     def _join(self, sizes: dict[str, int]) -> None:
+        """Make the group of rank 0 and these servers. `sizes`: GPUs of each, by URL."""
         import_vllm("engine.transfer = 'nccl'")
         nccl: Any = importlib.import_module("vllm.distributed.weight_transfer.nccl_engine")
         if self._engine:
@@ -281,10 +306,12 @@ class NcclTransfer(Transfer):
             self.each(sizes, lambda url: self.post(url, "shutdown_weight_transfer_engine"))
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]
-        info = nccl.NCCLTrainerInitInfo(self._address, port, 1 + sum(sizes.values()), rank=0)
-        source: Any = _Source((), self.dtype)  # each `send` brings its own
+        world_size = 1 + sum(sizes.values())
+        no_weights: Any = _Source((), self.dtype)  # `_load` sets the source of each version
         self._engine = nccl.NCCLTrainerWeightTransferEngine.trainer_init(
-            info, client=_Servers(self, sizes), source=source
+            nccl.NCCLTrainerInitInfo(self._address, port, world_size, rank=0),
+            client=_Servers(self, sizes),
+            source=no_weights,
         )
 
     def close(self) -> None:
@@ -293,8 +320,8 @@ class NcclTransfer(Transfer):
             self._engine.shutdown()
 
 
-def _read(kind: type[M], answer: Any, path: str) -> M:
-    """An answer's JSON as a `kind`. Raises RuntimeError if it is none."""
+def _parse(kind: type[M], answer: Any, path: str) -> M:
+    """A server's JSON as a `kind`. Raises RuntimeError if it has another format."""
     try:
         return kind.model_validate(answer)
     except ValidationError as error:
@@ -302,12 +329,16 @@ def _read(kind: type[M], answer: Any, path: str) -> M:
 
 
 class _Servers:
-    """vLLM's VLLMWeightSyncClient for several servers, each of which has as many ranks of the group as GPUs."""
+    """vLLM's VLLMWeightSyncClient for several servers.
+
+    `sizes`: GPUs of each server, by URL; each GPU has a rank in the group.
+    """
 
     def __init__(self, transfer: Transfer, sizes: dict[str, int]) -> None:
-        self._transfer, self._sizes = transfer, sizes
+        self._transfer = transfer
+        self._sizes = sizes
 
-    def _all(self, path: str, bodies: dict[str, dict[str, Any]]) -> None:
+    def _post_all(self, path: str, bodies: dict[str, dict[str, Any]]) -> None:
         faults = self._transfer.each(
             bodies, lambda url: self._transfer.post(url, path, bodies[url])
         )
@@ -315,41 +346,44 @@ class _Servers:
             raise RuntimeError("; ".join(f"{url}: {fault}" for url, fault in faults.items()))
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        before = accumulate(self._sizes.values(), initial=1)  # rank 0 is the trainer
-        infos = {
-            url: init_info | {"rank_offset": offset}
-            for url, offset in zip(self._sizes, before, strict=False)
-        }
-        self._all(
-            "init_weight_transfer_engine", {url: {"init_info": info} for url, info in infos.items()}
-        )
+        bodies = {}
+        rank_offset = 1  # rank 0 is the trainer
+        for url, size in self._sizes.items():
+            bodies[url] = {"init_info": init_info | {"rank_offset": rank_offset}}
+            rank_offset += size
+        self._post_all("init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:
-        self._all("start_weight_update", {url: {} for url in self._sizes})
+        self._post_all("start_weight_update", {url: {} for url in self._sizes})
 
     def update_weights(self, update_info: Any) -> None:
-        self._all("update_weights", {url: {"update_info": update_info} for url in self._sizes})
+        body = {"update_info": update_info}
+        self._post_all("update_weights", {url: body for url in self._sizes})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._all("finish_weight_update", {url: {} for url in self._sizes})
+        self._post_all("finish_weight_update", {url: {} for url in self._sizes})
 
 
 class _Source:
     """vLLM's WeightSource for one pass over the weights, in the dtype in which they travel."""
 
     def __init__(self, weights: Any, dtype: torch.dtype) -> None:
-        self._weights, self._dtype, self._rest = weights, dtype, None
+        self._weights = weights
+        self._dtype = dtype
+        self._pass: Iterator[tuple[str, Tensor]] | None = None
+        """The pass, once it has started."""
 
     def metadata(self) -> list[Any]:
         base: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
         return [base.ParamMeta(name, self._dtype, shape) for name, shape in self._weights.shapes()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        self._rest = iter(self._weights)
-        for name, tensor in self._rest:
+        self._pass = iter(self._weights)
+        for name, tensor in self._pass:
             yield name, tensor.detach().to(self._dtype)
 
     def finish(self) -> None:
-        """Pass over what is left, which takes all ranks."""
-        for _ in self._weights if self._rest is None else self._rest:
+        """Go through the weights that are left: gathering them takes all ranks."""
+        rest = iter(self._weights) if self._pass is None else self._pass
+        for _ in rest:
             pass

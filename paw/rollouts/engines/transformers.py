@@ -1,12 +1,14 @@
 """Generation on the trainer's own weights: no second copy, no weight transfer, nothing to install.
 
-`step` answers everything queued: prompts sorted by length, right-padded (causal attention never
-looks right, so prefill needs no mask), the head applied to last positions only, then one token a
-row with a KV cache whose finished rows leave. Token t of a request is drawn by inverting the
-distribution function at a uniform number that is a pure function of (seed, t), so tokens do not
-depend on the batch, but for rounding.
+`step` answers everything queued. Prompts are sorted by length and padded on the right: causal
+attention never looks right, so prefill needs no mask. The head is applied to last positions only.
+Then each row gets one token a step, with a KV cache that finished rows leave.
+
+Token t of a request is drawn by inverting the distribution function at a uniform number that is a
+pure function of (seed, t). So tokens do not depend on the batch, except for rounding.
 """
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,19 +25,22 @@ from paw.errors import UserError, describe
 from paw.model.attention import token_mixers
 from paw.model.check import EXACT, LENGTHS, own_logp, sliding_window, typical
 from paw.model.logits import LogitTransform
-from paw.model.precision import running_in
+from paw.model.precision import parameters_as, running_in
 from paw.model.ranks import out_of_memory
-from paw.rollouts.engines.base import Completion, Engine, Request
+from paw.rollouts.engines.base import Completion, Engine, EngineParts, Request
 
 
 class TransformersEngine(Engine):
-    """Samples from `model`, a Hugging Face causal LM: the trainer's, or with `own_weights` a copy that `sync` fills.
+    """Samples from `model`, a Hugging Face causal LM.
 
-    `max_batch_tokens` bounds the padded prompt tokens of one prefill; within `in_dtype()`
-    parameters have the dtype of the trainer's forward passes. Raises UserError for attention other
-    than full (sliding windows, soft caps); a window of all layers may be as wide as the `longest`
-    prompt with its response. Layers that mix tokens by recurrence or convolution would read
-    padding: prompts of a batch are of one length then.
+    It is the trainer's, or with `own_weights` a copy that `sync` fills.
+    `max_batch_tokens` bounds the padded prompt tokens of one prefill. Within `in_dtype()`
+    parameters have the dtype of the trainer's forward passes.
+
+    Raises UserError for attention other than full (sliding windows, soft caps). A window of all
+    layers is allowed if it is as wide as the `longest` prompt with its response. Layers that mix
+    tokens by recurrence or convolution would read padding: for them the prompts of a batch have one
+    length.
     """
 
     def __init__(
@@ -49,96 +54,80 @@ class TransformersEngine(Engine):
         longest: float = math.inf,
     ):
         super().__init__(getattr(model.config, "max_position_embeddings", None))
-        self._mixes = bool(token_mixers(model))
-        config: Any = model.config.get_text_config()
-        kinds = {kind for kind in getattr(config, "layer_types", None) or [] if "attention" in kind}
-        kinds -= {"full_attention", *(["linear_attention"] if self._mixes else [])}
-        kinds |= {"sliding_attention"} if (sliding_window(config) or math.inf) < longest else set()
-        kinds |= (
-            {"soft-capped attention"} if getattr(config, "attn_logit_softcapping", None) else set()
-        )
-        if kinds:
-            raise UserError(
-                f"engine.type = 'transformers' samples from full-attention models only; '{config.model_type}' has"
-                f" {', '.join(sorted(kinds))} layers: use --engine.type vllm"
-            )
-        self._model, self._end_ids, self._max_batch_tokens = (
-            model,
-            frozenset(end_ids),
-            max_batch_tokens,
-        )
+        self._model = model
+        self._end_ids = frozenset(end_ids)
+        self._max_batch_tokens = max_batch_tokens
+        self._in_dtype = in_dtype
+        self._own_weights = own_weights
+        self._mixes_tokens = bool(token_mixers(model))
         self._transform = LogitTransform.of(model.config)
-        self._in_dtype, self._own_weights = in_dtype, own_weights
+
+        kinds = _partial_attention(model, longest=longest, mixes_tokens=self._mixes_tokens)
+        if kinds:
+            model_type = model.config.get_text_config().model_type
+            raise UserError(
+                "engine.type = 'transformers' samples from full-attention models only;"
+                f" '{model_type}' has {', '.join(sorted(kinds))} layers: use --engine.type vllm"
+            )
 
     def step(self) -> list[Completion]:
-        """Everything queued, in the order of submission."""
-        queued, self._requests = list(self._requests.values()), {}
-        done: dict[int, Completion] = {}
+        """Answer everything queued, in the order of submission."""
+        requests = list(self.requests.values())
+        self.requests = {}
+        completions: dict[int, Completion] = {}
         with _generation_mode(self._model), self._in_dtype():
-            for batch in _batches(queued, self._max_batch_tokens, even=self._mixes):
-                done.update((completion.key, completion) for completion in self._generate(batch))
-        return [done[request.key] for request in queued]
+            for batch in _batches(requests, self._max_batch_tokens, same_length=self._mixes_tokens):
+                for completion in self._generate(batch):
+                    completions[completion.key] = completion
+        return [completions[request.key] for request in requests]
 
     def sync(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         super().sync(parameters, version)
-        if self._own_weights:
-            own = dict(self._model.named_parameters(remove_duplicate=False))
-            with torch.no_grad():
-                for name, tensor in parameters:
-                    own[name].copy_(tensor)
+        if not self._own_weights:
+            return
+        own_parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, tensor in parameters:
+                own_parameters[name].copy_(tensor)
 
     def _generate(self, batch: list[Request]) -> list[Completion]:
+        """Prefill, then one token a step for every row that has not finished."""
         decoder: Any = self._model.get_decoder()
         head: Any = self._model.get_output_embeddings()
         device = head.weight.device
-        columns: list[tuple[list[Any], ...]] = [([], [], []) for _ in batch]
-        live = list(
-            range(len(batch))
-        )  # what the rows of the tensors below are, finished ones until they leave
-        finished: set[int] = set()
+        responses = [_Response(request, self._end_ids) for request in batch]
+        # Indices in `batch` of the tensors' rows; a finished one stays until rows are dropped.
+        live = list(range(len(batch)))
         seeds = np.array([request.seed & (2**64 - 1) for request in batch], dtype=np.uint64)
         temperature_B = torch.tensor([request.temperature for request in batch], device=device)
-        ids_BL = pad_sequence(
-            [torch.tensor(request.prompt_ids) for request in batch], batch_first=True
-        ).to(device)
         length_B = torch.tensor([len(request.prompt_ids) for request in batch], device=device)
         longest = max(request.max_tokens for request in batch)
-        cache: Any = None
-        if longest > 1:
-            cache = _EvenCache(config=self._model.config) if self._mixes else _RowCache()
-        hidden_BLD = decoder(
-            input_ids=ids_BL, past_key_values=cache, use_cache=cache is not None
-        ).last_hidden_state
-        hidden_BD = hidden_BLD[torch.arange(len(batch), device=device), length_B - 1]
-        del hidden_BLD
+        cache = self._make_cache() if longest > 1 else None
+        hidden_BD = self._prefill(decoder, batch, length_B, cache)
 
         for t in range(longest):
             uniform_B = torch.from_numpy(uniforms(seeds[live], t)).to(device)
-            drawn = sample(self._transform(head(hidden_BD)), temperature_B, uniform_B)
-            for row, *values in zip(live, *(x_B.tolist() for x_B in drawn), strict=True):
-                if row in finished:
-                    continue
-                for column, value in zip(columns[row], values, strict=True):
-                    column.append(value)
-                tokens, request = columns[row][0], batch[row]
-                ended = tokens[-1] in self._end_ids or len(tokens) == request.max_tokens
-                if ended or (request.stopped and request.stopped(tokens)):
-                    finished.add(row)
-            if len(finished) == len(batch) or cache is None:
+            logits_BV = self._transform(head(hidden_BD))
+            token_B, logp_B, entropy_B = sample(logits_BV, temperature_B, uniform_B)
+            drawn = zip(live, token_B.tolist(), logp_B.tolist(), entropy_B.tolist(), strict=True)
+            for index, token, logp, entropy in drawn:
+                if not responses[index].finished:
+                    responses[index].add(token, logp, entropy)
+            if cache is None or all(response.finished for response in responses):
                 break
-            keep, token_B = [n for n, row in enumerate(live) if row not in finished], drawn[0]
-            if len(keep) <= 0.75 * len(
-                live
-            ):  # dropping rows copies the cache, about the price of one decoding step
-                keep_B = torch.tensor(keep, device=device)
-                live = [live[n] for n in keep]
-                temperature_B, length_B, token_B = (
-                    temperature_B[keep_B],
-                    length_B[keep_B],
-                    token_B[keep_B],
-                )
-                cache.keep(keep_B)
-            cache.write_at(length_B + t, max(len(batch[row].prompt_ids) for row in live) + t + 1)
+
+            kept_rows = [row for row, index in enumerate(live) if not responses[index].finished]
+            # Dropping rows copies the cache, which costs about as much as one decoding step.
+            if len(kept_rows) <= 0.75 * len(live):
+                rows_B = torch.tensor(kept_rows, device=device)
+                live = [live[row] for row in kept_rows]
+                temperature_B = temperature_B[rows_B]
+                length_B = length_B[rows_B]
+                token_B = token_B[rows_B]
+                cache.keep(rows_B)
+
+            longest_prompt = max(len(batch[index].prompt_ids) for index in live)
+            cache.write_at(length_B + t, longest_prompt + t + 1)
             hidden_BD = decoder(
                 input_ids=token_B[:, None],
                 position_ids=(length_B + t)[:, None],
@@ -146,10 +135,85 @@ class TransformersEngine(Engine):
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state[:, 0]
-        return [
-            Completion(r.key, ids, logp, entropy)
-            for r, (ids, logp, entropy) in zip(batch, columns, strict=True)
-        ]
+        return [response.completion() for response in responses]
+
+    def _make_cache(self) -> "_RowCache | _EvenCache":
+        if self._mixes_tokens:
+            return _EvenCache(config=self._model.config)
+        return _RowCache()
+
+    def _prefill(self, decoder: Any, batch: list[Request], length_B: Tensor, cache: Any) -> Tensor:
+        """Hidden states [B, D] of each prompt's last token; fills the cache, unless it is None."""
+        device = length_B.device
+        prompts = [torch.tensor(request.prompt_ids) for request in batch]
+        ids_BL = pad_sequence(prompts, batch_first=True).to(device)
+        hidden_BLD = decoder(
+            input_ids=ids_BL, past_key_values=cache, use_cache=cache is not None
+        ).last_hidden_state
+        return hidden_BLD[torch.arange(len(batch), device=device), length_B - 1]
+
+
+def open_engine(parts: EngineParts) -> TransformersEngine:
+    """The engine of a run, on the policy's weights or a copy of them, and a check of it."""
+    policy = parts.policy
+    model: Any = policy.lm
+    if parts.own_weights:
+        model = copy.deepcopy(model).requires_grad_(False)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(policy.device, policy.dtype)
+        model = model.to(policy.device)  # its buffers
+    engine = TransformersEngine(
+        model,
+        end_ids=parts.end_ids,
+        max_batch_tokens=parts.config.engine.max_batch_tokens,
+        in_dtype=lambda: parameters_as(policy.dtype, model.modules()),
+        own_weights=parts.own_weights,
+        longest=parts.context,
+    )
+    if parts.check:
+        check_sampling(model)
+    return engine
+
+
+def _partial_attention(model: PreTrainedModel, *, longest: float, mixes_tokens: bool) -> set[str]:
+    """Kinds of attention in the model that do not see all of `longest` tokens, or cap logits."""
+    config: Any = model.config.get_text_config()
+    layer_types = getattr(config, "layer_types", None) or []
+    kinds = {kind for kind in layer_types if "attention" in kind}
+    kinds.discard("full_attention")
+    if mixes_tokens:
+        kinds.discard("linear_attention")
+    if (sliding_window(config) or math.inf) < longest:
+        kinds.add("sliding_attention")
+    if getattr(config, "attn_logit_softcapping", None):
+        kinds.add("soft-capped attention")
+    return kinds
+
+
+class _Response:
+    """The response to a request, token by token."""
+
+    def __init__(self, request: Request, end_ids: Collection[int]) -> None:
+        self._request = request
+        self._end_ids = end_ids
+        self._token_ids: list[int] = []
+        self._logp: list[float] = []
+        self._entropy: list[float] = []
+        self.finished = False
+
+    def add(self, token: int, logp: float, entropy: float) -> None:
+        self._token_ids.append(token)
+        self._logp.append(logp)
+        self._entropy.append(entropy)
+        stopped = self._request.stopped
+        self.finished = (
+            token in self._end_ids
+            or len(self._token_ids) == self._request.max_tokens
+            or bool(stopped and stopped(self._token_ids))
+        )
+
+    def completion(self) -> Completion:
+        return Completion(self._request.key, self._token_ids, self._logp, self._entropy)
 
 
 class _RowCache(Cache):
@@ -169,14 +233,15 @@ class _RowCache(Cache):
             self._layers.append([key_states, value_states])
             return key_states, value_states
         row_B = torch.arange(len(key_states), device=key_states.device)
-        for whole, new in zip(self._layers[layer_idx], (key_states, value_states), strict=True):
-            whole[row_B, :, self._slot_B] = new[:, :, 0]
         key, value = self._layers[layer_idx]
+        key[row_B, :, self._slot_B] = key_states[:, :, 0]
+        value[row_B, :, self._slot_B] = value_states[:, :, 0]
         return key[:, :, : self._width], value[:, :, : self._width]
 
     def write_at(self, slot_B: Tensor, width: int) -> None:
-        """The next `update` writes to these slots, all of them below `width`."""
-        self._slot_B, self._width = slot_B, width
+        """Have the next `update` write to these slots, all of them below `width`."""
+        self._slot_B = slot_B
+        self._width = width
         slots = self._layers[0][0].shape[2]
         if width > slots:
             pad = (0, 0, 0, max(16, width // 4) + width - slots)
@@ -185,9 +250,9 @@ class _RowCache(Cache):
     def mask(self) -> Tensor:
         """[B, 1, 1, width] bool: the slots a row's current token may look at, its own included."""
         assert self._slot_B is not None
-        return (torch.arange(self._width, device=self._slot_B.device) <= self._slot_B[:, None])[
-            :, None, None
-        ]
+        slots = torch.arange(self._width, device=self._slot_B.device)
+        mask_BW = slots <= self._slot_B[:, None]
+        return mask_BW[:, None, None]
 
     def keep(self, rows: Tensor) -> None:
         self._change(lambda x: x.index_select(0, rows))
@@ -212,28 +277,33 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(token, log-probability, entropy in nats), each [B]: inverse CDF at `uniform_B` in [0, 1).
 
-    Temperature 0 takes the most likely token; log-probability and entropy are those of temperature
-    1 then.
+    At temperature 0 the token is the most likely one, with its log-probability and entropy at
+    temperature 1.
     """
     greedy_B = temperature_B == 0
-    logp_BV = (logits_BV.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]).log_softmax(
-        -1
-    )
+    scale_B = torch.where(greedy_B, 1.0, temperature_B)
+    logp_BV = (logits_BV.float() / scale_B[:, None]).log_softmax(-1)
     p_BV = logp_BV.exp()
     cdf_BV = p_BV.double().cumsum(-1)
     token_B1 = torch.searchsorted(cdf_BV, uniform_B[:, None] * cdf_BV[:, -1:], right=True)
-    token_B1 = token_B1.clamp_(
-        max=logits_BV.shape[-1] - 1
-    )  # beyond the end only where the logits are not finite
+    # Beyond the end only if the logits are not finite.
+    token_B1 = token_B1.clamp_(max=logits_BV.shape[-1] - 1)
     token_B1 = torch.where(greedy_B[:, None], logits_BV.argmax(-1, keepdim=True), token_B1)
-    return token_B1[:, 0], logp_BV.gather(-1, token_B1)[:, 0], torch.special.entr(p_BV).sum(-1)
+    token_B = token_B1[:, 0]
+    logp_B = logp_BV.gather(-1, token_B1)[:, 0]
+    entropy_B = torch.special.entr(p_BV).sum(-1)
+    return token_B, logp_B, entropy_B
 
 
 def uniforms(seeds: np.ndarray, position: int) -> np.ndarray:
-    """float64 in [0, 1), one for each uint64 seed: a counter-based generator (SplitMix64's finaliser, Steele 2014)."""
+    """float64 in [0, 1), one for each uint64 seed.
+
+    A counter-based generator with SplitMix64's finaliser (Steele 2014).
+    """
     golden = 0x9E3779B97F4A7C15
-    key = _mix(seeds + np.uint64(golden))
-    return (_mix(key + np.uint64((position + 1) * golden % 2**64)) >> np.uint64(11)) * 2.0**-53
+    keys = _mix(seeds + np.uint64(golden))
+    counter = np.uint64((position + 1) * golden % 2**64)
+    return (_mix(keys + counter) >> np.uint64(11)) * 2.0**-53
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -243,17 +313,21 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _batches(
-    requests: list[Request], max_tokens: int, *, even: bool = False
+    requests: list[Request], max_tokens: int, *, same_length: bool
 ) -> Iterator[list[Request]]:
-    """Requests of similar prompt length (`even`: the same), at most `max_tokens` padded tokens or one request."""
+    """Batches of requests of similar prompt length, or of the same one.
+
+    Each has at most `max_tokens` padded tokens, or is a single request.
+    """
     batch: list[Request] = []
     for request in sorted(requests, key=lambda request: len(request.prompt_ids)):
-        n = len(request.prompt_ids)
-        if batch and (
-            (len(batch) + 1) * n > max_tokens or (even and n != len(batch[0].prompt_ids))
-        ):
-            yield batch
-            batch = []
+        length = len(request.prompt_ids)
+        if batch:
+            too_large = (len(batch) + 1) * length > max_tokens
+            other_length = same_length and length != len(batch[0].prompt_ids)
+            if too_large or other_length:
+                yield batch
+                batch = []
         batch.append(request)
     if batch:
         yield batch
@@ -261,10 +335,13 @@ def _batches(
 
 @contextmanager
 def _generation_mode(model: PreTrainedModel) -> Iterator[None]:
-    """No gradients, no dropout, an attention that takes masks. In no_grad and not inference_mode
-    what a module caches (rotary tables, FSDP's gathered parameters) remains usable by the backward
-    pass."""
-    training, attention = model.training, model.config._attn_implementation
+    """No gradients, no dropout, and an attention that takes masks.
+
+    It is no_grad rather than inference_mode: what a module caches meanwhile (rotary tables, FSDP's
+    gathered parameters) has to be usable by the backward pass.
+    """
+    training = model.training
+    attention = model.config._attn_implementation
     model.eval()
     model.config._attn_implementation = "sdpa"
     try:
@@ -276,33 +353,39 @@ def _generation_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 def check_sampling(lm: PreTrainedModel) -> float:
-    """The largest difference, in float32, of log-probs that the transformers engine samples with,
-    prompts of two lengths in a batch. UserError where they are not the model's own."""
-    vocabulary, prompts, found = lm.config.get_text_config().vocab_size, {}, []
-    refused = f"engine.type = 'transformers' cannot sample from model type '{lm.config.model_type}'"
+    """Compare the log-probs that the engine samples with to the model's own, in float32.
+
+    Prompts of two lengths are in one batch. Returns the largest difference, in nats. Raises
+    UserError if the engine cannot sample from the model, or if they differ by more than rounding.
+    """
+    model_type = lm.config.model_type
+    refusal = f"engine.type = 'transformers' cannot sample from model type '{model_type}'"
     engine = TransformersEngine(lm, end_ids=[], longest=max(LENGTHS) + 4)
+    vocabulary = lm.config.get_text_config().vocab_size
+    prompts: dict[int, list[int]] = {}
     for key, length in enumerate(LENGTHS):
-        prompts[key] = torch.randint(
-            vocabulary, (length,), generator=torch.Generator().manual_seed(key)
-        ).tolist()
+        generator = torch.Generator().manual_seed(key)
+        prompts[key] = torch.randint(vocabulary, (length,), generator=generator).tolist()
         engine.submit(Request(key, prompts[key], seed=key, temperature=1.0, max_tokens=4))
+
     with running_in(torch.float32, lm):
         try:
-            sampled = engine.step()
-        except Exception as error:  # of its cache, which raises whatever it meets first
+            completions = engine.step()
+        except Exception as error:  # a model's cache may raise anything
             if out_of_memory(error):
                 raise
-            raise UserError(f"{refused}: {describe(error)}; use --engine.type vllm") from error
-        for done in sampled:
-            row = torch.tensor(prompts[done.key] + done.token_ids, device=lm.device)
-            found.append(
-                (own_logp(lm, row)[-len(done.logp) :].cpu() - torch.tensor(done.logp)).abs()
-            )
-    difference = torch.cat(found)
+            raise UserError(f"{refusal}: {describe(error)}; use --engine.type vllm") from error
+        differences = []
+        for completion in completions:
+            row = torch.tensor(prompts[completion.key] + completion.token_ids, device=lm.device)
+            trainer_logp = own_logp(lm, row)[-len(completion.logp) :].cpu()
+            differences.append((trainer_logp - torch.tensor(completion.logp)).abs())
+
+    difference = torch.cat(differences)
     largest = float(difference.max())
-    if not typical(difference, lm) <= EXACT:
+    if not typical(difference, lm) <= EXACT:  # so that NaN is refused as well
         raise UserError(
-            f"{refused}: log-probs are off by {largest:.2g} nats from the model's own, beyond rounding ({EXACT:g}); "
-            "use --engine.type vllm"
+            f"{refusal}: log-probs are off by {largest:.2g} nats from the model's own,"
+            f" beyond rounding ({EXACT:g}); use --engine.type vllm"
         )
     return largest

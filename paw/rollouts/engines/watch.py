@@ -1,7 +1,6 @@
-"""The parent of a vLLM server: ends it, and all that it started, with the trainer. It imports no torch: it is small.
+"""The parent of a vLLM server: ends it, and all that it started, with the trainer. Small: no torch.
 
-If the trainer has ended without a word (kill -9), it also removes the folders of weights that the
-trainer has left.
+If the trainer was killed (kill -9), it also removes the folders of weights that the trainer left.
 """
 
 import os
@@ -20,29 +19,34 @@ from paw.state.signals import STOPS
 GRACE_S = 10.0
 """Seconds for a server to end after SIGTERM, before SIGKILL."""
 GOODBYE = b"."
-"""What the trainer writes into the pipe before it closes it: it lives, and removes what is its own."""
+"""What the trainer writes into the pipe before it closes it: it was not killed, and removes its own
+folders."""
 WEIGHTS_DIR = "--weights-dir="
 """An option before the command: where the trainer leaves weights, if not in memory."""
 LAST_S = 2.0
-"""Seconds for the trainer to be gone after its end of the pipe is."""
+"""Seconds for the trainer to end after its end of the pipe was closed."""
 
 
 def main(command: Sequence[str], parent: int, weights_dir: Path | None = None) -> int:
-    """Run `command` until it ends or the pipe `parent` is closed; then nothing of it is left."""
+    """Run `command` until it ends or the pipe `parent` is closed, then end all that it started.
+
+    Returns the exit code.
+    """
     trainer = os.getppid()
     trainer_started = ""
     with suppress(OSError):
         trainer_started = started_at(trainer)
-    for number in STOPS:  # of a terminal or a launcher: the trainer saves first
+    # A terminal or a launcher sends these to all processes; the trainer saves first.
+    for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
     child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_listen_again
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_handle_stops
     )
     ended = threading.Event()
     closed = threading.Event()
     goodbye = threading.Event()
 
-    def end() -> None:
+    def end_with_the_trainer() -> None:
         while os.read(parent, 1):
             goodbye.set()
         closed.set()
@@ -51,7 +55,7 @@ def main(command: Sequence[str], parent: int, weights_dir: Path | None = None) -
                 os.killpg(child.pid, number)
             ended.wait(grace)
 
-    threading.Thread(target=end, daemon=True).start()
+    threading.Thread(target=end_with_the_trainer, daemon=True).start()
     code = child.wait()
     ended.set()
     with suppress(ProcessLookupError):
@@ -59,12 +63,13 @@ def main(command: Sequence[str], parent: int, weights_dir: Path | None = None) -
     if closed.is_set() and not goodbye.is_set():
         deadline = time.monotonic() + LAST_S
         while is_running(trainer, trainer_started) and time.monotonic() < deadline:
-            time.sleep(0.05)  # its files are closed before it is gone
+            time.sleep(0.05)  # a process that ends closes its files first
         remove_abandoned([None, weights_dir])
     return code if code >= 0 else 128 - code
 
 
-def _listen_again() -> None:
+def _handle_stops() -> None:
+    """Let signals that stop a process do so again."""
     for number in STOPS:
         signal.signal(number, signal.SIG_DFL)
 

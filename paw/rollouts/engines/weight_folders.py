@@ -1,13 +1,12 @@
-"""Folders in which weights travel to servers, by default in memory. The name of each says whose it
-is, so those of a run that was killed are removed: at the start of any run, and by the watcher of
-the run's servers. No torch.
+"""Folders in which weights travel to servers, by default in memory. No torch.
 
     paw-weights-BOOT-NAMESPACE-PID-START-RANDOM
 
-A number of a process is given anew once the process has ended: only with the time of its start does
-it name one. It holds within one boot of one machine and one namespace (containers may share
-/dev/shm, and number their processes apart). A folder of another boot, namespace or user is left
-alone.
+The name says which process made the folder, so those of a run that was killed are removed: at the
+start of any run, and by the watcher of the run's servers. The number of a process is used again
+after it has ended, so the name also has the time of its start. A number holds within one boot of
+one machine and one namespace (containers may share /dev/shm, and number their processes apart).
+Folders of another boot, namespace or user are left alone.
 """
 
 import os
@@ -22,18 +21,20 @@ from pathlib import Path
 MEMORY = Path("/dev/shm")
 PREFIX = "paw-weights-"
 NAME = re.compile(rf"{PREFIX}([0-9a-f]+-[0-9]+)-([0-9]{{1,9}})-([0-9]+)-\w+")
-"""Its groups: the machine, the number of the process, when that started."""
-STATE, START = 0, 19
-"""Fields of /proc/PID/stat after the command, see proc_pid_stat(5)."""
-DEAD = ("Z", "X", "x")
-"""States of a process that runs no more: its parent has not yet asked how it ended."""
+"""Its groups: the machine, the number of the process, when the process started."""
+STATE = 0
+"""Field of /proc/PID/stat after the command, see proc_pid_stat(5)."""
+START = 19
+"""As STATE."""
+ENDED = ("Z", "X", "x")
+"""States of a process that has ended, but that its parent has not yet waited for."""
 
 
 def make_weight_folder(parent: Path | None = None) -> Path:
-    """A new folder of this process, in `parent` or in memory."""
+    """Make a folder of this process, in `parent` or in memory."""
     pid = os.getpid()
     owner = ""
-    with suppress(OSError):  # of a system without /proc: nobody removes it but this process
+    with suppress(OSError):  # without /proc no other process removes the folder
         owner = f"{_machine()}-{pid}-{started_at(pid)}-"
     return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{owner}", dir=parent or default_parent()))
 
@@ -43,11 +44,13 @@ def default_parent() -> Path:
 
 
 def started_at(pid: int) -> str:
-    """When a process started, in clock ticks since the boot; "" if it runs no more. Raises OSError
-    if there is none, or it cannot be known."""
+    """When a process started, in clock ticks since the boot; "" if it has ended.
+
+    Raises OSError if there is no such process, or if it cannot be known.
+    """
     text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     fields = text.rpartition(") ")[2].split()
-    return "" if fields[STATE] in DEAD else fields[START]
+    return "" if fields[STATE] in ENDED else fields[START]
 
 
 def is_running(pid: int, started: str) -> bool:
@@ -57,7 +60,7 @@ def is_running(pid: int, started: str) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # there is one, of another user
+        pass  # it belongs to another user
     try:
         return started_at(pid) == started
     except OSError:
@@ -65,17 +68,18 @@ def is_running(pid: int, started: str) -> bool:
 
 
 def remove_abandoned(parents: Iterable[Path | None]) -> list[str]:
-    """Remove this user's folders of processes that have ended from `parents` (None: the default
-    one). Returns a line about each."""
-    lines = []
+    """Remove this user's folders of processes that have ended from `parents`.
+
+    None is the default parent. Returns a line about each folder.
+    """
+    lines: list[str] = []
     try:
         machine = _machine()
     except OSError:
         return lines
     for parent in {parent or default_parent() for parent in parents}:
         for path in _folders(parent):
-            match = NAME.fullmatch(path.name)
-            if match and match[1] == machine and not is_running(int(match[2]), match[3]):
+            if _is_abandoned(path.name, machine):
                 size = _size(path)
                 shutil.rmtree(path, ignore_errors=True)
                 lines.append(
@@ -84,19 +88,28 @@ def remove_abandoned(parents: Iterable[Path | None]) -> list[str]:
     return lines
 
 
+def _is_abandoned(name: str, machine: str) -> bool:
+    """Whether a folder of this name was made on this machine, by a process that has ended."""
+    match = NAME.fullmatch(name)
+    if not match or match[1] != machine:
+        return False
+    return not is_running(pid=int(match[2]), started=match[3])
+
+
 def _folders(parent: Path) -> list[Path]:
-    """This user's own in `parent`, links not among them."""
-    own = []
+    """This user's folders of weights in `parent`, without links to such."""
+    folders = []
     with suppress(OSError):
         for path in sorted(parent.glob(f"{PREFIX}*")):
             with suppress(OSError):
-                found = path.lstat()
-                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
-                    own.append(path)
-    return own
+                status = path.lstat()
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+                    folders.append(path)
+    return folders
 
 
 def _size(folder: Path) -> int:
+    """Bytes of all files."""
     size = 0
     for path in folder.rglob("*"):
         with suppress(OSError):

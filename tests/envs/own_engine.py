@@ -1,0 +1,90 @@
+"""Engines of one's own, for test_engine_plugin.py: one that plays, and some that cannot."""
+
+import copy
+
+import torch
+
+from paw.config import Section
+from paw.rollouts.engines.base import Completion, Engine, EnginePlan
+
+
+class Slow(Engine):
+    """Samples with a copy of the model, one response after another and without a KV cache."""
+
+    class Config(Section):
+        at_once: int = 4
+        """Responses of a step."""
+
+    gives_entropy = True
+
+    def __init__(self, parts):
+        super().__init__(parts.context)
+        self.at_once = parts.config.engine.at_once
+        self.end_ids = parts.end_ids
+        self.model = copy.deepcopy(parts.policy.lm).requires_grad_(False)
+        self.model.set_attn_implementation("sdpa")
+
+    def sync(self, parameters, version):
+        super().sync(parameters, version)
+        weights = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, tensor in parameters:
+            weights[name].copy_(tensor)
+
+    @torch.no_grad()
+    def step(self):
+        keys = list(self.requests)[: self.at_once]
+        return [self.answer(self.requests.pop(key)) for key in keys]
+
+    def answer(self, request):
+        generator = torch.Generator().manual_seed(request.seed % 2**63)
+        tokens, logp, entropy = [], [], []
+        while len(tokens) < request.max_tokens and not self.ended(tokens, request):
+            ids = torch.tensor([request.prompt_ids + tokens])
+            logits = self.model(ids).logits[0, -1].float()
+            log_p = (logits / (request.temperature or 1.0)).log_softmax(-1)
+            token = int(torch.multinomial(log_p.exp(), 1, generator=generator))
+            tokens.append(token if request.temperature else int(logits.argmax()))
+            logp.append(float(log_p[tokens[-1]]))
+            entropy.append(float(torch.special.entr(log_p.exp()).sum()))
+        return Completion(request.key, tokens, logp, entropy)
+
+    def ended(self, tokens, request):
+        stopped = request.stopped and request.stopped(tokens)
+        return bool(tokens) and (tokens[-1] in self.end_ids or stopped)
+
+
+class Small(Slow):
+    """Says what it takes: a card of its own for each of two engines."""
+
+    shares_card = False
+
+    @classmethod
+    def plan(cls, run):
+        return EnginePlan(engines=2, own_card=(run.weight_bytes, 2**30), cache_tokens=1000)
+
+
+class Silent(Slow):
+    gives_entropy = False
+
+
+class Unfinished(Engine):
+    pass
+
+
+class Hasty(Slow):
+    def __init__(self, parts):
+        self.model = parts.policy.lm
+
+
+class Broken(Slow):
+    def __init__(self, parts):
+        raise ValueError(f"no room for {parts.context} tokens")
+
+
+class Elsewhere(Slow):
+    @classmethod
+    def make(cls, parts):
+        return "an engine"
+
+
+nothing = 5
