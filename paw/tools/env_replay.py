@@ -108,7 +108,9 @@ class Subject:
             with quietly():  # a rule of its own
                 environment.close()
 
-    def play(self, environment: CheckedEnv, task: Task, player: Player, *, looks: int = 1) -> Episode:
+    def play(
+        self, environment: CheckedEnv, task: Task, player: Player, *, looks: int = 1
+    ) -> Episode:
         """One episode; before each response the environment is looked at `looks` times, from all sides."""
         start, episode = time.perf_counter(), Episode(task)
         self.steps += sum(1 for _ in self.turns(environment, episode, player, looks))
