@@ -210,15 +210,15 @@ class QuestionsFactory(EnvFactory):
     def _judge(self, answer: str, row: Row) -> tuple[float, str]:
         """(score from 0 to 1, feedback or "")."""
         if self._users_score is None:
-            score = SCORES[self.config.score]
-            is_right = any(score(answer, right) for right in answers(row, self.config))
+            compare = SCORES[self.config.score]
+            is_right = any(compare(answer, right) for right in answers(row, self.config))
             return float(is_right), ""
 
         returned = self._users_score(answer, row)
+        score: Any = returned
+        feedback: Any = ""
         if isinstance(returned, tuple) and len(returned) == 2:
             score, feedback = returned
-        else:
-            score, feedback = returned, ""
         is_share = isinstance(score, int | float) and 0 <= score <= 1
         if not is_share or not isinstance(feedback, str):
             raise EnvironmentFailure(
