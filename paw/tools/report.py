@@ -1,8 +1,8 @@
-"""`paw report`: an HTML page on what a run learnt, at what cost, and what it did.
+"""`paw report`: one HTML page that shows what a run learnt, at what cost, and what it did; or compares several runs.
 
-Of several runs it is a comparison. The page is self-contained: inline CSS and SVG, no script,
-nothing fetched. A content security policy enforces that, as part of the text comes from
-environments and models. The template, report.html.j2, escapes all text.
+The page is self-contained: inline CSS and SVG, no script, nothing fetched. A content security
+policy enforces that, as part of the text comes from environments and models. The template,
+report.html.j2, escapes all text.
 """
 
 import argparse
@@ -41,9 +41,9 @@ class Metric(NamedTuple):
     key: str
     label: str
     unit: str = ""
-    """`%`: a share, shown in per cent. `n`: a count of each update. `sum`: the count so far.
+    """`%`: a share, shown in per cent. `n`: the count of an update. `sum`: the count so far.
 
-    Anything else is a unit.
+    Anything else: a unit.
     """
     note: str = ""
     chart: bool = True
