@@ -28,16 +28,16 @@ def export(
     push: str = "",
     public: bool = False,
 ) -> Path:
-    """Write a checkpoint of a run as a model in Hugging Face format; returns its folder.
+    """Write a checkpoint of a run in Hugging Face format; returns the folder.
 
     Args:
         run: the run's directory.
         checkpoint: its name, such as "step_000050". Default: the newest that verifies.
         out: folder to write. Default: `hf` in the run's directory.
-        push: USER/NAME under which the model is also sent to the Hugging Face hub, as private.
-        public: with `push`, make the model public if it is new on the hub.
+        push: also send it to the Hugging Face hub under this USER/NAME, as a private model.
+        public: with `push`: if the model is new there, everybody sees it.
 
-    Raises UserError if `run` is not a run's directory, or the checkpoint is missing or damaged.
+    Raises UserError if `run` is no run's directory, or the checkpoint is missing or damaged.
     """
     folder = None if out is None else Path(out)
     return export_run(Path(run), checkpoint_name=checkpoint, out=folder, push=push, public=public)

@@ -1,7 +1,6 @@
-"""The report's figures.
+"""The report's figures. Each is drawn once, saved as PNG on white and inlined as SVG that follows the page's colours.
 
-Each is drawn once, saved as PNG on white, and inlined as SVG that follows the page's colours. The
-colours are those of Okabe and Ito, which all kinds of colour vision can tell apart; several
+The colours are those of Okabe and Ito, which all kinds of colour vision can tell apart; several
 runs also differ in dash pattern.
 """
 
@@ -83,7 +82,7 @@ styled = matplotlib.rc_context(STYLE)
 
 @styled
 def learning_curve(runs: Sequence[Run], size: Size, *, kind: str | None = None) -> Figure | None:
-    """Success on evaluation games with its 95 % Wilson interval; for a single run also in training.
+    """Success on evaluation games with its 95 % Wilson interval; a single run also shows its training games.
 
     A single run also shows its training games. With `kind`, success in tasks of that kind, without
     interval and legend. None if no run has evaluated them.
@@ -134,7 +133,7 @@ def _training_curve(axes: Axes, series: Series, *, thin: float) -> None:
 def _interval_band(
     axes: Axes, run: Run, steps: list[int], *, color: str, alpha: float
 ) -> list[int]:
-    """Draw the interval of the evaluations as a band; returns the steps that have an interval."""
+    """Draw the interval of the evaluations as a band; returns those of the steps that have an interval."""
     lows = run.metrics.get("eval/ci_low", {})
     highs = run.metrics.get("eval/ci_high", {})
     band_steps = [step for step in steps if step in lows and step in highs]
@@ -146,7 +145,7 @@ def _interval_band(
 
 @styled
 def success_by_kind(runs: Sequence[Run], size: Size) -> Figure | None:
-    """Bars by task type: first and last evaluation of a single run, or the last one of each run.
+    """Bars by task type: the first and the last evaluation of a single run, or the last evaluation of each run.
 
     None if no task type was evaluated.
     """
@@ -185,7 +184,7 @@ def success_by_kind(runs: Sequence[Run], size: Size) -> Figure | None:
 def metric(
     runs: Sequence[Run], key: str, label: str, size: Size, *, percent: bool = False
 ) -> Figure | None:
-    """One metric over the updates: values thin, their moving mean thick; of several runs the means.
+    """One metric over the updates: single values thin, the moving mean thick; of several runs only the means.
 
     Only the means if there are several runs. None if no run has the metric.
     """
@@ -221,7 +220,7 @@ def metric(
 
 @styled
 def phase_times(runs: Sequence[Run], size: Size) -> Figure | None:
-    """Seconds per update by phase: of a single run over its updates, of several runs their means.
+    """Seconds per update by phase: over the updates for a single run, or the mean of each of several runs.
 
     None if no phase was timed.
     """
@@ -278,10 +277,10 @@ def _phase_times_of_runs(axes: Axes, runs: Sequence[Run], phases: Sequence[str])
 
 @styled
 def to_svg(figure: Figure, name: str, description: str) -> str:
-    """The figure as an `<svg>` element for an HTML page, with the page's colours.
+    """The figure as an `<svg>` element for an HTML page, with the page's colours and without outside references.
 
-    It refers to nothing outside. `name` keeps the ids of several figures apart. `description`,
-    already escaped, is the text for screen readers.
+    `name` keeps the ids of several figures apart. `description`, already escaped, is the text for
+    screen readers.
     """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -303,7 +302,7 @@ def _axes(size: Size) -> tuple[Figure, Axes]:
 def _smoothed(
     axes: Axes, series: Series, factor: float, *, thin: float, color: str, **line: Any
 ) -> None:
-    """Draw the centred moving mean times `factor`; under it the values with the opacity `thin`."""
+    """Draw the centred moving mean times `factor`, and under it the values themselves with the opacity `thin`."""
     steps, values = series
     window = _window(series)
     if window > 1 and thin:

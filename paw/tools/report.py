@@ -1,8 +1,8 @@
-"""`paw report`: an HTML page on what a run learnt, at what cost, and what it did.
+"""`paw report`: one HTML page that shows what a run learnt, at what cost, and what it did; or compares several runs.
 
-Of several runs it is a comparison. The page is self-contained: inline CSS and SVG, no script,
-nothing fetched. A content security policy enforces that, as part of the text comes from
-environments and models. The template, report.html.j2, escapes all text.
+The page is self-contained: inline CSS and SVG, no script, nothing fetched. A content security
+policy enforces that, as part of the text comes from environments and models. The template,
+report.html.j2, escapes all text.
 """
 
 import argparse
@@ -52,9 +52,7 @@ SIZES = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
 """Units of a number of parameters, the largest first."""
 LEADS = {
     "Policy": "Moving means over the updates; thin lines, where shown, are the single updates.",
-    "World model": (
-        "Predicting the next observation, on the turns where the policy was least certain."
-    ),
+    "World model": "Predicting the next observation, on the turns where the policy was least certain.",
     "Cost": "Where the time went.",
 }
 """The sections with charts, and the sentence above them."""
@@ -67,7 +65,7 @@ def run(args: argparse.Namespace, _: object) -> int:
 
 
 def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
-    """Write report.html and plots/*.png into `out`; returns the page's path.
+    """Write report.html and plots/*.png into `out` and return the page's path.
 
     By default `out` is the run's own folder, or for several runs `comparison/` beside the first. A
     damaged line or a missing metric leaves a gap. Raises UserError if a run has no metrics or the
@@ -144,7 +142,7 @@ Gallery = tuple[str, str, str, list[dict[str, Any]]]
 
 
 def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[Gallery]:
-    """The sections of figures, one at a time. Figures without data are left out."""
+    """The sections of figures, one at a time; every figure for which there is data is drawn, and saved as PNG too."""
     single = len(runs) == 1
 
     learning = _saved_figures(
@@ -166,10 +164,7 @@ def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[Gallery]:
 def _saved_figures(
     plots_dir: Path, *named_figures: tuple[str, str, Figure | None], aside: str = "", note: str = ""
 ) -> list[dict[str, Any]]:
-    """Save figures as PNG; returns them for the template.
-
-    Each is given as (file name, title, figure), the figure None if there is no data.
-    """
+    """Save the figures, each (file name, title, figure or None for no data); returns them for the template."""
     saved = []
     for name, title, figure in named_figures:
         if not figure:
@@ -368,10 +363,9 @@ def _duration(seconds: object) -> str:
 
 
 def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Up to PER_END samples of the first sampled update, and as many of the last.
+    """Up to PER_END samples of the first sampled update and as many of the last, of the same tasks if possible.
 
-    Those of the last are of the same tasks, if possible. The page opens with the first of them:
-    its "open" is true.
+    The page opens with the first of the last update: "open" is true for that one.
     """
     complete = []
     for sample in samples:
@@ -389,10 +383,7 @@ def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def shown_episode(sample: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows of a line of samples.jsonl.
-
-    Keys of that line may be missing, and values of another type.
-    """
+    """What the page shows of a line of samples.jsonl, of which anything may be missing or of another type."""
     turns = [turn for turn in sample["turns"] if isinstance(turn, dict)]
     shown_turns: list[dict[str, Any]] = []
     size = 0
@@ -410,7 +401,7 @@ def shown_episode(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown_turn(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn for the template: its texts, shaded tokens of the observation, and its prediction."""
+    """A turn for the template: its texts, the observation in shaded tokens, and the model's prediction."""
     shown: dict[str, Any] = {}
     for key in ("prompt", "action", "response", "observation"):
         shown[key] = str(turn.get(key) or "")
@@ -431,7 +422,7 @@ def _shown_turn(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compared(predicted: str, observation: str) -> Iterator[tuple[str, bool]]:
-    """The model's greedy prediction in pieces: (text, whether it differs from the observation)."""
+    """The model's greedy prediction in pieces: (text, whether it differs from the real observation)."""
     predicted_words = _words(predicted)
     matcher = difflib.SequenceMatcher(None, predicted_words, _words(observation), autojunk=False)
     for tag, low, high, _, _ in matcher.get_opcodes():
