@@ -152,7 +152,7 @@ class SftConfig(Section):
     lm_weight: NonNegative = 0.0
     """Weight of next-token prediction on what is not the answer; that of answers is 1."""
     observations: bool = True
-    """Whether next-token prediction covers observations, or prompts alone."""
+    """Whether `lm_weight` covers observations too, or prompts alone."""
     random_actions: Share = 0.0
     """Share of random actions during expert play; they are imitated too."""
     won: bool = True
