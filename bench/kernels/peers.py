@@ -1,7 +1,7 @@
 """What the fused head is measured against: every peer is a function (hidden [T, D], weight [V, D], target [T]) -> loss.
 
-The loss is the cross-entropy of each row ([T] float32) where the peer can tell it, else the mean
-over rows. Peers know no row without a gradient, so they work on every row they are given. Each
+The loss is the cross-entropy of each row ([T] float32) if the peer returns it, else the mean over
+rows. Peers know no row without a gradient, so they work on every row they are given. Each
 library is imported when its peer first runs; `why_not` says what is missing. Read from the sources
 of liger-kernel 0.8.5, quack-kernels 0.6.5, cut-cross-entropy 25.1.1, torch 2.13 and prime-rl.
 """
@@ -46,11 +46,9 @@ class Peer:
         return f"{missing[0]} is not installed" if missing else None
 
     def version(self) -> str:
-        return (
-            torch.__version__
-            if self.package == "torch"
-            else importlib.metadata.version(self.package)
-        )
+        if self.package == "torch":
+            return torch.__version__
+        return importlib.metadata.version(self.package)
 
 
 def naive(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -124,8 +122,10 @@ def quack(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return chunked_linear_cross_entropy(hidden, weight, target)
 
 
-TOKENS, VOCABULARY = 8192, 8192
-"""Tile of the prime-rl-style head: the trainer's automatic setting and its fixed vocabulary block."""
+TOKENS = 8192
+"""Rows of a tile of the prime-rl-style head: the trainer's automatic setting."""
+VOCABULARY = 8192
+"""Columns of a tile: its fixed vocabulary block."""
 
 
 class _TiledLogProbs(torch.autograd.Function):
@@ -133,20 +133,27 @@ class _TiledLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logp, entropy, log_sum = (
-            torch.empty(hidden.shape[0], device=hidden.device) for _ in range(3)
-        )
-        for rows in _blocks(hidden.shape[0], TOKENS):
-            x, y = hidden[rows], target[rows]
+        T = hidden.shape[0]
+        logp = torch.empty(T, device=hidden.device)
+        entropy = torch.empty(T, device=hidden.device)
+        log_sum = torch.empty(T, device=hidden.device)
+        for rows in _blocks(T, TOKENS):
+            x = hidden[rows]
+            y = target[rows]
             top = torch.full(y.shape, -torch.inf, device=x.device)
-            total, dot, at_target = (torch.zeros(y.shape, device=x.device) for _ in range(3))
+            total = torch.zeros(y.shape, device=x.device)
+            dot = torch.zeros(y.shape, device=x.device)
+            at_target = torch.zeros(y.shape, device=x.device)
             for columns in _blocks(weight.shape[0], VOCABULARY):
                 z = (x @ weight[columns].t()).float()
                 new_top = torch.maximum(top, z.amax(1))
-                shrink, e = (top - new_top).exp(), (z - new_top[:, None]).exp()
-                top, total, dot = new_top, total * shrink + e.sum(1), dot * shrink + (e * z).sum(1)
-                inside, at = _within(y, columns)
-                at_target += z.gather(1, at[:, None]).squeeze(1) * inside
+                shrink = (top - new_top).exp()
+                e = (z - new_top[:, None]).exp()
+                total = total * shrink + e.sum(1)
+                dot = dot * shrink + (e * z).sum(1)
+                top = new_top
+                inside, column = _within(y, columns)
+                at_target += z.gather(1, column[:, None]).squeeze(1) * inside
             log_sum[rows] = top + total.log()
             logp[rows] = at_target - log_sum[rows]
             entropy[rows] = log_sum[rows] - dot / total
@@ -157,18 +164,19 @@ class _TiledLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden, weight, target, log_sum = ctx.saved_tensors
-        d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        d_hidden = torch.zeros_like(hidden)
+        d_weight = torch.zeros_like(weight)
         for rows in _blocks(hidden.shape[0], TOKENS):
-            x, y, g = hidden[rows], target[rows], grad[rows]
+            x = hidden[rows]
+            y = target[rows]
+            g = grad[rows]
             for columns in _blocks(weight.shape[0], VOCABULARY):
                 w = weight[columns]
                 p = ((x @ w.t()).float() - log_sum[rows, None]).exp()
-                inside, at = _within(y, columns)
-                dz = (
-                    (-g[:, None] * p)
-                    .scatter_add_(1, at[:, None], (g * inside)[:, None])
-                    .to(x.dtype)
-                )
+                inside, column = _within(y, columns)
+                dz = -g[:, None] * p
+                dz.scatter_add_(1, column[:, None], (g * inside)[:, None])
+                dz = dz.to(x.dtype)
                 d_hidden[rows] += dz @ w
                 d_weight[columns] += dz.t() @ x
         return d_hidden, d_weight, None
@@ -179,6 +187,7 @@ def _blocks(size: int, step: int) -> list[slice]:
 
 
 def _within(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Which targets lie in the block, and each target's column in it (any if outside)."""
     inside = (target >= columns.start) & (target < columns.stop)
     return inside, (target - columns.start).clamp(0, columns.stop - columns.start - 1)
 

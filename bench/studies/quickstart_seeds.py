@@ -13,6 +13,7 @@ quickstart_long_t04.csv. Seeds that already have a finished run there are read, 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -39,15 +40,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.alone:
-        run = load_run(options.alone)
-        parts = {
-            "minutes": run.info["warmup_s"] + run.info["wall_s"],
-            "warm-up": run.info["warmup_s"],
-        }
-        write(
-            RESULTS / "quickstart_alone.csv",
-            [{k: round(v / 60, 1) for k, v in parts.items()} | described(run)],
-        )
+        write(RESULTS / "quickstart_alone.csv", [minutes(load_run(options.alone))])
         return
     rows, cooler = [], []
     for seed in options.seeds:
@@ -69,14 +62,12 @@ def main() -> None:
         about = described(run)
         evaluated = [{"seed": seed, "update": step} for step in run.series("eval/success")[0]]
         for row in evaluated:
-            found = {
-                name: run.at(f"eval/{name}", row["update"])
-                for name in ("success", "ci_low", "ci_high", "games")
-            }
-            row |= {name: round(value or 0.0, 4) for name, value in found.items()} | about
+            for name in ("success", "ci_low", "ci_high", "games"):
+                row[name] = round(run.at(f"eval/{name}", row["update"]) or 0.0, 4)
+            row |= about
         for when, model in (("before", run.info["start"]), ("after", folder / "hf")):
-            found = evaluate(model, "--recipe", folder / "config.toml", "--eval.temperature", 0.4)
-            cooler.append({"seed": seed, "when": when, **found, **about})
+            success = evaluate(model, "--recipe", folder / "config.toml", "--eval.temperature", 0.4)
+            cooler.append({"seed": seed, "when": when, **success, **about})
         first, last = evaluated[0]["success"], evaluated[-1]["success"]
         print(f"seed {seed}: {first:.1%} -> {last:.1%} ({last - first:+.1%})")
         rows += evaluated
@@ -87,9 +78,22 @@ def main() -> None:
         draw(rows)
 
 
+def minutes(run: Run) -> dict[str, Any]:
+    """Minutes of a run with its warm-up, and of the warm-up alone."""
+    warmup_s = run.info["warmup_s"]
+    total_s = warmup_s + run.info["wall_s"]
+    row = {"minutes": round(total_s / 60, 1), "warm-up": round(warmup_s / 60, 1)}
+    return row | described(run)
+
+
 def described(run: Run) -> dict[str, str]:
-    return {name: run.info[name] for name in ("commit", "paw", "torch", "device")} | {
-        "head": run.info["backend"]
+    """What a run was made with."""
+    return {
+        "commit": run.info["commit"],
+        "paw": run.info["paw"],
+        "torch": run.info["torch"],
+        "device": run.info["device"],
+        "head": run.info["backend"],
     }
 
 
@@ -97,10 +101,11 @@ def described(run: Run) -> dict[str, str]:
 def draw(rows: list[dict]) -> None:
     figure, axes = plt.subplots(figsize=(6.4, 3.6), dpi=150, layout="constrained")
     for colour, seed in zip(PALETTE, sorted({row["seed"] for row in rows}), strict=False):
-        mine = [row for row in rows if row["seed"] == seed]
-        updates, low, high, success = (
-            [row[key] for row in mine] for key in ("update", "ci_low", "ci_high", "success")
-        )
+        of_seed = [row for row in rows if row["seed"] == seed]
+        updates = [row["update"] for row in of_seed]
+        low = [row["ci_low"] for row in of_seed]
+        high = [row["ci_high"] for row in of_seed]
+        success = [row["success"] for row in of_seed]
         axes.fill_between(updates, low, high, color=colour, alpha=0.12, linewidth=0)
         axes.plot(updates, success, "o-", color=colour, markersize=3, label=f"seed {seed}")
     axes.set(xlabel="Update", ylabel="Success on unseen games", ylim=(0, 1))

@@ -14,7 +14,7 @@ separator and observation, and the whole row where it has no advantage either.
 import argparse
 import sys
 import tempfile
-from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from paw.recipe import load
 from paw.state.record import code_commit
 from paw.types import Sample
 
-Seen = dict[tuple[int, ...], list[bool]]
+COUNTS = ("tokens", "selected", "masked", "ruled", "wrong", "skipped")
+MaskedAt = dict[tuple[int, ...], list[bool]]
+"""By an observation's tokens: whether it was masked, at each of its places in an update."""
 
 
 def main() -> None:
@@ -38,79 +40,101 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--model", help="where to start, in place of the recipe's warm-up")
     options = parser.parse_args()
-    optimize, joint_loss = trainer.optimize, losses.joint_loss
-    table, before, now, counts = (
-        list[dict[str, Any]](),
-        Seen(),
-        defaultdict[Any, list[bool]](list),
-        dict[str, int](),
-    )
-    minibatch: list[Sample] = []
-
-    def token_batch(batch: Any, samples: Any, **rest: Any) -> Any:
-        minibatch[:] = samples
-        return make(batch, samples, **rest)
-
-    def watched_loss(model: Any, batch: Any, tokens: Any, *rest: Any, **keys: Any) -> Any:
-        out = joint_loss(model, batch, tokens, *rest, **keys)
-        counts["tokens"] += len(batch.input_ids)
-        for place, i in enumerate(batch.indices):
-            sample, own = minibatch[i], tokens.observation & (tokens.sample == place)
-            if not own.any():
-                continue
-            key = tuple(sample.observation_ids)
-            masked, ruled = bool((out.logp[own].exp() > rho).all()), all(before.get(key, [False]))
-            counts["selected"] += 1
-            counts["masked"] += masked
-            counts["ruled"] += ruled
-            counts["wrong"] += ruled and not masked
-            alone = (
-                0 if any(sample.advantages) else len(sample.prompt_ids) + len(sample.response_ids)
-            )
-            counts["skipped"] += ruled * (alone + len(sample.separator_ids) + len(key))
-            now[key].append(masked)
-        return out
-
-    def watched(run: Any, samples: Any) -> Any:
-        counts.update(
-            dict.fromkeys(("tokens", "selected", "masked", "ruled", "wrong", "skipped"), 0)
-        )
-        found = optimize(run, samples)
-        table.append(
-            {"recipe": options.recipe, "update": run.step + 1, "samples": len(samples), **counts}
-        )
-        table[-1] |= {
-            "masked_tokens": round(found.get("wm/masked_frac", 0.0), 4),
-            "commit": code_commit(),
-        }
-        before.clear()
-        before.update(now)
-        now.clear()
-        return found
-
-    make = losses.token_batch
-    losses.token_batch = token_batch
-    losses.joint_loss = watched_loss
-    trainer.optimize = watched
     with tempfile.TemporaryDirectory() as scratch:
         keys = {
             "run.dir": scratch,
             "run.updates": str(options.updates),
             "run.threads": "1",
             "eval.every": "0",
+            "wm.enabled": "true",
         }
-        keys |= {"model.path": options.model} if options.model else {}
-        config = load(options.recipe, keys | {"wm.enabled": "true"})
-        rho = config.wm.rho
+        if options.model:
+            keys["model.path"] = options.model
+        config = load(options.recipe, keys)
+        watch = Watch(options.recipe, config.wm.rho)
+        trainer.optimize = watch.optimize
+        losses.token_batch = watch.token_batch
+        losses.joint_loss = watch.joint_loss
         trainer.train(config)
-    write(RESULTS / "masked_cpu.csv", table)
-    for part in (table[: len(table) // 4], table[-(len(table) // 4) :]):
-        total = {key: sum(row[key] for row in part) for key in counts}
-        share = {
-            key: f"{total[key] / total['selected']:.1%}" for key in ("masked", "ruled", "wrong")
-        }
-        print(f"updates {part[0]['update']} to {part[-1]['update']}: {total['selected']:,} selected, {share}, "
-              f"tokens of the update {total['skipped'] / total['tokens']:.1%}")  # fmt: skip
+
+    write(RESULTS / "masked_cpu.csv", watch.table)
+    quarter = len(watch.table) // 4
+    show(watch.table[:quarter])
+    show(watch.table[-quarter:])
+
+
+class Watch:
+    """Stands in for three functions of the trainer, which it calls, and counts observations on the way."""
+
+    def __init__(self, recipe: str, rho: float) -> None:
+        self.recipe = recipe
+        self.rho = rho
+        self.table: list[dict[str, Any]] = []
+        """A row an update."""
+        self._counts = dict.fromkeys(COUNTS, 0)
+        self._minibatch: Sequence[Sample] = ()
+        self._previous: MaskedAt = {}
+        """Of the update before."""
+        self._current: MaskedAt = {}
+        self._optimize = trainer.optimize
+        self._token_batch = losses.token_batch
+        self._joint_loss = losses.joint_loss
+
+    def optimize(self, run: Any, samples: Any) -> Any:
+        self._counts = dict.fromkeys(COUNTS, 0)
+        metrics = self._optimize(run, samples)
+        self.table.append(
+            {
+                "recipe": self.recipe,
+                "update": run.step + 1,
+                "samples": len(samples),
+                **self._counts,
+                "masked_tokens": round(metrics.get("wm/masked_frac", 0.0), 4),
+                "commit": code_commit(),
+            }
+        )
+        self._previous = self._current
+        self._current = {}
+        return metrics
+
+    def token_batch(self, batch: Any, samples: Any, **options: Any) -> Any:
+        self._minibatch = samples
+        return self._token_batch(batch, samples, **options)
+
+    def joint_loss(self, model: Any, batch: Any, tokens: Any, *rest: Any, **options: Any) -> Any:
+        out = self._joint_loss(model, batch, tokens, *rest, **options)
+        self._counts["tokens"] += len(batch.input_ids)
+        for place, i in enumerate(batch.indices):
+            is_observation = tokens.observation & (tokens.sample == place)
+            if is_observation.any():
+                masked = bool((out.logp[is_observation].exp() > self.rho).all())
+                self._count(self._minibatch[i], masked)
+        return out
+
+    def _count(self, sample: Sample, masked: bool) -> None:
+        """Counts a selected sample whose observation is masked in every token, or is not."""
+        observation = tuple(sample.observation_ids)
+        ruled = all(self._previous.get(observation, [False]))
+        self._counts["selected"] += 1
+        self._counts["masked"] += masked
+        self._counts["ruled"] += ruled
+        self._counts["wrong"] += ruled and not masked
+        if ruled:
+            skipped = len(sample.separator_ids) + len(observation)
+            if not any(sample.advantages):
+                skipped += len(sample.prompt_ids) + len(sample.response_ids)
+            self._counts["skipped"] += skipped
+        self._current.setdefault(observation, []).append(masked)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Prints the shares over some updates."""
+    total = {key: sum(row[key] for row in rows) for key in COUNTS}
+    shares = {key: f"{total[key] / total['selected']:.1%}" for key in ("masked", "ruled", "wrong")}
+    print(
+        f"updates {rows[0]['update']} to {rows[-1]['update']}: {total['selected']:,} selected,"
+        f" {shares}, tokens of the update {total['skipped'] / total['tokens']:.1%}"
+    )
 
 
 if __name__ == "__main__":

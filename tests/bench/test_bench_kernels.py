@@ -151,7 +151,6 @@ def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(
     assert [p.stat().st_size > 10_000 for p in plot.draw(tmp_path / "k.csv", tmp_path)] == [True]
 
 
-@pytest.mark.parametrize("only", ["", "quack", "f 1"])
 def test_a_comparison_leaves_no_tensor_to_the_next(monkeypatch):
     weights = []
 
@@ -182,6 +181,7 @@ def test_a_comparison_leaves_no_tensor_to_the_next(monkeypatch):
     assert all(weight() is None for weight in weights)
 
 
+@pytest.mark.parametrize("only", ["", "quack", "f 1"])
 def test_plots_of_a_gpu_need_no_particular_case(only, tmp_path):
     roofline.write(tmp_path / "kernels_predicted.csv")
     rows = [
