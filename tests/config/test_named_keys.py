@@ -14,7 +14,7 @@ NAME = re.compile(
 )
 OTHER = {
     "agent.words", "reward.bonus", "reward.per_turn", "policy.width", "advantage.floor",  # of the pages' own examples
-    "advantage.scale",
+    "advantage.scale", "engine.at_once",
     "env.done", "env.observation", "env.task", "env.instruction",  # members of an EnvHandle
     "wm.balance", "wm.horizon", "optim.clip",  # removed, and named as that in experiments.md
     "advantage.scal",  # a typo, to show what comes of it
