@@ -8,6 +8,8 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paw.version import __version__
+
 if TYPE_CHECKING:
     from paw.config import Config
     from paw.tools.evaluate import evaluate
@@ -18,8 +20,18 @@ if TYPE_CHECKING:
     from paw.tools.sft import sft
     from paw.tools.train import train
 
-__version__ = "0.1.0"
-__all__ = ["Config", "evaluate", "export", "load", "metrics", "plan", "rollout", "sft", "train"]
+__all__ = [
+    "Config",
+    "__version__",
+    "evaluate",
+    "export",
+    "load",
+    "metrics",
+    "plan",
+    "rollout",
+    "sft",
+    "train",
+]
 
 _HOMES = {
     "Config": "paw.config",

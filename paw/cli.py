@@ -14,9 +14,10 @@ import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from paw import __version__, watcher
+from paw import watcher
 from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr, to_stdout
 from paw.lifeline import end_tool_servers
+from paw.version import __version__
 
 if TYPE_CHECKING:
     from paw.config import Config

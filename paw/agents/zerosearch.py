@@ -13,7 +13,7 @@ from typing import Any
 from paw.agents.endpoint import Endpoint
 from paw.config import RunConfig
 from paw.envs.http import Loop
-from paw.envs.search.retrieval import Hit
+from paw.envs.search.retrieval.base import Hit
 from paw.envs.settings import SimulatorConfig
 from paw.rollouts.episode import derive_seed
 

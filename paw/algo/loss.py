@@ -25,7 +25,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from statistics import fmean
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ from paw.errors import UserError, shown
 from paw.types import Sample
 from paw_kernels import Loss, TokenLoss, TokenStats, token_loss, token_stats
 
-if TYPE_CHECKING:
-    from paw.model.policy import Policy
+T = TypeVar("T")
 
 KL_CLAMP = 10.0
 """Bound of the k3 estimate, as in verl."""
@@ -395,8 +394,24 @@ def _token_weights(
     return [1.0 / (len(part_tokens) * part_tokens[i // part_size]) for i in range(len(lengths))]
 
 
+class ScoredModel(Protocol):
+    """What the loss needs of a model; `paw.model.policy.Policy` documents each member."""
+
+    device: torch.device
+    quadratic: float | None
+
+    @property
+    def head_weight(self) -> Tensor: ...
+
+    def head_options(self, temperature: float) -> dict[str, Any]: ...
+
+    def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor: ...
+
+    def __call__(self, compute: Callable[[], T]) -> T: ...
+
+
 def joint_loss(
-    model: "Policy", batch: Batch, tokens: TokenBatch, loss: JointLoss, *, temperature: float
+    model: ScoredModel, batch: Batch, tokens: TokenBatch, loss: JointLoss, *, temperature: float
 ) -> TokenLoss:
     """The objective restricted to the batch: one forward pass, which also forms the gradients."""
 
@@ -417,7 +432,7 @@ def joint_loss(
 
 @torch.no_grad()
 def log_probs(
-    model: "Policy",
+    model: ScoredModel,
     samples: Sequence[Sample],
     *,
     temperature: float,
@@ -451,7 +466,7 @@ def log_probs(
     return dict(sorted(scored.items()))
 
 
-def _head_stats(model: "Policy", batch: Batch, temperature: float) -> TokenStats:
+def _head_stats(model: ScoredModel, batch: Batch, temperature: float) -> TokenStats:
     """Log-probs and entropies of a batch's targets. Only inside a call of the model."""
     hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position]
     return token_stats(hidden, model.head_weight, batch.target, **model.head_options(temperature))

@@ -1,15 +1,13 @@
 """Weights from the trainer to the engine, and the check that they arrived."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paw.errors import UserError
-from paw.model import lora
-from paw.model.policy import full_parameters
+from paw.model.weights import Weights
 from paw.rollouts.engines.base import Engine
 from paw.types import Sample
 
@@ -31,54 +29,6 @@ class StaleWeightsError(UserError):
     def __init__(self, message: str, servers: Sequence[str]) -> None:
         super().__init__(message)
         self.servers = servers
-
-
-class Weights:
-    """Every parameter of a Hugging Face causal LM as an engine takes them, LoRA adapters merged.
-
-    If the model is sharded, each pass is a collective call of all ranks.
-    """
-
-    def __init__(self, model: nn.Module, checkpoint_names: bool, merge: bool = True) -> None:
-        self._model = model
-        self._checkpoint_names = checkpoint_names
-        self._merge = merge
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor), one gathered at a time."""
-        return self._named(full_parameters(self._model, merge=self._merge))
-
-    @property
-    def base(self) -> "Weights":
-        """The same parameters without adapters."""
-        return Weights(self._model, self._checkpoint_names, merge=False)
-
-    @property
-    def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """(peft's name, full tensor) of each LoRA parameter, for one pass."""
-        return lora.adapters(self._model)
-
-    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(name, full shape) of each parameter, without gathering."""
-        named = self._named(self._empty_parameters())
-        return [(name, tuple(tensor.shape)) for name, tensor in named]
-
-    def _empty_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor without data) of each parameter but the adapters'.
-
-        Names are those from before peft wrapped layers.
-        """
-        for name, tensor in self._model.named_parameters(remove_duplicate=False):
-            if ".lora_" not in name:
-                yield name.replace(".base_layer.", "."), torch.empty(tensor.shape, device="meta")
-
-    def _named(self, parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The parameters under the names that the engine expects."""
-        if not self._checkpoint_names:
-            return parameters
-        from paw.rollouts.engines.vllm import checkpoint_parameters
-
-        return checkpoint_parameters(self._model, parameters)
 
 
 def push_weights(model: nn.Module, engine: Engine, version: int) -> None:

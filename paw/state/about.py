@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from paw import __version__
 from paw.config import Config
 from paw.envs.base import EnvFactory
 from paw.model.policy import Policy
 from paw.model.ranks import Ranks
 from paw.state.record import code_commit
+from paw.version import __version__
 
 
 def about(config: Config, policy: Policy, factory: EnvFactory, ranks: Ranks) -> dict[str, Any]:

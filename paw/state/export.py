@@ -9,13 +9,13 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor
 
-from paw import __version__
 from paw.config import Config
 from paw.errors import quietly
 from paw.files import fsync, fsync_tree, writing
 from paw.hub import is_hub_name
 from paw.model.policy import Policy, kept_buffers
 from paw.recipe import dump
+from paw.version import __version__
 
 CARD = """---
 {metadata}

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
-from paw import __version__, plugins
+from paw import plugins
 from paw.errors import UserError
 from paw.hub import check_hub
 from paw.rollouts.engines import find_engine
 from paw.rollouts.engines.base import EngineType
+from paw.version import __version__
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
 EXTRAS = {

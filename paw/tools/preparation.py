@@ -13,6 +13,7 @@ from paw.errors import to_stderr
 from paw.model.ranks import Ranks
 from paw.state.resume import recorded_start_model
 from paw.tools.fit import check_machine
+from paw.tools.warmup import ensure_warm_model
 
 PLANNED = 64
 """On a CPU a run is planned if the host has fewer bytes of memory for each byte of the model."""
@@ -32,8 +33,6 @@ def start_model(
     recorded = recorded_start_model(resumed) if resumed else ""
     if recorded:
         return recorded
-    from paw.tools.warmup import ensure_warm_model  # which uses sft.py, whose command needs this
-
     return str(ensure_warm_model(config, make_factory(config), message).resolve())
 
 

@@ -37,7 +37,7 @@ from paw.rollouts.engines import make_engine
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
 from paw.tool_config import SftConfig
-from paw.tools import sft
+from paw.tools import expert_play, sft
 from paw.tools.player import EPISODES, open_player, resolve, tell
 from paw.types import Group, Task, Trajectory
 
@@ -212,7 +212,7 @@ def fine_tune(policy: Policy, chat: Chat, tasks: Sequence[Task], config: Config)
     for task in tasks:
         question = ask(task.payload, env)
         next_state = answer(task.payload.next_state, env)
-        row = sft.example(chat, config, prompt=question, response=next_state)
+        row = expert_play.example(chat, config, prompt=question, response=next_state)
         row.response_ids = row.response_ids[: config.rollout.max_response_tokens]
         rows.append(row)
     dtype = str(policy.dtype).removeprefix("torch.")

@@ -10,29 +10,20 @@ import argparse
 import hashlib
 import itertools
 import math
-import random
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from paw.algo.loss import TokenBatch, ce, joint, joint_loss
-from paw.algo.samples import micro_batches, minibatches
-from paw.config import Config, EnvConfig, OptimConfig
+from paw.algo.samples import minibatches
+from paw.config import Config, OptimConfig
 from paw.envs import make_factory
-from paw.envs.base import EnvFactory, admissible_responses, train_tasks
 from paw.errors import (
-    OURS,
-    EnvironmentFailure,
-    NoOracleError,
     UserError,
-    describe,
-    quietly,
     shown,
     to_stderr,
 )
@@ -41,7 +32,7 @@ from paw.model.check import longest_row
 from paw.model.dtype import training_dtype, with_dtype
 from paw.model.loading import load_policy, load_tokenizer
 from paw.model.lora import add_adapters
-from paw.model.optim import learning_rate, make_optimizer, set_learning_rate
+from paw.model.optim import learning_rate, make_optimizer
 from paw.model.policy import (
     DTYPES,
     Policy,
@@ -50,353 +41,21 @@ from paw.model.policy import (
     pick_device,
     weights_dtype,
 )
-from paw.rollouts.chat import Chat, Context
-from paw.rollouts.continuation import add_result
-from paw.rollouts.guard import CheckedEnv, make_threads
-from paw.rollouts.marks import conversation
+from paw.rollouts.chat import Chat
 from paw.state import checkpoint
 from paw.state.export import export
 from paw.state.restore import load, load_optimizer, newest
 from paw.state.signals import StopSignal
 from paw.state.train_state import optimizer_tensors
 from paw.tool_config import SftConfig
+from paw.tools.expert_play import demonstrations, example, separator_ids
 from paw.tools.player import resolve
 from paw.tools.recorded import read_episodes
-from paw.types import Outcome, Reply, Sample, Task, Turn
+from paw.tools.supervised_step import step
+from paw.types import Sample, Turn
 
-MAX_FAILED = 100
-"""Games in a row that may fail before their first turn; more of them end expert play."""
 LOG_S = 10.0
 """Seconds between two lines of progress."""
-LOSS = joint(ce, ce)
-"""Cross-entropy of answers and of observations."""
-
-
-class Demonstration(NamedTuple):
-    """One turn of expert play."""
-
-    prompt: Context
-    choices: list[str]
-    """Every response that was admissible."""
-    response: str
-    observation: str
-    """The environment's answer."""
-    tools: list[dict[str, Any]]
-
-
-def demonstrations(
-    factory: EnvFactory,
-    env: EnvConfig,
-    *,
-    seed: int,
-    random_actions: float,
-    stray_actions: float = 0.0,
-    split: str = "warmup",
-) -> Iterator[Demonstration]:
-    """The turns of an expert that plays the games of a split, without end.
-
-    `random_actions` and `stray_actions` are the shares of turns with another action than the
-    expert's: any admissible one, or one that was admissible in the turn before and often has no
-    effect any more. A game whose environment fails is abandoned. Raises UserError if too many games
-    in a row fail, or if the environment has no expert.
-    """
-    player = _ExpertPlayer(factory, env, random.Random(seed), random_actions, stray_actions)
-    failed_in_a_row = 0
-    batches = (train_tasks(factory, n, 64, seed, split=split) for n in itertools.count())
-    for task in itertools.chain.from_iterable(batches):
-        done = False
-        previous_choices: list[str] | None = None
-        while not done:
-            try:
-                turn, done = player.play_turn(task, previous_choices)
-            except OURS:
-                raise
-            except NoOracleError as error:
-                raise UserError(
-                    f"env.name = '{env.name}': {error}, so there is no expert play to learn from"
-                ) from None
-            except BaseException as error:
-                failed_in_a_row += 1
-                player.drop_environment()
-                if failed_in_a_row > MAX_FAILED:
-                    raise UserError(
-                        f"expert play: {failed_in_a_row} games in a row failed ({describe(error)})"
-                    ) from None
-                break
-
-            yield turn
-            previous_choices = turn.choices
-            failed_in_a_row = 0
-
-
-class _ExpertPlayer:
-    """Plays turns with an expert's actions, and with shares of random and of stray ones."""
-
-    def __init__(
-        self,
-        factory: EnvFactory,
-        env: EnvConfig,
-        rng: random.Random,
-        random_actions: float,
-        stray_actions: float,
-    ) -> None:
-        self.factory = factory
-        self.env = env
-        self.rng = rng
-        self.random_actions = random_actions
-        self.stray_actions = stray_actions
-        self.threads = make_threads(factory, env)
-        self.environment: CheckedEnv | None = None
-
-    def play_turn(
-        self, task: Task, previous_choices: list[str] | None
-    ) -> tuple[Demonstration, bool]:
-        """(the next turn, whether the game is over after it).
-
-        `previous_choices` are the choices of the turn before; None starts the game.
-        """
-        call = self.threads.call
-        if self.environment is None:
-            self.environment = CheckedEnv(call(self.factory.make), self.env)
-        environment = self.environment
-        if previous_choices is None:
-            call(environment.reset, task)
-        prompt = call(environment.context)
-        choices = call(admissible_responses, environment)
-        if previous_choices and self.rng.random() < self.stray_actions:
-            response = self.rng.choice(previous_choices)
-        elif choices and self.rng.random() < self.random_actions:
-            response = self.rng.choice(choices)
-        else:
-            response = call(environment.oracle)
-        outcome = call(environment.step, response)
-        turn = Demonstration(prompt, choices, response, outcome.observation, environment.tools)
-        return turn, outcome.done
-
-    def drop_environment(self) -> None:
-        """Close the environment; the next turn is played in another one."""
-        # If it hangs, closing it would hang too.
-        if self.environment and not self.threads.given_up:
-            with quietly():
-                self.threads.call(self.environment.close)
-        self.environment = None
-
-
-def example(
-    chat: Chat,
-    config: Config,
-    prompt: Context,
-    response: str,
-    observation: str = "",
-    tools: Sequence[Any] = (),
-) -> Sample:
-    """A turn to learn from, as token ids.
-
-    The observation is cut to wm.max_tokens, and a prompt that is one user message to
-    rollout.max_prompt_tokens. Raises UserError if the chat template rejects the conversation.
-    """
-    try:
-        if isinstance(prompt, str) and not tools:
-            prompt_ids, _ = chat.fit_prompt(prompt, config.rollout.max_prompt_tokens)
-        else:
-            prompt_ids = chat.conversation_ids(conversation(prompt), list(tools))
-        outcome = Outcome(observation, 0.0, done=False, won=False)
-        turn = Turn(
-            prompt_ids=prompt_ids,
-            response_ids=chat.response_ids(response),
-            sampled_logp=[],
-            entropy=None,
-            prompt="",
-            response=response,
-            outcome=outcome,
-            anchor="",
-            version=0,
-        )
-        if isinstance(response, Reply) and response.calls:
-            add_result(chat, turn, response, config.wm.max_tokens)
-    except EnvironmentFailure as error:
-        raise UserError(str(error)) from None
-    return Sample(
-        group=0,
-        trajectory=0,
-        step=0,
-        prompt_ids=prompt_ids,
-        response_ids=turn.response_ids,
-        separator_ids=_separator_ids(turn, chat),
-        observation_ids=chat.observation_ids(turn.observation, config.wm.max_tokens),
-    )
-
-
-def _separator_ids(turn: Turn, chat: Chat) -> list[int]:
-    """The tokens between a turn's response and its observation: its own, or else the template's."""
-    return chat.separator_ids if turn.separator_ids is None else turn.separator_ids
-
-
-def step(
-    policy: Policy,
-    optimizers: Sequence[torch.optim.Optimizer],
-    rows: Sequence[Sample],
-    *,
-    lr: float,
-    clip: float = 1.0,
-    lm_weight: float = 0.0,
-    observations: bool = True,
-    by_row: bool = False,
-    budget: int | None,
-) -> float:
-    """Take one optimizer step; returns the answers' loss, in nats.
-
-    That is the mean negative log-likelihood of answer tokens. The gradient is that of the answers'
-    loss plus `lm_weight` times the mean over the other tokens.
-
-    Args:
-        clip: largest norm of the gradient.
-        observations: whether the other tokens are those of prompt, separator and observation, or
-            of the prompt alone.
-        by_row: divide the sum over answer tokens by the number of rows, not of answer tokens.
-        budget: tokens that go through the fused head at a time, at most. None: all rows at once,
-            by full logits.
-    """
-    weighted_rows = _weighted_rows(
-        rows,
-        lm_weight=lm_weight,
-        observations=observations,
-        by_row=by_row,
-        answers_only=lm_weight <= 0 and budget is not None,
-    )
-
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
-    if budget is None:
-        answer_loss = _backward_full_logits(policy, weighted_rows)
-    else:
-        answer_loss = _backward_fused_head(policy, weighted_rows, budget)
-
-    torch.nn.utils.clip_grad_norm_(policy.parameters(), clip)
-    for optimizer in optimizers:
-        set_learning_rate(optimizer, lr)
-        optimizer.step()
-    return answer_loss
-
-
-class _WeightedRow(NamedTuple):
-    """A row cut into context and target tokens. The lists have one entry for each target token."""
-
-    sample: Sample
-    """Its `prompt_ids` are the context, its `response_ids` the target tokens."""
-    weights: list[float]
-    """Weights of the tokens' negative log-likelihoods in the loss."""
-    is_answer: list[bool]
-
-
-def _weighted_rows(
-    rows: Sequence[Sample],
-    *,
-    lm_weight: float,
-    observations: bool,
-    by_row: bool,
-    answers_only: bool,
-) -> list[_WeightedRow]:
-    """Cut the rows into context and target tokens.
-
-    With `answers_only` the targets are the answers, else all tokens but the first, which follows
-    nothing and so is not predicted.
-    """
-    continuations = []
-    for row in rows:
-        continuations.append(row.separator_ids + row.observation_ids if observations else [])
-
-    # The answers' weights sum to 1 and those of the other tokens to lm_weight, over all rows.
-    answer_tokens = sum(len(row.response_ids) for row in rows)
-    other_tokens = sum(len(row.prompt_ids) - 1 for row in rows)
-    other_tokens += sum(len(continuation) for continuation in continuations)
-    answer_weight = 1.0 / (len(rows) if by_row else answer_tokens)
-    other_weight = float(torch.tensor(lm_weight) / max(1, other_tokens))  # divided in float32
-
-    weighted_rows = []
-    for row, continuation in zip(rows, continuations, strict=True):
-        answer = row.response_ids
-        if answers_only:
-            context, before, after = row.prompt_ids, [], []
-        else:
-            context, before, after = row.prompt_ids[:1], row.prompt_ids[1:], continuation
-        sample = Sample(
-            group=0,
-            trajectory=0,
-            step=0,
-            prompt_ids=context,
-            response_ids=before + answer + after,
-        )
-        weights = [other_weight] * len(before)
-        weights += [answer_weight] * len(answer)
-        weights += [other_weight] * len(after)
-        is_answer = [False] * len(before) + [True] * len(answer) + [False] * len(after)
-        weighted_rows.append(_WeightedRow(sample, weights, is_answer))
-    return weighted_rows
-
-
-def _backward_fused_head(policy: Policy, rows: Sequence[_WeightedRow], budget: int) -> float:
-    """Compute the gradients, `budget` tokens at a time; returns the answers' part of the loss."""
-    answer_loss = 0.0
-    batches = micro_batches(
-        [row.sample for row in rows],
-        budget=budget,
-        with_observation=False,
-        device=policy.device,
-        quadratic=policy.quadratic,
-    )
-    for batch in batches:
-        weights: list[float] = []
-        flags: list[bool] = []
-        for index in batch.indices:
-            weights += rows[index].weights
-            flags += rows[index].is_answer
-        weight = torch.tensor(weights, device=policy.device)
-        is_answer = torch.tensor(flags, dtype=torch.bool, device=policy.device)
-
-        zero = torch.zeros_like(weight)
-        tokens = TokenBatch(
-            weight=weight,
-            observation=batch.observation,
-            advantage=zero,
-            old_logp=zero,
-            sampled_logp=zero,
-        )
-        out = joint_loss(policy, batch, tokens, LOSS, temperature=1.0)
-        out.loss.backward()
-        answer_loss += float(out.token_loss[is_answer].sum())
-    return answer_loss
-
-
-def _backward_full_logits(policy: Policy, rows: Sequence[_WeightedRow]) -> float:
-    """Compute the gradients of all rows at once; returns the answers' part of the loss."""
-    longest = max(len(row.weights) for row in rows)
-    weights = []
-    flags = []
-    for row in rows:
-        padding = longest - len(row.weights)
-        weights.append(row.weights + [0.0] * padding)
-        flags.append(row.is_answer + [False] * padding)
-    weight = torch.tensor(weights)
-    is_answer = torch.tensor(flags, dtype=torch.bool)
-
-    token_loss = _negative_log_likelihood(policy, [row.sample for row in rows]) * weight
-    token_loss.sum().backward()
-    return float(token_loss.detach()[is_answer].sum())
-
-
-def _negative_log_likelihood(policy: Policy, samples: Sequence[Sample]) -> Tensor:
-    """-log p of all tokens but the first, [B, longest - 1], by full logits.
-
-    Their memory is affordable for the small vocabulary of the quickstart model.
-    """
-    rows = [sample.prompt_ids + sample.response_ids for sample in samples]
-    longest = max(len(row) for row in rows)
-    input_ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-    hidden = policy.hidden(input_ids.flatten(), [longest] * len(rows)).view(*input_ids.shape, -1)
-    logits = hidden[:, :-1] @ policy.head_weight.T
-    log_probs = torch.log_softmax(logits, -1)
-    return -log_probs.gather(2, input_ids[:, 1:, None])[..., 0]
 
 
 def fine_tune(
@@ -672,6 +331,6 @@ def _recorded_row(turn: Turn, chat: Chat, config: Config) -> Sample:
     if turn.response in [chat.opened + text for text in texts]:
         row.prompt_ids = turn.prompt_ids
         row.response_ids = turn.response_ids
-        row.separator_ids = _separator_ids(turn, chat)
+        row.separator_ids = separator_ids(turn, chat)
         row.observation_ids = turn.observation_ids or row.observation_ids
     return row

@@ -30,12 +30,12 @@ from paw.rollouts.engines.transformers import TransformersEngine
 from paw.rollouts.episode import plain
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import success_metrics
-from paw.tools import quickstart, sft
-from paw.tools.sft import demonstrations, example
-from paw.tools.sft import step as train_step
+from paw.tools import expert_play, quickstart, supervised_step
+from paw.tools.expert_play import demonstrations, example
+from paw.tools.supervised_step import step as train_step
 from paw.types import Sample
 
-MADE_BY = (__file__, quickstart.__file__, sft.__file__)
+MADE_BY = (__file__, quickstart.__file__, expert_play.__file__, supervised_step.__file__)
 """Files whose content is part of the cached model's key."""
 CORPUS_TURNS = 12_000
 """Turns of expert play from which the tokenizer is learnt."""

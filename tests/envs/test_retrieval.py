@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from paw.envs.search.embedding import Embedding, _folder
-from paw.envs.search.retrieval import Hit, dense, make_retriever
+from paw.envs.search.retrieval import dense, make_retriever
+from paw.envs.search.retrieval.base import Hit
 from paw.envs.search.retrieval.bm25 import Bm25
 from paw.envs.search.retrieval.corpus import Corpus
 from paw.envs.search.retrieval.dense import DenseRetriever

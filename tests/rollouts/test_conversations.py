@@ -25,7 +25,7 @@ from paw.rollouts.engines.base import Completion
 from paw.rollouts.marks import PROBE
 from paw.rollouts.scheduler import Rollouts
 from paw.run import open_run
-from paw.tools import sft
+from paw.tools import expert_play
 from paw.trainer import prepare
 from paw.types import Outcome, Reply, Task, ToolCall, Turn
 
@@ -411,9 +411,9 @@ def caller(tmp_path_factory):
     chat, optimizer = CHATS["qwen3"], torch.optim.AdamW(model.parameters(), lr=5e-3)
     call = Reply.of("", ToolCall("search", {"query": "town"}, "call00000"))
     config = load("search-quickstart", {"env.style": "chat", "model.path": str(folder)})
-    turns = sft.demonstrations(make_factory(config), config.env, seed=0, random_actions=0.0)
+    turns = expert_play.demonstrations(make_factory(config), config.env, seed=0, random_actions=0.0)
     for turn in islice((turn for turn in turns if len(turn.prompt) == 2), 70):
-        row = sft.example(chat, config, turn.prompt, call, turn.observation, turn.tools)
+        row = expert_play.example(chat, config, turn.prompt, call, turn.observation, turn.tools)
         assert chat.decode(row.separator_ids) == "\nuser\n<tool_response>\n" and isinstance(
             turn.response, Reply
         )

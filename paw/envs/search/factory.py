@@ -20,7 +20,8 @@ from paw.envs.search.prompt import (
     Style,
     title,
 )
-from paw.envs.search.retrieval import Hit, make_retriever
+from paw.envs.search.retrieval import make_retriever
+from paw.envs.search.retrieval.base import Hit
 from paw.envs.search.reward import exact_match
 from paw.envs.settings import SearchConfig
 from paw.errors import EnvironmentFailure, NoOracleError, UserError, describe, masked

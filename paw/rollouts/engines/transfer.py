@@ -34,7 +34,7 @@ from paw.rollouts.engines.vllm import (
 from paw.rollouts.engines.weight_folders import make_weight_folder
 
 if TYPE_CHECKING:
-    from paw.rollouts.sync import Weights
+    from paw.model.weights import Weights
 
 SHARD_BYTES = 2 << 30
 """Bytes of a file, which rank 0 holds in memory at once."""

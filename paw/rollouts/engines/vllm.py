@@ -27,8 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers.core_model_loading import revert_weight_conversion
+from torch import Tensor
 
 from paw.config import LoraConfig
 from paw.errors import UserError, describe
@@ -338,21 +337,6 @@ def write_adapters(
     with writing(folder, WEIGHTS_DIR_HINT):
         (folder / "adapter_config.json").write_text(json.dumps(settings))
         save_file(tensors, folder / name, {"format": "pt"})
-
-
-def checkpoint_parameters(
-    model: nn.Module, named: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """The parameters under the names of the model's files.
-
-    transformers keeps all experts of a layer in one tensor, the files have them one by one.
-    """
-    for name, tensor in named:
-        if tensor.dim() == 3:
-            any_model: Any = model
-            yield from revert_weight_conversion(any_model, {name: tensor}).items()
-        else:
-            yield name, tensor
 
 
 def _repack_experts(model: Any) -> None:

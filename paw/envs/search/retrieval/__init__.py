@@ -1,31 +1,9 @@
 """Search engines, and `make_retriever`, which makes the one that the configuration names."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
-
+from paw.envs.search.retrieval.base import Documents, Retriever
 from paw.envs.search.retrieval.corpus import Corpus
 from paw.envs.settings import SearchConfig
 from paw.errors import UserError
-
-Documents = list[tuple[str, str]] | Corpus
-"""(id, contents) of each document."""
-
-
-class Hit(NamedTuple):
-    """A document that a search returns."""
-
-    id: str
-    contents: str
-    score: float
-    """The higher the better; what it measures depends on the retriever."""
-
-
-class Retriever(Protocol):
-    """A search engine that several threads may use at once."""
-
-    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """For each query at most `topk` hits, best first."""
-        ...
 
 
 def make_retriever(config: SearchConfig, documents: Documents | None = None) -> Retriever:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from paw.cache import cached, stamp
-from paw.envs.search.retrieval import Documents, Hit
+from paw.envs.search.retrieval.base import Documents, Hit
 from paw.envs.search.retrieval.corpus import Corpus, progress
 from paw.errors import UserError
 

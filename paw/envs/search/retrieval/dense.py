@@ -17,7 +17,7 @@ import numpy as np
 
 from paw.cache import cache_dir, stamp
 from paw.envs.search.embedding import Embedding
-from paw.envs.search.retrieval import Documents, Hit
+from paw.envs.search.retrieval.base import Documents, Hit
 from paw.envs.search.retrieval.corpus import Corpus, progress
 from paw.errors import UserError, needed
 from paw.files import writing

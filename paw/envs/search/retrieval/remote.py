@@ -10,7 +10,7 @@ from pydantic import BaseModel, FiniteFloat, ValidationError, model_validator
 
 from paw.envs.checked import FIRST_ERROR, problem
 from paw.envs.http import BadAnswer, BlockingHttpClient
-from paw.envs.search.retrieval import Hit
+from paw.envs.search.retrieval.base import Hit
 from paw.errors import UserError, clean
 
 TRIES = 3

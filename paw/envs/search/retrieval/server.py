@@ -18,7 +18,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from paw.envs.checked import problem
-from paw.envs.search.retrieval import Documents, Hit, Retriever, make_retriever
+from paw.envs.search.retrieval import make_retriever
+from paw.envs.search.retrieval.base import Documents, Hit, Retriever
 from paw.envs.search.retrieval.corpus import Corpus
 from paw.envs.search.world import World
 from paw.envs.serving import LimitedBodies, listen, make_server, run_server

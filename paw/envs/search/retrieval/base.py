@@ -1,0 +1,26 @@
+"""What every search engine offers, and what it returns."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from paw.envs.search.retrieval.corpus import Corpus
+
+Documents = list[tuple[str, str]] | Corpus
+"""(id, contents) of each document."""
+
+
+class Hit(NamedTuple):
+    """A document that a search returns."""
+
+    id: str
+    contents: str
+    score: float
+    """The higher the better; what it measures depends on the retriever."""
+
+
+class Retriever(Protocol):
+    """A search engine that several threads may use at once."""
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        """For each query at most `topk` hits, best first."""
+        ...

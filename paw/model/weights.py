@@ -1,0 +1,72 @@
+"""A policy's weights as an engine takes them."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from paw.model import lora
+from paw.model.policy import full_parameters
+
+
+class Weights:
+    """Every parameter of a Hugging Face causal LM as an engine takes them, LoRA adapters merged.
+
+    If the model is sharded, each pass is a collective call of all ranks.
+    """
+
+    def __init__(self, model: nn.Module, checkpoint_names: bool, merge: bool = True) -> None:
+        self._model = model
+        self._checkpoint_names = checkpoint_names
+        self._merge = merge
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor), one gathered at a time."""
+        return self._named(full_parameters(self._model, merge=self._merge))
+
+    @property
+    def base(self) -> "Weights":
+        """The same parameters without adapters."""
+        return Weights(self._model, self._checkpoint_names, merge=False)
+
+    @property
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """(peft's name, full tensor) of each LoRA parameter, for one pass."""
+        return lora.adapters(self._model)
+
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(name, full shape) of each parameter, without gathering."""
+        named = self._named(self._empty_parameters())
+        return [(name, tuple(tensor.shape)) for name, tensor in named]
+
+    def _empty_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor without data) of each parameter but the adapters'.
+
+        Names are those from before peft wrapped layers.
+        """
+        for name, tensor in self._model.named_parameters(remove_duplicate=False):
+            if ".lora_" not in name:
+                yield name.replace(".base_layer.", "."), torch.empty(tensor.shape, device="meta")
+
+    def _named(self, parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The parameters under the names that the engine expects."""
+        if not self._checkpoint_names:
+            return parameters
+        return checkpoint_parameters(self._model, parameters)
+
+
+def checkpoint_parameters(
+    model: nn.Module, named: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The parameters under the names of the model's files.
+
+    transformers keeps all experts of a layer in one tensor, the files have them one by one.
+    """
+    for name, tensor in named:
+        if tensor.dim() == 3:
+            any_model: Any = model
+            yield from revert_weight_conversion(any_model, {name: tensor}).items()
+        else:
+            yield name, tensor

@@ -1,0 +1,185 @@
+"""One optimizer step of supervised fine-tuning, as `paw sft`, the warm-up and RWML take it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paw.algo.loss import TokenBatch, ce, joint, joint_loss
+from paw.algo.samples import micro_batches
+from paw.model.optim import set_learning_rate
+from paw.model.policy import (
+    Policy,
+)
+from paw.types import Sample
+
+LOSS = joint(ce, ce)
+"""Cross-entropy of answers and of observations."""
+
+
+def step(
+    policy: Policy,
+    optimizers: Sequence[torch.optim.Optimizer],
+    rows: Sequence[Sample],
+    *,
+    lr: float,
+    clip: float = 1.0,
+    lm_weight: float = 0.0,
+    observations: bool = True,
+    by_row: bool = False,
+    budget: int | None,
+) -> float:
+    """Take one optimizer step; returns the answers' loss, in nats.
+
+    That is the mean negative log-likelihood of answer tokens. The gradient is that of the answers'
+    loss plus `lm_weight` times the mean over the other tokens.
+
+    Args:
+        clip: largest norm of the gradient.
+        observations: whether the other tokens are those of prompt, separator and observation, or
+            of the prompt alone.
+        by_row: divide the sum over answer tokens by the number of rows, not of answer tokens.
+        budget: tokens that go through the fused head at a time, at most. None: all rows at once,
+            by full logits.
+    """
+    weighted_rows = _weighted_rows(
+        rows,
+        lm_weight=lm_weight,
+        observations=observations,
+        by_row=by_row,
+        answers_only=lm_weight <= 0 and budget is not None,
+    )
+
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    if budget is None:
+        answer_loss = _backward_full_logits(policy, weighted_rows)
+    else:
+        answer_loss = _backward_fused_head(policy, weighted_rows, budget)
+
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), clip)
+    for optimizer in optimizers:
+        set_learning_rate(optimizer, lr)
+        optimizer.step()
+    return answer_loss
+
+
+class _WeightedRow(NamedTuple):
+    """A row cut into context and target tokens. The lists have one entry for each target token."""
+
+    sample: Sample
+    """Its `prompt_ids` are the context, its `response_ids` the target tokens."""
+    weights: list[float]
+    """Weights of the tokens' negative log-likelihoods in the loss."""
+    is_answer: list[bool]
+
+
+def _weighted_rows(
+    rows: Sequence[Sample],
+    *,
+    lm_weight: float,
+    observations: bool,
+    by_row: bool,
+    answers_only: bool,
+) -> list[_WeightedRow]:
+    """Cut the rows into context and target tokens.
+
+    With `answers_only` the targets are the answers, else all tokens but the first, which follows
+    nothing and so is not predicted.
+    """
+    continuations = []
+    for row in rows:
+        continuations.append(row.separator_ids + row.observation_ids if observations else [])
+
+    # The answers' weights sum to 1 and those of the other tokens to lm_weight, over all rows.
+    answer_tokens = sum(len(row.response_ids) for row in rows)
+    other_tokens = sum(len(row.prompt_ids) - 1 for row in rows)
+    other_tokens += sum(len(continuation) for continuation in continuations)
+    answer_weight = 1.0 / (len(rows) if by_row else answer_tokens)
+    other_weight = float(torch.tensor(lm_weight) / max(1, other_tokens))  # divided in float32
+
+    weighted_rows = []
+    for row, continuation in zip(rows, continuations, strict=True):
+        answer = row.response_ids
+        if answers_only:
+            context, before, after = row.prompt_ids, [], []
+        else:
+            context, before, after = row.prompt_ids[:1], row.prompt_ids[1:], continuation
+        sample = Sample(
+            group=0,
+            trajectory=0,
+            step=0,
+            prompt_ids=context,
+            response_ids=before + answer + after,
+        )
+        weights = [other_weight] * len(before)
+        weights += [answer_weight] * len(answer)
+        weights += [other_weight] * len(after)
+        is_answer = [False] * len(before) + [True] * len(answer) + [False] * len(after)
+        weighted_rows.append(_WeightedRow(sample, weights, is_answer))
+    return weighted_rows
+
+
+def _backward_fused_head(policy: Policy, rows: Sequence[_WeightedRow], budget: int) -> float:
+    """Compute the gradients, `budget` tokens at a time; returns the answers' part of the loss."""
+    answer_loss = 0.0
+    batches = micro_batches(
+        [row.sample for row in rows],
+        budget=budget,
+        with_observation=False,
+        device=policy.device,
+        quadratic=policy.quadratic,
+    )
+    for batch in batches:
+        weights: list[float] = []
+        flags: list[bool] = []
+        for index in batch.indices:
+            weights += rows[index].weights
+            flags += rows[index].is_answer
+        weight = torch.tensor(weights, device=policy.device)
+        is_answer = torch.tensor(flags, dtype=torch.bool, device=policy.device)
+
+        zero = torch.zeros_like(weight)
+        tokens = TokenBatch(
+            weight=weight,
+            observation=batch.observation,
+            advantage=zero,
+            old_logp=zero,
+            sampled_logp=zero,
+        )
+        out = joint_loss(policy, batch, tokens, LOSS, temperature=1.0)
+        out.loss.backward()
+        answer_loss += float(out.token_loss[is_answer].sum())
+    return answer_loss
+
+
+def _backward_full_logits(policy: Policy, rows: Sequence[_WeightedRow]) -> float:
+    """Compute the gradients of all rows at once; returns the answers' part of the loss."""
+    longest = max(len(row.weights) for row in rows)
+    weights = []
+    flags = []
+    for row in rows:
+        padding = longest - len(row.weights)
+        weights.append(row.weights + [0.0] * padding)
+        flags.append(row.is_answer + [False] * padding)
+    weight = torch.tensor(weights)
+    is_answer = torch.tensor(flags, dtype=torch.bool)
+
+    token_loss = _negative_log_likelihood(policy, [row.sample for row in rows]) * weight
+    token_loss.sum().backward()
+    return float(token_loss.detach()[is_answer].sum())
+
+
+def _negative_log_likelihood(policy: Policy, samples: Sequence[Sample]) -> Tensor:
+    """-log p of all tokens but the first, [B, longest - 1], by full logits.
+
+    Their memory is affordable for the small vocabulary of the quickstart model.
+    """
+    rows = [sample.prompt_ids + sample.response_ids for sample in samples]
+    longest = max(len(row) for row in rows)
+    input_ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    hidden = policy.hidden(input_ids.flatten(), [longest] * len(rows)).view(*input_ids.shape, -1)
+    logits = hidden[:, :-1] @ policy.head_weight.T
+    log_probs = torch.log_softmax(logits, -1)
+    return -log_probs.gather(2, input_ids[:, 1:, None])[..., 0]
