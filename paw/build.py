@@ -22,7 +22,7 @@ from paw.envs import make_factory
 from paw.envs.base import EnvFactory, eval_tasks, train_tasks
 from paw.envs.load import check_reward_max
 from paw.errors import needed
-from paw.model.attention import pick_attention
+from paw.model.attention import decoder_layers, pick_attention
 from paw.model.check import check_path, longest_row
 from paw.model.dtype import training_dtype
 from paw.model.folder import on_this_machine
@@ -341,6 +341,7 @@ def _compile_and_shard(config: Config, models: Models, ranks: Ranks) -> None:
         ranks.shard(
             model,
             model.dtype,
+            layers=decoder_layers(model),
             offload=config.policy.offload_reference and is_reference,
             sharers=ranks_of_a_copy,
         )

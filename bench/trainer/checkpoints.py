@@ -24,6 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, commit, cpu_name, write
+from paw.model.attention import decoder_layers
 from paw.model.parallel import DistributedRanks, read_variables
 from paw.model.policy import Policy
 from paw.model.ranks import Ranks, full_tensor
@@ -45,7 +46,7 @@ def main() -> None:
     policy = Policy(
         Qwen2ForCausalLM(Qwen2Config(**SHAPE, num_attention_heads=12, num_key_value_heads=12))
     )
-    ranks.shard(policy, torch.float32)
+    ranks.shard(policy, torch.float32, layers=decoder_layers(policy))
     optimizer = torch.optim.AdamW(policy.parameters())
     for parameter in policy.parameters():
         parameter.grad = torch.randn_like(parameter)

@@ -34,7 +34,7 @@ from bench.kernels.roofline import paw_memory
 from paw.algo import loss as losses
 from paw.algo.samples import collate
 from paw.config import Config
-from paw.model.attention import pick_attention
+from paw.model.attention import decoder_layers, pick_attention
 from paw.model.optim import make_optimizer
 from paw.model.parallel import DistributedRanks
 from paw.model.policy import DTYPES, Policy, weights_dtype
@@ -222,7 +222,7 @@ def simulate(config: Config, shape: Shape, world: int = 1, *, attention: str = "
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, _without_values():
         policy = policy.to_empty(device="cpu")
         policy.lm.tie_weights()  # which to_empty forgets
-        ranks.shard(policy, policy.dtype)
+        ranks.shard(policy, policy.dtype, layers=decoder_layers(policy))
         with live:
             for parameter in policy.parameters():
                 live.track(parameter)

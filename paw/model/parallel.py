@@ -11,7 +11,7 @@ engine.
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -29,7 +29,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from paw.errors import UserError
-from paw.model.attention import decoder_layers
 from paw.model.ranks import PeerLostError, Ranks
 from paw.model.watchdog import Watchdog
 
@@ -161,10 +160,11 @@ class DistributedRanks(Ranks):
         policy: nn.Module,
         dtype: torch.dtype,
         *,
+        layers: Sequence[nn.Module],
         offload: bool = False,
         sharers: int | None = None,
     ) -> None:
-        """Shard `policy` by FSDP2: each decoder layer, then the rest with `policy` itself.
+        """Shard `policy` by FSDP2: each of its `layers`, then the rest with `policy` itself.
 
         The rest is the embedding, the last norm and the head.
 
@@ -174,8 +174,8 @@ class DistributedRanks(Ranks):
         optimizer updates.
 
         offload: keep the shards in host memory. sharers: number of ranks that hold one full model
-        together, a divisor of the world size (default: all ranks);
-            gradients are summed over the copies. 1 shards nothing.
+        together, a divisor of the world size (default: all ranks); gradients are summed over the
+        copies. 1 shards nothing.
         """
         if sharers == 1:
             for parameter in policy.parameters():
@@ -185,7 +185,7 @@ class DistributedRanks(Ranks):
             return
         options = self._fsdp_options(dtype, offload=offload, sharers=sharers or self.world_size)
         full = {name: parameter.data for name, parameter in policy.named_parameters()}
-        for layer in decoder_layers(policy):
+        for layer in layers:
             fully_shard(layer, **options)
         fully_shard(policy, reshard_after_forward=True, **options)
 

@@ -4,7 +4,7 @@
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -128,6 +128,7 @@ class Ranks:
         policy: nn.Module,
         dtype: torch.dtype,
         *,
+        layers: Sequence[nn.Module],
         offload: bool = False,
         sharers: int | None = None,
     ) -> None:

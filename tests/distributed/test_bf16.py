@@ -12,6 +12,7 @@ from paw.algo import loss
 from paw.algo.samples import micro_batches
 from paw.build import join_ranks
 from paw.config import LoraConfig
+from paw.model.attention import decoder_layers
 from paw.model.lora import add_adapters
 from paw.model.policy import Policy
 from paw.model.ranks import Ranks, full_tensor
@@ -67,7 +68,7 @@ def check(kind, checkpointing, ranks):
     exact = Policy(copy.deepcopy(make(kind, "none").lm).float(), dtype="float32")
     for layer in (part for part in exact.lm.modules() if part._forward_pre_hooks):
         layer._forward_pre_hooks.clear(), layer._forward_hooks.clear()
-    ranks.shard(shared, shared.dtype)
+    ranks.shard(shared, shared.dtype, layers=decoder_layers(shared))
     one, two, wanted = (
         log_probs(p, rows, r) for p, r in ((alone, single), (shared, ranks), (exact, single))
     )
