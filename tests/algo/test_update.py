@@ -63,10 +63,14 @@ def make_config(start, folder, **changes) -> Config:
 class Recorded(Rollouts):
     """Rollouts that remember what was played."""
 
-    def play(self, *args, **kwargs):
-        groups, stats = super().play(*args, **kwargs)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.history = []
+
+    def training(self, *args, **kwargs):
+        groups, stats = super().training(*args, **kwargs)
         turns = [[episode.turns for episode in group.trajectories] for group in groups]
-        self.history = [*getattr(self, "history", []), turns]
+        self.history.append(turns)
         return groups, stats
 
 
