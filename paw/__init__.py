@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from paw.version import __version__
 
 if TYPE_CHECKING:
-    from paw.config import Config
-    from paw.tools.evaluate import evaluate
+    from paw.config.sections import Config
+    from paw.tools.evaluate.evaluate import evaluate
+    from paw.tools.evaluate.player import rollout
     from paw.tools.export import export
-    from paw.tools.planning import plan
-    from paw.tools.player import rollout
-    from paw.tools.rundir import metrics
-    from paw.tools.sft import sft
-    from paw.tools.train import train
+    from paw.tools.plan.planning import plan
+    from paw.tools.report.rundir import metrics
+    from paw.tools.sft.sft import sft
+    from paw.tools.train.train import train
 
 __all__ = [
     "Config",
@@ -34,14 +34,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Config": "paw.config",
-    "evaluate": "paw.tools.evaluate",
+    "Config": "paw.config.sections",
+    "evaluate": "paw.tools.evaluate.evaluate",
     "export": "paw.tools.export",
-    "metrics": "paw.tools.rundir",
-    "plan": "paw.tools.planning",
-    "rollout": "paw.tools.player",
-    "sft": "paw.tools.sft",
-    "train": "paw.tools.train",
+    "metrics": "paw.tools.report.rundir",
+    "plan": "paw.tools.plan.planning",
+    "rollout": "paw.tools.evaluate.player",
+    "sft": "paw.tools.sft.sft",
+    "train": "paw.tools.train.train",
 }
 """Public name -> the module that defines it, imported when the name is used.
 
@@ -55,7 +55,7 @@ def load(recipe: str | Path, **changes: Any) -> "Config":
     For example `load("quickstart", **{"optim.lr": 1e-4})`. Raises UserError if the recipe or a key
     is unknown, or a value is wrong.
     """
-    from paw.recipe import load_named
+    from paw.config.recipe import load_named
 
     return load_named(recipe, changes)
 

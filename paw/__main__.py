@@ -3,7 +3,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from paw import watcher
+from paw.processes import watcher
 
 
 def run() -> None:

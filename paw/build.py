@@ -16,14 +16,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from paw.algo.critic import Critic, load_critic
-from paw.config import Config, LoraConfig
+from paw.checkpoint.train_state import Learner
+from paw.config.sections import Config, LoraConfig
+from paw.distributed.ranks import Ranks
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, eval_tasks, train_tasks
 from paw.envs.load import check_reward_max
 from paw.errors import needed
+from paw.guards import UpdateGuard
 from paw.model.attention import decoder_layers, pick_attention
 from paw.model.check import check_path, longest_row
+from paw.model.critic import Critic, load_critic
 from paw.model.dtype import training_dtype
 from paw.model.folder import on_this_machine
 from paw.model.loading import load_policy, load_tokenizer
@@ -31,14 +34,11 @@ from paw.model.lora import add_adapters, check_targets
 from paw.model.optim import make_optimizer
 from paw.model.patches import apply_liger, compile_layers, import_liger
 from paw.model.policy import DTYPES, Policy, pick_backend, pick_device, weights_dtype
-from paw.model.ranks import Ranks
-from paw.rollouts.chat import Chat
 from paw.rollouts.engines import find_engine, make_engine
 from paw.rollouts.engines.base import Engine, EngineType
 from paw.rollouts.episode import find_agent
-from paw.state.guards import UpdateGuard
-from paw.state.resume import recorded_dtype
-from paw.state.train_state import Learner
+from paw.rollouts.text.chat import Chat
+from paw.rundir.resume import recorded_dtype
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def join_ranks(device: torch.device, *, episodes: int, peer_timeout_s: float = 6
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Ranks()
-    from paw.model.parallel import DistributedRanks, read_variables  # slow: FSDP
+    from paw.distributed.parallel import DistributedRanks, read_variables  # slow: FSDP
 
     rank, world_size, on_host = read_variables(episodes)
     if world_size == 1:

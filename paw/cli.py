@@ -14,13 +14,13 @@ import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from paw import watcher
 from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr, to_stdout
-from paw.lifeline import end_tool_servers
+from paw.processes import watcher
+from paw.processes.lifeline import end_tool_servers
 from paw.version import __version__
 
 if TYPE_CHECKING:
-    from paw.config import Config
+    from paw.config.sections import Config
 
 OVERRIDES = (
     "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false "
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         to_stderr(f"paw: {clean(error, LINE_CHARS)}")
         if "RANK" in os.environ:
-            from paw.model.parallel import decline
+            from paw.distributed.parallel import decline
 
             decline(str(error))
         return error.exit_code
@@ -206,7 +206,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _train_epilog() -> str:
     """How keys are set, and the names of all recipes, wrapped between names."""
-    from paw.recipe import recipe_names
+    from paw.config.recipe import recipe_names
 
     names = textwrap.fill(
         "  ".join(recipe_names()),
@@ -224,8 +224,8 @@ def _train_epilog() -> str:
 
 
 def _train(options: argparse.Namespace, overrides: Overrides) -> int:
-    from paw.recipe import check_passwords, load_named
-    from paw.state.run_lock import run_names
+    from paw.config.recipe import check_passwords, load_named
+    from paw.rundir.run_lock import run_names
 
     numbered = "run.name" not in overrides
     config = load_named(options.recipe, overrides)
@@ -241,7 +241,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         )
 
     if "RANK" in os.environ:
-        from paw.model.launcher import die_with_launcher
+        from paw.distributed.launcher import die_with_launcher
 
         die_with_launcher()
     else:
@@ -249,7 +249,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
         _announce_warmup(config, options.resume)
     if options.gpus != 1:
         return _launch(options, overrides, config)
-    from paw.tools.train import train
+    from paw.tools.train.train import train
 
     report = train(config, resume=options.resume, numbered=numbered)
     if os.environ.get("RANK", "0") == "0" and report.is_file():
@@ -259,7 +259,7 @@ def _train(options: argparse.Namespace, overrides: Overrides) -> int:
 
 def _explain(config: "Config", name: str) -> None:
     """Print a configuration with the run's final name (`--dry-run`), and its warnings."""
-    from paw.recipe import warnings
+    from paw.config.recipe import warnings
     from paw.tools.reference import explain
 
     run = config.run.model_copy(update={"name": name})
@@ -270,7 +270,7 @@ def _explain(config: "Config", name: str) -> None:
 
 def _launch(options: argparse.Namespace, overrides: Overrides, config: "Config") -> int:
     """Train in a process for each GPU that the servers of the run leave."""
-    from paw.model.launcher import launch
+    from paw.distributed.launcher import launch
 
     count = options.gpus - config.engine.gpus
     if count < 1:
@@ -293,7 +293,7 @@ def _check(config: "Config", name: str, resume: str) -> None:
     Ranks check it later, once they have met: if one of them, perhaps on another machine, lacks
     something, all must know.
     """
-    from paw.state.run_lock import check_free
+    from paw.rundir.run_lock import check_free
 
     check_free(config.run.dir / name, resume=resume)
     data = getattr(config.env, "data", None)
@@ -303,7 +303,7 @@ def _check(config: "Config", name: str, resume: str) -> None:
         make_factory(config)  # says what is missing and how to get it
     # Mistakes in an environment of one's own are reported before the hub is asked.
     if config.model.path != "quickstart" and ":" not in config.env.name:
-        from paw.hub import check_hub
+        from paw.io.hub import check_hub
 
         check_hub(config.model.path)
 
@@ -331,7 +331,7 @@ def _unknown(word: str, takes_overrides: bool) -> str:
         return f"'{clean(word)}' is not an option; overrides look like --optim.lr 5e-4"
     if not takes_overrides:
         return f"unknown option '{clean(word)}'; see --help"
-    from paw.hints import hint
+    from paw.config.hints import hint
 
     key = word.removeprefix("--").replace("-", "_")
     return f"unknown option '{clean(word)}'{hint(key, {})}"

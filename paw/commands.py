@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paw.config.recipe import load
 from paw.errors import to_stderr
-from paw.recipe import load
 
 Overrides = dict[str, str]
 Command = Callable[[argparse.Namespace, Overrides], int]
@@ -51,7 +51,7 @@ def _eval(parser: argparse.ArgumentParser) -> Command:
         type=Path,
         help="agents: folder of the episodes and results (default: in run.dir)",
     )
-    return _run_of("paw.tools.evaluate")
+    return _run_of("paw.tools.evaluate.evaluate")
 
 
 def _rollout(parser: argparse.ArgumentParser) -> Command:
@@ -63,7 +63,7 @@ def _rollout(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument(
         "--out", default="-", help="file for the episodes (default: standard output)"
     )
-    return _run_of("paw.tools.player")
+    return _run_of("paw.tools.evaluate.player")
 
 
 def _profile(parser: argparse.ArgumentParser) -> Command:
@@ -102,7 +102,7 @@ def _profile(parser: argparse.ArgumentParser) -> Command:
 
 
 def _plan(parser: argparse.ArgumentParser) -> Command:
-    from paw.tools.fit import BASE
+    from paw.tools.plan.fit import BASE
 
     parser.add_argument("recipe", nargs="?", help=f"{RECIPE} (with --model: {BASE})")
     parser.add_argument(
@@ -131,7 +131,7 @@ def _plan(parser: argparse.ArgumentParser) -> Command:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the recipe that fits")
-    return _run_of("paw.tools.planning")
+    return _run_of("paw.tools.plan.planning")
 
 
 def _experiment(parser: argparse.ArgumentParser) -> Command:
@@ -221,7 +221,7 @@ def _sft(parser: argparse.ArgumentParser) -> Command:
         required=True,
         help="folder to write; stopped, the same command goes on from there",
     )
-    return _run_of("paw.tools.sft")
+    return _run_of("paw.tools.sft.sft")
 
 
 def _rwml(parser: argparse.ArgumentParser) -> Command:
@@ -246,7 +246,7 @@ def _rwml(parser: argparse.ArgumentParser) -> Command:
         help="sft: share of the training triplets (default: all)",
     )
     parser.add_argument("--out", type=Path, required=True, help="file (sft: folder) to write")
-    return _run_of("paw.tools.rwml")
+    return _run_of("paw.tools.sft.rwml")
 
 
 def _play(parser: argparse.ArgumentParser) -> Command:
@@ -259,7 +259,7 @@ def _play(parser: argparse.ArgumentParser) -> Command:
         action="store_true",
         help="one command a line in, one JSON object a line out",
     )
-    return _run_of("paw.tools.play")
+    return _run_of("paw.tools.play.play")
 
 
 def _env(parser: argparse.ArgumentParser) -> Command:
@@ -268,7 +268,7 @@ def _env(parser: argparse.ArgumentParser) -> Command:
     )
     _add_environment(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return _run_of("paw.tools.env_check")
+    return _run_of("paw.tools.env_check.env_check")
 
 
 def _report(parser: argparse.ArgumentParser) -> Command:
@@ -284,7 +284,7 @@ def _report(parser: argparse.ArgumentParser) -> Command:
         help="folder for report.html and plots/ "
         "(default: RUN_DIR; for several, comparison/ beside it)",
     )
-    return _run_of("paw.tools.report")
+    return _run_of("paw.tools.report.report")
 
 
 def _data(parser: argparse.ArgumentParser) -> Command:
@@ -357,7 +357,7 @@ def _serve(parser: argparse.ArgumentParser) -> Command:
     env.add_argument(
         "--sessions", type=int, default=256, help="episodes at once (default: %(default)s)"
     )
-    env.set_defaults(command=_run_of("paw.tools.serve_env"))
+    env.set_defaults(command=_run_of("paw.tools.play.serve_env"))
     return _run_retriever
 
 
@@ -457,7 +457,7 @@ def _run_warmup(options: argparse.Namespace, overrides: Overrides) -> int:
     from paw.envs import make_factory
 
     config = load(options.recipe, overrides)  # a mistake in it comes before torch is loaded
-    from paw.tools.warmup import ensure_warm_model
+    from paw.tools.warmup.warmup import ensure_warm_model
 
     print(ensure_warm_model(config, make_factory(config), to_stderr))
     return 0
@@ -471,10 +471,10 @@ def _run_keys(options: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def _run_doctor(options: argparse.Namespace, overrides: Overrides) -> int:
-    from paw.tools import doctor
+    from paw.tools.doctor import doctor
 
     if options.kernels:
-        from paw.tools import kernels
+        from paw.tools.doctor import kernels
 
         return kernels.check(options.shape, options.model)
     if options.model:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from paw.config import Config
+from paw.config.plugins import BUILT_IN, load
+from paw.config.sections import Config
+from paw.distributed.ranks import lost_peer, out_of_memory
 from paw.errors import UserError, describe, others_code
-from paw.model.ranks import lost_peer, out_of_memory
-from paw.plugins import BUILT_IN, load
-from paw.state.log import metrics_problem
+from paw.rundir.log import metrics_problem
 
 
 class HookedRun(Protocol):

@@ -12,14 +12,14 @@ from statistics import fmean
 
 from torch.nn.utils import clip_grad_norm_
 
-from paw import plugins
 from paw.algo import loss as losses
 from paw.algo.loss import JointLoss, TokenBatch, TokenLossFunction, traits_of
 from paw.algo.samples import Batch, micro_batches
 from paw.algo.token_sums import add, token_metrics, token_sums
-from paw.config import Config
+from paw.config import plugins
+from paw.config.sections import Config
+from paw.distributed.ranks import full_tensor
 from paw.model.optim import learning_rate, set_learning_rate
-from paw.model.ranks import full_tensor
 from paw.rollouts.episode import bind
 from paw.rollouts.sync import sampled_by, sampler_mismatch
 from paw.run import Run

@@ -30,35 +30,35 @@ from paw.build import (
     choose_dtype,
     join_ranks,
 )
-from paw.config import Config
+from paw.checkpoint.export import export
+from paw.checkpoint.restore import restore
+from paw.checkpoint.train_state import PendingCheckpoint, RandomStates, rng_tensors, start_saving
+from paw.config.recipe import dump, warnings
+from paw.config.sections import Config
+from paw.distributed.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
 from paw.envs.base import EnvFactory
 from paw.errors import UserError, progress, to_stderr, to_stdout
-from paw.files import write_file, writing
+from paw.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
+from paw.io.files import write_file, writing
 from paw.model.dtype import with_dtype
 from paw.model.host import peak_gib
 from paw.model.lora import adapters_off
 from paw.model.policy import Policy, full_parameters, pick_device
-from paw.model.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
-from paw.recipe import dump, warnings
-from paw.rollouts.ahead import AsyncRollouts
+from paw.progress import RunProgress
+from paw.rollouts.background.ahead import AsyncRollouts
 from paw.rollouts.base import RolloutSource
 from paw.rollouts.engines.weight_folders import remove_abandoned
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import more_context, success_metrics, success_text
 from paw.rollouts.sync import StaleWeightsError
-from paw.state.about import about, header_lines
-from paw.state.export import export
-from paw.state.guards import TrainingStopped, UpdateGuard, memory_message, what_is_saved
-from paw.state.held import HeldDirectory, held
-from paw.state.log import MetricsLog, open_log
-from paw.state.progress import RunProgress
-from paw.state.record import RunRecord, now, read_info
-from paw.state.restore import restore
-from paw.state.resume import changes
-from paw.state.run_lock import take_run_directory
-from paw.state.shared import check_shared
-from paw.state.signals import StopSignal
-from paw.state.train_state import PendingCheckpoint, RandomStates, rng_tensors, start_saving
+from paw.rundir.about import about, header_lines
+from paw.rundir.held import HeldDirectory, held
+from paw.rundir.log import MetricsLog, open_log
+from paw.rundir.record import RunRecord, now, read_info
+from paw.rundir.resume import changes
+from paw.rundir.run_lock import take_run_directory
+from paw.rundir.shared import check_shared
+from paw.rundir.signals import StopSignal
 from paw.types import Sample
 
 STARTING_OVER = -1
@@ -387,7 +387,7 @@ def open_run(
     numbered: bool = False,
     preparation: Preparation = WITHOUT_TOOLS,
 ) -> Iterator[Run]:
-    """A run ready to train, see `paw.tools.train.train`; it is taken down at the end.
+    """A run ready to train, see `paw.tools.train.train.train`; it is taken down at the end.
 
     Raises UserError if memory runs out, with the settings to change.
     """

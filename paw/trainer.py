@@ -15,18 +15,19 @@ from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 
-from paw import hooks, plugins
+from paw import hooks
 from paw.algo.advantages import checked, drop_penalty_only
 from paw.algo.samples import to_samples
 from paw.algo.world_model import select
 from paw.build import WITHOUT_TOOLS, Preparation
-from paw.config import Config
+from paw.config import plugins
+from paw.config.sections import Config
+from paw.guards import TrainingStopped, alarms, what_is_saved
 from paw.learn import optimize
 from paw.rollouts.base import RolloutSource, RolloutStats
 from paw.rollouts.success import success_metrics
 from paw.rollouts.sync import StaleWeightsError, push_weights, sampled_by, sampler_mismatch
 from paw.run import Run, open_run
-from paw.state.guards import TrainingStopped, alarms, what_is_saved
 from paw.types import Group, Sample
 
 PAUSES_S = (5, 10, 20, 40, 60)
@@ -45,7 +46,7 @@ def train(
     `resume` continues a run: "auto" from its newest checkpoint that verifies, or the name of a
     checkpoint, such as "step_000100". With `numbered`, run.name is a stem: if there is a run NAME,
     a new one becomes NAME-2, and so on, and `resume` continues the one with the highest number.
-    `preparation` comes from the tools (`paw.tools.train`). Raises UserError for a mistake of the
+    `preparation` comes from the tools (`paw.tools.train.train`). Raises UserError for a mistake of the
     user; checkpoints stay.
     """
     with open_run(config, resume=resume, numbered=numbered, preparation=preparation) as run:

@@ -32,9 +32,9 @@ import torch
 from forked import Child
 
 from paw.cli import main
+from paw.config.plugins import CALLBACKS
+from paw.config.recipe import load
 from paw.envs import make_factory
-from paw.plugins import CALLBACKS
-from paw.recipe import load
 
 collect_ignore = ["e2e/openenv_client.py", "e2e/openenv_server.py"]
 """Programs of other Python environments, which no doctest is looked for in."""
@@ -243,7 +243,7 @@ def quick_run(paw_env: dict[str, str], quick: dict[str, Any], shared: Path) -> P
 @pytest.fixture(scope="session")
 def quick_model(quick_run: Path, paw_env: dict[str, str]) -> Path:
     """Folder of the warmed-up quickstart model that `quick_run` started from."""
-    from paw.tools.warmup import ensure_warm_model
+    from paw.tools.warmup.warmup import ensure_warm_model
 
     config = load(str(quick_run / "config.toml"))
     with pytest.MonkeyPatch.context() as patch:

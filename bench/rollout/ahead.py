@@ -30,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.common import RESULTS, ROOT, cpu_name, paw, write
 from paw import run as runs
 from paw import train
-from paw.recipe import load
+from paw.config.recipe import load
 from paw.rollouts.base import RolloutResult
 from paw.rollouts.engines.servers import Servers, vllm_command
 from paw.rollouts.scheduler import Rollouts
-from paw.tools.rundir import load_run
+from paw.tools.report.rundir import load_run
 
 FILL = 2
 MODEL = {"warmup.max_steps": 1, "warmup.hidden_size": 128}

@@ -46,10 +46,10 @@ from bench.rollout.simulation import (
     SimulatedFactory,
     make_chat,
 )
-from paw.config import Config, ModelConfig, RolloutConfig
-from paw.rollouts.chat import Chat
+from paw.config.sections import Config, ModelConfig, RolloutConfig
 from paw.rollouts.engines.vllm import VllmEngine
 from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.text.chat import Chat
 from paw.types import Group, Turn
 
 MODES = ("reference", "lock-step", "continuous")

@@ -30,7 +30,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, commit, cpu_name, write
-from paw.envs.search.retrieval import Retriever, make_retriever
+from paw.envs.search.retrieval import make_retriever
+from paw.envs.search.retrieval.base import Retriever
 from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.search.world import World
 from paw.envs.settings import SearchConfig

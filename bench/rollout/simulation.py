@@ -13,9 +13,9 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
-from paw.rollouts.chat import Chat
 from paw.rollouts.engines.base import Completion, Engine, Request
 from paw.rollouts.episode import derive_seed
+from paw.rollouts.text.chat import Chat
 from paw.types import Outcome, Task
 
 SHARED, HISTORY, MOST_RESPONSE, MOST_PROMPT, MOST_TURNS = 160, 60, 200, 448, 50

@@ -18,11 +18,11 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from paw.errors import UserError
+from paw.tools.evaluate.results import markdown
 from paw.tools.experiment.figures import Curve, draw
 from paw.tools.experiment.results import interval, write
-from paw.tools.plots import INK, moving_mean, styled
-from paw.tools.results import markdown
-from paw.tools.rundir import Run, load_run
+from paw.tools.report.plots import INK, moving_mean, styled
+from paw.tools.report.rundir import Run, load_run
 
 CURVES = {
     "success/all": "Success in training (%)",

@@ -27,20 +27,20 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from paw.algo.samples import micro_batches, to_samples
-from paw.config import Config
+from paw.config.plugins import load
+from paw.config.sections import Config
 from paw.errors import UserError, to_stderr
 from paw.model.dtype import pick_dtype, with_dtype
 from paw.model.loading import load_policy, load_tokenizer
 from paw.model.policy import pick_device
-from paw.plugins import load
-from paw.rollouts.chat import Chat
-from paw.state.record import code_commit
+from paw.rollouts.text.chat import Chat
+from paw.rundir.record import code_commit
+from paw.tools.evaluate.player import EPISODES, open_player, resolve, tell
+from paw.tools.evaluate.recorded import read_episodes
+from paw.tools.evaluate.results import markdown
 from paw.tools.experiment.results import Record, percent, write
-from paw.tools.player import EPISODES, open_player, resolve, tell
-from paw.tools.plots import PALETTE, legend, styled
-from paw.tools.preparation import start_model
-from paw.tools.recorded import read_episodes
-from paw.tools.results import markdown
+from paw.tools.report.plots import PALETTE, legend, styled
+from paw.tools.train.preparation import start_model
 
 Rule = Callable[[str, str, str], list[tuple[int, int]]]
 """(prompt, action, observation) -> the characters [start, end) of the observation that are noise."""

@@ -29,11 +29,11 @@ from bench.studies.noise_gradient import SLOPES, household, noisy
 from paw.algo import advantages
 from paw.algo.loss import ce, cmae, joint, ppo, token_batch
 from paw.algo.samples import micro_batches, to_samples
+from paw.config.recipe import load
 from paw.model.loading import load_policy, load_tokenizer
-from paw.recipe import load
-from paw.rollouts.chat import Chat
-from paw.state.record import code_commit
-from paw.tools.recorded import read_episodes
+from paw.rollouts.text.chat import Chat
+from paw.rundir.record import code_commit
+from paw.tools.evaluate.recorded import read_episodes
 from paw_kernels import token_loss, token_stats
 
 PLAY = (

@@ -24,8 +24,8 @@ from matplotlib.ticker import PercentFormatter
 
 from bench.common import RESULTS, ROOT, evaluate, paw, write
 from paw.errors import UserError, to_stderr
-from paw.tools.plots import PALETTE, styled
-from paw.tools.rundir import Run, load_run
+from paw.tools.report.plots import PALETTE, styled
+from paw.tools.report.rundir import Run, load_run
 
 
 def main() -> None:

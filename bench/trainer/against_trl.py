@@ -42,8 +42,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, cpu_name, read, write
 from bench.trainer import update
-from paw.state.record import code_commit
-from paw.tools.plots import BLUE, GREEN, INK, SKY, VERMILLION, styled
+from paw.rundir.record import code_commit
+from paw.tools.report.plots import BLUE, GREEN, INK, SKY, VERMILLION, styled
 from paw.types import Sample
 
 MODEL = "SmolLM2-135M"
@@ -81,7 +81,7 @@ def make_samples(style: str, *, vocabulary: int = 49_000) -> list[Sample]:
     """Samples of random tokens, SEQUENCES episodes.
 
     turns: one turn an episode, a prompt, a response and an observation of ALFWorld's sizes
-    (`paw.tools.plan`). conversations: four turns with about as many tokens, to which PaW adds none.
+    (`paw.tools.plan.plan`). conversations: four turns with about as many tokens, to which PaW adds none.
     """
     rng = random.Random(0)
 
@@ -282,7 +282,7 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--model", default=MODEL, help="a shape that paw.tools.shapes knows")
+    parser.add_argument("--model", default=MODEL, help="a shape that paw.tools.plan.shapes knows")
     parser.add_argument(
         "--fresh", action="store_true", help="drop the rows of this dtype and style that are there"
     )

@@ -24,13 +24,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, commit, cpu_name, write
+from paw.checkpoint import files as checkpoint
+from paw.checkpoint.train_state import Learner, optimizer_tensors, rng_tensors, start_saving
+from paw.distributed.parallel import DistributedRanks, read_variables
+from paw.distributed.ranks import Ranks, full_tensor
+from paw.guards import UpdateGuard
 from paw.model.attention import decoder_layers
-from paw.model.parallel import DistributedRanks, read_variables
 from paw.model.policy import Policy
-from paw.model.ranks import Ranks, full_tensor
-from paw.state import checkpoint
-from paw.state.guards import UpdateGuard
-from paw.state.train_state import Learner, optimizer_tensors, rng_tensors, start_saving
 
 WAYS, REPEATS = ("gathered", "shards", "background"), 3
 SHAPE: dict[str, Any] = {
@@ -54,7 +54,7 @@ def main() -> None:
     learner = Learner("", policy, optimizer, UpdateGuard(1))
     about = {
         "date": datetime.date.today().isoformat(),
-        "commit": commit("paw/state"),
+        "commit": commit("paw/checkpoint"),
         "device": cpu_name(),
     }
     about |= {"torch": torch.__version__, "safetensors": safetensors.__version__, "ranks": 2}

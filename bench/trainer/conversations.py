@@ -29,13 +29,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.common import RESULTS, ROOT, cpu_name, write
 from bench.trainer import update
 from paw.algo.samples import micro_batches, to_samples
+from paw.config.recipe import load
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
-from paw.recipe import load
-from paw.rollouts.chat import Chat
 from paw.rollouts.engines.base import Completion
 from paw.rollouts.scheduler import Rollouts
-from paw.state.record import code_commit
+from paw.rollouts.text.chat import Chat
+from paw.rundir.record import code_commit
 from paw.types import Reply, ToolCall
 
 TESTS = ROOT / "tests" / "envs"

@@ -2,7 +2,7 @@
 
     python bench/trainer/host_time.py [--repeats 5]
 
-One rank, episodes of ALFWorld's sizes (`paw.tools.plan.Play`): 16 groups of eight. Prompts are text
+One rank, episodes of ALFWorld's sizes (`paw.tools.plan.plan.Play`): 16 groups of eight. Prompts are text
 of docs/, encoded by a byte-level BPE of 32,000 tokens that is trained on it, as no pretrained
 tokenizer is at hand. Writes bench/results/host_cpu.csv; HOST_S of `paw plan` is the sum of the
 medians.
@@ -26,8 +26,8 @@ from bench.common import RESULTS, ROOT, cpu_name, write
 from paw.algo.advantages import gigpo
 from paw.algo.samples import micro_batches, minibatches, to_samples
 from paw.algo.world_model import select
-from paw.recipe import load
-from paw.tools.plan import Play
+from paw.config.recipe import load
+from paw.tools.plan.plan import Play
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 CONFIG = load("alfworld-gigpo-paw")

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.common import RESULTS, write
 from paw import trainer
 from paw.algo import loss as losses
-from paw.recipe import load
-from paw.state.record import code_commit
+from paw.config.recipe import load
+from paw.rundir.record import code_commit
 from paw.types import Sample
 
 COUNTS = ("tokens", "selected", "masked", "ruled", "wrong", "skipped")

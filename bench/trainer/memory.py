@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, write
 from bench.trainer.memory_simulation import measured, simulate
-from paw.config import Config
-from paw.recipe import validate
-from paw.tools.plan import GIB, USABLE, Plan
-from paw.tools.shapes import SHAPES, Shape
+from paw.config.recipe import validate
+from paw.config.sections import Config
+from paw.tools.plan.plan import GIB, USABLE, Plan
+from paw.tools.plan.shapes import SHAPES, Shape
 
 PAGE = ROOT / "docs" / "memory.md"
 

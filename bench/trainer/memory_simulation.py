@@ -28,20 +28,20 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import paw.model.parallel as ranks_module
+import paw.distributed.parallel as ranks_module
 import paw.model.policy as model_module
 from bench.kernels.roofline import paw_memory
 from paw.algo import loss as losses
 from paw.algo.samples import collate
-from paw.config import Config
+from paw.config.sections import Config
+from paw.distributed.parallel import DistributedRanks
+from paw.distributed.ranks import Ranks
 from paw.model.attention import decoder_layers, pick_attention
 from paw.model.optim import make_optimizer
-from paw.model.parallel import DistributedRanks
 from paw.model.policy import DTYPES, Policy, weights_dtype
-from paw.model.ranks import Ranks
-from paw.tools.plan import GIB
-from paw.tools.recorded import hf_config
-from paw.tools.shapes import Shape
+from paw.tools.evaluate.recorded import hf_config
+from paw.tools.plan.plan import GIB
+from paw.tools.plan.shapes import Shape
 from paw.types import Sample
 
 ROW = 2048

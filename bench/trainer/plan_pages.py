@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import ROOT
 from paw import cli
-from paw.recipe import validate
-from paw.tools.plan import Plan, Play
-from paw.tools.shapes import SHAPES
+from paw.config.recipe import validate
+from paw.tools.plan.plan import Plan, Play
+from paw.tools.plan.shapes import SHAPES
 
 MEMORY = ROOT / "docs" / "memory.md"
 SCALE = ROOT / "docs" / "scale.md"

@@ -33,9 +33,9 @@ from paw.algo.packing import alike_batches
 from paw.envs.search.prompt import Action, ChatStyle, PaperStyle
 from paw.model.attention import ATTENTION
 from paw.model.policy import Policy
-from paw.state.record import code_commit
-from paw.tools.recorded import hf_config
-from paw.tools.shapes import SHAPES
+from paw.rundir.record import code_commit
+from paw.tools.evaluate.recorded import hf_config
+from paw.tools.plan.shapes import SHAPES
 
 BUDGET = 8192
 """Tokens of a micro-batch."""

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, read
-from paw.tools.plots import BLUE, GREEN, INK, SKY, VERMILLION, styled
+from paw.tools.report.plots import BLUE, GREEN, INK, SKY, VERMILLION, styled
 
 LAYOUTS = {
     ("paper", "turns"): "the paper's prompts,\na row a turn",

@@ -1,7 +1,7 @@
 """The trainer's own update, `paw.learn.optimize`, on samples of one's own: seconds of each part, peak memory.
 
 The learning rate is 0: AdamW does all its work and every update sees the same weights. Weights are
-random, of a shape that `paw.tools.shapes` knows; nothing is downloaded.
+random, of a shape that `paw.tools.plan.shapes` knows; nothing is downloaded.
 """
 
 import sys
@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from paw import trainer as training
 from paw.algo import loss as losses
 from paw.algo.world_model import select
-from paw.recipe import load
+from paw.config.recipe import load
 from paw.run import Run, open_run
-from paw.tools.recorded import random_model
+from paw.tools.evaluate.recorded import random_model
 from paw.types import Sample
 
 KEYS = {

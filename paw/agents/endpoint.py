@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlparse
 
-from paw.config import Config, EndpointConfig
-from paw.envs.http import bounded
+from paw.config.sections import Config, EndpointConfig
 from paw.errors import UserError, clean, needed, to_stderr
-from paw.rollouts.chat import Context, ContextFull, context_text
+from paw.io.http import bounded
 from paw.rollouts.episode import Earlier, EnvHandle, Model, Stop, asked
-from paw.rollouts.stops import cut_at
+from paw.rollouts.text.chat import Context, ContextFull, context_text
+from paw.rollouts.text.stops import cut_at
 from paw.types import Reply as Answer
 from paw.types import ToolCall, Turn
 

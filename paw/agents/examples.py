@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from paw.config import Config
+from paw.config.sections import Config
 from paw.envs import make_factory
 from paw.envs.alfworld.generator import games
 from paw.envs.alfworld.household import Household

@@ -20,9 +20,9 @@ from paw.agents.examples import (
     move_for_put,
     opening,
 )
+from paw.config.values import Count, Section
 from paw.errors import UserError
 from paw.rollouts.episode import EnvHandle, Model
-from paw.values import Count, Section
 
 HEAD = {
     "alfworld": "Interact with a household to solve a task.",

@@ -11,10 +11,10 @@ import re
 from typing import Any
 
 from paw.agents.endpoint import Endpoint
-from paw.config import RunConfig
-from paw.envs.http import Loop
+from paw.config.sections import RunConfig
 from paw.envs.search.retrieval.base import Hit
 from paw.envs.settings import SimulatorConfig
+from paw.io.http import Loop
 from paw.rollouts.episode import derive_seed
 
 # After the paper's prompt.

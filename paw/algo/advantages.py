@@ -16,9 +16,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from difflib import SequenceMatcher
 from typing import Any, Literal
 
+from paw.config.values import NonNegative, Share
 from paw.errors import UserError, shown
 from paw.types import Sample
-from paw.values import NonNegative, Share
 
 Stat = Literal["steps", "trajectories"]
 

@@ -1,9 +1,9 @@
-"""PPO's advantages, one a token, from the values of `algo.critic`."""
+"""PPO's advantages, one a token, from the values of `model.critic`."""
 
 import math
 from collections.abc import Sequence
 
-from paw.values import Share
+from paw.config.values import Share
 
 
 def gae(

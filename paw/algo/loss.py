@@ -14,7 +14,7 @@ gradient is the same however it is cut into micro-batches.
 
 A token loss is a function of each token's log-probability and entropy under the policy, (logp [n],
 entropy [n], batch) -> [n] with a `TokenBatch`, weights left out. A built-in one is a function here
-and its name in `paw.plugins.BUILT_IN`. Its keyword-only parameters are its settings. A function of
+and its name in `paw.config.plugins.BUILT_IN`. Its keyword-only parameters are its settings. A function of
 one's own plugs in by name (docs/algorithm.md).
 """
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from paw import plugins
-from paw.config import Config, EnvConfig
+from paw.config import plugins
+from paw.config.recipe import check_passwords
+from paw.config.sections import Config, EnvConfig
 from paw.envs.base import EnvFactory
 from paw.errors import UserError
-from paw.recipe import check_passwords
 
 
 def make_factory(config: Config, env: Any = None) -> EnvFactory:
@@ -34,7 +34,7 @@ def _in_processes(factory: EnvFactory, config: EnvConfig, env: Any) -> EnvFactor
 
     Raises UserError if they are PaW's own, or if `env` cannot be imported there.
     """
-    from paw.envs.processes import ProcessFactory
+    from paw.envs.workers.processes import ProcessFactory
 
     setting = f"env.processes = {config.processes}"
     if not factory.runs_others_code:

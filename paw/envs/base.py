@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from paw.envs.threads import Threads
 from paw.errors import OURS, OthersCodeError, UserError, clean, describe, place, shown
+from paw.io.threads import Threads
 from paw.types import Outcome, Task
 
 FURTHER = 1 << 40

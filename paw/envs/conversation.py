@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paw.files import reading
+from paw.io.files import reading
 from paw.types import THINKING, Outcome, Reply, Task, ToolCall
 
 Message = dict[str, Any]

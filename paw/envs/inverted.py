@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from paw.config import EnvConfig
+from paw.config.sections import EnvConfig
+from paw.config.values import Count, Positive
 from paw.envs.conversation import Message, unread
 from paw.errors import EnvironmentFailure, shown
 from paw.types import THINKING, Outcome, Reply, Task
-from paw.values import Count, Positive
 
 Play = Callable[[Any, str, str], Coroutine[Any, Any, float]]
 """(a task's payload, URL of the endpoint, model) -> the reward."""

@@ -11,11 +11,11 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
-from paw import plugins
-from paw.config import EnvConfig
+from paw.config import plugins
+from paw.config.sections import EnvConfig
 from paw.envs.base import Env, EnvFactory, Tasks, every_tenth, size
-from paw.envs.threads import Threads
 from paw.errors import OURS, OthersCodeError, UserError, describe, place, quietly, shown
+from paw.io.threads import Threads
 from paw.types import Task
 
 FACTORY_MEMBERS = ("make", "tasks")

@@ -19,13 +19,13 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from paw.config import EnvConfig
+from paw.config.sections import EnvConfig
+from paw.config.values import Positive
 from paw.envs.base import EnvFactory, Tasks
 from paw.envs.checked import json_lines
 from paw.errors import UserError
-from paw.files import reading, write_file, writing
+from paw.io.files import reading, write_file, writing
 from paw.types import Outcome, Task
-from paw.values import Positive
 
 HELD_OUT = "held_out"
 HELD_OUT_IN = 10

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paw.config import EndpointConfig, EnvConfig
-from paw.values import Count, Natural, Only, Positive, Seconds, Share, Url
+from paw.config.sections import EndpointConfig, EnvConfig
+from paw.config.values import Count, Natural, Only, Positive, Seconds, Share, Url
 
 TaskKind = Literal["pick", "look", "clean", "heat", "cool", "two"]
 

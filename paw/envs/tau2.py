@@ -20,13 +20,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from paw.config import EnvConfig
+from paw.config.sections import EnvConfig
+from paw.config.values import Only
 from paw.envs.base import EnvFactory, Tasks
 from paw.envs.conversation import Message, Retold
-from paw.envs.threads import Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
+from paw.io.threads import Threads
 from paw.types import Outcome, Reply, Task, ToolCall
-from paw.values import Only
 
 INSTALL = (
     "git clone https://github.com/sierra-research/tau2-bench && pip install -e './tau2-bench[gym]'"

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paw.config import Config
+from paw.config.sections import Config
+from paw.distributed.ranks import lost_peer, out_of_memory
 from paw.errors import UserError, clean, describe
 from paw.model.attention import decoder_layers, record_attention, token_mixers
 from paw.model.policy import Policy
 from paw.model.precision import running_in
-from paw.model.ranks import lost_peer, out_of_memory
 from paw_kernels import best_backend, token_stats
 
 LENGTHS = (13, 19)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from paw.config import Config
-from paw.files import text_of
+from paw.config.sections import Config
+from paw.io.files import text_of
 
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "svebf16"})
 """Instruction sets of x86 and ARM that compute in bfloat16, by torch's and the kernel's names."""

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from paw.distributed.ranks import local_tensor, shard_like
 from paw.model.host import HostMemory
-from paw.model.ranks import local_tensor, shard_like
 
 GROUP = 32
 """How many values share a scale."""

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 
-from paw.cache import cached
-from paw.files import write_file
-from paw.model.ranks import Ranks
+from paw.distributed.ranks import Ranks
+from paw.io.cache import cached
+from paw.io.files import write_file
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 LARGEST = 64 << 20

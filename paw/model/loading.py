@@ -12,7 +12,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from paw.errors import UserError, clean
-from paw.hub import check_hub
+from paw.io.hub import check_hub
 from paw.model.check import check_model, check_rope, refused
 from paw.model.policy import Policy
 

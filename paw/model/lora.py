@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paw.config import LoraConfig
+from paw.config.sections import LoraConfig
+from paw.distributed.ranks import full_tensor
 from paw.errors import UserError, nearest, needed
-from paw.model.ranks import full_tensor
 
 
 def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:

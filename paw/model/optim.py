@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from paw.config import OptimConfig
+from paw.config.sections import OptimConfig
 from paw.errors import UserError, needed
 
 

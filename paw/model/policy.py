@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import AutoConfig, PreTrainedModel
 
-from paw.config import Config
+from paw.config.sections import Config
+from paw.distributed.ranks import full_tensor, local_tensor, rows_like
 from paw.errors import UserError
-from paw.hub import check_hub
+from paw.io.hub import check_hub
 from paw.model.attention import ATTENTION, decoder_layers, pack_rows, token_mixers
 from paw.model.logits import LogitTransform
 from paw.model.lora import merged
 from paw.model.mixers import separate_rows
 from paw.model.precision import run_in
-from paw.model.ranks import full_tensor, local_tensor, rows_like
 from paw.model.selective import selective_contexts
 from paw_kernels import best_backend, fault_of_backend, why_not_backend
 

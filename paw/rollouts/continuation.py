@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paw.envs.conversation import unread
-from paw.rollouts.chat import Chat
+from paw.rollouts.text.chat import Chat
 from paw.types import Reply, Turn
 
 

@@ -2,9 +2,8 @@
 
 from typing import Any, Protocol
 
-from paw.config import Config
+from paw.config.sections import Config
 from paw.errors import EnvironmentFailure
-from paw.rollouts.chat import Chat, Context, ContextFull, context_text
 from paw.rollouts.continuation import (
     Prompt,
     add_result,
@@ -15,8 +14,9 @@ from paw.rollouts.continuation import (
 )
 from paw.rollouts.engines.base import Completion, Engine
 from paw.rollouts.episode import Earlier, EnvHandle, Episode, Model, Stop
-from paw.rollouts.marks import conversation, stands_for
-from paw.rollouts.stops import StopStrings, text_before
+from paw.rollouts.text.chat import Chat, Context, ContextFull, context_text
+from paw.rollouts.text.marks import conversation, stands_for
+from paw.rollouts.text.stops import StopStrings, text_before
 from paw.types import Turn
 
 

@@ -1,6 +1,6 @@
 """A worker process of env.processes: it makes environments and calls their methods for the trainer.
 
-The trainer's side, and what the two send each other, is `paw.envs.process`. What an environment
+The trainer's side, and what the two send each other, is `paw.envs.workers.process`. What an environment
 returns is checked here, as it is in the trainer without processes, and leaves as one JSON object a
 line.
 """
@@ -19,11 +19,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn, cast
 
-from paw import plugins
-from paw.config import EnvConfig
+from paw.config import plugins
+from paw.config.keys import section_type
+from paw.config.sections import EnvConfig
 from paw.envs.base import EnvFactory
 from paw.envs.load import load_factory
-from paw.envs.process import AT_ONCE, CLOSE_S, MAX_ANSWER_BYTES, NOT_SENT
+from paw.envs.workers.process import AT_ONCE, CLOSE_S, MAX_ANSWER_BYTES, NOT_SENT
 from paw.errors import (
     LINE_CHARS,
     EnvironmentFailure,
@@ -33,14 +34,13 @@ from paw.errors import (
     describe,
     quietly,
 )
-from paw.keys import section_type
-from paw.lifeline import die_with_parent, end_tool_servers
+from paw.processes.lifeline import die_with_parent, end_tool_servers
 from paw.rollouts.guard import CheckedEnv
-from paw.state.signals import STOPS
+from paw.rundir.signals import STOPS
 from paw.types import Outcome, Reply
 
 Fields = dict[str, Any]
-"""The fields of a `paw.envs.process.Answer`."""
+"""The fields of a `paw.envs.workers.process.Answer`."""
 
 
 class Environments:

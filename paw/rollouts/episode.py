@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from paw import plugins
-from paw.config import Config, EnvConfig
-from paw.envs.threads import Threads
+from paw.config import plugins
+from paw.config.sections import Config, EnvConfig
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_code, quietly
+from paw.io.threads import Threads
 from paw.rollouts.base import RolloutStats
-from paw.rollouts.chat import Context, context_text
 from paw.rollouts.guard import CheckedEnv
-from paw.rollouts.stops import text_before
+from paw.rollouts.text.chat import Context, context_text
+from paw.rollouts.text.stops import text_before
 from paw.rollouts.turns import checked_stop
 from paw.types import Outcome, Reply, Trajectory, Turn
 

@@ -11,7 +11,7 @@ from paw.rollouts.base import RolloutResult
 from paw.types import Task, Trajectory, Turn
 
 if TYPE_CHECKING:
-    from paw.model.ranks import Ranks
+    from paw.distributed.ranks import Ranks
 
 
 def exchange(

@@ -13,11 +13,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-from paw.config import EnvConfig
+from paw.config.sections import EnvConfig
 from paw.envs.base import EnvFactory
-from paw.envs.threads import Threads
 from paw.envs.tools import checked_reply, checked_tools
 from paw.errors import EnvironmentFailure, NoOracleError, clean, shown
+from paw.io.threads import Threads
 from paw.types import Outcome, Reply, Task
 
 ROLES = ("system", "user", "assistant", "tool")

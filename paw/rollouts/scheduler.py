@@ -13,24 +13,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from paw import plugins
-from paw.config import Config
+from paw.config import plugins
+from paw.config.sections import Config
 from paw.envs.base import EnvFactory, check_kind, eval_tasks, further_tasks, train_tasks
-from paw.envs.threads import Daemons, Threads
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_code, shown, to_stderr
+from paw.io.threads import Daemons, Threads
 from paw.rollouts.base import Progress, RolloutResult, RolloutStats
-from paw.rollouts.chat import ContextFull
 from paw.rollouts.engine_model import EngineModel
 from paw.rollouts.engines.base import Completion, Request
 from paw.rollouts.episode import EnvHandle, Episode, Model, bind, find_agent
 from paw.rollouts.exchange import exchange
 from paw.rollouts.guard import MAX_REWARD, CheckedEnv, make_threads, number
 from paw.rollouts.loop import EpisodeLoop
+from paw.rollouts.text.chat import ContextFull
 from paw.rollouts.turns import turns_problem
 from paw.types import Group, Task, Trajectory
 
 if TYPE_CHECKING:
-    from paw.model.ranks import Ranks
+    from paw.distributed.ranks import Ranks
 
 THREADS = 64
 """Environments stepped in parallel.

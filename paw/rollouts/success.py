@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paw.config import Config
+from paw.config.sections import Config
 from paw.envs.base import kind_name
 from paw.types import Group, Trajectory, Turn
 

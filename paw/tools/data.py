@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paw.cache import cache_dir, cached, stamp
 from paw.envs.alfworld import generator, index
 from paw.envs.alfworld.problem import KINDS
 from paw.envs.search import data
@@ -29,7 +28,8 @@ from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import catalogue
 from paw.envs.webshop import generator as webshop
 from paw.errors import UserError
-from paw.files import writing
+from paw.io.cache import cache_dir, cached, stamp
+from paw.io.files import writing
 
 WEBSHOP = """\
 WebShop's files (arXiv 2207.01206; princeton-nlp/WebShop, setup.sh), from Google Drive, \

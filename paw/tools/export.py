@@ -6,18 +6,18 @@ from pathlib import Path
 
 import torch
 
-from paw.config import Config
+from paw.checkpoint import export as exported_model
+from paw.checkpoint import push as hub
+from paw.checkpoint import restore
+from paw.config.recipe import load as load_config
+from paw.config.sections import Config
 from paw.errors import UserError, to_stderr
 from paw.model.dtype import training_dtype, with_dtype
 from paw.model.loading import load_policy, load_tokenizer
 from paw.model.lora import add_adapters
 from paw.model.policy import Policy, full_parameters, weights_dtype
-from paw.recipe import load as load_config
-from paw.state import export as exported_model
-from paw.state import push as hub
-from paw.state import restore
-from paw.state.resume import recorded_dtype
-from paw.tools.preparation import start_model
+from paw.rundir.resume import recorded_dtype
+from paw.tools.train.preparation import start_model
 
 
 def export(

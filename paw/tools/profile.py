@@ -28,19 +28,19 @@ from rich.markup import escape
 from rich.table import Column, Table
 from torch.profiler import record_function
 
-from paw.config import Config
+from paw.config.sections import Config
 from paw.errors import UserError
-from paw.files import write_file, writing
+from paw.io.files import write_file, writing
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
 from paw.run import Run, open_run
-from paw.state.record import code_commit
+from paw.rundir.record import code_commit
+from paw.tools.evaluate.played import load_played
+from paw.tools.evaluate.recorded import random_groups, random_model, read_episodes, with_log_probs
 from paw.tools.experiment.results import Record, write_csv
-from paw.tools.fit import changed
-from paw.tools.played import load_played
-from paw.tools.plots import BLUE, INK, PHASES, SKY, styled
-from paw.tools.preparation import PREPARATION
-from paw.tools.recorded import random_groups, random_model, read_episodes, with_log_probs
+from paw.tools.plan.fit import changed
+from paw.tools.report.plots import BLUE, INK, PHASES, SKY, styled
+from paw.tools.train.preparation import PREPARATION
 from paw.trainer import optimize, prepare
 from paw.types import Group
 

@@ -11,10 +11,10 @@ from typing import Any, Literal, get_args, get_origin
 import tomli_w
 from pydantic.fields import FieldInfo
 
-from paw.config import Config
-from paw.keys import Row, built_in, fields, own_fields
-from paw.recipe import as_tree, get, known_keys
-from paw.values import Only, Section
+from paw.config.keys import Row, built_in, fields, own_fields
+from paw.config.recipe import as_tree, get, known_keys
+from paw.config.sections import Config
+from paw.config.values import Only, Section
 
 HEADING = """# Keys
 

@@ -12,13 +12,13 @@ from paw.agents import endpoint
 from paw.agents.endpoint import Reply
 from paw.agents.examples import alfworld_examples, expert_example
 from paw.agents.zerosearch import Simulator
-from paw.config import Config
+from paw.config.sections import Config
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
 from paw.errors import UserError
-from paw.rollouts.chat import context_text
 from paw.rollouts.episode import Episode, Model, asked, find_agent
 from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.text.chat import context_text
 from paw.types import Trajectory
 
 
@@ -113,7 +113,7 @@ def test_the_limiter_spaces_requests_and_tokens_evenly(monkeypatch):
 @pytest.mark.slow
 def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
     """Token for token, with and without --out."""
-    from paw.tools.player import open_player, resolve
+    from paw.tools.evaluate.player import open_player, resolve
 
     folder = str(tiny_llm(tmp_path / "model"))
     given = {

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paw import plugins
 from paw.algo.advantages import drop_penalty_only, gigpo, grpo, rloo, step_returns
+from paw.config import plugins
 from paw.types import Sample
 
 PARITY = Path(__file__).parents[2] / ".." / "shared" / "data" / "parity" / "advantages.json"

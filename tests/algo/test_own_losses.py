@@ -10,8 +10,8 @@ from test_update import make_config, run_updates, start  # noqa: F401
 
 from paw.algo import loss as losses
 from paw.algo.samples import collate
+from paw.config.plugins import import_file
 from paw.errors import UserError
-from paw.plugins import import_file
 from paw_kernels import token_stats
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithm.md"

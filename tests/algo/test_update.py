@@ -14,16 +14,16 @@ from toyworld import ENV, make_factory, make_tokenizer, practised_model
 
 from paw.algo.loss import TokenBatch, ce, joint, ppo
 from paw.algo.samples import micro_batches
-from paw.config import Config
+from paw.config.recipe import validate
+from paw.config.sections import Config
 from paw.envs.base import train_tasks
 from paw.model.loading import load_policy, load_tokenizer
-from paw.recipe import validate
-from paw.rollouts.chat import Chat
 from paw.rollouts.engines.transformers import TransformersEngine
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import StaleWeightsError, push_weights
+from paw.rollouts.text.chat import Chat
 from paw.run import open_run
-from paw.tools import quickstart
+from paw.tools.warmup import quickstart
 from paw.trainer import optimize, prepare, update
 from paw.types import Sample
 from paw_kernels import token_loss, token_stats

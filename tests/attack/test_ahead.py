@@ -17,7 +17,7 @@ from ahead_games import living, logged, make_rollouts
 from forked import CONTEXT, Supervisor
 from test_servers import Peer
 
-from paw.config import (
+from paw.config.sections import (
     AgentConfig,
     Config,
     EngineConfig,
@@ -27,11 +27,11 @@ from paw.config import (
     RunConfig,
 )
 from paw.errors import UserError
-from paw.rollouts import ahead
-from paw.rollouts.ahead import AsyncRollouts
+from paw.rollouts.background import ahead
+from paw.rollouts.background.ahead import AsyncRollouts
+from paw.rollouts.background.messages import Channel, FromPlayer, UpdatePlayed
 from paw.rollouts.base import RolloutStats
-from paw.rollouts.messages import Channel, FromPlayer, UpdatePlayed
-from paw.state.signals import StopSignal
+from paw.rundir.signals import StopSignal
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 GAMES = Path(__file__).with_name("ahead_games.py")

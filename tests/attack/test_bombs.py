@@ -17,13 +17,13 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from paw import cli
-from paw.config import EnvConfig
+from paw.config.recipe import load
+from paw.config.sections import EnvConfig
 from paw.envs import limited, make_factory
 from paw.envs.tools import checked_reply, checked_tools
 from paw.errors import EnvironmentFailure, UserError
-from paw.recipe import load
-from paw.rollouts import calls
 from paw.rollouts.guard import CheckedEnv
+from paw.rollouts.text import calls
 from paw.types import Outcome, Reply, Task, ToolCall
 
 BOMB = r"(a+)+$"

@@ -18,15 +18,15 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from paw.algo.samples import collate, sequences, to_samples
-from paw.config import Config
+from paw.config.sections import Config
+from paw.distributed.ranks import Ranks
 from paw.envs import make_factory
 from paw.envs.conversation import Conversation
-from paw.model.ranks import Ranks
-from paw.rollouts.chat import Chat
 from paw.rollouts.engines.base import Completion
 from paw.rollouts.engines.server import FileTransfer, SendingPool, ServerEngine
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
+from paw.rollouts.text.chat import Chat
 from paw.types import Outcome, Task
 
 SEVERAL = CHATML.replace("'<|im_end|>'", "'<|im_end|><|object_ref_start|>'")

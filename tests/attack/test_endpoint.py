@@ -13,9 +13,9 @@ from scripted_server import completion, refusal
 
 from paw import cli
 from paw.agents.endpoint import Endpoint, EndpointError, Reply
-from paw.config import EndpointConfig
+from paw.config.sections import EndpointConfig
 from paw.errors import UserError
-from paw.rollouts.chat import ContextFull
+from paw.rollouts.text.chat import ContextFull
 
 pytest.importorskip("openai")
 SAMPLING = {"temperature": 0.4, "max_tokens": 16, "seed": 7}

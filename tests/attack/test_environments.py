@@ -20,14 +20,15 @@ import torch
 from environments import FAKE, Honest, exits, factory, raises
 from toyworld import make_chat, make_engine, practised_model
 
-from paw.config import Config, EnvConfig, ModelConfig, RolloutConfig
-from paw.envs import make_factory, threads
+from paw.config.sections import Config, EnvConfig, ModelConfig, RolloutConfig
+from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.errors import UserError, clean, describe
+from paw.io import threads
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import kinds, success_metrics
-from paw.tools.results import kind_rows
-from paw.tools.warmup import demonstrations
+from paw.tools.evaluate.results import kind_rows
+from paw.tools.warmup.warmup import demonstrations
 from paw.trainer import rollout_metrics
 from paw.types import Task
 

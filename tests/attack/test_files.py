@@ -12,14 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paw.checkpoint import files as checkpoint
+from paw.checkpoint import restore
 from paw.cli import main
+from paw.config.recipe import dump, known_keys, load, validate
 from paw.errors import UserError, clean
-from paw.recipe import dump, known_keys, load, validate
-from paw.state import checkpoint, restore
-from paw.state.log import open_log
-from paw.state.resume import changes
-from paw.state.run_lock import take_run_directory
-from paw.tools.report import write_report
+from paw.rundir.log import open_log
+from paw.rundir.resume import changes
+from paw.rundir.run_lock import take_run_directory
+from paw.tools.report.report import write_report
 
 pytestmark = pytest.mark.slow
 

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from paw.config import EndpointConfig
-from paw.envs import serving as serving_module
-from paw.envs.search.retrieval import Hit, remote
+from paw.config.sections import EndpointConfig
+from paw.envs.search.retrieval import remote
 from paw.envs.search.retrieval import server as retriever_server
+from paw.envs.search.retrieval.base import Hit
 from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.settings import SearchConfig
 from paw.errors import UserError
+from paw.io import serving as serving_module
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("openai")

@@ -17,7 +17,7 @@ import pytest
 
 import paw
 from paw import cli
-from paw.recipe import recipe_names
+from paw.config.recipe import recipe_names
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = ("evaluate", "export", "load", "metrics", "plan", "rollout", "sft", "train")
@@ -94,9 +94,9 @@ def test_functions_stay_functions_whatever_is_imported():
     for module in (
         "paw.trainer",
         "paw.rollouts.scheduler",
-        "paw.tools.plan",
-        "paw.tools.sft",
-        "paw.state.export",
+        "paw.tools.plan.plan",
+        "paw.tools.sft.sft",
+        "paw.checkpoint.export",
     ):
         importlib.import_module(module)
     names = {path.stem for path in (ROOT / "paw").iterdir()}

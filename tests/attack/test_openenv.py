@@ -11,11 +11,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from websockets.sync.server import serve
 
-from paw.envs import make_factory, openenv
+from paw.envs import make_factory
 from paw.envs.base import ENDLESS_EVAL, eval_tasks, train_tasks
+from paw.envs.bridges import openenv
 from paw.errors import EnvironmentFailure, UserError
 from paw.rollouts.guard import CheckedEnv
-from paw.tools.played import load_played
+from paw.tools.evaluate.played import load_played
 from paw.types import Reply, ToolCall
 
 TEXT = {"properties": {"text": {"type": "string"}, "metadata": {"type": "object"}}}
@@ -325,7 +326,10 @@ def test_a_container_ends_with_the_process(server, paw_env, tmp_path):
     answers = f"[ $1 = run ] && echo c0ffee; [ $1 = port ] && echo {server.url[7:]}; :"
     docker.write_text(f'#!/bin/sh\necho "$@" >> {log}\n{answers}\n')
     docker.chmod(0o755)
-    killed = "from paw.envs.openenv import container; print(container('a/b:1'), flush=True); os.kill(os.getpid(), 9)"
+    killed = (
+        "from paw.envs.bridges.openenv import container;"
+        " print(container('a/b:1'), flush=True); os.kill(os.getpid(), 9)"
+    )
     env = paw_env | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     done = subprocess.run(
         [sys.executable, "-c", f"import os; {killed}"], env=env, capture_output=True, text=True

@@ -13,19 +13,19 @@ from torch import nn
 from websockets.sync.server import basic_auth
 
 from paw import cli
-from paw.config import Config
+from paw.config.keys import built_in, fields, own_fields
+from paw.config.recipe import as_tree, check_passwords, dump, load
+from paw.config.sections import Config
+from paw.distributed.ranks import Ranks
 from paw.envs import make_factory
 from paw.errors import UserError, clean, masked, shown
-from paw.keys import built_in, fields, own_fields
-from paw.model.ranks import Ranks
-from paw.recipe import as_tree, check_passwords, dump, load
 from paw.rollouts.engines.server import SendingPool, ServerEngine
 from paw.rollouts.engines.transfer import FileTransfer
 from paw.rollouts.sync import push_weights
-from paw.state.resume import changes
-from paw.tools.evaluate import _settings
+from paw.rundir.resume import changes
+from paw.tools.evaluate.evaluate import _settings
 from paw.tools.reference import explain
-from paw.tools.trackers import Tracker
+from paw.tools.train.trackers import Tracker
 
 SECRET = "s3cr%2Ft"
 BESIDE = {

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from paw.config import Config
+from paw.config.recipe import load
+from paw.config.sections import Config
 from paw.model import dtype
 from paw.model.dtype import pick_dtype, training_dtype, with_dtype
-from paw.recipe import load
-from paw.state.resume import recorded_dtype
-from paw.tools.plan import Plan
-from paw.tools.shapes import SHAPES
+from paw.rundir.resume import recorded_dtype
+from paw.tools.plan.plan import Plan
+from paw.tools.plan.shapes import SHAPES
 
 FILE = Path(__file__).parent / "environments.py"
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -16,16 +16,23 @@ from test_servers import Peer, connected  # noqa: F401
 from torch import nn
 from toyworld import make_chat, make_engine, make_model
 
-from paw.config import Config, EngineConfig, EnvConfig, ModelConfig, RolloutConfig, RunConfig
+from paw.config.sections import (
+    Config,
+    EngineConfig,
+    EnvConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from paw.distributed.ranks import Ranks
 from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.errors import NoOracleError, UserError
 from paw.model.loading import load_tokenizer
-from paw.model.ranks import Ranks
-from paw.rollouts.chat import Chat
 from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
+from paw.rollouts.text.chat import Chat
 from paw.types import Task
 
 FILE = Path(__file__).parent / "deadly.py"
@@ -309,7 +316,7 @@ def test_a_check_goes_on_where_an_environment_ends_its_process(paw_here, tmp_pat
 @pytest.mark.slow
 def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
     """The process of rollout.ahead has its own, which end with it, by kill -9 too."""
-    from paw.rollouts.ahead import AsyncRollouts
+    from paw.rollouts.background.ahead import AsyncRollouts
 
     engine, folder = connected(Peer(), Peer()), str(tiny_llm(tmp_path))
     push_weights(nn.Linear(2, 3), engine, version=0)
@@ -335,9 +342,13 @@ def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
             [t.outcome for t in e.turns] for group in expected for e in group.trajectories
         ]
         (supervisor,) = [
-            pid for pid in children(os.getpid()) if b"paw.rollouts.supervisor" in command(pid)
+            pid
+            for pid in children(os.getpid())
+            if b"paw.rollouts.background.supervisor" in command(pid)
         ]
-        (player,) = [pid for pid in children(supervisor) if b"paw.rollouts.player" in command(pid)]
+        (player,) = [
+            pid for pid in children(supervisor) if b"paw.rollouts.background.player" in command(pid)
+        ]
         started = [pid for pid in children(player) if b"paw.rollouts.env_process" in command(pid)]
         assert len(started) == 2
         os.kill(player, signal.SIGKILL)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from paw import trainer
-from paw.state.train_state import PendingCheckpoint
+from paw.checkpoint.train_state import PendingCheckpoint
 
 pytestmark = pytest.mark.slow
 FILE = Path(__file__).parent / "environments.py"

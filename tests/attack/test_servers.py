@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from torch import nn
 from toyworld import ENV, make_factory
 
-from paw import plugins
-from paw.config import (
+from paw.config import plugins
+from paw.config.sections import (
     AgentConfig,
     Config,
     EngineConfig,
@@ -30,18 +30,18 @@ from paw.config import (
     RolloutConfig,
     RunConfig,
 )
+from paw.distributed.ranks import Ranks
 from paw.errors import UserError
 from paw.model.loading import load_tokenizer
-from paw.model.ranks import Ranks
-from paw.rollouts import ahead
-from paw.rollouts.ahead import AsyncRollouts
-from paw.rollouts.chat import Chat
+from paw.rollouts.background import ahead
+from paw.rollouts.background.ahead import AsyncRollouts
 from paw.rollouts.engines.base import Request
 from paw.rollouts.engines.server import SendingPool, ServerEngine
 from paw.rollouts.engines.servers import Servers
 from paw.rollouts.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
+from paw.rollouts.text.chat import Chat
 
 TIMEOUT_S = 2.0
 VOCABULARY = 50

@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from paw.errors import EnvironmentFailure, UserError
-from paw.rollouts import template
-from paw.rollouts.chat import Chat
-from paw.rollouts.template import TemplateLimitError, within
+from paw.rollouts.text import template
+from paw.rollouts.text.chat import Chat
+from paw.rollouts.text.template import TemplateLimitError, within
 from paw.types import Reply, ToolCall
 
 GOOD = (
@@ -119,7 +119,7 @@ def test_a_conversation_that_the_template_does_not_end_on_costs_its_episode(mode
         + GOOD
     )
     chat = Chat(with_template(model, text))
-    monkeypatch.setattr("paw.rollouts.template.TURN_S", 0.3)
+    monkeypatch.setattr("paw.rollouts.text.template.TURN_S", 0.3)
     messages = [{"role": "user", "content": "hello"}, {"role": "critic", "content": "no"}]
     with pytest.raises(
         EnvironmentFailure, match=r"does not take user, critic: it takes more than 0\.3 s"

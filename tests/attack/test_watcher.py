@@ -16,7 +16,7 @@ LOOP = """
 import os, re, sys, threading, time
 from paw import watcher
 watcher.watch(["train"])
-from paw.state.signals import StopSignal
+from paw.rundir.signals import StopSignal
 with StopSignal() as stop:
     print("ready", os.getpid(), flush=True)
     if sys.argv[1:] == ["hold"]:

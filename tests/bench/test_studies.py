@@ -15,9 +15,9 @@ from joint import tiny_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paw.algo.loss import log_probs
+from paw.config.recipe import load
 from paw.errors import UserError
-from paw.recipe import load
-from paw.rollouts.chat import Chat
+from paw.rollouts.text.chat import Chat
 from paw.types import Outcome, Sample, Turn
 
 noise_gradient, dynamics, prediction = (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paw import __version__, cli
-from paw.recipe import dump, known_keys, load
+from paw.config.recipe import dump, known_keys, load
 from paw.tools.reference import meaning
 
 COMMANDS = list(cli.COMMANDS)
@@ -83,8 +83,8 @@ print(*(name for name in sys.modules if name.startswith("paw.")))
     assert not loaded and {*ours.split()} == {
         "paw.cli",
         "paw.errors",
-        "paw.lifeline",
-        "paw.watcher",
+        "paw.processes.lifeline",
+        "paw.processes.watcher",
     }, done.stderr
 
 

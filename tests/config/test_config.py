@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from paw import plugins
-from paw.config import Config, EnvConfig
+from paw.config import plugins
+from paw.config.hints import FORMER_KEYS, SYNONYMS, hint, plugin_keys
+from paw.config.keys import keys_of
+from paw.config.recipe import dump, load, recipe_names
+from paw.config.sections import Config, EnvConfig
+from paw.config.values import Section
 from paw.errors import UserError
-from paw.hints import FORMER_KEYS, SYNONYMS, hint, plugin_keys
-from paw.keys import keys_of
-from paw.recipe import dump, load, recipe_names
-from paw.values import Section
 
 MODEL = '[model]\npath = "some/model"\n'
 
@@ -429,7 +429,7 @@ def test_settings_have_descriptions_and_types(folder):
     )
     assert plugins.settings(len, "len") is Section
     for name, message in (
-        ("Listed", "'Listed': Listed.Config must be a subclass of paw.config.Section"),
+        ("Listed", "'Listed': Listed.Config must be a subclass of paw.config.values.Section"),
         (
             "untyped",
             "'untyped': the parameter 'depth' is a setting, and needs a type: depth: float = 1.0",
@@ -445,7 +445,7 @@ def test_settings_have_descriptions_and_types(folder):
 
 
 def test_nothing_is_imported_that_was_not_asked_for():
-    code = "import sys, paw.plugins as p; p.names('envs'); p.load('advantages', 'grpo');" + (
+    code = "import sys, paw.config.plugins as p; p.names('envs'); p.load('advantages', 'grpo');" + (
         "sys.exit(any(m == 'torch' or m.startswith(('paw.envs', 'paw.agents')) for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

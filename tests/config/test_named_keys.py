@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paw.config import Config
+from paw.config.sections import Config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -8,14 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from paw.config import Config
-from paw.keys import flatten, keys_of
-from paw.recipe import RECIPES, as_tree, base_names, dump, load, read_recipe, recipe_names, validate
+from paw.config.keys import flatten, keys_of
+from paw.config.recipe import (
+    RECIPES,
+    as_tree,
+    base_names,
+    dump,
+    load,
+    read_recipe,
+    recipe_names,
+    validate,
+)
+from paw.config.sections import Config
 from paw.tools.experiment.results import PAPER
 from paw.tools.experiment.runs import VARIANTS
-from paw.tools.fit import check_fits, get
-from paw.tools.plan import Plan
-from paw.tools.shapes import shape_of
+from paw.tools.plan.fit import check_fits, get
+from paw.tools.plan.plan import Plan
+from paw.tools.plan.shapes import shape_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 NUMBERS = {"No": 0, "One": 1, "Two": 2, "Four": 4, "Eight": 8, "Sixteen": 16}

@@ -11,11 +11,11 @@ from joint import Objective, make_lm, make_rows, tiny_policy
 from paw.algo import loss
 from paw.algo.samples import micro_batches
 from paw.build import join_ranks
-from paw.config import LoraConfig
+from paw.config.sections import LoraConfig
+from paw.distributed.ranks import Ranks, full_tensor
 from paw.model.attention import decoder_layers
 from paw.model.lora import add_adapters
 from paw.model.policy import Policy
-from paw.model.ranks import Ranks, full_tensor
 
 SHARP = {"initializer_range": 0.1, "num_hidden_layers": 4}
 

@@ -14,7 +14,7 @@ import pytest
 import tomli_w
 from test_train_ranks import ENV, start  # noqa: F401
 
-from paw.state import restore
+from paw.checkpoint import restore
 
 pytestmark = pytest.mark.slow
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}

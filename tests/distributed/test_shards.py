@@ -15,28 +15,29 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from toyworld import practised_model
 
+from paw.checkpoint import files as checkpoint
+from paw.checkpoint import restore
+from paw.checkpoint.train_state import Learner, rng_tensors, start_saving
+from paw.distributed.parallel import DistributedRanks
+from paw.distributed.ranks import full_tensor
+from paw.guards import UpdateGuard
 from paw.model.host import available_memory
-from paw.model.parallel import DistributedRanks
 from paw.model.policy import Policy
-from paw.model.ranks import full_tensor
-from paw.state import checkpoint, restore
-from paw.state.guards import UpdateGuard
-from paw.state.train_state import Learner, rng_tensors, start_saving
 
 pytestmark = pytest.mark.slow
 PPO = {"advantage_type": "ppo", "critic_lr": 3e-3, "eval_every": 0, "run_keep": 9}
 SAVE_ALONE = """
-import paw.state.train_state
+import paw.checkpoint.train_state
 import paw.trainer
 def update(run, rollouts):
     run.step += 1
     run.save(wait=False)
 paw.trainer.update = update
 """
-IN_FOREGROUND = SAVE_ALONE + "paw.state.train_state.available_memory = lambda: 0\n"
+IN_FOREGROUND = SAVE_ALONE + "paw.checkpoint.train_state.available_memory = lambda: 0\n"
 SLOW = """
 import os, time
-from paw.state import checkpoint
+from paw.checkpoint import files as checkpoint
 write = checkpoint.save_file
 def held_up(part, file):
     if "step_000002" in str(file) and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from test_train_ranks import distance, start, train, weights  # noqa: F401
 from transformers import AutoModelForCausalLM
 
-from paw.state import checkpoint
+from paw.checkpoint import files as checkpoint
 from paw.tools.export import export_run
 
 pytestmark = pytest.mark.slow

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from toyworld import ENV, make_tokenizer, practised_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from paw import watcher
 from paw.build import join_ranks
+from paw.checkpoint import restore
+from paw.distributed.launcher import launch
 from paw.errors import UserError
-from paw.model.launcher import launch
-from paw.state import restore
-from paw.tools import quickstart
+from paw.processes import watcher
+from paw.tools.warmup import quickstart
 
 
 @pytest.fixture(scope="module")
@@ -353,9 +353,10 @@ def test_ranks_share_the_cores_of_this_process(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr(
-        "paw.model.launcher.subprocess.Popen", lambda words, env, **_: seen.append(env) or Done(env)
+        "paw.distributed.launcher.subprocess.Popen",
+        lambda words, env, **_: seen.append(env) or Done(env),
     )
-    monkeypatch.setattr("paw.model.launcher.signal.signal", lambda *_: None)
+    monkeypatch.setattr("paw.distributed.launcher.signal.signal", lambda *_: None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launch(2, ["train", "quickstart"]) == 0
     found = [(env["RANK"], env["LOCAL_WORLD_SIZE"], env["OMP_NUM_THREADS"]) for env in seen]

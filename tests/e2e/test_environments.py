@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from paw.state.push import EXPORTED
+from paw.checkpoint.push import EXPORTED
 
 pytestmark = pytest.mark.slow
 

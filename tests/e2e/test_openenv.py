@@ -13,7 +13,7 @@ from templates import QWEN25_TEMPLATE
 from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.rollouts.guard import CheckedEnv
-from paw.tools.played import load_played
+from paw.tools.evaluate.played import load_played
 from paw.types import Reply, ToolCall
 
 PACKAGE = Path(sys.prefix) / "openenv"

@@ -15,11 +15,12 @@ import httpx
 import pytest
 from scripted_server import serve as serve_script
 
-from paw.envs import serving
-from paw.envs.search.retrieval import Hit, make_retriever, remote, server
+from paw.envs.search.retrieval import make_retriever, remote, server
+from paw.envs.search.retrieval.base import Hit
 from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.settings import SearchConfig
 from paw.errors import UserError
+from paw.io import serving
 
 pytestmark = pytest.mark.slow
 TIGHT_S = 0.5

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paw.rollouts.chat import Chat
+from paw.rollouts.text.chat import Chat
 
 pytestmark = [
     pytest.mark.slow,

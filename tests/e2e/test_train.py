@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import paw
-from paw.plugins import CALLBACKS
-from paw.state import checkpoint, restore
+from paw.checkpoint import files as checkpoint
+from paw.checkpoint import restore
+from paw.config.plugins import CALLBACKS
 
 pytestmark = pytest.mark.slow
 STEP_METRICS = {

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from paw.algo import loss as losses
 from paw.algo.samples import micro_batches
-from paw.config import LoraConfig
+from paw.config.sections import LoraConfig
 from paw.errors import UserError
 from paw.model.lora import add_adapters
 from paw.model.policy import Policy

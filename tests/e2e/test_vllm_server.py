@@ -21,11 +21,11 @@ from templates import QWEN25_TEMPLATE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paw.algo.samples import sequences
-from paw.config import LoraConfig
+from paw.config.recipe import load
+from paw.config.sections import LoraConfig
+from paw.distributed.ranks import Ranks
 from paw.errors import UserError
 from paw.model.lora import add_adapters
-from paw.model.ranks import Ranks
-from paw.recipe import load
 from paw.rollouts.engines.base import Request
 from paw.rollouts.engines.server import SendingPool, ServerEngine
 from paw.rollouts.engines.servers import Servers, vllm_command

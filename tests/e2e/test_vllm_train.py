@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paw.agents.endpoint import Endpoint
 from paw.agents.zerosearch import PROMPT
-from paw.config import Config, EndpointConfig
+from paw.config.sections import Config, EndpointConfig
 from paw.envs import make_factory
 from paw.errors import UserError
-from paw.rollouts.chat import ContextFull
 from paw.rollouts.episode import derive_seed
+from paw.rollouts.text.chat import ContextFull
 
 pytestmark = [
     pytest.mark.slow,

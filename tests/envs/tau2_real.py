@@ -12,7 +12,7 @@ from tau2.data_model.message import UserMessage
 from tau2.registry import registry
 from tau2.user import user_simulator
 
-from paw.config import Config
+from paw.config.sections import Config
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
 

@@ -6,14 +6,14 @@ import pytest
 
 import paw
 from paw import cli
-from paw.config import Config, EnvConfig, ModelConfig
+from paw.config.recipe import load
+from paw.config.sections import Config, EnvConfig, ModelConfig
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks, train_tasks, warmup_tasks
 from paw.envs.load import check_reward_max
 from paw.errors import UserError
-from paw.recipe import load
-from paw.tools.env_check import check
-from paw.tools.env_replay import Subject
+from paw.tools.env_check.env_check import check
+from paw.tools.env_check.env_replay import Subject
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_environment.py"
 NAME = f"{EXAMPLE}:Guess"

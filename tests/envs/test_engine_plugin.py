@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import paw
+from paw.config.recipe import load
 from paw.errors import UserError
-from paw.recipe import load
 from paw.rollouts.engines import find_engine
 
 FILE = Path(__file__).with_name("own_engine.py")

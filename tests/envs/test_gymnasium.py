@@ -8,9 +8,9 @@ from paw.envs.base import train_tasks
 from paw.errors import UserError
 from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.scheduler import Rollouts
-from paw.tools.env_check import check
-from paw.tools.env_replay import Subject
-from paw.tools.played import load_played
+from paw.tools.env_check.env_check import check
+from paw.tools.env_check.env_replay import Subject
+from paw.tools.evaluate.played import load_played
 
 GAMES = '''
 import time

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from paw.envs import make_factory, questions
+from paw.config.recipe import load
+from paw.envs import make_factory
 from paw.envs.base import eval_tasks, train_tasks, warmup_tasks
+from paw.envs.bridges import questions
 from paw.errors import EnvironmentFailure, UserError
-from paw.recipe import load
 from paw.rollouts.guard import make_threads
 
 ROWS = [

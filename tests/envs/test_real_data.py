@@ -12,12 +12,12 @@ from statistics import fmean
 
 import pytest
 
-from paw.config import RunConfig
+from paw.config.sections import RunConfig
 from paw.envs.base import eval_tasks
 from paw.envs.search.factory import SearchFactory
 from paw.envs.settings import SearchConfig, WebshopConfig
 from paw.envs.webshop.factory import WebshopFactory
-from paw.tools.results import kind_rows
+from paw.tools.evaluate.results import kind_rows
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 

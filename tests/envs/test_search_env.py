@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from paw.config import Config, ModelConfig
+from paw.config.sections import Config, ModelConfig
 from paw.envs import make_factory
 from paw.envs.base import admissible_responses, eval_tasks, train_tasks, warmup_tasks
 from paw.envs.search import data
 from paw.envs.search.data import Question
 from paw.envs.search.factory import SearchEnv
 from paw.envs.search.prompt import CompactStyle, PaperStyle
-from paw.envs.search.retrieval import Hit
+from paw.envs.search.retrieval.base import Hit
 from paw.envs.search.reward import exact_match, normalize
 from paw.envs.search.world import RELATIONS, World, digest, make_worlds, split
 from paw.envs.settings import SearchConfig

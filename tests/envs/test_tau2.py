@@ -9,14 +9,14 @@ import pytest
 from toyworld import Scripted, make_chat
 
 from paw import cli
-from paw.config import Config, ModelConfig, RolloutConfig
+from paw.config.sections import Config, ModelConfig, RolloutConfig
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks, train_tasks
 from paw.envs.next_state import NextStateConfig, ask, read_triplets, write_triplets
 from paw.errors import EnvironmentFailure, UserError
 from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.scheduler import Rollouts
-from paw.tools.rwml import cut
+from paw.tools.sft.rwml import cut
 from paw.types import Reply, Task, ToolCall
 
 STAND_IN = Path(__file__).with_name("tau2_stand_in")

@@ -14,13 +14,13 @@ import pytest
 from toyworld import Scripted, make_chat
 
 from paw import cli
-from paw.config import Config, ModelConfig
+from paw.config.plugins import CALLBACKS, give
+from paw.config.recipe import load
+from paw.config.sections import Config, ModelConfig
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks, train_tasks
 from paw.envs.inverted import InvertedEnv
 from paw.errors import EnvironmentFailure, UserError
-from paw.plugins import CALLBACKS, give
-from paw.recipe import load
 from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.scheduler import Rollouts
 from paw.trainer import train
@@ -284,7 +284,7 @@ def test_a_mistake_is_one_line(path, tmp_path):
 
 def test_without_verifiers_the_command_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
-    monkeypatch.delitem(sys.modules, "paw.envs.verifiers", raising=False)
+    monkeypatch.delitem(sys.modules, "paw.envs.bridges.verifiers", raising=False)
     with pytest.raises(
         UserError, match=r"needs verifiers 0\.4 .*: pip install 'paw-trainer\[verifiers\]'"
     ):
@@ -316,7 +316,10 @@ def test_ctrl_c_ends_tool_servers_too():
         "--env.max_turns",
         "2",
     ]
-    code = f"import paw.cli, paw.tools.env_check as c; c.TELL_S = 0.05; paw.cli.sys.argv[1:] = {words}; paw.cli.entry()"
+    code = (
+        "import paw.cli, paw.tools.env_check.env_check as c; c.TELL_S = 0.05;"
+        f" paw.cli.sys.argv[1:] = {words}; paw.cli.entry()"
+    )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(PACKAGES), *filter(None, sys.path)])}
     before = servers()
     with subprocess.Popen(

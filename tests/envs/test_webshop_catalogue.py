@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from paw.config.recipe import load as load_recipe
 from paw.envs import make_factory
 from paw.envs.base import admissible_responses, eval_tasks, train_tasks, warmup_tasks
 from paw.envs.settings import WebshopConfig
@@ -17,7 +18,6 @@ from paw.envs.webshop.catalogue import ENTRIES, HUMAN, ITEMS, generated, load
 from paw.envs.webshop.factory import WebshopFactory
 from paw.envs.webshop.reward import base_colour, reward
 from paw.errors import UserError
-from paw.recipe import load as load_recipe
 
 RULES = WebshopConfig(nouns="rules")
 PEOPLE = WebshopConfig(goals="human", nouns="rules")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paw.envs.worker import Worker
+from paw.envs.workers.worker import Worker
 from paw.errors import EnvironmentFailure
 
 GAME = '''

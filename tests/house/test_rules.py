@@ -113,7 +113,7 @@ def loaded_after(modules: list[str]) -> set[str]:
 
 
 def test_the_command_line_and_environments_start_without_torch():
-    light = ["paw", "paw.config", "paw.types", "paw.errors", "paw.cli"]
+    light = ["paw", "paw.config.sections", "paw.types", "paw.errors", "paw.cli"]
     assert loaded_after(light).isdisjoint({"torch", "transformers", "numpy", *LAZY})
     modules = [n.removesuffix(".py").replace("/", ".") for n in TEXTS if n.startswith("paw/envs/")]
     apart = (".embedding", ".retrieval.dense", ".verifiers")  # of use with what they import alone
@@ -121,14 +121,14 @@ def test_the_command_line_and_environments_start_without_torch():
     assert loaded_after(modules).isdisjoint({"torch", "transformers", *LAZY})
 
 
-IN_PLACE = {"paw/files.py", "paw/state/checkpoint.py", "paw/state/export.py"}
+IN_PLACE = {"paw/io/files.py", "paw/checkpoint/files.py", "paw/checkpoint/export.py"}
 """`write_file` itself, and those that fill a folder which is renamed as a whole."""
 
 
 def test_a_runs_files_are_written_whole():
-    """By paw.files.write_file: what is written in place is cut where the disk fills up or the power goes."""
+    """By paw.io.files.write_file: what is written in place is cut where the disk fills up or the power goes."""
     for name in TEXTS.keys() - IN_PLACE:
-        if name.startswith(("paw/run", "paw/state/", "paw/model/")):
+        if name.startswith(("paw/run", "paw/rundir/", "paw/checkpoint/", "paw/model/")):
             called = {
                 call.func.attr
                 for call in calls(TEXTS[name])

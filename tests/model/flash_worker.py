@@ -16,14 +16,15 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from paw.build import join_ranks
-from paw.config import OptimConfig
+from paw.checkpoint import files as checkpoint
+from paw.checkpoint import restore, train_state
+from paw.config.recipe import validate
+from paw.config.sections import OptimConfig
+from paw.distributed.ranks import full_tensor, rows_like, shard_like
 from paw.model.flash import in_groups
 from paw.model.optim import make_optimizer
-from paw.model.ranks import full_tensor, rows_like, shard_like
-from paw.recipe import validate
-from paw.state import checkpoint, restore, train_state
-from paw.tools.plan import Plan
-from paw.tools.shapes import from_config
+from paw.tools.plan.plan import Plan
+from paw.tools.plan.shapes import from_config
 
 
 def make(*, offload=False, lr=1e-2, bits=32, model=None):

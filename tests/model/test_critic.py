@@ -13,14 +13,14 @@ from joint import gradients, make_row, relative
 from test_samples import conversation, samples_of
 from test_update import make_config, run_updates, start  # noqa: F401
 
-from paw.algo.critic import Critic, load_critic, value_loss
 from paw.algo.gae import gae, whiten
+from paw.config.recipe import load
+from paw.distributed.ranks import Ranks
 from paw.errors import UserError
+from paw.guards import TrainingStopped
+from paw.model.critic import Critic, load_critic, value_loss
 from paw.model.loading import load_policy
-from paw.model.ranks import Ranks
-from paw.recipe import load
 from paw.run import open_run
-from paw.state.guards import TrainingStopped
 
 PARITY = Path(__file__).parents[2] / ".." / "shared" / "data" / "parity" / "losses.json"
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from paw.config import OptimConfig
+from paw.config.recipe import load
+from paw.config.sections import OptimConfig
 from paw.errors import UserError
 from paw.model.optim import make_optimizer
-from paw.recipe import load
 
 WORKER = Path(__file__).with_name("flash_worker.py")
 

@@ -8,11 +8,11 @@ from joint import Objective, make_lm, make_rows, packed, relative, tiny_policy
 from test_models import make
 
 from paw.algo.loss import log_probs
-from paw.config import Config, LoraConfig, ModelConfig, RunConfig
+from paw.config.recipe import dump
+from paw.config.sections import Config, LoraConfig, ModelConfig, RunConfig
 from paw.errors import UserError
 from paw.model.lora import adapters_off, add_adapters, check_targets
 from paw.model.policy import DTYPES, Policy, full_parameters
-from paw.recipe import dump
 from paw.rollouts.engines.base import Request
 from paw.rollouts.engines.transformers import TransformersEngine
 from paw.rollouts.sync import push_weights, sampler_mismatch

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from paw.config import OptimConfig
+from paw.config.sections import OptimConfig
 from paw.model.optim import learning_rate, make_optimizer, set_learning_rate
 
 

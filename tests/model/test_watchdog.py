@@ -6,8 +6,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from paw.model import watchdog
-from paw.model.watchdog import Watchdog
+from paw.distributed import watchdog
+from paw.distributed.watchdog import Watchdog
 
 
 @pytest.fixture

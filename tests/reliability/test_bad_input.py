@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from paw.state import restore
+from paw.checkpoint import restore
 
 
 def assert_refused(done, message):

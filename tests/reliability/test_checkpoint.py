@@ -20,8 +20,9 @@ import torch
 from forked import CONTEXT
 from safetensors.torch import load_file, save_file
 
-from paw.state import checkpoint, restore, train_state
-from paw.state.checkpoint import CheckpointError
+from paw.checkpoint import files as checkpoint
+from paw.checkpoint import restore, train_state
+from paw.checkpoint.files import CheckpointError
 
 FILES = [
     "manifest.json",

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from paw.cache import cached
 from paw.errors import UserError
-from paw.files import write_file
-from paw.state.log import open_log
+from paw.io.cache import cached
+from paw.io.files import write_file
+from paw.rundir.log import open_log
 
 
 @pytest.fixture

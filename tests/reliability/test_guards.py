@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from paw.distributed.ranks import out_of_memory
 from paw.errors import UserError
-from paw.model.ranks import out_of_memory
-from paw.state.guards import TrainingStopped, UpdateGuard, alarms, collapse_warning
-from paw.state.signals import StopSignal
+from paw.guards import TrainingStopped, UpdateGuard, alarms, collapse_warning
+from paw.rundir.signals import StopSignal
 
 
 def test_a_non_finite_loss_or_norm_is_refused_and_k_in_a_row_stop():
@@ -98,7 +98,7 @@ def test_handlers_return_to_what_they_were(capfd, number):
 
 TERMINAL = """
 import hashlib, os, signal, threading, time
-from paw.state import signals
+from paw.rundir import signals
 
 def close(times):
     for _ in range(times):

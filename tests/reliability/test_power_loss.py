@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from paw.cache import cached
-from paw.files import write_file
-from paw.state import checkpoint, restore
+from paw.checkpoint import files as checkpoint
+from paw.checkpoint import restore
+from paw.io.cache import cached
+from paw.io.files import write_file
 
 
 def held(path: Path) -> Any:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from paw import trainer
-from paw.state import checkpoint
+from paw.checkpoint import files as checkpoint
 
 pytestmark = pytest.mark.slow
 UPDATES = 5

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from paw.config import Config
+from paw.config.recipe import dump
+from paw.config.sections import Config
 from paw.errors import UserError
-from paw.recipe import dump
-from paw.state.resume import changes
-from paw.state.run_lock import InUseError, lock, take_run_directory
+from paw.rundir.resume import changes
+from paw.rundir.run_lock import InUseError, lock, take_run_directory
 
 
 def config(folder: Path, **sections) -> Config:

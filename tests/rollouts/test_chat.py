@@ -15,10 +15,10 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from paw.checkpoint.export import _with_options
 from paw.envs.tags import TaggedStyle
 from paw.errors import UserError
-from paw.rollouts.chat import Chat
-from paw.state.export import _with_options
+from paw.rollouts.text.chat import Chat
 
 CORPUS = [
     "You are in the middle of a room. Looking quickly around you, you see a cabinet 1, and a drawer 2.\n\n",

@@ -14,18 +14,18 @@ from test_chat import ALL_SPECIAL, CORPUS, INST_TEMPLATE, LLAMA3, QWEN25, QWEN_P
 from test_models import make as make_model
 
 from paw.algo.samples import collate, sequences, to_samples
-from paw.config import Config
+from paw.config.recipe import load
+from paw.config.sections import Config
 from paw.envs import make_factory
 from paw.envs.conversation import Conversation
 from paw.errors import EnvironmentFailure, UserError
-from paw.recipe import load
-from paw.rollouts.chat import Chat
 from paw.rollouts.continuation import add_result
 from paw.rollouts.engines.base import Completion
-from paw.rollouts.marks import PROBE
 from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.text.chat import Chat
+from paw.rollouts.text.marks import PROBE
 from paw.run import open_run
-from paw.tools import expert_play
+from paw.tools.warmup import expert_play
 from paw.trainer import prepare
 from paw.types import Outcome, Reply, Task, ToolCall, Turn
 

@@ -12,11 +12,11 @@ import torch
 from environments import Game, Honest, factory, raises
 from toyworld import make_chat, make_engine, make_factory, practised_model
 
-from paw import plugins
 from paw.algo.samples import sequences, to_samples
-from paw.config import Config, ModelConfig, RolloutConfig
+from paw.config import plugins
+from paw.config.sections import Config, ModelConfig, RolloutConfig
+from paw.distributed.parallel import DistributedRanks
 from paw.envs.base import train_tasks
-from paw.model.parallel import DistributedRanks
 from paw.rollouts.engines.base import Request
 from paw.rollouts.episode import derive_seed, plain
 from paw.rollouts.scheduler import Rollouts

@@ -6,7 +6,7 @@ import pytest
 from scripted_server import completion, refusal, serve
 
 from paw.agents.endpoint import Endpoint, EndpointModel
-from paw.config import Config, EndpointConfig, EnvConfig
+from paw.config.sections import Config, EndpointConfig, EnvConfig
 from paw.envs import make_factory
 from paw.envs.conversation import Conversation
 from paw.envs.tools import checked_tools

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 from toyworld import make_chat, make_engine, make_factory, practised_model
 
-from paw.config import Config, ModelConfig, RolloutConfig
+from paw.config.plugins import load
+from paw.config.sections import Config, ModelConfig, RolloutConfig
 from paw.envs.base import eval_tasks
 from paw.errors import UserError, progress
 from paw.model.policy import Policy
-from paw.plugins import load
 from paw.rollouts.scheduler import Rollouts
-from paw.tools.callbacks import Progress, Report, sample_episode
+from paw.tools.train.callbacks import Progress, Report, sample_episode
 from paw.types import Outcome, Trajectory, Turn
 
 METRICS = {
@@ -76,7 +76,7 @@ def test_a_terminal_shows_in_place_how_far_it_is(monkeypatch):
 
 def test_time_left_counts_updates_of_this_session_only(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("paw.tools.callbacks.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("paw.tools.train.callbacks.time.monotonic", lambda: now[0])
     run, view = Stage(updates=100, step=50), Progress()
     view.on_start(run)
     now[0] += 600.0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paw.errors import UserError
-from paw.state.log import MetricsLog, open_log
+from paw.rundir.log import MetricsLog, open_log
 
 NAMES = ["metrics.jsonl", "samples.jsonl"]
 

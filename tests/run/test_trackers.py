@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from paw.config import Config, ModelConfig
+from paw.config.plugins import load
+from paw.config.recipe import load as load_recipe
+from paw.config.sections import Config, ModelConfig
 from paw.errors import UserError
-from paw.plugins import load
-from paw.recipe import load as load_recipe
 
 TRACKING = {"project": "households", "name": "mine", "tags": ["toy", "cpu"]}
 EXPECTED = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 14.0)]

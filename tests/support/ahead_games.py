@@ -21,17 +21,17 @@ from environments import Game, Honest
 from forked import player
 from torch import nn
 
-from paw.config import Config
+from paw.config.sections import Config
+from paw.distributed.ranks import Ranks
 from paw.envs import make_factory
 from paw.errors import UserError
 from paw.model.loading import load_tokenizer
-from paw.model.ranks import Ranks
-from paw.rollouts import ahead
-from paw.rollouts.chat import Chat
+from paw.rollouts.background import ahead
 from paw.rollouts.engines.server import SendingPool, ServerEngine
 from paw.rollouts.engines.transfer import FileTransfer
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
+from paw.rollouts.text.chat import Chat
 from paw.types import Outcome
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(1000)"]

@@ -24,11 +24,11 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         *(
-            "paw.tools.train",
-            "paw.algo.critic",
-            "paw.model.parallel",
-            "paw.rollouts.ahead",
-            "paw.rollouts.player",
+            "paw.tools.train.train",
+            "paw.model.critic",
+            "paw.distributed.parallel",
+            "paw.rollouts.background.ahead",
+            "paw.rollouts.background.player",
         ),
         *("paw.rollouts.engines.transformers", "paw.tools.experiment.runs"),
     ]
@@ -171,14 +171,14 @@ class ForkedPlayer(subprocess.Popen):
             os.setsid()
             with Path(os.devnull).open() as nothing:
                 os.dup2(nothing.fileno(), 0)
-            from paw.rollouts.player import PlayerProcess
+            from paw.rollouts.background.player import PlayerProcess
 
             PlayerProcess(int(args[-1])).run()
 
 
 def supervise(trainer: int, socket_fd: int, stdin_fd: int, constants: dict[str, float]) -> NoReturn:
     """Be the supervisor of such a process, with other constants of its module."""
-    from paw.rollouts import supervisor
+    from paw.rollouts.background import supervisor
 
     os.dup2(stdin_fd, 0)
     os.close(stdin_fd)
@@ -216,7 +216,7 @@ def player(**constants: float) -> type[subprocess.Popen]:
 
 def enter_with_player(entry: Callable[[], NoReturn]) -> NoReturn:
     """The command, in the process that runs it: a supervisor has to be its child."""
-    from paw.rollouts import ahead
+    from paw.rollouts.background import ahead
 
     ahead.subprocess = SimpleNamespace(
         Popen=player(), PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
@@ -278,8 +278,8 @@ def run(words: list[str], env: dict[str, str], cwd: str, *output: Connection) ->
         random.seed()
         sys.argv = ["paw", *words]
         from paw import cli
-        from paw.model import launcher
-        from paw.plugins import CALLBACKS
+        from paw.config.plugins import CALLBACKS
+        from paw.distributed import launcher
         from paw.tools.experiment import runs
 
         CALLBACKS["report"] = "builtins:object"  # takes seconds

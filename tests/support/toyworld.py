@@ -8,14 +8,14 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from paw.config import WarmupConfig
+from paw.config.sections import WarmupConfig
 from paw.envs.alfworld.factory import AlfworldFactory
 from paw.envs.base import admissible_responses, warmup_tasks
 from paw.envs.settings import AlfworldConfig
-from paw.rollouts.chat import Chat
 from paw.rollouts.engines.base import Completion
 from paw.rollouts.engines.transformers import TransformersEngine
-from paw.tools import quickstart
+from paw.rollouts.text.chat import Chat
+from paw.tools.warmup import quickstart
 
 ENV = AlfworldConfig(
     difficulty="tiny", style="compact", history=3, max_turns=5, reward=1.0, invalid_penalty=0.1

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from paw import cli
-from paw.config import Config, ModelConfig
+from paw.config.sections import Config, ModelConfig
 from paw.envs import make_factory
 from paw.envs.alfworld.factory import AlfworldFactory
 from paw.envs.base import eval_tasks, train_tasks

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from paw.tools import kernels
-from paw.tools.kernels import Answer, Case
+from paw.tools.doctor import kernels
+from paw.tools.doctor.kernels import Answer, Case
 from paw_kernels import _measured, best_backend
 
 CPU = torch.device("cpu")

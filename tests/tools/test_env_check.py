@@ -15,14 +15,14 @@ import jsonschema
 import pytest
 
 from paw import cli
-from paw.config import EnvConfig
+from paw.config.plugins import import_file
+from paw.config.sections import EnvConfig
 from paw.envs.conversation import Conversation
 from paw.envs.load import OwnFactory
 from paw.errors import UserError
-from paw.plugins import import_file
-from paw.tools.env_calls import valid_call
-from paw.tools.env_check import RULES, check
-from paw.tools.env_replay import Subject
+from paw.tools.env_check.env_calls import valid_call
+from paw.tools.env_check.env_check import RULES, check
+from paw.tools.env_check.env_replay import Subject
 from paw.types import Outcome, Task
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_environment.py"
@@ -368,7 +368,10 @@ class Slow:
 def test_ctrl_c_prints_what_was_found_and_what_takes_long_says_so(json_out, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     words = ["env", "check", "slow.py:Slow", *["--json"] * json_out]
-    code = f"import paw.cli, paw.tools.env_check as c; c.TELL_S = 0.05; paw.cli.sys.argv[1:] = {words}; paw.cli.entry()"
+    code = (
+        "import paw.cli, paw.tools.env_check.env_check as c; c.TELL_S = 0.05;"
+        f" paw.cli.sys.argv[1:] = {words}; paw.cli.entry()"
+    )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], env=env, cwd=tmp_path, **pipes) as child:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from paw.config import EndpointConfig
+from paw.config.sections import EndpointConfig
 from paw.rollouts.success import kinds, success_metrics, wilson
-from paw.tools.results import kind_lines, kind_rows, summarise, table
+from paw.tools.evaluate.results import kind_lines, kind_rows, summarise, table
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from paw import cli
+from paw.config.recipe import dump, load
 from paw.errors import UserError
-from paw.recipe import dump, load
 from paw.tools.experiment import runs
 from paw.tools.experiment.figures import comparison
 from paw.tools.experiment.results import Interval, area, interval, paired, student, verdict

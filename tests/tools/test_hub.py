@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+from paw.checkpoint.export import metadata
+from paw.checkpoint.push import check_push
+from paw.config.recipe import load
 from paw.errors import UserError
-from paw.recipe import load
-from paw.state.export import metadata
-from paw.state.push import check_push
 
 
 def card(recipe, **keys):
@@ -134,7 +134,7 @@ def test_what_the_hub_refuses_is_one_line_and_the_model_stays(tmp_path, hub, mon
 def pushed(folder: Path, **variables: str) -> str:
     """The one line that a push ends with, in a process with these variables."""
     code = (
-        "import sys; from pathlib import Path; from paw.state import push; from paw.errors import UserError\n"
+        "import sys; from pathlib import Path; from paw.checkpoint import push; from paw.errors import UserError\n"
         "try: print(push.push(Path(sys.argv[1]), 'me/mine'))\nexcept UserError as error: print(error)"
     )
     words = [sys.executable, "-c", code, str(folder)]

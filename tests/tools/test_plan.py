@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from paw import cli
+from paw.config.recipe import load
 from paw.errors import UserError
-from paw.recipe import load
-from paw.tools.fit import FALLBACKS, changed, check_fits, check_machine, fit, get
-from paw.tools.plan import HOST_S, Plan, Play
-from paw.tools.plan_memory import HEAD_BUFFER
-from paw.tools.shapes import SHAPES, Shape, from_config, shape_of
+from paw.tools.plan.fit import FALLBACKS, changed, check_fits, check_machine, fit, get
+from paw.tools.plan.plan import HOST_S, Plan, Play
+from paw.tools.plan.plan_memory import HEAD_BUFFER
+from paw.tools.plan.shapes import SHAPES, Shape, from_config, shape_of
 
 COMMON, MEMORY, SIMULATION, PAGES = (
     importlib.import_module(f"bench.{name}")

@@ -14,7 +14,7 @@ import pytest
 from paw import cli
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
-from paw.tools.played import load_played
+from paw.tools.evaluate.played import load_played
 
 KEYS = ["feedback", "admissible", "won", "reward", "done"]
 TINY = {"env.name": "alfworld", "env.difficulty": "tiny"}

@@ -16,16 +16,17 @@ from rich.text import Text
 from toyworld import ENV, make_tokenizer, practised_model
 
 from paw import cli
+from paw.config.recipe import dump, validate
 from paw.errors import UserError
 from paw.model.loading import load_policy, load_tokenizer
-from paw.recipe import dump, validate
-from paw.rollouts.chat import Chat
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
+from paw.rollouts.text.chat import Chat
 from paw.run import open_run
-from paw.tools import quickstart, shapes
-from paw.tools.plan import Play
-from paw.tools.played import load_played
+from paw.tools.evaluate.played import load_played
+from paw.tools.evaluate.recorded import random_groups, random_model, read_episodes, with_log_probs
+from paw.tools.plan import shapes
+from paw.tools.plan.plan import Play
 from paw.tools.profile import (
     STAGES,
     _cuda_memory,
@@ -39,7 +40,7 @@ from paw.tools.profile import (
     table,
     timed,
 )
-from paw.tools.recorded import random_groups, random_model, read_episodes, with_log_probs
+from paw.tools.warmup import quickstart
 from paw.trainer import prepare, update
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from toyworld import ENV, corpus, make_chat, make_factory, make_model, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paw.config import Config, ModelConfig, RolloutConfig, WarmupConfig
+from paw.config.sections import Config, ModelConfig, RolloutConfig, WarmupConfig
 from paw.envs.settings import AlfworldConfig
-from paw.rollouts.chat import Chat
-from paw.tools import quickstart, warmup
-from paw.tools.warmup import Muon, demonstrations, ensure_warm_model
+from paw.rollouts.text.chat import Chat
+from paw.tools.warmup import quickstart, warmup
+from paw.tools.warmup.warmup import Muon, demonstrations, ensure_warm_model
 
 SPECIAL = [quickstart.PAD, quickstart.USER, quickstart.ASSISTANT, quickstart.END]
 game_text = st.sampled_from([*corpus()[0][:30], *corpus()[2][:30], *sorted(corpus()[1])[:30]])
@@ -110,8 +110,8 @@ def test_demonstrations_are_expert_play_with_random_actions():
 @pytest.mark.slow
 def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PAW_CACHE", str(tmp_path))
-    monkeypatch.setattr("paw.tools.warmup.CORPUS_TURNS", 1000)
-    monkeypatch.setattr("paw.tools.warmup.CHECK_GAMES", 16)
+    monkeypatch.setattr("paw.tools.warmup.warmup.CORPUS_TURNS", 1000)
+    monkeypatch.setattr("paw.tools.warmup.warmup.CHECK_GAMES", 16)
     factory, said, folders = make_factory(max_turns=4), [], []
 
     def config_of(max_steps):

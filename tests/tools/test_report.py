@@ -10,7 +10,7 @@ import pytest
 from paw import cli
 from paw.errors import UserError
 from paw.rollouts.success import wilson
-from paw.tools.report import SECTIONS, write_report
+from paw.tools.report.report import SECTIONS, write_report
 
 KINDS = ["pick", "look", "clean"]
 CONFIG = """

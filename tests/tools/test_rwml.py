@@ -11,7 +11,8 @@ import torch
 from toyworld import make_chat, make_engine, make_factory, make_model, practised_model
 
 from paw import cli
-from paw.config import Config, ModelConfig, OptimConfig, RolloutConfig, RwmlConfig
+from paw.config.recipe import validate
+from paw.config.sections import Config, ModelConfig, OptimConfig, RolloutConfig, RwmlConfig
 from paw.envs.base import eval_tasks, train_tasks
 from paw.envs.next_state import (
     NextStateConfig,
@@ -26,9 +27,8 @@ from paw.envs.next_state import (
 from paw.envs.search.embedding import PACKAGES, Embedding
 from paw.errors import UserError
 from paw.model.policy import Policy
-from paw.recipe import validate
 from paw.rollouts.scheduler import Rollouts
-from paw.tools import rwml
+from paw.tools.sft import rwml
 from paw.types import Task
 
 ENV = NextStateConfig(eval_split="held_out", style="compact", reward=1.0, invalid_penalty=0.0)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from toyworld import make_model
 
 from paw.model.policy import Policy
-from paw.tools import sft
+from paw.tools.sft import sft
 from paw.types import Outcome, Sample, Turn
 
 ROWS = [

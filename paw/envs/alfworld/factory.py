@@ -19,7 +19,7 @@ from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.envs.alfworld.textworld import require_textworld
 from paw.envs.base import Endless, EnvFactory, Made, Tasks
 from paw.envs.settings import AlfworldConfig, TaskKind
-from paw.envs.worker import Worker
+from paw.envs.workers.worker import Worker
 from paw.errors import UserError
 from paw.types import Outcome, Task
 

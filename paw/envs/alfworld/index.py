@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from paw.cache import cached
 from paw.envs.alfworld.problem import TASK_TYPES
 from paw.errors import UserError
-from paw.files import reading
+from paw.io.cache import cached
+from paw.io.files import reading
 
 FOLDER = "json_2.1.1"
 GAME_FILE = "game.tw-pddl"

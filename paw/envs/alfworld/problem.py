@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from paw.envs.checked import Strict, checked
 from paw.errors import UserError
-from paw.files import reading
+from paw.io.files import reading
 
 TASK_TYPES = {
     "pick": "pick_and_place_simple",

@@ -1,6 +1,6 @@
 """The real engine behind the interface of `Household`: textworld's PddlEnv with alfworld's names.
 
-It runs in a `paw.envs.worker`: its planner library is global to a process and calls exit() on bad
+It runs in a `paw.envs.workers.worker`: its planner library is global to a process and calls exit() on bad
 input.
 """
 

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from paw.envs.checked import Strict, checked, json_lines
 from paw.errors import UserError, needed
-from paw.files import cause, reading
+from paw.io.files import cause, reading
 from paw.types import Task
 
 SETS = {

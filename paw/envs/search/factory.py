@@ -4,8 +4,8 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from paw import plugins
-from paw.config import RunConfig
+from paw.config import plugins
+from paw.config.sections import RunConfig
 from paw.envs.base import Endless, EnvFactory, Tasks, shuffled
 from paw.envs.conversation import Message, Retold
 from paw.envs.search import data, world

@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paw import plugins
+from paw.config import plugins
 from paw.errors import UserError, others_code
 from paw.rollouts.engines.base import Engine, EngineParts, EnginePlan, EngineType, PlannedRun
 
 if TYPE_CHECKING:
-    from paw.config import Config, LoraConfig
+    from paw.config.sections import Config, LoraConfig
+    from paw.distributed.ranks import Ranks
     from paw.model.policy import Policy
-    from paw.model.ranks import Ranks
-    from paw.rollouts.chat import Chat
+    from paw.rollouts.text.chat import Chat
 
 
 def find_engine(name: str) -> type[EngineType]:
@@ -48,7 +48,7 @@ def make_engine(
     names. The other arguments are those of `EngineParts`. Raises UserError for what code that is
     not ours raises.
     """
-    from paw.model.ranks import Ranks, lost_peer, out_of_memory
+    from paw.distributed.ranks import Ranks, lost_peer, out_of_memory
 
     limits = config.rollout
     parts = EngineParts(

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from paw.config import Config, LoraConfig
+    from paw.config.sections import Config, LoraConfig
+    from paw.distributed.ranks import Ranks
     from paw.model.policy import Policy
-    from paw.model.ranks import Ranks
 
 
 # --- one response

@@ -17,8 +17,8 @@ from paw.rollouts.engines.base import (
 if TYPE_CHECKING:
     import torch
 
-    from paw.config import Config, LoraConfig
-    from paw.model.ranks import Ranks
+    from paw.config.sections import Config, LoraConfig
+    from paw.distributed.ranks import Ranks
 
 GIB = 2**30
 VLLM_WORK = 2.0 * GIB

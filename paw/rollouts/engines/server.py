@@ -23,12 +23,12 @@ from uuid import uuid4
 import torch
 from pydantic import ValidationError
 
-from paw.config import Config, LoraConfig
+from paw.config.sections import Config, LoraConfig
+from paw.distributed.ranks import Ranks
 from paw.envs.checked import problem
-from paw.envs.http import CLOSE_S, HttpClient, Loop
 from paw.errors import UserError, clean, describe, masked, shown, to_stderr
+from paw.io.http import CLOSE_S, HttpClient, Loop
 from paw.model.policy import DTYPES
-from paw.model.ranks import Ranks
 from paw.rollouts.engines.answers import (
     MAX_SPANS,
     Choice,

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from paw.config import Config, LoraConfig
-from paw.envs.http import BlockingHttpClient
+from paw.config.sections import Config, LoraConfig
+from paw.distributed.ranks import Ranks
 from paw.errors import UserError, clean
-from paw.files import text_of
-from paw.model.ranks import Ranks
+from paw.io.files import text_of
+from paw.io.http import BlockingHttpClient
 from paw.rollouts.engines.vllm import DEFAULTS, engine_options
 from paw.rollouts.engines.watch import GOODBYE, GRACE_S, WEIGHTS_DIR
 

@@ -19,11 +19,11 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from paw.config import LoraConfig
+from paw.config.sections import LoraConfig
 from paw.envs.checked import Strict, problem
-from paw.envs.http import BlockingHttpClient, HttpAnswer
 from paw.errors import clean, describe
-from paw.files import writing
+from paw.io.files import writing
+from paw.io.http import BlockingHttpClient, HttpAnswer
 from paw.model.host import in_parts
 from paw.rollouts.engines.vllm import (
     WEIGHTS_DIR_HINT,

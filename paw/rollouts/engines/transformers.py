@@ -21,12 +21,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from paw.distributed.ranks import out_of_memory
 from paw.errors import UserError, describe
 from paw.model.attention import token_mixers
 from paw.model.check import EXACT, LENGTHS, own_logp, sliding_window, typical
 from paw.model.logits import LogitTransform
 from paw.model.precision import parameters_as, running_in
-from paw.model.ranks import out_of_memory
 from paw.rollouts.engines.base import Completion, Engine, EngineParts, Request
 
 

@@ -29,10 +29,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paw.config import LoraConfig
+from paw.config.sections import LoraConfig
+from paw.distributed.ranks import lost_peer, out_of_memory
 from paw.errors import UserError, describe
-from paw.files import writing
-from paw.model.ranks import lost_peer, out_of_memory
+from paw.io.files import writing
 from paw.rollouts.engines.base import Completion, Engine, Request
 
 ENVIRONMENT = {

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paw.rollouts.engines.weight_folders import is_running, remove_abandoned, started_at
-from paw.state.signals import STOPS
+from paw.rundir.signals import STOPS
 
 GRACE_S = 10.0
 """Seconds for a server to end after SIGTERM, before SIGKILL."""

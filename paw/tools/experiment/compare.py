@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from paw.recipe import load
+from paw.config.recipe import load
+from paw.tools.evaluate.results import markdown
 from paw.tools.experiment import figures, results, runs
 from paw.tools.experiment.results import Record, interval, paired, percent, points
 from paw.tools.experiment.runs import Overrides
-from paw.tools.results import markdown
-from paw.tools.rundir import Run
+from paw.tools.report.rundir import Run
 
 REACHED = 0.1
 """Training success from which a run counts as having taken off (Figure 4)."""

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from paw.tools.experiment.results import Interval, Record, interval
-from paw.tools.plots import MUTED, PALETTE, legend, look, name_bars, printable, styled
+from paw.tools.report.plots import MUTED, PALETTE, legend, look, name_bars, printable, styled
 
 PALE = "#b9c0c8"
 """Colour of the curves that are not named."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from paw.config import Config
-from paw.files import write_file, writing
+from paw.config.sections import Config
+from paw.io.files import write_file, writing
 
 PAPER: dict[str, dict[str, dict[str, float]]] = tomllib.loads(
     Path(__file__).with_name("paper.toml").read_text(encoding="utf-8")
@@ -108,7 +108,7 @@ def paper_columns(config: Config) -> dict[str, dict[str, float]]:
 
     If the paper has none for that model, those of each environment's smallest model.
 
-    >>> from paw.recipe import load
+    >>> from paw.config.recipe import load
     >>> paper_columns(load("webshop-grpo-14b"))
     {'WebShop, Qwen2.5-14B': {'grpo': 74.7, 'paw': 77.1}}
     """

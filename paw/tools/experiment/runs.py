@@ -19,13 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paw import watcher
-from paw.config import Config
+from paw.config.keys import flatten
+from paw.config.recipe import load
+from paw.config.sections import Config
 from paw.errors import UserError, masked, nearest, to_stderr
-from paw.files import writing
-from paw.keys import flatten
-from paw.recipe import load
-from paw.tools.rundir import Run, load_run
+from paw.io.files import writing
+from paw.processes import watcher
+from paw.tools.report.rundir import Run, load_run
 
 ESTIMATORS = {
     "rloo": "advantage.type=rloo",

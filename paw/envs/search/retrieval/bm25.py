@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from paw.cache import cached, stamp
 from paw.envs.search.retrieval.base import Documents, Hit
 from paw.envs.search.retrieval.corpus import Corpus, progress
 from paw.errors import UserError
+from paw.io.cache import cached, stamp
 
 WORD = re.compile(r"\b(?!(?<=['’])s\b)\w+")
 """A word: letters and digits, without the possessive 's."""

@@ -15,10 +15,10 @@ from typing import Annotated, TypeVar
 import numpy as np
 from pydantic import Field
 
-from paw.cache import cached, stamp
 from paw.envs.checked import Strict, json_lines
 from paw.errors import UserError, to_stderr
-from paw.files import reading
+from paw.io.cache import cached, stamp
+from paw.io.files import reading
 
 T = TypeVar("T")
 LINES_EVERY_S = 10.0

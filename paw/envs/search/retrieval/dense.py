@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from paw.cache import cache_dir, stamp
 from paw.envs.search.embedding import Embedding
 from paw.envs.search.retrieval.base import Documents, Hit
 from paw.envs.search.retrieval.corpus import Corpus, progress
 from paw.errors import UserError, needed
-from paw.files import writing
+from paw.io.cache import cache_dir, stamp
+from paw.io.files import writing
 
 TOKENS = 256
 """How many tokens of a text the encoder reads."""

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, FiniteFloat, ValidationError, model_validator
 
 from paw.envs.checked import FIRST_ERROR, problem
-from paw.envs.http import BadAnswer, BlockingHttpClient
 from paw.envs.search.retrieval.base import Hit
 from paw.errors import UserError, clean
+from paw.io.http import BadAnswer, BlockingHttpClient
 
 TRIES = 3
 """How often the first request is tried, and any request that the server answers with status 500."""

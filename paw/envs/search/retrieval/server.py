@@ -22,9 +22,9 @@ from paw.envs.search.retrieval import make_retriever
 from paw.envs.search.retrieval.base import Documents, Hit, Retriever
 from paw.envs.search.retrieval.corpus import Corpus
 from paw.envs.search.world import World
-from paw.envs.serving import LimitedBodies, listen, make_server, run_server
 from paw.envs.settings import SearchConfig
 from paw.errors import UserError
+from paw.io.serving import LimitedBodies, listen, make_server, run_server
 
 MAX_QUERIES = 1024
 """Queries of one request."""

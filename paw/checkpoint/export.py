@@ -1,0 +1,130 @@
+"""Hugging Face export: loads with AutoModelForCausalLM and `vllm serve` without a merge step."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from torch import Tensor
+
+from paw.config.recipe import dump
+from paw.config.sections import Config
+from paw.errors import quietly
+from paw.io.files import fsync, fsync_tree, writing
+from paw.io.hub import is_hub_name
+from paw.model.policy import Policy, kept_buffers
+from paw.version import __version__
+
+CARD = """---
+{metadata}
+---
+# {config.run.name}
+
+Trained from `{config.model.path}` on {config.env.name} \
+with [PaW](https://arxiv.org/abs/2606.02388) {version}: \
+{updates} updates of
+{method}. The resolved configuration is in `paw.toml`.
+"""
+
+
+def export(
+    policy: Policy,
+    tokenizer: Any,
+    folder: Path,
+    weights: dict[str, Tensor],
+    *,
+    config: Config,
+    step: int,
+    method: str = "",
+) -> Path:
+    """Write weights, tokenizer, chat template and a model card to `folder`; returns it.
+
+    `weights` come from `full_parameters`, tied ones once. `method` names the updates if they are
+    not those of `config`. The files are written to another folder and moved when all are complete;
+    other files in `folder` stay. Raises UserError if they cannot be written.
+    """
+    if not method:
+        world = "no world model"
+        if config.wm.enabled:
+            world = f"world model {config.wm.loss} (alpha {config.wm.alpha:g})"
+        method = f"{config.advantage.type}, {world}"
+    card = CARD.format(
+        config=config, metadata=metadata(config), version=__version__, updates=step, method=method
+    )
+    served_tokenizer = _with_options(tokenizer, config.model.chat_template_kwargs)
+
+    temp = folder.with_name(f".tmp_{folder.name}")
+    try:
+        with writing(f"the exported model to {folder}"):
+            shutil.rmtree(temp, ignore_errors=True)  # of an export that was killed
+            temp.mkdir(parents=True)
+            policy.lm.save_pretrained(temp, state_dict=kept_buffers(policy.lm) | weights)
+            served_tokenizer.save_pretrained(temp)
+            (temp / "README.md").write_text(card, encoding="utf-8")
+            (temp / "paw.toml").write_text(dump(config), encoding="utf-8")
+            fsync_tree(temp)
+
+            folder.mkdir(exist_ok=True)
+            for file in temp.iterdir():
+                file.replace(folder / file.name)
+            fsync(folder)
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+    return folder
+
+
+def metadata(config: Config) -> str:
+    """The head of the model card, in YAML: by this the hub finds a model.
+
+    Folders of this disk are not names of the hub.
+    """
+    base = config.model.path
+    data = str(getattr(config.env, "data", None))
+    tags = [
+        "paw",
+        "reinforcement-learning",
+        "language-agent",
+        config.env.name,
+        config.advantage.type,
+    ]
+    if config.wm.enabled:
+        tags.append("world-model")
+    card = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=base if _is_at_hub(base) else None,
+        datasets=[data] if _is_at_hub(data) else None,
+        license=_license_of(Path(base).expanduser()),
+        tags=tags,
+    )
+    return card.to_yaml()
+
+
+def _is_at_hub(name: str) -> bool:
+    return is_hub_name(name) and not Path(name).expanduser().exists()
+
+
+def _license_of(model: Path) -> str | None:
+    """The license that the card in a model's folder names, if there is one."""
+    readme = model / "README.md"
+    with quietly():  # whatever the card holds
+        if readme.is_file():
+            return getattr(ModelCard.load(readme).data, "license", None)
+    return None
+
+
+def _with_options(tokenizer: Any, options: dict[str, Any]) -> Any:
+    """The tokenizer with `model.chat_template_kwargs` written into its chat template.
+
+    So servers need not know them.
+    """
+    if not options:
+        return tokenizer
+    tokenizer = copy.deepcopy(tokenizer)
+    settings = "".join(
+        f"{{%- set {key} = {json.dumps(value)} -%}}\n" for key, value in options.items()
+    )
+    tokenizer.chat_template = settings + tokenizer.chat_template.removeprefix(settings)
+    return tokenizer

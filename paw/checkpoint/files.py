@@ -1,0 +1,244 @@
+"""Checkpoints that are complete or absent, hold no code, and detect damage.
+
+    checkpoints/step_000050/
+        model.safetensors  optimizer.safetensors  rng.safetensors   tensors, by file stem
+        critic_model.safetensors  critic_optimizer.safetensors      with PPO
+        state.json                                 step, version, and the caller's counters
+        manifest.json                              size and sha256 of each file above
+
+Of more than 4 GiB of tensors the rest is in model-2.safetensors, and so on.
+
+With several ranks each writes its rows of every tensor, as `model.rank_1.safetensors`, to the same
+folder. The rows of all ranks, one after another, are the tensor.
+
+A save writes a hidden folder, fsyncs it and renames it into place. A load checks the manifest
+first, because no format in common use notices a flipped byte. Nothing is ever unpickled.
+"""
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paw.errors import UserError
+from paw.io.files import cause, fsync, json_object, writing
+from paw.model.host import in_parts
+
+VERSION = 1
+"""Version of a checkpoint whose files hold full tensors."""
+SHARDED = 2
+"""Version of a checkpoint with a file for each rank."""
+PART = 4 << 30
+"""Size in bytes at which the next file begins, so that host memory need not hold more of a
+model."""
+MANIFEST = "manifest.json"
+STATE = "state.json"
+Tensors = dict[str, dict[str, Tensor]]
+Named = Iterable[tuple[str, Tensor]]
+"""What `named_parameters()` returns."""
+Files = dict[str, dict[str, Any]]
+"""Size and sha256 by file name."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that must not be loaded: damaged, incomplete, or of another model.
+
+    Names the file.
+    """
+
+
+class Draft:
+    """A checkpoint that is being written, in a hidden folder until it gets its name.
+
+    On any failure the earlier checkpoints stay as they were. Raises UserError if the disk refuses.
+    """
+
+    def __init__(
+        self, folder: Path, step: int, state: Mapping[str, Any], *, version: int = VERSION
+    ) -> None:
+        """`state` holds JSON values; raises ValueError for a NaN in it."""
+        self._text = json.dumps(
+            {**state, "version": version, "step": step}, indent=1, allow_nan=False
+        )
+        self._folder = folder
+        self.path = folder / f"step_{step:06d}"
+        self._temp = folder / f".tmp_{self.path.name}"
+
+    def begin(self) -> None:
+        with self._writing():
+            if not self._folder.is_dir():
+                self._folder.mkdir(parents=True)
+                fsync(self._folder.parent)
+            for leftover in self._folder.glob(".tmp_*"):  # of a save that was killed
+                _remove(leftover)
+            self._temp.mkdir()
+
+    def write(self, tensors: Mapping[str, Mapping[str, Tensor] | Named]) -> Files:
+        """Write `tensors` (see `save`); the files are on the disk when this returns."""
+        files: Files = {}
+        with self._writing():
+            for stem, named in tensors.items():
+                pairs: Any = named.items() if isinstance(named, Mapping) else named
+                for number, part in enumerate(in_parts(pairs, PART), 1):
+                    if not part and "." in stem:  # a rank without any rows
+                        continue
+                    name = stem if number == 1 else f"{stem}-{number}"
+                    file = self._temp / f"{name}.safetensors"
+                    save_file(part, file)
+                    fsync(file)
+                    files[file.name] = digest(file)
+        return files
+
+    def publish(self, files: Files) -> None:
+        """Add state and manifest, and rename the folder into place."""
+        with self._writing():
+            (self._temp / STATE).write_text(self._text, encoding="utf-8")
+            last_order = max((_order(other) for other in self._folder.glob("step_*")), default=0)
+            text = manifest_text(files | {STATE: digest(self._temp / STATE)}, last_order + 1)
+            (self._temp / MANIFEST).write_text(text, encoding="utf-8")
+            for name in (STATE, MANIFEST):
+                fsync(self._temp / name)
+
+            replaced = self._temp.with_name(f".tmp_replaced_{self.path.name}")
+            fsync(self._temp)
+            if self.path.exists():  # damaged, or saved before the run was rewound
+                self.path.rename(replaced)
+            self._temp.rename(self.path)
+            fsync(self._folder)
+            _remove(replaced)
+
+    def discard(self) -> None:
+        shutil.rmtree(self._temp, ignore_errors=True)
+
+    def _writing(self) -> AbstractContextManager[None]:
+        has_earlier = any(self._folder.glob("step_*"))
+        advice = "earlier checkpoints are intact" if has_earlier else "there is no earlier one"
+        return writing(f"checkpoint {self.path}", f"; {advice}")
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor] | Named],
+    state: Mapping[str, Any],
+) -> Path:
+    """Write the checkpoint `folder`/step_NNNNNN and return its path, see `Draft`.
+
+    `tensors` maps a file stem to {name: tensor}, or to pairs (name, tensor), which are read one by
+    one; tied weights appear once.
+    """
+    draft = Draft(folder, step, state)
+    try:
+        draft.begin()
+        draft.publish(draft.write(tensors))
+    finally:
+        draft.discard()
+    return draft.path
+
+
+def saved(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, newest save first.
+
+    Those whose manifest cannot be read come before all others.
+    """
+    return sorted(
+        folder.glob("step_*"), key=lambda path: (_order(path) or math.inf, path.name), reverse=True
+    )
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the `keep` (>= 1) checkpoints saved last.
+
+    A removal that is interrupted leaves no half checkpoint behind.
+    """
+    paths = sorted(folder.glob("step_*"), key=lambda path: (_order(path), path.name))
+    for path in paths[:-keep]:
+        aside = path.with_name(f".tmp_pruned_{path.name}")
+        path.rename(aside)
+        _remove(aside)
+
+
+# --- helpers
+# ---------------------------------------------------------------------------------------------
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def digest(file: Path) -> dict[str, Any]:
+    """Size and sha256 of a file, as in the manifest. Raises OSError."""
+    if not file.is_file():  # reading a pipe would wait for its writer
+        raise OSError("not a file")
+    with file.open("rb") as stream:
+        return {
+            "bytes": file.stat().st_size,
+            "sha256": hashlib.file_digest(stream, "sha256").hexdigest(),
+        }
+
+
+def manifest_text(files: Files, order: int) -> str:
+    """The text of manifest.json: `files`, `order`, and the digest of these two.
+
+    `order` is the number of this save in its folder.
+    """
+    body = {"files": files, "order": order}
+    body_digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**body, "sha256": body_digest}, indent=1, sort_keys=True) + "\n"
+
+
+def read_manifest(path: Path) -> tuple[Files, int]:
+    """(files, order) of the checkpoint at `path`.
+
+    Raises CheckpointError if its manifest is missing or damaged.
+    """
+    file = path / MANIFEST
+    try:
+        if file.exists() and not file.is_file():
+            raise OSError("not a file")
+        text = file.read_bytes()
+    except OSError as error:
+        raise damaged(path, MANIFEST, cause(error)) from None
+    content = json_object(text) or {}
+    files = content.get("files")
+    order = content.get("order")
+    if not _is_file_table(files) or type(order) is not int or not 0 < order < 2**53:
+        raise damaged(path, MANIFEST, "not a manifest")
+    if text != manifest_text(files, order).encode():
+        raise damaged(path, MANIFEST, "it does not match its own sha256")
+    return files, order
+
+
+def _is_file_table(value: Any) -> TypeGuard[Files]:
+    if not isinstance(value, dict):
+        return False
+    return all(
+        isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"} for entry in value.values()
+    )
+
+
+def _order(path: Path) -> int:
+    """The number of this save in its folder, from 1; 0 if the manifest is unreadable."""
+    try:
+        return read_manifest(path)[1]
+    except CheckpointError:
+        return 0
+
+
+def rng_name(rank: int) -> str:
+    """The file stem, and the key in state.json, of a rank's random state."""
+    return f"rng_{rank}" if rank else "rng"
+
+
+def damaged(path: Path, name: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path} is damaged ({name}): {reason}")

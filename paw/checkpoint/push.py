@@ -1,0 +1,54 @@
+"""An exported model sent to the Hugging Face hub."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, ModelCard, get_token
+from huggingface_hub.errors import HfHubHTTPError
+
+from paw.errors import UserError, describe
+from paw.io.hub import is_hub_name, unreachable
+
+EXPORTED = (
+    "README.md", "paw.toml", "config.json", "generation_config.json",
+    "*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.model", "chat_template.jinja",
+    "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+)  # fmt: skip
+"""The files of an exported folder that are sent; other files there stay on this machine."""
+
+
+def check_push(name: str) -> None:
+    """Raises UserError if `name` is not USER/NAME; called before a model is exported."""
+    if not is_hub_name(name):
+        raise UserError(f"--push {name}: it takes USER/NAME, of letters, digits, '-', '_' and '.'")
+
+
+def push(folder: Path, name: str, *, public: bool = False) -> str:
+    """Send an exported model to the hub as USER/NAME; returns its address.
+
+    A new model is private unless `public`. The base model's license is taken over if its card names
+    one. Raises UserError without a token, a network or the permission; the folder stays as it is.
+    """
+    problem = unreachable()
+    if not problem and not get_token():
+        problem = "there is no token: `hf auth login`, or set HF_TOKEN"
+    if not problem:
+        try:
+            return _upload(folder, name, public=public)
+        except Exception as error:  # of the client, of HTTP, of what the hub says to the card
+            problem = describe(error)
+    raise UserError(f"--push {name}: {problem}; the model is in {folder}")
+
+
+def _upload(folder: Path, name: str, *, public: bool) -> str:
+    api = HfApi()
+    card: Any = ModelCard.load(folder / "README.md")
+    api.create_repo(name, private=not public, exist_ok=True)
+    if card.data.base_model and not card.data.license:
+        with suppress(HfHubHTTPError):  # the base model is missing, or hidden from this token
+            base = api.model_info(card.data.base_model)
+            card.data.license = getattr(base.card_data, "license", None)
+            card.save(folder / "README.md")
+    files = [file.name for file in folder.iterdir() if any(map(file.match, EXPORTED))]
+    return str(api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=files))

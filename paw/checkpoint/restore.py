@@ -1,0 +1,354 @@
+"""Reading checkpoints: checked against their manifest and against the run, restored bit for bit.
+
+All ranks see the same files. They share the work of checking them, agree on whether a checkpoint
+can be used, and each reads its own rows. A single process is a single rank.
+"""
+
+import random
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paw.checkpoint.files import (
+    MANIFEST,
+    SHARDED,
+    STATE,
+    VERSION,
+    CheckpointError,
+    Files,
+    Named,
+    Tensors,
+    damaged,
+    digest,
+    read_manifest,
+    rng_name,
+    saved,
+)
+from paw.checkpoint.stored import Stored
+from paw.checkpoint.train_state import Learner
+from paw.distributed.ranks import Ranks, rows_like, shard_like
+from paw.errors import describe, shown, to_stderr
+from paw.guards import UpdateGuard
+from paw.io.files import cause, json_object
+
+T = TypeVar("T")
+Shapes = Mapping[str, Mapping[str, Tensor]]
+ALONE = Ranks()
+
+
+def verify(path: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
+    """Check every file of a checkpoint against its manifest; returns what state.json holds.
+
+    Reads all bytes once. A call of all ranks, which share the files among them. Raises
+    CheckpointError, on all ranks, with the name of a file that is missing, unexpected, truncated or
+    altered, or if the checkpoint has another version.
+    """
+    files = ranks.broadcast_from_rank0(lambda: read_manifest(path)[0], Files, CheckpointError)
+    ranks.together(lambda: _check_files(path, files, ranks), refusal=CheckpointError)
+    return ranks.broadcast_from_rank0(
+        lambda: _read_state(path, files), dict[str, Any], CheckpointError
+    )
+
+
+def _check_files(path: Path, files: Files, ranks: Ranks) -> None:
+    """Check that exactly the files of the manifest exist, and the bytes of this rank's share."""
+    present: set[str] = set()
+    if path.is_dir():
+        present = {file.name for file in path.iterdir()} - {MANIFEST}
+    for name in sorted(present - files.keys()):
+        raise damaged(path, name, "not a file of this checkpoint")
+    for name in sorted(files.keys() - present):
+        raise damaged(path, name, "the file is missing")
+
+    for name in sorted(files)[ranks.rank :: ranks.world_size]:
+        try:
+            actual = digest(path / name)
+        except OSError as error:
+            raise damaged(path, name, cause(error)) from None
+        for field in ("bytes", "sha256"):
+            if actual[field] != files[name][field]:
+                raise damaged(
+                    path,
+                    name,
+                    f"{field} {actual[field]}, not {files[name][field]} as in the manifest",
+                )
+
+
+def _read_state(path: Path, files: Files) -> dict[str, Any]:
+    state = json_object((path / STATE).read_bytes()) if STATE in files else None
+    if state is None:
+        raise damaged(path, STATE, "not a JSON object")
+    if state.get("version") not in (VERSION, SHARDED):
+        version = shown(state.get("version"))
+        raise CheckpointError(
+            f"checkpoint {path}: {STATE} has version {version}, not {VERSION} or {SHARDED}"
+        )
+    if type(state.get("step")) is not int or not 0 <= state["step"] < 2**53:
+        raise damaged(path, STATE, f"step = {shown(state.get('step'))} counts no updates")
+    return state
+
+
+def load(
+    path: Path, ranks: Ranks = ALONE, *, like: Shapes | None = None
+) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """Verify a checkpoint and read it: (file stem -> name -> CPU tensor, mapped from disk; state).
+
+    A call of all ranks. Raises CheckpointError, the same on all ranks, if the checkpoint is damaged
+    or has another version, or if names, shapes or dtypes differ from those in `like`, which may
+    have some of the stems.
+    """
+    state = verify(path, ranks)
+    tensors: dict[str, Stored] = defaultdict(Stored)
+    ranks.together(lambda: _map_files(path, tensors), refusal=CheckpointError)
+    for stem, expected in (like or {}).items():
+        _check_fit(tensors[stem].meta, expected, origin=f"{path / stem}.safetensors")
+    return tensors, state
+
+
+def _map_files(path: Path, tensors: dict[str, Stored]) -> None:
+    """Map the tensors of all files into `tensors`, by file stem.
+
+    Raises CheckpointError if a file cannot be read.
+    """
+    names = [file.name for file in path.glob("*.safetensors")]
+    for name in sorted(names, key=_row_order):
+        stem = re.split(r"[.-]", name)[0]
+        try:
+            # Any error: bytes that fit the manifest need not be a tensor file, nor rows that fit.
+            for tensor_name, rows in load_file(path / name).items():
+                tensors[stem].add(tensor_name, rows)
+        except Exception as error:
+            raise damaged(path, name, cause(error)) from None
+
+
+def _row_order(file: str) -> tuple[int, str]:
+    """Sorts files by the rows that they hold: the order of the ranks that wrote them."""
+    writer = re.search(r"\.rank_(\d+)", file)
+    return int(writer[1]) if writer else 0, file
+
+
+def newest(
+    folder: Path,
+    read: Callable[[Path], T] = verify,
+    warn: Callable[[str], None] = to_stderr,
+    ranks: Ranks = ALONE,
+) -> tuple[Path, T] | None:
+    """The checkpoint saved last that `read` accepts, and what `read` returns.
+
+    None if the folder has no checkpoint at all. `read` refuses with CheckpointError, on all ranks;
+    `warn` is called for each checkpoint passed over. Saved last, not highest step: after a rewind
+    the new branch counts. Raises CheckpointError if there are only damaged ones, rather than
+    starting over.
+    """
+    refused: list[CheckpointError] = []
+    names = ranks.broadcast_from_rank0(lambda: [path.name for path in saved(folder)], list[str])
+    for name in names:
+        path = folder / name
+        try:
+            content = read(path)
+        except CheckpointError as error:
+            refused.append(error)
+            continue
+        for error in refused:
+            warn(f"{error}: using {name}")
+        return path, content
+    if refused:
+        raise CheckpointError(
+            f"{refused[0]}; no other checkpoint in {folder} can be used: take another --run.name"
+        )
+    return None
+
+
+def _check_fit(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, origin: str
+) -> None:
+    """Raises CheckpointError for the first name whose dtype or shape differs.
+
+    A name that only one of the two has differs too.
+    """
+    for name in sorted(actual.keys() | expected.keys()):
+        has = _dtype_and_shape(actual, name)
+        wants = _dtype_and_shape(expected, name)
+        if has != wants:
+            raise CheckpointError(
+                f"{origin}: '{name}' is {has}, in this model {wants}; "
+                "was it saved with another one?"
+            )
+
+
+def _dtype_and_shape(tensors: Mapping[str, Tensor], name: str) -> str:
+    if name not in tensors:
+        return "missing"
+    return f"{tensors[name].dtype} {list(tensors[name].shape)}"
+
+
+# --- into a run
+# ---------------------------------------------------------------------------------------------
+
+
+def restore(
+    learners: Sequence[Learner],
+    ranks: Ranks,
+    folder: Path,
+    *,
+    warn: Callable[[str], None],
+    chosen: str = "",
+) -> tuple[Path, int] | None:
+    """Continue from the newest checkpoint in `folder` that verifies, or from the `chosen` one.
+
+    Sets models, optimizers, guards and this process's random states. Returns the checkpoint's path
+    and its step, or None if there is none. A call of all ranks; raises CheckpointError, on all of
+    them, if no checkpoint fits.
+    """
+    read = partial(_read, learners, ranks)
+    try:
+        path = folder / chosen
+        checkpoint = (path, read(path)) if chosen else newest(folder, read, warn, ranks)
+    except CheckpointError as error:  # on all ranks, each with its own path
+        raise CheckpointError(ranks.gather(str(error))[0]) from None
+    if checkpoint is None:
+        return None
+
+    path, (tensors, state, random_tensors) = checkpoint
+    for learner in learners:
+        learner.model.load(tensors[f"{learner.prefix}model"])
+        load_optimizer(
+            learner.optimizer, learner.parameters.items(), tensors[f"{learner.prefix}optimizer"]
+        )
+        learner.guard.load_state(state[f"{learner.prefix}guard"])
+
+    stem = rng_name(ranks.rank)
+    if stem not in random_tensors:  # fewer ranks saved it
+        stem = rng_name(0)
+    load_rng(random_tensors[stem], state[stem])
+    return path, state["step"]
+
+
+def _read(
+    learners: Sequence[Learner], ranks: Ranks, path: Path
+) -> tuple[dict[str, Stored], dict[str, Any], Tensors]:
+    """(tensors, state, random states by file stem) of a checkpoint.
+
+    Raises CheckpointError, on all ranks, if the run could not be restored from it.
+    """
+    models = {f"{learner.prefix}model": learner.parameters for learner in learners}
+    tensors, state = load(path, ranks, like=models)
+    random_tensors: Tensors = {}
+    try:
+        for learner in learners:
+            stem = f"{learner.prefix}optimizer"
+            meta = tensors[stem].meta
+            # A compressed state is checked when it is loaded.
+            if not hasattr(learner.optimizer, "load_tensors"):
+                _check_fit(
+                    meta, _expected_moments(learner, meta), origin=f"{path / stem}.safetensors"
+                )
+            UpdateGuard(1).load_state(state[f"{learner.prefix}guard"])
+        for rank in range(ranks.world_size):
+            stem = rng_name(rank)
+            if rank and stem not in state:
+                continue
+            random_tensors[stem] = dict(tensors[stem])
+            load_rng(random_tensors[stem], state[stem], trial=True)
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(path, STATE, describe(error)) from None
+    except CheckpointError as error:
+        if str(path) in str(error):
+            raise error from None
+        raise CheckpointError(f"checkpoint {path}: {error}") from None
+    return tensors, state, random_tensors
+
+
+def _expected_moments(learner: Learner, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """AdamW's state, as "<parameter>/<key>", of each parameter of which `stored` has anything."""
+    parameters_with_state = {name.rpartition("/")[0] for name in stored}
+    expected = {}
+    for name, parameter in learner.parameters.items():
+        if name in parameters_with_state:
+            expected[f"{name}/exp_avg"] = parameter
+            expected[f"{name}/exp_avg_sq"] = parameter
+            expected[f"{name}/step"] = torch.zeros(())
+    return expected
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Named, tensors: Mapping[str, Tensor]
+) -> None:
+    """Put `optimizer_tensors` back, bit for bit, on each parameter's device and with its sharding.
+
+    Raises CheckpointError if a compressed state does not fit.
+    """
+    keys: dict[str, list[str]] = defaultdict(list)
+    for full_name in tensors:
+        name, key = full_name.rsplit("/", 1)
+        keys[name].append(key)
+    names = {parameter: name for name, parameter in parameters if name in keys}
+
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        step_on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            if parameter not in names:
+                continue
+            name = names[parameter]
+            moments = [key for key in keys[name] if key != "step"]
+            values = {key: rows_like(parameter, tensors, f"{name}/{key}") for key in moments}
+            if "step" in keys[name]:
+                values["step"] = tensors[f"{name}/step"]
+            if hasattr(optimizer, "load_tensors"):
+                _load_compressed(optimizer, parameter, values)
+                continue
+
+            # Set directly: Optimizer.load_state_dict would cast to the parameter's dtype.
+            step = values.pop("step")
+            state = {"step": step.to(parameter.device if step_on_device else "cpu", copy=True)}
+            for key, value in values.items():
+                state[key] = shard_like(parameter, value)
+            optimizer.state[parameter] = state
+
+
+def _load_compressed(optimizer: Any, parameter: Tensor, values: dict[str, Tensor]) -> None:
+    try:
+        optimizer.load_tensors(parameter, values)
+    except (KeyError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        if isinstance(error, KeyError):
+            reason = f"{error} is missing"
+        raise CheckpointError(
+            f"optimizer.safetensors: {reason}; was optim.master_bits another?"
+        ) from None
+
+
+def load_rng(
+    tensors: Mapping[str, Tensor], info: Mapping[str, Any], *, trial: bool = False
+) -> None:
+    """Put `rng_tensors` back; with `trial`, into unused generators, to see whether it can be done.
+
+    Raises CheckpointError if it is not a random state. A CUDA state is ignored on a machine without
+    CUDA.
+    """
+    torch_generator: Any = torch.Generator() if trial else torch.default_generator
+    python_generator: Any = random.Random() if trial else random
+    numpy_generator: Any = np.random.RandomState() if trial else np.random
+    try:
+        version, gauss = info["python"]
+        kind, position, has_gauss, cached = info["numpy"]
+        torch_generator.set_state(tensors["torch"].clone())
+        python_generator.setstate((version, tuple(tensors["python"].tolist()), gauss))
+        keys = tensors["numpy"].numpy().astype(np.uint32)
+        numpy_generator.set_state((kind, keys, position, has_gauss, cached))
+        if "cuda" in tensors and torch.cuda.is_available():
+            set_cuda_state = (
+                torch.Generator("cuda").set_state if trial else torch.cuda.set_rng_state
+            )
+            set_cuda_state(tensors["cuda"].clone())
+    except Exception as error:  # each library raises its own kind
+        raise CheckpointError(f"no random state: {describe(error)}") from None

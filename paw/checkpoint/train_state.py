@@ -1,0 +1,205 @@
+"""What a checkpoint holds of a run: models, optimizers, guards, random states of every rank.
+
+Each rank writes its own tensors, to the same folder.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as to_bytes
+from torch import Tensor
+
+from paw.checkpoint import files as checkpoint
+from paw.checkpoint.files import Named, rng_name
+from paw.distributed.ranks import Ranks, held_rows, in_first_replica, local_tensor
+from paw.guards import UpdateGuard
+from paw.model.host import available_memory
+from paw.model.policy import Policy
+
+RandomStates = tuple[dict[str, Tensor], dict[str, Any]]
+"""What `rng_tensors` returns."""
+
+
+class Learner(NamedTuple):
+    """A model that is trained, with its optimizer."""
+
+    prefix: str
+    """The names of its files begin with this."""
+    model: Policy
+    optimizer: torch.optim.Optimizer
+    guard: UpdateGuard
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return self.model.named_parameters_once()
+
+
+class PendingCheckpoint:
+    """A checkpoint that is being written. Its content is fixed; `publish` gives it its name."""
+
+    def __init__(
+        self,
+        draft: checkpoint.Draft,
+        step: int,
+        ranks: Ranks,
+        written: Future[checkpoint.Files],
+    ) -> None:
+        """`written` is the result of `draft.write` on this rank."""
+        self.step = step
+        self._draft = draft
+        self._ranks = ranks
+        self._written = written
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has written its files, or failed."""
+        return self._written.done()
+
+    def publish(self, keep: int) -> None:
+        """Wait for all ranks, rename the checkpoint into place, remove the oldest beyond `keep`.
+
+        A call of all ranks. Raises UserError if the disk refuses.
+        """
+        try:
+            files_by_rank = self._ranks.together(self._written.result, checkpoint.Files)
+            self._ranks.broadcast_from_rank0(lambda: self._publish(files_by_rank, keep))
+        finally:
+            if self._ranks.first:
+                self._draft.discard()
+
+    def _publish(self, files_by_rank: Sequence[checkpoint.Files], keep: int) -> None:
+        files: checkpoint.Files = {}
+        for files_of_rank in files_by_rank:
+            files.update(files_of_rank)
+        self._draft.publish(files)
+        checkpoint.prune(self._draft.path.parent, keep)
+
+
+def start_saving(
+    learners: Sequence[Learner],
+    ranks: Ranks,
+    *,
+    step: int,
+    folder: Path,
+    random_states: RandomStates,
+    background: bool,
+) -> PendingCheckpoint:
+    """Begin to write the checkpoint `folder`/step_NNNNNN; a call of all ranks.
+
+    With `background` a thread writes it, from copies in host memory. Without, or if the copies
+    would take more than half of the memory that is available to the rank, it is on the disk when
+    this returns; then only a part of a file is in memory at a time. Raises UserError if the disk
+    refuses.
+    """
+    random_tensors, random_info = random_states
+    state: dict[str, Any] = {}
+    for learner in learners:
+        state[f"{learner.prefix}guard"] = learner.guard.state()
+    for rank, info in enumerate(ranks.gather(random_info, dict[str, Any])):
+        state[rng_name(rank)] = info
+    random_bytes = ranks.gather_bytes(to_bytes(random_tensors))
+
+    version = checkpoint.SHARDED if ranks.world_size > 1 else checkpoint.VERSION
+    draft = checkpoint.Draft(folder, step, state, version=version)
+    ranks.broadcast_from_rank0(draft.begin)
+
+    copies = None
+    if background:
+        room = available_memory() / 2 / ranks.on_host
+        copies = _copies(_own_files(learners, ranks, random_bytes), room)
+    writer = ThreadPoolExecutor(1)
+    written = writer.submit(draft.write, copies or _own_files(learners, ranks, random_bytes))
+    writer.shutdown(wait=copies is None)
+    return PendingCheckpoint(draft, step, ranks, written)
+
+
+def _own_files(
+    learners: Sequence[Learner], ranks: Ranks, random_bytes: Sequence[bytes]
+) -> dict[str, Any]:
+    """The tensors that this rank writes, by file stem.
+
+    Rank 0 also writes the random states of all ranks.
+    """
+    suffix = f".rank_{ranks.rank}" if ranks.world_size > 1 else ""
+    files: dict[str, Any] = {}
+    for prefix, model, optimizer, _ in learners:
+        named = model.named_parameters_once().items()
+        files[f"{prefix}model{suffix}"] = shards(named, ranks.first)
+        files[f"{prefix}optimizer{suffix}"] = shards(
+            optimizer_tensors(optimizer, named), ranks.first
+        )
+    if ranks.first:
+        for rank, data in enumerate(random_bytes):
+            files[rng_name(rank)] = from_bytes(data)
+    return files
+
+
+def shards(named: Named, first: bool) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a rank writes: its rows of sharded ones, unless an earlier rank has the same
+    rows, and on the `first` rank those that are not sharded."""
+    for name, tensor in named:
+        rows = held_rows(tensor)
+        if rows is None:
+            writes = first
+        else:
+            start, end = rows
+            writes = start < end and in_first_replica(tensor)
+        if writes:
+            yield name, local_tensor(tensor.detach())
+
+
+def _copies(files: Mapping[str, Any], room: float) -> dict[str, Any] | None:
+    """Copies in host memory, or None if they take more than `room` bytes."""
+    copies: dict[str, Any] = {}
+    for stem, named in files.items():
+        copies[stem] = {}
+        pairs = named.items() if isinstance(named, Mapping) else named
+        for name, tensor in pairs:
+            room -= tensor.nbytes
+            if room < 0:
+                return None
+            copies[stem][name] = tensor.to("cpu", copy=True)
+    return copies
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, parameters: Named
+) -> Iterator[tuple[str, Tensor]]:
+    """An optimizer's state as ("<parameter>/<key>", tensor).
+
+    The keys of torch's AdamW are step, exp_avg and exp_avg_sq. Parameters without state are
+    skipped; the tensors of sharded parameters are sharded.
+    """
+    names = {parameter: name for name, parameter in parameters}
+    for parameter, values in optimizer.state.items():
+        if hasattr(optimizer, "state_tensors"):  # flash-adamw's state is compressed
+            values = optimizer.state_tensors(parameter)  # type: ignore[attr-defined]
+        for key, value in values.items():
+            yield f"{names[parameter]}/{key}", torch.as_tensor(value)
+
+
+def rng_tensors() -> RandomStates:
+    """This process's random states, as tensors and as what is JSON.
+
+    Of torch (CPU, and the current CUDA device), Python and NumPy.
+    """
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+    }
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    info = {
+        "python": [version, gauss],
+        "numpy": [kind, int(position), int(has_gauss), float(cached)],
+    }
+    return tensors, info

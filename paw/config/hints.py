@@ -1,0 +1,138 @@
+"""Errors for keys that no configuration has, with what was probably meant."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from paw.config.keys import Flat, built_in, keys_of, own_fields
+from paw.config.sections import Config
+from paw.errors import UserError, clean, nearest
+
+SYNONYMS = {
+    "optim.lr": "actor_lr learning_rate",
+    "optim.betas": "adam_beta1 adam_beta2",
+    "optim.grad_clip": "max_grad_norm clip_grad",
+    "optim.schedule": "lr_scheduler_type",
+    "optim.warmup_updates": "lr_warmup_steps warmup_steps",
+    "optim.epochs": "ppo_epochs num_iterations",
+    "run.updates": "num_train_epochs total_epochs max_steps total_training_steps steps",
+    "optim.minibatch_samples": "ppo_mini_batch_size mini_batch_size gradient_accumulation_steps",
+    "optim.micro_batch_tokens": "per_device_train_batch_size ppo_max_token_len_per_gpu",
+    "optim.name": "optim optimizer",
+    "rollout.group_size": "num_generations n",
+    "rollout.tasks": "train_batch_size",
+    "rollout.max_response_tokens": "max_completion_length max_response_length max_new_tokens "
+    "response_length",
+    "rollout.max_prompt_tokens": "max_prompt_length prompt_length",
+    "engine.type": "use_vllm",
+    "engine.gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "run.dir": "output_dir default_local_dir",
+    "run.name": "run_name experiment_name",
+    "run.trackers": "report_to logger",
+    "tracking.project": "project_name wandb_project",
+    "run.save_every": "save_steps save_freq",
+    "run.keep": "save_total_limit",
+    "eval.every": "eval_steps test_freq",
+    "policy.kl_coef": "beta kl_loss_coef",
+    "policy.entropy_coef": "entropy_coeff",
+    "policy.clip_low": "epsilon epsilon_low clip_ratio clip_ratio_low",
+    "policy.clip_high": "epsilon_high clip_ratio_high",
+    "policy.dual_clip": "clip_ratio_c delta",
+    "policy.loss_norm": "loss_type loss_agg_mode",
+    "rollout.ahead": "max_async_level async_level",
+    "policy.tis_cap": "vllm_importance_sampling_cap rollout_is_threshold",
+    "engine.urls": "vllm_server_base_url",
+    "engine.tensor_parallel": "vllm_tensor_parallel_size tensor_model_parallel_size",
+    "advantage.type": "adv_estimator",
+    "advantage.norm_std": "scale_rewards norm_adv_by_std_in_grpo",
+    "critic.value_clip": "cliprange_value",
+    "model.path": "model_name_or_path model_name model_id",
+    "model.checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+    "lora.rank": "lora_r lora_rank",
+    "lora.alpha": "lora_alpha",
+    "lora.targets": "lora_target_modules target_modules",
+    "env.name": "env_name",
+}
+"""Our key -> its names in TRL (GRPOConfig) and verl."""
+FORMER_KEYS = {
+    "advantage.estimator": "advantage.type",
+    "advantage.gigpo_norm": "advantage.norm_std",
+    "agent.kind": "agent.type",
+    "critic.gamma": "advantage.gamma",
+    "critic.lam": "advantage.lam",
+    "model.gradient_checkpointing": "model.checkpointing",
+    "optim.clip": None,
+    "optim.minibatch_rows": "optim.minibatch_samples",
+    "policy.verl_rows": "policy.verl_samples",
+    "rollout.engine": "engine.type",
+    "rollout.gpu_memory_utilization": "engine.gpu_memory_utilization",
+    "rollout.max_batch_tokens": "engine.max_batch_tokens",
+    "rollout.sleep_level": "engine.sleep_level",
+    "rwml.embedding": "env.embedding",
+    "rwml.threshold": "env.threshold",
+    "rwml.triplets": "env.triplets",
+    "search": "env",
+    "simulator": "env.simulator",
+    "tau2": "env",
+    "webshop": "env",
+    "wm.balance": None,
+    "wm.grad_norms": None,
+    "wm.horizon": None,
+    "wm.ratio": None,
+}
+"""Keys and sections of earlier versions -> what they are now, None if they were removed."""
+COMMANDS_SECTIONS = ("sft.", "rwml.")
+"""Beginnings of the keys of other commands than `paw train`."""
+
+
+def unknown_key(key: str, flat: Flat, *, origin: str, dashes: str = "") -> UserError:
+    """The error for a key that is unknown, or that does not apply with the other keys of `flat`.
+
+    `origin` is where it was set, `dashes` what comes before it there.
+    """
+    return UserError(f"{origin}: unknown key '{dashes}{clean(key)}'{hint(key, flat)}")
+
+
+def hint(key: str, flat: Flat) -> str:
+    """What was probably meant, as the end of an error message; "" if nothing is like the key.
+
+    In this order: what a known key needs to apply, a former key's new name, the plug-in that has
+    the key, our key for a name of TRL or verl, and the nearest key (of a right name in a wrong
+    section the nearest of that name).
+    """
+    keys = keys_of(Config, flat)
+    if key in keys and keys[key].needs:
+        return f"; it needs {keys[key].needs}"
+    section, _, leaf = key.rpartition(".")
+    if key in FORMER_KEYS:
+        return _former(FORMER_KEYS[key])
+    if FORMER_KEYS.get(section):
+        return _former(f"{FORMER_KEYS[section]}.{leaf}")
+
+    choices = [choice for choice, own_keys in plugin_keys() if key in own_keys]
+    if choices:
+        return f"; {' and '.join(choices)} has it"
+    for our_key, their_names in SYNONYMS.items():
+        if leaf in their_names.split():
+            return f"; it is '{our_key}' here"
+
+    namesakes = [other for other in keys if other.rpartition(".")[2] == leaf]
+    if namesakes:
+        of_training = [other for other in namesakes if not other.startswith(COMMANDS_SECTIONS)]
+        suggestion = nearest(key, of_training or namesakes, cutoff=0.0)
+    else:
+        applying = [other for other, state in keys.items() if not state.needs]
+        suggestion = nearest(key, applying, cutoff=0.5)
+    return f"; {suggestion}" if suggestion else ""
+
+
+def _former(new_key: str | None) -> str:
+    return f"; it is '{new_key}' now" if new_key else "; it was removed"
+
+
+def plugin_keys() -> Iterator[tuple[str, set[str]]]:
+    """("env.name = 'webshop'", its own keys) of each built-in plug-in. Imports them all."""
+    for section, field in Config.model_fields.items():
+        base: Any = field.annotation
+        for name in built_in(base):
+            own_keys = {key for key, _, _ in own_fields(section, base, name)}
+            yield f"{section}.{base.KEY} = '{name}'", own_keys

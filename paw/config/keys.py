@@ -1,0 +1,138 @@
+"""Keys of a configuration: tables as dotted keys, which keys there are, and which of them apply."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from pydantic.fields import FieldInfo
+
+from paw.config import plugins
+from paw.config.values import Only, PluginSection, Section
+from paw.errors import UserError
+
+DEPTH = 3
+"""Most parts of a key; a table below that is a value."""
+Flat = dict[str, Any]
+"""{"optim.lr": 1e-6}"""
+Row = tuple[str, FieldInfo, list[Only]]
+"""(dotted key, field, what it needs to apply)."""
+
+
+class Key(NamedTuple):
+    field: FieldInfo
+    needs: Only | None
+    """The first need that is not met, so that the key does not apply; None if it applies."""
+
+
+def flatten(tree: Mapping[str, Any] | Section, prefix: str = "") -> Flat:
+    """Nested tables as dotted keys; an empty table is a value."""
+    flat: Flat = {}
+    for name, value in dict(tree).items():
+        key = f"{prefix}{name}"
+        inner: Flat = {}
+        if isinstance(value, dict | Section) and key.count(".") < DEPTH - 1:
+            inner = flatten(value, f"{key}.")
+        flat |= inner or {key: value}
+    return flat
+
+
+def nested(flat: Flat) -> dict[str, Any]:
+    """Dotted keys as nested tables; keys below a value that is not a table are dropped."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *tables, leaf = key.split(".", DEPTH - 1)
+        table: Any = tree
+        for part in tables:
+            if isinstance(table, dict):
+                table = table.setdefault(part, {})
+        if isinstance(table, dict):
+            table[leaf] = value
+    return tree
+
+
+def section_type(base: type[Section], name: Any) -> type[Section]:
+    """`base` with the keys of the plug-in of that name; None is the default one.
+
+    Raises UserError if there is no such plug-in.
+    """
+    if not issubclass(base, PluginSection):
+        return base
+    if name is None:
+        name = base.model_fields[base.KEY].default
+    if not isinstance(name, str) or name in (base.NONE, *base.WITHIN):
+        return base
+    target = plugins.SETTINGS.get(f"{base.KIND}.{name}")
+    if target:
+        return plugins.load(base.KIND, target)
+    return plugins.settings(plugins.load(base.KIND, name), name, base)
+
+
+def keys_of(config: type[Section] | Section, flat: Flat) -> dict[str, Key]:
+    """Every dotted key of the sections that the values choose, in order.
+
+    An unknown plug-in has no keys. `config` is a configuration, whose sections are taken as they
+    are, or its class: then `flat` chooses the plug-ins.
+    """
+    key_fields: dict[str, FieldInfo] = {}
+    key_needs: dict[str, list[Only]] = {}
+    for name, section in _sections(config, flat).items():
+        for key, field, needs in fields(name, section):
+            key_fields[key] = field
+            key_needs[key] = needs
+
+    keys: dict[str, Key] = {}
+    for key, field in key_fields.items():
+        unmet = None
+        for need in key_needs[key]:
+            if need.key in key_fields and not need.holds(
+                flat.get(need.key, key_fields[need.key].default)
+            ):
+                unmet = need
+                break
+        keys[key] = Key(field, unmet)
+    return keys
+
+
+def _sections(config: type[Section] | Section, flat: Flat) -> dict[str, type[Section]]:
+    """The class of each section, with the keys of its plug-in."""
+    if not isinstance(config, type):
+        return {name: type(getattr(config, name)) for name in type(config).model_fields}
+    sections: dict[str, type[Section]] = {}
+    for name, field in config.model_fields.items():
+        base: Any = field.annotation
+        sections[name] = base
+        with suppress(UserError):  # reported when the section itself is validated
+            plugin = flat.get(f"{name}.{getattr(base, 'KEY', '')}")
+            sections[name] = section_type(base, plugin)
+    return sections
+
+
+@lru_cache  # a plan asks thousands of times
+def fields(prefix: str, section: type[Section]) -> Sequence[Row]:
+    """The rows of a section and of the sections within it."""
+    section_needs = [section.ONLY] if section.ONLY else []
+    rows: list[Row] = []
+    for name, field in section.model_fields.items():
+        own_needs = [part for part in field.metadata if isinstance(part, Only)]
+        needs = section_needs + own_needs
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            for key, inner_field, inner_needs in fields(f"{prefix}.{name}", inner):
+                rows.append((key, inner_field, needs + inner_needs))
+        else:
+            rows.append((f"{prefix}.{name}", field, needs))
+    return rows
+
+
+def built_in(base: Any) -> Iterable[str]:
+    """The built-in plug-ins of a section that add keys to it."""
+    if issubclass(base, PluginSection) and not base.WITHIN:
+        return plugins.BUILT_IN[base.KIND]
+    return ()
+
+
+def own_fields(section: str, base: Any, name: str) -> list[Row]:
+    """The keys that a built-in plug-in adds to its section."""
+    common = {key for key, _, _ in fields(section, base)}
+    return [row for row in fields(section, section_type(base, name)) if row[0] not in common]

@@ -1,0 +1,320 @@
+"""Plug-ins by name: environments, engines, advantage estimators, losses, agents, rewards, callbacks.
+
+A plug-in is named by a built-in name ("gigpo"), by the name of an entry point that an installed
+package registers in the group `paw.<kind>`, by "module:name", or by "FILE.py:name" (a path relative
+to the current folder). A program may also hand over the plug-in itself, see `give`. Only the named
+plug-in is imported. No torch here.
+
+A plug-in may have settings, which are keys of its section of the recipe: the keys of a class's
+`Config`, a subclass of `Section`, or a function's keyword-only parameters.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from contextlib import chdir
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import Field, create_model
+from pydantic.errors import PydanticUserError
+
+from paw.config.values import Section
+from paw.errors import OURS, UserError, clean, describe, nearest
+
+ENVS = {
+    "alfworld": "paw.envs.alfworld.factory:AlfworldFactory",
+    "webshop": "paw.envs.webshop.factory:WebshopFactory",
+    "search": "paw.envs.search.factory:SearchFactory",
+    "tau2": "paw.envs.tau2:Tau2Factory",
+    "next_state": "paw.envs.next_state:NextStateFactory",
+    "verifiers": "paw.envs.bridges.verifiers:VerifiersFactory",
+    "questions": "paw.envs.bridges.questions:QuestionsFactory",
+    "openenv": "paw.envs.bridges.openenv:OpenenvFactory",
+    "gymnasium": "paw.envs.bridges.gymnasium:GymnasiumFactory",
+}
+SETTINGS = {
+    "envs.alfworld": "paw.envs.settings:AlfworldConfig",
+    "envs.webshop": "paw.envs.settings:WebshopConfig",
+    "envs.search": "paw.envs.settings:SearchConfig",
+    "envs.verifiers": "paw.envs.inverted:VerifiersConfig",
+}
+"""Built-in plug-in -> "module:name" of its `Config`, if it has one that can be imported alone.
+
+So its keys are known without importing the plug-in, which takes long.
+"""
+CALLBACKS = {
+    "progress": "paw.tools.train.callbacks:Progress",
+    "samples": "paw.tools.train.callbacks:Samples",
+    "report": "paw.tools.train.callbacks:Report",
+    "tensorboard": "paw.tools.train.trackers:TensorBoard",
+    "wandb": "paw.tools.train.trackers:Wandb",
+    "trackio": "paw.tools.train.trackers:Trackio",
+    "mlflow": "paw.tools.train.trackers:Mlflow",
+}
+BUILT_IN: dict[str, dict[str, str]] = {
+    "envs": ENVS,
+    "engines": {
+        "transformers": "paw.rollouts.engines.built_in:Transformers",
+        "vllm": "paw.rollouts.engines.built_in:Vllm",
+        "server": "paw.rollouts.engines.built_in:Server",
+    },
+    "advantages": {
+        "grpo": "paw.algo.advantages:grpo",
+        "rloo": "paw.algo.advantages:rloo",
+        "gigpo": "paw.algo.advantages:gigpo",
+        "ppo": "paw.algo.gae:gae",  # one a token, from the critic's values
+    },
+    "losses": {
+        "ppo": "paw.algo.loss:ppo",
+        "cispo": "paw.algo.loss:cispo",
+        "gspo": "paw.algo.loss:gspo",
+        "cmae": "paw.algo.loss:cmae",
+        "mae": "paw.algo.loss:mae",
+        "ce": "paw.algo.loss:ce",
+        "gce": "paw.algo.loss:gce",
+    },
+    "agents": {
+        "plain": "paw.rollouts.episode:plain",
+        "react": "paw.agents.react:React",
+        "reflexion": "paw.agents.react:Reflexion",
+        "search-r1": "paw.agents.search_r1:search_r1",
+        "zerosearch": "paw.agents.search_r1:search_r1",
+    },
+    "rewards": {},
+    "scores": {},
+    "callbacks": CALLBACKS,
+    "retrievers": {"zerosearch": "paw.agents.zerosearch:make_simulator"},
+}
+"""Name -> "module:name" of the plug-ins that come with PaW, by kind."""
+CALLED = ("advantages", "losses", "agents", "rewards", "scores")
+"""Kinds whose plug-ins are functions or classes; plug-ins of others may be objects."""
+FILE_MODULE = "paw_plugin_"
+"""How the name of a module begins that was imported from a file."""
+GIVEN = "given:"
+"""How the name of a plug-in begins that a program has handed over."""
+_files: dict[tuple[str, int, int], ModuleType] = {}
+"""(path, modification time, size) of a file -> its module."""
+_handed_over: dict[str, Any] = {}
+"""Name -> plug-in that a program has handed over."""
+
+
+def names(kind: str) -> list[str]:
+    """Built-in names of a kind, and those that installed packages register."""
+    return sorted({*BUILT_IN[kind], *_registered(kind)})
+
+
+def give(plugin: Any) -> str:
+    """A name for a class, function or object of this program.
+
+    `load` finds it by that name as long as the program runs.
+    """
+    name = f"{GIVEN}{_name_of(plugin)}"
+    while _handed_over.setdefault(name, plugin) is not plugin:
+        name += "_"
+    return name
+
+
+def importable(plugin: Any) -> str:
+    """A name by which another process finds a plug-in.
+
+    A name that does not come from `give` is returned as it is. Raises UserError if there is none.
+    """
+    if isinstance(plugin, str):
+        if plugin not in _handed_over:
+            return plugin
+        plugin = _handed_over[plugin]
+
+    module = sys.modules.get(getattr(plugin, "__module__", None) or "")
+    attributes = getattr(plugin, "__qualname__", "")
+    same_name: Any = module
+    for attribute in attributes.split("."):
+        same_name = getattr(same_name, attribute, None)
+    if same_name is not plugin or module is None or module.__name__ == "__main__":
+        raise UserError(
+            f"{clean(_name_of(plugin))} was handed over by a program, and another process cannot "
+            "import it: put it in a file of its own and name it, as 'module:name' or 'FILE.py:name'"
+        )
+    if module.__name__.startswith(FILE_MODULE):
+        return f"{module.__file__}:{attributes}"
+    return f"{module.__name__}:{attributes}"
+
+
+def _name_of(plugin: Any) -> str:
+    return getattr(plugin, "__qualname__", type(plugin).__qualname__)
+
+
+def load(kind: str, name: str) -> Any:
+    """The class, function or object of that name.
+
+    Raises UserError if there is none, or it cannot be imported.
+    """
+    if not name:
+        raise UserError("it is not set: give a built-in name, 'module:name' or 'FILE.py:name'")
+    if name.startswith(GIVEN):
+        if name not in _handed_over:
+            raise UserError(
+                f"'{clean(name)}' was handed over by a program; run that again, "
+                "or name a 'FILE.py:name'"
+            )
+        return _checked(kind, _handed_over[name], name)
+
+    target = name
+    if ":" not in name:
+        target = BUILT_IN[kind].get(name) or _registered(kind).get(name)
+    if target is None:
+        hint = nearest(name, names(kind)) or f"there are: {', '.join(names(kind) or ['none'])}"
+        raise UserError(
+            f"there is no '{clean(name)}': {hint} (or give 'module:name' or 'FILE.py:name')"
+        )
+
+    source, _, attributes = target.rpartition(":")
+    plugin: Any = _import(source, name)
+    for attribute in attributes.split("."):
+        if not hasattr(plugin, attribute):
+            public = [key for key in vars(plugin) if not key.startswith("_")]
+            hint = nearest(attribute, public)
+            kind_of_source = "file" if source.endswith(".py") else "module"
+            raise UserError(
+                f"'{clean(name)}': the {kind_of_source} has no '{clean(attribute)}'"
+                + (f"; {hint}" if hint else "")
+            )
+        plugin = getattr(plugin, attribute)
+    return _checked(kind, plugin, name)
+
+
+def _checked(kind: str, plugin: Any, name: str) -> Any:
+    """The plug-in. Raises UserError if it is not a function or class and its kind needs one."""
+    if kind in CALLED and not callable(plugin):
+        raise UserError(f"'{clean(name)}' is a {type(plugin).__name__}, not a function or class")
+    return plugin
+
+
+def make(plugin: type, config: Any) -> Any:
+    """An object of a class: plugin(config), or plugin() if it has no settings and needs no argument.
+
+    `config` is its section of the recipe.
+    """
+    positional = []
+    for parameter in inspect.signature(plugin).parameters.values():
+        if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
+            positional.append(parameter)
+    needs_argument = any(
+        parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
+        for parameter in positional
+    )
+    takes_settings = bool(positional) and hasattr(plugin, "Config")
+    return plugin(config) if needs_argument or takes_settings else plugin()
+
+
+def settings(plugin: Any, name: str, base: type[Section] = Section) -> type[Section]:
+    """`base`, a section, with the keys of a plug-in; an object has none.
+
+    Raises UserError if its settings cannot be keys.
+    """
+    return _settings(plugin, name, base) if callable(plugin) else base
+
+
+@cache
+def _settings(plugin: Any, name: str, base: type[Section]) -> type[Section]:
+    if isinstance(plugin, type):
+        return _settings_of_class(plugin, name, base)
+    try:
+        return _settings_of_function(plugin, name, base)
+    except (TypeError, ValueError, NameError, PydanticUserError) as error:
+        raise UserError(
+            f"'{name}': its keyword-only parameters cannot be settings: {clean(error)}"
+        ) from None
+
+
+def _settings_of_class(plugin: type, name: str, base: type[Section]) -> type[Section]:
+    config = getattr(plugin, "Config", Section)
+    if not (isinstance(config, type) and issubclass(config, Section)):
+        raise UserError(
+            f"'{name}': {plugin.__name__}.Config must be a subclass of paw.config.values.Section"
+        )
+    if issubclass(config, base):
+        return config
+    if config is Section:
+        return base
+    return type(config.__name__, (config, base), {})
+
+
+def _settings_of_function(plugin: Any, name: str, base: type[Section]) -> type[Section]:
+    descriptions = _described_parameters(plugin.__doc__ or "")
+    fields: dict[str, Any] = {}
+    for key, parameter in inspect.signature(plugin, eval_str=True).parameters.items():
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            continue
+        if parameter.annotation is parameter.empty:
+            raise UserError(
+                f"'{name}': the parameter '{key}' is a setting, and needs a type: "
+                f"{key}: float = 1.0"
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        field = Field(default, description=descriptions.get(key))
+        fields[key] = (parameter.annotation, field)
+    return create_model(base.__name__, __base__=base, **fields) if fields else base
+
+
+def _described_parameters(docstring: str) -> dict[str, str]:
+    """The text of each line "name: text", with the lines below it that are indented more."""
+    entries = re.finditer(r"^( +)(\w+): (.+(?:\n\1 +\S.*)*)$", docstring, re.MULTILINE)
+    return {entry[2]: " ".join(entry[3].split()) for entry in entries}
+
+
+def import_file(file: str, origin: str) -> ModuleType:
+    """The module of a Python file, imported once for each state of the file.
+
+    Raises UserError, beginning with `origin`, if there is no such file or its code fails.
+    """
+    path = Path(file).expanduser().absolute()
+    if not path.is_file():
+        raise UserError(f"{origin}: there is no file {path}; paths count from the current folder")
+    state = (str(path), path.stat().st_mtime_ns, path.stat().st_size)
+    if state in _files:
+        return _files[state]
+
+    spec = importlib.util.spec_from_file_location(FILE_MODULE + path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        with chdir(Path.cwd()):  # back afterwards: relative paths are still to be read
+            spec.loader.exec_module(module)
+    except OURS:
+        raise
+    except BaseException as error:  # SystemExit too
+        where = str(path)
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename == str(path):
+                where = f"{path}, line {frame.lineno}"
+        raise UserError(f"{origin}: {where}: {describe(error)}") from error
+    _files[state] = module
+    return module
+
+
+def _import(source: str, name: str) -> ModuleType:
+    """The module that `source` names, a FILE.py or a module; `name` is the plug-in's."""
+    if source.endswith(".py"):
+        return import_file(source, f"'{name}'")
+    try:
+        return importlib.import_module(source)
+    except OURS:
+        raise
+    except BaseException as error:  # SystemExit too
+        raise UserError(
+            f"'{clean(name)}': the module cannot be imported: {describe(error)}"
+        ) from error
+
+
+@cache
+def _registered(kind: str) -> dict[str, str]:
+    """Name -> "module:name" of the entry points of a kind."""
+    return {point.name: point.value for point in entry_points(group=f"paw.{kind}")}

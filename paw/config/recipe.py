@@ -1,0 +1,355 @@
+"""From a recipe and the command line to a Config.
+
+A recipe is a TOML file whose tables are the sections of `Config`; `--a.b value` on the command line
+overrides one key. `base = ["alfworld", "gigpo", "paw"]` above the first table builds on other
+recipes (names, or paths relative to the file) in that order: each overrides single keys of those
+before it, and the file overrides all of them. A layer that chooses another plug-in, or another
+value that keys depend on (`paw.config.values.Only`), drops the keys that no longer apply. An unknown key
+is an error that suggests the nearest one. No torch here.
+"""
+
+import re
+import tomllib
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import tomli_w
+from pydantic import ValidationError
+
+from paw.config import plugins
+from paw.config.hints import unknown_key
+from paw.config.keys import Flat, Key, flatten, keys_of, nested
+from paw.config.sections import Config
+from paw.config.values import LONGEST_NAME
+from paw.errors import HIDDEN, UserError, clean, masked, nearest, shown
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+GENERATIONS = 50
+"""Most bases below a recipe, one on another."""
+MOST_LAYERS = 500
+"""Most bases of a recipe in all."""
+LARGEST = 1_000_000
+"""Most bytes of a recipe."""
+HIGH_LR = 1e-4
+NO_PASSWORD = re.compile(rf"://[^\s/?#@:]*:{re.escape(HIDDEN)}@")
+"""A URL whose password was masked."""
+
+
+@cache
+def packaged() -> dict[str, dict[str, dict[str, Any]]]:
+    """The `recipes` that can be trained and the `bases` that they build on, by name.
+
+    Bases are algorithms, benchmarks and models. Both come from index.toml and from files of their
+    own.
+    """
+    by_kind = _tables(RECIPES / "index.toml")
+    for kind, folder in (("recipes", RECIPES), ("bases", RECIPES / "bases")):
+        for path in folder.glob("*.toml"):
+            by_kind[kind][path.stem] = _tables(path)
+    del by_kind["recipes"]["index"]
+    return by_kind
+
+
+def recipe_names() -> list[str]:
+    return sorted(packaged()["recipes"])
+
+
+def base_names() -> list[str]:
+    return sorted(packaged()["bases"])
+
+
+def load(recipe: str | Path | Config, overrides: dict[str, Any] | None = None) -> Config:
+    """The Config of a recipe, given by name or path, with `{"a.b": value}` overrides.
+
+    Texts are read as on the command line. A configuration can take the place of the recipe. Raises
+    UserError if anything is unknown, malformed or out of range.
+    """
+    if isinstance(recipe, Config):
+        if not overrides:
+            return recipe
+        flat = flatten(recipe.model_dump(mode="json", exclude_unset=True, exclude_none=True))
+        return override(flat, overrides, origin="the configuration", origins={})
+    flat, origins = read_recipe(str(recipe))
+    return override(flat, overrides or {}, origin=str(recipe), origins=origins)
+
+
+def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
+    """`load`, with the recipe's name as run.name if that is not set."""
+    config = load(recipe, overrides)
+    if "name" in config.run.model_fields_set:
+        return config
+    run = config.run.model_copy(update={"name": Path(recipe).stem})
+    return config.model_copy(update={"run": run})
+
+
+def override(
+    flat: Flat, overrides: dict[str, Any], *, origin: str, origins: dict[str, str]
+) -> Config:
+    """The Config of a recipe's keys with `{"a.b": value}` overrides.
+
+    The value of a plug-in's key may be the plug-in itself.
+    """
+    named_overrides = {key: named(value) for key, value in overrides.items()}
+    # The plug-ins that are chosen decide which keys there are.
+    keys = keys_of(Config, flat | named_overrides)
+    layer: Flat = {}
+    for key, value in named_overrides.items():
+        table = key.rpartition(".")[0]
+        is_entry_of_dict = table in keys and get_origin(keys[table].field.annotation) is dict
+        if key not in keys and not is_entry_of_dict:
+            raise unknown_key(
+                key.rstrip("."), flat | named_overrides, origin="command line", dashes="--"
+            )
+
+        if isinstance(value, str):
+            annotation = keys[key].field.annotation if key in keys else None
+            value = _parsed(value, annotation)
+        # An override of a table replaces all its keys.
+        flat = {
+            old_key: old_value
+            for old_key, old_value in flat.items()
+            if not old_key.startswith(f"{key}.")
+        }
+        layer |= flatten({key: value})
+
+    origins = origins | dict.fromkeys(overrides, "command line")
+    return validate(layered(flat, layer), origin=origin, origins=origins)
+
+
+def named(value: Any) -> Any:
+    """The value with plug-ins in it replaced by their names."""
+    if isinstance(value, list):
+        return [named(item) for item in value]
+    if isinstance(value, str | int | float | tuple | dict | Path | None):
+        return value
+    return plugins.give(value)
+
+
+def _parsed(text: str, kind: Any) -> Any:
+    """The value that `text` means for a key of type `kind`: None, a TOML value, or a bare word."""
+    if text.lower() == "none" and type(None) in get_args(kind):
+        return None
+
+    value: Any = {"true": True, "false": False}.get(text.lower(), text)
+    with suppress(ValueError, RecursionError):
+        parsed = tomllib.loads(f"value = {text}")
+        value = parsed["value"] if len(parsed) == 1 else text
+
+    looks_like_number_or_date = not isinstance(value, str)
+    if kind in (str, Path) and looks_like_number_or_date:
+        return text
+    return value
+
+
+def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | None = None) -> Config:
+    """Build a Config from tables or dotted keys.
+
+    Raises UserError, one line, for the first problem. It begins with the origin of the key, from
+    `origins`, or else `origin`; if it is about several keys, the command line is named rather than
+    a recipe.
+    """
+    try:
+        return Config.model_validate(nested(flatten(tree)))
+    except ValidationError as error:
+        problems = error.errors()
+
+    origins = origins or {}
+    kind = problems[0]["type"]
+    location = problems[0]["loc"]
+    key = _dotted(location)
+    if kind in ("extra_forbidden", "only"):
+        raise unknown_key(key, flatten(tree), origin=_origin_of(key, "", origins, default=origin))
+    if kind == "missing" and isinstance(location[-1], str):
+        keys_below = (
+            other for other in keys_of(Config, flatten(tree)) if other.startswith(f"{key}.")
+        )
+        key = next(keys_below, key)
+        raise UserError(f"{origin}: '{key}' is missing; set it in the recipe or with --{key} VALUE")
+
+    reasons = [p["msg"].removeprefix("Value error, ") for p in problems if _dotted(p["loc"]) == key]
+    message = ", or ".join(dict.fromkeys(reasons))  # one reason for each alternative of a union
+    setting = f"{clean(key, LONGEST_NAME)} = {shown(problems[0]['input'])}: " if key else ""
+    raise UserError(f"{_origin_of(key, message, origins, default=origin)}: {setting}{message}")
+
+
+def _origin_of(key: str, message: str, origins: dict[str, str], *, default: str) -> str:
+    """Where the key, or a key that the message names, was set.
+
+    The command line if any of them was set there, else the last one's origin.
+    """
+    candidates = []
+    for known_key, origin in origins.items():
+        if f"{key}.".startswith(f"{known_key}.") or known_key in message:
+            candidates.append(origin)
+    if "command line" in candidates:
+        return "command line"
+    return candidates[-1] if candidates else default
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    """The key of an error, without the tags that pydantic adds for the alternatives of a union."""
+    return ".".join(
+        str(part) for part in location if not str(part).startswith(("literal[", "constrained-"))
+    )
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as TOML, with all keys that apply.
+
+    `load` of it gives the same Config, except for the passwords of URLs, which are ***
+    (`check_passwords`).
+    """
+    return tomli_w.dumps(as_tree(config))
+
+
+def as_tree(config: Config) -> dict[str, Any]:
+    """The keys that apply and are set, as nested dicts of plain values, without URLs' passwords."""
+    plain = masked(config.model_dump(mode="json", exclude_none=True))
+    values = {key: get(plain, key) for key, known in known_keys(config).items() if not known.needs}
+    return nested({key: value for key, value in values.items() if value is not None})
+
+
+def check_passwords(config: Config) -> None:
+    """Raise UserError if a URL has the password ***, which a run's files have for the real one."""
+    plain = config.model_dump(mode="json", exclude_none=True)
+    for key, known in known_keys(config).items():
+        value = get(plain, key)
+        if known.needs or not NO_PASSWORD.search(str(value)):
+            continue
+        raise UserError(
+            f"{key} = {shown(value)}: files of a run do not keep passwords; "
+            f"give the whole value again, in a recipe or with --{key} VALUE"
+        )
+
+
+def warnings(config: Config) -> list[str]:
+    """A line for each setting that is likely to be a mistake."""
+    if config.model.path == "quickstart" or config.lora.rank or config.optim.lr <= HIGH_LR:
+        return []
+    return [
+        f"warning: optim.lr = {config.optim.lr:g} is high for a pretrained model, which it may "
+        "ruin; 1e-6 is usual (see the recipe own-environment)"
+    ]
+
+
+def known_keys(config: Config) -> dict[str, Key]:
+    """Every dotted key of a configuration's sections, including those that do not apply."""
+    return keys_of(config, flatten(config))
+
+
+def get(tree: Any, dotted: str) -> Any:
+    """The value of a dotted key in nested dicts, or None."""
+    for part in dotted.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def layered(flat: Flat, layer: Flat) -> Flat:
+    """`flat` overridden by `layer`, without those keys of `flat` that no longer apply then."""
+    merged = flat | layer
+    before = keys_of(Config, flat)
+    after = keys_of(Config, merged)
+    dropped = set()
+    for key, state in before.items():
+        applies_after = key in after and not after[key].needs
+        if not state.needs and not applies_after:
+            dropped.add(key)
+    return {key: value for key, value in merged.items() if key in layer or key not in dropped}
+
+
+def read_recipe(recipe: str) -> tuple[Flat, dict[str, str]]:
+    """(keys, origins) of a recipe, given by name or path: its keys override those of its bases; an
+    origin is the recipe that a key comes from."""
+    flat: Flat = {}
+    origins: dict[str, str] = {}
+    for origin, layer in _lineage(recipe):
+        flat = layered(flat, layer)
+        origins |= dict.fromkeys(layer, origin)
+    return flat, origins
+
+
+def _lineage(recipe: str) -> list[tuple[str, Flat]]:
+    """(origin, keys) of each base of a recipe and last of the recipe itself.
+
+    Later ones override earlier ones.
+    """
+    layers: list[tuple[str, Flat]] = []
+
+    def add(name: str, *, context: str, folder: Path, heirs: tuple[str, ...]) -> None:
+        """Append the layers of one recipe.
+
+        `heirs` identifies the recipes that are built on it, `context` begins errors.
+        """
+        if name.endswith(".toml"):
+            path = folder / name
+            tables = _tables(path, context)
+            origin = str(path)
+            identity = str(path.resolve())
+            folder = path.parent
+        else:
+            tables = (packaged()["bases"] | packaged()["recipes"]).get(name)
+            origin = name
+            identity = name
+
+        if tables is None:
+            hint = (
+                nearest(name, [*recipe_names(), *base_names()])
+                or f"there are: {', '.join(recipe_names())}"
+            )
+            raise UserError(
+                f"{context}unknown recipe '{clean(name)}': {hint} "
+                "(or give the path of a .toml file)"
+            )
+        if identity in heirs:
+            raise UserError(f"{context}'{name}' is itself built on this recipe")
+        if len(heirs) == GENERATIONS:
+            raise UserError(
+                f"{recipe}: it is built on more than {GENERATIONS} recipes, one on another"
+            )
+        if len(layers) >= MOST_LAYERS:
+            raise UserError(f"{recipe}: it is built on more than {MOST_LAYERS} recipes in all")
+
+        for base in _bases(tables, origin):
+            add(base, context=f"{origin}: base: ", folder=folder, heirs=(*heirs, identity))
+        sections = {section: table for section, table in tables.items() if section != "base"}
+        layers.append((origin, flatten(sections)))
+
+    add(recipe, context="", folder=Path(), heirs=())
+    return layers
+
+
+def _bases(tables: dict[str, Any], origin: str) -> list[str]:
+    """The recipes that a recipe is built on.
+
+    Raises UserError if `base` is neither a text nor a list of texts.
+    """
+    bases = tables.get("base", [])
+    if isinstance(bases, str):
+        bases = [bases]
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise UserError(
+            f"{origin}: base = {shown(tables['base'])}: it takes the name of a recipe "
+            "or the path of a .toml file, or a list of them"
+        )
+    return bases
+
+
+def _tables(path: Path, context: str = "") -> dict[str, Any]:
+    """The content of a TOML file.
+
+    Raises UserError, beginning with `context`, if it is not TOML or too long.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise UserError(
+                f"{context}{clean(path)}: more than {LARGEST:,} bytes, too long for a recipe"
+            )
+        return tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{context}{clean(path)}: not valid TOML: {clean(error)}") from None
+    except OSError as error:
+        raise UserError(f"{context}{clean(path)}: {error.strerror}") from None

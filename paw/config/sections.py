@@ -1,0 +1,496 @@
+"""The configuration of a run as pydantic models, one for each section: a table of the recipe.
+
+Some sections, such as `env`, `engine` and `advantage`, name a plug-in (`paw.config.plugins`), whose settings are
+keys of the section too. A key with `Only` applies only with some values of another key; with others
+it is an unknown key. `paw.config.recipe` reads recipes. No torch here.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from paw.config.keys import flatten, keys_of, section_type
+from paw.config.tool_sections import (
+    EndpointConfig,
+    EngineConfig,
+    RwmlConfig,
+    SftConfig,
+    TrackingConfig,
+    WarmupConfig,
+    listed,
+)
+from paw.config.values import (
+    Count,
+    Natural,
+    NonNegative,
+    Only,
+    PluginSection,
+    Positive,
+    Rate,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+)
+from paw.errors import UserError
+
+WM = Only("wm.enabled", (True,))
+CMAE = Only("wm.loss", ("cmae",))
+GCE = Only("wm.loss", ("gce",))
+FLASH = Only("optim.name", ("flash-adamw",))
+LORA = Only("lora.rank")
+_DEFAULT: Any = {}
+"""Default of a section with a plug-in: validated like a table, so that it has the plug-in's
+type."""
+
+
+class RunConfig(Section):
+    name: Annotated[str, Field(min_length=1)] = "run"
+    """Name of the run's folder; by default the recipe's name with a number."""
+    dir: Path = Path("runs")
+    """Parent folder: the run's files are in dir/name."""
+    seed: Seed = 0
+    """Seed of tasks, sampling and mini-batches."""
+    updates: Count = 150
+    """Updates (training steps) of the run."""
+    threads: Natural = 0
+    """CPU threads of torch, and of vLLM, in each rank; 0 takes OMP_NUM_THREADS, or an equal share
+    of the cores."""
+    save_every: Natural = 50
+    """Updates between checkpoints; 0 saves only at the end."""
+    keep: Count = 2
+    """Number of checkpoints kept."""
+    max_skipped: Count = 3
+    """Optimizer steps in a row with a non-finite loss or gradient before the run stops."""
+    peer_timeout_s: Annotated[float, Field(ge=5.0, le=1e7)] = 600.0
+    """Several ranks: seconds that a rank may be silent, or that a phase may take beyond the longest
+    so far, before all ranks end."""
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
+    """Experiment trackers that the metrics are sent to: one name or a list."""
+    callbacks: list[str] = []
+    """Callbacks of your own, "module:name" or "FILE.py:name" (docs/python.md)."""
+
+    _one_or_more = field_validator("trackers", "callbacks", mode="before")(listed)
+
+    @field_validator("name")
+    @classmethod
+    def _stays_in_dir(cls, name: str) -> str:
+        if "/" in name or name in (".", "..") or not name.isprintable() or len(name.encode()) > 200:
+            raise ValueError(
+                "a folder's name of at most 200 bytes, without '/' and line ends; "
+                "run.dir is the folder above it"
+            )
+        return name
+
+
+class ModelConfig(Section):
+    path: str
+    """Hugging Face name or folder, or "quickstart": a small Qwen3 that is made first (see
+    `warmup`)."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    """Variables of the chat template, such as {enable_thinking = false}."""
+    tool_parser: Annotated[str, Field(min_length=1)] = "auto"
+    """Parser of tool calls: one of vLLM ("hermes", "llama3_json"), "transformers", or auto, which
+    tries them."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the forward pass; auto: bfloat16 on a GPU or a CPU with instructions for it,
+    else float32. Gradients are accumulated in what the optimizer stores."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on; auto takes a GPU if there is one."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """Activations recomputed in the backward pass. selective keeps the outputs of attention and of
+    half the matrix products, full recomputes all."""
+    offload_activations: bool = False
+    """Keep activations in host memory until the backward pass."""
+    attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"
+    """Attention over packed sequences (sdpa pads them); auto takes the first that runs. All give
+    equal log-probs."""
+    compile: bool = False
+    """torch.compile of every decoder layer."""
+    shard: Literal["world", "node", "none"] = "world"
+    """Several ranks: how weights, gradients and moments are divided. world: among all ranks. node:
+    among those of a machine, with a copy on each machine. none: every rank has all."""
+    liger: bool = False
+    """Liger's kernels for norms, rotary embedding and SwiGLU (the vocabulary head is always
+    PaW's)."""
+    head_backend: Literal["auto", "triton", "cuda", "cpu", "torch"] = "auto"
+    """Implementation of the vocabulary head; auto takes the fastest that runs on the device (`paw
+    doctor` names it)."""
+
+
+class LoraConfig(Section):
+    """Train low-rank adapters instead of the weights; the export has the merged weights."""
+
+    rank: Natural = 0
+    """Rank of the adapters; 0 trains every weight."""
+    alpha: Annotated[Positive, LORA] = 32.0
+    """Adapters are scaled by alpha / rank."""
+    targets: Annotated[list[str], LORA] = [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
+    """Names of the linear layers that get adapters."""
+    send: Annotated[
+        Literal["adapters", "merged"], LORA, Only("engine.type", ("vllm", "server"))
+    ] = "adapters"
+    """What vLLM gets after each update: adapters, which it applies to its base weights, or merged
+    weights."""
+
+
+class EnvConfig(PluginSection):
+    """Keys of every environment. Each has further keys of its own (docs/environments.md)."""
+
+    KIND = "envs"
+    KEY = "name"
+    name: str = "alfworld"
+    """A built-in environment, one that an installed package registers, "module:Class" or
+    "FILE.py:Class"."""
+    train_split: str = "train"
+    """Split to train on."""
+    eval_split: str = "valid_unseen"
+    """Split to evaluate on."""
+    max_turns: Count = 50
+    """Most turns of an episode."""
+    reward: Positive = 10.0
+    """Reward for winning, R_max. An environment of your own gives its largest return as
+    `reward_max`."""
+    invalid_penalty: NonNegative = 0.1
+    """Subtracted from the score of a turn whose response is not a valid action."""
+    step_timeout_s: Seconds = 60.0
+    """Seconds after which a turn of an environment counts as hung, and its episode is dropped. Also
+    how long an agent may wait for anything but the model and the environment."""
+    processes: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Processes of each rank in which environments of your own run, those of gymnasium and
+    verifiers, and questions with a score of your own. A process that dies, or hangs for
+    env.step_timeout_s, is replaced and its episodes are dropped. 0 runs them in threads of the
+    trainer."""
+    max_text: Count = 1_000_000
+    """Most characters of a prompt (the last are kept), an observation or an anchor (the first
+    are)."""
+
+
+class AgentConfig(PluginSection):
+    """How the model plays an episode."""
+
+    KIND = "agents"
+    KEY = "type"
+    type: str = "plain"
+    """plain, react, reflexion, search-r1, zerosearch, or an agent of your own (docs/agents.md)."""
+
+
+class RewardConfig(PluginSection):
+    """What an episode is worth."""
+
+    KIND = "rewards"
+    KEY = "type"
+    NONE = "env"
+    type: str = "env"
+    """env: the environment's own. Else "FILE.py:name" or "module:name": a function of a trajectory
+    (docs/agents.md)."""
+
+
+class RolloutConfig(Section):
+    tasks: Count = 16
+    """Tasks (groups) of one update."""
+    group_size: Count = 8
+    """Episodes of each task."""
+    refill: Natural = 0
+    """Further tasks that may be played to replace groups whose returns are all equal (DAPO), at
+    most refill times `tasks`."""
+    temperature: Positive = 1.0
+    """Sampling temperature."""
+    ahead: Annotated[Natural, Only("engine.type", ("server",))] = 0
+    """Updates whose episodes are played ahead while the trainer works. No token comes from weights
+    that are more updates old."""
+    max_prompt_tokens: Count = 2048
+    """Most tokens of a prompt; longer ones lose their beginning."""
+    max_response_tokens: Count = 512
+    """Most tokens of a response."""
+
+
+class AdvantageConfig(PluginSection):
+    """The advantage estimator; its own keys are those of its function in paw/algo/advantages.py."""
+
+    KIND = "advantages"
+    KEY = "type"
+    type: str = "grpo"
+    """grpo, rloo, gigpo, ppo (its baseline is a critic, see `critic`), or an estimator of your
+    own."""
+    penalty_only: Annotated[Literal["keep", "drop"], Only("advantage.type", excluded=("ppo",))] = (
+        "keep"
+    )
+    """Groups whose returns are all equal, so that only penalties differ. keep: normalised like
+    others, which blows up the penalties. drop: no advantage."""
+
+
+class CriticConfig(Section):
+    """PPO's critic: the start model with a scalar head."""
+
+    ONLY: ClassVar = Only("advantage.type", ("ppo",))
+    lr: Rate = 1e-5
+    """Learning rate."""
+    value_clip: Positive = 0.5
+    """A value is clipped to this distance from the one that the advantages were computed from."""
+
+
+class PolicyConfig(PluginSection):
+    KIND = "losses"
+    KEY = "loss"
+    WITHIN = ("ppo",)
+    loss: str = "ppo"
+    """Loss of responses: ppo, cispo, gspo (with the gradient of GSPO-token), or one of your own,
+    "module:name" or "FILE.py:name" (docs/algorithm.md)."""
+    clip_low: Share = 0.2
+    """Ratios below 1 - clip_low are clipped."""
+    clip_high: NonNegative = 0.2
+    """Ratios above 1 + clip_high are clipped."""
+    dual_clip: Annotated[float, Field(gt=1.0), Only("policy.loss", ("ppo",))] = 3.0
+    """With a negative advantage the loss is at most this factor times the advantage's size."""
+    kl_coef: NonNegative = 0.01
+    """Weight of the KL term to the start model; 0 needs no reference model."""
+    entropy_coef: NonNegative = 0.001
+    """Weight of the entropy bonus."""
+    loss_norm: Literal["token", "sample", "group", "verl"] = "token"
+    """token: mean over the mini-batch's response tokens. sample, group: mean over the token means
+    of samples, or of groups (Eq. (11)). verl: as in verl."""
+    verl_samples: Annotated[Count, Only("policy.loss_norm", ("verl",))] = 32
+    """Samples of the micro-batches whose means are averaged, as in verl; packing does not
+    change."""
+    old_logp: Literal["trainer", "engine"] = "trainer"
+    """Who computes the old log-probs. engine takes the sampler's, which saves a pass if nothing
+    else needs it."""
+    tis_cap: Annotated[float, Field(gt=1.0)] | None = None
+    """Truncated importance sampling: tokens are weighted by min(pi_old / pi_sampler, cap). With
+    old_logp = "engine" min(pi / pi_sampler, cap) replaces PPO's clipped ratio."""
+    is_mask: tuple[Positive, Positive] | None = None
+    """[low, high]: tokens whose pi_old / pi_sampler is outside have no policy loss."""
+    is_level: Literal["token", "response"] = "token"
+    """The ratio that tis_cap and is_mask use: of each token, or the geometric mean over its
+    response."""
+    offload_reference: Annotated[bool, Only("policy.kl_coef"), Only("lora.rank", (0,))] = False
+    """Keep the reference model in host memory, except during its log-prob pass."""
+
+
+class WorldConfig(PluginSection):
+    """World-model co-training (PaW Section 3)."""
+
+    KIND = "losses"
+    KEY = "loss"
+    WITHIN = ("cmae", "mae", "ce", "gce")
+    enabled: bool = True
+    """Whether observations are predicted too."""
+    alpha: Annotated[Rate, WM] = 0.75
+    """Share of the update's transitions that are learnt from: those of highest action entropy."""
+    loss: Annotated[str, WM] = "cmae"
+    """Loss of an observation token of probability p: cmae [p <= rho] (1 - p), mae 1 - p, ce -log p,
+    gce (1 - p^q) / q (arXiv 1805.07836), or a loss of your own."""
+    rho: Annotated[Rate, WM, CMAE] = 0.2
+    """Tokens of a higher probability have no loss."""
+    q: Annotated[Rate, WM, GCE] = 0.7
+    """Exponent of gce."""
+    weight: Annotated[Literal["adaptive"] | NonNegative, WM] = "adaptive"
+    """lambda_g, a group's weight: adaptive (1 - mean return / R_max, clamped to [0, 1]) or a
+    constant."""
+    entropy: Annotated[Literal["full", "sampled"], WM] = "full"
+    """full: action entropy over the whole vocabulary. sampled: the mean of -p log p of the sampled
+    tokens."""
+    scale: Annotated[NonNegative, WM] = 1.0
+    """Extra factor on the world-model term; the paper's is 1."""
+    dedup: Annotated[bool, WM] = False
+    """Learn from identical (prompt, response, observation) samples of an update once."""
+    max_tokens: Count = 512
+    """Most tokens of an observation that are predicted, in training and in the report's
+    examples."""
+
+
+class OptimConfig(Section):
+    name: Literal["adamw", "flash-adamw"] = "adamw"
+    """adamw: fp32, 16 bytes a parameter including its gradient. flash-adamw: bf16 weights and 8-bit
+    moments, 8.1 bytes a parameter."""
+    master_bits: Annotated[Literal[24, 32], FLASH] = 32
+    """Bits of a weight. 24 are too few for an lr of 1e-6: a weight of 0.02 moves in steps of
+    4e-7."""
+    offload: Annotated[bool, FLASH] = False
+    """Keep the optimizer's state in host memory; during the step it is on the device for one
+    parameter at a time."""
+    grad_sync: Literal["each", "last"] = "each"
+    """Several ranks: reduce gradients after each micro-batch, or after the last one, which keeps
+    full gradients on each rank until then."""
+    lr: Rate = 1e-6
+    """Learning rate."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """Adam's betas."""
+    weight_decay: NonNegative = 0.01
+    """Decoupled weight decay."""
+    grad_clip: Positive = 1.0
+    """Gradients are clipped to this norm."""
+    warmup_updates: Natural = 0
+    """Updates over which the learning rate rises to lr."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after the warm-up."""
+    final_lr: Annotated[Share, Only("optim.schedule", ("cosine",))] = 0.1
+    """Learning rate at the end, as a share of lr."""
+    epochs: Count = 1
+    """Passes over the samples of an update."""
+    minibatch_samples: Count = 256
+    """Samples (turns) of an optimizer step."""
+    micro_batch_tokens: Count = 16384
+    """Tokens of a forward and backward pass."""
+
+
+class EvalConfig(Section):
+    every: Natural = 5
+    """Updates between evaluations; 0 evaluates only at the start and the end."""
+    games: Natural = 128
+    """Games drawn from the split with eval.seed; 0 plays the whole split."""
+    temperature: NonNegative = 0.4
+    """Sampling temperature; 0 is greedy."""
+    seed: Seed = 1000
+    """Seed of the draws and of sampling."""
+
+
+class Config(Section):
+    """The configuration of a run.
+
+    Raises pydantic's ValidationError for unknown keys, and for values that are out of range or do
+    not go together.
+    """
+
+    run: RunConfig = RunConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    model: ModelConfig
+    lora: LoraConfig = LoraConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    env: SerializeAsAny[EnvConfig] = _DEFAULT
+    agent: SerializeAsAny[AgentConfig] = _DEFAULT
+    reward: SerializeAsAny[RewardConfig] = _DEFAULT
+    endpoint: EndpointConfig = EndpointConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: SerializeAsAny[EngineConfig] = _DEFAULT
+    advantage: SerializeAsAny[AdvantageConfig] = _DEFAULT
+    critic: CriticConfig = CriticConfig()
+    policy: SerializeAsAny[PolicyConfig] = _DEFAULT
+    wm: SerializeAsAny[WorldConfig] = _DEFAULT
+    optim: OptimConfig = OptimConfig()
+    sft: SftConfig = SftConfig()
+    rwml: RwmlConfig = RwmlConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @field_validator("env", "agent", "reward", "engine", "advantage", "policy", "wm", mode="before")
+    @classmethod
+    def _with_plugin(cls, table: Any, info: ValidationInfo) -> Any:
+        """Validate a section with the keys of the plug-in that it names."""
+        if not isinstance(table, dict):
+            return table
+        base: Any = cls.model_fields[str(info.field_name)].annotation
+        try:
+            return section_type(base, table.get(base.KEY)).model_validate(table)
+        except UserError as error:
+            name = table.get(base.KEY, base.model_fields[base.KEY].default)
+            reason = str(error).removeprefix(f"'{name}': ")
+            raise _problem("plugin", reason, location=(base.KEY,), value=name) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_applying(cls, tree: Any) -> Any:
+        """Refuse keys that do not apply with the others, unless they have their default."""
+        flat = flatten(tree) if isinstance(tree, dict) else {}
+        for key, state in keys_of(cls, flat).items():
+            default = state.field.default
+            if state.needs and flat.get(key, default) != default:
+                raise _problem(
+                    "only",
+                    f"it needs {state.needs}",
+                    location=tuple(key.split(".")),
+                    value=flat[key],
+                )
+        return tree
+
+    @model_validator(mode="after")
+    def _check_baseline(self) -> "Config":
+        if self.rollout.group_size == 1 and self.advantage.type != "ppo":
+            raise ValueError(
+                f"rollout.group_size = 1 leaves {self.advantage.type} without a baseline; "
+                "use 2 or more, or advantage.type = 'ppo'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_servers(self) -> "Config":
+        if self.engine.type == "server" and bool(self.engine.urls) == bool(self.engine.servers):
+            raise ValueError(
+                "engine.type = 'server' needs either engine.urls = 'http://...' or "
+                "engine.servers = 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_importance_sampling(self) -> "Config":
+        policy = self.policy
+        if policy.is_mask and not policy.is_mask[0] < policy.is_mask[1]:
+            raise ValueError(
+                f"policy.is_mask = {list(policy.is_mask)} is [low, high] with low < high"
+            )
+        uses_ratios = policy.tis_cap or policy.is_mask
+        if policy.is_level == "response" and not uses_ratios:
+            raise ValueError(
+                "policy.is_level says what policy.tis_cap and policy.is_mask look at: "
+                "set one of them"
+            )
+        if policy.old_logp == "engine":
+            if policy.is_mask or policy.is_level == "response":
+                raise ValueError(
+                    "policy.is_mask and policy.is_level need policy.old_logp = 'trainer'"
+                )
+            if policy.tis_cap and policy.loss in ("cispo", "gspo"):
+                raise ValueError(
+                    f"policy.tis_cap and policy.loss = '{policy.loss}' need "
+                    "policy.old_logp = 'trainer'"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_world_model(self) -> "Config":
+        if self.env.name == "next_state" and self.wm.enabled:
+            raise ValueError(
+                "env.name = 'next_state' learns the world model by RL: set wm.enabled = false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> "Config":
+        if self.lora.rank and self.advantage.type == "ppo":
+            raise ValueError(
+                "lora.rank with advantage.type = 'ppo': the critic trains every weight, "
+                "use lora.rank = 0"
+            )
+        if self.optim.name == "flash-adamw":
+            if self.lora.rank:
+                raise ValueError("lora.rank trains fp32 adapters: take optim.name = 'adamw'")
+            if self.model.dtype == "float32":
+                raise ValueError(
+                    "optim.name = 'flash-adamw' keeps bf16 weights: "
+                    "it needs model.dtype = 'bfloat16'"
+                )
+        return self
+
+
+def _problem(kind: str, reason: str, *, location: tuple[str, ...], value: Any) -> ValidationError:
+    error = PydanticCustomError(kind, "{reason}", {"reason": reason})  # type: ignore[arg-type]
+    return ValidationError.from_exception_data(
+        kind, [InitErrorDetails(type=error, loc=location, input=value)]
+    )

@@ -1,0 +1,196 @@
+"""Sections that are not about training itself.
+
+Engines, warm-up, endpoints, fine-tuning, trackers, and the stages of RWML.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from paw.config.values import (
+    Count,
+    Natural,
+    NonNegative,
+    Only,
+    PluginSection,
+    Positive,
+    Rate,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    Url,
+)
+
+SERVER = Only("engine.type", ("server",))
+STARTED = Only("engine.servers")
+
+
+def listed(value: Any) -> Any:
+    """The list of one for a text alone; anything else as it is."""
+    return [value] if isinstance(value, str) else value
+
+
+class EngineConfig(PluginSection):
+    """The engine that samples responses."""
+
+    KIND, KEY, WITHIN = "engines", "type", ("transformers", "vllm", "server")
+    type: str = "transformers"
+    """transformers: the trainer's own weights. vllm: an engine in each rank, beside the trainer.
+    server: servers of vLLM, on devices or machines of their own (docs/scale.md). Or an engine of
+    your own, "module:name" or "FILE.py:name" (docs/bring-your-own.md)."""
+    max_batch_tokens: Annotated[Count, Only("engine.type", ("transformers",))] = 65536
+    """Padded prompt tokens of one forward pass."""
+    gpu_memory_utilization: Annotated[Share, Only("engine.type", ("vllm", "server"))] | None = None
+    """Share of the device's memory for vLLM's weights and KV cache. Unset, it is 0.5 beside the
+    trainer and 0.9 for a server."""
+    sleep_level: Annotated[Literal[1, 2], Only("engine.type", ("vllm",))] = 2
+    """What vLLM does with its weights while the trainer works: 2 drops them (every update sends new
+    ones), 1 keeps them in host memory."""
+    urls: Annotated[list[Url], SERVER] = []
+    """Servers that already run this model, for this run alone: one URL or a list."""
+    servers: Annotated[Natural, SERVER] = 0
+    """Servers to start on this machine in place of `urls`. They end with the run."""
+    tensor_parallel: Annotated[Count, SERVER, STARTED] = 1
+    """GPUs of each server. `paw train --gpus N` leaves servers * tensor_parallel of the N to
+    them."""
+    transfer: Annotated[Literal["auto", "nccl", "files"], SERVER] = "auto"
+    """How weights reach the servers: nccl sends them between GPUs, files through a folder that both
+    see. auto is nccl on a GPU, else files."""
+    weights_dir: Annotated[Path | None, SERVER] = None
+    """The folder for transfer by files; unset, it is in memory, for servers on this machine."""
+    timeout_s: Annotated[Seconds, SERVER] = 600.0
+    """Seconds that a server may take for a response, or to load new weights, before it is left
+    out."""
+
+    _one_or_more = field_validator("urls", mode="before")(listed)
+
+    @property
+    def memory_share(self) -> float:
+        """gpu_memory_utilization, or its default for this type of engine."""
+        if self.gpu_memory_utilization:
+            return self.gpu_memory_utilization
+        return 0.9 if self.type == "server" else 0.5
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the servers that the run starts; only engine.type = "server" has any."""
+        return self.servers * self.tensor_parallel
+
+
+class WarmupConfig(Section):
+    """The quickstart model: its size, and a supervised warm-up on expert play."""
+
+    ONLY: ClassVar = Only("model.path", ("quickstart",))
+    hidden_size: Count = 64
+    """Hidden size."""
+    layers: Count = 3
+    """Decoder layers."""
+    head_size: Count = 32
+    """Size of an attention head."""
+    intermediate_size: Count = 160
+    """Hidden size of the MLP."""
+    initializer_range: Positive = 0.1
+    """Standard deviation of the initial weights."""
+    stop_success: Share = 0.2
+    """Success rate of sampled episodes, mean of two checks, at which the warm-up stops."""
+    max_steps: Count = 1600
+    """Most optimizer steps."""
+    batch_size: Count = 64
+    """Turns of an optimizer step."""
+    lr: Positive = 3e-3
+    """Learning rate."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for the matrices of the layers, which takes half the steps."""
+    random_actions: Share = 0.3
+    """Share of random actions during expert play, so that the model sees states off the expert's
+    path."""
+    lm_weight: NonNegative = 0.3
+    """Weight of next-token prediction on prompts and observations; that of answers is 1."""
+    observations: bool = True
+    """Whether next-token prediction covers observations, or prompts alone."""
+    seed: Seed = 0
+    """Seed of weights, games and batches."""
+
+
+class EndpointConfig(Section):
+    """An OpenAI-compatible chat endpoint that plays in place of a local model (`paw eval`)."""
+
+    url: Url | None = None
+    """Base URL, such as https://api.openai.com/v1."""
+    model: str | None = None
+    """Name of the model at the endpoint."""
+    key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key."""
+    timeout_s: Seconds = 120.0
+    """Most seconds of a request."""
+    retries: Natural = 9
+    """Retries after 408, 409, 429, 5xx and broken connections. The pauses grow: nine last more than
+    two minutes."""
+    concurrency: Count = 8
+    """Most requests at a time."""
+    requests_per_minute: Natural = 0
+    """Most requests per minute; 0 is no limit."""
+    tokens_per_minute: Natural = 0
+    """Most tokens per minute, of prompts and answers; 0 is no limit."""
+    input_price: NonNegative = 0.0
+    """US dollars per million prompt tokens; 0 reports no cost."""
+    output_price: NonNegative = 0.0
+    """US dollars per million tokens of answers."""
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning (`paw sft`); mini-batches, schedule and clipping are in `optim`."""
+
+    turns: Count = 2000
+    """Turns of expert play to learn from."""
+    epochs: Count = 1
+    """Passes over the turns."""
+    lr: Rate = 1e-5
+    """Learning rate, in place of optim.lr."""
+    lm_weight: NonNegative = 0.0
+    """Weight of next-token prediction on what is not the answer; that of answers is 1."""
+    observations: bool = True
+    """Whether `lm_weight` covers observations too, or prompts alone."""
+    random_actions: Share = 0.0
+    """Share of random actions during expert play; they are imitated too."""
+    won: bool = True
+    """Whether only won episodes of a recording are learnt from."""
+    save_every: Natural = 200
+    """Steps between checkpoints; 0 saves only at Ctrl-C."""
+
+
+class TrackingConfig(Section):
+    """The names that experiment trackers (`run.trackers`) give this run."""
+
+    ONLY: ClassVar = Only("run.trackers")
+    project: Annotated[str, Field(min_length=1)] = "paw"
+    """Project, or experiment."""
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """Name of the run; unset, that of its folder."""
+    tags: list[str] = []
+    """Tags: one or a list."""
+
+    _one_or_more = field_validator("tags", mode="before")(listed)
+
+
+class RwmlConfig(Section):
+    """The stages of `paw rwml`: reinforcement world-model learning (arXiv 2602.05842)."""
+
+    episodes: Annotated[int, Field(ge=2)] = 3
+    """collect: episodes of each task."""
+    dedup: bool = False
+    """collect: keep each of identical triplets once."""
+    sft_share: Share = 0.1
+    """filter: share of the triplets that a copy of the model is fine-tuned on."""
+    sft_epochs: Count = 1
+    """filter, sft: epochs."""
+    sft_lr: Rate = 1e-5
+    """filter, sft: learning rate."""
+    attempts: Annotated[int, Field(ge=2)] = 10
+    """filter: predictions of each other triplet."""
+    easy_share: Share = 0.3
+    """filter: share of the triplets that count as easy."""
+    keep_easy: Share = 0.1
+    """filter: probability that an easy triplet is kept."""

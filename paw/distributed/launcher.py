@@ -1,0 +1,273 @@
+"""`paw train --gpus N`: one process per GPU of this machine, which end together.
+
+Imports no torch until it starts them.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import BinaryIO
+
+from paw.errors import UserError, to_stderr
+from paw.processes import watcher
+from paw.processes.lifeline import die_with_parent
+
+LAUNCHER = "PAW_LAUNCHER"
+"""Environment variable of a rank: the process that started it."""
+GRACE_S = 3.0
+"""Seconds that the other ranks have to say why they fail, once one has failed."""
+
+
+def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
+    """Run `paw <arguments>` in `count` processes on this machine.
+
+    Returns the exit code of one that failed, else 0. A rank that has not said that it ends in order
+    has failed, whatever its exit code. When one fails the others are stopped: they would wait for
+    it for ever.
+
+    The terminal is rank 0's. Of another rank its standard error is shown, if it failed first.
+    SIGTERM is passed on to all; Ctrl-C and the end of a terminal reach them anyway. They do not
+    outlive this process.
+
+    Raises UserError if there are fewer GPUs than `count`, or with the `device` "cpu" (model.device)
+    fewer cores.
+    """
+    _check_count(count, device)
+    stops = _StopSignals()
+    with ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1, count)]
+        ranks = _start_ranks(arguments, [None, *logs], stack)
+        _handle_signals(stops, ranks)
+        _wait(stops, ranks)
+
+        stopped = [_stopped(rank.process) for rank in ranks]
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.wait()
+        return _report(stops, ranks, stopped)
+
+
+def _check_count(count: int, device: str) -> None:
+    import torch  # takes seconds, and `die_with_launcher` does without
+
+    available = os.cpu_count() or 1
+    if device != "cpu" and torch.cuda.is_available():
+        available = torch.cuda.device_count()
+    if not 1 <= count <= available:
+        raise UserError(f"--gpus {count}: from 1 to {available} on this machine; see `paw doctor`")
+
+
+class _StopSignals:
+    """The signals to stop that have reached this process."""
+
+    def __init__(self) -> None:
+        self.last = signal.SIGTERM
+        self.times: list[float] = []
+        """When each came."""
+
+    @property
+    def count(self) -> int:
+        return len(self.times)
+
+    def note(self, number: int, _frame: object) -> None:
+        """A signal's handler."""
+        self.last = signal.Signals(number)
+        self.times.append(time.monotonic())
+        watcher.say_heard()
+
+
+class _Rank:
+    """A rank's process, and what it says on the descriptor `words` (see `paw.processes.watcher`)."""
+
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", words: int, log: BinaryIO | None
+    ) -> None:
+        self.process = process
+        self.log = log
+        """Its standard error; None for rank 0, which has the terminal."""
+        self.code: int | None = None
+        """Its exit code, None while it runs; not 0 if it did not say that it ends in order."""
+        self.vanished = False
+        """Whether it ended without a signal, and without saying so."""
+        self._descriptor = words
+        self._words = ""
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether its Python has heard of a signal, or it has ended."""
+        return "heard" in self._words or self.code is not None
+
+    def poll(self) -> None:
+        """Update what is known of the process."""
+        code = self.process.poll()
+        new_words, _ = watcher.read_words(self._descriptor)
+        self._words += new_words
+        if code is not None and code >= 0 and watcher.ending(self._words) is None:
+            self.vanished = True
+            code = max(1, code)
+        self.code = code
+
+    def fate(self, *, asked: bool) -> str:
+        """What happened to it; "" if it said so itself, or was `asked` to end."""
+        if self.vanished:
+            return watcher.VANISHED.format(code=self.process.returncode)
+        if self.code is None or self.code >= 0 or self.code == -signal.SIGINT:
+            return ""
+        if asked and self.code == -signal.SIGTERM:
+            return ""
+        return f"was killed by {signal.Signals(-self.code).name}"
+
+
+def _start_ranks(
+    arguments: list[str], logs: Sequence[BinaryIO | None], stack: ExitStack
+) -> list[_Rank]:
+    """Start a rank for each log. `stack` closes the descriptors of this process that serve them."""
+    count = len(logs)
+    listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    cores_per_rank = max(1, len(os.sched_getaffinity(0)) // count)
+    variables = {
+        "OMP_NUM_THREADS": str(cores_per_rank),
+        **os.environ,  # may set the number of threads
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(listening.getsockname()[1]),
+        LAUNCHER: str(os.getpid()),
+    }
+    ranks = []
+    for rank, log in enumerate(logs):
+        words, words_end = os.pipe()
+        process = _start_rank(rank, arguments, variables, listening, words_end, log)
+        os.close(words_end)
+        stack.callback(os.close, words)
+        ranks.append(_Rank(process, words, log))
+    return ranks
+
+
+def _start_rank(
+    rank: int,
+    arguments: list[str],
+    variables: dict[str, str],
+    listening: socket.socket,
+    words_end: int,
+    log: BinaryIO | None,
+) -> "subprocess.Popen[bytes]":
+    """Rank 0 has the terminal and the store's listening socket, the others write to their `log`."""
+    from paw.distributed.parallel import STORE  # imports torch
+
+    variables = variables | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        watcher.PIPE: str(words_end),
+    }
+    inherited = [words_end]
+    if rank == 0:
+        variables[STORE] = str(listening.fileno())
+        inherited.append(listening.fileno())
+    return subprocess.Popen(
+        [sys.executable, "-m", "paw", *arguments],
+        env=variables,
+        stdout=None if rank == 0 else subprocess.DEVNULL,
+        stderr=log,
+        pass_fds=inherited,
+    )
+
+
+def _handle_signals(stops: _StopSignals, ranks: list[_Rank]) -> None:
+    def pass_on(number: int, frame: object) -> None:
+        stops.note(number, frame)
+        for rank in ranks:
+            rank.process.terminate()
+
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, stops.note)  # the terminal has sent it to the ranks too
+    signal.signal(signal.SIGTERM, pass_on)
+
+
+def _wait(stops: _StopSignals, ranks: list[_Rank]) -> None:
+    """Wait until all ranks have ended, at most GRACE_S after a failure or a second signal."""
+    deadline = float("inf")
+    warned = False
+    while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.2)
+        for rank in ranks:
+            rank.poll()
+        if any(rank.code for rank in ranks) or stops.count > 1:
+            # The others may still say what is wrong.
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        if stops.count and not warned and time.monotonic() > stops.times[0] + watcher.ANSWER_S:
+            warned = True
+            if not all(rank.has_heard for rank in ranks):
+                to_stderr(watcher.unanswered(stops.last.name))
+
+
+def _report(stops: _StopSignals, ranks: list[_Rank], stopped: list[str]) -> int:
+    """Print why the run has ended, unless rank 0 has said it; returns the exit code.
+
+    `stopped` says of each rank by which signal it was stopped when the others ended, or "".
+    """
+    some_ran_on = any(rank.code is None for rank in ranks)
+    failed = [number for number, rank in enumerate(ranks) if rank.code]
+    if not failed and not some_ran_on:
+        return 0
+    if some_ran_on and stops.count > 1:
+        to_stderr(
+            f"paw: stopped at once by a second {stops.last.name}; "
+            "checkpoints are kept (--resume auto)"
+        )
+        return 128 + stops.last
+
+    first = _most_telling(failed, ranks)
+    blamed = ranks[first]
+    if blamed.code not in (1, 2) or blamed.vanished:
+        fates = [
+            reason or rank.fate(asked=stops.count > 0)
+            for reason, rank in zip(stopped, ranks, strict=True)
+        ]
+        for number, fate in enumerate(fates):
+            if fate:
+                to_stderr(f"paw: rank {number} {fate}; checkpoints are kept (--resume auto)")
+        if any(fates):
+            return max(1, blamed.code or 0)
+    if blamed.log:
+        blamed.log.seek(0)
+        for line in blamed.log.read().decode(errors="replace").strip().splitlines():
+            to_stderr(f"rank {first}: {line}")
+    return max(1, blamed.code or 0)
+
+
+def _most_telling(failed: list[int], ranks: list[_Rank]) -> int:
+    """The failed rank whose end says most about what is wrong, the lowest of several.
+
+    One that vanished in foreign code says nothing itself. Else a mistake of the user says most,
+    then a traceback, then which rank a signal ended; a lost peer says little.
+    """
+
+    def order(number: int) -> tuple[bool, bool, bool, bool, int]:
+        rank = ranks[number]
+        return (not rank.vanished, rank.code != 2, rank.code != 1, rank.code == 3, number)
+
+    return min(failed, key=order)
+
+
+def _stopped(process: "subprocess.Popen[bytes]") -> str:
+    """Which signal has stopped (not ended) a process; "" if it is not stopped."""
+    with suppress(ChildProcessError):
+        state = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        if state:
+            return f"was stopped by {signal.Signals(state.si_status).name}"
+    return ""
+
+
+def die_with_launcher() -> None:
+    """Have the kernel end this rank with its launcher, however that ends."""
+    launcher = os.environ.get(LAUNCHER)
+    if launcher:
+        die_with_parent(int(launcher))

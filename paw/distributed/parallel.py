@@ -1,0 +1,367 @@
+"""Several ranks, one process for each device: how they meet and what they exchange.
+
+`paw train --gpus N` or torchrun starts them.
+
+The ranks divide the work, not the data. After the rollout every rank holds the rows of the whole
+update (token ids and floats), computes advantages, selection and mini-batches of all of them, and
+runs its share of the micro-batches. So an update does not depend on the number of ranks, up to the
+order of sums. Weights, gradients and optimizer state are sharded by FSDP2. Each rank has its own
+engine.
+"""
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache
+from itertools import accumulate, chain, pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from paw.distributed.ranks import PeerLostError, Ranks
+from paw.distributed.watchdog import Watchdog
+from paw.errors import UserError
+
+T = TypeVar("T")
+STORE = "PAW_STORE_FD"
+"""Environment variable of rank 0: file descriptor of the socket on which the store listens.
+
+`paw train --gpus` has opened it.
+"""
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+MEETING = timedelta(minutes=60)
+"""How long ranks wait for each other at the start."""
+FOREVER = timedelta(days=30)
+"""Timeout of collective calls: the watchdog ends them, not torch."""
+
+
+class DistributedRanks(Ranks):
+    """This process as one of several ranks."""
+
+    _mesh: DeviceMesh | None = None
+    met = False
+    """Whether this process has met all others."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        on_host: int,
+        device: torch.device,
+        watchdog: Watchdog,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.on_host = on_host
+        self._device = device
+        self._watchdog = watchdog
+
+    @classmethod
+    def join(
+        cls,
+        rank: int,
+        world_size: int,
+        on_host: int,
+        device: torch.device,
+        *,
+        peer_timeout_s: float = 600.0,
+    ) -> "DistributedRanks":
+        """Meet the other ranks. Called by all of them.
+
+        Raises UserError if this machine has no device for the rank, or the others are out of reach.
+        """
+        backend = "gloo"
+        if device.type == "cuda":
+            backend = "cpu:gloo,cuda:nccl"
+            device = _own_gpu(rank)
+        if on_host == world_size:
+            _use_loopback()
+        try:
+            store, watchdog_store = _stores(rank)
+            _meet(store, rank, world_size)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=FOREVER
+            )
+        except (ValueError, RuntimeError, OSError) as error:
+            raise UserError(
+                f"rank {rank} cannot reach the others: {str(error).splitlines()[0]}"
+            ) from None
+        watchdog = Watchdog(watchdog_store, rank, world_size, timeout_s=peer_timeout_s)
+        return cls(rank, world_size, on_host, device, watchdog)
+
+    def gather(self, item: T, kind: Any = None) -> list[T]:
+        """Items travel as JSON, not as pickles, by which a rank could run code in the others."""
+        data = to_json(item, inf_nan_mode="constants")
+        adapter = _adapter(kind or type(item))
+        return [adapter.validate_json(part) for part in self.gather_bytes(data)]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        parts = self.gather_flat(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return [part.numpy().tobytes() for part in parts]
+
+    def gather_rows(self, rows: list[list[T]], kind: type[T]) -> list[list[list[T]]]:
+        dtype = np.int32 if kind is int else np.float32
+        flat = np.fromiter(chain.from_iterable(rows), dtype)
+        lengths = self.gather_flat(torch.tensor([len(row) for row in rows], dtype=torch.int32))
+        values: list[Any] = [part.numpy() for part in self.gather_flat(torch.from_numpy(flat))]
+        # Equal integers become one object: 8 bytes a token in a list instead of 36.
+        largest = (
+            max((int(part.max()) for part in values if len(part)), default=0) if kind is int else 0
+        )
+        integers = np.arange(1 + largest).astype(object)
+        gathered = []
+        for part, part_lengths in zip(values, lengths, strict=True):
+            part_rows = []
+            for start, end in pairwise(accumulate(part_lengths.tolist(), initial=0)):
+                row = part[start:end]
+                part_rows.append(integers.take(row).tolist() if kind is int else row.tolist())
+            gathered.append(part_rows)
+        return gathered
+
+    def gather_flat(self, own: Tensor) -> list[Tensor]:
+        """The [n] of all ranks, in rank order, as views of one tensor.
+
+        Lengths may differ between ranks; the dtype is the same, and all are in host memory.
+        """
+        self._watchdog.wait()
+        sizes = torch.empty(self.world_size, 1, dtype=torch.int64)
+        dist.all_gather(list(sizes), torch.tensor([len(own)]))
+        longest = int(sizes.max())
+        padded = own if len(own) == longest else torch.cat([own, own.new_zeros(longest - len(own))])
+        gathered = own.new_empty(self.world_size, longest)
+        if longest:
+            dist.all_gather(list(gathered), padded)
+        return [row[:size] for row, size in zip(gathered, sizes.flatten().tolist(), strict=True)]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._watchdog.enter(name)
+        yield
+        self._watchdog.leave()
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        self._watchdog.wait()
+        as_bytes = tensor.view(-1).view(torch.uint8)  # gloo has no int16
+        for part in as_bytes.split(1 << 30):
+            dist.broadcast(part, source)
+
+    def shard(
+        self,
+        policy: nn.Module,
+        dtype: torch.dtype,
+        *,
+        layers: Sequence[nn.Module],
+        offload: bool = False,
+        sharers: int | None = None,
+    ) -> None:
+        """Shard `policy` by FSDP2: each of its `layers`, then the rest with `policy` itself.
+
+        The rest is the embedding, the last norm and the head.
+
+        `policy` is in host memory. Rank 0's parameters replace those of the other ranks. Full
+        weights are seen inside calls of `policy` alone: everything, the root included, is resharded
+        after each forward pass, so that between calls `parameters()` are the shards that the
+        optimizer updates.
+
+        offload: keep the shards in host memory. sharers: number of ranks that hold one full model
+        together, a divisor of the world size (default: all ranks); gradients are summed over the
+        copies. 1 shards nothing.
+        """
+        if sharers == 1:
+            for parameter in policy.parameters():
+                self.broadcast(parameter.data, 0)
+            if not offload:
+                policy.to(self._device)
+            return
+        options = self._fsdp_options(dtype, offload=offload, sharers=sharers or self.world_size)
+        full = {name: parameter.data for name, parameter in policy.named_parameters()}
+        for layer in layers:
+            fully_shard(layer, **options)
+        fully_shard(policy, reshard_after_forward=True, **options)
+
+        for name, parameter in policy.named_parameters():
+            assert isinstance(parameter, DTensor)
+            value = full.pop(name).to(self._device)
+            # Rank 0 scatters its own.
+            shard = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            parameter.to_local().detach().copy_(shard.to_local())
+
+    def _fsdp_options(self, dtype: torch.dtype, *, offload: bool, sharers: int) -> dict[str, Any]:
+        """Keyword arguments of `fully_shard`."""
+        if self._mesh is None:
+            self._mesh = self._make_mesh(sharers)
+        options: dict[str, Any] = {"mesh": self._mesh}
+        if dtype != torch.float32:
+            # Inputs keep their dtype: weights of rows and log-probs are float32.
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,
+            )
+        if offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
+        return options
+
+    def _make_mesh(self, sharers: int) -> DeviceMesh:
+        """A mesh [ranks], or [copies, ranks of a copy]: FSDP shards each copy of the model."""
+        if sharers == self.world_size:
+            return init_device_mesh(self._device.type, (self.world_size,))
+        grid = torch.arange(self.world_size).view(-1, sharers)
+        copies, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=FOREVER)
+        shards, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=FOREVER)
+        groups: Any = [copies, shards]
+        return DeviceMesh.from_group(
+            groups, self._device.type, mesh=grid, mesh_dim_names=("copy", "rank")
+        )
+
+    def sync_gradients(self, policy: nn.Module, last: bool) -> None:
+        if isinstance(policy, FSDPModule):
+            policy.set_requires_gradient_sync(last)
+
+    def average_gradients(self, policy: nn.Module) -> None:
+        if isinstance(policy, FSDPModule):
+            return
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        has_gradient = [float(parameter.grad is not None) for parameter in trained]
+        ranks_with_gradient = torch.tensor(has_gradient)
+        dist.all_reduce(ranks_with_gradient)
+        for parameter, count in zip(trained, ranks_with_gradient.tolist(), strict=True):
+            if count == 0:  # without a gradient on any rank it keeps none, as with one rank
+                continue
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            total = grad.float()
+            dist.all_reduce(total)
+            parameter.grad = grad.copy_(total / self.world_size)
+
+    def close(self) -> None:
+        self._watchdog.close()
+        if dist.is_initialized():  # vLLM may have destroyed it when it shut down
+            dist.destroy_process_group()
+
+
+_adapter = cache(TypeAdapter)
+
+
+def _own_gpu(rank: int) -> torch.device:
+    """Make the GPU of this rank current.
+
+    Raises UserError if the machine has fewer GPUs than ranks.
+    """
+    local_rank = _variable("LOCAL_RANK", rank)
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"LOCAL_RANK = {local_rank}, but this machine has {count} GPUs; start one rank a GPU"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _use_loopback() -> None:
+    """Have the collective libraries use the loopback interface: one machine needs no network."""
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if loopback:
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback[0])
+
+
+def _variable(name: str, default: int) -> int:
+    """An environment variable that holds a number. Raises UserError if it holds something else."""
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise UserError(
+            f"{name} = '{value}' in the environment is not a number; start with --gpus or torchrun"
+        )
+    return int(value)
+
+
+def read_variables(episodes: int) -> tuple[int, int, int]:
+    """torchrun's (rank, number of ranks, ranks on this machine).
+
+    Raises UserError if they do not fit together, or if there are more ranks than `episodes` in an
+    update.
+    """
+    rank = _variable("RANK", 0)
+    world_size = _variable("WORLD_SIZE", 1)
+    on_host = _variable("LOCAL_WORLD_SIZE", world_size)
+    for name, value, fits in (
+        ("RANK", rank, 0 <= rank < world_size),
+        ("LOCAL_WORLD_SIZE", on_host, 1 <= on_host <= world_size),
+    ):
+        if not fits:
+            raise UserError(
+                f"{name} = {value} and WORLD_SIZE = {world_size} do not fit; "
+                "start with --gpus or torchrun"
+            )
+    if episodes < world_size:
+        raise UserError(
+            f"rollout.tasks x rollout.group_size = {episodes} episodes on {world_size} ranks "
+            "leaves some without one; lower --gpus"
+        )
+    return rank, world_size, on_host
+
+
+def decline(reason: str) -> None:
+    """Tell the other ranks, which wait for this one, why it does not come.
+
+    Does nothing once they have met.
+    """
+    with suppress(UserError, RuntimeError, OSError):
+        rank = _variable("RANK", 0)
+        store_is_open = rank > 0 or _AGENT_STORE in os.environ
+        if store_is_open and not DistributedRanks.met:
+            store, _ = _stores(rank, timeout=timedelta(seconds=30))
+            store.set(_start_key(rank), f"rank {rank}: {reason}")
+
+
+def _meet(store: Any, rank: int, world_size: int) -> None:
+    """Wait for all ranks. Raises PeerLostError if one declines."""
+    store.set(_start_key(rank), "here")
+    answers = store.multi_get([_start_key(other) for other in range(world_size)])
+    DistributedRanks.met = True
+    for answer in answers:
+        if answer != b"here":
+            raise PeerLostError(answer.decode())
+
+
+def _start_key(rank: int) -> str:
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"paw/start/{restarts}/{rank}"
+
+
+def _stores(rank: int, timeout: timedelta = MEETING) -> tuple[Any, Any]:
+    """Two connections to the store at MASTER_ADDR and MASTER_PORT.
+
+    Rank 0 opens the store, unless torchrun has done so. A store that torch opens listens on every
+    interface; this one listens on MASTER_ADDR alone if that is loopback.
+    """
+    host = os.environ.get("MASTER_ADDR", "")
+    port = _variable("MASTER_PORT", 0)
+    if not host or not port:
+        raise UserError(
+            "MASTER_ADDR and MASTER_PORT in the environment name no rank 0; "
+            "start with --gpus or torchrun"
+        )
+    is_master = rank == 0 and os.environ.get(_AGENT_STORE) != "True"
+    listening: dict[str, Any] = {}
+    descriptor = os.environ.pop(STORE, None) if is_master else None
+    if descriptor:
+        listening["master_listen_fd"] = int(descriptor)
+    elif is_master and (host == "localhost" or host.startswith("127.")):
+        listening["master_listen_fd"] = socket.create_server((host, port)).detach()
+    connect: Any = dist.TCPStore  # type: ignore[attr-defined]
+    first = connect(
+        host, port, is_master=is_master, timeout=timeout, wait_for_workers=False, **listening
+    )
+    second = connect(host, port, timeout=timeout, wait_for_workers=False)
+    return first, second

@@ -1,0 +1,238 @@
+"""The processes of a run. Here: the only one.
+
+`paw.distributed.parallel` has several, one for each device.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from paw.errors import UserError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """A single process.
+
+    Every method that exchanges something with other ranks returns what this one has.
+    """
+
+    rank = 0
+    world_size = 1
+    on_host = 1
+    """Ranks on this machine."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which writes files and the terminal."""
+        return self.rank == 0
+
+    def gather(self, item: T, kind: Any = None) -> list[T]:
+        """The items of all ranks, in rank order.
+
+        `kind` is their type if `type(item)` is not specific enough.
+        """
+        return [item]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The bytes of all ranks, in rank order."""
+        return [data]
+
+    def together(
+        self, make: Callable[[], T], kind: Any = None, refusal: type[UserError] | None = None
+    ) -> list[T]:
+        """Call `make` on every rank and return all results, in rank order.
+
+        `kind` is the type of a result. If `make` raises UserError on some rank, that rank raises it
+        and the others raise PeerLostError. With `refusal`, an error class: if `make` raises it on
+        some rank, all ranks raise that of the lowest such rank.
+        """
+        result = None
+        failure: UserError | None = None
+        caught = refusal or UserError
+        try:
+            result = make()
+        except caught as error:
+            failure = error
+        result_kind = kind | None if kind else Any
+        result_or_message = (result, str(failure) if failure else None)
+        gathered = self.gather(result_or_message, tuple[result_kind, str | None])
+        if failure and not refusal:
+            raise failure
+        for rank, (_, message) in enumerate(gathered):
+            if message and refusal:
+                raise refusal(f"rank {rank}: {message}" if rank else message)
+            if message:
+                raise PeerLostError(f"rank {rank}: {message}")
+        return [result for result, _ in gathered]  # type: ignore[misc]
+
+    def gather_rows(self, rows: list[list[T]], kind: type[T]) -> list[list[list[T]]]:
+        """The rows of all ranks, in rank order: float (sent as float32) or int (0 to 2^31 - 1)."""
+        return [rows]
+
+    def gather_numbered(self, rows: dict[int, list[float]]) -> list[list[float]]:
+        """Rows 0 to n - 1, each of which exactly one rank has, sent as float32."""
+        numbers = self.gather(list(rows), list[int])
+        values = self.gather_rows(list(rows.values()), float)
+        by_number: dict[int, list[float]] = {}
+        for rank_numbers, rank_rows in zip(numbers, values, strict=True):
+            by_number.update(zip(rank_numbers, rank_rows, strict=True))
+        return [by_number[number] for number in range(len(by_number))]
+
+    def broadcast_from_rank0(
+        self, make: Callable[[], T], kind: Any = None, refusal: type[UserError] | None = None
+    ) -> T:
+        """Call `make` on rank 0 alone and return its result on all ranks.
+
+        Errors as in `together`.
+        """
+        results: Any = self.together(lambda: make() if self.first else None, kind, refusal)
+        return results[0]
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill a tensor in host memory with that of rank `source`."""
+
+    def everywhere(self, make: Callable[[], T]) -> T:
+        """Call `make` on every rank; each keeps its own result, which need not be sendable.
+
+        Errors as in `together`.
+        """
+        results: list[T] = []
+        self.together(lambda: results.append(make()))
+        return results[0]
+
+    def agree(self, text: str, otherwise: str) -> None:
+        """Raise UserError on all ranks if one has another `text` than rank 0.
+
+        The message is `otherwise`, with the number of that rank in place of {}.
+        """
+        digests = self.gather(hashlib.sha256(text.encode()).hexdigest())
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise UserError(otherwise.replace("{}", str(rank)))
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Name what this rank does in the block, for the watchdog.
+
+        It learns how long each phase may take.
+        """
+        return nullcontext()
+
+    def shard(
+        self,
+        policy: nn.Module,
+        dtype: torch.dtype,
+        *,
+        layers: Sequence[nn.Module],
+        offload: bool = False,
+        sharers: int | None = None,
+    ) -> None:
+        """Divide the parameters of `policy` among the ranks; see `parallel.DistributedRanks`."""
+
+    def sync_gradients(self, policy: nn.Module, last: bool) -> None:
+        """Set whether the next backward pass reduces gradients over the ranks.
+
+        Else it adds to full gradients on each rank.
+        """
+
+    def average_gradients(self, policy: nn.Module) -> None:
+        """Average a mini-batch's gradients in float32 if every rank holds the full model.
+
+        FSDP averages by itself.
+        """
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+
+
+class PeerLostError(UserError):
+    """Another rank has ended. That rank prints the reason itself."""
+
+    exit_code = 3
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether a collective call failed because another rank is gone."""
+    message = str(error)
+    closed_by_peer = isinstance(error, RuntimeError) and "gloo" in message and "by peer" in message
+    return closed_by_peer or isinstance(error, torch.distributed.DistBackendError)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether device or host had no memory left; vLLM's allocator raises a RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    phrases = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of a shard (a collective call); any other tensor as it is."""
+    gather = getattr(tensor, "full_tensor", None)
+    return gather() if gather else tensor
+
+
+def held_rows(tensor: Tensor) -> tuple[int, int] | None:
+    """[start, end) of the rows that this rank holds of a sharded tensor; None if not sharded."""
+    for dim, placement in enumerate(getattr(tensor, "placements", ())):
+        if placement.is_shard():
+            mesh = cast(Any, tensor).device_mesh
+            rows_per_rank = -(-len(tensor) // mesh.size(dim))  # rounded up
+            start = min(rows_per_rank * mesh.get_local_rank(dim), len(tensor))
+            end = min(start + rows_per_rank, len(tensor))
+            return start, end
+    return None
+
+
+def in_first_replica(tensor: Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same rows of a sharded tensor."""
+    for dim, placement in enumerate(getattr(tensor, "placements", ())):
+        if placement.is_replicate() and cast(Any, tensor).device_mesh.get_local_rank(dim) != 0:
+            return False
+    return True
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor; any other tensor as it is."""
+    return cast(Any, tensor).to_local() if hasattr(tensor, "placements") else tensor
+
+
+def rows_like(like: Tensor, named: Mapping[str, Tensor], name: str) -> Tensor:
+    """The rows of the full tensor `named[name]` that this rank holds of `like`.
+
+    If `named` has a method `rows(name, start, end)`, only those rows are read.
+    """
+    rows = held_rows(like)
+    if rows is None:
+        return named[name]
+    start, end = rows
+    if hasattr(named, "rows"):
+        return cast(Any, named).rows(name, start, end)
+    return named[name][start:end]
+
+
+def shard_like(like: Tensor, rows: Tensor) -> Tensor:
+    """A copy of `rows` on the device of `like`, as a tensor that is sharded as `like` is.
+
+    `rows` are this rank's of a tensor that has as many rows as `like`; their further dimensions may
+    differ.
+    """
+    rows = rows.to(like.device, copy=True)
+    if not hasattr(like, "placements"):
+        return rows
+    from torch.distributed.tensor import DTensor  # slow to import, and one process does without
+
+    shape = torch.Size([len(like), *rows.shape[1:]])
+    return DTensor.from_local(
+        rows,
+        device_mesh=cast(Any, like).device_mesh,
+        placements=cast(Any, like).placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )

@@ -1,0 +1,148 @@
+"""Ends a rank that waits in vain for another one, from outside the collective call it waits in.
+
+Each rank tells the others every second, through the store, how many steps it has taken and in which
+phase it is. A rank that is stopped, or whose machine is gone, falls silent. Time is counted in
+ticks of a rank's own threads: if all ranks are stopped (Ctrl-Z) and continue later, none has missed
+anything.
+"""
+
+import os
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from paw.processes.watcher import say_ending
+
+TICK_S = 1.0
+PATIENCE_S = 3600.0
+"""Least limit for a phase that no update has been through yet, such as loading, and for "save", in
+which some ranks start a checkpoint while others wait for the disk."""
+DONE = -1
+"""Message number of a rank that has left."""
+
+
+@dataclass
+class Message:
+    """The newest message of another rank."""
+
+    number: int
+    """Counts that rank's messages: a rank whose number does not change is silent.
+
+    DONE once it has left.
+    """
+    moves: int
+    """How many phases and waits that rank has entered."""
+    phase: str
+    tick: int
+    """This rank's tick at which the message was first seen."""
+
+
+class Watchdog:
+    """Two threads of a rank, until `close`: one reports, one judges."""
+
+    def __init__(self, store: Any, rank: int, world: int, *, timeout_s: float) -> None:
+        """`store` is a torch.distributed Store of its own; `timeout_s` is run.peer_timeout_s."""
+        self._store = store
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self._tick = 0
+        self._phase = "start"
+        self._phase_began = 0
+        """Tick at which this rank entered the phase."""
+        self._moves = 0
+        """How many phases and waits this rank has entered."""
+        self._longest: dict[str, int] = {}
+        """Ticks of the longest time this rank has spent in each phase."""
+        others = [other for other in range(world) if other != rank]
+        self._heard = {other: Message(number=0, moves=0, phase="start", tick=0) for other in others}
+        self._closed = threading.Event()
+        self._sending = threading.Lock()
+        self._last_number = 0
+        self._send(0)
+        for work in (self._report, self._judge):
+            threading.Thread(target=work, daemon=True).start()
+
+    def enter(self, phase: str) -> None:
+        self._phase = phase
+        self._moves += 1
+        self._phase_began = self._tick
+
+    def leave(self) -> None:
+        ticks = self._tick - self._phase_began
+        self._longest[self._phase] = max(self._longest.get(self._phase, 0), ticks)
+        self.enter(f"after {self._phase}")
+
+    def wait(self) -> None:
+        """Note that the rank has come to a point where it waits for the others."""
+        self._moves += 1
+
+    def close(self) -> None:
+        """Tell the others that they need not wait for this rank any more."""
+        with suppress(RuntimeError):  # rank 0 may have gone, and the store with it
+            self._send(DONE)
+        self._closed.set()
+
+    def verdict(self) -> str | None:
+        """Why the run cannot go on, with the rank that is to blame; None as long as it can."""
+        return self._silent_rank() or self._hanging_rank()
+
+    def _silent_rank(self) -> str | None:
+        for other, message in self._heard.items():
+            silent_ticks = self._tick - message.tick
+            if message.number != DONE and silent_ticks * TICK_S > self.timeout_s:
+                return (
+                    f"rank {other} has been silent for {silent_ticks} s "
+                    f"(run.peer_timeout_s = {self.timeout_s:g}), last in phase "
+                    f"'{message.phase}': it is stopped, or its machine is gone"
+                )
+        return None
+
+    def _hanging_rank(self) -> str | None:
+        """The rank furthest behind, if this phase takes longer than any before and the timeout."""
+        longest_s = max(self._longest.values(), default=0) * TICK_S
+        limit_s = self.timeout_s + longest_s
+        if self._phase not in self._longest or self._phase == "save":
+            limit_s = max(limit_s, PATIENCE_S)
+        spent_s = (self._tick - self._phase_began) * TICK_S
+        # Two ticks more: a rank that was stopped in this phase is to be found silent first.
+        if spent_s <= limit_s + 2 * TICK_S:
+            return None
+        moves = {other: message.moves for other, message in self._heard.items()}
+        moves[self.rank] = self._moves
+        furthest_behind = min(moves, key=lambda rank: (moves[rank], rank))
+        return (
+            f"rank {furthest_behind} does not go on: phase '{self._phase}' has taken "
+            f"{spent_s:.0f} s, the longest before it {longest_s:.0f} "
+            f"(run.peer_timeout_s = {self.timeout_s:g})"
+        )
+
+    def _send(self, number: int) -> None:
+        with self._sending:
+            if self._last_number != DONE:
+                self._last_number = number
+            self._store.set(f"paw/{self.rank}", f"{self._last_number} {self._moves} {self._phase}")
+
+    def _report(self) -> None:
+        number = 0
+        while not self._closed.wait(TICK_S):
+            number += 1
+            with suppress(RuntimeError):  # the store is gone: rank 0 falls silent
+                self._send(number)
+                self._receive()
+
+    def _receive(self) -> None:
+        answers = self._store.multi_get([f"paw/{other}" for other in self._heard])
+        for other, answer in zip(self._heard, answers, strict=True):
+            number, moves, phase = answer.decode().split(" ", 2)
+            if int(number) != self._heard[other].number:
+                self._heard[other] = Message(int(number), int(moves), phase, tick=self._tick)
+
+    def _judge(self) -> None:
+        while not self._closed.wait(TICK_S):
+            self._tick += 1
+            reason = self.verdict()
+            if reason:
+                os.write(2, f"paw: {reason}; checkpoints are kept (--resume auto)\n".encode())
+                say_ending(3)
+                os._exit(3)

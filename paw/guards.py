@@ -1,0 +1,150 @@
+"""Guards of the training loop.
+
+No update from non-finite numbers, and a warning when the policy collapses.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from paw.config.sections import Config
+from paw.errors import UserError
+
+
+class TrainingStopped(UserError):
+    """The run stopped itself, on all ranks at once; the message says why and what to change."""
+
+
+class UpdateGuard:
+    """Decides from the loss and the total gradient norm whether an optimizer step is taken.
+
+    One NaN gradient makes every parameter NaN, through clipping and AdamW. Pass all-reduced values,
+    so that every rank decides alike: a NaN on one rank is a NaN in the sum.
+    """
+
+    def __init__(self, max_skipped: int, *, lr: str = "optim.lr") -> None:
+        """`lr` is the key of the learning rate, which the message names."""
+        self.max_skipped = max_skipped
+        self.lr = lr
+        self.skipped = 0
+        self.in_a_row = 0
+
+    def allows(self, *, loss: float, grad_norm: float) -> bool:
+        """Whether to take the step, rather than drop these gradients.
+
+        Raises TrainingStopped at the `max_skipped`-th refusal in a row.
+        """
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.in_a_row = 0
+            return True
+        self.skipped += 1
+        self.in_a_row += 1
+        if self.in_a_row < self.max_skipped:
+            return False
+        raise TrainingStopped(
+            f"stopped: {self.in_a_row} optimizer steps in a row had a non-finite loss ({loss}) "
+            f"or gradient norm ({grad_norm}); the weights are those of the last good step: "
+            f"lower {self.lr}, or set "
+            'model.dtype = "float32" (run.max_skipped sets the patience)'
+        )
+
+    def state(self) -> dict[str, int]:
+        """What the checkpoint holds, as JSON."""
+        return {"skipped": self.skipped, "in_a_row": self.in_a_row}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Changes nothing if it raises KeyError, TypeError or ValueError: `state` is malformed."""
+        skipped, in_a_row = int(state["skipped"]), int(state["in_a_row"])
+        self.skipped = skipped
+        self.in_a_row = in_a_row
+
+
+VLLM = "--engine.gpu_memory_utilization"
+KNOBS = {
+    "start": f"--optim.name flash-adamw, --policy.offload_reference true, {VLLM} or more --gpus",
+    "rollout": f"{VLLM} or --engine.max_batch_tokens",
+    "score": "--optim.micro_batch_tokens",
+    "update": "--optim.micro_batch_tokens, --model.checkpointing full or --optim.offload true",
+    "sync": VLLM,
+    "eval": f"{VLLM} or --engine.max_batch_tokens",
+}
+"""Settings to change if memory runs out, by phase."""
+COLLAPSE_WINDOW = 5
+"""Updates that the collapse signature has to last."""
+
+
+def memory_message(phase: str, *, update: int, rank: int, peak_gib: float, saved: int) -> str:
+    """One line for the user: where memory ran out, how much was in use, and what to change."""
+    settings = KNOBS.get(phase, KNOBS["update"])
+    return (
+        f"out of memory in phase '{phase}' of update {update} on rank {rank}, "
+        f"peak {peak_gib:.1f} GiB: lower or set {settings} (`paw plan` finds settings that fit); "
+        f"{what_is_saved(saved)}"
+    )
+
+
+def what_is_saved(step: int) -> str:
+    """What a user can continue from; `step` is the newest checkpoint's, 0 if there is none."""
+    if step:
+        return f"the checkpoint of update {step} is intact (--resume auto)"
+    return "there is no checkpoint yet"
+
+
+def alarms(
+    history: Sequence[Mapping[str, Any]], config: Config, *, reward_max: float
+) -> Iterator[str]:
+    """The warnings to print after an update; `history` has the metrics of all, oldest first."""
+    if warning := collapse_warning(history, in_groups=config.advantage.type != "ppo"):
+        yield warning
+
+    is_adaptive = config.wm.enabled and config.wm.weight == "adaptive"
+    above_max = [line for line in history if (line.get("reward/mean") or 0.0) > reward_max]
+    # Once, at the first such update.
+    if is_adaptive and len(above_max) == 1 and above_max[0] is history[-1]:
+        yield (
+            f"warning: episodes return {above_max[0]['reward/mean']:g} in the mean, "
+            f"above the environment's reward_max = {reward_max:g}: the adaptive weight of "
+            "the world model is 0 there; raise reward_max, or set wm.weight"
+        )
+
+
+def collapse_warning(
+    history: Sequence[Mapping[str, float | None]], *, in_groups: bool = True
+) -> str | None:
+    """A warning at the update at which the signature of a collapse is complete, else None.
+
+    `history` is oldest first. The signature, over the last 5 updates: every action is well-formed
+    (>= 0.98), next to none succeeds (<= 0.01) after some did before, and the entropy is under a
+    tenth of its highest. The cause are groups in which all fail: only the invalid-action penalty
+    varies there, and the division by the standard deviation scales it up to full size. `in_groups`:
+    advantages are relative to the group, so that advantage.penalty_only applies.
+    """
+    if not _collapsed(history) or _collapsed(history[:-1]):
+        return None
+    penalty_only = 'advantage.penalty_only = "drop", ' if in_groups else ""
+    return (
+        f"warning: the policy looks collapsed: for {COLLAPSE_WINDOW} updates every action was "
+        "well-formed, none succeeded, and the entropy is near 0. Resume an earlier checkpoint "
+        f"with {penalty_only}a lower optim.lr or a smaller env.invalid_penalty"
+    )
+
+
+def _collapsed(history: Sequence[Mapping[str, float | None]]) -> bool:
+    keys = ("health/valid_actions", "success/all", "policy/entropy")
+    rows = [row for row in history if all(row.get(key) is not None for key in keys)]
+    before = rows[:-COLLAPSE_WINDOW]
+    window = rows[-COLLAPSE_WINDOW:]
+    if len(window) < COLLAPSE_WINDOW or not before:
+        return False
+
+    had_success = max(_column(before, "success/all")) > 0.01
+    all_valid = min(_column(window, "health/valid_actions")) >= 0.98
+    none_succeeds = max(_column(window, "success/all")) <= 0.01
+    entropy_is_low = max(_column(window, "policy/entropy")) <= 0.1 * max(
+        _column(before, "policy/entropy")
+    )
+    return had_success and all_valid and none_succeeds and entropy_is_low
+
+
+def _column(rows: Sequence[Mapping[str, float | None]], key: str) -> list[float]:
+    return [float(row[key] or 0.0) for row in rows]

@@ -1,0 +1,66 @@
+"""Things that are made once and kept: a folder for each, under $PAW_CACHE."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from paw.io.files import fsync, fsync_tree, writing
+
+LEFTOVER_S = 14 * 86400.0
+"""Age at which an unfinished folder can only be left from a process that was killed."""
+
+
+def cache_dir() -> Path:
+    """$PAW_CACHE, else $XDG_CACHE_HOME/paw, else ~/.cache/paw."""
+    if "PAW_CACHE" in os.environ:
+        return Path(os.environ["PAW_CACHE"]).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paw"
+
+
+def stamp(file: Path) -> str:
+    """A name for this state of a file: a digest of its path, its size and when it was written."""
+    status = file.stat()
+    state = f"{file.resolve()} {status.st_size} {status.st_mtime_ns}"
+    return hashlib.sha256(state.encode()).hexdigest()[:16]
+
+
+def cached(name: str, fill: Callable[[Path], object], *, home: Path | None = None) -> Path:
+    """Folder `name` of the cache, or of `home`, complete or not there at all.
+
+    If it is not there, `fill(folder)` makes its content.
+    """
+    folder = (home or cache_dir()) / name
+    if folder.is_dir():
+        return folder
+    with writing(folder, "" if home else "; set PAW_CACHE"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if home is None:
+            _remove_leftovers(folder)
+        with tempfile.TemporaryDirectory(
+            prefix=f"{folder.name}.",
+            dir=folder.parent,
+            ignore_cleanup_errors=True,  # it may have been renamed
+        ) as temporary:
+            unfinished = Path(temporary)
+            fill(unfinished)
+            fsync_tree(unfinished)
+            try:
+                unfinished.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was first
+                    raise
+            fsync(folder.parent)
+    return folder
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove unfinished folders that killed processes have left."""
+    for leftover in folder.parent.glob(f"{folder.name}.*"):
+        with suppress(OSError):
+            if time.time() - leftover.stat().st_mtime > LEFTOVER_S:
+                shutil.rmtree(leftover)

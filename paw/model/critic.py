@@ -1,0 +1,194 @@
+"""PPO's critic (arXiv 1707.06347): the start model with a scalar head for the return to come.
+
+    V_t  = w . h_t + b    with h_t the hidden state that predicts response token t, as in verl
+    loss = mean over the mini-batch's response tokens of
+           max((V - R)^2, (clip(V, V_old -+ value_clip) - R)^2)
+
+V_old are the values when the sample was played, R = A + V_old the returns (algo.gae). The head
+starts at zero, so that the first advantages are the returns themselves; verl's starts random.
+"""
+
+import math
+from collections.abc import Iterable
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from paw.algo.gae import gae, whiten
+from paw.algo.samples import Batch, micro_batches
+from paw.config.sections import Config
+from paw.distributed.ranks import Ranks, full_tensor
+from paw.guards import TrainingStopped, UpdateGuard
+from paw.model.loading import load_policy
+from paw.model.optim import make_optimizer
+from paw.model.policy import Policy
+from paw.types import Sample
+
+
+def load_critic(path: str, **options: Any) -> Policy:
+    """The model at `path` with a scalar head of zeros in place of the vocabulary's.
+
+    `options` are those of `load_policy`.
+    """
+    model = load_policy(path, check=False, **options)
+    embedding = model.lm.get_input_embeddings().weight
+    head = nn.Linear(model.head_weight.shape[1], 1, dtype=embedding.dtype, device=embedding.device)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    model.lm.set_output_embeddings(head)
+    return model
+
+
+class Critic:
+    """The value model and its optimizer.
+
+    `model` comes from `load_critic`, sharded if there are several ranks.
+    """
+
+    def __init__(self, model: Policy, config: Config, ranks: Ranks):
+        self.model = model
+        self.config = config
+        self.ranks = ranks
+        optim = config.optim.model_copy(update={"lr": config.critic.lr})
+        self.optimizer = make_optimizer(model.parameters(), optim)
+        self.guard = UpdateGuard(config.run.max_skipped, lr="critic.lr")
+
+    def compute_values(self, samples: list[Sample]) -> dict[str, float]:
+        """Fill values, returns and token advantages: GAE by sample, whitened over all tokens.
+
+        Returns critic/explained_variance, unless all returns are equal. Raises TrainingStopped if a
+        value is not finite.
+        """
+        values = self.ranks.gather_numbered(self._own_values(samples))
+        if not all(math.isfinite(value) for row in values for value in row):
+            raise TrainingStopped(
+                "stopped: the critic's values are not finite, its weights have diverged; "
+                "resume an earlier checkpoint with a lower critic.lr"
+            )
+
+        settings = self.config.advantage.settings()
+        advantages = [
+            gae(row, sample.score, **settings) for row, sample in zip(values, samples, strict=True)
+        ]
+        whitened = whiten(advantages)
+        for i, sample in enumerate(samples):
+            sample.values = values[i]
+            sample.token_advantage = whitened[i]
+            sample.returns = [a + value for a, value in zip(advantages[i], values[i], strict=True)]
+
+        variance = torch.tensor([value for sample in samples for value in sample.returns]).var()
+        unexplained = torch.tensor([advantage for row in advantages for advantage in row]).var()
+        if variance > 0:
+            return {"critic/explained_variance": float(1.0 - unexplained / variance)}
+        return {}
+
+    @torch.no_grad()
+    def _own_values(self, samples: list[Sample]) -> dict[int, list[float]]:
+        """By the sample's index the values before its response tokens, for this rank's share."""
+        rows: dict[int, list[float]] = {}
+        for batch in self._batches(samples):
+            lengths = [len(samples[i].response_ids) for i in batch.indices]
+            by_sample = self.model(partial(self.values, batch)).cpu().split(lengths)
+            for i, row in zip(batch.indices, by_sample, strict=True):
+                rows[i] = row.tolist()
+        return rows
+
+    def optimize(self, minibatches: Iterable[list[Sample]]) -> dict[str, float]:
+        """Take an optimizer step over each mini-batch, unless its loss or gradient is not finite.
+
+        Returns critic/loss, critic/clip_frac and, unless every step was skipped, critic/grad_norm.
+        """
+        losses: list[float] = []
+        grad_norms: list[float] = []
+        clipped = 0
+        tokens = 0
+        for minibatch in minibatches:
+            loss, clipped_of_minibatch = self._accumulate_gradients(minibatch)
+            clipped += clipped_of_minibatch
+            tokens += sum(len(sample.response_ids) for sample in minibatch)
+            losses.append(sum(self.ranks.gather(loss)))
+
+            clipped_norm = nn.utils.clip_grad_norm_(
+                self.model.parameters(), self.config.optim.grad_clip
+            )
+            grad_norm = float(full_tensor(clipped_norm))
+            if self.guard.allows(loss=losses[-1], grad_norm=grad_norm):
+                self.optimizer.step()
+                grad_norms.append(grad_norm)
+            self.optimizer.zero_grad(set_to_none=True)
+
+        metrics = {
+            "critic/loss": fmean(losses),
+            "critic/clip_frac": sum(self.ranks.gather(clipped)) / tokens,
+        }
+        if grad_norms:
+            metrics["critic/grad_norm"] = fmean(grad_norms)
+        return metrics
+
+    def _accumulate_gradients(self, minibatch: list[Sample]) -> tuple[float, int]:
+        """Add up the gradient of a mini-batch.
+
+        Returns this rank's part of (mean loss, number of clipped tokens).
+        """
+        tokens = sum(len(sample.response_ids) for sample in minibatch)
+        loss = 0.0
+        clipped = 0
+        batches = self._batches(minibatch)
+        for batch in batches:
+            sync = self.config.optim.grad_sync == "each" or batch is batches[-1]
+            self.ranks.sync_gradients(self.model, sync)
+            batch_loss, batch_clipped = self.model(partial(self.loss, batch, minibatch))
+            # Gradients are averaged over the ranks, but the loss is a sum over them.
+            scaled_loss = batch_loss * (self.ranks.world_size / tokens)
+            scaled_loss.backward()
+            loss += float(batch_loss.detach()) / tokens
+            clipped += int(batch_clipped)
+        self.ranks.average_gradients(self.model)
+        return loss, clipped
+
+    def values(self, batch: Batch) -> Tensor:
+        """[N] float32: the value before each response token. Only inside a call of the model."""
+        model: Any = self.model
+        hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position].float()
+        return linear(hidden, model.head_weight.float(), model.head_bias.float()).squeeze(-1)
+
+    def loss(self, batch: Batch, minibatch: list[Sample]) -> tuple[Tensor, Tensor]:
+        """(sum of the loss, number of clipped tokens). Only inside a call of the model."""
+        samples = [minibatch[i] for i in batch.indices]
+        old_values = torch.tensor(
+            [v for sample in samples for v in sample.values], device=batch.position.device
+        )
+        returns = torch.tensor(
+            [r for sample in samples for r in sample.returns], device=batch.position.device
+        )
+        loss, clipped = value_loss(
+            self.values(batch), old_values, returns, clip=self.config.critic.value_clip
+        )
+        return loss.sum(), clipped.sum()
+
+    def _batches(self, samples: list[Sample]) -> list[Batch]:
+        return micro_batches(
+            samples,
+            budget=self.config.optim.micro_batch_tokens,
+            with_observation=False,
+            device=self.model.device,
+            quadratic=self.model.quadratic,
+            share=(self.ranks.rank, self.ranks.world_size),
+        )
+
+
+def value_loss(
+    values: Tensor, old: Tensor, returns: Tensor, *, clip: float
+) -> tuple[Tensor, Tensor]:
+    """(loss, whether the clipped term is the larger) of each token; all [N].
+
+    As in the reference code.
+    """
+    clipped_values = torch.clamp(values, old - clip, old + clip)
+    loss = (values - returns) ** 2
+    clipped_loss = (clipped_values - returns) ** 2
+    return torch.maximum(loss, clipped_loss), clipped_loss > loss

@@ -1,0 +1,361 @@
+"""A parent process that watches a command from outside its interpreter.
+
+Whatever an environment does to the process of the command, the exit code is true, one line says
+what happened, and two signals end it.
+
+The parent is a bare interpreter, the command runs in a child. Through a pipe the child says that it
+ends in order. Through another one the C handler of its signals says which have reached it. The
+child dies with its parent. The ranks of `paw train --gpus` say how they end to their launcher. This
+module imports no torch, and nothing that the command imports.
+"""
+
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from paw.processes.lifeline import die_with_parent
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The signals that ask a command to stop."""
+KEPT = {
+    "train": "; checkpoints are kept (--resume auto)",
+    "sft": "; the same command goes on from what it has saved",
+}
+"""Command -> the end of a line about its end."""
+WATCHED = (
+    "train",
+    "eval",
+    "rollout",
+    "profile",
+    "experiment",
+    "sft",
+    "rwml",
+    "play",
+    "serve",
+    "warmup",
+    "env",
+)
+"""Commands that run environments or agents."""
+VANISHED = (
+    "ended inside code that is not PaW's, with exit code {code} (os._exit? see env.processes)"
+)
+PIPE = "PAW_WATCHER"
+"""Environment variable of a rank: the descriptor on which it tells its launcher how it ends."""
+MOMENT_S = 0.3
+"""A signal that reaches parent and child within this time was sent to both, as terminals do."""
+ANSWER_S = 3.0
+"""Seconds for Python to answer a signal before a line says that it does not."""
+GRACE_S = 5.0
+"""Seconds for the command to end after a second signal, if it has answered the first."""
+SHORT_GRACE_S = 1.0
+"""Seconds for it to end after a second signal, if it has not answered the first."""
+NEVER = float("inf")
+_words: int | None = None
+"""The descriptor on which this process says how it ends; None if nobody listens."""
+
+
+def watch(arguments: list[str]) -> None:
+    """Fork if the command is to be watched, and return in the child.
+
+    The parent passes signals on, waits for the child, and ends as the child should have ended.
+    """
+    if not arguments or arguments[0] not in WATCHED:
+        return
+    if "-h" in arguments or "--help" in arguments:
+        return
+    if "RANK" in os.environ:  # the launcher is the parent, or torchrun
+        _speak_to(int(os.environ.pop(PIPE, "-1")))
+        return
+
+    signals, signals_end = os.pipe()
+    words, words_end = os.pipe()
+    os.set_blocking(signals_end, False)
+    parent = os.getpid()
+    # No signal is lost before both processes are ready for it.
+    usual_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOPS, signal.SIGCHLD})
+    child = os.fork()
+    if child == 0:
+        die_with_parent(parent)
+        os.close(signals)
+        os.close(words)
+        _speak_to(words_end)
+        signal.set_wakeup_fd(signals_end, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual_mask)
+        return
+
+    os.close(signals_end)
+    os.close(words_end)
+    try:
+        _Watch(child, signals, words, arguments[0]).run(usual_mask)
+    except BaseException as error:  # a bug, which must not return and run the command a second time
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        os._exit(1)
+
+
+def is_watched() -> bool:
+    """Whether a parent ends this process at a second signal."""
+    return _words is not None and "RANK" not in os.environ
+
+
+def say_ending(code: int) -> None:
+    """Tell the parent, if there is one, that this process ends in order with that exit code."""
+    _say(f"end {code}")
+
+
+def say_heard() -> None:
+    """Tell the parent, if there is one, that Python has heard of a signal."""
+    _say("heard")
+
+
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """The handler of Ctrl-C in commands that need not finish anything.
+
+    Says that Python has heard it, and raises KeyboardInterrupt.
+    """
+    say_heard()
+    signal.default_int_handler(number, frame)
+    raise KeyboardInterrupt
+
+
+def ending(words: str) -> int | None:
+    """The exit code in the words of a process; None if it has not said that it ends in order."""
+    code = None
+    for line in words.splitlines():
+        if line.startswith("end "):
+            code = int(line.removeprefix("end "))
+    return code
+
+
+def read_words(descriptor: int) -> tuple[str, bool]:
+    """(what a process has said since the last call, whether it has closed its end of the pipe)."""
+    os.set_blocking(descriptor, False)
+    words = b""
+    closed = False
+    with suppress(BlockingIOError):
+        while chunk := os.read(descriptor, 4096):
+            words += chunk
+        closed = True
+    return words.decode(errors="replace"), closed
+
+
+def unanswered(name: str) -> str:
+    """The line for a signal that Python does not hear of."""
+    return (
+        f"{name}: Python does not answer, it may be in code that holds it for ever "
+        "(again: stop now)"
+    )
+
+
+def _speak_to(descriptor: int) -> None:
+    """Have this process say on `descriptor` how it ends, unless that is -1."""
+    global _words
+    if descriptor >= 0:
+        os.set_inheritable(descriptor, False)
+        _words = descriptor
+        os.register_at_fork(after_in_child=_be_silent)
+
+
+def _be_silent() -> None:
+    """Called in processes that the command forks: their end and their signals are not its own."""
+    global _words
+    if _words is not None:
+        os.close(_words)
+        _words = None
+        if "RANK" not in os.environ:
+            signal.set_wakeup_fd(-1)
+
+
+def _say(word: str) -> None:
+    if _words is not None:
+        with suppress(OSError):
+            os.write(_words, f"{word}\n".encode())
+
+
+class _Watch:
+    """The parent's side: what it knows of the child's signals and words.
+
+    A signal may reach the child directly, or only this process, which then passes it on. A terminal
+    sends it to both, a short time apart; such a signal counts once.
+    """
+
+    def __init__(self, child: int, signals: int, words: int, command: str) -> None:
+        self._child = child
+        self._signals = signals
+        self._words = words
+        self._command = command
+        self._open = {signals, words}
+        """Pipes from the child that it has not closed."""
+        self._said = ""
+        """All words of the child."""
+        self._arrived_at: dict[int, float] = {}
+        """Signal -> when this process last received it."""
+        self._pass_on_at: dict[int, float] = {}
+        """Signal that only this process has received so far -> when to pass it on."""
+        self._on_their_way: dict[int, int] = {}
+        """Signal -> how many that were passed on have not reached the child yet."""
+        self._direct_at: dict[int, float] = {}
+        """Signal that has reached the child, but not (yet) this process -> when."""
+        self._stops = 0
+        """Signals to stop that have reached the child."""
+        self._last = signal.SIGTERM
+        """The last of them."""
+        self._warn_at = NEVER
+        """When to print that Python does not answer."""
+        self._kill_at = NEVER
+        self._killed = False
+
+    def run(self, mask: Iterable[int]) -> NoReturn:
+        """Watch until the child has ended, and end as it did. `mask` is the usual signal mask."""
+        arrived, arrived_end = os.pipe()
+        os.set_blocking(arrived_end, False)
+        signal.set_wakeup_fd(arrived_end, warn_on_full_buffer=False)
+        for number in STOPS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
+                signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, {*mask} - {signal.SIGCHLD})
+
+        status = None
+        while status is None:
+            ready, _, _ = select.select([arrived, *self._open], [], [], self._timeout_s())
+            pid, wait_status = os.waitpid(self._child, os.WNOHANG)
+            if pid:
+                status = wait_status
+            if arrived in ready:
+                self._note_arrived(os.read(arrived, 64))
+            if self._signals in ready:
+                self._note_reached(os.read(self._signals, 64))
+            if self._words in ready or status is not None:
+                self._read_words()
+            if status is None:
+                self._act()
+        self._end(status)
+
+    def _timeout_s(self) -> float:
+        """Seconds until something is to be done, at most a minute."""
+        first = min([self._warn_at, self._kill_at, *self._pass_on_at.values()])
+        return min(60.0, max(0.0, first - time.monotonic()))
+
+    def _note_arrived(self, numbers: bytes) -> None:
+        """Note signals of this process. Those that the child has received too are not passed on."""
+        now = time.monotonic()
+        for number in numbers:
+            if number not in STOPS:
+                continue
+            # Sent to the process, and again to its group.
+            is_repeated = now - self._arrived_at.get(number, -MOMENT_S) < MOMENT_S
+            child_has_it = now - self._direct_at.pop(number, -MOMENT_S) < MOMENT_S
+            self._arrived_at[number] = now
+            if not (is_repeated or child_has_it):
+                self._pass_on_at[number] = now + MOMENT_S
+
+    def _note_reached(self, numbers: bytes) -> None:
+        """Note signals of the child, which its C handler writes down whatever Python is doing."""
+        if not numbers:
+            self._open.discard(self._signals)
+        now = time.monotonic()
+        for number in numbers:
+            if number not in STOPS:
+                continue
+            if self._on_their_way.get(number):
+                self._on_their_way[number] -= 1
+            elif number in self._pass_on_at:
+                del self._pass_on_at[number]
+            else:
+                self._direct_at[number] = now
+
+            if number == signal.SIGHUP and self._stops:  # a closed terminal sends two
+                continue
+            self._stops += 1
+            self._last = signal.Signals(number)
+            if self._stops == 1:
+                self._warn_at = now + ANSWER_S
+            elif self._kill_at == NEVER:
+                self._kill_at = now + (GRACE_S if self._has_heard() else SHORT_GRACE_S)
+
+    def _has_heard(self) -> bool:
+        """Whether Python has answered a signal in the child."""
+        return "heard" in self._said
+
+    def _read_words(self) -> None:
+        words, closed = read_words(self._words)
+        self._said += words
+        if closed:
+            self._open.discard(self._words)
+        if self._has_heard():
+            self._warn_at = NEVER
+
+    def _act(self) -> None:
+        """Pass signals on, warn and kill, if it is time to."""
+        now = time.monotonic()
+        due = [number for number, at in self._pass_on_at.items() if at <= now]
+        for number in due:
+            del self._pass_on_at[number]
+            if number not in _pending(self._child):
+                self._on_their_way[number] = self._on_their_way.get(number, 0) + 1
+                os.kill(self._child, number)
+        if self._warn_at <= now:
+            self._warn_at = NEVER
+            _print(unanswered(self._last.name))
+        if self._kill_at <= now:
+            self._kill_at = NEVER
+            self._killed = True
+            os.kill(self._child, signal.SIGKILL)
+
+    def _end(self, status: int) -> NoReturn:
+        """End as the child did, or as it should have; with a line unless it ended in order."""
+        kept = KEPT.get(self._command, "")
+        code = ending(self._said)
+        if code is not None:
+            os._exit(code)
+        if self._killed:
+            _print(f"paw: stopped at once by a second {self._last.name}{kept}")
+            os._exit(128 + self._last)
+        if os.WIFSIGNALED(status):
+            number = signal.Signals(os.WTERMSIG(status))
+            if number not in STOPS:
+                memory = " (for want of memory?)" if number == signal.SIGKILL else ""
+                _print(f"paw: {self._command} was killed by {number.name}{memory}{kept}")
+            elif self._stops:
+                _print(f"paw: stopped at once by a second {number.name}{kept}")
+            _die_of(number)
+        code = os.waitstatus_to_exitcode(status)
+        _print(f"paw: {self._command} {VANISHED.format(code=code)}{kept}")
+        os._exit(code or 1)
+
+
+def _pending(child: int) -> list[int]:
+    """The signals to stop that a process was sent and has not received.
+
+    It has had no time for them yet, or it is stopped.
+    """
+    masks = []
+    with suppress(OSError), Path(f"/proc/{child}/status").open() as lines:
+        for line in lines:
+            if line.startswith(("SigPnd", "ShdPnd")):
+                masks.append(int(line.split()[1], 16))
+    return [number for number in STOPS if any(mask >> (number - 1) & 1 for mask in masks)]
+
+
+def _die_of(number: signal.Signals) -> NoReturn:
+    """End this process by a signal, so that whoever waits for it sees the child's end."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)
+
+
+def _print(line: str) -> None:
+    with suppress(OSError):
+        descriptor = sys.__stderr__.fileno() if sys.__stderr__ else 2
+        os.write(descriptor, f"{line}\n".encode())

@@ -1,0 +1,40 @@
+"""How far a run is, and whether what it has done can be saved when something fails."""
+
+from dataclasses import dataclass
+
+from paw.guards import TrainingStopped
+
+
+@dataclass(kw_only=True)
+class RunProgress:
+    """How far a run is.
+
+    An update goes through the phases rollout, score, update, sync and eval; `save` may come after
+    any of them. `update` changes the weights; `step` counts it before `sync` begins.
+    """
+
+    step: int = 0
+    """Updates done; the weight version."""
+    logged: int = 0
+    """The step of the newest line of metrics: resuming a checkpoint needs the line of its step."""
+    saved: int = 0
+    """The step of the newest checkpoint on disk."""
+    phase: str = "start"
+    """The current phase, or the last one: start, or the name of a clock."""
+
+    @property
+    def lacks_only_its_line(self) -> bool:
+        """Whether the newest update is over, except that its line of metrics is not written."""
+        return self.logged < self.step and self.phase in ("sync", "eval")
+
+    def can_be_saved(self, error: BaseException) -> bool:
+        """Whether `error` left the run as the newest update did, and that is not saved yet."""
+        if self.phase == "start":  # nothing has been done
+            return False
+        if self.phase == "update":  # the weights may be changed already
+            return False
+        if self.phase == "save":  # saving is what failed
+            return False
+        if self.phase == "score" and isinstance(error, TrainingStopped):  # the weights diverged
+            return False
+        return self.logged == self.step and self.saved != self.step

@@ -1,0 +1,329 @@
+"""Episodes of the next updates, played while the trainer works.
+
+Each rank has a process for that, because threads of one Python process wait for one another. It
+plays over servers that take new weights meanwhile. The episodes of update t start when the trainer
+starts update t - rollout.ahead, so no token is of older weights. The process has an environment, an
+agent and a connection to the servers of its own (paw/rollouts/background/player.py); it ends with the trainer
+(paw/rollouts/background/supervisor.py). The trainer never waits for one that has ended, or that shows no sign
+of life: it plays the update itself.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from paw.distributed.ranks import Ranks
+from paw.envs.checked import problem
+from paw.errors import clean, describe, to_stderr
+from paw.rollouts.background.messages import (
+    Channel,
+    EpisodesEnded,
+    FromPlayer,
+    Message,
+    PlayUpdate,
+    Ready,
+    Start,
+    UpdateFailed,
+    UpdatePlayed,
+    WeightsArrived,
+    WeightsExpected,
+)
+from paw.rollouts.background.supervisor import CLOSE_S, END_NOW, LINGER_S
+from paw.rollouts.base import Progress, RolloutResult
+from paw.rollouts.scheduler import Rollouts
+
+START_S = 600.0
+"""Seconds for the process to import torch, and to load the tokenizer and the environment.
+
+Disks may be slow.
+"""
+SILENT_S = 60.0
+"""Seconds without a sign of life, beyond the env.step_timeout_s that a call may take."""
+TICK_S = 1.0
+END_S = CLOSE_S + 2 * LINGER_S + 2.0
+"""Seconds for the process and what it has started to end."""
+
+
+class PlayerLost(Exception):
+    """The process that plays ahead does not answer any more. One line says why."""
+
+
+class PlayerHandle:
+    """One process that plays ahead, as the trainer sees it."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        channel: Channel,
+        *,
+        patience_s: float,
+        progress: Progress,
+    ) -> None:
+        self._process = process
+        self._channel = channel
+        self._patience_s = patience_s
+        """Seconds without a sign of life after which it is ended."""
+        self._progress = progress
+        self._ready = False
+        self._lost: Exception | None = None
+        """Why no more answers come."""
+        self._updates: dict[int, Future[UpdatePlayed]] = {}
+        self._lock = threading.Lock()
+        """Held while `_updates` gets an update, and while all are taken out once none is played."""
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def play(self, step: int, count: int) -> Future[UpdatePlayed]:
+        """Have an update played.
+
+        The result may be PlayerLost, or the UserError that ended its episodes.
+        """
+        future = Future[UpdatePlayed]()
+        with self._lock:
+            if self._lost:
+                future.set_exception(self._lost)
+            else:
+                self._updates[step] = future
+        self.send(PlayUpdate(step=step, count=count))
+        return future
+
+    def send(self, message: Message) -> None:
+        with suppress(OSError):  # it has ended, which `_listen` finds out
+            self._channel.send(message)
+
+    def close(self) -> None:
+        """End the process and all that it has started."""
+        self._channel.end()
+        self._listener.join()
+        self._channel.close()
+        if self._process.stdin:
+            self._process.stdin.close()
+
+    def _listen(self) -> None:
+        """Take its messages until it ends, or is ended because it does not go on.
+
+        Then fail the updates that it owes.
+        """
+        lost: Exception = PlayerLost("does not answer")
+        try:
+            lost = self._receive_all()
+        except (EOFError, OSError):
+            lost = PlayerLost(f"has ended ({self._end()})")
+        except ValidationError as error:
+            self._kill()
+            lost = PlayerLost(
+                f"has sent something else than a message ({clean(problem(error), 200)}) "
+                "and was ended"
+            )
+        except Exception as error:
+            self._kill()
+            lost = PlayerLost(f"could not be heard ({describe(error)}) and was ended")
+        finally:
+            with self._lock:
+                self._lost = lost
+                waiting = list(self._updates.values())
+                self._updates.clear()
+            for future in waiting:
+                future.set_exception(lost)
+
+    def _receive_all(self) -> Exception:
+        """Handle messages until the last one; returns why no more come."""
+        silent_s = 0.0  # counted in the trainer's own running time: it may be stopped itself
+        while True:
+            message = self._channel.receive(TICK_S)
+            if message is not None and self._ready:
+                silent_s = 0.0
+            elif self._process.poll() is not None:  # a program that it forked may hold its socket
+                return PlayerLost(f"has ended ({self._end()})")
+            else:
+                silent_s += TICK_S
+            patience_s = self._patience_s if self._ready else START_S
+            if silent_s > patience_s:
+                self._kill()
+                return PlayerLost(
+                    f"gave no sign of life for {patience_s:g} s "
+                    "(stopped, or held by a call that never returns) and was ended"
+                )
+            match message:
+                case Ready():
+                    self._ready = True
+                case EpisodesEnded():
+                    self._progress(message.done, message.total)
+                case UpdatePlayed():
+                    self._updates.pop(message.step).set_result(message)
+                case UpdateFailed(step=None):
+                    self._end()
+                    return message.error()
+                case UpdateFailed(step=int(step)):
+                    self._updates.pop(step).set_exception(message.error())
+
+    def _end(self) -> str:
+        """How it has ended. It is killed if it does not end."""
+        try:
+            code = self._process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            return "it had closed its connection"
+        # The signal that ended the supervisor, or by its exit code the one that ended the process.
+        number = -code if code < 0 else code - 128
+        if number in signal.valid_signals():
+            return f"killed by {signal.Signals(number).name}"
+        return f"exit code {code}"
+
+    def _kill(self) -> None:
+        """Have the supervisor end it and all that it has started."""
+        assert self._process.stdin
+        with suppress(OSError):
+            self._process.send_signal(signal.SIGCONT)  # it may be stopped too
+            os.write(self._process.stdin.fileno(), END_NOW)
+        try:
+            self._process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@dataclass
+class UpdateAhead:
+    """An update that is played ahead, or has been."""
+
+    count: int
+    """Its tasks."""
+    result: Future[UpdatePlayed]
+
+
+class AsyncRollouts:
+    """Plays `rollout.ahead` updates before the one that is asked for.
+
+    `now` plays in this process what the trainer has to wait for: evaluations, and updates that
+    could not be played ahead. `model` is the folder of its tokenizer.
+    """
+
+    def __init__(self, now: Rollouts, model: str) -> None:
+        self._now = now
+        self._model = model
+        self._folder = Path.cwd()
+        """Names of files count from here; an environment may change the current folder later."""
+        self._updates: dict[int, UpdateAhead] = {}
+        self._newest = -1
+        """The last update that was started."""
+        self._progress: Progress = lambda done, total: None
+        self._player = self._start()
+        now.engine.pool.on_expected = self._send_expected
+        now.engine.pool.on_arrived = self._send_arrived
+
+    def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
+        """The episodes of update `step`, as `Rollouts.training` plays them. A call of all ranks."""
+        now = self._now
+        config = now.config
+        self._progress = progress or self._progress
+
+        last = min(step + config.rollout.ahead, config.run.updates - 1)
+        for later in range(max(step, self._newest + 1), last + 1):
+            self._newest = later
+            self._updates[later] = UpdateAhead(count, self._player.play(later, count))
+
+        tasks = now.tasks(step, count)
+        own: RolloutResult | None = None
+        if step in self._updates:  # otherwise its episodes failed, and are played again
+            played = self._wait_for(self._updates.pop(step))
+            if played:
+                own = played.unpack(tasks)
+        if own is None:
+            own = now.play_update(step, tasks, progress)
+        result = now.share(own, tasks, config.rollout.group_size)
+        return now.refill(result, step, count, progress)
+
+    def evaluation(self, progress: Progress | None = None) -> RolloutResult:
+        return self._now.evaluation(progress)
+
+    def close(self) -> None:
+        """Drop what is in play: a run that goes on plays it again."""
+        self._updates.clear()
+        self._now.close()
+        self._player.close()
+
+    def _wait_for(self, update: UpdateAhead) -> UpdatePlayed | None:
+        """The update once it is played; None if the process that plays ahead is lost.
+
+        Another one is then started for the other updates. Raises the UserError that ended the
+        episodes.
+        """
+        try:
+            return update.result.result()
+        except PlayerLost as lost:
+            to_stderr(f"the process that plays ahead {lost}: its episodes are played again")
+
+        self._player.close()
+        self._player = self._start()
+        for step, other in self._updates.items():
+            # Updates that had been played before are kept.
+            if other.result.done() and other.result.exception():
+                other.result = self._player.play(step, other.count)
+        return None
+
+    def _start(self) -> PlayerHandle:
+        now = self._now
+        ours, theirs = socket.socketpair()
+        variables = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+        }
+        with theirs:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "paw.rollouts.background.supervisor",
+                    str(os.getpid()),
+                    str(theirs.fileno()),
+                ],
+                env=variables,
+                stdin=subprocess.PIPE,
+                cwd=self._folder,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        player = PlayerHandle(
+            process,
+            Channel(ours, FromPlayer),
+            patience_s=now.config.env.step_timeout_s + SILENT_S,
+            progress=lambda done, total: self._progress(done, total),
+        )
+        pool = now.engine.pool
+        ranks = now.ranks or Ranks()
+        player.send(
+            Start(
+                config=now.config.model_dump_json(),
+                model=self._model,
+                positions=now.engine.positions,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                urls=[server.url for server in pool.servers],
+                served_model=pool.model,
+                end_ids=pool.end_ids,
+                vocabulary=pool.vocabulary,
+                entropy=pool.entropy,
+                timeout_s=now.config.engine.timeout_s,
+            )
+        )
+        player.send(WeightsExpected(version=pool.pending_version))
+        player.send(WeightsArrived(version=pool.version, faults=pool.faults))
+        return player
+
+    def _send_expected(self, version: int) -> None:
+        """Called by the pool: weights are on their way."""
+        self._player.send(WeightsExpected(version=version))
+
+    def _send_arrived(self, version: int, faults: dict[str, str]) -> None:
+        """Called by the pool: all servers have the weights, except those with faults."""
+        self._player.send(WeightsArrived(version=version, faults=faults))

@@ -1,0 +1,129 @@
+"""The parent of the process that plays ahead.
+
+However that process or the trainer ends, no process is left behind. It imports no torch, so it is
+small.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from paw.rundir.signals import STOPS
+
+CLOSE_S = 10.0
+"""Seconds for the process to close its environments."""
+LINGER_S = 3.0
+"""Seconds for what it has started to end by itself, then seconds for it to end after SIGTERM."""
+TICK_S = 1.0
+LOOK_S = 0.05
+PR_SET_CHILD_SUBREAPER = 36
+END_NOW = b"."
+
+
+def main(trainer: int, command: Sequence[str], socket_fd: int) -> int:
+    """Run `command` with the socket's number.
+
+    It runs until it ends by itself, the trainer ends, or END_NOW comes on standard input. Returns
+    its exit code, 128 + N if signal N ended it.
+    """
+    for number in STOPS:  # a terminal or a launcher sends them here too: the trainer saves first
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":  # what loses its parent becomes a child of this process
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    child = subprocess.Popen(
+        [*command, str(socket_fd)],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=[socket_fd],
+    )
+    os.close(socket_fd)
+    ended = threading.Event()
+    threading.Thread(target=_kill_in_time, args=(child.pid, trainer, ended), daemon=True).start()
+
+    code = _wait_for(child.pid)
+    ended.set()
+    _end_descendants(child.pid)
+    return code if code >= 0 else 128 - code
+
+
+def _kill_in_time(pid: int, trainer: int, ended: threading.Event) -> None:
+    """Kill the process if the trainer asks for it, or some time after the trainer has ended."""
+    order = None
+    while order is None and os.getppid() == trainer:
+        readable, _, _ = select.select([0], [], [], TICK_S)
+        order = os.read(0, 1) if readable else None
+    if order != END_NOW:  # the trainer has ended, which the process finds out by its socket
+        ended.wait(CLOSE_S)
+    if not ended.is_set():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _wait_for(pid: int) -> int:
+    """The exit code of the process. Orphans that end meanwhile are reaped too."""
+    while True:
+        ended, status = os.wait()
+        if ended == pid:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _end_descendants(group: int) -> None:
+    """End what the process has left behind, whichever process groups that has made."""
+    if sys.platform != "linux":
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+    _wait_for_children(LINGER_S)
+    _wait_for_children(LINGER_S, signal.SIGTERM)
+    _wait_for_children(float("inf"), signal.SIGKILL)
+
+
+def _wait_for_children(seconds: float, number: signal.Signals | None = None) -> None:
+    """Wait until none is left, and send the signal to each once."""
+    deadline = time.monotonic() + seconds
+    signalled = set[int]()
+    while _reap() and time.monotonic() < deadline:
+        if number:
+            for pid in set(_children()) - signalled:
+                signalled.add(pid)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        time.sleep(LOOK_S)
+
+
+def _reap() -> bool:
+    """Whether any child is left."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> list[int]:
+    """Ids of this process's children."""
+    children: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = path.read_bytes().rpartition(b") ")[2].split()[1]
+            if int(parent) == os.getpid():
+                children.append(int(path.parent.name))
+    return children
+
+
+if __name__ == "__main__":
+    sys.exit(
+        main(
+            int(sys.argv[1]),
+            [sys.executable, "-m", "paw.rollouts.background.player"],
+            int(sys.argv[2]),
+        )
+    )

@@ -1,0 +1,470 @@
+"""Text to token ids and back, through a model's own chat template; no text can forge a turn.
+
+A prompt is one user message, or a conversation with tools, plus the generation prompt. Benign text
+gets exactly the ids of `tokenizer.apply_chat_template`; text that spells a control token
+("<|im_end|>") is encoded as the ordinary characters it consists of, so the only control tokens of a
+prompt are the template's own. Where turns are marked by ordinary text ("[INST]"), such text in a
+prompt loses its first character. The template is rendered with markers in place of texts.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from paw.errors import EnvironmentFailure, UserError, clean
+from paw.rollouts.text.calls import Reader, make_reader
+from paw.rollouts.text.encoder import Encoder, encodable
+from paw.rollouts.text.inspection import TemplateFacts, inspect_template, thinking_ids
+from paw.rollouts.text.marks import PROBE, TOOLS, Marks
+from paw.rollouts.text.template import REPLY, USER, ChatTemplate
+from paw.types import THINKING, Reply, ToolCall
+
+AWAITS_RESULT = "<|eom_id|>"
+"""How Llama 3 ends an answer that calls a tool and does not end its turn.
+
+Its generation config has it, too.
+"""
+Context = str | list[dict[str, Any]]
+"""One user message, or a conversation of messages {"role", "content"} (paw/envs/base.py)."""
+
+
+class ContextFull(Exception):
+    """What the model is to go on with does not fit its context.
+
+    The episode is over, with what it has.
+    """
+
+
+def context_text(context: Context) -> str:
+    """A context as one text."""
+    if isinstance(context, str):
+        return context
+    lines: list[str] = []
+    for message in context:
+        calls = message.get("tool_calls", ())
+        if message["content"] or not calls:
+            lines.append(message["content"])
+        for call in calls:
+            function = call["function"]
+            lines.append(str(ToolCall(function["name"], function["arguments"])))
+    return "\n".join(lines)
+
+
+class Chat:
+    """Encoder and decoder of one fast Hugging Face tokenizer.
+
+    `options` are variables of its chat template, `tool_parser` is model.tool_parser (see
+    `paw.rollouts.text.calls`).
+
+    Raises UserError for a tokenizer without a chat template or `tokenizers` back end, and for a
+    template that does not show the user's text exactly once or does not know one of the options.
+    """
+
+    def __init__(
+        self, tokenizer: Any, options: Mapping[str, Any] | None = None, tool_parser: str = "auto"
+    ):
+        self.name = tokenizer.name_or_path or "this model"
+        _check_options(tokenizer, options or {}, name=self.name)
+        self._tokenizer = tokenizer
+        self._tool_parser = tool_parser
+        self._reader: Reader | None = None
+        """Finds the calls in an answer. Made when needed: without tools it never is."""
+        self._backend = _own_backend(tokenizer, name=self.name)
+        self._template = ChatTemplate(tokenizer, options or {})
+        facts = inspect_template(self._template, tokenizer, self._backend, name=self.name)
+        self._facts = facts
+        self._encoder = Encoder(self._backend, control=facts.control, markers=facts.markers)
+        self.opened = facts.opened
+        """How the template begins every answer: "", or from <think> on.
+
+        Part of the answer, not of what is sampled.
+        """
+        self.trim = facts.trim
+        """What the template does to white space around the content (Llama 3 strips it)."""
+
+        between_ids = self.encode(facts.between)
+        turn_end = _first(between_ids, facts.control)
+        if turn_end is None:
+            turn_end = tokenizer.eos_token_id
+        self._turn_end: list[int] = [] if turn_end is None else [turn_end]
+        end_ids = {tokenizer.eos_token_id, turn_end, self._backend.token_to_id(AWAITS_RESULT)}
+        self.end_ids: frozenset[int] = frozenset(end_ids - {None})
+        """Tokens that end a response."""
+        self.separator_ids = _after_first(between_ids, self.end_ids)
+        """From a response's end token to the next user text.
+
+        ChatML: newline, <|im_start|>, "user", newline.
+        """
+        self._never_decoded = (facts.turn_control | self.end_ids) - thinking_ids(self._backend)
+
+        self._frame = PromptFrame(facts, self._encoder)
+        self.reply_ids = self._encoder.plain_ids(self._frame.after_text) + self._frame.tail_ids
+        """From user text to the response.
+
+        ChatML: <|im_end|>, newline, <|im_start|>, "assistant", newline.
+        """
+
+    def render(
+        self, messages: list[Any], tools: list[Any] | None = None, *, ask: bool = True
+    ) -> str:
+        """The template's text, see `ChatTemplate.render`."""
+        return self._template.render(messages, tools, ask=ask)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, control tokens that it writes included."""
+        return self._encoder.encode(text)
+
+    # --- prompts
+    # ---------------------------------------------------------------------------------------------
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Ids of `text` as the one user message, ready for a response."""
+        encoder = self._encoder
+        frame = self._frame
+        text = self.trim(encoder.harmless(text))
+        ids = self.encode(self._facts.prefix + text + self._facts.suffix)
+        if encoder.controls(ids) == frame.controls:
+            return ids
+        spelt_out = encoder.plain_ids(frame.before_text + text + frame.after_text)
+        return frame.head_ids + spelt_out + frame.tail_ids
+
+    def fit_prompt(self, text: str, max_tokens: int) -> tuple[list[int], int]:
+        """(`prompt_ids` of at most `max_tokens` tokens, the number of tokens cut).
+
+        The text loses its first tokens. Raises UserError if the template alone is too long.
+        """
+        ids = self.prompt_ids(text)
+        if len(ids) <= max_tokens:
+            return ids, 0
+
+        encoder = self._encoder
+        frame = self._frame
+        head_ids = frame.head_ids + encoder.plain_ids(frame.before_text)
+        template_tokens = len(head_ids) + len(frame.tail_ids)
+        room = max_tokens - template_tokens
+        if room <= 0:
+            raise UserError(
+                f"rollout.max_prompt_tokens = {max_tokens} leaves no room "
+                f"beside the {template_tokens} tokens of the chat template of '{self.name}'"
+            )
+        text = self.trim(encoder.harmless(text))
+        text_ids = encoder.plain_ids(text + frame.after_text)
+        cut = max(0, len(text_ids) - room)
+        return head_ids + text_ids[-room:] + frame.tail_ids, cut
+
+    def conversation_ids(self, messages: list[dict[str, Any]], tools: list[Any]) -> list[int]:
+        """Ids of a whole conversation as the template renders it, ready for a response.
+
+        Raises UserError for tools that the template does not show, EnvironmentFailure for messages
+        that it does not take.
+        """
+        if tools and not self._facts.shows_tools:
+            raise UserError(
+                f"the chat template of '{self.name}' has no tools: "
+                "take a model whose template has (Qwen, Llama 3, Mistral), "
+                "or an environment without, such as --env.style paper where it has one"
+            )
+        marks = Marks(self._encoder.is_harmless)
+        try:
+            marked = [marks.message(message) for message in messages]
+            rendered = self.render(marked, marks.rest(tools))
+            literals, texts, _ = marks.split(rendered, self._encoder.harmless)
+        except Exception as error:
+            raise self._refused(messages, error) from None
+
+        # As the tokenizer itself encodes it, unless a text becomes a control token that way.
+        ids = self.encode(_interleaved(literals, texts))
+        spelt_out = self._spell_out_texts(literals, texts)
+        if self._encoder.controls(ids) == self._encoder.controls(spelt_out):
+            return ids
+        return spelt_out
+
+    def _spell_out_texts(self, literals: list[str], texts: list[str]) -> list[int]:
+        """Ids of literals and the texts between them, where only literals have control tokens."""
+        ids: list[int] = []
+        ordinary = ""  # what follows the last control token of a literal
+        for literal, text in zip(literals, [*texts, ""], strict=True):
+            matches = list(self._encoder.control_pattern.finditer(literal))
+            if matches:
+                start = matches[0].start()
+                end = matches[-1].end()
+                ids += self._encoder.plain_ids(ordinary + literal[:start])
+                ids += self.encode(literal[start:end])
+                ordinary = literal[end:]
+            else:
+                ordinary += literal
+            ordinary += text
+        return ids + self._encoder.plain_ids(ordinary)
+
+    # --- what follows an answer
+    # ---------------------------------------------------------------------------------------------
+
+    def added(
+        self, answer: dict[str, Any], messages: list[dict[str, Any]]
+    ) -> list[tuple[list[int], str]]:
+        """What the template writes after the end of an `answer` when `messages` follow it.
+
+        Returns for each message (ids that come before its text, the text as the template writes
+        it), then (ids up to the next response, "").
+
+        Example: a tool's result "12 mugs" in ChatML gives
+        [(ids of "\\n<|im_start|>user\\n<tool_response>\\n", "12 mugs"),
+         (ids of "\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n", "")].
+
+        Only a user message, the answer and those messages are rendered for this: earlier ones take
+        no part, so whatever the template drops or merges there stays as the model had it. Raises
+        EnvironmentFailure for messages that the template does not take.
+        """
+        if [message["role"] for message in messages] == ["user"]:
+            return [(self.separator_ids, messages[0]["content"]), (self.reply_ids, "")]
+
+        # Not every template takes a text beside calls, or several calls.
+        text_alone = {"role": "assistant", "content": REPLY}
+        with_text = answer | text_alone
+        without_text = answer | {"content": ""}
+        first_problem: Exception | None = None
+        for candidate in (with_text, without_text, text_alone):
+            try:
+                return self._added_to(candidate, messages)
+            except Exception as error:
+                first_problem = first_problem or error
+        raise self._refused([answer, *messages], first_problem)
+
+    def _added_to(
+        self, answer: dict[str, Any], messages: list[dict[str, Any]]
+    ) -> list[tuple[list[int], str]]:
+        """`added` for an answer as it stands; raises whatever the template raises."""
+        marks = Marks(self._encoder.is_harmless)
+        conversation = [{"role": "user", "content": USER}, marks.rest(answer)]
+        for message in messages:
+            conversation.append(marks.message(message, spaces=False))
+        literals, texts, numbers = marks.split(self.render(conversation), lambda text: text)
+
+        positions = sorted(numbers.index(number) for number in marks.needed)
+        (ids_before_first, first_text), *others = self._cut_at_texts(literals, texts, positions)
+        after_end = _after_last(ids_before_first, self.end_ids)
+        if after_end is None:
+            raise ValueError("it ends an answer with no token")
+        return [(after_end, first_text), *others]
+
+    def _cut_at_texts(
+        self, literals: list[str], texts: list[str], positions: list[int]
+    ) -> list[tuple[list[int], str]]:
+        """Cut n + 1 literals and the n texts between them at the texts at `positions`.
+
+        Returns for each of those (ids of what stands before it, the text), then (ids of what
+        follows the last one, "").
+
+        Example: literals ["<tool>", ":", "<end>"], texts ["search", "12 mugs"] and positions [1]
+        give [(ids of "<tool>" "search" ":", "12 mugs"), (ids of "<end>", "")].
+        """
+        pieces: list[tuple[list[int], str]] = []
+        start = 0
+        for position in positions:
+            ids = self._ids_apart(literals[start : position + 1], texts[start:position])
+            pieces.append((ids, texts[position]))
+            start = position + 1
+        pieces.append((self._ids_apart(literals[start:], texts[start:]), ""))
+        return pieces
+
+    def _ids_apart(self, literals: list[str], texts: list[str]) -> list[int]:
+        """Ids of n + 1 literals and the n texts between them, each encoded on its own.
+
+        Only literals have control tokens.
+        """
+        first_literal, *other_literals = literals
+        ids = self.encode(first_literal)
+        for text, literal in zip(texts, other_literals, strict=True):
+            ids += self.observation_ids(text)
+            ids += self.encode(literal)
+        return ids
+
+    def missing_end(self, response_ids: Sequence[int]) -> list[int]:
+        """The end token for a response that has none.
+
+        Such a response was cut at rollout.max_response_tokens, or by a stop string. The token
+        stands before what follows the response, in the next prompt and in training, and is not part
+        of the response. Empty if the response has ended, or the model has no end token.
+        """
+        has_ended = len(response_ids) > 0 and response_ids[-1] in self.end_ids
+        return [] if has_ended else self._turn_end
+
+    # --- observations
+    # ---------------------------------------------------------------------------------------------
+
+    def observation_ids(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """The first `max_tokens` ids of raw text (a world-model target), none a control token."""
+        return self._encoder.plain_ids(self._encoder.harmless(text))[:max_tokens]
+
+    def observation_spans(self, text: str, max_tokens: int) -> list[tuple[int, int]]:
+        """The characters [start, end) of `text` that each of its `observation_ids` stands for."""
+        tokens = self._encoder.plain_tokens(self._encoder.harmless(text))
+        return [span for _, span in tokens][:max_tokens]
+
+    # --- responses
+    # ---------------------------------------------------------------------------------------------
+
+    def response_ids(self, text: str) -> list[int]:
+        """Ids of a demonstrated response after `opened`, its end token included.
+
+        This is what a warm-up imitates. A Reply with calls gets the ids of what the template
+        writes. Raises EnvironmentFailure for calls that it does not take.
+        """
+        if isinstance(text, Reply) and text.calls:
+            return self._reply_with_calls_ids(text)
+        sampled = text.removeprefix(self.opened).removeprefix(self.opened.rstrip())
+        return self._encoder.plain_ids(encodable(sampled)) + self._turn_end
+
+    def _reply_with_calls_ids(self, reply: Reply) -> list[int]:
+        marks = Marks(self._encoder.is_harmless)
+        user = {"role": "user", "content": USER}
+        try:
+            conversation = self.render([user, marks.message(reply.message())], ask=False)
+            prompt = self.render([user])
+            written = conversation.removeprefix(prompt)
+            literals, texts, _ = marks.split(written, lambda text: text)
+            ids = self._ids_apart(literals, texts)
+        except Exception as error:
+            raise self._refused([user, reply.message()], error) from None
+
+        for position, token in enumerate(ids):
+            if token in self.end_ids:
+                return ids[: position + 1]
+        return ids
+
+    def decode(self, ids: Iterable[int], *, calls: bool = False) -> str:
+        """Text of sampled tokens, without the end token and any other control token.
+
+        With `calls` only the end token is left out: the call of a tool may begin with a control
+        token.
+        """
+        left_out = self.end_ids if calls else self._never_decoded
+        kept = [token for token in ids if token not in left_out]
+        return self._backend.decode(kept, skip_special_tokens=False)
+
+    def reply(self, text: str, tools: list[Any], called: int = 0) -> Reply:
+        """An answer with the calls that the parser of the model's format finds.
+
+        They are numbered from `called` on. Raises UserError if there is no such parser.
+        """
+        if self._reader is None:
+            self._reader = make_reader(
+                self._tokenizer,
+                self._tool_parser,
+                written_call=self._written_call(),
+                model_name=self.name,
+            )
+        return self._reader(text, tools, called)
+
+    def _written_call(self) -> str:
+        """A call as the template writes it, after what opens an answer; "" if it takes no calls."""
+        user = {"role": "user", "content": "QxUser"}
+        call = Reply.of("", PROBE).message()
+        with suppress(Exception):  # a template raises what it likes
+            prompt = self.render([user], TOOLS)
+            with_call = self.render([user, call], TOOLS, ask=False)
+            written = with_call.rpartition("QxUser")[2]
+            if with_call.startswith(prompt):
+                written = with_call.removeprefix(prompt)
+            decoded = self.decode(self.encode(written), calls=True)
+            return decoded.rpartition(THINKING[1])[2]
+        return ""
+
+    def _refused(
+        self, messages: list[dict[str, Any]], error: Exception | None
+    ) -> EnvironmentFailure:
+        roles = ", ".join(message["role"] for message in messages)
+        return EnvironmentFailure(
+            f"the chat template of '{self.name}' does not take {roles}: {clean(error, 200)}"
+        )
+
+
+class PromptFrame:
+    """What stands around the text of a one-message prompt, cut where control tokens end.
+
+    Up to `head_ids` and from `tail_ids` on it is encoded as it is. `before_text` and `after_text`
+    are ordinary words, which merge with the text beside them.
+    """
+
+    def __init__(self, facts: TemplateFacts, encoder: Encoder) -> None:
+        last_end = 0
+        for match in encoder.control_pattern.finditer(facts.prefix):
+            last_end = match.end()
+        first_start = len(facts.suffix)
+        first_match = encoder.control_pattern.search(facts.suffix)
+        if first_match:
+            first_start = first_match.start()
+
+        self.head_ids = encoder.encode(facts.prefix[:last_end])
+        self.before_text = facts.prefix[last_end:]
+        self.after_text = facts.suffix[:first_start]
+        self.tail_ids = encoder.encode(facts.suffix[first_start:])
+        self.controls = encoder.controls(self.head_ids + self.tail_ids)
+        """The control tokens of a prompt whose text has none."""
+
+
+def _check_options(tokenizer: Any, options: Mapping[str, Any], *, name: str) -> None:
+    """Raise UserError if the tokenizer has no chat template, or its template lacks an option."""
+    if not getattr(tokenizer, "chat_template", None):
+        fix = "use an instruct model, or add a chat_template.jinja to the model's folder"
+        raise UserError(f"the tokenizer of '{name}' has no chat template; {fix}")
+    template = str(tokenizer.chat_template)
+    for key, value in options.items():
+        if key == "enable_thinking" and value is False and "think" not in template.lower():
+            continue  # a model that does not think needs no option for that
+        if not re.search(rf"\b{re.escape(key)}\b", template):
+            fix = "leave it out, or --model.chat_template_kwargs '{}' where a recipe sets it"
+            raise UserError(
+                f"model.chat_template_kwargs: the template of '{name}' has no '{key}'; {fix}"
+            )
+
+
+def _own_backend(tokenizer: Any, *, name: str) -> Tokenizer:
+    """A copy of the tokenizer's back end, whose settings the tokenizer changes with every call.
+
+    Raises UserError if it has none.
+    """
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise UserError(
+            f"the tokenizer of '{name}' is not a fast one (no tokenizer.json); convert it first"
+        )
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
+
+
+def _interleaved(literals: list[str], texts: list[str]) -> str:
+    """n + 1 literals with the n texts between them, as one text."""
+    joined = literals[0]
+    for text, literal in zip(texts, literals[1:], strict=True):
+        joined += text + literal
+    return joined
+
+
+def _first(ids: Sequence[int], wanted: frozenset[int]) -> int | None:
+    """The first of `ids` that is one of the `wanted`."""
+    for token in ids:
+        if token in wanted:
+            return token
+    return None
+
+
+def _after_first(ids: list[int], ends: frozenset[int]) -> list[int]:
+    """`ids` after the first of the `ends`; all of them if there is none."""
+    for position, token in enumerate(ids):
+        if token in ends:
+            return ids[position + 1 :]
+    return ids
+
+
+def _after_last(ids: list[int], ends: frozenset[int]) -> list[int] | None:
+    """`ids` after the last of the `ends`; None if there is none."""
+    for position in reversed(range(len(ids))):
+        if ids[position] in ends:
+            return ids[position + 1 :]
+    return None

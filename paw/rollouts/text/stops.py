@@ -1,0 +1,65 @@
+"""Stop strings: a response ends with the first one that it contains."""
+
+from collections.abc import Sequence
+
+from paw.rollouts.text.chat import Chat
+
+TAIL = 8
+"""Tokens decoded beyond as many as a stop string has characters.
+
+A character may take several tokens.
+"""
+
+
+class StopStrings:
+    """Finds the strings `stop` in the tokens of a response.
+
+    Engines call it to know when to stop sampling.
+    """
+
+    def __init__(self, chat: Chat, stop: Sequence[str]) -> None:
+        self._chat = chat
+        self._stop = stop
+
+    def __call__(self, ids: list[int]) -> bool:
+        """Whether the last of the tokens contain one of the strings."""
+        longest = max(len(word) for word in self._stop)
+        tail = self._chat.decode(ids[-longest - TAIL :])
+        return any(word in tail for word in self._stop)
+
+    def first(self, ids: list[int]) -> tuple[int, str]:
+        """(number of tokens up to the one that completes the first stop string, that string).
+
+        (all tokens, "") if there is none.
+        """
+        _, stop = cut_at(self._chat.decode(ids), self._stop)
+        if not stop:
+            return len(ids), ""
+
+        without = 0  # this many tokens do not contain the stop string
+        containing = len(ids)  # this many do
+        while containing - without > 1:
+            middle = (without + containing) // 2
+            if stop in self._chat.decode(ids[:middle]):
+                containing = middle
+            else:
+                without = middle
+        return containing, stop
+
+
+def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """(the text before the first stop string, that string); (all of it, "") if there is none.
+
+    >>> cut_at("go on<end> or <stop>", ["<stop>", "<end>"])
+    ('go on', '<end>')
+    """
+    matches = [(text.find(word), word) for word in stop if word in text]
+    if not matches:
+        return text, ""
+    position, word = min(matches)
+    return text[:position], word
+
+
+def text_before(text: str, stop_string: str) -> str:
+    """The text before the stop string that ended it; all of it if `stop_string` is ""."""
+    return text.partition(stop_string)[0] if stop_string else text

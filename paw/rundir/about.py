@@ -1,0 +1,60 @@
+"""What a run is, for run.json and its first lines: versions, machine, model, games."""
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paw.config.sections import Config
+from paw.distributed.ranks import Ranks
+from paw.envs.base import EnvFactory
+from paw.model.policy import Policy
+from paw.rundir.record import code_commit
+from paw.version import __version__
+
+
+def about(config: Config, policy: Policy, factory: EnvFactory, ranks: Ranks) -> dict[str, Any]:
+    """What run.json says of a run, except how its parts were built."""
+    device = policy.device
+    threads = torch.get_num_threads()
+    if device.type == "cuda":
+        device_name = torch.cuda.get_device_name(device)
+    else:
+        processes = _processes(ranks.world_size, threads)
+        device_name = f"CPU ({platform.machine()}, {processes})"
+    return {
+        "paw": __version__,
+        "commit": code_commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": device_name,
+        "ranks": ranks.world_size,
+        "threads": threads,
+        "engine": config.engine.type,
+        "model": config.model.path,
+        "parameters": policy.lm.num_parameters(),
+        "vocabulary": policy.head_weight.shape[0],
+        "games": factory.fingerprint(),
+    }
+
+
+def _processes(ranks: int, threads: int) -> str:
+    each = "1 thread" if threads == 1 else f"{threads} threads"
+    return f"{ranks} processes of {each}" if ranks > 1 else each
+
+
+def header_lines(directory: Path, info: dict[str, Any], config: Config) -> list[str]:
+    """The first lines that a run prints; `info` is what run.json says."""
+    world = "no world model"
+    if config.wm.enabled:
+        world = f"PaW: {config.wm.loss}, alpha {config.wm.alpha:g}"
+    episodes = f"{config.rollout.tasks} x {config.rollout.group_size} episodes a step"
+    return [
+        f"run {directory}",
+        f"model {info['model']}: {info['parameters']:,} parameters, "
+        f"vocabulary {info['vocabulary']:,}",
+        f"{info['device']}, {info['dtype']}, engine {info['engine']}, "
+        f"head backend {info['backend']}, games {info['games']}",
+        f"{config.advantage.type}, {world}, {episodes}",
+    ]

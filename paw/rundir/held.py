@@ -1,0 +1,69 @@
+"""Whether a run directory is still the one that the run began in, and where it is now."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from paw.errors import UserError
+from paw.io.files import writing
+
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+
+class HeldDirectory:
+    """An open folder: the system knows it by its number, even if it is renamed."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    def check(self, saved: int) -> None:
+        """Raises UserError if the folder was deleted or renamed.
+
+        `saved` is the update of its newest checkpoint, for the message.
+        """
+        path = self.where()
+        if path == self.path:
+            return
+        if path is None:
+            raise UserError(
+                f"the run directory {self.path} was deleted, and what was saved in it: "
+                "the run has ended"
+            )
+        content = "no checkpoint is in it yet"
+        if saved:
+            content = f"the checkpoint of update {saved} is in it"
+        raise UserError(
+            f"the run directory {self.path} was renamed to {path}, so the run has ended; "
+            f"{content}: rename it back, then --resume auto"
+        )
+
+    def where(self) -> Path | None:
+        """The folder's path now; None if it was deleted."""
+        if self._is(self.path):
+            return self.path
+        with suppress(OSError):  # Linux has its path here, or "... (deleted)"
+            path = Path(f"/proc/self/fd/{self._descriptor}").readlink()
+            if self._is(path):
+                return path
+        return None
+
+    def _is(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(path.stat(), os.fstat(self._descriptor))
+        except OSError as error:
+            # Any other trouble is reported by whoever writes to the folder next.
+            return error.errno not in MISSING
+
+
+@contextmanager
+def held(path: Path) -> Iterator[HeldDirectory]:
+    """Open a folder for the block. Raises UserError if it cannot be opened."""
+    with writing(f"to run directory {path}"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield HeldDirectory(path, descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,220 @@
+"""What a run writes about itself: metrics.jsonl and samples.jsonl.
+
+The names and what they mean: paw/metric_list.py.
+"""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from paw.errors import UserError, clean, shown
+from paw.io.files import fsync, open_append, write_file, writing
+from paw.rundir.resume import gaps, rewind
+
+Metrics = Mapping[str, Any]
+Record = dict[str, Any]
+"""A line of metrics.jsonl, as JSON has it (null for a number that is not finite)."""
+
+
+class MetricsLog(AbstractContextManager["MetricsLog"]):
+    """Appends one JSON object per update to metrics.jsonl, and sampled episodes to samples.jsonl.
+
+    Made by `open_log`. Lines reach the system as they are written, and the disk with `sync`: log an
+    update, and sync, before saving its checkpoint.
+    """
+
+    def __init__(
+        self, metrics: FileIO, samples: FileIO, *, history: list[Record], lost: list[str]
+    ) -> None:
+        self.history = history
+        """Every update logged, those of the resumed run included."""
+        self.lost = lost
+        """What the files of the resumed run lack, one sentence each."""
+        self._metrics = metrics
+        self._samples = samples
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Append the metrics of update `step`: numbers or one-element tensors.
+
+        NaN and infinities become null. If `step` is the newest line's, they are an evaluation that
+        the line lacked: the file is replaced by one whose last line has it.
+        """
+        named: Record = {"step": step}
+        for name, value in metrics.items():
+            if name != "step":
+                named[clean(name)] = value  # a callback's name may be anything
+        record = _plain(named)
+        if self.history and self.history[-1]["step"] == step:
+            self._add_to_last_line(record)
+        else:
+            _append(self._metrics, record)
+            self.history.append(record)
+
+    def _add_to_last_line(self, record: Record) -> None:
+        """Replace the newest line by one that has `record` too, and no other evaluation."""
+        last = self.history.pop()
+        merged = {name: value for name, value in last.items() if not name.startswith("eval/")}
+        merged.update(record)
+        path = _path(self._metrics)
+        with writing(path):
+            write_file(path, _lines([*self.history, merged]))
+            self._metrics.close()
+            self._metrics = open_append(path)
+        self.history.append(merged)
+
+    def restore(self) -> list[str]:
+        """Write files anew that were deleted or replaced since they were opened.
+
+        Returns a sentence for each. The metrics are those in memory. What was in samples.jsonl
+        before is lost.
+        """
+        notes = []
+        metrics = _path(self._metrics)
+        samples = _path(self._samples)
+        if not _is_at(self._metrics, metrics):
+            with writing(metrics):
+                write_file(metrics, _lines(self.history))
+                self._metrics.close()
+                self._metrics = open_append(metrics)
+            notes.append(f"{metrics} was deleted or replaced: all its lines are written anew")
+        if not _is_at(self._samples, samples):
+            with writing(samples):
+                self._samples.close()
+                self._samples = open_append(samples)
+            notes.append(f"{samples} was deleted or replaced: what is there now is added to")
+        return notes
+
+    def evaluated(self, step: int) -> bool:
+        """Whether the line of update `step` has an evaluation in which not every episode failed."""
+        return _evaluated(self.history, step)
+
+    def sync(self) -> None:
+        """Bring what was logged to the disk, where it survives a power cut."""
+        for file in (self._metrics, self._samples):
+            with writing(file.name):
+                try:
+                    os.fsync(file.fileno())
+                except OSError as error:
+                    if error.errno != errno.EINVAL:  # a device, such as /dev/null
+                        raise
+
+    def sample(self, step: int, record: Mapping[str, Any]) -> None:
+        """Append something worth reading, such as one episode's turns, to samples.jsonl."""
+        _append(self._samples, _plain({"step": step, **record}))
+
+    def __exit__(self, *_: object) -> None:
+        self._metrics.close()
+        self._samples.close()
+
+
+def open_log(run_dir: Path, *, resume_step: int | None = None) -> MetricsLog:
+    """Open the log files of a run directory, made if it is missing.
+
+    `resume_step` is the step of the checkpoint that is resumed; None for a new run, -1 for one that
+    starts its files anew. The files are cut back to that step, so that they end up equal to those
+    of an uninterrupted run, except for time/* and perf/*. Raises UserError if the folder holds
+    another run, or the disk refuses.
+    """
+    metrics = run_dir / "metrics.jsonl"
+    samples = run_dir / "samples.jsonl"
+    history: list[Record] = []
+    lost: list[str] = []
+    with writing(f"to run directory {run_dir}"):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if resume_step is None:
+            for path in (metrics, samples):
+                if path.exists() and path.stat().st_size:
+                    raise UserError(
+                        f"{path} already holds a run: go on with --resume auto, "
+                        "or set another --run.name"
+                    )
+        else:
+            history = rewind(metrics, resume_step, lost)
+            # Samples are of evaluations: one that has not reached its line will be repeated.
+            sampled_step = resume_step if _evaluated(history, resume_step) else resume_step - 1
+            rewind(samples, sampled_step, lost)
+            lost += gaps(metrics, history, resume_step)
+        metrics_file = open_append(metrics)
+        samples_file = open_append(samples)
+        fsync(run_dir)
+    return MetricsLog(metrics_file, samples_file, history=history, lost=lost)
+
+
+def _evaluated(history: list[Record], step: int) -> bool:
+    return any("eval/success" in record for record in history if record["step"] == step)
+
+
+def _path(file: FileIO) -> Path:
+    return Path(str(file.name))
+
+
+def _is_at(file: FileIO, path: Path) -> bool:
+    """Whether `path` still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False
+
+
+def metrics_problem(metrics: Any) -> str:
+    """What is wrong with the first metric that no line can hold; empty if all can be held.
+
+    Such a metric may come from a callback.
+    """
+    if not isinstance(metrics, dict):
+        return f"run.metrics is {shown(metrics)}; it must be a dict"
+    for name, value in metrics.items():
+        key = f"metrics[{shown(name)}]"
+        if not isinstance(name, str):
+            return f"{key}: the name must be a text"
+        fits = True
+        try:
+            plain = _plain({"value": value})["value"]
+            if isinstance(value, int | float):
+                float(value)
+        except Exception:  # whatever a user's kind of number raises
+            fits = False
+        else:
+            if name.startswith("time/"):  # the clocks add to it
+                fits = isinstance(plain, int | float)
+        if not fits:
+            return f"{key} is {shown(value)}; it must be a number that fits a float"
+    return ""
+
+
+def _plain(record: Mapping[str, Any]) -> Record:
+    """As JSON has it: scalars of numpy and torch become numbers.
+
+    NaN, infinities and integers beyond a float become null.
+    """
+    text = json.dumps(record, default=_scalar)
+    return json.loads(text, parse_constant=lambda _: None, parse_int=_int)
+
+
+def _scalar(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _int(digits: str) -> int | None:
+    return int(digits) if math.isfinite(float(digits)) else None
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def _lines(records: list[Record]) -> bytes:
+    return b"".join(_line(record) for record in records)
+
+
+def _append(file: FileIO, record: Mapping[str, Any]) -> None:
+    rest = memoryview(_line(record))
+    with writing(file.name):
+        while rest:  # a disk that fills up takes a part
+            rest = rest[file.write(rest) :]

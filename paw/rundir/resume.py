@@ -1,0 +1,142 @@
+"""What may change when a run is resumed, what it keeps, and its logs cut back to the checkpoint.
+
+Every key may change unless the run's past or its checkpoints would lose their meaning.
+"""
+
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paw.config.keys import flatten
+from paw.config.recipe import get
+from paw.config.sections import Config
+from paw.errors import UserError, masked, shown
+from paw.io.files import json_object, text_of, update_of, write_file
+from paw.rundir.record import read_info
+
+FIXED = {
+    "run.seed": "its tasks and mini-batches are those of its seed",
+    "model.path": "its weights are that model's",
+    "env.name": "what it has learnt is of that environment",
+    "lora.rank": "its checkpoints hold these adapters",
+    "lora.alpha": "its checkpoints hold these adapters",
+    "lora.targets": "its checkpoints hold these adapters",
+    "optim.name": "its checkpoints hold this optimizer's state",
+    "optim.master_bits": "its checkpoints hold this optimizer's state",
+}
+"""Keys that a resumed run keeps, and why."""
+
+
+def changes(directory: Path, config: Config) -> list[str]:
+    """A line for each key in which `config` differs from the directory's config.toml.
+
+    Except run.name and run.dir, which say where the run lies. A key that either version of PaW does
+    not know counts as its default. Raises UserError for a key that cannot change: `FIXED`, and
+    advantage.type from or to "ppo", whose critic is in the checkpoints.
+    """
+    path = directory / "config.toml"
+    try:
+        if not path.is_file():
+            raise ValueError("it is missing" if not path.exists() else "it is no file")
+        recorded = flatten(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        return [
+            f"warning: {path} cannot be read, so nobody can tell what has changed since: {error}"
+        ]
+
+    recorded = masked(recorded)
+    current = masked(flatten(config.model_dump(mode="json", exclude_none=True)))
+    defaults = flatten(Config.model_validate({"model": {"path": ""}}).model_dump(mode="json"))
+    lines = []
+    for key in sorted((recorded.keys() | current.keys()) - {"run.name", "run.dir"}):
+        old = recorded.get(key, defaults.get(key))
+        new = current.get(key, defaults.get(key))
+        belongs_to_new_plugin = key not in recorded and key not in defaults
+        if old == new or belongs_to_new_plugin:
+            continue
+        if reason := _why_fixed(key, old, new):
+            raise UserError(
+                f"--resume auto: {directory} was trained with {key} = {old!r}, not {new!r}: "
+                f"{reason}; keep it, or start a run of another name"
+            )
+        lines.append(f"changed: {key} {_value(old)} -> {_value(new)}")
+    return lines
+
+
+def _why_fixed(key: str, old: Any, new: Any) -> str:
+    """Why a key cannot change from `old` to `new`; empty if it can."""
+    if key == "advantage.type" and old == "ppo":
+        return "its checkpoints hold a critic"
+    if key == "advantage.type" and new == "ppo":
+        return "its checkpoints hold no critic"
+    return FIXED.get(key, "")
+
+
+def _value(value: Any) -> str:
+    return "none" if value is None else shown(value)
+
+
+def recorded_dtype(directory: Path) -> str:
+    """The dtype that a run was computed in; empty if it is not recorded.
+
+    From run.json or, if its version of PaW did not write it there yet, from config.toml.
+    """
+    dtype = read_info(directory).get("dtype")
+    if dtype is None:
+        with suppress(ValueError, RecursionError):
+            dtype = get(tomllib.loads(text_of(directory / "config.toml")), "model.dtype")
+    return dtype if dtype in ("float32", "bfloat16") else ""
+
+
+def recorded_start_model(directory: Path) -> str:
+    """The folder of the model that a run started from; empty if it is not recorded, or gone."""
+    start = str(read_info(directory).get("start", ""))
+    if start and (Path(start) / "config.json").is_file():
+        return start
+    return ""
+
+
+def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
+    """Drop a log's lines after update `step`, and a last line that a kill left torn.
+
+    Returns the records that stay. Lines that are not an update's go too, and a sentence about them
+    is added to `lost`.
+    """
+    if not path.is_file():
+        return []
+    records: list[dict[str, Any]] = []
+    lines: list[bytes] = []
+    broken: list[int] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            record = json_object(line)
+            update = update_of(record)
+            if not line.endswith(b"\n"):
+                continue
+            if record is None or update is None:
+                broken.append(number)
+            elif update <= step:
+                lines.append(line)
+                records.append(record)
+    write_file(path, b"".join(lines))
+    if broken:
+        lost.append(
+            f"{path}: {len(broken)} lines are no update's and go, the first is line {broken[0]}"
+        )
+    return records
+
+
+def gaps(path: Path, history: list[dict[str, Any]], last: int) -> list[str]:
+    """A sentence if lines of the updates 0 to `last` are missing."""
+    logged = {record["step"] for record in history}
+    missing = sorted(set(range(last + 1)) - logged)
+    if not missing:
+        return []
+    updates = ", ".join(str(step) for step in missing[:9])
+    if len(missing) > 9:
+        updates += ", ..."
+    return [
+        f"{path} lacks {len(missing)} of {last + 1} lines (updates {updates}); "
+        "the run goes on without them"
+    ]

@@ -1,0 +1,161 @@
+"""A run directory belongs to one process, from before anything is made in it until that ends.
+
+The kernel holds the lock, so that kill -9 frees it too.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import IO
+
+from paw.config.sections import Config
+from paw.errors import UserError, clean
+from paw.io.files import cause, fsync, writing
+
+LOCK = ".lock"
+"""Holds the id of the process that has the folder, or had it last. What counts is the kernel's lock
+on the file."""
+WAIT_S = 2.0
+"""Seconds to wait for a process that has not written its id yet, or that was killed a moment ago
+with the parent that watches it."""
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system that knows no locks answers."""
+
+
+class InUseError(UserError):
+    """The folder is another run's, or another living process's."""
+
+
+def lock(folder: Path) -> IO[str]:
+    """Take `folder`, which exists, until the file that is returned closes or this process ends.
+
+    On a file system that knows no locks nothing is locked. Raises InUseError with the id of the
+    process that has the folder.
+    """
+    path = folder / LOCK
+    deadline = time.monotonic() + WAIT_S
+    with writing(folder):
+        file = path.open("a+", encoding="utf-8")
+    while not _try_lock(file):
+        if time.monotonic() > deadline:
+            file.close()
+            raise InUseError(
+                f"{folder} is in use by process {_process_id(path)}; wait for it or stop it"
+            )
+        time.sleep(0.02)
+    with suppress(OSError):  # a full disk: the lock holds all the same
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+    # A child that outlives this process must not keep the folder locked.
+    os.register_at_fork(after_in_child=file.close)
+    return file
+
+
+def _try_lock(file: IO[str]) -> bool:
+    """Whether the file is locked now, by this process or, without locks, by nobody."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise UserError(f"cannot lock {file.name}: {cause(error)}") from None
+    return True
+
+
+def _process_id(path: Path) -> str:
+    text = path.read_text(errors="replace").strip()
+    return text if text.isdecimal() else "?"
+
+
+def take_run_directory(config: Config, *, resume: str, numbered: bool) -> tuple[str, IO[str]]:
+    """Make and lock the directory of a new run, or lock that of the run to resume.
+
+    Returns the name of the run, and the lock, which closing it releases.
+    Raises UserError if the directory holds another run, is in use, or has none to resume.
+    """
+    for name in run_names(config, resume=resume, numbered=numbered):
+        directory = config.run.dir / name
+        try:
+            if not resume:
+                directory.mkdir(parents=True, exist_ok=True)
+                fsync(directory.parent)
+            check_free(directory, resume=resume)
+            lock_file = lock(directory)
+        except InUseError:
+            if resume or not numbered:
+                raise
+            continue  # with the next number
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"cannot create the run directory {directory}: {cause(error)}; set --run.dir"
+            ) from None
+        _remove_leftovers(directory)
+        return name, lock_file
+    raise AssertionError("numbers do not end")
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove files that a kill kept from being renamed."""
+    for leftover in directory.glob(".tmp_*_*"):
+        with suppress(OSError):
+            leftover.unlink()
+
+
+def run_names(config: Config, *, resume: str, numbered: bool) -> Iterator[str]:
+    """Names that a run may take.
+
+    Without `numbered` run.name alone. With it run.name is a stem: for a new run the next free
+    numbers, without end; for a run to resume the highest number there is.
+    """
+    stem = config.run.name
+    if not numbered:
+        yield stem
+        return
+    highest = _highest_number(config.run.dir, stem)
+    numbers = [max(highest, 1)] if resume else count(highest + 1)
+    for number in numbers:
+        yield stem if number == 1 else f"{stem}-{number}"
+
+
+def _highest_number(folder: Path, stem: str) -> int:
+    """The highest number of the runs STEM (1), STEM-2, ... in a folder; 0 if there are none."""
+    highest = 0
+    for path in folder.glob("*/metrics.jsonl"):
+        match = re.fullmatch(rf"{re.escape(stem)}(?:-(\d+))?", path.parent.name)
+        if match:
+            highest = max(highest, int(match[1] or 1))
+    return highest
+
+
+def check_free(directory: Path, *, resume: str) -> None:
+    """Raises UserError for a run directory that cannot be taken, whatever process has it: it holds
+    another run, or none to resume."""
+    metrics = directory / "metrics.jsonl"
+    checkpoints = directory / "checkpoints"
+    if not resume:
+        # The log of a run that stopped before it had begun is empty.
+        has_log = metrics.exists() and metrics.stat().st_size > 0
+        if has_log or any(checkpoints.glob("step_*")):
+            raise InUseError(
+                f"{directory} holds a run already; use --resume auto, or another --run.name"
+            )
+        return
+
+    if resume != "auto" and not re.fullmatch(r"step_\d+", resume):
+        raise UserError(
+            f"--resume {clean(resume)}: takes auto or a checkpoint's name, such as step_000100"
+        )
+    if not metrics.is_file():
+        raise UserError(f"--resume: there is no run in {directory}; start without --resume")
+    names = sorted(path.name for path in checkpoints.glob("step_*"))
+    if resume not in ("auto", *names):
+        available = f"there are: {', '.join(names)}" if names else "there is none"
+        raise UserError(f"--resume {resume}: no such checkpoint in {checkpoints}; {available}")

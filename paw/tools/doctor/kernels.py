@@ -1,0 +1,364 @@
+"""`paw doctor --kernels`: check every backend of the head against float64 here, then time them.
+
+Cases run one after another in a child process: if one crashes, hangs or does not compile, it is a
+line of the table and the others go on.
+"""
+
+import importlib.util
+import json
+import math
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from paw.errors import UserError, clean, to_stderr
+from paw.io.files import cause, write_file
+from paw.io.hub import check_hub
+from paw_kernels import BACKENDS, _measured, why_not_backend
+from paw_kernels._backend import implementation
+from paw_kernels.trial import largest_error, milliseconds
+
+LIMIT_S = 180.0
+"""Most seconds of a case, imports and compilation included."""
+DTYPES = ("float32", "bfloat16", "float16")
+WIDTHS = (64, 896, 4096)
+"""Hidden sizes D that are checked."""
+ROWS = (512, 4096)
+"""Numbers of rows that are timed: a short batch, and one that fills a GPU."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One backend on one problem: n rows of width D against a vocabulary of V."""
+
+    backend: str
+    device: str
+    dtype: str
+    n: int
+    V: int
+    D: int
+    timed: bool = False
+    tiles: dict[str, Any] | None = field(default=None, hash=False)
+    """Triton's tile sizes; None lets it choose."""
+
+    @property
+    def way(self) -> str:
+        """The backend and its tiles: triton 128x256x64, 8 warps, 4 stages, groups of 16, tma."""
+        if self.tiles is None:
+            return self.backend
+        sizes = "{rows}x{cols}x{depth}, {warps} warps, {stages} stages, groups of {group}".format(
+            **self.tiles
+        )
+        switches = [name for name, value in self.tiles.items() if value is True]
+        return ", ".join([f"{self.backend} {sizes}", *switches])
+
+    def __str__(self) -> str:
+        return f"{self.way} {self.dtype}, n {self.n}, V {self.V}, D {self.D}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a case."""
+
+    share: float = math.nan
+    """The largest error as a share of what is allowed; correct up to 1."""
+    ms: float | None = None
+    """Milliseconds of forward + backward, if timed."""
+    why: str = ""
+    """Why the case failed; empty if it did not."""
+
+    @property
+    def right(self) -> bool:
+        return self.share <= 1
+
+    def __str__(self) -> str:
+        if self.ms is not None:
+            return f"{self.ms:.4g} ms"
+        if self.why:
+            return "FAILED"
+        return f"{self.share:.2f}" if self.right else f"{self.share:.2f} WRONG"
+
+
+def check(shape: str | None, model: str | None) -> int:
+    """Print the tables; 0 if every backend that can run here is correct.
+
+    Raises UserError if `shape` is not VxD.
+    """
+    size = head_size(shape, model)
+    cases, left_out = here()
+    failed = _check_errors(cases, left_out)
+    if size is None:
+        print("Nothing is timed without a size: add --model PATH or --shape VxD.")
+    else:
+        V, D = size
+        failed_kinds = {(case.backend, case.dtype) for case in failed}
+        candidates = contest(V, D, {case.backend: case.device for case in cases})
+        _time([case for case in candidates if (case.backend, case.dtype) not in failed_kinds], V, D)
+    return 1 if failed else 0
+
+
+def _check_errors(cases: list[Case], left_out: list[str]) -> list[Case]:
+    """Run the cases, print their errors and what cannot run here; returns the cases that failed."""
+    print(
+        "Each backend of the head against float64: "
+        "the largest error over what it may be (2 x plain torch's + 1e-4)."
+    )
+    answers = dict(zip(cases, reported(run(cases, LIMIT_S), cases), strict=True))
+    columns = [f"D {D}{ragged}" for D in WIDTHS for ragged in ("", " ragged")]
+    table(answers, columns, lambda case: f"{case.backend:<7}{case.dtype}")
+    for line in left_out:
+        print(f"  -        {line}")
+
+    failed = []
+    for case, answer in answers.items():
+        if not answer.right:
+            failed.append(case)
+            print(f"  FAILED   {case}: {answer.why or f'{answer.share:.3g} of the allowed error'}")
+    return failed
+
+
+def _time(cases: list[Case], V: int, D: int) -> None:
+    """Run the cases, print their times and keep them for "auto"."""
+    print(f"Forward + backward of V {V} x D {D}, half of its rows with a gradient:")
+    times = dict(zip(cases, reported(run(cases, LIMIT_S), cases), strict=True))
+    table(times, [f"n {n}" for n in ROWS], lambda case: f"{case.dtype:<9}{case.way}")
+    keep(times)
+
+
+def head_size(shape: str | None, model: str | None) -> tuple[int, int] | None:
+    """(V, D) of `--shape`, otherwise of `--model`; None without either."""
+    if shape:
+        match = re.fullmatch(r"([1-9]\d*)[xX]([1-9]\d*)", shape)
+        if not match:
+            raise UserError(
+                f"--shape {clean(shape)}: it is the head's words x width, such as 151936x896"
+            )
+        return int(match[1]), int(match[2])
+    if not model:
+        return None
+    from paw.model.policy import head_shape
+
+    check_hub(model)
+    size = head_shape(model)
+    if size is None:
+        raise UserError(
+            f"model.path = '{clean(model)}': "
+            "its config.json does not tell vocab_size and hidden_size"
+        )
+    return size
+
+
+def here() -> tuple[list[Case], list[str]]:
+    """(cases to check on this machine, lines on what cannot run here and why).
+
+    On a CPU Triton runs in its interpreter.
+    """
+    main = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    processors = 0
+    if main.type == "cuda":
+        processors = torch.cuda.get_device_properties(main).multi_processor_count
+    # (n, V): more than two tiles of 128 x 256 for each multiprocessor of a GPU, and more than two
+    # of the interpreter's 16 x 32 for each of its 3 programs.
+    sizes = {
+        "cuda": (1000, 256 * math.ceil(2.5 * processors / 8)),
+        "cpu": (300, 1024),
+        "triton": (40, 128),
+    }
+
+    cases: list[Case] = []
+    left_out = []
+    for backend in BACKENDS:
+        device = torch.device("cpu") if backend == "cpu" else main
+        on_cpu = backend == "triton" and device.type == "cpu"
+        if on_cpu and importlib.util.find_spec("triton"):
+            n, V = sizes["triton"]  # in its interpreter, for which any machine will do
+        else:
+            why = why_not_backend(backend, device, torch.float32)
+            if why:
+                left_out.append(f"{backend}: {why}")
+                continue
+            n, V = sizes[device.type]
+        ragged_V = V - 27  # not a multiple of a tile
+        for dtype in DTYPES:
+            for D in WIDTHS:
+                cases.append(Case(backend, device.type, dtype, n, V, D))
+                cases.append(Case(backend, device.type, dtype, n, ragged_V, D))
+    return cases, left_out
+
+
+def contest(V: int, D: int, devices: dict[str, str]) -> list[Case]:
+    """The cases to time; `devices` has the device type of each backend.
+
+    On a GPU they are in bfloat16, with several tile sizes of Triton's; on a CPU without Triton.
+    """
+    on_gpu = "cuda" in devices.values()
+    dtypes = ("bfloat16",) if on_gpu else ("float32", "bfloat16")
+    cases = []
+    for backend, device in devices.items():
+        if (device == "cuda") != on_gpu:
+            continue
+        if backend == "triton" and not on_gpu:
+            continue
+
+        tile_choices: list[Any] = [None]
+        if backend == "triton":
+            from paw_kernels._triton import candidates
+
+            tile_choices = [
+                tiles._asdict() for tiles in candidates(torch.cuda.get_device_capability())
+            ]
+        for dtype in dtypes:
+            for tiles in tile_choices:
+                for n in ROWS:
+                    cases.append(Case(backend, device, dtype, n, V, D, timed=True, tiles=tiles))
+    return cases
+
+
+def reported(answers: Iterable[Answer], cases: list[Case]) -> Iterator[Answer]:
+    """Yield the answers as they come, and print each to stderr."""
+    for number, (case, answer) in enumerate(zip(cases, answers, strict=True), 1):
+        to_stderr(f"  {number}/{len(cases)} {case}: {answer.why or answer}")
+        yield answer
+
+
+def table(answers: dict[Case, Answer], columns: list[str], name: Callable[[Case], str]) -> None:
+    """Print the answers: cases of one name share a row."""
+    rows: dict[str, list[Answer]] = {}
+    for case, answer in answers.items():
+        rows.setdefault(name(case), []).append(answer)
+    width = max(map(len, rows), default=0)
+    print(f"  {'':<{width}}" + "".join(f"{column:>14}" for column in columns))
+    for row, row_answers in rows.items():
+        print(f"  {row:<{width}}" + "".join(f"{answer!s:>14}" for answer in row_answers))
+
+
+def keep(answers: dict[Case, Answer]) -> None:
+    """Write the times where "auto" looks for them, in place of older ones of these sizes.
+
+    If the file cannot be written, that is printed; it is not an error.
+    """
+    times = {case: answer.ms for case, answer in answers.items() if answer.ms}
+    if not times:
+        return
+    path = _measured.file()
+    first = next(iter(times))  # all have its device, V and D
+    key = _measured.key(torch.device(first.device))
+
+    by_key: dict[str, Any] = {}
+    kept: list[Any] = []
+    with suppress(OSError, ValueError, TypeError, KeyError):  # nothing of a broken file is kept
+        by_key = dict(json.loads(path.read_text(encoding="utf-8")))
+        kept = [
+            time for time in by_key.get(key, ()) if (time["V"], time["D"]) != (first.V, first.D)
+        ]
+    new = []
+    for case, ms in times.items():
+        time = _measured.Time(case.backend, case.dtype, case.V, case.D, case.n, ms, case.tiles)
+        new.append(time._asdict())
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps(by_key | {key: [*kept, *new]}, indent=1) + "\n")
+    except OSError as error:
+        to_stderr(
+            f"paw: cannot write {path}: {cause(error)}; "
+            "`auto` will not know these times (set PAW_CACHE)"
+        )
+    else:
+        print(f"`auto` goes by the least of these times from now on: {path}")
+
+
+def run(cases: list[Case], limit_s: float) -> Iterator[Answer]:
+    """The answers of the cases, in order."""
+    pending = list(cases)
+    while pending:
+        same_backend = list(takewhile(lambda case: case.backend == pending[0].backend, pending))
+        for answer in _in_a_child(same_backend, limit_s):
+            pending.pop(0)
+            yield answer
+
+
+def _in_a_child(cases: list[Case], limit_s: float) -> Iterator[Answer]:
+    """The answers of one child process to these cases of one backend, in order.
+
+    If the child dies or hangs, the last answer is that of the case that did it; the cases after it
+    have none.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    receiver, sender = spawn.Pipe()
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+        child: Any = spawn.Process(target=_answer, args=(sender, cases, output.name))
+        child.start()
+        sender.close()
+        try:
+            for _ in cases:
+                if not receiver.poll(limit_s):
+                    yield Answer(why=f"no answer in {limit_s:g} s")
+                    return
+                yield receiver.recv()
+        except EOFError:
+            child.join()
+            yield Answer(why=_cause_of_death(child.exitcode, output.read()))
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # with what it has started, such as a compiler
+            child.kill()
+            child.join()
+
+
+def _cause_of_death(exit_code: int, output: str) -> str:
+    """The signal that killed a child, otherwise the last line of its output."""
+    if exit_code < 0:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    lines = output.strip().splitlines()
+    return clean(lines[-1]) if lines else f"ended with exit code {exit_code}"
+
+
+def _answer(answers: Connection, cases: list[Case], output: str) -> None:
+    """The child process, a session of its own; what libraries print goes to the file `output`."""
+    os.setsid()
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    if cases[0].backend == "triton" and cases[0].device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    for case in cases:
+        answers.send(attempt(case))
+
+
+def attempt(case: Case) -> Answer:
+    """Check a case and, if asked for, time it; runs in the child.
+
+    Raises if an error has left the GPU unusable.
+    """
+    device = torch.device(case.device)
+    dtype = getattr(torch, case.dtype)
+    n, V = case.n, case.V
+    if case.timed:  # the check needs no large problem, only the same remainder of V
+        n, V = 300, 512 + case.V % 256
+    try:
+        make_rows = implementation(case.backend)
+        if case.tiles:
+            from paw_kernels._triton import TUNED, Tiles
+
+            for vocabulary in (V, case.V):
+                TUNED[vocabulary, case.D, dtype.itemsize] = Tiles(**case.tiles)
+        answer = Answer(largest_error(make_rows, device, dtype, n, V, case.D))
+        if case.timed and answer.right:
+            ms = milliseconds(make_rows, device, dtype, case.n, case.V, case.D)
+            answer = replace(answer, ms=ms)
+        return answer
+    except Exception as error:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return Answer(why=clean(f"{type(error).__name__}: {error}"))

@@ -1,0 +1,42 @@
+"""The configuration of a command that plays games, perhaps without a recipe."""
+
+from pathlib import Path
+from typing import Any
+
+from paw.config.keys import keys_of
+from paw.config.recipe import layered, load, named, override, read_recipe, recipe_names
+from paw.config.sections import Config
+from paw.errors import UserError, to_stderr
+
+Overrides = dict[str, Any]
+
+
+def load_played(
+    recipe: str | Path | Config | None, overrides: Overrides, defaults: Overrides | None = None
+) -> Config:
+    """The configuration of a recipe; if it is None, of the recipe <env.name>-grpo, if there is one.
+
+    `defaults` are overrides of less weight, each used only if the environment has its key. Raises
+    UserError if neither a recipe nor env.name is given.
+    """
+    if isinstance(recipe, Config):
+        return load(recipe, overrides)
+
+    name = named(overrides.get("env.name"))
+    if recipe is None and name is None:
+        raise UserError("say what is played with --recipe NAME or --env NAME")
+    if recipe is None and f"{name}-grpo" in recipe_names():
+        recipe = f"{name}-grpo"
+        to_stderr(f"settings of the recipe {recipe}; --recipe names another")
+
+    flat: dict[str, Any] = {"model.path": "-"}
+    origins: dict[str, str] = {}
+    if recipe is not None:
+        flat, origins = read_recipe(str(recipe))
+    keys = keys_of(Config, layered(flat, {"env.name": name} if name else {}))
+    values = {key: text for key, text in (defaults or {}).items() if key in keys}
+    values |= overrides
+    if name == "search" and str(values.get("env.data", "")).lower() == "none":
+        # The recipe's retriever, E5, would be downloaded.
+        values = {"env.retriever": "bm25"} | values
+    return override(flat, values, origin=str(recipe or "command line"), origins=origins)

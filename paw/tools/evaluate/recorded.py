@@ -1,0 +1,194 @@
+"""Rollouts without playing: from a file of `paw rollout`, or random ones of a recipe's sizes.
+
+`paw profile` uses both, `paw sft` the file.
+"""
+
+import json
+import math
+from copy import copy
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from paw.algo.samples import to_samples
+from paw.config.sections import Config
+from paw.errors import UserError
+from paw.io.files import reading
+from paw.run import Run
+from paw.tools.plan.plan import OBSERVATION, PROMPT, RESPONSE, WON
+from paw.tools.plan.shapes import KEYS, Shape, shape_of
+from paw.tools.warmup import quickstart
+from paw.types import Group, Outcome, Task, Trajectory, Turn
+
+
+def read_episodes(path: Path, *, vocabulary: float = math.inf) -> list[Group]:
+    """The episodes of a file that `paw rollout` wrote with a model of `vocabulary` tokens.
+
+    Raises UserError for any other file, or if a token id is outside the vocabulary.
+    """
+    with reading(f"--rollouts {path}"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+    groups: list[Group] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            _add_turn(groups, json.loads(line), vocabulary=vocabulary)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise UserError(
+                f"--rollouts {path}: line {number} is not a turn that `paw rollout` wrote: {error}"
+            ) from None
+    if not groups:
+        raise UserError(f"--rollouts {path}: there is no turn in it")
+    return groups
+
+
+def _add_turn(groups: list[Group], record: dict[str, Any], *, vocabulary: float) -> None:
+    """Append a line's turn to the last episode of `groups`.
+
+    A turn with step 0 starts an episode, and another group if it has another task.
+    """
+    task = Task(record.pop("task"), record.pop("kind"))
+    member = record.pop("member")
+    step = record.pop("step")
+    record["outcome"] = Outcome(**record["outcome"])
+    turn = Turn(**record)
+    if not turn.response_ids or max(turn.prompt_ids + turn.response_ids) >= vocabulary:
+        raise ValueError("token ids of another model")
+
+    if step == 0:
+        if not groups or groups[-1].task != task:
+            groups.append(Group(task, [], place=len(groups)))
+        groups[-1].trajectories.append(Trajectory(task, member))
+    groups[-1].trajectories[-1].turns.append(turn)
+
+
+def random_groups(run: Run) -> tuple[Run, list[Group]]:
+    """(the run, but with an encoding of the random texts; groups of random tokens).
+
+    The groups have the sizes of play under the run's limits. Prompts and observations have the
+    lengths of searching play of the generated full-size ALFWorld games (450 and 20 tokens of
+    Qwen2). The lengths of responses, and that 40 % of episodes end early, are assumptions.
+    """
+    config = run.config
+    draw = _RandomTurns(config, vocabulary=len(run.policy.head_weight))
+    groups = [
+        Group(Task(f"random/{place}", "random"), [], place) for place in range(config.rollout.tasks)
+    ]
+    for group in groups:
+        for member in range(config.rollout.group_size):
+            group.trajectories.append(Trajectory(group.task, member, draw.episode()))
+
+    chat = copy(run.chat)
+    chat.separator_ids = draw.ids(4, limit=4)  # as many as ChatML's
+    run = replace(run, chat=chat, encode_observation=lru_cache(65536)(_read_ids))
+    return run, with_log_probs(run, groups)
+
+
+class _RandomTurns:
+    """Draws turns and episodes of random tokens from one generator, seeded by the run."""
+
+    def __init__(self, config: Config, vocabulary: int) -> None:
+        self.config = config
+        self.vocabulary = vocabulary
+        self.rng = np.random.default_rng(config.run.seed)
+
+    def ids(self, count: float, limit: int) -> list[int]:
+        """About `count` random token ids, at least 1 and at most `limit`."""
+        return self.rng.integers(self.vocabulary, size=int(np.clip(count, 1, limit))).tolist()
+
+    def episode(self) -> list[Turn]:
+        """The turns of an episode. If it is won it ends anywhere, else at the limit of turns."""
+        max_turns = self.config.env.max_turns
+        won = bool(self.rng.random() < WON)
+        last = int(self.rng.integers(max_turns)) if won else max_turns - 1
+        return [self.turn(won=won and step == last, done=step == last) for step in range(last + 1)]
+
+    def turn(self, *, won: bool, done: bool) -> Turn:
+        # The order of the draws (observation, prompt, response, validity) decides the result for a
+        # seed.
+        rng = self.rng
+        max_prompt = self.config.rollout.max_prompt_tokens
+        max_response = self.config.rollout.max_response_tokens
+        observation_tokens = OBSERVATION[0] + rng.exponential(OBSERVATION[1])
+        observation_ids = self.ids(observation_tokens, limit=self.config.wm.max_tokens)
+        observation = " ".join(map(str, observation_ids))
+        prompt_ids = self.ids(rng.normal(*PROMPT) * max_prompt, limit=max_prompt)
+        response_tokens = rng.lognormal(math.log(RESPONSE[0] * max_response), RESPONSE[1])
+        response_ids = self.ids(response_tokens, limit=max_response)
+        outcome = Outcome(
+            observation,
+            reward=self.config.env.reward * won,
+            done=done,
+            won=won,
+            action="",
+            valid=bool(rng.random() < 0.95),
+        )
+        return Turn(
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            sampled_logp=[],
+            entropy=None,
+            prompt="",
+            response="",
+            outcome=outcome,
+            anchor=observation,
+            version=0,
+        )
+
+
+def _read_ids(text: str) -> list[int]:
+    """The token ids of a random observation, whose text is their numbers."""
+    return list(map(int, text.split()))
+
+
+def random_model(config: Config, folder: Path) -> str:
+    """Write a model with random weights and a tokenizer of bytes to `folder`; returns the folder.
+
+    The weights have the shape of `model.path`: a folder, a name that `shapes` knows, or
+    "quickstart". Nothing is downloaded.
+    """
+    path = config.model.path
+    tokenizer = quickstart.build_tokenizer([], set(), [])
+    torch.manual_seed(config.run.seed)
+    if path == "quickstart":
+        lm = quickstart.build_model(tokenizer, config.warmup)
+    else:
+        lm = AutoModelForCausalLM.from_config(hf_config(shape_of(path)), dtype=torch.bfloat16)
+    quickstart.save(lm, tokenizer, folder)
+    return str(folder)
+
+
+def hf_config(shape: Shape) -> Any:
+    """The Hugging Face configuration of a model of that shape."""
+    settings: dict[str, Any] = {key: getattr(shape, name) for name, key in KEYS.items()}
+    if shape.experts:
+        model_type = "qwen3_moe" if shape.qk_norm else "mixtral"
+        settings["num_experts"] = shape.experts
+        settings["num_local_experts"] = shape.experts
+        settings["num_experts_per_tok"] = shape.active
+        settings["moe_intermediate_size"] = shape.intermediate
+    elif shape.qk_norm:
+        model_type = "qwen3"
+    elif shape.qkv_bias:
+        model_type = "qwen2"
+    else:
+        model_type = "llama"
+    return AutoConfig.for_model(model_type, **settings)
+
+
+def with_log_probs(run: Run, groups: list[Group]) -> list[Group]:
+    """The groups as if this run's model had sampled them.
+
+    The log-probs of another model would look like those of stale weights.
+    """
+    rows = to_samples(groups, separator_ids=[], encode_observation=None, invalid_penalty=0.0)
+    turns = [
+        turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns
+    ]
+    for turn, (logp, _) in zip(turns, run.log_probs(run.policy, rows), strict=True):
+        turn.sampled_logp = logp
+    return groups

@@ -1,0 +1,216 @@
+"""The result of an evaluation: rows as in the paper's tables, intervals, tokens, dollars, time."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from paw.config.sections import EndpointConfig
+from paw.envs.base import kind_name
+from paw.envs.search.data import SETS
+from paw.errors import clean, masked, to_stderr
+from paw.rollouts.episode import Episode
+from paw.rollouts.success import wilson
+
+COLUMNS = {
+    "pick": "Pick",
+    "look": "Look",
+    "clean": "Clean",
+    "heat": "Heat",
+    "cool": "Cool",
+    "two": "Pick2",
+}
+"""ALFWorld's task types in the order of the paper's Table 1, and their headings there."""
+MOST_CHARS = 10_000
+"""Most characters of a line: kinds of tasks and the games' name are texts of the environment."""
+SPENT = ("calls", "prompt_tokens", "completion_tokens", "cost", "seconds")
+"""Keys of what episodes cost, summed over all of them: those that failed were paid for too."""
+
+
+def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
+    """The line of an ended episode in the file of episodes."""
+    trajectory = episode.trajectory
+    last = episode.outcome
+    stats = episode.stats
+    turns = []
+    for trial, response, outcome in episode.steps:
+        turns.append({
+            "trial": trial,
+            "response": response,
+            "action": outcome.action,
+            "valid": outcome.valid,
+            "observation": outcome.observation,
+            "reward": outcome.reward,
+        })  # fmt: skip
+    cost = stats.prompt_tokens * prices.input_price + stats.response_tokens * prices.output_price
+    return {
+        "place": episode.index,
+        "task": trajectory.task.id,
+        "kind": trajectory.task.kind,
+        "success": last is not None and last.won and not episode.context_full,
+        "score": last.score if last else None,
+        "steps": sum(turn["trial"] == episode.trials for turn in turns),
+        "trials": episode.trials,
+        "plans": episode.notes,
+        "turns": turns,
+        "calls": len(trajectory.turns),
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.response_tokens,
+        "cost": cost / 1e6,  # prices are for a million tokens
+        "seconds": round(episode.seconds, 3),
+        "context_full": episode.context_full,
+        "failure": masked(trajectory.failure),
+    }
+
+
+def summarise(
+    lines: Sequence[dict[str, Any]], about: dict[str, Any], prices: EndpointConfig, wall_s: float
+) -> dict[str, Any]:
+    """Success of the played episodes with its 95 % Wilson interval, and what they took.
+
+    Success is given overall and by kind of task. `wall_s` is the time of this run alone; `seconds`
+    in the result is the sum over all episodes, also of those that ran at the same time.
+    """
+    played = [line for line in lines if line["failure"] is None]
+    turns = [turn for line in played for turn in line["turns"]]
+    summary: dict[str, Any] = {
+        "environment": about["env.name"],
+        "agent": about["agent.type"],
+        "model": about["model"],
+        "games": about["games"],
+        "temperature": about["eval.temperature"],
+        "episodes": len(played),
+    }
+    summary |= success_of([line["success"] for line in played])
+    if any(line["score"] is not None for line in played):
+        summary["score"] = sum(line["score"] or 0.0 for line in played) / len(played)
+
+    summary["kinds"] = kind_rows((line["kind"], line["success"]) for line in played)
+    summary["steps"] = sum(line["steps"] for line in played) / max(1, len(played))
+    summary["valid_actions"] = sum(turn["valid"] for turn in turns) / max(1, len(turns))
+    summary["context_full"] = sum(line["context_full"] for line in played)
+    summary["not_played"] = len(lines) - len(played)
+
+    for key in SPENT:
+        summary[key] = sum(line[key] for line in lines)
+    summary["priced"] = bool(prices.input_price or prices.output_price)
+    summary["wall_s"] = round(wall_s, 1)
+    return summary
+
+
+def table(summary: dict[str, Any]) -> str:
+    """A Markdown table of one row with the columns of the paper's tables; below it, the rest."""
+    cells = _cells(summary)
+    shares = [f"{100 * value:.1f}" for value in cells.values()]
+    row = [summary["model"], summary["agent"], *shares]
+    cost = f", ${summary['cost']:.2f}" if summary["priced"] else ""
+    lines = [
+        *markdown(["Model", "Agent", *cells], [row]).split("\n"),
+        "",
+        f"{summary['games']}, temperature {summary['temperature']:g}: "
+        f"success {summary['success']:.1%} of {summary['episodes']} episodes "
+        f"(95 % interval {summary['ci_low']:.1%} to {summary['ci_high']:.1%})",
+        f"{summary['steps']:.1f} turns an episode, valid actions {summary['valid_actions']:.1%}; "
+        f"{summary['calls']} calls, {summary['prompt_tokens']} prompt and "
+        f"{summary['completion_tokens']} completion tokens{cost}; "
+        f"{summary['seconds']:.0f} s of episodes, "
+        f"{summary['wall_s']:.0f} s by the clock in this run",
+    ]
+    if summary["context_full"]:
+        lines.append(
+            f"{summary['context_full']} episodes were lost because the model's context was full"
+        )
+    if summary["not_played"]:
+        lines.append(
+            f"{summary['not_played']} episodes could not be played and count nowhere above"
+        )
+    return "\n".join(clean(line, MOST_CHARS) for line in lines) + "\n"
+
+
+def _cells(summary: dict[str, Any]) -> dict[str, float]:
+    """Heading -> share: the columns of Table 1, the environment's other kinds, and all of them."""
+    if summary["environment"] == "webshop":
+        return {"Score": summary.get("score", 0.0), "Succ.": summary["success"]}
+    success = {kind: row["success"] for kind, row in summary["kinds"].items()}
+    cells = {heading: success[kind] for kind, heading in COLUMNS.items() if kind in success}
+    cells |= {kind: share for kind, share in success.items() if kind not in COLUMNS}
+    if "Avg." not in success:
+        cells["All"] = summary["success"]
+    return cells
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table; "-" stands for None.
+
+    >>> print(markdown(["model", "success"], [["a|b", None]]))
+    | model | success |
+    | --- | --- |
+    | a\\|b | - |
+    """
+
+    def text(cell: object) -> str:
+        if cell is None:
+            return "-"
+        return str(cell).replace("|", r"\|").replace("\n", " ")
+
+    def line(cells: Iterable[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    lines = [line(map(text, header)), line(["---"] * len(header))]
+    for row in rows:
+        lines.append(line(map(text, row)))
+    return "\n".join(lines)
+
+
+def success_of(won: Sequence[bool]) -> dict[str, float]:
+    """The share of episodes that were won, with its 95 % Wilson interval."""
+    low, high = wilson(sum(won), len(won))
+    return {"success": sum(won) / max(1, len(won)), "ci_low": low, "ci_high": high}
+
+
+def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float]]:
+    """Success, its interval and the number of games of each kind; `episodes` are (kind, won).
+
+    Search QA's sets have the names and the order of the paper's Table 2, and a row "Avg." with the
+    mean over these sets.
+    """
+    won_by_name: dict[str, list[bool]] = {}
+    for kind, won in episodes:
+        name = kind_name(kind)
+        won_by_name.setdefault(SETS.get(name, name), []).append(won)
+
+    set_names = [name for name in SETS.values() if name in won_by_name]
+    other_names = sorted(won_by_name.keys() - set(SETS.values()))
+    rows: dict[str, dict[str, float]] = {}
+    for name in [*set_names, *other_names]:
+        won_games = won_by_name[name]
+        rows[name] = success_of(won_games) | {"games": len(won_games)}
+
+    if set_names:
+        total = sum(rows[name]["success"] for name in set_names)
+        rows["Avg."] = {"success": total / len(set_names), "sets": len(set_names)}
+    return rows
+
+
+def kind_lines(table: dict[str, dict[str, float]]) -> list[str]:
+    """`kind_rows` as text for people, a line each."""
+    rows = {clean(name): row for name, row in table.items()}
+    width = max(map(len, rows), default=0)
+    lines = []
+    for name, row in rows.items():
+        if "games" in row:
+            count = f"{row['games']} ({row['ci_low']:.1%} to {row['ci_high']:.1%})"
+        else:
+            count = f"{row['sets']} sets"
+        lines.append(f"  {name:<{width}}  {row['success']:6.1%} of {count}")
+    return lines
+
+
+def progress(lines: dict[int, dict[str, Any]], total: int) -> None:
+    """Show on stderr how far an evaluation is, at a terminal or else after each tenth of it."""
+    ended = len(lines)
+    won = sum(line["success"] for line in lines.values() if line["failure"] is None)
+    text = f"{ended}/{total} episodes, {won} won"
+    if sys.stderr.isatty():
+        print(f"\r{text}", end="\n" if ended == total else "", file=sys.stderr, flush=True)
+    elif ended == total or ended % max(1, total // 10) == 0:
+        to_stderr(text)

@@ -1,0 +1,335 @@
+"""Searches for settings that fit a machine, and refuses a configuration that cannot fit."""
+
+import math
+import os
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from operator import attrgetter
+from typing import Any
+
+from paw.config.keys import flatten
+from paw.config.recipe import known_keys, layered, validate
+from paw.config.sections import Config
+from paw.errors import UserError
+from paw.rollouts.engines import find_engine
+from paw.tools.plan.plan import GIB, USABLE, Plan
+from paw.tools.plan.shapes import Shape, shape_of
+
+BASE = "alfworld-gigpo-paw"
+"""The recipe that `paw plan --model` plans for without one."""
+Change = dict[str, Any]
+"""Values by dotted key."""
+ADAPTERS: Change = {"lora.rank": 32, "optim.name": "adamw"}
+FALLBACKS: tuple[Change, ...] = (
+    {"model.checkpointing": "selective"},
+    {"model.checkpointing": "full"},
+    {"engine.sleep_level": 2},
+    {"policy.offload_reference": True},
+    {"optim.name": "flash-adamw"},
+    {"optim.micro_batch_tokens": 8192},
+    {"optim.offload": True},
+    {"optim.micro_batch_tokens": 4096},
+    {"model.offload_activations": True},
+    {"policy.kl_coef": 0.0},
+    ADAPTERS,
+)
+"""Changes that save memory, each on top of those before it, cheapest in time first.
+
+The last two change what is learnt: no reference model, and adapters instead of all weights.
+"""
+OFFLOADS = {"policy.offload_reference", "optim.offload", "model.offload_activations"}
+"""Fallbacks that take host memory: each further fallback is tried without one of them as well."""
+ENGINE = ("engine.type", "engine.servers", "engine.tensor_parallel", "rollout.ahead")
+"""Keys that put the engines on servers, in the order of `_with_server_keys`."""
+SHARE = "engine.gpu_memory_utilization"
+COARSE = 20
+"""Steps into which a card is divided to find a share of it that fits."""
+FINE = 100
+"""The same, if nothing fits with coarse steps."""
+LARGEST_SHARE = 0.9
+
+
+Tried = list[tuple[str, Plan]]
+"""What was changed last, and the plan with all changes so far; the last one fits if any does."""
+
+
+def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any) -> Tried:
+    """Try settings until some fit; `pinned` keys stay as they are.
+
+    First come fallbacks that keep what is learnt, then servers, then a finer share of the card for
+    the engine, and last what changes what is learnt. `machine` are keyword arguments of `Plan`.
+    """
+    tried = _with_fallbacks(config, shape, pinned=pinned, **machine)
+    if _keeps_learning(tried, config):
+        return tried
+    for plan in with_servers(config, shape, pinned=pinned, **machine):
+        return [*tried, (words(plan.config, config), plan)]
+
+    finer = _with_fallbacks(config, shape, steps=FINE, pinned=pinned, **machine)
+    only_finer_fits = bool(tried[-1][1].reasons()) and not finer[-1][1].reasons()
+    if _keeps_learning(finer, config) or only_finer_fits:
+        return finer
+    if tried[-1][1].reasons():
+        tried += with_adapters(config, shape, pinned=pinned, **machine)
+    return tried
+
+
+def _keeps_learning(tried: Tried, config: Config) -> bool:
+    """Whether the last one fits and learns what `config` would."""
+    best = tried[-1][1]
+    return not best.reasons() and _same_learning(best.config, config)
+
+
+def with_adapters(
+    config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any
+) -> Tried:
+    """Adapters, with only those fallbacks that they still need, if that fits.
+
+    The fallbacks that were tried without adapters are dropped: what they add may not fit a host's
+    memory. Empty if nothing fits, or if a pinned key would have to change.
+    """
+    if config.lora.rank or _contradicts(config, ADAPTERS, pinned):
+        return []
+    try:
+        adapted = changed(config, ADAPTERS)
+        tried = _with_fallbacks(adapted, shape, steps=FINE, pinned={*pinned, *ADAPTERS}, **machine)
+    except UserError:  # what is trained takes no adapters
+        return []
+    best = tried[-1][1]
+    return [] if best.reasons() else [(words(best.config, config), best)]
+
+
+def _contradicts(config: Config, change: Change, pinned: Collection[str]) -> bool:
+    """Whether a change gives a pinned key another value."""
+    return any(key in pinned and get(config, key) != value for key, value in change.items())
+
+
+def with_servers(
+    config: Config, shape: Shape, *, ahead: int = 0, pinned: Collection[str] = (), **machine: Any
+) -> list[Plan]:
+    """The quickest plan that fits with servers on some of the cards, if any does.
+
+    Servers get a quarter, half or three quarters of the cards. They have the smallest
+    engine.tensor_parallel that holds the model, or twice or four times that.
+    """
+    gpus = machine["gpus"]
+    on_host = -(-gpus // machine.get("hosts", 1))
+    replaceable = find_engine(config.engine.type).replaceable
+    if gpus == 1 or not replaceable or set(pinned) & set(ENGINE):
+        return []
+
+    one_server = Plan(_with_server_keys(config, 1, 1, ahead), shape, **machine)
+    least = one_server.engine.least_cards
+    splits = set()
+    for size in (least, 2 * least, 4 * least):
+        if not 0 < size <= on_host:
+            continue
+        for quarters in (1, 2, 3):
+            count = quarters * gpus // 4 // size
+            if count:
+                splits.add((count, size))
+
+    fitting = []
+    for count, size in sorted(splits):
+        with_keys = _with_server_keys(config, count, size, ahead)
+        tried = _with_fallbacks(with_keys, shape, pinned={*pinned, *ENGINE}, **machine)
+        if _keeps_learning(tried, config):
+            fitting.append(tried[-1][1])
+    return sorted(fitting, key=lambda plan: plan.step_s)[:1]
+
+
+def _with_server_keys(config: Config, count: int, size: int, ahead: int) -> Config:
+    """The configuration with `count` servers of `size` cards."""
+    values = ("server", count, size, ahead)
+    return changed(config, dict(zip(ENGINE, values, strict=True)))
+
+
+def _same_learning(one: Config, other: Config) -> bool:
+    return one.policy.kl_coef == other.policy.kl_coef and one.lora == other.lora
+
+
+def words(config: Config, before: Config) -> str:
+    """The options of the command line that turn `before` into `config`."""
+    differing = [key for key in known_keys(config) if get(config, key) != get(before, key)]
+    return " ".join(f"--{key} {str(get(config, key)).lower()}" for key in differing)
+
+
+def _with_fallbacks(
+    config: Config,
+    shape: Shape,
+    *,
+    steps: int = COARSE,
+    pinned: Collection[str] = (),
+    **machine: Any,
+) -> Tried:
+    """Add fallbacks, each on top of those before, until something fits; drop those not needed."""
+
+    def attempt(changes: Sequence[Change]) -> Plan:
+        plan = Plan(changed(config, *changes), shape, **machine)
+        if SHARE in pinned:
+            return plan
+        return _with_largest_share(plan, steps, **machine)
+
+    best = attempt([])
+    applied: list[Change] = []
+    tried = [("as configured", best)]
+    for change in FALLBACKS:
+        if not best.reasons():
+            break
+        if _contradicts(config, change, pinned) or not _saves(best.config, change):
+            continue
+        try:
+            best, applied = _first_that_fits(attempt, [*applied, change])
+        except UserError:  # it does not apply, or needs a change to a pinned key
+            continue
+        label = ", ".join(f"{key} = {value}" for key, value in change.items())
+        tried.append((label, best))
+
+    if not best.reasons():
+        best = _drop_unneeded(attempt, best, applied)
+    if best is not tried[-1][1]:
+        tried.append(("only what is needed", best))
+    return tried
+
+
+Attempt = Callable[[Sequence[Change]], Plan]
+"""The plan with some changes. Raises UserError if they cannot be made."""
+
+
+def _first_that_fits(attempt: Attempt, changes: list[Change]) -> tuple[Plan, list[Change]]:
+    """The plan with all changes, or the first that fits without one of those that take host memory.
+
+    Without any that fits, the plan with all. Also returns its changes.
+    """
+    options = [changes]
+    for change in changes:
+        if change.keys() <= OFFLOADS:
+            options.append(_without(changes, change))
+    plans = [(attempt(option), option) for option in options]
+    for plan, option in plans:
+        if not plan.reasons():
+            return plan, option
+    return plans[0]
+
+
+def _drop_unneeded(attempt: Attempt, best: Plan, applied: list[Change]) -> Plan:
+    """The plan without the changes that it fits without.
+
+    A change is kept if the plan is slower without it, unless it learns more then.
+    """
+    for change in reversed(applied):
+        fewer = _without(applied, change)
+        with suppress(UserError):  # one change may need another
+            plan = attempt(fewer)
+            learns_more = not _same_learning(plan.config, best.config)
+            if not plan.reasons() and (learns_more or plan.step_s <= best.step_s):
+                best = plan
+                applied = fewer
+    return best
+
+
+def _with_largest_share(plan: Plan, steps: int, **machine: Any) -> Plan:
+    """The plan with the largest share of the card that the engine can have beside the trainer.
+
+    The share is a multiple of 1 / `steps`. Returns the plan itself if it fits as it is, or if no
+    share fits.
+    """
+    if not plan.engine_type.sized_by_share or not plan.reasons():
+        return plan
+    rollout = plan.phases["rollout"]
+    beside = sum(size for part, size in rollout.items() if part not in ("engine", "KV cache"))
+    room = (USABLE * plan.gpu_gib - beside) / plan.gpu_gib
+    share = min(LARGEST_SHARE, math.floor(steps * room) / steps)
+    if share <= 0:
+        return plan
+    other = Plan(changed(plan.config, {SHARE: share}), plan.shape, **machine)
+    fits_card = sum(other.phases["rollout"].values()) <= USABLE * other.gpu_gib
+    fits_cache = other.kv_tokens >= other.kv_needed()
+    return other if fits_card and fits_cache else plan
+
+
+def _without(changes: list[Change], dropped: Change) -> list[Change]:
+    return [change for change in changes if change is not dropped]
+
+
+def _saves(config: Config, change: Change) -> bool:
+    """Whether a fallback asks for less memory than the configuration takes anyway.
+
+    Its first key decides. A fallback that does not apply is left to `changed`, which refuses it.
+    """
+    key, value = next(iter(change.items()))
+    present = get(config, key)
+    if key == "optim.micro_batch_tokens":
+        return value < present
+    if config.lora.rank > 0 and key in ("policy.kl_coef", "lora.rank"):
+        return False  # adapters need no reference model
+    return present not in (value, "full")
+
+
+def get(config: Config, key: str) -> Any:
+    return attrgetter(key)(config)
+
+
+def as_set(config: Config) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+
+
+def changed(config: Config, *changes: Change) -> Config:
+    """The configuration with dotted keys replaced; defaults that were not set stay unset."""
+    flat = flatten(as_set(config))
+    for change in changes:
+        flat = layered(flat, change)
+    return validate(flat, origin="paw plan")
+
+
+def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: int) -> None:
+    """`check_fits` for this host, with `on_host` of `gpus` ranks. Servers have other cards.
+
+    On CPUs (`gpu_gib` is None) weights, gradients and moments have to fit. A model that is made on
+    the spot, or of a kind that the plan does not know, passes.
+    """
+    if config.model.path == "quickstart":
+        return
+    try:
+        shape = shape_of(config.model.path)
+    except UserError:
+        return
+    host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    machine: Any = {
+        "gpus": gpus + config.engine.gpus,
+        "host_gib": host_gib,
+        "hosts": -(-gpus // on_host),
+    }
+    if gpu_gib is not None:
+        return check_fits(config, shape, gpu_gib=gpu_gib, **machine)
+
+    components = Plan(config, shape, gpu_gib=host_gib, **machine).phases["update"]
+    needed = ("weights", "critic", "gradients", "optimizer")
+    need = on_host * sum(components.get(part, 0.0) for part in needed)
+    if need > host_gib:
+        raise UserError(
+            f"model.path = '{config.model.path}' does not fit: weights, gradients and optimizer"
+            f" take {need:.0f} GiB, this machine has {host_gib:.0f} and no GPU is used;"
+            " take a smaller model, or see `paw plan`"
+        )
+
+
+def check_fits(config: Config, shape: Shape, **machine: Any) -> None:
+    """Raises UserError if the configuration cannot fit, even on the whole card with one sequence of
+    KV cache.
+
+    The message has the plan's numbers, and the nearest settings that fit, to paste.
+    """
+    reasons = Plan(config, shape, **machine).reasons(usable=1.0, rows=1)
+    if not reasons:
+        return
+    several_hosts = machine.get("hosts", 1) > 1
+    pinned = ENGINE if several_hosts else ()  # a run on several machines starts no servers
+    best = fit(config, shape, pinned=pinned, **machine)[-1][1]
+    advice = "nothing tried fits; use more GPUs or a smaller model"
+    if not best.reasons():
+        advice = f"what fits: {words(best.config, config)}"
+    raise UserError(
+        f"model.path = '{config.model.path}' does not fit: {'; '.join(reasons)}; {advice} (see "
+        "`paw plan`)"
+    )

@@ -1,0 +1,300 @@
+"""Predicts by arithmetic the memory and the seconds of an update. Loads no torch.
+
+Every constant is published (others' runs, with the source), measured (by us, on a CPU) or assumed.
+SOURCES says which for each component. `bench/trainer/plan_pages.py` compares the times of training with
+published runs (docs/memory.md).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from paw.config.sections import Config
+from paw.tools.plan.plan_memory import ENGINE_ROWS, GIB, USABLE, Memory
+from paw.tools.plan.shapes import Shape
+
+__all__ = ["GIB", "USABLE", "Plan", "Play"]
+
+CARDS = {
+    24: (165e12, 1.0e12, 25e9),  # RTX 4090
+    40: (312e12, 1.6e12, 300e9),  # A100
+    48: (362e12, 0.86e12, 25e9),  # L40S
+    80: (989e12, 3.35e12, 450e9),  # H100
+    141: (989e12, 4.8e12, 450e9),  # H200
+    192: (2250e12, 8.0e12, 900e9),  # B200
+}
+"""GB of a card -> (dense bf16 FLOP/s, bytes/s of its memory, bytes/s to another card of the host).
+
+From data sheets.
+"""
+MFU = 0.40
+"""Share of the FLOP/s in training with torch.compile, and in prefill.
+
+Assumed before any comparison.
+"""
+EAGER = 0.86
+"""Share of MFU without torch.compile.
+
+torchtitan, Llama-3.1-8B on 128 H100s (llama3_h100_202412, Table 3): 5,605 over 6,514.
+"""
+REACHED = 0.50
+"""Share of the bytes/s that is reached, of the card's memory and between cards. Assumed."""
+NETWORK = 50e9
+"""Bytes/s of a card to other hosts: 400 Gb/s, as in those runs. Assumed to be reached."""
+PCIE = 25e9
+"""Bytes/s to host memory, and of weights into the engine of the process. Assumed."""
+FILES = 1.6e9
+"""Bytes/s of weights that are gathered and written. Assumed of checkpoints.
+
+prime-rl's filesystem broadcast, Qwen3-0.6B and 30B-A3B on H100s: 1.6 and 1.76 (time between steps
+over time of a step, benchmarks/baselines at 30bf494f).
+"""
+NCCL = 8.25e9
+"""Bytes/s of weights to servers.
+
+verl/checkpoint_engine/README.md, Qwen3-30B-A3B to 30 GPUs on 4 hosts.
+"""
+STEP_S = 0.27
+"""Seconds of an optimizer step, however few tokens.
+
+prime-rl, Qwen3-0.6B SFT on an H100: the line through 0.62 s at 16,384 tokens and 1.28 s at 32,768,
+FLOPs for tokens (benchmarks/baselines at 30bf494f).
+"""
+REDUCE_S = 20e-6
+"""Seconds of an all-reduce among a server's cards, two in each layer. Assumed."""
+SEQUENCES = 256
+"""Sequences that vLLM decodes at once (paw.rollouts.engines)."""
+HOST_S = 1.5e-6
+"""A core's seconds for a token, 1.25e-6 of them to encode it.
+
+Measured (bench/results/host_cpu.csv).
+"""
+
+# Turns as `paw profile --synthetic` draws them. "Measured": in generated full-size games of
+# ALFWorld.
+PROMPT = (0.22, 0.04)
+"""Mean and deviation of a prompt's length, as shares of max_prompt_tokens. Measured."""
+RESPONSE = (0.20, 0.5)
+"""Median, as a share of max_response_tokens, and sigma of a response's log-normal length.
+
+Assumed.
+"""
+OBSERVATION = (9.0, 11.0)
+"""Least length of an observation and exponential mean of the rest, in tokens. Measured."""
+WON = 0.4
+"""Share of episodes that end early, anywhere before env.max_turns. Assumed."""
+
+SOURCES = {
+    "rollout": "assumed: half the memory's rate; published: 5 ms a step at least; the longest "
+    "episode has all turns",
+    "score": "as the update",
+    "update": "published runs: 40 % of the card's peak, 34 % without model.compile; or the "
+    "gathers, if longer",
+    "step": "published: 0.27 s; assumed: half the memory's rate",
+    "sync": "published: to servers 8.3 GB/s by NCCL, 1.6 to files; assumed: 25 into the process's "
+    "own engine",
+    "host": "measured: 1.5 us a token on a CPU core",
+    "checkpoint": "published: 1.6 GB/s of a host; assumed: 25 of a rank, if --host-gib holds a "
+    "copy; by run.save_every",
+}
+"""Where each component of an update's seconds comes from."""
+
+
+@dataclass(frozen=True)
+class Play:
+    """What is played for an update."""
+
+    episodes: int
+    """Of all ranks."""
+    turns: float
+    """Of an episode, on average."""
+    most: int
+    """Turns of the longest episode."""
+    prompt: float
+    """Tokens of a turn's prompt, on average; likewise `response`."""
+    response: float
+    observation: float
+    """Tokens of the observations that are trained on, spread over all turns."""
+
+    @property
+    def length(self) -> float:
+        """Tokens of a turn without its observation."""
+        return self.prompt + self.response
+
+    @classmethod
+    def of(cls, config: Config) -> "Play":
+        """What `paw profile --synthetic` draws, on average."""
+        limits = config.rollout
+        max_turns = config.env.max_turns
+        median, sigma = RESPONSE
+        observation = 0
+        if config.wm.enabled:
+            observation = min(sum(OBSERVATION), config.wm.max_tokens) * config.wm.alpha
+        return cls(
+            episodes=limits.tasks * limits.group_size,
+            turns=(1 - WON) * max_turns + WON * (max_turns + 1) / 2,
+            most=max_turns,
+            prompt=PROMPT[0] * limits.max_prompt_tokens,
+            response=median * math.exp(sigma**2 / 2) * limits.max_response_tokens,
+            observation=observation,
+        )
+
+
+class Plan(Memory):
+    """Predicts the memory, in GiB, and the time of an update."""
+
+    def __init__(
+        self, config: Config, shape: Shape, *, play: Play | None = None, **machine: Any
+    ) -> None:
+        """`machine` are the keyword arguments of `Memory`."""
+        super().__init__(config, shape, **machine)
+        nearest_size = min(CARDS, key=lambda size: abs(size - self.gpu_gib))
+        self.flops, memory_rate, link_rate = CARDS[nearest_size]
+        self.bandwidth = REACHED * memory_rate
+        self.link = NETWORK if self.on_host < self.shards else REACHED * link_rate
+        self.play = play or Play.of(config)
+        self.seconds = {"rollout": self._rollout()} | self._training()
+        """By component, in order; with rollout.ahead the rollout overlaps with what follows."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of an update. While weights are sent there is neither rollout nor training."""
+        sync = self.seconds["sync"]
+        rollout = self.seconds["rollout"]
+        training = sum(self.seconds.values()) - rollout - sync
+        if self.config.rollout.ahead:
+            return sync + max(rollout, training)
+        return sync + (rollout + training)
+
+    @property
+    def fits(self) -> bool:
+        return not self.reasons()
+
+    def reasons(self, *, usable: float = USABLE, rows: int = ENGINE_ROWS) -> list[str]:
+        """Why the configuration does not fit; empty if it does.
+
+        Args:
+            usable: share of a GPU's memory to plan with.
+            rows: sequences of full length that the KV cache has to hold.
+        """
+        reasons = []
+        room = usable * self.gpu_gib
+        if self.peak > room:
+            phase = max(self.phases, key=lambda name: sum(self.phases[name].values()))
+            parts = ", ".join(f"{part} {size:.1f}" for part, size in self.phases[phase].items())
+            reasons.append(
+                f"{phase} needs {self.peak:.1f} GiB of a GPU, {room:.1f} are usable ({parts})"
+            )
+        if self.host_gib is not None and self.host_total > self.host_gib:
+            reasons.append(
+                f"{self.host_total:.1f} GiB of host memory are needed, there are "
+                f"{self.host_gib:.1f}"
+            )
+        needed = self.kv_needed(rows)
+        if self.kv_tokens < needed:
+            reasons.append(
+                f"the KV cache holds {round(self.kv_tokens):,} tokens, {rows} sequences have "
+                f"{needed:,}"
+            )
+            if self.served:
+                reasons.append(
+                    "a server needs engine.tensor_parallel = "
+                    f"{self.engine.least_cards or 'more GPUs than are known'}"
+                )
+        return reasons
+
+    # --- the formulas, in seconds
+
+    def _body(self) -> float:
+        """FLOPs of the decoder layers for a token, causal attention included."""
+        s = self.shape
+        return 2 * s.layers * (s.active_layer + s.queries * self.play.length)
+
+    def _rollout(self) -> float:
+        """Decoding limited by bandwidth and prefill by FLOPs, until the longest episode ends."""
+        s = self.shape
+        play = self.play
+        engine = self.engine
+        size = engine.cards
+
+        together = min(play.episodes / engine.engines, SEQUENCES, engine.cache_tokens / play.length)
+        together = max(1.0, together)
+        read = (self.c * s.parameters + together * play.length * s.kv_bytes) / size
+        reduce = 2 * s.layers * REDUCE_S if size > 1 else 0
+        step = max(read / self.bandwidth + reduce, engine.least_step_s)
+
+        turns = play.episodes * play.turns / engine.engines
+        prefill = turns * play.prompt * self._body() / (self.flops * MFU * size)
+        return prefill + max(turns / together, play.most) * play.response * step
+
+    def _training(self) -> dict[str, float]:
+        config = self.config
+        play = self.play
+        turns = play.episodes * play.turns / self.N
+        tokens = play.length + play.observation
+        micro_batches = turns * tokens / self.T
+
+        # FLOPs. The head makes its logits once (paw_kernels.token_loss).
+        body = self._body()
+        head = 2 * self.shape.embedding
+        policy_forward = turns * (play.length * body + play.response * head)
+        critic_forward = turns * play.length * body if self.critic_parameters else 0
+        passes = {"none": 3.0, "selective": 3.5, "full": 4.0}[config.model.checkpointing]
+        targets = play.response + play.observation
+        learning = passes * (turns * tokens * body + critic_forward) + 3 * turns * targets * head
+        rate = self.flops * MFU * (1 if config.model.compile else EAGER)
+
+        gather, reduce = self._communication()
+        offloaded = 0.0
+        if config.model.offload_activations:
+            offloaded = 2 * self._kept() * micro_batches / PCIE
+        # Passes of the policy and of the reference.
+        scored = self._scores_policy() + (config.policy.kl_coef > 0)
+        epochs = config.optim.epochs
+        steps = max(1, round(play.episodes * play.turns / config.optim.minibatch_samples)) * epochs
+        state = 2 * self.optimizer / (PCIE if config.optim.offload else self.bandwidth)
+        # Weights and gradients, read and written.
+        moved = 4 * self.stored / self.shards / self.bandwidth
+        saved = self.saved / PCIE if self.copied else self.on_host * self.saved / FILES
+
+        scoring_s = (policy_forward * scored + critic_forward) / rate
+        learning_s = max(learning / rate, micro_batches * (2 * gather + reduce))
+        return {
+            "score": max(scoring_s, scored * micro_batches * gather),
+            "update": epochs * (learning_s + offloaded),
+            "step": steps * (STEP_S + state + moved),
+            "sync": self._sync(),
+            "host": self.N * turns * tokens * HOST_S,
+            "checkpoint": saved / config.run.save_every if config.run.save_every else 0.0,
+        }
+
+    def _scores_policy(self) -> bool:
+        """Whether the policy's log-probs or entropies take a pass of their own."""
+        wm = self.config.wm
+        needs_entropy = wm.enabled and wm.entropy == "full"
+        from_engine = self.config.policy.old_logp == "engine"
+        return not from_engine or (needs_entropy and not self.engine_type.gives_entropy)
+
+    def _communication(self) -> tuple[float, float]:
+        """Seconds to (gather the weights for a pass of a micro-batch, reduce its gradients).
+
+        They overlap with the arithmetic. In the published runs adapters do not save any of the
+        arithmetic.
+        """
+        trained = self.trained_parameters + self.critic_parameters
+        gather = reduce = 0.0
+        if self.shards > 1:
+            gather = self.c * (self.shape.parameters + self.critic_parameters) / self.link
+            reduce = 4 * trained / self.link
+        if self.shards < self.N:
+            # Each card sums its shard over the copies: the shard is sent and received.
+            reduce += 2 * 4 * trained / self.shards / (NETWORK if self.hosts > 1 else self.link)
+        return gather, reduce
+
+    def _sync(self) -> float:
+        """Seconds to send the weights to the engines."""
+        size = self.engine.sent_bytes
+        if size is None:
+            size = self.c * self.shape.parameters
+        rate = {"memory": PCIE, "nccl": NCCL, "files": FILES}[self.engine.sent_by]
+        return size / rate

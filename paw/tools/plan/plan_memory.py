@@ -1,0 +1,381 @@
+"""Predicts by arithmetic the memory that a configuration needs. Loads no torch.
+
+The memory is that of a GPU, of a server's GPU and of a host.
+
+Sizes are those of one GPU out of N, or of one host. T: tokens of a micro-batch. c: bytes of an
+element in the forward pass. w: bytes of an element of a stored weight. All formulas are upper
+bounds: the gradients of an earlier micro-batch are present, and every token is a target.
+`bench/trainer/memory.py` compares update and step with simulated ones (docs/memory.md). The rest are stated
+assumptions.
+"""
+
+from paw.config.sections import Config
+from paw.errors import UserError
+from paw.rollouts.engines import find_engine, plan_engine
+from paw.rollouts.engines.base import PlannedRun
+from paw.tools.plan.shapes import Shape
+
+GIB = 2**30
+USABLE = 0.95
+"""Share of a GPU's memory to plan with: 76 of 80."""
+OVERHEAD = 1.5 * GIB
+"""Bytes of CUDA's context, library workspaces, and what the allocator loses to fragments."""
+ENGINE_ROWS = 8
+"""Sequences of full length that the KV cache should at least hold."""
+HOST_PROCESS = 6.0 * GIB
+"""Bytes of one trainer process with torch, CUDA and vLLM loaded."""
+PINNED = 2.0
+"""torch rounds a page-locked tensor up to a power of two. The optimizer's state avoids that."""
+SLAB = 2.0 * GIB
+"""Granularity of the optimizer's state in host memory, in bytes (paw.model.host)."""
+CHECKPOINT_PART = 4.0 * GIB
+"""Bytes of host memory with which a rank writes a file of a checkpoint (paw.checkpoint.files)."""
+HEAD_BUFFER = {2: 1440 << 20, 4: 1536 << 20}
+"""Bytes of a chunk of the fused head, by bytes of an element.
+
+Triton's e and statistics for 2, plain torch's three float32 buffers for 4.
+"""
+FLASH_MOMENTS = 2 + 2 * 2 / 32
+"""flash-adamw: bytes of two 8-bit moments with a 16-bit scale for every 32.
+
+The weight's extra bits come on top.
+"""
+PLAIN_STATE = 12
+"""flash-adamw: bytes of a norm's or bias's parameter, its weight and moments in float32."""
+
+
+class Memory:
+    """Predicts the memory, in GiB, that `config` needs.
+
+    The run has `gpus` cards of `gpu_gib` in `hosts` machines, each with `host_gib` (None: not
+    limited).
+
+    Servers that the run starts take their cards from `gpus`; those of engine.urls have cards of
+    their own. Raises UserError if the servers leave no card to train on.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        shape: Shape,
+        *,
+        gpus: int,
+        gpu_gib: float,
+        host_gib: float | None = None,
+        hosts: int = 1,
+    ) -> None:
+        self.config = config
+        self.shape = shape
+        self.gpus = gpus
+        self.gpu_gib = gpu_gib
+        self.host_gib = host_gib
+        self.hosts = hosts
+        self.N = gpus - config.engine.gpus
+        if self.N < 1:
+            raise UserError(
+                f"{gpus} GPUs: engine.servers take {config.engine.gpus}, none is left to train on"
+            )
+        cards_of_host = -(-gpus // hosts)
+        self.on_host = min(self.N, cards_of_host)
+        self.shards = {"none": 1, "node": self.on_host, "world": self.N}[config.model.shard]
+        self.lora = config.lora
+        self.T = config.optim.micro_batch_tokens
+        self.flash = config.optim.name == "flash-adamw"
+        self.c = 4 if config.model.dtype == "float32" else 2  # "auto" is bfloat16 on a card
+
+        # flash-adamw and LoRA store weights in the dtype that the forward pass reads, adamw stores
+        # float32.
+        self.w = self.c if self.flash or self.lora.rank else 4
+        self.weight_bytes = self.w * shape.parameters
+        # With one GPU and float32 weights a layer has `c`-byte copies while it runs. With several
+        # GPUs the copies come from FSDP's gathering.
+        self.casts = self.w != self.c and self.N == 1
+        self.copy = self.c * shape.layer if self.casts else 0
+
+        self.trained_parameters = self._trained_parameters()
+        self.engine_type = find_engine(config.engine.type)
+        self.engine = plan_engine(self._planned_run())
+        self.critic_parameters = self._critic_parameters()
+        self.critic = self.w * self.critic_parameters / self.shards
+        # With LoRA the reference is the policy without its adapters.
+        has_reference = config.policy.kl_coef and not self.lora.rank
+        self.reference = self.weight_bytes / self.shards if has_reference else 0
+
+        self.state = (config.optim.master_bits - 16) / 8 + FLASH_MOMENTS if self.flash else 8
+        """Bytes of one parameter's optimizer state."""
+        self.optimizer = self._optimizer_bytes()
+        all_trained = self.trained_parameters + self.critic_parameters
+        self.stored = (4 if self.lora.rank else self.w) * all_trained
+        """Bytes of all trained weights as they are stored; adapters in float32."""
+        self.saved = self.stored / self.shards + self.optimizer
+        """Bytes of a rank's weights and optimizer state, which it writes into a checkpoint."""
+
+        self.copied = False
+        """Whether a checkpoint is copied to host memory at once, not part by part; see `_host`."""
+        self.phases = _in_gib(self._phases())
+        """Components of each phase on one GPU: rollout, score, update, step.
+
+        Also of the phase "server", on one of the GPUs of an engine that has its own.
+        """
+        self.host = _in_gib(self._host())
+        """Components of each phase on the first host, all its ranks: load, update, save, export."""
+        self.peak = _largest_sum(self.phases)
+        self.host_total = _largest_sum(self.host)
+
+    @property
+    def served(self) -> bool:
+        """Whether the engines have cards of their own."""
+        return not self.engine_type.shares_card
+
+    @property
+    def kv_tokens(self) -> float:
+        """Tokens that an engine's KV cache holds; infinite if it grows as needed."""
+        return self.engine.cache_tokens if self.engine.cache_is_fixed else float("inf")
+
+    def kv_needed(self, rows: int = ENGINE_ROWS) -> int:
+        """Tokens of `rows` sequences of full length."""
+        limits = self.config.rollout
+        return rows * (limits.max_prompt_tokens + limits.max_response_tokens)
+
+    def _planned_run(self) -> PlannedRun:
+        """What the engine's own plan depends on."""
+        return PlannedRun(
+            config=self.config,
+            ranks=self.N,
+            gpu_bytes=self.gpu_gib * GIB,
+            weight_bytes=self.c * self.shape.parameters,
+            element_bytes=self.c,
+            adapter_bytes=self.c * self.trained_parameters if self.lora.rank else 0,
+            copies_weights=self.casts,
+            kv_bytes=self.shape.kv_bytes,
+            heads=self.shape.heads,
+            kv_heads=self.shape.kv_heads,
+            cache_wanted=self.kv_needed(),
+        )
+
+    # --- the formulas, in bytes
+
+    def _trained_parameters(self) -> int:
+        if not self.lora.rank:
+            return self.shape.parameters
+        linears = self.shape.linears
+        adapted = [linears[name] for name in self.lora.targets if name in linears]
+        widths = sum(inputs + outputs for inputs, outputs in adapted)
+        return self.lora.rank * widths * self.shape.layers
+
+    def _critic_parameters(self) -> int:
+        """PPO's critic has a head of one row.
+
+        Its step comes first and needs no more than the policy's.
+        """
+        if self.config.advantage.type != "ppo":
+            return 0
+        vocabulary_head = 0 if self.shape.tied else self.shape.embedding
+        return self.shape.parameters - vocabulary_head + self.shape.hidden + 1
+
+    def _optimizer_bytes(self) -> float:
+        total = self.state * (self.trained_parameters + self.critic_parameters)
+        if self.flash:
+            models = 2 if self.critic_parameters > 0 else 1
+            total += (PLAIN_STATE - self.state) * self.shape.vectors * models
+        return total / self.shards
+
+    def _gradients(self) -> float:
+        """In the dtype of the trained weights; those of adapters in float32.
+
+        With grad_sync "last" they are unsharded float32 sums.
+        """
+        if self.N > 1 and self.config.optim.grad_sync == "last":
+            return 4 * self.trained_parameters
+        return (4 if self.lora.rank else self.w) * self.trained_parameters / self.shards
+
+    def _layer_saved(self) -> int:
+        """What one decoder layer keeps for its backward pass."""
+        s = self.shape
+        c = self.c
+        D, Q, K, F = s.hidden, s.queries, s.keys, s.intermediate
+
+        # Each norm: its float32 input, x / rms, and its output as the linear layers read it.
+        scaled = 0 if self.lora.rank else c  # only a norm that is trained needs x / rms
+        norms = 2 * (4 + scaled + c) * D
+        head_norms = (4 + c) * (Q + K) if s.qk_norm else 0
+        attention = c * (Q + 2 * K) + c * Q + 4 * s.heads  # q, k, v; the output and its log-sum-exp
+        mlp = 4 * c * s.active * F  # gate, silu(gate), up, their product
+        if s.experts:
+            mlp += 2 * c * s.active * D  # a token's copy for each of its experts, and their outputs
+        # The output of each A; its input is kept anyway.
+        adapters = c * self.lora.rank * len(self.lora.targets)
+        return (norms + head_norms + attention + mlp + adapters) * self.T
+
+    def _kept(self) -> int:
+        """Activations kept from forward to backward, all layers."""
+        s = self.shape
+        c = self.c
+        mode = self.config.model.checkpointing
+        if mode == "none":
+            return s.layers * self._layer_saved()
+        kept_of_token = c * s.hidden
+        if mode == "selective":
+            # Also the outputs of q, v, gate and down (every second product) and of attention.
+            products = s.queries + s.keys + s.active * s.intermediate + s.hidden
+            kept_of_token += c * (products + s.queries) + 4 * s.heads
+        return s.layers * kept_of_token * self.T
+
+    def _head(self) -> tuple[float, float]:
+        """(results dL/dh and dW, workspace) of the fused head in the forward pass.
+
+        Hidden states are not included.
+        """
+        s = self.shape
+        c = self.c
+        results = c * (s.hidden * self.T + s.embedding)
+        row = 12 * s.vocabulary
+        if c == 2:
+            row = c * (s.vocabulary + 3 * s.hidden) + 16 * s.vocabulary / 256
+        if row * self.T <= HEAD_BUFFER[c]:
+            return results, row * self.T
+
+        # Several chunks: dW is summed in float32 and, in 16 bits, rounded after the buffer has been
+        # freed.
+        total = 4 * s.embedding
+        workspace = HEAD_BUFFER[c] + total - c * s.embedding
+        if c == 2:
+            workspace = max(workspace, total)
+        return results, workspace
+
+    def _update(self) -> tuple[float, float]:
+        """(activations, head) at the moment of an update when their sum is largest."""
+        s = self.shape
+        c = self.c
+        T = self.T
+        sharded = self.N > 1
+        mode = self.config.model.checkpointing
+        offloaded = self.config.model.offload_activations
+
+        saved = self._layer_saved()
+        kept = 0 if offloaded else self._kept()
+        # The backward pass of one layer: what it recomputes or fetches, and two gradients of the
+        # MLP.
+        one_layer = saved * ((mode != "none") + offloaded) + 2 * c * s.active * s.intermediate * T
+        last_norm = (4 + 2 * c) * s.hidden * T
+        # Copies outlive a layer's forward pass if nothing is computed again.
+        lasting_copies = s.layers * self.copy if mode == "none" else 0
+        copies = max(lasting_copies, self.copy)
+
+        # Embedding and head, unsharded during a pass; a layer with the buffer that it arrived in,
+        # or with the next layer.
+        gathered_rest = c * s.rest if sharded else 0
+        gathered_layer = 2 * c * s.layer if sharded else 0
+        reduced_layer = 4 * s.layer if sharded and not self.lora.rank else 0
+        reduced_rest = 4 * s.rest if sharded else 0
+
+        results, workspace = self._head()
+        cast_head = c * s.embedding if self.casts else 0
+        head_gradient = 0 if self.lora.rank else (c if sharded else self.w) * s.embedding
+        # dW waits for the embedding's gradient if they are tied, and for its reduction if sharded.
+        waiting_gradient = head_gradient if s.tied or sharded else 0
+        tied_gradients = 2 * head_gradient if s.tied else 0  # dE beside dW, and their sum
+
+        last_forward = (kept + copies + gathered_layer + gathered_rest + saved, 0)
+        head = (
+            kept + last_norm + lasting_copies + gathered_rest,
+            cast_head + c * s.hidden * T + results + workspace,
+        )
+        layer_backward = (
+            kept + one_layer + copies + gathered_rest + gathered_layer + reduced_layer,
+            waiting_gradient,
+        )
+        # Gradients are float32 on the way to other ranks.
+        end_of_backward = (0, head_gradient + tied_gradients + reduced_rest)
+        return max(last_forward, head, layer_backward, end_of_backward, key=sum)
+
+    def _phases(self) -> dict[str, dict[str, float]]:
+        s = self.shape
+        optim = self.config.optim
+        offloaded_reference = self.config.policy.offload_reference
+        several = self.N > 1
+
+        adapters = 4 * self.trained_parameters if self.lora.rank else 0
+        weights = {
+            "weights": (self.weight_bytes + adapters) / self.shards,
+            "critic": self.critic,
+            "optimizer": 0 if optim.offload else self.optimizer,
+        }
+        resident = weights | {"reference": 0 if offloaded_reference else self.reference}
+        training = resident | {"gradients": self._gradients()}
+        # On one GPU an offloaded reference is moved to the card; on several it comes layer by
+        # layer.
+        scoring = weights | {"reference": 0 if offloaded_reference and several else self.reference}
+
+        awake = {
+            "engine": self.engine.weights,
+            "KV cache": self.engine.cache,
+            "overhead": OVERHEAD,
+        }
+        asleep = {"engine": self.engine.asleep, "overhead": OVERHEAD}
+
+        gathered = self.c * (s.rest + 2 * s.layer) if several else 0
+        forward = self._layer_saved() + self.copy + gathered
+        activations, head = self._update()
+        # The step: if the state is offloaded, that of one parameter at a time is on the card.
+        largest = max(s.embedding, 2 * s.experts * s.intermediate * s.hidden)
+        step = self.state * largest / self.shards if optim.offload else 0
+
+        phases = {
+            "rollout": resident | awake,
+            "score": scoring | {"activations": forward} | asleep,
+            "update": training | {"activations": activations, "head": head} | asleep,
+            "step": training | {"step": step} | asleep,
+        }
+        if self.engine.own_card:
+            engine, cache = self.engine.own_card
+            phases["server"] = {"engine": engine, "KV cache": cache, "overhead": OVERHEAD}
+        return phases
+
+    def _host(self) -> dict[str, dict[str, float]]:
+        """Components of rank 0's host, its n ranks together.
+
+        Rank 0 loads the full model, and gathers it at the end to export it.
+        """
+        config = self.config
+        n = self.on_host
+        several = self.N > 1
+        offloads_reference = config.policy.offload_reference
+
+        processes = {"processes": HOST_PROCESS * n}
+        offloaded_reference = self.reference * n * (PINNED if several else 1)
+        resident = processes | {
+            "optimizer": (self.optimizer + SLAB) * n if config.optim.offload else 0,
+            "reference": offloaded_reference if offloads_reference else 0,
+            "engine": PINNED * self.engine.host * n,
+        }
+        activations = PINNED * self._kept() * n if config.model.offload_activations else 0
+        loaded = {
+            "weights": self.weight_bytes,
+            "reference": self.reference * n if several or offloads_reference else 0,
+            "critic": self.critic * n if several else 0,
+        }
+
+        # A rank's weights and optimizer state are copied if half of the free memory holds them,
+        # else part by part.
+        free = (self.host_gib or 0) * GIB - sum(resident.values())
+        self.copied = n * self.saved <= free / 2
+        part = min(CHECKPOINT_PART, self.saved) + self.c * self.shape.embedding / self.shards
+        return {
+            "load": processes | loaded,
+            "update": resident | {"activations": activations},
+            "save": resident | {"checkpoint": n * (self.saved if self.copied else part)},
+            "export": processes | {"weights": self.weight_bytes},
+        }
+
+
+def _in_gib(phases: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Bytes to GiB; components of size zero are left out."""
+    rows = {}
+    for phase, parts in phases.items():
+        rows[phase] = {part: size / GIB for part, size in parts.items() if size}
+    return rows
+
+
+def _largest_sum(phases: dict[str, dict[str, float]]) -> float:
+    return max(sum(parts.values()) for parts in phases.values())

@@ -1,0 +1,320 @@
+"""`paw plan`: what `fit` finds as lines, tables, JSON or a recipe, and the same from Python."""
+
+import argparse
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli_w
+from rich.console import Console
+from rich.table import Column, Table
+
+from paw.config.recipe import load
+from paw.config.sections import Config
+from paw.errors import UserError, masked
+from paw.io.files import write_file, writing
+from paw.tools.plan.fit import (
+    ADAPTERS,
+    BASE,
+    ENGINE,
+    FALLBACKS,
+    SHARE,
+    Tried,
+    as_set,
+    changed,
+    fit,
+    get,
+    with_adapters,
+    with_servers,
+    words,
+)
+from paw.tools.plan.plan import SOURCES, Plan
+from paw.tools.plan.plan_memory import ENGINE_ROWS
+from paw.tools.plan.shapes import Shape, shape_of
+
+
+def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """Print the plan. Returns 0 if something fits, else 1."""
+    machine: dict[str, Any] = {
+        "gpus": options.gpus,
+        "host_gib": options.host_gib,
+        "hosts": options.hosts,
+    }
+    search = _search(options.recipe, overrides, model=options.model, **machine)
+    best = search.best
+    if options.out and not best.reasons():
+        _write(options.out, best)
+
+    quicker = _quicker_ahead(search, overrides.keys())
+    adapters = _offer_adapters(search, overrides.keys())
+
+    if options.json:
+        print(json.dumps(summary(best, quicker, adapters), indent=1))
+    else:
+        Console().print(*tables(search.tried))
+        other = "" if options.recipe else " (another: paw plan RECIPE --model NAME)"
+        assumed = f"workload of {options.recipe or BASE}{other}: {workload(best)}"
+        print("", assumed, *lines(best, quicker, adapters), sep="\n")
+    return 1 if best.reasons() else 0
+
+
+def plan(
+    recipe: str | Path | Config | None = None,
+    *,
+    model: str | Path | None = None,
+    gpus: str = "1x80GB",
+    host_gib: float | None = None,
+    hosts: int = 1,
+    changes: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Predict memory and time of an update, and find settings that fit; loads no model.
+
+    Args:
+        recipe: what is trained: a recipe's name or path, or a configuration. Default: that of `paw
+            plan --model`.
+        model: a model's folder or Hugging Face name, in place of the recipe's.
+        gpus: all cards and the memory of each: "8x80GB".
+        host_gib: memory of a host, in GiB; None: not limited.
+        hosts: machines that the cards are in.
+        changes: keys of the configuration; the search leaves them as they are: `{"lora.rank": 32}`.
+
+    Returns the plan: `fits`, and `reasons()` why not; `config`, the settings that were found;
+    `peak` and `host_total`, GiB of a GPU and of a host; `step_s` and `seconds` of an update. All of
+    it is predicted. Raises UserError for a recipe, key or value that does not go, and for a kind of
+    model that the plan does not know.
+    """
+    name = None if model is None else str(model)
+    search = _search(
+        recipe, dict(changes or {}), model=name, gpus=gpus, host_gib=host_gib, hosts=hosts
+    )
+    return search.best
+
+
+class Search(NamedTuple):
+    config: Config
+    shape: Shape
+    machine: dict[str, Any]
+    """Keyword arguments of `Plan`: gpus, gpu_gib, host_gib, hosts."""
+    tried: Tried
+
+    @property
+    def best(self) -> Plan:
+        """The last plan that was tried; it fits if any does."""
+        return self.tried[-1][1]
+
+
+def _search(
+    recipe: str | Path | Config | None,
+    overrides: dict[str, Any],
+    *,
+    model: str | None,
+    gpus: str,
+    host_gib: float | None,
+    hosts: int,
+) -> Search:
+    """What `fit` finds; keys of `overrides` stay as they are.
+
+    Raises UserError for arguments of the command line that cannot be used.
+    """
+    if not recipe and not model:
+        raise UserError(
+            "command line: give a recipe or --model NAME, such as --model Qwen/Qwen2.5-14B-Instruct"
+        )
+    cards = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)(?:GB|GiB)?", gpus, re.IGNORECASE)
+    if not cards:
+        raise UserError(f"command line: --gpus '{gpus}': write it like 1x80GB or 8x80GB")
+    if not 1 <= hosts <= int(cards[1]):
+        raise UserError(f"command line: --hosts {hosts}: from 1 to the {cards[1]} cards of --gpus")
+    changes: dict[str, Any] = {}
+    if not recipe:
+        changes["model.checkpointing"] = "none"
+    changes |= overrides
+    if model:
+        changes["model.path"] = model
+    config = load(recipe or BASE, changes)
+    shape = shape_of(config.model.path)
+    machine = {
+        "gpus": int(cards[1]),
+        "gpu_gib": float(cards[2]),
+        "host_gib": host_gib,
+        "hosts": hosts,
+    }
+    tried = fit(config, shape, pinned=overrides.keys(), **machine)
+    return Search(config, shape, machine, tried)
+
+
+def _quicker_ahead(search: Search, pinned: Collection[str]) -> list[Plan]:
+    """Plans that are quicker because servers play episodes ahead."""
+    best = search.best
+    if best.config.engine.servers and not set(ENGINE) & set(pinned):
+        others = [Plan(changed(best.config, {"rollout.ahead": 1}), search.shape, **search.machine)]
+    else:
+        others = with_servers(best.config, search.shape, ahead=1, pinned=pinned, **search.machine)
+    return [plan for plan in others if plan.step_s < best.step_s]
+
+
+def _offer_adapters(search: Search, pinned: Collection[str]) -> str:
+    """Options with which adapters would fit, if nothing else does and a pinned key rules them out.
+
+    Otherwise "".
+    """
+    if not search.best.reasons() or "lora.rank" in pinned:
+        return ""
+    tried = with_adapters(
+        search.config, search.shape, pinned={*pinned} - {*ADAPTERS}, **search.machine
+    )
+    return tried[-1][0] if tried else ""
+
+
+def workload(plan: Plan) -> str:
+    """What is assumed to be played and learnt from in an update."""
+    limits = plan.config.rollout
+    play = plan.play
+    return (
+        f"{limits.tasks} tasks x {limits.group_size} episodes,"
+        f" of {play.most} turns at most ({play.turns:.0f} on average),"
+        f" prompts of {limits.max_prompt_tokens:,} tokens at most ({play.prompt:.0f}),"
+        f" responses of {limits.max_response_tokens:,} ({play.response:.0f});"
+        f" KV cache of {ENGINE_ROWS} sequences of full length at least"
+    )
+
+
+def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Iterator[str]:
+    """The plan in a few lines.
+
+    Also what would be quicker with episodes played ahead, and the options with which `adapters`
+    fit if nothing else does.
+    """
+    engine = best.engine
+    peaks = [sum(parts.values()) for phase, parts in best.phases.items() if phase != "server"]
+    training = (
+        f"{best.N} x {best.gpu_gib:g} GB, {max(peaks):.1f} GiB of each,"
+        f" {best.host_total:.0f} GiB of a host's memory"
+    )
+    cache = ""
+    if engine.cache_is_fixed:
+        cache = f", KV cache of {best.kv_tokens / best.kv_needed(1):.0f} sequences of full length"
+    if not best.served:
+        yield f"training and rollouts: {training}{cache}"
+    else:
+        yield f"training: {training}"
+        yield f"servers: {engine.engines}, {_servers_cards(best)}{cache}"
+
+    for reason in best.reasons():
+        yield f"does not fit: {reason}"
+    if adapters:
+        yield f"with adapters it would fit: {adapters}"
+    ahead = ", the rollout beside the rest" if best.config.rollout.ahead else ""
+    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in best.seconds.items())
+    yield f"{best.step_s:.0f} s an update{ahead}: {parts}"
+    for plan in quicker:
+        options = words(plan.config, best.config)
+        yield f"{plan.step_s:.0f} s where episodes may be of the update before: {options}"
+    if best.hosts > 1 and any(plan.config.engine.servers for plan in (best, *quicker)):
+        yield (
+            "on several machines start servers by hand:"
+            " --engine.servers 0 --engine.urls '[...]' (docs/scale.md)"
+        )
+    yield "All of this is a prediction: nothing of it was run on a GPU."
+
+
+def _servers_cards(plan: Plan) -> str:
+    """The cards of each server, in words."""
+    if not plan.engine.own_card:
+        return "on cards of their own"
+    least = plan.engine.least_cards or "more than 64"
+    size = sum(plan.phases["server"].values())
+    return (
+        f"each {plan.engine.cards} x {plan.gpu_gib:g} GB (at least {least}), {size:.1f} GiB of each"
+    )
+
+
+def summary(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> dict[str, Any]:
+    """What `--json` prints. Sizes in GiB."""
+
+    settings = {key: get(best.config, key) for key in sorted({*ENGINE, *set().union(*FALLBACKS)})}
+    settings[SHARE] = best.config.engine.memory_share
+    return {
+        "fits": best.fits,
+        "workload": workload(best),
+        "peak_gib": round(best.peak, 2),
+        "host_gib": round(best.host_total, 2),
+        "components": _rounded_table(best.phases),
+        "host": _rounded_table(best.host),
+        "step_s": round(best.step_s, 1),
+        "seconds": _rounded(best.seconds),
+        "sources": SOURCES,
+        "least_tensor_parallel": best.engine.least_cards,
+        "settings": settings,
+        "quicker": {words(plan.config, best.config): round(plan.step_s, 1) for plan in quicker},
+        "reasons": best.reasons(),
+        "adapters": adapters,
+    }
+
+
+def _rounded(sizes: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(size, 2) for name, size in sizes.items()}
+
+
+def _rounded_table(phases: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    return {phase: _rounded(parts) for phase, parts in phases.items()}
+
+
+def tables(tried: Tried) -> Iterator[Table]:
+    """What was tried, and the components of the last attempt: memory by phase, and seconds."""
+    best = tried[-1][1]
+    right = partial(Column, justify="right")
+
+    attempts = Table(
+        "settings",
+        right("GPU GiB"),
+        right("host GiB"),
+        right("update s"),
+        "fits",
+        title=f"{best.config.model.path} on {best.gpus} x {best.gpu_gib:g} GB",
+    )
+    for label, plan in tried:
+        attempts.add_row(
+            label,
+            f"{plan.peak:.1f}",
+            f"{plan.host_total:.1f}",
+            f"{plan.step_s:.0f}",
+            "no" if plan.reasons() else "yes",
+        )
+    yield attempts
+
+    yield _phase_table("GiB of one GPU", best.phases)
+    yield _phase_table("GiB of host memory", best.host)
+
+    times = Table("component", right("seconds"), "from", title="an update")
+    for part, seconds in best.seconds.items():
+        times.add_row(part, f"{seconds:.2f}", SOURCES[part])
+    yield times
+
+
+def _phase_table(title: str, phases: dict[str, dict[str, float]]) -> Table:
+    """A row for each component, a column for each phase."""
+    columns = [Column(phase, justify="right") for phase in phases]
+    table = Table("component", *columns, title=title)
+    components = dict.fromkeys(part for parts in phases.values() for part in parts)
+    for component in components:
+        sizes = []
+        for parts in phases.values():
+            sizes.append(f"{parts[component]:.1f}" if component in parts else "")
+        table.add_row(component, *sizes)
+    table.add_row("sum", *(f"{sum(parts.values()):.1f}" for parts in phases.values()))
+    return table
+
+
+def _write(path: Path, best: Plan) -> None:
+    """A recipe that `paw train` takes, with what was predicted in its first lines."""
+    heading = (
+        f"# Found by `paw plan` for {best.gpus} x {best.gpu_gib:g} GB. Predicted:"
+        f" {best.peak:.1f} GiB of a GPU,"
+        f" {best.host_total:.1f} GiB of host memory, {best.step_s:.0f} s an update.\n"
+    )
+    with writing(path):
+        write_file(path, heading + tomli_w.dumps(masked(as_set(best.config))))

@@ -1,0 +1,158 @@
+"""`paw play`: a game at the terminal, or line by line for a program.
+
+With `--json` every line read is one action and every line written one object. The first object
+describes the start of the game.
+"""
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from paw.config.sections import EnvConfig
+from paw.envs import make_factory
+from paw.envs.base import EnvFactory, eval_tasks
+from paw.errors import OURS, EnvironmentFailure, clean, describe, place, quietly, to_stderr
+from paw.rollouts.guard import CheckedEnv, TimedGuard
+from paw.rollouts.text.chat import context_text
+from paw.tools.evaluate.played import load_played
+from paw.types import Outcome, Task
+
+MOST_SHOWN = 100_000
+"""Most characters shown of a text."""
+HELP = "Type an action or its number; 'prompt' shows what the agent reads, 'quit' leaves."
+
+
+def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """Play one game; returns the exit status, 1 if the environment broke."""
+    config = load_played(args.recipe, {"env.name": args.env, **overrides}, {"env.data": "none"})
+    factory = make_factory(config)
+    task = eval_tasks(factory, config.env.eval_split, 1, args.seed)[0]
+    play = _play_json if args.json else _play_at_terminal
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are not text are an invalid action
+    try:
+        environment = PlayedGame(factory, config.env)
+        try:
+            play(environment, task)
+        finally:
+            with quietly():
+                environment.close()
+    except EnvironmentFailure as error:
+        to_stderr(f"paw play: {error}")
+        return 1
+    return 0
+
+
+class PlayedGame(TimedGuard):
+    """An environment whose calls raise EnvironmentFailure, whatever goes wrong in it.
+
+    That includes SystemExit, and a call that hangs.
+    """
+
+    def __init__(self, factory: EnvFactory, config: EnvConfig) -> None:
+        with _as_environment_failure():
+            super().__init__(factory, config)
+
+    def _call(self, name: str, *args: Any, default: Any = None) -> Any:
+        with _as_environment_failure():
+            return super()._call(name, *args, default=default)
+
+
+@contextmanager
+def _as_environment_failure() -> Iterator[None]:
+    """Turn other errors of the block into EnvironmentFailure; errors for the user pass."""
+    try:
+        yield
+    except (*OURS, EnvironmentFailure):
+        raise
+    except BaseException as error:
+        raise EnvironmentFailure(f"{describe(error)}{place(error)}") from error
+
+
+def _task_text(environment: CheckedEnv, first_observation: str) -> str:
+    """The task in words; empty if the first observation contains it."""
+    text = getattr(environment, "task", "")
+    return "" if text in first_observation else text
+
+
+def _play_json(environment: CheckedEnv, task: Task) -> None:
+    """Play with JSON objects on stdout and actions on stdin, until the game or the input ends."""
+    observation = environment.reset(task)
+    outcome = Outcome(observation, reward=0.0, done=False, won=False, action="", valid=True)
+    message: dict[str, Any] = {}
+    task_text = _task_text(environment, observation)
+    if task_text:
+        message["task"] = task_text
+    while True:
+        message["feedback"] = outcome.observation
+        message["admissible"] = environment.admissible_actions()
+        message["won"] = outcome.won
+        message["reward"] = outcome.reward
+        message["done"] = outcome.done
+        if outcome.score is not None:
+            message["score"] = outcome.score
+        print(json.dumps(message), flush=True)
+        if outcome.done:
+            return
+
+        line = sys.stdin.readline()
+        if not line:
+            return
+        outcome = environment.step(environment.format_action(line.strip()))
+        message = {}
+
+
+def _play_at_terminal(environment: CheckedEnv, task: Task) -> None:
+    """Play with text on stdout and actions or their numbers on stdin, until the end or "quit"."""
+    observation = environment.reset(task)
+    task_text = _task_text(environment, observation)
+    if task_text:
+        _say(task_text, observation, HELP)
+    else:
+        _say(observation, HELP)
+    turns = 0
+    while True:
+        actions = environment.admissible_actions()
+        lines = [f"{number:4}  {clean(action)}" for number, action in enumerate(actions, start=1)]
+        print("\n" + "\n".join(lines))
+        print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        command = line.strip()
+        if not line or command == "quit":
+            print()
+            return
+        if command == "":
+            _say(HELP)
+            continue
+        if command == "prompt":
+            tools = [json.dumps(tool["function"], ensure_ascii=False) for tool in environment.tools]
+            _say(*tools, context_text(environment.context()))
+            continue
+
+        if command.isdecimal() and 1 <= int(command) <= len(actions):
+            command = actions[int(command) - 1]
+            _say(command)
+        outcome = environment.step(environment.format_action(command))
+        turns += 1
+        _say(f"\n{outcome.observation}")
+        if outcome.done:
+            print(_ending(outcome, turns))
+            return
+
+
+def _say(*texts: str) -> None:
+    """Print texts of an environment: with their line ends, nothing else that moves the cursor."""
+    print(*(clean(text, MOST_SHOWN, lines=True) for text in texts), sep="\n\n")
+
+
+def _ending(outcome: Outcome, turns: int) -> str:
+    """The last line of a game."""
+    result = f"Not won by turn {turns}"
+    if outcome.won:
+        result = f"Won in turn {turns}, reward {outcome.reward:g}"
+    score = "" if outcome.score is None else f", score {outcome.score:.2f}"
+    return f"\n{result}{score}."

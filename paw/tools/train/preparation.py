@@ -1,0 +1,55 @@
+"""What a run asks of the tools before it loads a model: the start model and the memory plan."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from paw.build import Preparation
+from paw.config.sections import Config
+from paw.distributed.ranks import Ranks
+from paw.envs import make_factory
+from paw.errors import to_stderr
+from paw.rundir.resume import recorded_start_model
+from paw.tools.plan.fit import check_machine
+from paw.tools.warmup.warmup import ensure_warm_model
+
+PLANNED = 64
+"""On a CPU a run is planned if the host has fewer bytes of memory for each byte of the model."""
+
+
+def start_model(
+    resumed: Path | None, config: Config, message: Callable[[str], None] = to_stderr
+) -> str:
+    """The model that a run starts from: config.model.path, or a warm-up model.
+
+    The warm-up model is made now if it is not cached. A run that is resumed, from its directory
+    `resumed`, keeps the warm-up model that it began from as long as that is there: one made by
+    later code may have another tokenizer.
+    """
+    if config.model.path != "quickstart":
+        return config.model.path
+    recorded = recorded_start_model(resumed) if resumed else ""
+    if recorded:
+        return recorded
+    return str(ensure_warm_model(config, make_factory(config), message).resolve())
+
+
+def check_memory(config: Config, device: torch.device, ranks: Ranks) -> None:
+    """Raises UserError if, by `paw plan`, model and optimizer cannot fit this machine.
+
+    On a CPU a model whose files are small beside its memory is not planned for.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    files = Path(config.model.path).glob("*.safetensors")
+    size = sum(file.stat().st_size for file in files)
+    if device.type == "cpu" and 0 < size * PLANNED < memory:
+        return
+    gpu_gib = None
+    if device.type == "cuda":
+        gpu_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+    check_machine(config, gpus=ranks.world_size, gpu_gib=gpu_gib, on_host=ranks.on_host)
+
+
+PREPARATION = Preparation(start_model=start_model, check_memory=check_memory)

@@ -1,0 +1,303 @@
+"""`paw warmup`: make the quickstart model by a supervised warm-up on expert play, and cache it.
+
+The demonstrations are fresh games of the warm-up stream, which shares none with RL or evaluation.
+The expert takes a random action now and then, so that the model sees states off the expert's path.
+These actions stay in the labels: so the policy starts with the entropy that RL needs to explore.
+"""
+
+import hashlib
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from paw.config.sections import Config, WarmupConfig
+from paw.envs.base import EnvFactory, warmup_tasks
+from paw.io.cache import cache_dir, cached
+from paw.model.policy import Policy
+from paw.rollouts.engines.transformers import TransformersEngine
+from paw.rollouts.episode import plain
+from paw.rollouts.scheduler import Rollouts
+from paw.rollouts.success import success_metrics
+from paw.rollouts.text.chat import Chat, context_text
+from paw.tools.warmup import expert_play, quickstart, supervised_step
+from paw.tools.warmup.expert_play import demonstrations, example
+from paw.tools.warmup.supervised_step import step as train_step
+from paw.types import Sample
+
+MADE_BY = (__file__, quickstart.__file__, expert_play.__file__, supervised_step.__file__)
+"""Files whose content is part of the cached model's key."""
+CORPUS_TURNS = 12_000
+"""Turns of expert play from which the tokenizer is learnt."""
+CORPUS_STRAYS = 0.05
+"""Share of stray actions in those turns: the tokenizer needs words for the answers to them, too."""
+OVERSHOOT = 0.2
+"""Success above warmup.stop_success from which a warning is given: little is left to learn."""
+LR_STEPS = 40
+"""Steps over which the learning rate rises to warmup.lr."""
+MUON_LR = 2.0
+"""Muon's learning rate, as a multiple of AdamW's. Muon's steps are as large as AdamW's."""
+CHECK_FROM = 300
+"""First step after which success may be measured."""
+CHECK_EVERY = 50
+"""Steps between two measurements, and between two lines of progress."""
+CHECK_GAMES = 256
+"""Games of a measurement."""
+CHECK_START = 10_000_000
+"""Number of the first warm-up game for measuring; the model learns from those before it."""
+
+Report = Callable[[str], None]
+"""Is called with each line of progress."""
+
+
+def ensure_warm_model(config: Config, factory: EnvFactory, report: Report) -> Path:
+    """Folder of the quickstart model for this configuration. It is made now unless it is cached."""
+    recipe = {
+        "code": [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in MADE_BY],
+        "warmup": config.warmup.model_dump(mode="json"),
+        "env": config.env.model_dump(mode="json", exclude={"processes"}),
+        "temperature": config.rollout.temperature,
+        "games": factory.fingerprint(),
+    }
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+    name = f"quickstart-{digest}"
+    if (cache_dir() / name).is_dir():
+        report(f"warm-up: cached in {cache_dir() / name}")
+    return cached(name, partial(_warm_up, config, factory, report))
+
+
+def _warm_up(config: Config, factory: EnvFactory, report: Report, folder: Path) -> None:
+    """Make the model and write it to `folder`, with a summary in warmup.json."""
+    started = time.monotonic()
+    report(f"warm-up: {CORPUS_TURNS:,} turns of expert play, whose words are the vocabulary")
+    tokenizer = _learn_tokenizer(config, factory)
+    lm = quickstart.build_model(tokenizer, config.warmup)
+    report(
+        f"warm-up: {lm.num_parameters():,} parameters, {len(tokenizer)} tokens in the vocabulary"
+    )
+
+    chat = Chat(tokenizer)
+    trained = _train(lm, chat, config, factory, report, started=started)
+    quickstart.save(lm, tokenizer, folder)
+    summary = trained._asdict() | {"seconds": time.monotonic() - started}
+    (folder / "warmup.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+
+
+def _learn_tokenizer(config: Config, factory: EnvFactory) -> PreTrainedTokenizerFast:
+    turns = demonstrations(
+        factory,
+        config.env,
+        seed=config.warmup.seed,
+        random_actions=config.warmup.random_actions,
+        stray_actions=CORPUS_STRAYS,
+    )
+    corpus = list(islice(turns, CORPUS_TURNS))
+    return quickstart.build_tokenizer(
+        prompts=[context_text(turn.prompt) for turn in corpus],
+        actions={choice for turn in corpus for choice in turn.choices},
+        observations=[turn.observation for turn in corpus],
+    )
+
+
+class _Trained(NamedTuple):
+    """How a warm-up ended."""
+
+    steps: int
+    loss: float
+    success: float
+    """Share of the last measurement's games that were won."""
+
+
+def _train(
+    lm: Qwen3ForCausalLM,
+    chat: Chat,
+    config: Config,
+    factory: EnvFactory,
+    report: Report,
+    *,
+    started: float,
+) -> _Trained:
+    """Train the model until it wins warmup.stop_success of its games, or for warmup.max_steps."""
+    settings = config.warmup
+    temperature = config.rollout.temperature
+    policy = Policy(lm)
+    optimizers = _optimizers(lm, settings)
+    engine = TransformersEngine(
+        lm, end_ids=chat.end_ids, max_batch_tokens=config.engine.max_batch_tokens
+    )
+    batches = _batches(factory, chat, config)
+
+    step = 0
+    loss = 0.0
+    success = 0.0
+    with closing(Rollouts(factory, engine, chat, config, agent=plain)) as rollouts:
+        for step in range(1, settings.max_steps + 1):
+            loss = train_step(
+                policy,
+                optimizers,
+                next(batches),
+                lr=settings.lr * min(1.0, step / LR_STEPS),
+                lm_weight=settings.lm_weight,
+                observations=settings.observations,
+                by_row=True,
+                budget=None,
+            )
+
+            progress = f"warm-up: step {step}, loss {loss:.3f}"
+            if not _is_measured(step, settings):
+                if step % CHECK_EVERY == 0:
+                    report(f"{progress}, {time.monotonic() - started:.0f} s")
+                continue
+
+            previous_success = success
+            success = _measure_success(rollouts, config, step)
+            report(
+                f"{progress}, success {success:.2f} at temperature {temperature:g}, "
+                f"{time.monotonic() - started:.0f} s"
+            )
+            # A mean of two: one measurement alone is off by 2.5 points.
+            if (success + previous_success) / 2 >= settings.stop_success:
+                _warn_of_overshoot(success, settings, report)
+                return _Trained(step, loss, success)
+
+    report(
+        "warm-up: success stayed below "
+        f"warmup.stop_success = {settings.stop_success}; going on with it"
+    )
+    return _Trained(step, loss, success)
+
+
+def _is_measured(step: int, settings: WarmupConfig) -> bool:
+    """Whether success is measured after this step."""
+    if step == settings.max_steps:
+        return True
+    return step >= CHECK_FROM and step % CHECK_EVERY == 0
+
+
+def _warn_of_overshoot(success: float, settings: WarmupConfig, report: Report) -> None:
+    if success > settings.stop_success + OVERSHOOT:
+        report(
+            f"warm-up: success {success:.2f} is well above "
+            f"warmup.stop_success = {settings.stop_success:g}: the games are too easy, "
+            "or the steps too large (warmup.lr), to stop in time"
+        )
+
+
+def _measure_success(rollouts: Rollouts, config: Config, step: int) -> float:
+    """The share of CHECK_GAMES games that the model wins after `step`."""
+    seed = config.warmup.seed
+    groups, stats = rollouts.play(
+        warmup_tasks(rollouts.factory, CHECK_START, CHECK_GAMES, seed),
+        group_size=1,
+        temperature=config.rollout.temperature,
+        seed=seed,
+        stream=f"warmup/{step}",
+    )
+    return success_metrics(groups, stats.failed).get("success", 0.0)
+
+
+def _optimizers(lm: nn.Module, settings: WarmupConfig) -> list[torch.optim.Optimizer]:
+    """AdamW; with warmup.optimizer = "muon", Muon for the matrices of the layers."""
+    weight_decay = 0.01
+    layer_matrices = []
+    others = []
+    for name, parameter in lm.named_parameters():  # a tied head comes as the embedding
+        is_matrix = parameter.ndim == 2 and "embed" not in name
+        if settings.optimizer == "muon" and is_matrix:
+            layer_matrices.append(parameter)
+        else:
+            others.append(parameter)
+
+    adamw = torch.optim.AdamW(others, lr=settings.lr, betas=(0.9, 0.98), weight_decay=weight_decay)
+    if not layer_matrices:
+        return [adamw]
+    group: dict[str, Any] = {"params": layer_matrices, "scale": MUON_LR}
+    return [adamw, Muon([group], {"weight_decay": weight_decay})]
+
+
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but in float32.
+
+    torch's own iterates in bfloat16, which many processors only emulate: that takes nearly half of
+    the time of a warm-up step there. All matrices of a shape are updated at once.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                shape = (min(parameter.shape), max(parameter.shape))
+                by_shape.setdefault(shape, []).append(parameter)
+
+            for (_, columns), parameters in by_shape.items():
+                directions = []  # each with at least as many columns as rows
+                for parameter in parameters:
+                    direction = self._direction(parameter)
+                    is_wide = direction.shape[1] == columns
+                    directions.append(direction if is_wide else direction.T)
+
+                changes = _orthogonal(torch.stack(directions))
+                for parameter, change in zip(parameters, changes, strict=True):
+                    is_wide = parameter.shape[1] == columns
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(
+                        change if is_wide else change.T,
+                        alpha=-0.2 * math.sqrt(columns) * group["lr"],
+                    )
+
+    def _direction(self, parameter: nn.Parameter) -> Tensor:
+        """The gradient with Nesterov's momentum; the parameter's momentum is updated."""
+        grad = cast(Tensor, parameter.grad)
+        state = self.state[parameter]
+        momentum = state.setdefault("momentum", torch.zeros_like(parameter))
+        momentum.lerp_(grad, 0.05)
+        return grad.lerp(momentum, 0.95)
+
+
+def _orthogonal(matrices: Tensor) -> Tensor:
+    """About the nearest matrices with orthonormal rows, by the Newton-Schulz iteration of Muon.
+
+    `matrices` is [n, rows, columns], rows <= columns.
+    """
+    x = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
+    return x
+
+
+def _batches(factory: EnvFactory, chat: Chat, config: Config) -> Iterator[list[Sample]]:
+    """Yield batches without end, in each of them rows of similar lengths."""
+    settings = config.warmup
+    turns = demonstrations(
+        factory, config.env, seed=settings.seed, random_actions=settings.random_actions
+    )
+    rng = random.Random(settings.seed)
+    while True:
+        rows = []
+        for turn in islice(turns, 8 * settings.batch_size):
+            row = example(chat, config, turn.prompt, turn.response, turn.observation, turn.tools)
+            rows.append(row)
+        rows.sort(key=_length)
+        batches = []
+        for start in range(0, len(rows), settings.batch_size):
+            batches.append(rows[start : start + settings.batch_size])
+        rng.shuffle(batches)
+        yield from batches
+
+
+def _length(row: Sample) -> int:
+    """Tokens of a row."""
+    return len(row.prompt_ids + row.response_ids + row.separator_ids + row.observation_ids)
