@@ -81,7 +81,9 @@ def make_chat() -> Chat:
     assert package and package.submodule_search_locations
     (gguf,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    tokenizer.chat_template = runpy.run_path(str(TESTS / "templates.py"))["QWEN25_TEMPLATE"]
+    tokenizer.chat_template = runpy.run_path(str(ROOT / "tests" / "support" / "templates.py"))[
+        "QWEN25_TEMPLATE"
+    ]
     return Chat(tokenizer, tool_parser="transformers")
 
 

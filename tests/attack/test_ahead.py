@@ -34,7 +34,7 @@ from paw.rollouts.base import RolloutStats
 from paw.rundir.signals import StopSignal
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
-GAMES = Path(__file__).with_name("ahead_games.py")
+GAMES = Path(__file__).parents[1] / "support" / "ahead_games.py"
 AGAIN = "its episodes are played again"
 STEP_S = 30.0
 

@@ -638,7 +638,7 @@ def test_a_part_that_exits_when_it_is_made_is_one_line_that_names_it(
         "rollout.max_response_tokens": 2,
     }
     settings |= {
-        "env.name": f"{Path(__file__).parent / 'environments.py'}:Honest",
+        "env.name": f"{Path(__file__).parents[1] / 'support' / 'environments.py'}:Honest",
         "model.dtype": "float32",
     }
     (tmp_path / "mine.toml").write_text('[model]\npath = "-"\n')
@@ -649,7 +649,7 @@ def test_a_part_that_exits_when_it_is_made_is_one_line_that_names_it(
     )
 
 
-ATTACKS = f"{Path(__file__).parent / 'environments.py'}:"
+ATTACKS = f"{Path(__file__).parents[1] / 'support' / 'environments.py'}:"
 STEPS = [("ExitsInStep", "SystemExit: 0"), ("HangsInStep", "TimeoutError: no answer within 0.3 s")]
 
 

@@ -14,7 +14,7 @@ from paw.rundir.resume import recorded_dtype
 from paw.tools.plan.plan import Plan
 from paw.tools.plan.shapes import SHAPES
 
-FILE = Path(__file__).parent / "environments.py"
+FILE = Path(__file__).parents[1] / "support" / "environments.py"
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 WITHOUT = {
     "avx2",

@@ -35,7 +35,7 @@ from paw.rollouts.sync import push_weights
 from paw.rollouts.text.chat import Chat
 from paw.types import Task
 
-FILE = Path(__file__).parent / "deadly.py"
+FILE = Path(__file__).parents[1] / "support" / "deadly.py"
 SILENT = "TimeoutError: no answer within 1 s"
 BESIDE = "EnvironmentFailure: another environment of its process gave no answer within 1 s"
 
@@ -233,7 +233,7 @@ def test_what_cannot_run_in_a_process_is_one_line():
 def test_tasks_that_hang_are_one_line_beside_processes_too(monkeypatch):
     """They are listed in the trainer, in a thread with a deadline, as without processes."""
     monkeypatch.setenv("ATTACK", "tasks that hang")
-    name = f"{Path(__file__).with_name('environments.py')}:LaterTasks"
+    name = f"{Path(__file__).parents[1] / 'support' / 'environments.py'}:LaterTasks"
     env = {"name": name, "processes": 1, "step_timeout_s": 20.0}
     factory = make_factory(Config.model_validate({"model": {"path": "-"}, "env": env}))
     factory.config = factory.config.model_copy(update={"step_timeout_s": 0.3})

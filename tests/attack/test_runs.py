@@ -13,7 +13,7 @@ from paw import trainer
 from paw.checkpoint.train_state import PendingCheckpoint
 
 pytestmark = pytest.mark.slow
-FILE = Path(__file__).parent / "environments.py"
+FILE = Path(__file__).parents[1] / "support" / "environments.py"
 
 
 @pytest.fixture

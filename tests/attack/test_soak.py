@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 UPDATES, FAULTS = map(int, os.environ.get("PAW_SOAK", "12 6").split())
-ENVIRONMENTS = Path(__file__).parent / "environments.py"
+ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environments.py"
 KINDS = ("kill", "kill", "term", "interrupt", "disk")
 
 

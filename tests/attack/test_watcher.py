@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).parent / "deadly.py"
+FILE = Path(__file__).parents[1] / "support" / "deadly.py"
 LOOP = """
 import os, re, sys, threading, time
 from paw import watcher
