@@ -69,9 +69,8 @@ def in_turns(calls: Sequence[tuple[Call, Sequence[Tensor]]], seconds: float) -> 
         ):
             if count == 0:
                 continue
-            if (
-                count > 1
-            ):  # the first call of a turn finds caches and allocator as another case left them
+            # The first call of a turn finds caches and allocator as another case left them.
+            if count > 1:
                 _timed(call, inputs[:1])
             samples_of_call += _timed(call, [inputs[i % len(inputs)] for i in range(count)])
     return [_summary(samples_of_call) for samples_of_call in samples]

@@ -262,9 +262,8 @@ def paw_memory(T: int, D: int, V: int) -> dict[str, float]:
     several_chunks = n < T
     chunk = n * (TILE_BYTES * ceil_div(V, TILE_COLS) + 2 * V + 6 * D) / GIB
     d_hidden = 2 * T * D / GIB
-    cast = (
-        2 * V * D / GIB if several_chunks else 0
-    )  # dW in bf16, allocated when the last chunk is freed
+    # dW in bf16, allocated when the last chunk is freed.
+    cast = 2 * V * D / GIB if several_chunks else 0
     dw_bytes = 4 if several_chunks else 2
     return {
         "chunk": chunk,

@@ -84,9 +84,9 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None
     ) -> Any:
         if func is torch.ops.aten.mul.Tensor and args[0].untyped_storage()._cdata in self._head:
-            return args[
-                0
-            ]  # backward multiplies fake gradients by the loss's, which has no value; real ones not by 1
+            # Backward multiplies fake gradients by the loss's, which has no value; real ones not by
+            # 1.
+            return args[0]
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             self.track(leaf)
@@ -195,9 +195,8 @@ def run_updates(
         FlashState(policy, config) if flash else make_optimizer(policy.parameters(), config.optim)
     )
     if config.optim.name == "adamw":
-        optimizer.param_groups[0].update(
-            fused=True, foreach=False
-        )  # as make_optimizer has it on a GPU
+        # As make_optimizer has it on a GPU.
+        optimizer.param_groups[0].update(fused=True, foreach=False)
     update = step = 0
     for _ in range(2):
         live.reset_peak()

@@ -70,9 +70,8 @@ def order(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     """The one expected to be the fastest first."""
     if device.type != "cuda":
         return "cpu", "torch"
-    if (
-        dtype == torch.float32
-    ):  # which Triton multiplies as three tf32 products, where cuBLAS does better
+    # Which Triton multiplies as three tf32 products, where cuBLAS does better.
+    if dtype == torch.float32:
         return "cuda", "torch"
     major, _ = torch.cuda.get_device_capability(device)
     if major == 10:
@@ -133,9 +132,8 @@ def why_not_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
             f"backend={backend!r} is unknown; known backends: {', '.join(['auto', *BACKENDS])}"
         )
     if backend == "triton":
-        if (
-            device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1"
-        ):  # the interpreter runs on the CPU
+        # The interpreter runs on the CPU.
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return f"it needs tensors of device cuda, these are on {device}"
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; pip install triton"

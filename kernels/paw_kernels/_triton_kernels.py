@@ -34,9 +34,8 @@ from triton.language.extra import libdevice
 
 TRUNCATES = tl.constexpr(knobs.runtime.interpret)
 LN2 = tl.constexpr(0.6931471805599453)
-OUTSIDE = tl.constexpr(
-    -1e30
-)  # the logit of columns beyond V, and of -inf: finite, because e x would be 0 * inf = NaN
+# The logit of columns beyond V, and of -inf: finite, because e x would be 0 * inf = NaN.
+OUTSIDE = tl.constexpr(-1e30)
 FAR = tl.constexpr(-1e20)  # the least log2 of e: times it, a sum of e is finite
 SMALLEST = tl.constexpr(1e-30)  # for logarithms; a subnormal would be flushed to 0 on the GPU
 
@@ -327,9 +326,8 @@ def gradient_kernel(
     dz = tl.where(chosen, at_target, 0.0) - p * slope
     if softcap is not None:
         to_logit, highest = 1 / scale, tl.load(result + 2 * capacity + row)
-        log_chosen = tl.load(result + row) / LN2 + tl.load(
-            result + 3 * capacity + row
-        )  # log2 of e, were it of M
+        # log2 of e, were it of M.
+        log_chosen = tl.load(result + row) / LN2 + tl.load(result + 3 * capacity + row)
         chosen &= LOSSY | (power <= SMALLEST)
         near = tl.where(chosen, highest, peak[:, None])
         below = tl.where(chosen, log_chosen, log_power) * to_logit

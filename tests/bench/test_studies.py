@@ -122,9 +122,8 @@ def test_tokens_carry_their_probability_and_the_norm_of_their_error(tiny_llm, tm
                 + "\n"
             )
     config = load("quickstart", {"rollout.temperature": "0.7", "wm.max_tokens": "50"})
-    got = sorted(
-        noise_gradient.measure(str(folder), config, noise_gradient.household, 1, path)
-    )  # batches have an order of their own
+    # Batches have an order of their own.
+    got = sorted(noise_gradient.measure(str(folder), config, noise_gradient.household, 1, path))
     for text in texts:
         target = chat.observation_ids(text, 50)
         before = [*ids[0], *ids[1], *chat.separator_ids]

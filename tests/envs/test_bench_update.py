@@ -19,9 +19,8 @@ def test_an_update_with_the_world_model_has_another_gradient(tiny_llm, tmp_path,
         (update.losses, "token_stats"),
         (update.torch.Tensor, "backward"),
     ):
-        monkeypatch.setattr(
-            owner, name, getattr(owner, name)
-        )  # the meter's clocks go with the test
+        # The meter's clocks go with the test.
+        monkeypatch.setattr(owner, name, getattr(owner, name))
     model = tiny_llm(tmp_path / "model")
     samples = against_trl.make_samples("turns", vocabulary=100)
     with update.trainer(str(model), threads=1) as (run, meter):

@@ -59,9 +59,8 @@ def test_a_name_that_was_given_is_not_numbered(tmp_path):
     )
     for file in held:
         file.close()
-    name, file = take_run_directory(
-        config(tmp_path), resume="", numbered=True
-    )  # one without a run is free
+    # One without a run is free.
+    name, file = take_run_directory(config(tmp_path), resume="", numbered=True)
     file.close()
     assert (*names, name) == ("run", "run-2", "run")
 

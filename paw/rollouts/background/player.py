@@ -129,9 +129,8 @@ class Player:
 
     def goes_on(self) -> bool:
         """Whether no event loop is blocked, as an agent may block it."""
-        signs = [
-            rollouts.loop_goes_on() for rollouts in self._rollouts
-        ]  # of each, not up to the first
+        # Of each, not up to the first.
+        signs = [rollouts.loop_goes_on() for rollouts in self._rollouts]
         return all(signs)
 
     def close(self) -> None:
