@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from paw import trainer as training
+from paw import learn
 from paw.algo import loss as losses
 from paw.algo.world_model import select
 from paw.config.recipe import load
@@ -147,7 +147,7 @@ def trainer(
         meter.watch(torch.Tensor, "backward", "body")
         for name in ("token_loss", "token_stats"):
             meter.watch(losses, name, "head")
-        meter.watch(training, "clip_grad_norm_", "optimizer")
+        meter.watch(learn, "clip_grad_norm_", "optimizer")
         meter.watch(warm(run.optimizer), "step", "optimizer")
         yield run, meter
 
@@ -185,5 +185,5 @@ def update(run: Run, samples: Sequence[Sample], *, paw: bool) -> dict[str, float
     config = run.config.model_copy(update={"wm": wm})
     # With this metric no log-prob pass is missed, and the sampler is not compared.
     scored = replace(run, config=config, metrics={"health/sampler_mismatch": 0.0})
-    metrics = training.optimize(scored, weighted)
+    metrics = learn.optimize(scored, weighted)
     return {"loss": metrics["policy/loss"], "grad_norm": metrics["optim/grad_norm"]}

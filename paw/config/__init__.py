@@ -1,0 +1,6 @@
+"""The configuration of a run, and what a plug-in of your own needs for its settings."""
+
+from paw.config.sections import Config, EnvConfig
+from paw.config.values import Section
+
+__all__ = ["Config", "EnvConfig", "Section"]

@@ -237,7 +237,7 @@ def _settings_of_class(plugin: type, name: str, base: type[Section]) -> type[Sec
     config = getattr(plugin, "Config", Section)
     if not (isinstance(config, type) and issubclass(config, Section)):
         raise UserError(
-            f"'{name}': {plugin.__name__}.Config must be a subclass of paw.config.values.Section"
+            f"'{name}': {plugin.__name__}.Config must be a subclass of paw.config.Section"
         )
     if issubclass(config, base):
         return config

@@ -283,7 +283,7 @@ GAME = Path(__file__).parents[2] / "docs" / "example_environment.py"
 IMPATIENT = """
 import sys
 from paw import cli
-from paw.envs import serving
+from paw.io import serving
 
 serving.HEAD_S = serving.BODY_S = 0.5
 serving.MAX_CONNECTIONS = 20

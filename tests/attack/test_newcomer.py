@@ -85,7 +85,7 @@ def test_help_of_the_functions_shows_what_they_take():
             p.annotation is not p.empty for p in inspect.signature(function).parameters.values()
         ), name
     shown = pydoc.plain(pydoc.render_doc(paw.train))
-    assert "function train in module paw.trainer" in shown and "resume: str = ''" in shown
+    assert "function train in module paw.tools.train.train" in shown and "resume: str = ''" in shown
     assert set(paw.__all__) == {*FUNCTIONS, "Config"} <= set(dir(paw))
 
 

@@ -258,7 +258,7 @@ def test_processes_and_what_they_started_end_with_the_factory():
 
 TRAINER = f"""
 import os, sys, threading, time
-from paw.config import Config, EnvConfig, ModelConfig
+from paw.config.sections import Config, EnvConfig, ModelConfig
 from paw.envs import make_factory
 from paw.types import Task
 config = Config(model=ModelConfig(path="-"), env=EnvConfig(name="{FILE}:Deadly", processes=2))

@@ -14,7 +14,7 @@ import pytest
 FILE = Path(__file__).parents[1] / "support" / "deadly.py"
 LOOP = """
 import os, re, sys, threading, time
-from paw import watcher
+from paw.processes import watcher
 watcher.watch(["train"])
 from paw.rundir.signals import StopSignal
 with StopSignal() as stop:
@@ -105,7 +105,7 @@ def test_one_that_ends_in_order_keeps_its_exit_code(start):
 
 TIDIES = """
 import os, sys, time
-from paw import watcher
+from paw.processes import watcher
 watcher.watch(["play"])
 import signal
 signal.signal(signal.SIGINT, watcher.interrupt)

@@ -83,8 +83,10 @@ print(*(name for name in sys.modules if name.startswith("paw.")))
     assert not loaded and {*ours.split()} == {
         "paw.cli",
         "paw.errors",
+        "paw.processes",
         "paw.processes.lifeline",
         "paw.processes.watcher",
+        "paw.version",
     }, done.stderr
 
 

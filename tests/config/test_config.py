@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from paw.config import plugins
+from paw.config import Section, plugins
 from paw.config.hints import FORMER_KEYS, SYNONYMS, hint, plugin_keys
 from paw.config.keys import keys_of
 from paw.config.recipe import dump, load, recipe_names
 from paw.config.sections import Config, EnvConfig
-from paw.config.values import Section
 from paw.errors import UserError
 
 MODEL = '[model]\npath = "some/model"\n'
@@ -429,7 +428,7 @@ def test_settings_have_descriptions_and_types(folder):
     )
     assert plugins.settings(len, "len") is Section
     for name, message in (
-        ("Listed", "'Listed': Listed.Config must be a subclass of paw.config.values.Section"),
+        ("Listed", "'Listed': Listed.Config must be a subclass of paw.config.Section"),
         (
             "untyped",
             "'untyped': the parameter 'depth' is a setting, and needs a type: depth: float = 1.0",

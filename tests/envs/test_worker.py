@@ -108,7 +108,7 @@ def test_whatever_breaks_is_one_failure_and_a_new_start_heals(make):
 @pytest.mark.slow
 def test_no_orphan_when_the_parent_is_killed(make, tmp_path: Path):
     program = """
-from paw.envs.worker import Worker
+from paw.envs.workers.worker import Worker
 worker = Worker("worker_game:Game", timeout_s=600)
 worker.start()
 print(worker.step("str(os.getpid())"), flush=True)

@@ -14,7 +14,7 @@ def test_an_update_with_the_world_model_has_another_gradient(tiny_llm, tmp_path,
     update = importlib.import_module("bench.trainer.update")
     against_trl = importlib.import_module("bench.trainer.against_trl")
     for owner, name in (
-        (update.training, "clip_grad_norm_"),
+        (update.learn, "clip_grad_norm_"),
         (update.losses, "token_loss"),
         (update.losses, "token_stats"),
         (update.torch.Tensor, "backward"),

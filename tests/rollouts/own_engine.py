@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from paw.config.values import Section
+from paw.config import Section
 from paw.rollouts.engines.base import Completion, Engine, EnginePlan
 
 
