@@ -55,7 +55,7 @@ def backend(request, monkeypatch):
             )
         monkeypatch.setattr(torch.ops, "paw_kernels", torch.ops.paw_on_cpu)
         return Backend(name, "cpu", "cpu", examples=10)
-    return Backend(name, name, "cpu", examples=15 if name == "triton" else 60)
+    return Backend(name, name, "cpu", examples=15 if name == "triton" else 30)
 
 
 @pytest.fixture(scope="module", params=MACHINES)
