@@ -8,7 +8,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paw.version import __version__
+from paw.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from paw.config.sections import Config
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Config",
-    "__version__",
     "evaluate",
     "export",
     "load",

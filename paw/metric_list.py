@@ -1,14 +1,19 @@
 """Every metric of a run, declared once: its meaning, how ranks are combined, where it is shown.
 
-The names are the keys of metrics.jsonl. The line of progress (tools/callbacks.py), the report
-(tools/report.py) and docs/metrics.md read this list and show the metrics in its order. The means
-over tokens are also computed from it (algo/token_sums.py). A metric that was not measured is
+The names are the keys of metrics.jsonl. The line of progress (tools/train/callbacks.py), the report
+(tools/report/report.py) and docs/metrics.md read this list and show the metrics in its order. The
+means over tokens are also computed from it (algo/token_sums.py). A metric that was not measured is
 absent, never 0.
 
-To add one, declare it here, and set it in `run.metrics`, or return it from the stage that
-measures it. After a change:
+To add one, declare it here. Then
+
+- for a mean over tokens, add its sum to `algo/token_sums.py` and name that in `mean_of`;
+- for any other, set it in `run.metrics`, or return it from the stage that measures it.
+
+After a change:
 
     python -m paw.metric_list > docs/metrics.md
+    python tests/goldens.py --write        # every run has the new key
 """
 
 from dataclasses import dataclass
