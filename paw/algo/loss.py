@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from paw.algo.samples import Batch, micro_batches
+from paw.config.values import NonNegative, Share
 from paw.errors import UserError, shown
 from paw.types import Sample
 from paw_kernels import Loss, TokenLoss, TokenStats, token_loss, token_stats
@@ -104,8 +105,8 @@ def cispo(
     entropy: Tensor,
     batch: TokenBatch,
     *,
-    clip_low: float = 1.0,
-    clip_high: float = 0.28,
+    clip_low: Share = 1.0,
+    clip_high: NonNegative = 0.28,
 ) -> Tensor:
     """-A r log p with r the clipped ratio, detached, so that no token loses its gradient.
 
@@ -123,8 +124,8 @@ def gspo(
     entropy: Tensor,
     batch: TokenBatch,
     *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
+    clip_low: Share = 3e-4,
+    clip_high: NonNegative = 4e-4,
 ) -> Tensor:
     """The clipped surrogate of the response's ratio, the geometric mean of its tokens' ratios.
 

@@ -511,3 +511,12 @@ def test_one_server_is_a_list_of_one():
     assert load(
         "quickstart", {"engine.type": "server", "engine.urls": "http://a:1"}
     ).engine.urls == ["http://a:1"]
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
+@pytest.mark.parametrize(
+    ("key", "value"), [("clip_low", "-0.5"), ("clip_low", "7"), ("clip_high", "-2")]
+)
+def test_a_clip_that_is_out_of_range_is_refused_by_every_loss(loss, key, value):
+    with pytest.raises(UserError, match=f"policy.{key} = {value}"):
+        load("quickstart", {"policy.loss": loss, f"policy.{key}": value})
