@@ -169,7 +169,7 @@ def test_a_killed_rank_is_named(running, tmp_path, lost):
 
 
 def test_a_rank_that_an_environment_ends_is_named(recipe, paw_start, tmp_path):
-    (tmp_path / "mine.py").write_text(ENDS.format(folder=Path(__file__).parents[1] / "attack"))
+    (tmp_path / "mine.py").write_text(ENDS.format(folder=Path(__file__).parents[1] / "support"))
     tree = tomllib.loads(recipe.read_text()) | {"env": {"name": f"{tmp_path}/mine.py:Ends"}}
     recipe.write_text(tomli_w.dumps(tree))
     launcher = paw_start("train", recipe, "--gpus", "2")
@@ -204,7 +204,7 @@ def test_two_sigterms_end_ranks_that_wait_for_a_stopped_one(running):
 def test_two_ctrl_cs_end_ranks_whose_environment_holds_the_interpreter(recipe, tmp_path):
     once = tmp_path / "once"
     (tmp_path / "mine.py").write_text(
-        HOLDS.format(folder=Path(__file__).parents[1] / "attack", once=once)
+        HOLDS.format(folder=Path(__file__).parents[1] / "support", once=once)
     )
     tree = tomllib.loads(recipe.read_text()) | {"env": {"name": f"{tmp_path}/mine.py:Holds"}}
     recipe.write_text(tomli_w.dumps(tree))
