@@ -41,6 +41,7 @@ HIDDEN = {
 
 def core_files(folder: Path) -> list[Path]:
     """What one update of `paw train` on docs/example_environment.py imports; `folder` is for its model and its run."""
+    sys.path.append(str(ROOT / "tests" / "support"))  # which conftest.py imports from
     write_tiny_llm = runpy.run_path(str(ROOT / "tests" / "conftest.py"))["write_tiny_llm"]
     settings = {
         "env.name": f"{ROOT / 'docs' / 'example_environment.py'}:Guess", "model.path": write_tiny_llm(folder / "model"),
