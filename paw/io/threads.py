@@ -32,7 +32,7 @@ class Threads:
         self.count = count
         self.timeout_s = timeout_s
         self.given_up = 0
-        """Number of calls that exceeded the time limit."""
+        """Number of calls that exceeded the time limit, or that Ctrl-C left unanswered."""
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
         """Calls that wait for a thread; None ends a thread."""
         self._threads = 0
@@ -45,8 +45,12 @@ class Threads:
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """What function(*args) returns or raises."""
         call = self._submit(function, *args)
-        while remaining_s := self._remaining_s(call):
-            wait([call], remaining_s)
+        try:
+            while remaining_s := self._remaining_s(call):
+                wait([call], remaining_s)
+        except KeyboardInterrupt:
+            self.given_up += 1  # so that nobody waits for this thread, for example to close a game
+            raise
         return self._result(call)
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:

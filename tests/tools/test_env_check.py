@@ -378,7 +378,8 @@ def test_ctrl_c_prints_what_was_found_and_what_takes_long_says_so(json_out, tmp_
         waiting = r"paw env check: deterministic: 2 episodes begun, 1 turns, \d+ s\n"
         assert any(re.fullmatch(waiting, line) for line in child.stderr)
         child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=60)
+        # The environment sleeps for a minute.
+        out, err = child.communicate(timeout=20)
     assert child.returncode == 130 and "Traceback" not in err
     if json_out:
         found = json.loads(out)
