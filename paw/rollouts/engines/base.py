@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample."""
+    """One response to sample: a turn of an episode, or, with a negative key, a prediction of an
+    observation for samples.jsonl. An engine sees tokens only, neither environment nor actions."""
 
     key: int
     """Unique among requests in flight; comes back with the completion."""
@@ -50,7 +51,8 @@ class Completion:
     token_ids: list[int]
     """Up to and including the end token, or cut at max_tokens."""
     logp: list[float]
-    """Log-probability of each token in the distribution it was drawn from, at the temperature."""
+    """Log-probability of each token under the model at the temperature, over the full vocabulary,
+    however the token was chosen: the trainer compares it with its own."""
     entropy: list[float] | None
     """Entropy at each token, nats; None if the engine does not give it."""
     cached_tokens: int = 0
