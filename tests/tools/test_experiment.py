@@ -46,7 +46,7 @@ def test_differences_are_paired_by_seed():
         assert verdict(few) == "not shown (fewer than three seeds)"
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_one_variant_has_a_figure_of_its_curve_alone():
     curves = {"grpo": {0: Interval(0.2, 1), 4: Interval(0.5, 1)}}
     figure = comparison(curves, {"grpo": {"difference": None}})
