@@ -115,7 +115,7 @@ def collapse_warning(
 
     `history` is oldest first. The signature, over the last 5 updates: every action is well-formed
     (>= 0.98), next to none succeeds (<= 0.01) after some did before, and the entropy is under a
-    tenth of its highest. The cause are groups in which all fail: only the invalid-action penalty
+    tenth of its highest. The cause is groups in which every episode fails: only the invalid-action penalty
     varies there, and the division by the standard deviation scales it up to full size. `in_groups`:
     advantages are relative to the group, so that advantage.penalty_only applies.
     """

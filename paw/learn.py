@@ -69,7 +69,7 @@ class Objective:
 
     @classmethod
     def from_config(cls, config: Config) -> "Objective":
-        """Raises UserError if a loss of one's own cannot be loaded or made."""
+        """Raises UserError if a custom loss cannot be imported or built."""
         options = config.policy
         tis_cap = options.tis_cap
         policy_loss = plugins.load("losses", options.loss)

@@ -62,7 +62,7 @@ from paw.rundir.signals import StopSignal
 from paw.types import Sample
 
 STARTING_OVER = -1
-"""The step of a resumed run that has no checkpoint yet: its logs begin anew."""
+"""The step of a resumed run that has no checkpoint yet: its logs start afresh."""
 
 
 @dataclass(kw_only=True)
@@ -207,7 +207,7 @@ class Run(Parts, RunProgress):
     # ---------------------------------------------------------------------------------------------
 
     def catch_up(self, rollouts: RolloutSource) -> None:
-        """Evaluate if an evaluation is due that the newest line lacks.
+        """Evaluate if an evaluation is due and not yet logged.
 
         That is so before the first update, and after a stop.
         """
@@ -333,7 +333,7 @@ class Run(Parts, RunProgress):
             self.record.write()
 
     def save_finished_update(self, error: BaseException) -> None:
-        """Save the newest update if it is over and `error` left it as it was."""
+        """Save the newest update if it is over and `error` did not corrupt it."""
         if self.lacks_only_its_line:  # its evaluation is left to the resumed run
             if self.phase == "sync":
                 self.random = rng_tensors()
@@ -387,7 +387,7 @@ def open_run(
     numbered: bool = False,
     preparation: Preparation = WITHOUT_TOOLS,
 ) -> Iterator[Run]:
-    """A run ready to train, see `paw.tools.train.train.train`; it is taken down at the end.
+    """A run ready to train, see `paw.tools.train.train.train`; cleaned up on exit.
 
     Raises UserError if memory runs out, with the settings to change.
     """

@@ -127,7 +127,7 @@ def rollout(run: Run, rollouts: RolloutSource) -> tuple[list[Group], RolloutStat
 
 
 def _stop_requested_within(run: Run, seconds: int) -> bool:
-    """Wait, but not on after a stop is requested; returns whether one was."""
+    """Wait, but return early if a stop is requested; returns whether one was."""
     for _ in range(seconds):
         if run.stop_requested():
             return True

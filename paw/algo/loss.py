@@ -13,7 +13,7 @@ update / samples in the mini-batch). All normalisers live in the token weights, 
 gradient is the same however it is cut into micro-batches.
 
 A token loss is a function of each token's log-probability and entropy under the policy, (logp [n],
-entropy [n], batch) -> [n] with a `TokenBatch`, weights left out. A built-in one is a function here
+entropy [n], batch) -> [n] with a `TokenBatch`, without the token weights. A built-in one is a function here
 and its name in `paw.config.plugins.BUILT_IN`. Its keyword-only parameters are its settings. A function of
 one's own plugs in by name (docs/algorithm.md).
 """
@@ -108,7 +108,7 @@ def cispo(
     clip_low: Share = 1.0,
     clip_high: NonNegative = 0.28,
 ) -> Tensor:
-    """-A r log p with r the clipped ratio, detached, so that no token loses its gradient.
+    """-A r log p with r the clipped ratio, detached, so that every token keeps its gradient.
 
     CISPO, arXiv 2506.13585, Eq. (4).
 
@@ -174,7 +174,7 @@ def gce(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, q: float = 0.7) -> 
 
 @dataclass(frozen=True)
 class Traits:
-    """What the trainer knows about a token loss besides how to call it.
+    """Properties of a token loss that the trainer relies on.
 
     The defaults are safe for any loss, and hold for a user's.
     """
@@ -442,8 +442,8 @@ def log_probs(
 ) -> dict[int, tuple[list[float], float]]:
     """By index of the sample: (log-prob of each response token, their mean entropy), nats.
 
-    The entropy is that over the full vocabulary. Of all samples, or of those in this rank's `share`
-    of the batches; in the order of samples. `budget` is the most tokens of a batch.
+    The entropy is that over the full vocabulary. Covers all samples, or only those in this rank's
+    `share` of the batches, in the order of samples. `budget` is the most tokens of a batch.
     """
     scored: dict[int, tuple[list[float], float]] = {}
     for batch in micro_batches(

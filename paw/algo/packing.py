@@ -14,7 +14,7 @@ def balanced_batches(
 
     The number of batches is a multiple of `multiple`. A sample of n tokens costs n + quadratic *
     n^2: everything linear in tokens, and attention. Longest-processing-time first (Graham 1969):
-    each sample, dearest first, goes to the batch with the least work. Batches are sorted, dearest
+    each sample, most expensive first, goes to the batch with the least work. Batches are sorted, most expensive
     first, so that ranks which take every `multiple`-th one work side by side on equals; if samples
     are few, some are empty. A sample longer than the budget has a batch of its own.
 
@@ -44,8 +44,8 @@ def _fill(
         batches[batch].append(i)
         works[batch] = work + lengths[i] + quadratic * lengths[i] ** 2
         heapq.heappush(heap, (works[batch], batch, tokens + lengths[i]))
-    dearest_first = sorted(range(count), key=lambda batch: (-works[batch], batch))
-    return [sorted(batches[batch]) for batch in dearest_first]
+    most_expensive_first = sorted(range(count), key=lambda batch: (-works[batch], batch))
+    return [sorted(batches[batch]) for batch in most_expensive_first]
 
 
 def alike_batches(lengths: Sequence[int], *, budget: int, multiple: int = 1) -> list[list[int]]:

@@ -3,7 +3,7 @@
 A plug-in is named by a built-in name ("gigpo"), by the name of an entry point that an installed
 package registers in the group `paw.<kind>`, by "module:name", or by "FILE.py:name" (a path relative
 to the current folder). A program may also hand over the plug-in itself, see `give`. Only the named
-plug-in is imported. No torch here.
+plug-in is imported. Imports no torch.
 
 A plug-in may have settings, which are keys of its section of the recipe: the keys of a class's
 `Config`, a subclass of `Section`, or a function's keyword-only parameters.
@@ -96,9 +96,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
 CALLED = ("advantages", "losses", "agents", "rewards", "scores")
 """Kinds whose plug-ins are functions or classes; plug-ins of others may be objects."""
 FILE_MODULE = "paw_plugin_"
-"""How the name of a module begins that was imported from a file."""
+"""Prefix of the names of modules that were imported from files."""
 GIVEN = "given:"
-"""How the name of a plug-in begins that a program has handed over."""
+"""Prefix of the names of plug-ins that a program passed as objects."""
 _files: dict[tuple[str, int, int], ModuleType] = {}
 """(path, modification time, size) of a file -> its module."""
 _handed_over: dict[str, Any] = {}

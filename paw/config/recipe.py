@@ -5,7 +5,7 @@ overrides one key. `base = ["alfworld", "gigpo", "paw"]` above the first table b
 recipes (names, or paths relative to the file) in that order: each overrides single keys of those
 before it, and the file overrides all of them. A layer that chooses another plug-in, or another
 value that keys depend on (`paw.config.values.Only`), drops the keys that no longer apply. An unknown key
-is an error that suggests the nearest one. No torch here.
+is an error that suggests the nearest one. Imports no torch.
 """
 
 import re

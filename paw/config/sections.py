@@ -2,7 +2,7 @@
 
 Some sections, such as `env`, `engine` and `advantage`, name a plug-in (`paw.config.plugins`), whose settings are
 keys of the section too. A key with `Only` applies only with some values of another key; with others
-it is an unknown key. `paw.config.recipe` reads recipes. No torch here.
+it is an unknown key. `paw.config.recipe` reads recipes. Imports no torch.
 """
 
 from pathlib import Path
@@ -268,10 +268,9 @@ class PolicyConfig(PluginSection):
     """token: mean over the mini-batch's response tokens. sample, group: mean over the token means
     of samples, or of groups (Eq. (11)). verl: as in verl."""
     verl_samples: Annotated[Count, Only("policy.loss_norm", ("verl",))] = 32
-    """Samples of the micro-batches whose means are averaged, as in verl; packing does not
-    change."""
+    """Samples in each micro-batch whose means are averaged, as in verl. Packing is unaffected."""
     old_logp: Literal["trainer", "engine"] = "trainer"
-    """Who computes the old log-probs. engine takes the sampler's, which saves a pass if nothing
+    """Where the old log-probs come from. engine reuses the sampler's, which saves a pass if nothing
     else needs it."""
     tis_cap: Annotated[float, Field(gt=1.0)] | None = None
     """Truncated importance sampling: tokens are weighted by min(pi_old / pi_sampler, cap). With

@@ -43,7 +43,7 @@ def _check_text(text: str) -> None:
     if len(text) > LONGEST_TEXT:
         raise ValueError(f"{len(text):,} characters are too many, at most {LONGEST_TEXT:,}")
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("it is no text: it holds NUL, or bytes that are not UTF-8")
+        raise ValueError("it is not valid text: it holds NUL, or bytes that are not UTF-8")
     if " " in text:  # a sentence, not a path
         return
     if any(len(name.encode()) > LONGEST_NAME for name in text.split("/")):

@@ -1,8 +1,8 @@
 """A worker process of env.processes: it makes environments and calls their methods for the trainer.
 
-The trainer's side, and what the two send each other, is `paw.envs.workers.process`. What an environment
-returns is checked here, as it is in the trainer without processes, and leaves as one JSON object a
-line.
+The trainer's side, and what the two send each other, is `paw.envs.workers.process`. What an
+environment returns is checked here, as it is in the trainer without processes, and leaves as one
+JSON object a line.
 """
 
 import inspect

@@ -43,7 +43,7 @@ MOMENT_S = 2e-4
 Requests of environments in threads that answer at once then join the next batch.
 """
 STOP_S = 1.0
-"""Seconds that agents have to end after an error or Ctrl-C."""
+"""Seconds that agents are given to finish after an error or Ctrl-C."""
 LOOP_ROUNDS = 3
 """Rounds of the event loop from the answer of a thread to the next request."""
 
@@ -321,7 +321,7 @@ class Rollouts:
             max_text = self.config.env.max_text
             to_stderr(
                 f"{count} texts of the environment were cut to env.max_text = {max_text} "
-                "(said once)"
+                "(reported once)"
             )
 
     def run(
@@ -435,7 +435,7 @@ class Rollouts:
         self._state.changed.set()
 
     async def _drive(self) -> None:
-        """Step the engine until all episodes have ended. Raises the error that ends the play."""
+        """Step the engine until all episodes have ended. Raises the error that stopped it."""
         state = self._state
         while state.unfinished and not state.error:
             await _let_others_run()
@@ -569,7 +569,7 @@ class Rollouts:
 
 
 async def _let_others_run() -> None:
-    """Wait for what other tasks can do at once: from the answer of a thread to the next request."""
+    """Let other tasks run as far as they can without waiting: from a thread's answer to a request."""
     for _ in range(LOOP_ROUNDS):
         await asyncio.sleep(0)
 

@@ -1,6 +1,6 @@
 """A clean stop between updates: the first signal asks for it, a second one ends the process.
 
-Before and after it, Ctrl-C is handled by `paw.__main__`. No torch here.
+Before and after it, Ctrl-C is handled by `paw.__main__`. Imports no torch.
 """
 
 import os

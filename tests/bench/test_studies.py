@@ -196,7 +196,7 @@ def test_mistakes_are_told_before_anything_loads(capsys):
         (dynamics, "nowhere --wm.alpha 1", "unrecognized arguments: --wm.alpha 1"),
         (noise_gradient, "m --tasks 0", "--tasks 0"),
         (noise_gradient, "a b --rollouts file", "give one MODEL"),
-        (noise_gradient, "m", "m is no folder here"),
+        (noise_gradient, "m", "m is not a folder"),
     ):
         with pytest.raises(SystemExit, match="2"):
             study.main(words.split())

@@ -145,7 +145,7 @@ MISTAKES = [
     (["eval", "."], "--recipe"),
     (
         ["eval", "nowhere"],
-        "nowhere is no folder here; if it is a model of the hub, say what it plays with --recipe",
+        "nowhere is not a folder; if it is a model of the hub, say what it plays with --recipe",
     ),
     (["eval", ".", "--recipe", "quickstart"], "model.path = '.'"),
     (["rollout", "nowhere", "--recipe", "quickstart", "--tasks", "0"], "--tasks 0"),

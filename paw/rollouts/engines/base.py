@@ -169,7 +169,7 @@ class EngineType:
     runs_policy: ClassVar[bool] = False
     """Whether it samples with the trainer's model, which then has to take the longest context."""
     gives_entropy: ClassVar[bool] = False
-    """Whether completions have the entropy at each token. Their log-probs are a must."""
+    """Whether completions have the entropy at each token. Log-probs are always required."""
     gives_versions: ClassVar[bool] = False
     """Whether completions have the version of the weights of each token, so that new weights may
     arrive while requests are pending."""

@@ -335,7 +335,7 @@ def _batches(
 
 @contextmanager
 def _generation_mode(model: PreTrainedModel) -> Iterator[None]:
-    """No gradients, no dropout, and an attention that takes masks.
+    """No gradients, no dropout, and an attention implementation that takes masks.
 
     It is no_grad rather than inference_mode: what a module caches meanwhile (rotary tables, FSDP's
     gathered parameters) has to be usable by the backward pass.

@@ -155,7 +155,7 @@ def resolve(
         return config, str(_exported_model(folder))
     if recipe is None and not (folder / "paw.toml").is_file():
         if "env.name" not in overrides:
-            problem = "is no folder here; if it is a model of the hub"
+            problem = "is not a folder; if it is a model of the hub"
             if folder.exists():
                 problem = "is not a run directory"
             raise UserError(
