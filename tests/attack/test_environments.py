@@ -559,7 +559,7 @@ def test_long_texts_are_cut_before_they_are_tokenised(rollouts, capfd):
             assert len(turn.prompt) == 1000 and turn.prompt.endswith("x turn 1")
         assert (
             capfd.readouterr().err.count(
-                "24 texts of the environment were cut to env.max_text = 1000 (said"
+                "24 texts of the environment were cut to env.max_text = 1000 (reported once)"
             )
             == 1
         )
