@@ -14,7 +14,7 @@ import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from paw.errors import LINE_CHARS, UserError, clean, shown, to_stderr, to_stdout
+from paw.errors import LINE_CHARS, UserError, clean, short_repr, to_stderr, to_stdout
 from paw.processes import watcher
 from paw.processes.lifeline import end_tool_servers
 from paw.version import __version__
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        to_stderr(f"paw: {shown(error.filename)}: {error.strerror}")
+        to_stderr(f"paw: {short_repr(error.filename)}: {error.strerror}")
         return 2
 
 
@@ -120,7 +120,7 @@ def _run(arguments: list[str]) -> int:
     try:
         return options.command(options, overrides)
     except SystemExit as error:  # an environment's file or a library raised it, not we
-        raise UserError(f"stopped: something called sys.exit({shown(error.code)})") from error
+        raise UserError(f"stopped: something called sys.exit({short_repr(error.code)})") from error
 
 
 def entry() -> NoReturn:

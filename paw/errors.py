@@ -107,7 +107,7 @@ def others_code(
     except OURS:
         raise
     except BaseException as error:
-        location = place(error)
+        location = user_location(error)
         if isinstance(error, Exception):
             is_theirs = (all_theirs or location) and not spare(error)
             if not is_theirs:
@@ -148,7 +148,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {clean(error)}".removesuffix(": ")
 
 
-def place(error: BaseException) -> str:
+def user_location(error: BaseException) -> str:
     """ " (FILE, line N)", the last of a user's own code that an exception passed; "" if none."""
     if isinstance(error, SyntaxError):  # its message has the line
         return ""
@@ -169,7 +169,7 @@ def _is_users(file: str) -> bool:
     return "site-packages" not in file and "dist-packages" not in file
 
 
-def shown(value: object, limit: int = 100) -> str:
+def short_repr(value: object, limit: int = 100) -> str:
     """The repr of a value as one short line, long texts and containers cut."""
     text = f"a {type(value).__name__} that cannot be printed"
     with quietly():

@@ -64,7 +64,7 @@ class Objective:
     """Both with their weights and the KL and entropy terms, for the fused head."""
     tis_cap: float | None
     """Bound of pi_old / pi_sampler, by which the policy loss is multiplied; None if it is not."""
-    is_mask: tuple[float, float] | None
+    ratio_bounds: tuple[float, float] | None
     """Bounds of pi_old / pi_sampler, outside which there is no policy loss; None without a mask."""
 
     @classmethod
@@ -87,9 +87,15 @@ class Objective:
             kl_coef=options.kl_coef,
             entropy_coef=options.entropy_coef,
             tis_cap=tis_cap,
-            is_mask=options.is_mask,
+            ratio_bounds=options.is_mask,
         )
-        return cls(policy=policy, wm=wm, loss=loss, tis_cap=tis_cap, is_mask=options.is_mask)
+        return cls(
+            policy=policy,
+            wm=wm,
+            loss=loss,
+            tis_cap=tis_cap,
+            ratio_bounds=options.is_mask,
+        )
 
 
 class PolicyUpdate:
@@ -144,7 +150,7 @@ class PolicyUpdate:
             verl_samples=run.config.policy.verl_samples,
             wm_scale=run.config.wm.scale,
             reference=run.config.policy.kl_coef > 0.0,
-            is_level=run.config.policy.is_level,
+            ratio_level=run.config.policy.is_level,
         )
         # Gradients are averaged over the ranks, but the loss is a sum over them.
         scaled_tokens = replace(tokens, weight=world_size * tokens.weight)
@@ -169,7 +175,7 @@ class PolicyUpdate:
             policy=self.objective.policy,
             wm=self.objective.wm,
             tis_cap=self.objective.tis_cap,
-            is_mask=self.objective.is_mask,
+            ratio_bounds=self.objective.ratio_bounds,
         )
         add(self.totals, sums)
         return float(out.loss.detach()) / world_size

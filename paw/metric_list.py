@@ -510,13 +510,14 @@ def page() -> str:
         elif metric.unit:
             what += f" ({metric.unit})"
 
-        shown = []
+        places = []
         if metric.progress or metric.trouble:
-            shown.append("line")
+            places.append("line")
         if metric.section:
-            shown.append("report")
+            places.append("report")
         rows.append(
-            f"| `{metric.name}` | {what} | {metric.meaning} | {metric.ranks} | {', '.join(shown)} |"
+            f"| `{metric.name}` | {what} | {metric.meaning} | {metric.ranks} "
+            f"| {', '.join(places)} |"
         )
     return PAGE_HEADING + "\n" + "\n".join(rows) + "\n"
 

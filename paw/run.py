@@ -166,7 +166,7 @@ class Run(Parts, RunProgress):
         return [(logp, entropies[i]) for i, logp in enumerate(rows)]
 
     @contextmanager
-    def reference_at_hand(self) -> Iterator[None]:
+    def reference_on_device(self) -> Iterator[None]:
         """The reference model is ready inside: the policy without its LoRA adapters, or a separate
         model, moved to the device for this block if it is offloaded."""
         if self.config.lora.rank:
@@ -196,7 +196,7 @@ class Run(Parts, RunProgress):
         Raises the error if no others are left, or if episodes that are played ahead have tokens of
         them too.
         """
-        if self.config.rollout.ahead or not self.engine.leave_out(error.servers):
+        if self.config.rollout.ahead or not self.engine.exclude(error.servers):
             raise error
         servers = ", ".join(error.servers)
         self.say(

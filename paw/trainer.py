@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from paw import hooks
-from paw.algo.advantages import checked, drop_penalty_only
+from paw.algo.advantages import check_advantages, drop_penalty_only
 from paw.algo.samples import to_samples
 from paw.algo.world_model import select
 from paw.build import WITHOUT_TOOLS, Preparation
@@ -165,7 +165,7 @@ def compute_advantages(run: Run, samples: list[Sample]) -> None:
         return
     settings = run.config.advantage
     estimator = plugins.load("advantages", settings.type)
-    advantages = checked(estimator(samples, **settings.settings()), samples, settings.type)
+    advantages = check_advantages(estimator(samples, **settings.settings()), samples, settings.type)
     if settings.penalty_only == "drop":
         advantages = drop_penalty_only(samples, advantages)
     for sample, advantage in zip(samples, advantages, strict=True):
@@ -213,7 +213,7 @@ def compute_log_probs(run: Run, samples: list[Sample]) -> None:
 
 def compute_reference_log_probs(run: Run, samples: list[Sample]) -> None:
     """Fill the reference model's log-probs."""
-    with run.reference_at_hand():
+    with run.reference_on_device():
         scored = run.log_probs(run.reference, samples)
     for sample, (logp, _) in zip(samples, scored, strict=True):
         sample.ref_logp = logp

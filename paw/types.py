@@ -195,8 +195,8 @@ class Group:
 
     task: Task
     trajectories: list[Trajectory]
-    place: int = 0
-    """Index of the task among those of the update."""
+    index: int = 0
+    """Of the task among those of the update."""
 
 
 @dataclass

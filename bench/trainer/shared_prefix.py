@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, cpu_name, write
 from bench.trainer.conversations import make_chat
-from paw.algo.packing import alike_batches
+from paw.algo.packing import batches_of_similar_length
 from paw.envs.search.prompt import Action, ChatStyle, PaperStyle
 from paw.model.attention import ATTENTION
 from paw.model.policy import Policy
@@ -184,7 +184,9 @@ def run(policy: Policy, rows: Sequence[Row], *, shared: bool) -> dict[str, float
     value = 0.0
     tokens = 0
     start = time.process_time()
-    batches = [list(range(len(rows)))] if shared else alike_batches(lengths, budget=BUDGET)
+    batches = (
+        [list(range(len(rows)))] if shared else batches_of_similar_length(lengths, budget=BUDGET)
+    )
     for indices in batches:
         if shared:
             hidden, paths = hidden_of_tree(policy, sequences)

@@ -17,13 +17,13 @@ from difflib import SequenceMatcher
 from typing import Any, Literal
 
 from paw.config.values import NonNegative, Share
-from paw.errors import UserError, shown
+from paw.errors import UserError, short_repr
 from paw.types import Sample
 
 Stat = Literal["steps", "trajectories"]
 
 
-def checked(returned: Any, samples: Sequence[Sample], name: str) -> list[float]:
+def check_advantages(returned: Any, samples: Sequence[Sample], name: str) -> list[float]:
     """The advantages that the estimator called `name` returned.
 
     Raises UserError if they are not one finite number for each sample.
@@ -32,7 +32,8 @@ def checked(returned: Any, samples: Sequence[Sample], name: str) -> list[float]:
         advantages = [float(value) for value in returned]
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UserError(
-            f"advantage.type = '{name}' must return a number for each sample, not {shown(returned)}"
+            f"advantage.type = '{name}' must return a number for each sample, "
+            f"not {short_repr(returned)}"
         ) from None
     if len(advantages) != len(samples):
         raise UserError(

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from paw.algo.samples import Batch, micro_batches
 from paw.config.values import NonNegative, Share
-from paw.errors import UserError, shown
+from paw.errors import UserError, short_repr
 from paw.types import Sample
 from paw_kernels import Loss, TokenLoss, TokenStats, token_loss, token_stats
 
@@ -232,14 +232,14 @@ def joint(
     kl_coef: float = 0.0,
     entropy_coef: float = 0.0,
     tis_cap: float | None = None,
-    is_mask: tuple[float, float] | None = None,
+    ratio_bounds: tuple[float, float] | None = None,
 ) -> JointLoss:
     """The objective: `policy` + kl_coef KL - entropy_coef H on response tokens, else `wm`.
 
     Both are multiplied by the weights of the tokens. The policy loss is multiplied by
-    min(pi_old / pi_sampler, tis_cap), and is 0 if that ratio is not within `is_mask` (IcePop, arXiv
-    2510.18855; by response: masked importance sampling). When called, it raises UserError if one of
-    the losses does not return one number for each token.
+    min(pi_old / pi_sampler, tis_cap), and is 0 if that ratio is not within `ratio_bounds` (IcePop,
+    arXiv 2510.18855; by response: masked importance sampling). When called, it raises UserError if
+    one of the losses does not return one number for each token.
     """
 
     def loss(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
@@ -247,8 +247,8 @@ def joint(
         _check_is_per_token(policy_loss, logp, batch, "policy.loss")
         if tis_cap is not None:
             policy_loss = policy_loss * sampler_gap(batch).clamp(max=math.log(tis_cap)).exp()
-        if is_mask is not None:
-            policy_loss = torch.where(outside(batch, is_mask), 0.0, policy_loss)
+        if ratio_bounds is not None:
+            policy_loss = torch.where(outside_bounds(batch, ratio_bounds), 0.0, policy_loss)
         if kl_coef:
             policy_loss = policy_loss + kl_coef * k3(logp, batch)
         if entropy_coef:
@@ -275,7 +275,7 @@ def _check_is_per_token(values: Any, logp: Tensor, batch: TokenBatch, key: str) 
             return
         returned = f"{values.dtype} of shape {list(values.shape)}"
     else:
-        returned = shown(values)
+        returned = short_repr(values)
     raise UserError(
         f"{key} must return one number for each token, {logp.dtype} of shape {list(logp.shape)}, "
         f"not {returned}"
@@ -289,7 +289,7 @@ def sampler_gap(batch: TokenBatch) -> Tensor:
     return batch.sampler_gap
 
 
-def outside(batch: TokenBatch, bounds: tuple[float, float]) -> Tensor:
+def outside_bounds(batch: TokenBatch, bounds: tuple[float, float]) -> Tensor:
     """[N] bool: whether pi_old / pi_sampler is outside the bounds."""
     low, high = bounds
     ratio = sampler_gap(batch).clamp(max=LOG_RATIO_MAX).exp()
@@ -317,12 +317,12 @@ def token_batch(
     verl_samples: int = 32,
     wm_scale: float = 1.0,
     reference: bool = False,
-    is_level: str = "token",
+    ratio_level: str = "token",
 ) -> TokenBatch:
     """What the loss reads of a batch that was cut from `minibatch`.
 
-    The update has `update_samples` samples. `reference` adds ref_logp, and `is_level` = "response"
-    adds sampler_gap. For `norm` see `_token_weights`.
+    The update has `update_samples` samples. `reference` adds ref_logp, and `ratio_level` =
+    "response" adds sampler_gap. For `norm` see `_token_weights`.
     """
     response_weights = _token_weights(
         minibatch, norm, verl_samples=verl_samples, update_samples=update_samples
@@ -352,7 +352,7 @@ def token_batch(
         if reference:
             assert sample.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
             ref_logp += sample.ref_logp + no_value
-        if is_level == "response":
+        if ratio_level == "response":
             gap = fmean(sample.old_logp) - fmean(sample.sampled_logp)
             sampler_gaps += [gap] * n + no_value
 
@@ -368,7 +368,7 @@ def token_batch(
         old_logp=tensor(old_logp),
         sampled_logp=tensor(sampled_logp),
         ref_logp=tensor(ref_logp) if reference else None,
-        sampler_gap=tensor(sampler_gaps) if is_level == "response" else None,
+        sampler_gap=tensor(sampler_gaps) if ratio_level == "response" else None,
         sample=torch.tensor(sample_index, dtype=torch.int64, device=device),
     )
 

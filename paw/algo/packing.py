@@ -48,14 +48,16 @@ def _fill(
     return [sorted(batches[batch]) for batch in most_expensive_first]
 
 
-def alike_batches(lengths: Sequence[int], *, budget: int, multiple: int = 1) -> list[list[int]]:
+def batches_of_similar_length(
+    lengths: Sequence[int], *, budget: int, multiple: int = 1
+) -> list[list[int]]:
     """Indices in batches of neighbours in length, longest first.
 
     For attention that pads a batch to its longest sample. A batch has at most `budget` padded
     tokens, but a sample longer than that has one of its own. Empty batches make their number a
     multiple of `multiple`.
 
-    >>> alike_batches([3, 9, 4, 10], budget=20)
+    >>> batches_of_similar_length([3, 9, 4, 10], budget=20)
     [[3, 1], [2, 0]]
     """
     batches: list[list[int]] = []

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paw.algo.packing import alike_batches, balanced_batches
+from paw.algo.packing import balanced_batches, batches_of_similar_length
 from paw.types import Group, Sample, Turn
 
 
@@ -245,7 +245,7 @@ def micro_batches(
         lengths.append(len(last.prompt_ids) + len(last.response_ids) + len(appended))
 
     if quadratic is None:
-        cut = alike_batches(lengths, budget=budget, multiple=world)
+        cut = batches_of_similar_length(lengths, budget=budget, multiple=world)
     else:
         cut = balanced_batches(lengths, budget=budget, multiple=world, quadratic=quadratic)
 

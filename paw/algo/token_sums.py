@@ -5,7 +5,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from paw.algo.loss import TokenBatch, TokenLossFunction, k3, outside, traits_of, with_response_gap
+from paw.algo.loss import (
+    TokenBatch,
+    TokenLossFunction,
+    k3,
+    outside_bounds,
+    traits_of,
+    with_response_gap,
+)
 from paw.metric_list import METRICS
 from paw_kernels import TokenLoss
 
@@ -17,7 +24,7 @@ def token_sums(
     policy: TokenLossFunction,
     wm: TokenLossFunction,
     tis_cap: float | None = None,
-    is_mask: tuple[float, float] | None = None,
+    ratio_bounds: tuple[float, float] | None = None,
 ) -> dict[str, float]:
     """Sums over the tokens of a batch, by name; `policy` and `wm` are the two token losses.
 
@@ -46,10 +53,10 @@ def token_sums(
         sums["masked"] = (is_observation & (wm_slope == 0)).sum()
     if tokens.ref_logp is not None:
         sums["kl"] = k3(out.logp, tokens)[is_response].sum()
-    if is_mask is not None:
-        sums["is_masked"] = (is_response & outside(tokens, is_mask)).sum()
+    if ratio_bounds is not None:
+        sums["is_masked"] = (is_response & outside_bounds(tokens, ratio_bounds)).sum()
     if tis_cap is not None:
-        sums["tis_capped"] = (is_response & outside(tokens, (0.0, tis_cap))).sum()
+        sums["tis_capped"] = (is_response & outside_bounds(tokens, (0.0, tis_cap))).sum()
 
     values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer
     return dict(zip(sums, values, strict=True))

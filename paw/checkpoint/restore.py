@@ -35,7 +35,7 @@ from paw.checkpoint.files import (
 from paw.checkpoint.stored import Stored
 from paw.checkpoint.train_state import Learner
 from paw.distributed.ranks import Ranks, rows_like, shard_like
-from paw.errors import describe, shown, to_stderr
+from paw.errors import describe, short_repr, to_stderr
 from paw.guards import UpdateGuard
 from paw.io.files import cause, json_object
 
@@ -87,12 +87,12 @@ def _read_state(path: Path, files: Files) -> dict[str, Any]:
     if state is None:
         raise damaged(path, STATE, "not a JSON object")
     if state.get("version") not in (VERSION, SHARDED):
-        version = shown(state.get("version"))
+        version = short_repr(state.get("version"))
         raise CheckpointError(
             f"checkpoint {path}: {STATE} has version {version}, not {VERSION} or {SHARDED}"
         )
     if type(state.get("step")) is not int or not 0 <= state["step"] < 2**53:
-        raise damaged(path, STATE, f"step = {shown(state.get('step'))} counts no updates")
+        raise damaged(path, STATE, f"step = {short_repr(state.get('step'))} counts no updates")
     return state
 
 

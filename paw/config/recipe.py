@@ -23,7 +23,7 @@ from paw.config.hints import unknown_key
 from paw.config.keys import Flat, Key, flatten, keys_of, nested
 from paw.config.sections import Config
 from paw.config.values import LONGEST_NAME
-from paw.errors import HIDDEN, UserError, clean, masked, nearest, shown
+from paw.errors import HIDDEN, UserError, clean, masked, nearest, short_repr
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 GENERATIONS = 50
@@ -170,7 +170,7 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
 
     reasons = [p["msg"].removeprefix("Value error, ") for p in problems if _dotted(p["loc"]) == key]
     message = ", or ".join(dict.fromkeys(reasons))  # one reason for each alternative of a union
-    setting = f"{clean(key, LONGEST_NAME)} = {shown(problems[0]['input'])}: " if key else ""
+    setting = f"{clean(key, LONGEST_NAME)} = {short_repr(problems[0]['input'])}: " if key else ""
     raise UserError(f"{_origin_of(key, message, origins, default=origin)}: {setting}{message}")
 
 
@@ -219,7 +219,7 @@ def check_passwords(config: Config) -> None:
         if known.needs or not NO_PASSWORD.search(str(value)):
             continue
         raise UserError(
-            f"{key} = {shown(value)}: files of a run do not keep passwords; "
+            f"{key} = {short_repr(value)}: files of a run do not keep passwords; "
             f"give the whole value again, in a recipe or with --{key} VALUE"
         )
 
@@ -330,7 +330,7 @@ def _bases(tables: dict[str, Any], origin: str) -> list[str]:
         bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise UserError(
-            f"{origin}: base = {shown(tables['base'])}: it takes the name of a recipe "
+            f"{origin}: base = {short_repr(tables['base'])}: it takes the name of a recipe "
             "or the path of a .toml file, or a list of them"
         )
     return bases

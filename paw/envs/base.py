@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from paw.errors import OURS, OthersCodeError, UserError, clean, describe, place, shown
+from paw.errors import OURS, OthersCodeError, UserError, clean, describe, short_repr, user_location
 from paw.io.threads import Threads
 from paw.types import Outcome, Task
 
@@ -125,7 +125,7 @@ class Endless:
         return self._make(i)
 
 
-class Made(Endless):
+class Sized(Endless):
     """`count` tasks, made on demand."""
 
     def __init__(self, make: Callable[[int], Task], count: int) -> None:
@@ -210,7 +210,9 @@ def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
             fix = ""
             if threads.given_up:
                 fix = "; give it a time limit of its own, or raise env.step_timeout_s"
-            raise OthersCodeError(f"{problem}: {describe(error)}{place(error)}{fix}") from error
+            raise OthersCodeError(
+                f"{problem}: {describe(error)}{user_location(error)}{fix}"
+            ) from error
 
     try:
         tasks = call("the tasks of env.name cannot be had", factory.tasks, split, seed)
@@ -219,7 +221,7 @@ def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
             return
         count = call("the number of tasks of env.name cannot be had", size, tasks)
         read = functools.partial(call, UNREADABLE, operator.getitem, tasks)
-        yield Endless(read) if count is None else Made(read, count)
+        yield Endless(read) if count is None else Sized(read, count)
     finally:
         threads.close()
 
@@ -259,7 +261,7 @@ def _read_all(tasks: Tasks, indices: Iterable[int]) -> list[Task]:
     except OURS:
         raise
     except BaseException as error:  # they may come from a file or a network
-        raise OthersCodeError(f"{UNREADABLE}: {describe(error)}{place(error)}") from error
+        raise OthersCodeError(f"{UNREADABLE}: {describe(error)}{user_location(error)}") from error
 
 
 def shuffled(seed: int, i: int, n: int) -> int:
@@ -296,6 +298,7 @@ def check_kind(task: Task, factory: EnvFactory) -> None:
     """Raises UserError if the kind of a task of `factory` is one of ALL_KINDS."""
     if means_all_kinds(task.kind):
         raise UserError(
-            f"{clean(factory.name)}: the task {shown(task.id)} is of the kind {shown(task.kind)}, "
+            f"{clean(factory.name)}: the task {short_repr(task.id)} "
+            f"is of the kind {short_repr(task.kind)}, "
             "which reports call all kinds together; give it another kind"
         )

@@ -15,7 +15,7 @@ from typing import Any
 from paw.config.sections import EnvConfig
 from paw.config.values import Count, Positive
 from paw.envs.conversation import Message, unread
-from paw.errors import EnvironmentFailure, shown
+from paw.errors import EnvironmentFailure, short_repr
 from paw.types import THINKING, Outcome, Reply, Task
 
 Play = Callable[[Any, str, str], Coroutine[Any, Any, float]]
@@ -204,7 +204,7 @@ async def _endpoint(requests: "asyncio.Queue[Request]") -> AsyncIterator[tuple[s
         body = await http.json()
         if body.get("model") != model:
             problem = (
-                f"there is no model {shown(body.get('model'))} here: "
+                f"there is no model {short_repr(body.get('model'))} here: "
                 "give who asks for it a client of its own"
             )
             return web.json_response({"error": {"message": problem}}, status=404)

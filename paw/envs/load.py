@@ -14,7 +14,15 @@ from typing import Any
 from paw.config import plugins
 from paw.config.sections import EnvConfig
 from paw.envs.base import Env, EnvFactory, Tasks, every_tenth, size
-from paw.errors import OURS, OthersCodeError, UserError, describe, place, quietly, shown
+from paw.errors import (
+    OURS,
+    OthersCodeError,
+    UserError,
+    describe,
+    quietly,
+    short_repr,
+    user_location,
+)
 from paw.io.threads import Threads
 from paw.types import Task
 
@@ -58,7 +66,7 @@ class OwnFactory:
         penalty: Any = self.invalid_penalty
         if not (isinstance(penalty, int | float) and 0 <= penalty < math.inf):
             raise UserError(
-                f"{origin}: invalid_penalty is {shown(penalty)}, which is no number from 0 on"
+                f"{origin}: invalid_penalty is {short_repr(penalty)}, which is no number from 0 on"
             )
 
     def tasks(self, split: str, seed: int) -> Tasks:
@@ -75,14 +83,14 @@ class OwnFactory:
         except OURS:
             raise
         except BaseException as error:  # SystemExit as well
-            raise OthersCodeError(f"{call}: {describe(error)}{place(error)}") from error
+            raise OthersCodeError(f"{call}: {describe(error)}{user_location(error)}") from error
 
         if is_empty:
             raise UserError(f"{call} is empty")
         is_task = isinstance(first, Task)
         if not (is_task and isinstance(first.id, str) and isinstance(first.kind, str)):
             raise UserError(
-                f"{call}[0] is {shown(first)}; it must be a paw.Task, its id and kind texts"
+                f"{call}[0] is {short_repr(first)}; it must be a paw.Task, its id and kind texts"
             )
         if split == "warmup" and not self.demonstrates:
             raise UserError(
@@ -108,7 +116,7 @@ class OwnFactory:
             raise
         except BaseException as error:
             call = f"{self._origin}: {self._class_name}.fingerprint()"
-            raise OthersCodeError(f"{call}: {describe(error)}{place(error)}") from error
+            raise OthersCodeError(f"{call}: {describe(error)}{user_location(error)}") from error
         finally:
             threads.close()
 
@@ -136,7 +144,7 @@ def load_factory(plugin: Any, config: EnvConfig) -> EnvFactory:
     One environment is made as a check and closed again, except with env.processes: then none is
     made in this process. Raises UserError if the factory cannot be loaded or made.
     """
-    origin = f"env.name = '{config.name}'" if plugin is None else f"env = {shown(plugin)}"
+    origin = f"env.name = '{config.name}'" if plugin is None else f"env = {short_repr(plugin)}"
     with chdir(Path.cwd()):  # the user's code may change the folder; our relative paths must hold
         if plugin is None:
             try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paw.envs.limited import CannotApply, arguments_problem, schema_problem
-from paw.errors import EnvironmentFailure, clean, shown
+from paw.errors import EnvironmentFailure, clean, short_repr
 from paw.types import Reply, ToolCall
 
 Tool = dict[str, Any]
@@ -36,13 +36,15 @@ def checked_tools(tools: Any) -> list[Tool]:
     too long to apply.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise ValueError(f"tools is {shown(tools)}; it must be a list of OpenAI function schemas")
+        raise ValueError(
+            f"tools is {short_repr(tools)}; it must be a list of OpenAI function schemas"
+        )
     checked: dict[str, Tool] = {}
     for i, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(function, dict) or not isinstance(name, str) or not name:
-            raise ValueError(f"tools[{i}] has no name: {shown(tool)}; set its 'name', a text")
+            raise ValueError(f"tools[{i}] has no name: {short_repr(tool)}; set its 'name', a text")
         if name in checked:
             raise ValueError(f"tools[{i}]: there are two tools '{name}'; rename one")
         function = _as_openai(name, tool, function)
@@ -60,7 +62,7 @@ def _checked_function(name: str, function: Tool) -> Tool:
     if isinstance(schema, dict) and schema.get("type", "object") == "object":
         problem = schema_problem(schema)
     else:
-        problem = shown(schema)
+        problem = short_repr(schema)
     if problem:
         raise ValueError(
             f"tool '{name}': its parameters are no JSON schema of an object: {problem}"
@@ -93,7 +95,7 @@ def _as_openai(name: str, tool: Tool, function: Tool) -> Tool:
         unknown_keys |= {*tool} - {"type", "function", "strict"}
     if unknown_keys and not parameters:
         # One of them may be the schema.
-        keys = ", ".join(shown(key) for key in sorted(unknown_keys, key=str))
+        keys = ", ".join(short_repr(key) for key in sorted(unknown_keys, key=str))
         raise ValueError(
             f"tool '{name}' has {keys}; the schema of its arguments must be "
             "'parameters' (OpenAI) or 'inputSchema' (MCP)"
@@ -126,13 +128,13 @@ def _problem(call: ToolCall, tools: Sequence[Tool]) -> str:
     """
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     if call.name not in schemas:
-        return f"there is no tool {shown(call.name)}; there are {', '.join(schemas)}"
+        return f"there is no tool {short_repr(call.name)}; there are {', '.join(schemas)}"
     try:
         problem = arguments_problem(schemas[call.name], call.arguments)
     except (TypeError, ValueError, RecursionError) as error:
         return f"the arguments of '{call.name}' cannot be written as JSON: {clean(error)}"
     except CannotApply as error:
         raise EnvironmentFailure(
-            f"the schema of the tool '{call.name}' {error}, given {shown(call.arguments)}"
+            f"the schema of the tool '{call.name}' {error}, given {short_repr(call.arguments)}"
         ) from None
     return f"the call of '{call.name}' does not fit its schema: {problem}" if problem else ""

@@ -289,7 +289,7 @@ class Response(str):
         return response
 
 
-Earlier = Response | None
+PreviousResponse = Response | None
 Stop = Sequence[str]
 
 
@@ -304,7 +304,7 @@ class Model(ABC):
         """The last answer with its calls, if the environment has tools."""
 
     async def generate(
-        self, context: Context, *, stop: Stop = (), continues: Earlier = None
+        self, context: Context, *, stop: Stop = (), continues: PreviousResponse = None
     ) -> Response:
         """The response to `context`; it ends before the first of the `stop` strings.
 
@@ -318,7 +318,7 @@ class Model(ABC):
         if len(turns) == CALLS_PER_TURN * self.config.env.max_turns:
             raise RuntimeError(f"the agent does not end: {len(turns)} calls of the model")
 
-        message, answer_so_far = asked(context, continues)
+        message, answer_so_far = message_and_prefix(context, continues)
         turn = self._new_turn(context_text(message) + answer_so_far)
         with self.env.patience.pause():
             stop_string = await self._answer(turn, context, continues, stop, self._next_seed())
@@ -361,13 +361,13 @@ class Model(ABC):
             return 0.0
         return sum((outcome.reward for _, _, outcome in self.episode.steps), 0.0)
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         """Called when the agent has ended the episode."""
         return
 
     @abstractmethod
     async def _answer(
-        self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int
+        self, turn: Turn, context: Context, continues: PreviousResponse, stop: Stop, seed: int
     ) -> str:
         """Fill `turn` with what the model writes, the stop string that ended it included.
 
@@ -423,7 +423,7 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def asked(context: Context, continues: Earlier) -> tuple[Context, str]:
+def message_and_prefix(context: Context, continues: PreviousResponse) -> tuple[Context, str]:
     """(the message to answer, the answer so far)."""
     if continues is None:
         return context, ""

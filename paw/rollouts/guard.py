@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from paw.config.sections import EnvConfig
 from paw.envs.base import EnvFactory
 from paw.envs.tools import checked_reply, checked_tools
-from paw.errors import EnvironmentFailure, NoOracleError, clean, shown
+from paw.errors import EnvironmentFailure, NoOracleError, clean, short_repr
 from paw.io.threads import Threads
 from paw.types import Outcome, Reply, Task
 
@@ -215,7 +215,9 @@ class CheckedEnv:
         return bool(value)
 
     def _refuse(self, what: str, value: object, wanted: str) -> NoReturn:
-        raise EnvironmentFailure(f"{self._name}: {what} is {shown(value)}; it must be {wanted}")
+        raise EnvironmentFailure(
+            f"{self._name}: {what} is {short_repr(value)}; it must be {wanted}"
+        )
 
 
 class TimedGuard(CheckedEnv):
@@ -245,7 +247,7 @@ def number(what: str, value: Any, least: float, most: float) -> float:
     is_number = isinstance(value, numbers.Real)
     if not is_number or not least <= value <= most:  # pyright: ignore[reportOperatorIssue]
         raise EnvironmentFailure(
-            f"{what} is {shown(value)}; it must be a number from {least:g} to {most:g}"
+            f"{what} is {short_repr(value)}; it must be a number from {least:g} to {most:g}"
         )
     return float(value)
 

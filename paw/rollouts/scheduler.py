@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 from paw.config import plugins
 from paw.config.sections import Config
 from paw.envs.base import EnvFactory, check_kind, eval_tasks, further_tasks, train_tasks
-from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_code, shown, to_stderr
+from paw.errors import (
+    OURS,
+    EnvironmentFailure,
+    UserError,
+    describe,
+    others_code,
+    short_repr,
+    to_stderr,
+)
 from paw.io.threads import Daemons, Threads
 from paw.rollouts.base import Progress, RolloutResult, RolloutStats
 from paw.rollouts.engine_model import EngineModel
@@ -234,10 +242,10 @@ class Rollouts:
         if self.ranks and self.ranks.world_size > 1:
             parts = exchange(own, tasks, self.ranks, self.encode_observation)
 
-        groups = [Group(task, [], place) for place, task in enumerate(tasks)]
+        groups = [Group(task, [], index) for index, task in enumerate(tasks)]
         for rank_groups, _ in parts:
             for group in rank_groups:
-                groups[group.place].trajectories += group.trajectories
+                groups[group.index].trajectories += group.trajectories
 
         kept = [group for group in groups if len(group.trajectories) >= min(2, group_size)]
         stats = RolloutStats.sum(rank_stats for _, rank_stats in parts)
@@ -265,7 +273,7 @@ class Rollouts:
         episodes: list[Episode] = []
         for group in groups:
             for trajectory in group.trajectories:
-                episodes.append(Episode(trajectory, group.place, seed, stream, temperature))
+                episodes.append(Episode(trajectory, group.index, seed, stream, temperature))
 
         finished = itertools.count(1)
 
@@ -290,7 +298,8 @@ class Rollouts:
         if not (isinstance(task, Task) and isinstance(task.id, str) and isinstance(task.kind, str)):
             name = type(self.factory).__name__
             raise UserError(
-                f"{name}: {shown(task)} is among the tasks; each must be a Task, id and kind texts"
+                f"{name}: {short_repr(task)} is among the tasks; "
+                "each must be a Task, id and kind texts"
             )
         check_kind(task, self.factory)
 
@@ -309,10 +318,10 @@ class Rollouts:
 
         groups: list[Group] = []
         for episode_index in range(start, end):
-            place, member = divmod(episode_index, group_size)
-            if not groups or groups[-1].place != place:
-                groups.append(Group(tasks[place], [], place))
-            groups[-1].trajectories.append(Trajectory(tasks[place], member))
+            index, member = divmod(episode_index, group_size)
+            if not groups or groups[-1].index != index:
+                groups.append(Group(tasks[index], [], index))
+            groups[-1].trajectories.append(Trajectory(tasks[index], member))
         return groups
 
     def _report_cut_texts(self, count: int) -> None:
@@ -524,7 +533,7 @@ class Rollouts:
         except ContextFull:
             episode.context_full = True
             episode.stats.context_full = 1
-        model.ended()
+        model.on_end()
 
         if _lacks_turns(episode):
             raise RuntimeError("the agent ended without a call of the model")

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from paw.errors import shown
+from paw.errors import short_repr
 from paw.types import Outcome, Turn
 
 NUMBERS = {
@@ -26,7 +26,7 @@ def checked_stop(stop: Iterable[Any]) -> list[str]:
     words = list(stop)
     for word in words:
         if not isinstance(word, str) or not word:
-            raise ValueError(f"stop has {shown(word)}; it must be texts, none of them empty")
+            raise ValueError(f"stop has {short_repr(word)}; it must be texts, none of them empty")
     return words
 
 
@@ -37,7 +37,7 @@ def turns_problem(turns: Sequence[Turn], *, with_tokens: bool) -> str:
     """
     for number, turn in enumerate(turns):
         if not isinstance(turn.outcome, Outcome) or not math.isfinite(turn.outcome.reward):
-            return f"turn {number} has the outcome {shown(turn.outcome)}"
+            return f"turn {number} has the outcome {short_repr(turn.outcome)}"
         if with_tokens:
             problem = _tokens_problem(turn)
             if problem:

@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from paw.errors import UserError, clean, shown
+from paw.errors import UserError, clean, short_repr
 from paw.io.files import fsync, open_append, write_file, writing
 from paw.rundir.resume import gaps, rewind
 
@@ -168,9 +168,9 @@ def metrics_problem(metrics: Any) -> str:
     Such a metric may come from a callback.
     """
     if not isinstance(metrics, dict):
-        return f"run.metrics is {shown(metrics)}; it must be a dict"
+        return f"run.metrics is {short_repr(metrics)}; it must be a dict"
     for name, value in metrics.items():
-        key = f"metrics[{shown(name)}]"
+        key = f"metrics[{short_repr(name)}]"
         if not isinstance(name, str):
             return f"{key}: the name must be a text"
         fits = True
@@ -184,7 +184,7 @@ def metrics_problem(metrics: Any) -> str:
             if name.startswith("time/"):  # the clocks add to it
                 fits = isinstance(plain, int | float)
         if not fits:
-            return f"{key} is {shown(value)}; it must be a number that fits a float"
+            return f"{key} is {short_repr(value)}; it must be a number that fits a float"
     return ""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from paw.config.keys import flatten
 from paw.config.recipe import get
 from paw.config.sections import Config
-from paw.errors import UserError, masked, shown
+from paw.errors import UserError, masked, short_repr
 from paw.io.files import json_object, text_of, update_of, write_file
 from paw.rundir.record import read_info
 
@@ -74,7 +74,7 @@ def _why_fixed(key: str, old: Any, new: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    return "none" if value is None else shown(value)
+    return "none" if value is None else short_repr(value)
 
 
 def recorded_dtype(directory: Path) -> str:

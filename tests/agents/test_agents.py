@@ -130,7 +130,7 @@ def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
     with open_player(config, path) as rollouts:
         groups, _ = rollouts.evaluation()
     expected = {
-        group.place: [turn.response for turn in group.trajectories[0].turns] for group in groups
+        group.index: [turn.response for turn in group.trajectories[0].turns] for group in groups
     }
     assert found == expected and len(found) == 5
 

@@ -28,8 +28,10 @@ OBJECTIVES = {
         rho=0.05, policy="gspo", clip_low=0.1, clip_high=0.1, kl_coef=0.1
     ),
     "cispo": Objective(rho=0.05, policy="cispo", clip_low=1.0, clip_high=0.1),
-    "masked tokens": Objective(rho=0.05, tis_cap=2.0, is_mask=(0.4, 2.5)),
-    "masked responses": Objective(rho=0.05, tis_cap=1.2, is_mask=(0.5, 1.6), is_level="response"),
+    "masked tokens": Objective(rho=0.05, tis_cap=2.0, ratio_bounds=(0.4, 2.5)),
+    "masked responses": Objective(
+        rho=0.05, tis_cap=1.2, ratio_bounds=(0.5, 1.6), ratio_level="response"
+    ),
     "ce, at a temperature": Objective(wm="ce", temperature=0.7, dual_clip=1.5),
 }
 FULL = OBJECTIVES["kl and entropy"]
@@ -258,7 +260,9 @@ def test_the_shares_of_tokens_that_the_sampler_s_ratio_caps_and_masks(policy, ro
     batch = collate(rows, [[i] for i in range(len(rows))], with_observation=True, device=CPU)
     out, tokens = objective.forward(policy, batch, rows, len(rows))
     policy_loss, wm_loss = objective.terms
-    sums = token_sums(out, tokens, policy=policy_loss, wm=wm_loss, tis_cap=cap, is_mask=(low, high))
+    sums = token_sums(
+        out, tokens, policy=policy_loss, wm=wm_loss, tis_cap=cap, ratio_bounds=(low, high)
+    )
     found = token_metrics(sums, steps=1)
     ratios = [
         math.exp(a - b) for row in rows for a, b in zip(row.old_logp, row.sampled_logp, strict=True)
@@ -299,11 +303,13 @@ def test_metrics_of_micro_batches_are_those_of_one(policy, rows):
 
 
 def test_every_mean_over_tokens_is_of_sums_that_are_counted(policy, rows):
-    objective = replace(FULL, tis_cap=2.0, is_mask=(0.4, 2.5))
+    objective = replace(FULL, tis_cap=2.0, ratio_bounds=(0.4, 2.5))
     policy_loss, wm_loss = objective.terms
     (batch,) = micro_batches(rows, budget=10**6, with_observation=True, device=CPU)
     out, tokens = objective.forward(policy, batch, rows, 40)
-    sums = token_sums(out, tokens, policy=policy_loss, wm=wm_loss, tis_cap=2.0, is_mask=(0.4, 2.5))
+    sums = token_sums(
+        out, tokens, policy=policy_loss, wm=wm_loss, tis_cap=2.0, ratio_bounds=(0.4, 2.5)
+    )
     means = {name for metric in METRICS if metric.mean_of for name in metric.mean_of}
     assert means == sums.keys() - {"policy_loss", "wm_loss"}  # these are means over steps
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint import make_row
 
-from paw.algo.packing import alike_batches, balanced_batches
+from paw.algo.packing import balanced_batches, batches_of_similar_length
 from paw.algo.samples import minibatches
 
 
@@ -45,7 +45,7 @@ def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget, mu
     assert len(batches) % multiple == 0
     for batch in batches:
         assert len(batch) <= 1 or sum(lengths[i] for i in batch) <= budget
-    padded = alike_batches(lengths, budget=budget, multiple=multiple)
+    padded = batches_of_similar_length(lengths, budget=budget, multiple=multiple)
     assert sorted(i for batch in padded for i in batch) == list(range(len(lengths)))
     assert len(padded) % multiple == 0
     for batch in padded:
@@ -82,6 +82,6 @@ def test_attention_counts_in_the_balance():
 
 def test_neighbours_in_length_are_padded_together():
     lengths = [random.Random(i).randint(1, 50) for i in range(100)]
-    batches = alike_batches(lengths, budget=200)
+    batches = batches_of_similar_length(lengths, budget=200)
     padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
     assert padded < 1.15 * sum(lengths)

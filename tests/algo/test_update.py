@@ -261,7 +261,7 @@ class TwoServers(TransformersEngine):
             found.append(replace(completion, server=url, logp=logp))
         return found
 
-    def leave_out(self, servers):
+    def exclude(self, servers):
         self.urls = [url for url in self.urls if url not in servers] or self.urls
         return not set(self.urls) & set(servers)
 

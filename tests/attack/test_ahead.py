@@ -145,7 +145,7 @@ def test_numbers_of_an_update_arrive_bit_for_bit_and_are_small():
         separator_ids=[4],
     )
     long = Turn(ids * 5000, ids, odd, None, "asked", "said", outcome, "anchor", version=3)
-    groups = [Group(task, [Trajectory(task, 1, [full, bare, long])], place=0)]
+    groups = [Group(task, [Trajectory(task, 1, [full, bare, long])], index=0)]
     stats = RolloutStats(texts_cut=2, failed=[Trajectory(task, 0, failure="it broke")])
     expected = repr((groups, stats))
 

@@ -18,7 +18,7 @@ from paw.config.recipe import as_tree, check_passwords, dump, load
 from paw.config.sections import Config
 from paw.distributed.ranks import Ranks
 from paw.envs import make_factory
-from paw.errors import UserError, clean, masked, shown
+from paw.errors import UserError, clean, masked, short_repr
 from paw.rollouts.engines.server import SendingPool, ServerEngine
 from paw.rollouts.engines.transfer import FileTransfer
 from paw.rollouts.sync import push_weights
@@ -131,9 +131,9 @@ def test_what_counts_as_a_password(text, expected):
 
 def test_a_long_value_is_not_cut_within_a_password():
     url = f"http://me:{'p' * 300}@host"
-    assert shown([url]) == "['http://me:***@host']" and "p" * 4 not in shown({"a": url}) + shown(
-        url
-    )
+    assert short_repr([url]) == "['http://me:***@host']" and "p" * 4 not in short_repr(
+        {"a": url}
+    ) + short_repr(url)
 
 
 def test_lines_about_servers_of_the_engine_show_none(connected, capsys):  # noqa: F811
@@ -153,8 +153,7 @@ def test_lines_about_servers_of_the_engine_show_none(connected, capsys):  # noqa
             and SECRET not in said
         )
         assert (
-            engine.leave_out([done[0].server])
-            and [server.url for server in pool.servers] == urls[:1]
+            engine.exclude([done[0].server]) and [server.url for server in pool.servers] == urls[:1]
         )
     finally:
         engine.close()

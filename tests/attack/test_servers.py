@@ -368,7 +368,7 @@ def test_a_server_that_is_left_out_gets_nothing_any_more(connected):
     bad, good = Peer(), Peer()
     engine = connected(bad, good)
     push_weights(nn.Linear(2, 3), engine, version=1)
-    assert engine.leave_out([bad.url]) and not engine.leave_out([good.url])
+    assert engine.exclude([bad.url]) and not engine.exclude([good.url])
     push_weights(nn.Linear(2, 3), engine, version=2)
     assert {completion.server for completion in ask(engine)} == {good.url} and bad.version == "1"
 

@@ -253,7 +253,7 @@ def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, 
     options = {"group_size": size, "temperature": 1.0, "seed": 0, "stream": "train/0"}
     own = [rank.play_own(tasks, **options) for rank in ranks]
     played = [
-        [(group.place, t.member) for group in groups for t in group.trajectories]
+        [(group.index, t.member) for group in groups for t in group.trajectories]
         for groups, _ in own
     ]
     assert sorted(itertools.chain(*played)) == [
@@ -275,7 +275,7 @@ def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, 
     wanted, stats = play(alone, tasks, group_size=size)
     assert stats.groups_dropped == (size == 2) and len(stats.failed) == (size > 1)
     for groups, its in found:
-        assert [(g.task, g.place) for g in groups] == [(g.task, g.place) for g in wanted]
+        assert [(g.task, g.index) for g in groups] == [(g.task, g.index) for g in wanted]
         assert vars(its).keys() == vars(stats).keys() and its.metrics() == stats.metrics()
         assert its.failures == stats.failures
         members = [episode.member for episode in episodes_of(groups) for _ in episode.turns]

@@ -45,8 +45,8 @@ class Objective:
     entropy_coef: float = 0.0
     policy: str = "ppo"
     tis_cap: float | None = None
-    is_mask: tuple[float, float] | None = None
-    is_level: str = "token"
+    ratio_bounds: tuple[float, float] | None = None
+    ratio_level: str = "token"
     norm: str = "token"
     verl_samples: int = 32
     rho: float = 0.2
@@ -72,14 +72,14 @@ class Objective:
     @property
     def loss(self):
         how = {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef, "tis_cap": self.tis_cap}
-        return losses.joint(*self.terms, is_mask=self.is_mask, **how)
+        return losses.joint(*self.terms, ratio_bounds=self.ratio_bounds, **how)
 
     def tokens(self, batch, minibatch, update_samples):
         how = {
             "norm": self.norm,
             "verl_samples": self.verl_samples,
             "wm_scale": self.wm_scale,
-            "is_level": self.is_level,
+            "ratio_level": self.ratio_level,
         }
         return token_batch(
             batch, minibatch, update_samples=update_samples, reference=self.kl_coef > 0, **how
@@ -224,7 +224,7 @@ def dense(policy, minibatch, objective: Objective, *, update_samples):
         ]
         drift = [old - sampled for old, sampled in zip(row.old_logp, row.sampled_logp, strict=True)]
         drift = (
-            [sum(drift) / len(drift)] * len(drift) if objective.is_level == "response" else drift
+            [sum(drift) / len(drift)] * len(drift) if objective.ratio_level == "response" else drift
         )
         for t, token in enumerate(row.response_ids):
             at = logps[start + t - 1]
@@ -241,8 +241,8 @@ def dense(policy, minibatch, objective: Objective, *, update_samples):
             if objective.tis_cap is not None:
                 term = term * min(math.exp(drift[t]), objective.tis_cap)
             if (
-                objective.is_mask
-                and not objective.is_mask[0] <= math.exp(drift[t]) <= objective.is_mask[1]
+                objective.ratio_bounds
+                and not objective.ratio_bounds[0] <= math.exp(drift[t]) <= objective.ratio_bounds[1]
             ):
                 term = 0.0 * term
             if objective.kl_coef:

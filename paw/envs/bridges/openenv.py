@@ -25,7 +25,7 @@ from typing import Annotated, Any, NoReturn
 from pydantic import Field, field_validator
 
 from paw.config.tool_sections import listed
-from paw.envs.base import Endless, EnvFactory, Made, Tasks, seeds
+from paw.envs.base import Endless, EnvFactory, Sized, Tasks, seeds
 from paw.envs.checked import Strict, checked
 from paw.envs.conversation import Conversation, Message, invalid, opening
 from paw.envs.settings import SpokenConfig
@@ -177,7 +177,7 @@ class OpenenvFactory(EnvFactory):
                 f"env.url: {self._first_url} says that its split '{split}' has {clean(count, 40)} "
                 "tasks; name another (env.train_split, env.eval_split)"
             )
-        return Made(task, count)
+        return Sized(task, count)
 
     def make(self) -> "OpenenvEnv":
         return OpenenvEnv(self.config, self, next(self._urls))

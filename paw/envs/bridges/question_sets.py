@@ -13,8 +13,8 @@ from pydantic import Field, field_validator
 
 from paw.config.sections import EnvConfig
 from paw.config.values import Count, Only, Positive
-from paw.envs.base import Made, every_tenth, means_all_kinds
-from paw.errors import UserError, describe, needed, shown
+from paw.envs.base import Sized, every_tenth, means_all_kinds
+from paw.errors import UserError, describe, needed, short_repr
 from paw.io.hub import unreachable
 from paw.types import Task
 
@@ -155,7 +155,7 @@ class QuestionSet:
         splits: Any = data if isinstance(data, dict) else {"train": data}
         return splits
 
-    def _tasks(self, split: str, rows: "Dataset", indices: Sequence[int]) -> Made:
+    def _tasks(self, split: str, rows: "Dataset", indices: Sequence[int]) -> Sized:
         """The rows at `indices` as tasks, each read when it is asked for."""
         kind_column = self._config.kind
         default_kind = Task.kind if means_all_kinds(split) else split
@@ -165,7 +165,7 @@ class QuestionSet:
             kind = str(value(row, kind_column)) if kind_column else default_kind
             return Task(f"{split}/{indices[i]}", kind, row)
 
-        return Made(task, len(indices))
+        return Sized(task, len(indices))
 
     def _rows(self, split: str, key: str) -> "Dataset":
         """The rows of a split, which env.`key` names, after its columns and rows were checked."""
@@ -218,7 +218,7 @@ class QuestionSet:
         kind = str(value(row, column))
         if means_all_kinds(kind):
             raise ValueError(
-                f"'{column}' is {shown(kind)}, which reports call all kinds together; "
+                f"'{column}' is {short_repr(kind)}, which reports call all kinds together; "
                 "rename it there, or name another column with env.kind"
             )
 
@@ -248,7 +248,7 @@ def messages(row: Row, config: QuestionsConfig) -> list[dict[str, str]]:
         question = [{"role": "user", "content": question}]
     if not _are_messages(question):
         raise ValueError(
-            f"'{config.question}' is {shown(question)}; "
+            f"'{config.question}' is {short_repr(question)}; "
             "it must be text, or messages of role and content"
         )
     last_role = question[-1]["role"]
@@ -289,7 +289,7 @@ def answers(row: Row, config: QuestionsConfig) -> list[str]:
     alternatives = content if isinstance(content, list) else [content]
     texts = [_text(alternative) for alternative in alternatives]
     if not all(text.strip() for text in texts):
-        raise ValueError(f"'{config.answer}' is {shown(content)}, which is no answer")
+        raise ValueError(f"'{config.answer}' is {short_repr(content)}, which is no answer")
     return texts
 
 

@@ -25,7 +25,7 @@ from paw.envs.bridges.question_sets import (
     messages,
 )
 from paw.envs.search.reward import exact_match
-from paw.errors import EnvironmentFailure, NoOracleError, UserError, shown
+from paw.errors import EnvironmentFailure, NoOracleError, UserError, short_repr
 from paw.types import Outcome, Task
 
 NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*)?\.?\d+(?:/\d+)?")
@@ -102,7 +102,7 @@ def number(answer: str, right: str) -> bool:
     """
     right_number = _last_number(right)
     if right_number is None:
-        raise ValueError(f"the answer {shown(right)} has no number (env.score = 'number')")
+        raise ValueError(f"the answer {short_repr(right)} has no number (env.score = 'number')")
     return _last_number(answer) == right_number
 
 
@@ -116,7 +116,7 @@ def regex(answer: str, right: str) -> bool:
         return limited.fullmatch(right, answer)
     except limited.CannotApply as error:
         raise EnvironmentFailure(
-            f"env.score = 'regex': the pattern {shown(right)} {error} on an answer of "
+            f"env.score = 'regex': the pattern {short_repr(right)} {error} on an answer of "
             f"{len(answer)} characters; write it without repeats of repeats"
         ) from None
 
@@ -125,7 +125,9 @@ def check_pattern(right: str) -> None:
     """Raises ValueError if `right` is not a regular expression."""
     pattern_problem = limited.pattern_problem(right)
     if pattern_problem:
-        raise ValueError(f"the answer {shown(right)} is no regular expression: {pattern_problem}")
+        raise ValueError(
+            f"the answer {short_repr(right)} is no regular expression: {pattern_problem}"
+        )
 
 
 SCORES: dict[str, Callable[[str, str], bool]] = {"exact": exact, "number": number, "regex": regex}
@@ -222,7 +224,7 @@ class QuestionsFactory(EnvFactory):
         is_share = isinstance(score, int | float) and 0 <= score <= 1
         if not is_share or not isinstance(feedback, str):
             raise EnvironmentFailure(
-                f"env.score = '{self.config.score}' returned {shown(returned)}; it must be a "
+                f"env.score = '{self.config.score}' returned {short_repr(returned)}; it must be a "
                 "number from 0 to 1, or that and what is said to the answer"
             )
         return float(score), feedback

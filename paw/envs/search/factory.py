@@ -220,7 +220,7 @@ class SearchEnv:
         hops = self._question.hops
         if not hops:
             raise NoOracleError("only generated questions tell how they are answered")
-        first_shown = max(0, len(self._titles) - self.style.shown)
+        first_shown = max(0, len(self._titles) - self.style.history)
         titles_in_prompt = set().union(*self._titles[first_shown:])
         hops_in_prompt = [i for i, hop in enumerate(hops) if hop in titles_in_prompt]
         next_hop = hops_in_prompt[-1] + 1 if hops_in_prompt else 0

@@ -86,18 +86,18 @@ class PaperStyle:
     """
 
     def __init__(self, *, history: int = 4, think: bool = True) -> None:
-        self.shown = history
+        self.history = history
         """Number of past turns that a prompt shows."""
         self.think = think
 
     def prompt(self, question: str, past: Sequence[tuple[Action, str]]) -> str:
         """The user message of a turn after `past`, (action, observation) of every earlier one."""
         text = HEAD.format(question=question)
-        if past and self.shown:
+        if past and self.history:
             steps = []
             for i, (action, observation) in enumerate(past, start=1):
                 steps.append(f"Step {i}:{_tagged(action)} {observation}\n")
-            text += PAST.format(taken=len(past), history="\n".join(steps[-self.shown :]))
+            text += PAST.format(taken=len(past), history="\n".join(steps[-self.history :]))
         instruction = INSTRUCTION.format(think=THINK if self.think else NO_THINK)
         return f"{text}\n{instruction}\n"
 
@@ -152,7 +152,7 @@ class CompactStyle:
     town 12 lies on river 13.
     """
 
-    shown = 1
+    history = 1
     """Number of past observations that a prompt shows."""
 
     def prompt(self, question: str, past: Sequence[tuple[Action, str]]) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AliasPath, Field, FiniteFloat
 
 from paw.envs.checked import FIRST_ERROR, Strict
-from paw.errors import clean, shown
+from paw.errors import clean, short_repr
 
 BASE_BYTES = 1 << 16
 """Most bytes of a response, whatever its tokens."""
@@ -87,7 +87,7 @@ def check_tokens(choice: Choice, vocabulary: int) -> None:
     """Raises WrongAnswer for tokens that the model does not have, and for impossible log-probs."""
     for token in choice.token_ids:
         if not 0 <= token < vocabulary:
-            raise WrongAnswer(f"token {shown(token)} of a vocabulary of {vocabulary}")
+            raise WrongAnswer(f"token {short_repr(token)} of a vocabulary of {vocabulary}")
     for token in choice.logprobs:
         if token.logprob > ROUNDING:
             raise WrongAnswer(
@@ -132,6 +132,6 @@ def _no_versions(spans: Sequence[VersionSpan], count: int) -> WrongAnswer:
     parts = []
     for span in spans[:MAX_SPANS]:
         version = clean(span.version, 20)
-        parts.append(f"{version} of tokens {shown(span.start)} to {shown(span.end)}")
+        parts.append(f"{version} of tokens {short_repr(span.start)} to {short_repr(span.end)}")
     described = ", ".join(parts) or "without a version"
     return WrongAnswer(f"no version of the weights for each of {count} tokens: {described}")

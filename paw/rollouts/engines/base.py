@@ -284,7 +284,7 @@ class Engine(EngineType, ABC):
         """
         self._must_be_idle("sleep")
 
-    def leave_out(self, servers: Collection[str]) -> bool:
+    def exclude(self, servers: Collection[str]) -> bool:
         """Send no more requests to these servers. Returns False if no others are left.
 
         Nothing may be pending.

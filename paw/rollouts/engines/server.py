@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from paw.config.sections import Config, LoraConfig
 from paw.distributed.ranks import Ranks
 from paw.envs.checked import problem
-from paw.errors import UserError, clean, describe, masked, shown, to_stderr
+from paw.errors import UserError, clean, describe, masked, short_repr, to_stderr
 from paw.io.http import CLOSE_S, HttpClient, Loop
 from paw.model.policy import DTYPES
 from paw.rollouts.engines.answers import (
@@ -274,7 +274,8 @@ class ServerPool:
             )
         if not 0 <= cached_tokens <= len(request.prompt_ids):
             raise WrongAnswer(
-                f"{shown(cached_tokens)} cached tokens of {len(request.prompt_ids)} in the prompt"
+                f"{short_repr(cached_tokens)} cached tokens "
+                f"of {len(request.prompt_ids)} in the prompt"
             )
 
     def _versions(self, choice: Choice, oldest_version: int) -> list[int]:
@@ -455,7 +456,7 @@ class ServerEngine(Engine):
         """Requests may be pending: what follows in them is sampled from the new weights."""
         self.pool.sync(parameters, version)
 
-    def leave_out(self, servers: Collection[str]) -> bool:
+    def exclude(self, servers: Collection[str]) -> bool:
         others = [server for server in self.pool.servers if server.name not in servers]
         if others:
             self.pool.servers = others

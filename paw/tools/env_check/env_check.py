@@ -32,9 +32,9 @@ from paw.errors import (
     clean,
     describe,
     masked,
-    place,
-    shown,
+    short_repr,
     to_stderr,
+    user_location,
 )
 from paw.tools.env_check.env_calls import valid_call
 from paw.tools.env_check.env_replay import (
@@ -76,14 +76,15 @@ def members(subject: Subject) -> str:
         value = getattr(subject.factory, name)
         if not _is_valid_member(name, value):
             raise Broken(
-                f"{name} = {shown(value)}; for what it must be see EnvFactory in paw/envs/base.py"
+                f"{name} = {short_repr(value)}; "
+                "for what it must be see EnvFactory in paw/envs/base.py"
             )
 
     factories = [subject.factory, subject.factory, subject.make_factory()]
     fingerprints = [factory.fingerprint() for factory in factories]
     if not isinstance(fingerprints[0], str) or len(set(fingerprints)) > 1:
         raise Broken(
-            f"fingerprint() is {shown(fingerprints)}; it must be one text for the same tasks"
+            f"fingerprint() is {short_repr(fingerprints)}; it must be one text for the same tasks"
         )
     return fingerprints[0]
 
@@ -128,7 +129,7 @@ def _first_tasks(factory: EnvFactory, split: str) -> tuple[list[tuple[str, str]]
         is_task = isinstance(task, Task) and isinstance(task.id, str)
         if not is_task or not isinstance(task.kind, str) or not task.kind:
             raise Broken(
-                f"{shown(task)} among the tasks; each must be a Task with texts as id and kind"
+                f"{short_repr(task)} among the tasks; each must be a Task with texts as id and kind"
             )
     return [(task.id, task.kind) for task in first], count
 
@@ -302,7 +303,7 @@ def tools(subject: Subject) -> str:
                 raise
             except BaseException as error:
                 raise Broken(
-                    f"the call {clean(call, 200)} raised {describe(error)}{place(error)}"
+                    f"the call {clean(call, 200)} raised {describe(error)}{user_location(error)}"
                 ) from error
             called += 1
             valid += outcome.valid
@@ -373,7 +374,7 @@ def findings_of(subject: Subject, start: Callable[[str], object]) -> Iterator[Fi
         except Broken as error:
             seen = str(error)
         except BaseException as error:
-            seen = f"raised {describe(error)}{place(error)}"
+            seen = f"raised {describe(error)}{user_location(error)}"
         yield Finding(name, ok, seen, seconds=time.monotonic() - started)
         if not ok and rule in VITAL:
             return

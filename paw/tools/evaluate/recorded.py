@@ -61,7 +61,7 @@ def _add_turn(groups: list[Group], record: dict[str, Any], *, vocabulary: float)
 
     if step == 0:
         if not groups or groups[-1].task != task:
-            groups.append(Group(task, [], place=len(groups)))
+            groups.append(Group(task, [], index=len(groups)))
         groups[-1].trajectories.append(Trajectory(task, member))
     groups[-1].trajectories[-1].turns.append(turn)
 
@@ -76,7 +76,7 @@ def random_groups(run: Run) -> tuple[Run, list[Group]]:
     config = run.config
     draw = _RandomTurns(config, vocabulary=len(run.policy.head_weight))
     groups = [
-        Group(Task(f"random/{place}", "random"), [], place) for place in range(config.rollout.tasks)
+        Group(Task(f"random/{index}", "random"), [], index) for index in range(config.rollout.tasks)
     ]
     for group in groups:
         for member in range(config.rollout.group_size):

@@ -15,7 +15,7 @@ from typing import Any
 from paw.config.sections import EnvConfig
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, eval_tasks
-from paw.errors import OURS, EnvironmentFailure, clean, describe, place, quietly, to_stderr
+from paw.errors import OURS, EnvironmentFailure, clean, describe, quietly, to_stderr, user_location
 from paw.rollouts.guard import CheckedEnv, TimedGuard
 from paw.rollouts.text.chat import context_text
 from paw.tools.evaluate.played import load_played
@@ -70,7 +70,7 @@ def _as_environment_failure() -> Iterator[None]:
     except (*OURS, EnvironmentFailure):
         raise
     except BaseException as error:
-        raise EnvironmentFailure(f"{describe(error)}{place(error)}") from error
+        raise EnvironmentFailure(f"{describe(error)}{user_location(error)}") from error
 
 
 def _task_text(environment: CheckedEnv, first_observation: str) -> str:

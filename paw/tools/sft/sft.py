@@ -29,7 +29,7 @@ from paw.config.tool_sections import SftConfig
 from paw.envs import make_factory
 from paw.errors import (
     UserError,
-    shown,
+    short_repr,
     to_stderr,
 )
 from paw.model.attention import pick_attention
@@ -179,7 +179,7 @@ class _Progress:
         to_stderr(f"fine-tuning: going on from step {state['step']} of {total}")
         if state.get("dtype", self.dtype) != self.dtype:
             to_stderr(
-                f"fine-tuning: until here in {shown(state['dtype'])}, "
+                f"fine-tuning: until here in {short_repr(state['dtype'])}, "
                 f"from here in {self.dtype} (--model.dtype)"
             )
         return state["step"]
