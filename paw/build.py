@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from paw.algo.packing import Packing
 from paw.checkpoint.train_state import Learner
 from paw.config.sections import Config, LoraConfig
 from paw.distributed.ranks import Ranks
@@ -71,6 +72,7 @@ class Parts:
     critic: Critic | None
     engine: Engine
     learners: list[Learner]
+    packing: Packing
     encode_observation: Callable[[str], list[int]]
     path: str
     """The model's folder on this machine, or its Hugging Face name."""
@@ -218,7 +220,8 @@ def build(
     _compile_and_shard(config, models, ranks)
     check_path(models.policy, path)
 
-    learners, critic = _make_learners(config, models, ranks)
+    packing = Packing.of(config.optim, models.policy, rank=ranks.rank, world_size=ranks.world_size)
+    learners, critic = _make_learners(config, models, ranks, packing)
     _seed_generators(config.run.seed)
     return Parts(
         factory=factory,
@@ -229,6 +232,7 @@ def build(
         critic=critic,
         engine=engine,
         learners=learners,
+        packing=packing,
         encode_observation=_observation_encoder(chat, config.wm.max_tokens),
         path=path,
         info={
@@ -348,7 +352,7 @@ def _compile_and_shard(config: Config, models: Models, ranks: Ranks) -> None:
 
 
 def _make_learners(
-    config: Config, models: Models, ranks: Ranks
+    config: Config, models: Models, ranks: Ranks, packing: Packing
 ) -> tuple[list[Learner], Critic | None]:
     """The models that are trained, policy first, and the critic if there is one."""
     policy_learner = Learner(
@@ -359,7 +363,7 @@ def _make_learners(
     )
     if models.critic is None:
         return [policy_learner], None
-    critic = Critic(models.critic, config, ranks)
+    critic = Critic(models.critic, config, ranks, packing)
     critic_learner = Learner(
         prefix="critic_", model=critic.model, optimizer=critic.optimizer, guard=critic.guard
     )

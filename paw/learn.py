@@ -123,12 +123,10 @@ class PolicyUpdate:
         policy = self.run.policy
         batches = micro_batches(
             minibatch,
-            budget=config.optim.micro_batch_tokens,
+            self.run.packing,
             with_observation=config.wm.enabled,
             device=policy.device,
-            quadratic=policy.quadratic,
             skip=partial(has_no_gradient, config, self.objective),
-            share=(ranks.rank, ranks.world_size),
         )
         loss = 0.0
         for batch in batches:

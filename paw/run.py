@@ -154,9 +154,8 @@ class Run(Parts, RunProgress):
         scored = log_probs(
             model,
             samples,
+            self.packing,
             temperature=self.config.rollout.temperature,
-            budget=self.config.optim.micro_batch_tokens,
-            share=(self.ranks.rank, self.ranks.world_size),
         )
         own_entropies = {i: entropy for i, (_, entropy) in scored.items()}
         entropies: dict[int, float] = {}

@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from paw.algo.packing import Packing
 from paw.algo.samples import micro_batches, to_samples
 from paw.config.plugins import load
 from paw.config.sections import Config
@@ -168,9 +169,8 @@ def measure(
 
     batches = micro_batches(
         samples,
+        Packing.of(config.optim, policy),
         with_observation=True,
-        budget=config.optim.micro_batch_tokens,
-        quadratic=policy.quadratic,
         device=policy.device,
     )
     tokens = []

@@ -63,7 +63,7 @@ def _predicted(run: Any, samples: Sequence[Sample]) -> dict[int, float]:
         for sample in samples if sample.observation_ids
     ]  # fmt: skip
     found: dict[int, list[float]] = {sample.trajectory: [] for sample in samples}
-    options: Any = {"temperature": 1.0, "budget": run.config.optim.micro_batch_tokens}
-    for i, (logp, _) in log_probs(run.policy, asked, **options).items():
+    scored = log_probs(run.policy, asked, run.packing, temperature=1.0)
+    for i, (logp, _) in scored.items():
         found[asked[i].trajectory] += [math.exp(value) for value in logp]
     return {trajectory: fmean(values) if values else 0.0 for trajectory, values in found.items()}

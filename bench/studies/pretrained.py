@@ -28,6 +28,7 @@ from bench.common import RESULTS, ROOT, paw, write
 from bench.studies.noise_gradient import SLOPES, household, noisy
 from paw.algo import advantages
 from paw.algo.loss import ce, cmae, joint, ppo, token_batch
+from paw.algo.packing import Packing
 from paw.algo.samples import micro_batches, to_samples
 from paw.config.recipe import load
 from paw.model.loading import load_policy, load_tokenizer
@@ -109,7 +110,9 @@ def measure(path: Path, episodes: Path) -> tuple[Parts, int]:
         )
         for sample in own:
             sample.wm_weight = 1.0 / len(own)
-        for batch in micro_batches(own, budget=2048, with_observation=True, device=policy.device):
+        for batch in micro_batches(
+            own, Packing(budget=2048), with_observation=True, device=policy.device
+        ):
             with torch.no_grad():
                 read = policy.hidden(batch.input_ids, batch.lengths)[batch.position]
                 stats = token_stats(read, head, batch.target, **policy.head_options(1.0))

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, cpu_name, write
 from bench.trainer import update
+from paw.algo.packing import Packing
 from paw.algo.samples import micro_batches, to_samples
 from paw.config.recipe import load
 from paw.envs import make_factory
@@ -144,7 +145,10 @@ def play(chat: Chat, name: str, style: str) -> list[Any]:
 
 def tokens(samples: list[Any], *, with_observation: bool) -> int:
     batches = micro_batches(
-        samples, budget=10**6, with_observation=with_observation, device=torch.device("cpu")
+        samples,
+        Packing(budget=10**6),
+        with_observation=with_observation,
+        device=torch.device("cpu"),
     )
     return sum(sum(batch.lengths) for batch in batches)
 

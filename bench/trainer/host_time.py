@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, cpu_name, write
 from paw.algo.advantages import gigpo
+from paw.algo.packing import Packing
 from paw.algo.samples import micro_batches, minibatches, to_samples
 from paw.algo.world_model import select
 from paw.config.recipe import load
@@ -137,7 +138,7 @@ def pack(groups: list[Group]) -> int:
     for minibatch in minibatches(samples, size=CONFIG.optim.minibatch_samples, seed=0):
         batches = micro_batches(
             minibatch,
-            budget=CONFIG.optim.micro_batch_tokens,
+            Packing(budget=CONFIG.optim.micro_batch_tokens),
             with_observation=True,
             device=torch.device("cpu"),
         )

@@ -30,6 +30,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from paw.algo.packing import Packing
 from paw.algo.samples import Batch, micro_batches
 from paw.config.values import NonNegative, Share
 from paw.errors import UserError, short_repr
@@ -399,7 +400,6 @@ class ScoredModel(Protocol):
     """What the loss needs of a model; `paw.model.policy.Policy` documents each member."""
 
     device: torch.device
-    quadratic: float | None
 
     @property
     def head_weight(self) -> Tensor: ...
@@ -435,25 +435,17 @@ def joint_loss(
 def log_probs(
     model: ScoredModel,
     samples: Sequence[Sample],
+    packing: Packing,
     *,
     temperature: float,
-    budget: int,
-    share: tuple[int, int] = (0, 1),
 ) -> dict[int, tuple[list[float], float]]:
     """By index of the sample: (log-prob of each response token, their mean entropy), nats.
 
-    The entropy is that over the full vocabulary. Covers all samples, or only those in this rank's
-    `share` of the batches, in the order of samples. `budget` is the most tokens of a batch.
+    The entropy is that over the full vocabulary. Covers the samples in this rank's batches, in the
+    order of samples.
     """
     scored: dict[int, tuple[list[float], float]] = {}
-    for batch in micro_batches(
-        samples,
-        budget=budget,
-        with_observation=False,
-        device=model.device,
-        quadratic=model.quadratic,
-        share=share,
-    ):
+    for batch in micro_batches(samples, packing, with_observation=False, device=model.device):
         stats = model(partial(_head_stats, model, batch, temperature))
         ends = [0, *accumulate(len(samples[i].response_ids) for i in batch.indices)]
         offsets: Any = torch.tensor(ends, device=model.device)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paw.algo.packing import balanced_batches, batches_of_similar_length
+from paw.algo.packing import Packing
 from paw.types import Group, Sample, Turn
 
 
@@ -219,38 +219,29 @@ def collate(
 
 def micro_batches(
     samples: Sequence[Sample],
+    packing: Packing,
     *,
-    budget: int,
     with_observation: bool,
     device: torch.device,
-    quadratic: float | None = 0.0,
     skip: Callable[[Sample], bool] | None = None,
-    share: tuple[int, int] = (0, 1),
 ) -> list[Batch]:
-    """Batches of at most `budget` tokens, of all sequences but those of skipped samples alone.
+    """This rank's batches of all sequences but those of skipped samples alone.
 
-    `skip` says of a sample whether it needs no forward pass. `quadratic` is the policy's. `share`
-    (rank, world): every world-th batch, from the rank-th on. Each rank gets as many as the others,
-    because forward passes are collective; if samples are few, some batches have none.
+    `skip` says of a sample whether it needs no forward pass. If samples are few, some batches have
+    none (`Packing.cut`).
     """
-    rank, world = share
-    kept: list[list[int]] = []
+    sequence_members: list[list[int]] = []
     lengths: list[int] = []
     for members in sequences(samples, with_observation=with_observation):
         if skip is not None and all(skip(samples[i]) for i in members):
             continue
         last = samples[members[-1]]
         appended = _appended_ids(last, with_observation)
-        kept.append(members)
+        sequence_members.append(members)
         lengths.append(len(last.prompt_ids) + len(last.response_ids) + len(appended))
 
-    if quadratic is None:
-        cut = batches_of_similar_length(lengths, budget=budget, multiple=world)
-    else:
-        cut = balanced_batches(lengths, budget=budget, multiple=world, quadratic=quadratic)
-
     batches: list[Batch] = []
-    for picked in cut[rank::world]:
-        chosen = [kept[j] for j in picked]
+    for sequence_indices in packing.cut(lengths):
+        chosen = [sequence_members[index] for index in sequence_indices]
         batches.append(collate(samples, chosen, with_observation=with_observation, device=device))
     return batches

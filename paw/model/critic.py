@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from paw.algo.gae import gae, whiten
+from paw.algo.packing import Packing
 from paw.algo.samples import Batch, micro_batches
 from paw.config.sections import Config
 from paw.distributed.ranks import Ranks, full_tensor
@@ -49,10 +50,11 @@ class Critic:
     `model` comes from `load_critic`, sharded if there are several ranks.
     """
 
-    def __init__(self, model: Policy, config: Config, ranks: Ranks):
+    def __init__(self, model: Policy, config: Config, ranks: Ranks, packing: Packing) -> None:
         self.model = model
         self.config = config
         self.ranks = ranks
+        self.packing = packing
         optim = config.optim.model_copy(update={"lr": config.critic.lr})
         self.optimizer = make_optimizer(model.parameters(), optim)
         self.guard = UpdateGuard(config.run.max_skipped, lr="critic.lr")
@@ -172,12 +174,7 @@ class Critic:
 
     def _batches(self, samples: list[Sample]) -> list[Batch]:
         return micro_batches(
-            samples,
-            budget=self.config.optim.micro_batch_tokens,
-            with_observation=False,
-            device=self.model.device,
-            quadratic=self.model.quadratic,
-            share=(self.ranks.rank, self.ranks.world_size),
+            samples, self.packing, with_observation=False, device=self.model.device
         )
 
 

@@ -63,11 +63,11 @@ class Policy(nn.Module):
         """Whether some layers need the rows side by side (`model.mixers`)."""
         width = _attention_width(lm.config.get_text_config())
         layer_parameters = sum(p.numel() for layer in layers for p in layer.parameters())
-        pads_sequences = attention == "sdpa" or self._padded
-        self.quadratic = None if pads_sequences else width / layer_parameters
+        self.pads_sequences = attention == "sdpa" or self._padded
+        """Whether attention pads the sequences of a batch to the longest."""
+        self.quadratic = width / layer_parameters
         """What attention costs for a sequence of n tokens over n^2, in units of what the rest costs
-        a token (2 n^2 width FLOPs, 2 n layer_parameters). None: attention pads the sequences of a
-        batch to the longest."""
+        a token (2 n^2 width FLOPs, 2 n layer_parameters)."""
 
         lm.config.use_cache = False
         lm.set_attn_implementation(ATTENTION)

@@ -16,7 +16,7 @@ from paw.config.sections import Config
 from paw.envs import make_factory
 from paw.envs.base import eval_tasks
 from paw.errors import UserError
-from paw.rollouts.episode import Episode, Model, asked, find_agent
+from paw.rollouts.episode import Episode, Model, find_agent, message_and_prefix
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.text.chat import context_text
 from paw.types import Trajectory
@@ -30,7 +30,7 @@ class Scripted(Model):
         self.answers, self.asked = answers, asked
 
     async def _answer(self, turn, context, continues, stop, seed):
-        prompt, start = asked(context, continues)
+        prompt, start = message_and_prefix(context, continues)
         self.asked.append((prompt, start, tuple(stop), seed))
         turn.response = (
             self.answers(context_text(prompt), start)

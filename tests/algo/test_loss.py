@@ -11,6 +11,7 @@ from joint import VOCAB, Objective, dense, make_rows, packed, relative, tiny_pol
 
 from paw.algo import loss as losses
 from paw.algo.loss import log_probs
+from paw.algo.packing import Packing
 from paw.algo.samples import collate, micro_batches, minibatches
 from paw.algo.token_sums import add, token_metrics, token_sums
 from paw.metric_list import METRICS
@@ -101,7 +102,7 @@ def test_a_ratio_truncated_at_c_flows_below_it_whatever_the_advantages_sign():
 
 
 def test_log_probs_are_those_of_full_logits(policy, rows):
-    scored = log_probs(policy, rows, temperature=0.7, budget=60).values()
+    scored = log_probs(policy, rows, Packing(budget=60), temperature=0.7).values()
     for row, (logp, entropy) in zip(rows, scored, strict=True):
         at = len(row.prompt_ids) - 1
         with torch.no_grad():
@@ -114,8 +115,8 @@ def test_log_probs_are_those_of_full_logits(policy, rows):
 
 def test_an_empty_response_has_no_log_prob_and_no_entropy(policy, rows):
     nothing = [rows[0], replace(rows[1], response_ids=[]), rows[2]]
-    scored = log_probs(policy, nothing, temperature=0.7, budget=10**6)
-    alone = log_probs(policy, [rows[0]], temperature=0.7, budget=10**6)
+    scored = log_probs(policy, nothing, Packing(budget=10**6), temperature=0.7)
+    alone = log_probs(policy, [rows[0]], Packing(budget=10**6), temperature=0.7)
     assert scored[1] == ([], 0.0) and scored[0][1] == pytest.approx(alone[0][1], abs=1e-5)
 
 
@@ -190,7 +191,9 @@ def test_on_policy_the_loss_is_minus_the_mean_advantage(policy, rows):
     """Ratio 1: the loss of every token is -A; nothing is clipped, KL to itself is 0."""
     fresh = [replace(row, wm_weight=0.0) for row in rows]
     for row, (logp, _) in zip(
-        fresh, log_probs(policy, fresh, temperature=1.0, budget=10**6).values(), strict=True
+        fresh,
+        log_probs(policy, fresh, Packing(budget=10**6), temperature=1.0).values(),
+        strict=True,
     ):
         row.old_logp = row.ref_logp = logp
     objective, every = Objective(kl_coef=0.1), [[i] for i in range(len(fresh))]
@@ -278,7 +281,7 @@ def test_the_shares_of_tokens_that_the_sampler_s_ratio_caps_and_masks(policy, ro
 def token_sums_of(policy, rows, objective, budget=10**6):
     policy_loss, wm_loss = objective.terms
     totals = {}
-    for batch in micro_batches(rows, budget=budget, with_observation=True, device=CPU):
+    for batch in micro_batches(rows, Packing(budget=budget), with_observation=True, device=CPU):
         out, tokens = objective.forward(policy, batch, rows, 40)
         add(totals, token_sums(out, tokens, policy=policy_loss, wm=wm_loss))
     return totals
@@ -305,7 +308,7 @@ def test_metrics_of_micro_batches_are_those_of_one(policy, rows):
 def test_every_mean_over_tokens_is_of_sums_that_are_counted(policy, rows):
     objective = replace(FULL, tis_cap=2.0, ratio_bounds=(0.4, 2.5))
     policy_loss, wm_loss = objective.terms
-    (batch,) = micro_batches(rows, budget=10**6, with_observation=True, device=CPU)
+    (batch,) = micro_batches(rows, Packing(budget=10**6), with_observation=True, device=CPU)
     out, tokens = objective.forward(policy, batch, rows, 40)
     sums = token_sums(
         out, tokens, policy=policy_loss, wm=wm_loss, tis_cap=2.0, ratio_bounds=(0.4, 2.5)

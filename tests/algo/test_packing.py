@@ -1,13 +1,14 @@
 """Mini-batches and micro-batches hold every row once and keep to their budgets."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint import make_row
 
-from paw.algo.packing import balanced_batches, batches_of_similar_length
+from paw.algo.packing import Packing, balanced_batches, batches_of_similar_length
 from paw.algo.samples import minibatches
 
 
@@ -85,3 +86,20 @@ def test_neighbours_in_length_are_padded_together():
     batches = batches_of_similar_length(lengths, budget=200)
     padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
     assert padded < 1.15 * sum(lengths)
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_packing_takes_the_configuration_s_budget_and_the_model_s_attention(pads):
+    """Ranks take turns at the batches that one rank would have, as the model's attention wants them."""
+    settings = SimpleNamespace(micro_batch_tokens=100)
+    model = SimpleNamespace(pads_sequences=pads, quadratic=0.5)
+    lengths = [3, 90, 40, 41, 10, 60, 59, 7]
+    if pads:
+        expected = batches_of_similar_length(lengths, budget=100, multiple=2)
+    else:
+        expected = balanced_batches(lengths, budget=100, multiple=2, quadratic=0.5)
+    parts = [Packing.of(settings, model, rank=rank, world_size=2).cut(lengths) for rank in range(2)]
+    assert parts == [expected[0::2], expected[1::2]]
+    assert sorted(i for batch in Packing.of(settings, model).cut(lengths) for i in batch) == [
+        *range(8)
+    ]

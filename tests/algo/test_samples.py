@@ -8,6 +8,7 @@ import torch
 from joint import VOCAB, Objective, dense, fill, make_lm, make_row, packed, relative, tiny_policy
 
 from paw.algo.loss import log_probs
+from paw.algo.packing import Packing
 from paw.algo.samples import collate, micro_batches, minibatches, sequences, to_samples
 from paw.algo.token_sums import token_sums
 from paw.model.policy import Policy
@@ -150,7 +151,9 @@ def test_turns_in_one_sequence_learn_as_they_do_one_by_one(wm, norm):
     )
     assert one[0] == pytest.approx(many[0], rel=1e-6) and relative(one[1], many[1]) < 1e-6
     assert one[1].norm() > 0
-    by_one, by_many = (log_probs(policy, s, temperature=0.7, budget=60) for s in (samples, alone))
+    by_one, by_many = (
+        log_probs(policy, s, Packing(budget=60), temperature=0.7) for s in (samples, alone)
+    )
     for i, (logp, entropy) in by_many.items():
         assert by_one[i][0] == pytest.approx(logp, abs=1e-6) and by_one[i][1] == pytest.approx(
             entropy, abs=1e-6
@@ -164,7 +167,7 @@ def test_a_conversation_takes_less_than_half_the_tokens_and_the_world_model_adds
     joined, joined_wm, plain = (
         sum(
             sum(batch.lengths)
-            for batch in micro_batches(of, budget=10**6, with_observation=wm, device=CPU)
+            for batch in micro_batches(of, Packing(budget=10**6), with_observation=wm, device=CPU)
         )
         for of, wm in ((samples, False), (samples, True), (alone, False))
     )
@@ -217,13 +220,13 @@ def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(of, dtype):
             expected, abs=2 * abs(many[0] - expected) + 1e-3
         )
 
-    (batch,) = micro_batches(samples, budget=10**6, with_observation=True, device=CPU)
+    (batch,) = micro_batches(samples, Packing(budget=10**6), with_observation=True, device=CPU)
     out, tokens = objective.forward(policy, batch, samples, 30)
     policy_loss, wm_loss = objective.terms
     sums = token_sums(out, tokens, policy=policy_loss, wm=wm_loss)
     assert sums["response_tokens"] == sum(len(sample.response_ids) for sample in samples)
     assert sums["observation_tokens"] == sum(len(s.observation_ids) for s in samples if s.wm_weight)
-    scored = log_probs(policy, samples, temperature=1.0, budget=10**6)
+    scored = log_probs(policy, samples, Packing(budget=10**6), temperature=1.0)
     assert [len(logp) for logp, _ in scored.values()] == [
         len(sample.response_ids) for sample in samples
     ]

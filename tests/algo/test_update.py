@@ -13,6 +13,7 @@ import torch
 from toyworld import ENV, make_factory, make_tokenizer, practised_model
 
 from paw.algo.loss import TokenBatch, ce, joint, ppo
+from paw.algo.packing import Packing
 from paw.algo.samples import micro_batches
 from paw.config.recipe import validate
 from paw.config.sections import Config
@@ -152,8 +153,8 @@ def vanilla_grpo(start, count):
 
 
 def batches(samples):
-    cpu = torch.device("cpu")
-    return micro_batches(samples, budget=BUDGET, with_observation=False, device=cpu, quadratic=None)
+    packing = Packing(budget=BUDGET, pads=True)
+    return micro_batches(samples, packing, with_observation=False, device=torch.device("cpu"))
 
 
 def test_without_world_model_an_update_is_vanilla_grpo_bit_for_bit(start, tmp_path):

@@ -15,6 +15,7 @@ from joint import tiny_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paw.algo.loss import log_probs
+from paw.algo.packing import Packing
 from paw.config.recipe import load
 from paw.errors import UserError
 from paw.rollouts.text.chat import Chat
@@ -213,7 +214,7 @@ def test_prediction_as_a_reward_adds_to_the_score_what_an_episode_predicted():
         for i, ids in enumerate(seen)
     ]
     alone = [Sample(0, i, 0, [1, 2, 3, 9], ids) for i, ids in enumerate(seen)]
-    logp = log_probs(run.policy, alone, temperature=1.0, budget=64)
+    logp = log_probs(run.policy, alone, Packing(budget=64), temperature=1.0)
     first, second = (fmean(map(math.exp, logp[i][0])) for i in range(2))
     found = prediction.grpo(samples, bonus=2.0, eps=0.0)
     assert found == pytest.approx(

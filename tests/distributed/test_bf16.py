@@ -9,6 +9,7 @@ from forked import call_in_ranks
 from joint import Objective, make_lm, make_rows, tiny_policy
 
 from paw.algo import loss
+from paw.algo.packing import Packing
 from paw.algo.samples import micro_batches
 from paw.build import join_ranks
 from paw.config.sections import LoraConfig
@@ -20,18 +21,28 @@ from paw.model.policy import Policy
 SHARP = {"initializer_range": 0.1, "num_hidden_layers": 4}
 
 
+def packing_of(policy, ranks):
+    return Packing(
+        budget=100,
+        pads=policy.pads_sequences,
+        quadratic=policy.quadratic,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+
+
 def log_probs(policy, rows, ranks):
-    share = (ranks.rank, ranks.world_size)
-    scored = loss.log_probs(policy, rows, temperature=1.0, budget=100, share=share)
+    scored = loss.log_probs(policy, rows, packing_of(policy, ranks), temperature=1.0)
     parts = ranks.gather(scored, dict[int, tuple[list[float], float]])
     found = {i: logp for part in parts for i, (logp, _) in part.items()}
     return torch.tensor([value for i in range(len(rows)) for value in found[i]])
 
 
 def gradient(policy, rows, ranks):
-    objective, share = Objective(rho=0.05), (ranks.rank, ranks.world_size)
-    sizes = {"budget": 100, "device": policy.device, "quadratic": policy.quadratic}
-    batches = micro_batches(rows, with_observation=True, share=share, **sizes)
+    objective = Objective(rho=0.05)
+    batches = micro_batches(
+        rows, packing_of(policy, ranks), with_observation=True, device=policy.device
+    )
     for batch in batches:
         ranks.sync_gradients(policy, True)
         tokens = objective.tokens(batch, rows, len(rows))

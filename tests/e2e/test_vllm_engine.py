@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paw.algo import loss as losses
+from paw.algo.packing import Packing
 from paw.algo.samples import micro_batches
 from paw.config.sections import LoraConfig
 from paw.errors import UserError
@@ -222,7 +223,9 @@ def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_tra
                 advantage=(-1.0) ** i, wm_weight=0.1, **ids)
             for i, (request, completion, logp) in enumerate(zip(requests, completions, logps, strict=True))
         ]  # fmt: skip
-        (batch,) = micro_batches(rows, budget=10**6, with_observation=True, device=policy.device)
+        (batch,) = micro_batches(
+            rows, Packing(budget=10**6), with_observation=True, device=policy.device
+        )
         tokens, loss = (
             losses.token_batch(batch, rows, update_samples=len(rows)),
             losses.joint(losses.ppo, losses.ce),

@@ -14,6 +14,7 @@ from test_samples import conversation, samples_of
 from test_update import make_config, run_updates, start  # noqa: F401
 
 from paw.algo.gae import gae, whiten
+from paw.algo.packing import Packing
 from paw.config.recipe import load
 from paw.distributed.ranks import Ranks
 from paw.errors import UserError
@@ -94,7 +95,9 @@ def critic(start, tmp_path):  # noqa: F811
 
 def make_critic(start, folder, **changes):  # noqa: F811
     options = {"advantage_type": "ppo", "critic_lr": 1e-2, **changes}
-    return Critic(load_critic(str(start)), make_config(start, folder, **options), Ranks())
+    config = make_config(start, folder, **options)
+    model = load_critic(str(start))
+    return Critic(model, config, Ranks(), Packing.of(config.optim, model))
 
 
 def judged_rows(critic, rows=None, seed=0):

@@ -5,6 +5,7 @@ import torch
 from joint import Objective, dense, gradients, make_rows, packed, relative, tiny_policy
 
 from paw.algo.loss import log_probs
+from paw.algo.packing import Packing
 from paw_kernels import BACKENDS, why_not_backend
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -35,7 +36,7 @@ def test_the_scoring_pass_is_that_of_plain_torch(backend):
     policy = tiny_policy().to(DEVICE)
     rows, scores = make_rows(policy), {}
     for policy.head_backend in ("torch", backend):
-        scored = log_probs(policy, rows, temperature=0.4, budget=60).values()
+        scored = log_probs(policy, rows, Packing(budget=60), temperature=0.4).values()
         scores[policy.head_backend] = torch.tensor(
             [x for logp, entropy in scored for x in (*logp, entropy)]
         )

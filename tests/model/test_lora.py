@@ -8,6 +8,7 @@ from joint import Objective, make_lm, make_rows, packed, relative, tiny_policy
 from test_models import make
 
 from paw.algo.loss import log_probs
+from paw.algo.packing import Packing
 from paw.config.recipe import dump
 from paw.config.sections import Config, LoraConfig, ModelConfig, RunConfig
 from paw.errors import UserError
@@ -34,7 +35,9 @@ def lora_policy(family="qwen2-tied", *, trained=True, config=CONFIG, **options):
 
 
 def logps(policy, rows):
-    return [logp for logp, _ in log_probs(policy, rows, temperature=1.0, budget=200).values()]
+    return [
+        logp for logp, _ in log_probs(policy, rows, Packing(budget=200), temperature=1.0).values()
+    ]
 
 
 def merged_policy(policy, family):

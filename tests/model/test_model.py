@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
 from paw.algo.loss import log_probs
+from paw.algo.packing import Packing
 from paw.errors import UserError
 from paw.model.loading import load_policy, load_tokenizer
 from paw.model.policy import Policy, pick_backend, pick_device
@@ -197,7 +198,9 @@ def test_bfloat16_is_that_of_a_model_stored_in_it(family, checkpointing):
     )
     assert relative(ours, theirs) < 0.01  # the sums of gradients are of bfloat16 in the other
     assert 0 < relative(ours, wanted) < 0.02
-    scores = (log_probs(p, rows, temperature=1.0, budget=99).values() for p in (policy, exact))
+    scores = (
+        log_probs(p, rows, Packing(budget=99), temperature=1.0).values() for p in (policy, exact)
+    )
     for (logps, _), (exactly, _) in zip(*scores, strict=True):
         assert logps == pytest.approx(exactly, abs=0.02) and logps != exactly
     assert policy.hidden(ids, [5, 6]).dtype == policy.head_weight.dtype == torch.bfloat16

@@ -11,6 +11,7 @@ from joint import Objective, make_lm, make_rows, packed, relative, tiny_policy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from paw.algo.loss import log_probs
+from paw.algo.packing import Packing
 from paw.errors import UserError
 from paw.model.patches import apply_liger, compile_layers, import_liger
 from paw.model.policy import Policy
@@ -22,7 +23,9 @@ needs_liger = pytest.mark.skipif(
 
 def assert_same(fast, plain, *, n):
     rows = make_rows(plain, n)
-    scores = (log_probs(p, rows, temperature=1.0, budget=60).values() for p in (fast, plain))
+    scores = (
+        log_probs(p, rows, Packing(budget=60), temperature=1.0).values() for p in (fast, plain)
+    )
     assert all(
         ours[0] == pytest.approx(theirs[0], abs=1e-5) for ours, theirs in zip(*scores, strict=True)
     )

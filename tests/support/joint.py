@@ -20,6 +20,7 @@ from transformers import (
 from paw.algo import loss as losses
 from paw.algo.advantages import grpo
 from paw.algo.loss import joint_loss, log_probs, token_batch
+from paw.algo.packing import Packing
 from paw.algo.samples import micro_batches
 from paw.algo.world_model import select
 from paw.model.policy import Policy
@@ -135,7 +136,7 @@ def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
     rng = random.Random(seed)
     rows = [make_row(rng, group=i % groups, trajectory=i % (2 * groups)) for i in range(n)]
     for row, (logp, entropy) in zip(
-        rows, log_probs(policy, rows, temperature=1.0, budget=10**6).values(), strict=True
+        rows, log_probs(policy, rows, Packing(budget=10**6), temperature=1.0).values(), strict=True
     ):
         row.old_logp = [value + rng.gauss(0, 0.3) for value in logp]
         row.entropy = entropy
@@ -152,7 +153,7 @@ def make_rows(policy, n=24, *, seed=0, groups=4, reference=False):
 def fill(policy, samples, *, n_groups, alpha):
     """What the stages give to samples fresh from episodes; old log-probs a little off the policy's."""
     rng = random.Random(1)
-    scored = log_probs(policy, samples, temperature=1.0, budget=100).values()
+    scored = log_probs(policy, samples, Packing(budget=100), temperature=1.0).values()
     for sample, advantage, (logp, entropy) in zip(samples, grpo(samples), scored, strict=True):
         sample.advantage, sample.entropy = advantage, entropy
         sample.old_logp = [value + rng.gauss(0, 0.3) for value in logp]
@@ -182,15 +183,20 @@ def packed(
     share=(0, 1),
 ):
     """(loss, gradient) of a mini-batch, or a rank's share, as the trainer makes them: through the fused head."""
+    rank, world_size = share
     total = 0.0
     batches = micro_batches(
         minibatch,
-        budget=budget,
+        Packing(
+            budget=budget,
+            pads=policy.pads_sequences,
+            quadratic=policy.quadratic,
+            rank=rank,
+            world_size=world_size,
+        ),
         with_observation=with_observation,
         device=policy.device,
-        quadratic=policy.quadratic,
         skip=skip,
-        share=share,
     )
     for batch in batches:
         out = objective.forward(policy, batch, minibatch, update_samples)[0]

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from paw.algo.packing import Packing
 from paw.algo.samples import minibatches
 from paw.checkpoint import files as checkpoint
 from paw.checkpoint.export import export
@@ -85,6 +86,7 @@ def fine_tune(
     done = progress.resume(total)
     log = _ProgressLog(first=done, total=total)
 
+    packing = Packing.of(optim, policy)
     with StopSignal("step", "the same command goes on") as stop:
         for batch in batches[done:]:
             loss = step(
@@ -95,7 +97,7 @@ def fine_tune(
                 clip=optim.grad_clip,
                 lm_weight=settings.lm_weight,
                 observations=settings.observations,
-                budget=optim.micro_batch_tokens,
+                packing=packing,
             )
             done += 1
             if not math.isfinite(loss):

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from paw.algo.loss import log_probs
+from paw.algo.packing import Packing
 from paw.errors import UserError
 from paw.metric_list import METRICS
 from paw.rollouts.engines.base import Request
@@ -164,7 +165,7 @@ def _token_probabilities(
     turns = [i for i, target in enumerate(targets) if target]
     samples = [Sample(0, i, 0, contexts[i], targets[i]) for i in turns]
     scored = log_probs(
-        run.policy, samples, temperature=1.0, budget=run.config.optim.micro_batch_tokens
+        run.policy, samples, Packing.of(run.config.optim, run.policy), temperature=1.0
     )
     probabilities: dict[int, list[float]] = {}
     for row, i in enumerate(turns):

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from paw.algo.loss import TokenBatch, ce, joint, joint_loss
+from paw.algo.packing import Packing
 from paw.algo.samples import micro_batches
 from paw.model.optim import set_learning_rate
-from paw.model.policy import (
-    Policy,
-)
+from paw.model.policy import Policy
 from paw.types import Sample
 
 LOSS = joint(ce, ce)
@@ -28,7 +27,7 @@ def step(
     lm_weight: float = 0.0,
     observations: bool = True,
     by_row: bool = False,
-    budget: int | None,
+    packing: Packing | None,
 ) -> float:
     """Take one optimizer step; returns the answers' loss, in nats.
 
@@ -40,23 +39,23 @@ def step(
         observations: whether the other tokens are those of prompt, separator and observation, or
             of the prompt alone.
         by_row: divide the sum over answer tokens by the number of rows, not of answer tokens.
-        budget: tokens that go through the fused head at a time, at most. None: all rows at once,
-            by full logits.
+        packing: how rows are cut into micro-batches for the fused head. None: all rows at once, by
+            full logits.
     """
     weighted_rows = _weighted_rows(
         rows,
         lm_weight=lm_weight,
         observations=observations,
         by_row=by_row,
-        answers_only=lm_weight <= 0 and budget is not None,
+        answers_only=lm_weight <= 0 and packing is not None,
     )
 
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
-    if budget is None:
+    if packing is None:
         answer_loss = _backward_full_logits(policy, weighted_rows)
     else:
-        answer_loss = _backward_fused_head(policy, weighted_rows, budget)
+        answer_loss = _backward_fused_head(policy, weighted_rows, packing)
 
     torch.nn.utils.clip_grad_norm_(policy.parameters(), clip)
     for optimizer in optimizers:
@@ -121,15 +120,14 @@ def _weighted_rows(
     return weighted_rows
 
 
-def _backward_fused_head(policy: Policy, rows: Sequence[_WeightedRow], budget: int) -> float:
-    """Compute the gradients, `budget` tokens at a time; returns the answers' part of the loss."""
+def _backward_fused_head(policy: Policy, rows: Sequence[_WeightedRow], packing: Packing) -> float:
+    """Compute the gradients by micro-batches; returns the answers' part of the loss."""
     answer_loss = 0.0
     batches = micro_batches(
         [row.sample for row in rows],
-        budget=budget,
+        packing,
         with_observation=False,
         device=policy.device,
-        quadratic=policy.quadratic,
     )
     for batch in batches:
         weights: list[float] = []

@@ -150,7 +150,7 @@ def _train(
                 lm_weight=settings.lm_weight,
                 observations=settings.observations,
                 by_row=True,
-                budget=None,
+                packing=None,
             )
 
             progress = f"warm-up: step {step}, loss {loss:.3f}"
