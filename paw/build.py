@@ -317,7 +317,7 @@ def _load_models(
         reference.eval().requires_grad_(False)
 
     critic = None
-    if config.advantage.type == "ppo":
+    if config.advantage.traits.needs_critic:
         critic = load_critic(path, **training_options)
     return Models(policy=policy, reference=reference, critic=critic)
 

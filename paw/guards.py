@@ -94,7 +94,7 @@ def alarms(
     history: Sequence[Mapping[str, Any]], config: Config, *, reward_max: float
 ) -> Iterator[str]:
     """The warnings to print after an update; `history` has the metrics of all, oldest first."""
-    if warning := collapse_warning(history, in_groups=config.advantage.type != "ppo"):
+    if warning := collapse_warning(history, in_groups=config.advantage.traits.needs_groups):
         yield warning
 
     is_adaptive = config.wm.enabled and config.wm.weight == "adaptive"

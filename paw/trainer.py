@@ -165,7 +165,8 @@ def compute_advantages(run: Run, samples: list[Sample]) -> None:
         return
     settings = run.config.advantage
     estimator = plugins.load("advantages", settings.type)
-    advantages = check_advantages(estimator(samples, **settings.settings()), samples, settings.type)
+    returned = estimator(samples, **settings.settings())
+    advantages = check_advantages(returned, settings.type, count=len(samples))
     if settings.penalty_only == "drop":
         advantages = drop_penalty_only(samples, advantages)
     for sample, advantage in zip(samples, advantages, strict=True):

@@ -23,28 +23,29 @@ from paw.types import Sample
 Stat = Literal["steps", "trajectories"]
 
 
-def check_advantages(returned: Any, samples: Sequence[Sample], name: str) -> list[float]:
+def check_advantages(
+    returned: Any, name: str, *, count: int, unit: Literal["sample", "token"] = "sample"
+) -> list[float]:
     """The advantages that the estimator called `name` returned.
 
-    Raises UserError if they are not one finite number for each sample.
+    Raises UserError if they are not one finite number for each of `count` samples or tokens.
     """
     try:
         advantages = [float(value) for value in returned]
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UserError(
-            f"advantage.type = '{name}' must return a number for each sample, "
+            f"advantage.type = '{name}' must return a number for each {unit}, "
             f"not {short_repr(returned)}"
         ) from None
-    if len(advantages) != len(samples):
+    if len(advantages) != count:
         raise UserError(
-            f"advantage.type = '{name}' returned {len(advantages)} numbers "
-            f"for {len(samples)} samples"
+            f"advantage.type = '{name}' returned {len(advantages)} numbers for {count} {unit}s"
         )
     not_finite = [value for value in advantages if not math.isfinite(value)]
     if not_finite:
         raise UserError(
             f"advantage.type = '{name}' returned {not_finite[0]} "
-            f"for {len(not_finite)} of {len(samples)} samples"
+            f"for {len(not_finite)} of {count} {unit}s"
         )
     return advantages
 

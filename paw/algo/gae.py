@@ -3,9 +3,11 @@
 import math
 from collections.abc import Sequence
 
+from paw.config.traits import estimator
 from paw.config.values import Share
 
 
+@estimator(needs="critic")
 def gae(
     values: Sequence[float], score: float, *, gamma: Share = 1.0, lam: Share = 1.0
 ) -> list[float]:

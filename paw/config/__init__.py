@@ -1,6 +1,7 @@
-"""The configuration of a run, and what a plug-in of your own needs for its settings."""
+"""The configuration of a run, and what a plug-in of your own needs for its settings and traits."""
 
 from paw.config.sections import Config, EnvConfig
+from paw.config.traits import estimator
 from paw.config.values import Section
 
-__all__ = ["Config", "EnvConfig", "Section"]
+__all__ = ["Config", "EnvConfig", "Section", "estimator"]

@@ -5,6 +5,8 @@ keys of the section too. A key with `Only` applies only with some values of anot
 it is an unknown key. `paw.config.recipe` reads recipes. Imports no torch.
 """
 
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from paw.config import plugins
 from paw.config.keys import flatten, keys_of, section_type
 from paw.config.tool_sections import (
     EndpointConfig,
@@ -28,6 +31,7 @@ from paw.config.tool_sections import (
     WarmupConfig,
     listed,
 )
+from paw.config.traits import EstimatorTraits, Need, traits_of
 from paw.config.values import (
     Count,
     Natural,
@@ -43,11 +47,41 @@ from paw.config.values import (
 )
 from paw.errors import UserError
 
+
+def estimator_traits(name: Any) -> EstimatorTraits:
+    """The traits of the advantage estimator of that name; the defaults if there is none."""
+    if isinstance(name, str):
+        with suppress(UserError):  # reported when the section itself is validated
+            return traits_of(plugins.load("advantages", name))
+    return EstimatorTraits()
+
+
+@dataclass(frozen=True)
+class OnlyEstimators(Only):
+    """Metadata of a key that applies only with advantage estimators that need something."""
+
+    key: str = "advantage.type"
+    needs: Need = "groups"
+
+    def __str__(self) -> str:
+        """Names the built-in estimators that need it, or those that do not if they are fewer."""
+        having = [name for name in plugins.BUILT_IN["advantages"] if self.holds(name)]
+        lacking = [name for name in plugins.BUILT_IN["advantages"] if not self.holds(name)]
+        if len(lacking) < len(having):
+            return str(Only(self.key, excluded=tuple(lacking)))
+        return str(Only(self.key, tuple(having)))
+
+    def holds(self, value: Any) -> bool:
+        return estimator_traits(value).needs == self.needs
+
+
 WM = Only("wm.enabled", (True,))
 CMAE = Only("wm.loss", ("cmae",))
 GCE = Only("wm.loss", ("gce",))
 FLASH = Only("optim.name", ("flash-adamw",))
 LORA = Only("lora.rank")
+GROUPS = OnlyEstimators(needs="groups")
+CRITIC = OnlyEstimators(needs="critic")
 _DEFAULT: Any = {}
 """Default of a section with a plug-in: validated like a table, so that it has the plug-in's
 type."""
@@ -208,7 +242,7 @@ class RolloutConfig(Section):
     """Tasks (groups) of one update."""
     group_size: Count = 8
     """Episodes of each task."""
-    refill: Natural = 0
+    refill: Annotated[Natural, GROUPS] = 0
     """Further tasks that may be played to replace groups whose returns are all equal (DAPO), at
     most refill times `tasks`."""
     temperature: Positive = 1.0
@@ -230,17 +264,19 @@ class AdvantageConfig(PluginSection):
     type: str = "grpo"
     """grpo, rloo, gigpo, ppo (its baseline is a critic, see `critic`), or an estimator of your
     own."""
-    penalty_only: Annotated[Literal["keep", "drop"], Only("advantage.type", excluded=("ppo",))] = (
-        "keep"
-    )
+    penalty_only: Annotated[Literal["keep", "drop"], GROUPS] = "keep"
     """Groups whose returns are all equal, so that only penalties differ. keep: normalised like
     others, which blows up the penalties. drop: no advantage."""
+
+    @property
+    def traits(self) -> EstimatorTraits:
+        return estimator_traits(self.type)
 
 
 class CriticConfig(Section):
     """PPO's critic: the start model with a scalar head."""
 
-    ONLY: ClassVar = Only("advantage.type", ("ppo",))
+    ONLY: ClassVar = CRITIC
     lr: Rate = 1e-5
     """Learning rate."""
     value_clip: Positive = 0.5
@@ -421,10 +457,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_baseline(self) -> "Config":
-        if self.rollout.group_size == 1 and self.advantage.type != "ppo":
+        if self.rollout.group_size == 1 and self.advantage.traits.needs_groups:
             raise ValueError(
                 f"rollout.group_size = 1 leaves {self.advantage.type} without a baseline; "
-                "use 2 or more, or advantage.type = 'ppo'"
+                "use 2 or more, or an estimator that needs no groups, such as advantage.type = 'ppo'"
             )
         return self
 
@@ -472,9 +508,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_weights(self) -> "Config":
-        if self.lora.rank and self.advantage.type == "ppo":
+        if self.lora.rank and self.advantage.traits.needs_critic:
             raise ValueError(
-                "lora.rank with advantage.type = 'ppo': the critic trains every weight, "
+                f"lora.rank with advantage.type = '{self.advantage.type}': "
+                "the critic trains every weight, "
                 "use lora.rank = 0"
             )
         if self.optim.name == "flash-adamw":

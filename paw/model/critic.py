@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from paw.algo.gae import gae, whiten
+from paw.algo.advantages import check_advantages
+from paw.algo.gae import whiten
 from paw.algo.packing import Packing
 from paw.algo.samples import Batch, micro_batches
+from paw.config import plugins
 from paw.config.sections import Config
 from paw.distributed.ranks import Ranks, full_tensor
 from paw.guards import TrainingStopped, UpdateGuard
@@ -60,7 +62,7 @@ class Critic:
         self.guard = UpdateGuard(config.run.max_skipped, lr="critic.lr")
 
     def compute_values(self, samples: list[Sample]) -> dict[str, float]:
-        """Fill values, returns and token advantages: GAE by sample, whitened over all tokens.
+        """Fill values, returns and token advantages: by sample, then whitened over all tokens.
 
         Returns critic/explained_variance, unless all returns are equal. Raises TrainingStopped if a
         value is not finite.
@@ -72,10 +74,14 @@ class Critic:
                 "resume an earlier checkpoint with a lower critic.lr"
             )
 
-        settings = self.config.advantage.settings()
-        advantages = [
-            gae(row, sample.score, **settings) for row, sample in zip(values, samples, strict=True)
-        ]
+        settings = self.config.advantage
+        estimator = plugins.load("advantages", settings.type)
+        advantages: list[list[float]] = []
+        for row, sample in zip(values, samples, strict=True):
+            returned = estimator(row, sample.score, **settings.settings())
+            advantages.append(
+                check_advantages(returned, settings.type, count=len(row), unit="token")
+            )
         whitened = whiten(advantages)
         for i, sample in enumerate(samples):
             sample.values = values[i]

@@ -10,7 +10,7 @@ from typing import Any
 
 from paw.config.keys import flatten
 from paw.config.recipe import get
-from paw.config.sections import Config
+from paw.config.sections import Config, estimator_traits
 from paw.errors import UserError, masked, short_repr
 from paw.io.files import json_object, text_of, update_of, write_file
 from paw.rundir.record import read_info
@@ -33,7 +33,7 @@ def changes(directory: Path, config: Config) -> list[str]:
 
     Except run.name and run.dir, which say where the run lies. A key that either version of PaW does
     not know counts as its default. Raises UserError for a key that cannot change: `FIXED`, and
-    advantage.type from or to "ppo", whose critic is in the checkpoints.
+    advantage.type from or to one that needs a critic, which is in the checkpoints.
     """
     path = directory / "config.toml"
     try:
@@ -66,10 +66,10 @@ def changes(directory: Path, config: Config) -> list[str]:
 
 def _why_fixed(key: str, old: Any, new: Any) -> str:
     """Why a key cannot change from `old` to `new`; empty if it can."""
-    if key == "advantage.type" and old == "ppo":
-        return "its checkpoints hold a critic"
-    if key == "advantage.type" and new == "ppo":
-        return "its checkpoints hold no critic"
+    if key == "advantage.type":
+        had_critic = estimator_traits(old).needs_critic
+        if had_critic != estimator_traits(new).needs_critic:
+            return f"its checkpoints hold {'a' if had_critic else 'no'} critic"
     return FIXED.get(key, "")
 
 

@@ -49,6 +49,46 @@ def test_the_examples_of_the_page_train(start, own, tmp_path):  # noqa: F811
     assert not torch.equal(weights(advantage_type=f"{own}:robust", advantage_floor=0.1), plain)
 
 
+ESTIMATORS = """
+from paw.algo.gae import gae
+from paw.config import estimator
+
+
+@estimator(needs="nothing")
+def alone(samples):
+    return [sample.score for sample in samples]
+
+
+@estimator(needs="critic")
+def judged(values, score, *, gamma: float = 1.0, lam: float = 1.0):
+    return gae(values, score, gamma=gamma, lam=lam)
+
+
+@estimator(needs="critic")
+def short(values, score):
+    return [score]
+"""
+
+
+def test_an_estimator_that_needs_no_groups_trains_on_one_episode_a_task(start, tmp_path):  # noqa: F811
+    """With what it declares: by itself, or with a critic, like PPO."""
+    own = tmp_path / "own.py"
+    own.write_text(ESTIMATORS)
+
+    def weights(name, run, **settings):
+        settings = {"rollout_tasks": 8, "rollout_group_size": 1, "wm_enabled": False, **settings}
+        config = make_config(start, tmp_path / run, advantage_type=name, **settings)
+        found, _, metrics = run_updates(config, 1)
+        assert metrics[-1]["optim/grad_norm"] > 0
+        return torch.cat([value.flatten() for value in found[-1].values()])
+
+    weights(f"{own}:alone", "alone")
+    ppo = weights("ppo", "ppo", critic_lr=3e-3)
+    assert torch.equal(weights(f"{own}:judged", "judged", critic_lr=3e-3), ppo)
+    with pytest.raises(UserError, match=r"returned 1 numbers for \d+ tokens"):
+        weights(f"{own}:short", "short")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

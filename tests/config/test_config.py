@@ -507,6 +507,52 @@ def test_ppo_has_no_groups_whose_penalties_could_be_dropped(recipe):
     assert load("quickstart").advantage.penalty_only == "drop"
 
 
+ESTIMATORS = """
+from paw.config import estimator
+
+
+def compares(samples):
+    return [0.0 for _ in samples]
+
+
+@estimator(needs="nothing")
+def alone(samples, *, scale: float = 1.0):
+    return [scale for _ in samples]
+
+
+@estimator(needs="critic")
+def judged(values, score, *, gamma: float = 1.0):
+    return [score - value for value in values]
+"""
+
+
+def test_an_estimator_of_one_s_own_declares_what_it_needs(tmp_path):
+    (tmp_path / "own.py").write_text(ESTIMATORS)
+
+    def changes(name, **others):
+        return {"advantage.type": f"{tmp_path / 'own.py'}:{name}", **others}
+
+    single = {"rollout.group_size": "1"}
+    assert "without a baseline" in problem("quickstart", changes("compares", **single))
+    for name in ("alone", "judged"):
+        chosen = load("quickstart", changes(name, **single))
+        assert chosen.rollout.group_size == 1 and chosen.advantage.penalty_only == "keep"
+        for key, value in (("advantage.penalty_only", "drop"), ("rollout.refill", "1")):
+            message = problem("quickstart", changes(name, **{key: value}))
+            assert message.endswith(f"'{key}'; it needs advantage.type != 'ppo'")
+
+    refilled = load("quickstart", changes("compares", **{"rollout.refill": "1"}))
+    assert refilled.rollout.refill == 1 and refilled.advantage.penalty_only == "drop"
+    critic = {"critic.lr": "1e-3"}
+    assert load("quickstart", changes("judged", **critic)).critic.lr == 1e-3
+    assert problem("quickstart", changes("alone", **critic)).endswith(
+        "'critic.lr'; it needs advantage.type = 'ppo'"
+    )
+    assert "the critic trains every weight" in problem(
+        "quickstart", changes("judged", **{"lora.rank": "8"})
+    )
+
+
 def test_one_server_is_a_list_of_one():
     assert load(
         "quickstart", {"engine.type": "server", "engine.urls": "http://a:1"}

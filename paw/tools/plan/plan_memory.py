@@ -168,7 +168,7 @@ class Memory:
 
         Its step comes first and needs no more than the policy's.
         """
-        if self.config.advantage.type != "ppo":
+        if not self.config.advantage.traits.needs_critic:
             return 0
         vocabulary_head = 0 if self.shape.tied else self.shape.embedding
         return self.shape.parameters - vocabulary_head + self.shape.hidden + 1

@@ -1,0 +1,54 @@
+"""What an advantage estimator declares about itself, so that configuration and run can rely on it.
+
+An estimator without a declaration has the defaults of `EstimatorTraits`.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Need = Literal["groups", "critic", "nothing"]
+
+
+@dataclass(frozen=True)
+class EstimatorTraits:
+    """Properties of an advantage estimator that other settings and parts of a run depend on."""
+
+    needs: Need = "groups"
+    """What it compares an episode with.
+
+    groups: with the other episodes of its task. So `rollout.group_size` must be 2 or more, and
+    `rollout.refill` and `advantage.penalty_only`, which are about groups whose returns are all
+    equal, apply. critic: with the critic's values. It is called for each sample, as (values, score,
+    **settings) with the value before each response token, and returns the advantage of each of
+    these tokens. nothing: with neither.
+    """
+
+    @property
+    def needs_groups(self) -> bool:
+        return self.needs == "groups"
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.needs == "critic"
+
+
+_declared: dict[Any, EstimatorTraits] = {}
+
+
+def estimator(*, needs: Need) -> Callable[[Function], Function]:
+    """Decorator: declares what an advantage estimator needs, see `EstimatorTraits`."""
+
+    def declare(function: Function) -> Function:
+        _declared[function] = EstimatorTraits(needs)
+        return function
+
+    return declare
+
+
+def traits_of(estimator: Any) -> EstimatorTraits:
+    """The traits that an estimator declared, or the defaults."""
+    if not isinstance(estimator, Hashable):
+        return EstimatorTraits()
+    return _declared.get(estimator, EstimatorTraits())
