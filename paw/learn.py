@@ -18,7 +18,7 @@ from paw.algo.samples import Batch, micro_batches
 from paw.algo.token_sums import add, token_metrics, token_sums
 from paw.config import plugins
 from paw.config.sections import Config
-from paw.distributed.ranks import full_tensor
+from paw.distributed.ranks import Ranks, full_tensor
 from paw.model.optim import learning_rate, set_learning_rate
 from paw.rollouts.episode import bind
 from paw.rollouts.sync import sampled_by, sampler_mismatch
@@ -28,9 +28,9 @@ from paw_kernels import TokenLoss
 
 
 def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
-    """Take the update's optimizer steps and return its metrics. PPO's critic steps first.
+    """Take the update's optimizer steps and return its metrics. PPO's critic steps last.
 
-    Raises StaleWeightsError, before any step of the policy, if no log-prob pass was made and the
+    Raises StaleWeightsError, before any step or gradient, if no log-prob pass was made and the
     first micro-batch shows that the sampler had other weights. Raises TrainingStopped if too many
     steps in a row are not finite.
     """
@@ -39,14 +39,14 @@ def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
     lr = learning_rate(config.optim, update=run.step, updates=config.run.updates)
     set_learning_rate(run.optimizer, lr)
 
-    metrics: dict[str, float] = {}
-    if run.critic:
-        metrics |= run.critic.optimize(run.minibatches(samples))
-
     policy_update = PolicyUpdate(run, objective, update_samples=len(samples))
     for minibatch in run.minibatches(samples):
         loss = policy_update.accumulate_gradients(minibatch)
         policy_update.optimizer_step(loss)
+
+    metrics: dict[str, float] = {}
+    if run.critic:
+        metrics |= run.critic.optimize(run.minibatches(samples))
     metrics |= policy_update.metrics()
     metrics["optim/lr"] = lr
     return metrics
@@ -159,12 +159,13 @@ class PolicyUpdate:
             self.objective.loss,
             temperature=run.config.rollout.temperature,
         )
-        out.loss.backward()
-
-        if not self.sampler_is_checked:
-            self.sampler_is_checked = True
+        if not self.sampler_is_checked:  # before the first gradient
             samples = [minibatch[i] for i in batch.indices]
-            self.sampler_metrics = compare_sampler(run, out, tokens, samples)
+            self.sampler_metrics = compare_sampler(
+                out, tokens, samples, ranks=run.ranks, version=run.step
+            )
+            self.sampler_is_checked = True
+        out.loss.backward()
 
         unscaled_out = out._replace(token_loss=out.token_loss / world_size)
         sums = token_sums(
@@ -216,33 +217,43 @@ def has_no_gradient(config: Config, objective: Objective, sample: Sample) -> boo
 
 
 def compare_sampler(
-    run: Run, out: TokenLoss, tokens: TokenBatch, samples: Sequence[Sample]
+    out: TokenLoss, tokens: TokenBatch, samples: Sequence[Sample], *, ranks: Ranks, version: int
 ) -> dict[str, float]:
     """Metrics of how far the log-probs of a micro-batch's responses are from the sampler's.
 
-    A collective call, to be made before the first optimizer step. Empty if a log-prob is not
-    finite: then the guard skips the step. Raises StaleWeightsError if the sampler had other
-    weights, also by the entropies of this rank's tokens if the sampler gave them.
+    A collective call, to be made before the first gradient. `version` is that of the weights. Empty
+    if a log-prob is not finite: then the guard skips the step. Raises StaleWeightsError, on all
+    ranks, if the sampler had other weights, by the entropies too if the sampler gave them.
     """
     is_response = ~tokens.observation
     servers: list[str | None] = []
-    for sample_servers in sampled_by(samples, run.step):
+    for sample_servers in sampled_by(samples, version):
         servers += sample_servers
-
-    trainer_logp: list[list[float]] = []
-    sampled_logp: list[list[float]] = []
-    own_rows = [out.logp[is_response].tolist(), tokens.sampled_logp[is_response].tolist()]
-    for rank_trainer_logp, rank_sampled_logp in run.ranks.gather_rows(own_rows, float):
-        trainer_logp.append(rank_trainer_logp)
-        sampled_logp.append(rank_sampled_logp)
-    rank_servers = run.ranks.gather(servers)
-    if not all(math.isfinite(logp) for row in trainer_logp for logp in row):
-        return {}
-
     sampled_entropy: list[float] = []
     for sample in samples:
         sampled_entropy += sample.sampled_entropy or []
-    if len(sampled_entropy) == len(servers):
-        entropy = out.entropy[is_response].tolist()
-        sampler_mismatch([entropy], [sampled_entropy], [servers], what="entropies")  # may raise
+    entropy = out.entropy[is_response].tolist()
+    if len(sampled_entropy) != len(servers):  # the engine does not report all of them
+        sampled_entropy = []
+        entropy = []
+
+    rank_rows = ranks.gather_rows(
+        [
+            out.logp[is_response].tolist(),
+            tokens.sampled_logp[is_response].tolist(),
+            entropy,
+            sampled_entropy,
+        ],
+        float,
+    )
+    rank_servers = ranks.gather(servers)
+
+    # From here on all ranks have the same numbers, and raise the same.
+    trainer_logp, sampled_logp, trainer_entropies, sampled_entropies = zip(*rank_rows, strict=True)
+    if not all(math.isfinite(logp) for row in trainer_logp for logp in row):
+        return {}
+    entropy_servers = [
+        rank_servers[rank] if row else [] for rank, row in enumerate(trainer_entropies)
+    ]
+    sampler_mismatch(trainer_entropies, sampled_entropies, entropy_servers, what="entropies")
     return sampler_mismatch(trainer_logp, sampled_logp, rank_servers)

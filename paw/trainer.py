@@ -67,15 +67,8 @@ def update(run: Run, rollouts: RolloutSource) -> None:
     run.engine.sleep()  # until the next weights: training needs the memory
     log.update(rollout_metrics(groups + sampled.uniform) | sampled.metrics())
 
-    try:
-        with run.clock("score"), hooks.users_advantages(run.config):
-            samples = prepare(run, groups)
-    except StaleWeightsError as error:
-        run.play_again(error)
+    if not learn(run, groups):
         return update(run, rollouts)
-
-    with run.clock("update"), hooks.users_losses(run.config):
-        log.update(optimize(run, samples))
     run.step += 1
     with run.clock("sync"):
         push_weights(run.policy.lm, run.engine, version=run.step)
@@ -84,6 +77,23 @@ def update(run: Run, rollouts: RolloutSource) -> None:
     if run.log:
         for warning in alarms(run.log.history, run.config, reward_max=run.factory.reward_max):
             run.say(warning)
+
+
+def learn(run: Run, groups: list[Group]) -> bool:
+    """Make samples of the groups and take the optimizer steps.
+
+    Returns False if servers that sampled them had other weights: those are excluded, nothing is
+    learnt, and the episodes have to be played again.
+    """
+    try:
+        with run.clock("score"), hooks.users_advantages(run.config):
+            samples = prepare(run, groups)
+        with run.clock("update"), hooks.users_losses(run.config):
+            run.metrics.update(optimize(run, samples))
+    except StaleWeightsError as error:
+        run.play_again(error)
+        return False
+    return True
 
 
 def rollout(run: Run, rollouts: RolloutSource) -> tuple[list[Group], RolloutStats]:

@@ -7,17 +7,21 @@ import statistics
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import call_in_ranks
 from toyworld import ENV, make_factory, make_tokenizer, practised_model
 
 from paw.algo.loss import TokenBatch, ce, joint, ppo
 from paw.algo.packing import Packing
 from paw.algo.samples import micro_batches
+from paw.build import join_ranks
 from paw.config.recipe import validate
 from paw.config.sections import Config
 from paw.envs.base import train_tasks
+from paw.learn import compare_sampler
 from paw.model.loading import load_policy, load_tokenizer
 from paw.rollouts.engines.transformers import TransformersEngine
 from paw.rollouts.scheduler import Rollouts
@@ -267,8 +271,12 @@ class TwoServers(TransformersEngine):
         return not set(self.urls) & set(servers)
 
 
-def test_a_server_of_other_weights_is_left_out_and_the_update_played_again(start, tmp_path, capsys):
-    config = make_config(start, tmp_path)
+@pytest.mark.parametrize("old_logp", ["trainer", "engine"])
+def test_a_server_of_other_weights_is_left_out_and_the_update_played_again(
+    start, tmp_path, capsys, old_logp
+):
+    """Whether the log-prob pass finds it, or the first micro-batch of the optimizer steps."""
+    config = make_config(start, tmp_path, policy_old_logp=old_logp, wm_entropy="sampled")
     with open_run(config) as run:
         run.engine = TwoServers(run.policy.lm, end_ids=run.chat.end_ids, wrong=["http://b"])
         push_weights(run.policy.lm, run.engine, version=0)
@@ -283,6 +291,46 @@ def test_a_server_of_other_weights_is_left_out_and_the_update_played_again(start
         run.engine.wrong = ["http://a"]
         with pytest.raises(StaleWeightsError, match="http://a"):
             update(run, Rollouts(run.factory, run.engine, run.chat, config))
+
+
+def test_stale_log_probs_reach_neither_policy_nor_critic(start, tmp_path):
+    changes = {"advantage_type": "ppo", "critic_lr": 1e-2, "wm_enabled": False}
+    config = make_config(start, tmp_path, policy_old_logp="engine", **changes)
+    with open_run(config) as run:
+        both = ["http://a", "http://b"]
+        run.engine = TwoServers(run.policy.lm, end_ids=run.chat.end_ids, wrong=both)
+        push_weights(run.policy.lm, run.engine, version=0)
+        before = [[p.clone() for p in learner.parameters.values()] for learner in run.learners]
+        with pytest.raises(StaleWeightsError, match="http://a"):
+            update(run, Rollouts(run.factory, run.engine, run.chat, config))
+        for learner, weights in zip(run.learners, before, strict=True):
+            now = learner.parameters.values()
+            assert all(torch.equal(old, new) for old, new in zip(weights, now, strict=True))
+            assert all(parameter.grad is None for parameter in now)
+
+
+def rank_compares(rank):
+    """On rank 1 alone the sampler's entropies are of other weights."""
+    ranks = join_ranks(torch.device("cpu"), episodes=2)
+    logp = [-1.0, -2.0]
+    tokens = TokenBatch(
+        weight=torch.ones(2),
+        observation=torch.zeros(2, dtype=torch.bool),
+        advantage=torch.ones(2),
+        old_logp=torch.tensor(logp),
+        sampled_logp=torch.tensor(logp),
+    )
+    out = SimpleNamespace(logp=torch.tensor(logp), entropy=torch.tensor([0.5, 0.5]))
+    entropy = [0.5 + 3 * rank] * 2
+    sample = Sample(0, 0, 0, [1], [2, 3], versions=[4, 4], sampled_entropy=entropy)
+    with pytest.raises(StaleWeightsError, match="the sampler's entropies differ"):
+        compare_sampler(out, tokens, [sample], ranks=ranks, version=4)
+    assert ranks.gather(rank) == [0, 1]  # both went on to the same call
+    ranks.close()
+
+
+def test_all_ranks_hear_of_the_entropies_of_one():
+    call_in_ranks(rank_compares, 2, on_host=2)
 
 
 @pytest.mark.parametrize("old_logp", ["trainer", "engine"])

@@ -166,7 +166,7 @@ class Memory:
     def _critic_parameters(self) -> int:
         """PPO's critic has a head of one row.
 
-        Its step comes first and needs no more than the policy's.
+        Its step needs no more than the policy's.
         """
         if not self.config.advantage.traits.needs_critic:
             return 0
