@@ -222,7 +222,9 @@ POLICY = (
     Metric(
         name="policy/clip_frac",
         label="Clipped tokens",
-        meaning="Share of response tokens outside the clip range.",
+        meaning="Share of response tokens with an advantage that `policy.loss` clips. With ppo, gspo"
+        " and losses of your own they have no gradient; with cispo their ratio is clipped, and they"
+        " keep their gradient.",
         unit="%",
         ranks="sum",
         mean_of=("clipped", "response_tokens"),

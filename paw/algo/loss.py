@@ -18,6 +18,7 @@ and its name in `paw.config.plugins.BUILT_IN`. Its keyword-only parameters are i
 one's own plugs in by name (docs/algorithm.md).
 """
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -120,6 +121,12 @@ def cispo(
     return -batch.advantage * ratio.clamp(1 - clip_low, 1 + clip_high) * logp
 
 
+def cispo_clipped(logp: Tensor, batch: TokenBatch, *, clip_low: float, clip_high: float) -> Tensor:
+    """[N] bool: whether the token's ratio is outside the range of `cispo`."""
+    ratio = (logp - batch.old_logp).clamp(max=LOG_RATIO_MAX).exp()
+    return (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
+
+
 def gspo(
     logp: Tensor,
     entropy: Tensor,
@@ -186,11 +193,14 @@ class Traits:
     """It reads `TokenBatch.response_gap`, for which the head makes one more matmul."""
     masks: bool = False
     """It leaves tokens out. Their share is a metric."""
+    clipped: Callable[..., Tensor] | None = None
+    """(logp, batch, **settings) -> [N] bool: which tokens it clips. None if those are the ones that
+    have an advantage but no gradient."""
 
 
 TRAITS: dict[Callable[..., Tensor], Traits] = {
     ppo: Traits(zero_without_advantage=True),
-    cispo: Traits(zero_without_advantage=True),
+    cispo: Traits(zero_without_advantage=True, clipped=cispo_clipped),
     gspo: Traits(zero_without_advantage=True, needs_response_gap=True),
     tis: Traits(zero_without_advantage=True),
     cmae: Traits(masks=True),
@@ -204,6 +214,15 @@ def traits_of(loss: TokenLossFunction) -> Traits:
     if isinstance(function, FunctionType):
         return TRAITS.get(function, Traits())
     return Traits()
+
+
+def settings_of(loss: TokenLossFunction) -> dict[str, Any]:
+    """The values of a token loss's keyword-only parameters."""
+    settings: dict[str, Any] = {}
+    for parameter in inspect.signature(loss).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            settings[parameter.name] = parameter.default
+    return settings
 
 
 def k3(logp: Tensor, batch: TokenBatch) -> Tensor:

@@ -10,6 +10,7 @@ from paw.algo.loss import (
     TokenLossFunction,
     k3,
     outside_bounds,
+    settings_of,
     traits_of,
     with_response_gap,
 )
@@ -29,13 +30,13 @@ def token_sums(
     """Sums over the tokens of a batch, by name; `policy` and `wm` are the two token losses.
 
     What the settings do not let measure is absent. "clipped" are response tokens with an advantage
-    but without a gradient of `policy`; "masked" are observation tokens without a gradient of `wm`.
+    that `policy` clips: those without a gradient of it, unless its traits say otherwise. "masked"
+    are observation tokens without a gradient of `wm`.
     """
     if traits_of(policy).needs_response_gap:
         tokens = with_response_gap(tokens, out.logp)
     is_observation = tokens.observation
     is_response = ~is_observation
-    _, policy_slope = _loss_and_slope(policy, out, tokens)
     wm_loss, wm_slope = _loss_and_slope(wm, out, tokens)
 
     sums = {
@@ -47,7 +48,7 @@ def token_sums(
         "wm_loss": out.token_loss[is_observation].sum(),
         "wm_token_loss": wm_loss[is_observation].sum(),
         "entropy": out.entropy[is_response].sum(),
-        "clipped": (is_response & (tokens.advantage != 0) & (policy_slope == 0)).sum(),
+        "clipped": (is_response & (tokens.advantage != 0) & _clipped(policy, out, tokens)).sum(),
     }
     if traits_of(wm).masks:
         sums["masked"] = (is_observation & (wm_slope == 0)).sum()
@@ -60,6 +61,15 @@ def token_sums(
 
     values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer
     return dict(zip(sums, values, strict=True))
+
+
+def _clipped(policy: TokenLossFunction, out: TokenLoss, tokens: TokenBatch) -> Tensor:
+    """[N] bool: which tokens the policy loss clips, if they have an advantage."""
+    clipped = traits_of(policy).clipped
+    if clipped is None:
+        _, slope = _loss_and_slope(policy, out, tokens)
+        return slope == 0
+    return clipped(out.logp, tokens, **settings_of(policy))
 
 
 def _loss_and_slope(

@@ -132,6 +132,16 @@ def built_in(base: Any) -> Iterable[str]:
     return ()
 
 
+def own_defaults(section: str, base: Any, name: str) -> list[Row]:
+    """The keys of a section to which a built-in plug-in gives another default."""
+    defaults = {key: field.default for key, field, _ in fields(section, base)}
+    return [
+        row
+        for row in fields(section, section_type(base, name))
+        if row[0] in defaults and row[1].default != defaults[row[0]]
+    ]
+
+
 def own_fields(section: str, base: Any, name: str) -> list[Row]:
     """The keys that a built-in plug-in adds to its section."""
     common = {key for key, _, _ in fields(section, base)}

@@ -33,6 +33,8 @@ MOST_LAYERS = 500
 LARGEST = 1_000_000
 """Most bytes of a recipe."""
 HIGH_LR = 1e-4
+FAR = 100.0
+"""Factor between a clip and its default beyond which it seems to be of another loss."""
 NO_PASSWORD = re.compile(rf"://[^\s/?#@:]*:{re.escape(HIDDEN)}@")
 """A URL whose password was masked."""
 
@@ -226,12 +228,32 @@ def check_passwords(config: Config) -> None:
 
 def warnings(config: Config) -> list[str]:
     """A line for each setting that is likely to be a mistake."""
-    if config.model.path == "quickstart" or config.lora.rank or config.optim.lr <= HIGH_LR:
-        return []
-    return [
-        f"warning: optim.lr = {config.optim.lr:g} is high for a pretrained model, which it may "
-        "ruin; 1e-6 is usual (see the recipe own-environment)"
-    ]
+    lines = _clip_warnings(config)
+    is_pretrained = config.model.path != "quickstart"
+    if is_pretrained and not config.lora.rank and config.optim.lr > HIGH_LR:
+        lines.append(
+            f"warning: optim.lr = {config.optim.lr:g} is high for a pretrained model, which it may "
+            "ruin; 1e-6 is usual (see the recipe own-environment)"
+        )
+    return lines
+
+
+def _clip_warnings(config: Config) -> list[str]:
+    """A line for each clip that seems to be written for another loss: clips of ppo and gspo differ
+    by a factor of 500."""
+    lines: list[str] = []
+    for key in ("clip_low", "clip_high"):
+        state = known_keys(config)[f"policy.{key}"]
+        value = getattr(config.policy, key)
+        default = state.field.default
+        if state.needs or not isinstance(default, float) or not (value and default):
+            continue
+        if not 1 / FAR <= value / default <= FAR:
+            lines.append(
+                f"warning: policy.{key} = {value:g} seems to be written for another loss: the "
+                f"default of policy.loss = '{config.policy.loss}' is {default:g}"
+            )
+    return lines
 
 
 def known_keys(config: Config) -> dict[str, Key]:
@@ -247,16 +269,29 @@ def get(tree: Any, dotted: str) -> Any:
 
 
 def layered(flat: Flat, layer: Flat) -> Flat:
-    """`flat` overridden by `layer`, without those keys of `flat` that no longer apply then."""
+    """`flat` overridden by `layer`, without those keys of `flat` that no longer apply then.
+
+    Nor those that were written for another plug-in, see `PluginSection.OWN_DEFAULTS`.
+    """
     merged = flat | layer
     before = keys_of(Config, flat)
     after = keys_of(Config, merged)
     dropped = set()
     for key, state in before.items():
+        if state.needs:
+            continue
         applies_after = key in after and not after[key].needs
-        if not state.needs and not applies_after:
+        if not applies_after or _was_written_for_another(key, state, after[key]):
             dropped.add(key)
     return {key: value for key, value in merged.items() if key in layer or key not in dropped}
+
+
+def _was_written_for_another(key: str, before: Key, after: Key) -> bool:
+    """Whether a key's value belongs to a plug-in that is no longer chosen."""
+    section: Any = Config.model_fields[key.partition(".")[0]].annotation
+    if not getattr(section, "OWN_DEFAULTS", ()):
+        return False
+    return before.field.default != after.field.default
 
 
 def read_recipe(recipe: str) -> tuple[Flat, dict[str, str]]:

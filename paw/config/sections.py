@@ -78,6 +78,7 @@ class OnlyEstimators(Only):
 WM = Only("wm.enabled", (True,))
 CMAE = Only("wm.loss", ("cmae",))
 GCE = Only("wm.loss", ("gce",))
+PPO = Only("policy.loss", ("ppo",))
 FLASH = Only("optim.name", ("flash-adamw",))
 LORA = Only("lora.rank")
 GROUPS = OnlyEstimators(needs="groups")
@@ -287,14 +288,15 @@ class PolicyConfig(PluginSection):
     KIND = "losses"
     KEY = "loss"
     WITHIN = ("ppo",)
+    OWN_DEFAULTS = ("cispo", "gspo")
     loss: str = "ppo"
     """Loss of responses: ppo, cispo, gspo (with the gradient of GSPO-token), or one of your own,
     "module:name" or "FILE.py:name" (docs/algorithm.md)."""
-    clip_low: Share = 0.2
+    clip_low: Annotated[Share, PPO] = 0.2
     """Ratios below 1 - clip_low are clipped."""
-    clip_high: NonNegative = 0.2
+    clip_high: Annotated[NonNegative, PPO] = 0.2
     """Ratios above 1 + clip_high are clipped."""
-    dual_clip: Annotated[float, Field(gt=1.0), Only("policy.loss", ("ppo",))] = 3.0
+    dual_clip: Annotated[float, Field(gt=1.0), PPO] = 3.0
     """With a negative advantage the loss is at most this factor times the advantage's size."""
     kl_coef: NonNegative = 0.01
     """Weight of the KL term to the start model; 0 needs no reference model."""

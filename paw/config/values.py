@@ -106,6 +106,12 @@ class PluginSection(Section):
 
     Nothing is imported to check them.
     """
+    OWN_DEFAULTS: ClassVar[tuple[str, ...]] = ()
+    """Names of built-in plug-ins that give keys of the section defaults of their own.
+
+    A layer of a recipe that chooses another plug-in drops such keys of the layers before it: their
+    values were written for the former one.
+    """
 
     def settings(self) -> dict[str, Any]:
         """The plug-in's own keys with their values: the arguments of its function."""

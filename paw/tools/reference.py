@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 import tomli_w
 from pydantic.fields import FieldInfo
 
-from paw.config.keys import Row, built_in, fields, own_fields
+from paw.config.keys import Row, built_in, fields, own_defaults, own_fields
 from paw.config.recipe import as_tree, get, known_keys
 from paw.config.sections import Config
 from paw.config.values import Only, Section
@@ -76,6 +76,9 @@ def page() -> str:
             if rows:
                 lines += ["", f'With `{section}.{base.KEY} = "{name}"`:']
                 lines += _table(rows, base.ONLY)
+        for name in getattr(base, "OWN_DEFAULTS", ()):
+            lines += ["", f'With `{section}.{base.KEY} = "{name}"`:']
+            lines += _table(own_defaults(section, base, name), base.ONLY)
     return "\n".join(lines)
 
 

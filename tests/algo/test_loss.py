@@ -305,6 +305,32 @@ def test_metrics_of_micro_batches_are_those_of_one(policy, rows):
     assert 0 < whole["policy/entropy"] < torch.tensor(float(VOCAB)).log() and whole["policy/kl"] > 0
 
 
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
+def test_the_share_of_clipped_tokens_is_that_of_each_loss(policy, rows, loss):
+    """ppo and gspo clip a ratio on the side that the advantage favours, and the gradient with it;
+    cispo clips it on both sides."""
+    objective = Objective(policy=loss, clip_low=0.1, clip_high=0.1, dual_clip=1e6)
+    (batch,) = micro_batches(rows, Packing(budget=10**6), with_observation=True, device=CPU)
+    out, _ = objective.forward(policy, batch, rows, 40)
+    logp = out.logp[~batch.observation].tolist()
+    clipped = 0
+    tokens = 0
+    for row in (rows[i] for i in batch.indices):
+        gaps = [new - old for new, old in zip(logp[tokens:], row.old_logp, strict=False)]
+        if loss == "gspo":
+            gaps = [sum(gaps) / len(gaps)] * len(gaps)
+        tokens += len(gaps)
+        for gap, advantage in zip(gaps, row.advantages, strict=True):
+            above, below = math.exp(gap) > 1.1, math.exp(gap) < 0.9
+            if loss == "cispo":
+                clipped += advantage != 0 and (above or below)
+            else:
+                clipped += (advantage > 0 and above) or (advantage < 0 and below)
+    assert tokens == len(logp) and 0 < clipped < tokens
+    found = metrics(policy, rows, objective, 10**6)["policy/clip_frac"]
+    assert found == pytest.approx(clipped / tokens)
+
+
 def test_every_mean_over_tokens_is_of_sums_that_are_counted(policy, rows):
     objective = replace(FULL, tis_cap=2.0, ratio_bounds=(0.4, 2.5))
     policy_loss, wm_loss = objective.terms

@@ -10,7 +10,7 @@ import pytest
 from paw.config import Section, plugins
 from paw.config.hints import FORMER_KEYS, SYNONYMS, hint, plugin_keys
 from paw.config.keys import keys_of
-from paw.config.recipe import dump, load, recipe_names
+from paw.config.recipe import dump, load, recipe_names, warnings
 from paw.config.sections import Config, EnvConfig
 from paw.errors import UserError
 
@@ -557,6 +557,40 @@ def test_one_server_is_a_list_of_one():
     assert load(
         "quickstart", {"engine.type": "server", "engine.urls": "http://a:1"}
     ).engine.urls == ["http://a:1"]
+
+
+def test_a_loss_has_its_own_clip_and_not_the_one_of_another_loss(recipe, tmp_path):
+    """The quickstart's clip_high is ppo's. What one layer writes together stays together."""
+
+    def clip(*layers):
+        policy = load(*layers).policy
+        return policy.clip_low, policy.clip_high
+
+    assert clip("quickstart") == (0.2, 0.28)
+    for loss, own in {"cispo": (1.0, 0.28), "gspo": (3e-4, 4e-4), "ppo": (0.2, 0.28)}.items():
+        config = load("quickstart", {"policy.loss": loss})
+        assert (config.policy.clip_low, config.policy.clip_high) == own
+        assert not warnings(config) and load(recipe(dump(config), loss)) == config
+    path = recipe('base = "quickstart"\n[policy]\nloss = "gspo"\nclip_high = 1e-3\n')
+    assert clip(path) == (3e-4, 1e-3)
+    assert clip(path, {"policy.loss": "ppo"}) == (0.2, 0.2)
+    assert clip(path, {"policy.clip_high": "2e-3"}) == (3e-4, 2e-3)
+
+    path = recipe('base = ["gspo", "quickstart"]\n'.replace('"gspo"', f'"{path}"'), "turned")
+    (line,) = warnings(load(path))
+    assert line.startswith("warning: policy.clip_high = 0.28 seems to be written for another loss")
+    assert line.endswith("the default of policy.loss = 'gspo' is 0.0004")
+
+    (tmp_path / "own.py").write_text(
+        "def plain(logp, entropy, batch):\n    return -batch.advantage * logp\n\n\n"
+        "def own_clip(logp, entropy, batch, *, clip_high: float = 3.0):\n    return logp\n"
+    )
+    plain = f"{tmp_path / 'own.py'}:plain"
+    assert "clip_high" not in dump(load("quickstart", {"policy.loss": plain}))
+    message = problem("quickstart", {"policy.loss": plain, "policy.clip_high": "0.1"})
+    assert message.endswith("'policy.clip_high'; it needs policy.loss = 'ppo'")
+    own_clip = load("quickstart", {"policy.loss": f"{tmp_path / 'own.py'}:own_clip"})
+    assert own_clip.policy.clip_high == 3.0
 
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])

@@ -272,4 +272,5 @@ def test_what_the_variants_change():
     assert found["advantage.type"] == "ppo" and others == {
         "rollout.tasks": 128,
         "rollout.group_size": 1,
+        "rollout.refill": None,
     }
