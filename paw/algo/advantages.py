@@ -1,9 +1,10 @@
-"""Group-relative advantages: one scalar a sample, broadcast to its response tokens.
+"""Group-relative advantages: one scalar per sample, broadcast to its response tokens.
 
 GRPO (arXiv 2402.03300) and its Dr. GRPO form, RLOO (arXiv 2402.14740), GiGPO (arXiv 2505.10978),
 with the semantics of GiGPO's public code (verl-agent, commit 796ed31), which the paper's baselines
-ran. A sample's score is its episode return less its own invalid penalty. Samples come in group,
-trajectory, step order, and answers are in the same order. PPO's, one a token, are in `algo.gae`.
+ran. A sample's score is its episode return less its own invalid penalty. Samples are ordered by
+group, trajectory and step, and so are the advantages returned. PPO's, one per token, are in
+`algo.gae`.
 
 Worked example. One group: trajectory A wins 10 in two steps; B fails in three, its second step
 invalid (-0.1). Scores are [10, 10 | 0, -0.1, 0]; GRPO over steps gives [1.095, 1.095 | -0.724,
@@ -51,13 +52,13 @@ def check_advantages(
 
 
 def drop_penalty_only(samples: Sequence[Sample], advantages: Sequence[float]) -> list[float]:
-    """The advantages, 0 for every sample of a group whose episode returns are all equal.
+    """The advantages, with 0 for every sample of a group whose episode returns are all equal.
 
-    There the only variance is the invalid penalty, which the division by its own standard deviation
-    would blow up.
+    In such a group only the invalid penalties vary, and dividing by their standard deviation would
+    blow them up.
     """
     result = list(advantages)
-    for members in _by(sample.group for sample in samples):
+    for members in _indices_by(sample.group for sample in samples):
         if len({samples[i].episode_return for i in members}) == 1:
             for i in members:
                 result[i] = 0.0
@@ -73,11 +74,11 @@ def grpo(
 ) -> list[float]:
     """(score - mean) / (std + eps) within the group, std unbiased.
 
-    Without the division if not norm_std (Dr. GRPO).
+    Without norm_std there is no division (Dr. GRPO).
 
     stat "steps" takes mean and std over all samples of the group, so long trajectories weigh more;
-    "trajectories" over one entry a trajectory, the score of its first sample. A single entry has
-    mean 0, std 1, as in the reference code.
+    "trajectories" takes them over one entry per trajectory, the score of its first sample. A single
+    entry has mean 0 and std 1, as in the reference code.
 
     Args:
         stat: mean and standard deviation over all turns of the group, or over one score a
@@ -86,7 +87,7 @@ def grpo(
         eps: added to the standard deviation
     """
     result = [0.0] * len(samples)
-    for members in _by(sample.group for sample in samples):
+    for members in _indices_by(sample.group for sample in samples):
         entries = _entries(samples, members, stat)
         mean = 0.0
         std = 1.0
@@ -108,7 +109,7 @@ def rloo(samples: Sequence[Sample], *, stat: Stat = "steps") -> list[float]:
         stat: mean over all turns of the group, or over one score a trajectory
     """
     result = [0.0] * len(samples)
-    for members in _by(sample.group for sample in samples):
+    for members in _indices_by(sample.group for sample in samples):
         entries = _entries(samples, members, stat)
         n = len(entries)
         mean = 0.0
@@ -131,12 +132,12 @@ def gigpo(
     gamma: Share = 0.95,
     similarity: Share | None = None,
 ) -> list[float]:
-    """Episode advantage (GRPO, divided by std if norm_std) + omega * step advantage.
+    """Episode advantage (GRPO, divided by its std if norm_std) + omega * step advantage.
 
-    The step advantage compares the discounted step returns, less the sample's own penalty, of
-    samples of one group that answered the same anchor observation, normalised like the episode's; a
-    sample alone with its anchor gets 0. Anchors match by equal text, or with `similarity` by
-    difflib ratio >= similarity to a cluster's first anchor.
+    The step advantage compares samples of one group that answered the same anchor observation: by
+    their discounted step returns, less their own penalties, normalised like the episode's. It is 0
+    for a sample alone with its anchor. Anchors match if their texts are equal, or with `similarity`
+    if the difflib ratio to a cluster's first anchor is at least that.
 
     Args:
         stat: mean and standard deviation over all turns of the group, or over one score a
@@ -149,7 +150,7 @@ def gigpo(
     """
     result = grpo(samples, stat=stat, norm_std=norm_std, eps=eps)
     returns = step_returns(samples, gamma=gamma)
-    for members in _by(sample.group for sample in samples):
+    for members in _indices_by(sample.group for sample in samples):
         for cluster in _clusters(samples, members, similarity):
             values = [returns[i] for i in cluster]
             if len(values) > 1:
@@ -166,7 +167,7 @@ def step_returns(samples: Sequence[Sample], *, gamma: float) -> list[float]:
     The penalty does not enter the returns of earlier steps.
     """
     result = [0.0] * len(samples)
-    for members in _by((sample.group, sample.trajectory) for sample in samples):
+    for members in _indices_by((sample.group, sample.trajectory) for sample in samples):
         following = 0.0
         for i in reversed(members):
             following = samples[i].reward + gamma * following
@@ -174,8 +175,8 @@ def step_returns(samples: Sequence[Sample], *, gamma: float) -> list[float]:
     return result
 
 
-def _by(keys: Iterable[Hashable]) -> list[list[int]]:
-    """Lists of the indices with equal keys, in the order of first appearance."""
+def _indices_by(keys: Iterable[Hashable]) -> list[list[int]]:
+    """The indices of equal keys, one list per key, in the order of first appearance."""
     members: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         members.setdefault(key, []).append(i)
@@ -183,7 +184,7 @@ def _by(keys: Iterable[Hashable]) -> list[list[int]]:
 
 
 def _entries(samples: Sequence[Sample], members: list[int], stat: Stat) -> list[float]:
-    """The scores of a group over which its mean and std are taken, see `grpo`."""
+    """The scores over which a group's mean and std are taken, see `grpo`."""
     if stat == "steps":
         return [samples[i].score for i in members]
     first_scores = {samples[i].trajectory: samples[i].score for i in reversed(members)}
@@ -196,7 +197,7 @@ def _clusters(
     """Samples of a group by anchor; greedy in sample order if anchors match by similarity."""
     clusters: list[list[int]] = []
     if similarity is None:
-        for positions in _by(samples[i].anchor for i in members):
+        for positions in _indices_by(samples[i].anchor for i in members):
             clusters.append([members[position] for position in positions])
         return clusters
 

@@ -1,4 +1,4 @@
-"""PPO's advantages, one a token, from the values of `model.critic`."""
+"""PPO's advantages, one per token, from the values of `model.critic`."""
 
 import math
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from paw.config.values import Share
 def gae(
     values: Sequence[float], score: float, *, gamma: Share = 1.0, lam: Share = 1.0
 ) -> list[float]:
-    """PPO's advantages of a sample's response tokens, from the critic's value before each.
+    """The advantages of a sample's response tokens, from the critic's value before each.
 
     GAE, arXiv 1506.02438:
-    A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. The score comes with the
-    last token, after which nothing follows: the sample's next turn is another sample.
+    A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. The score is the reward
+    of the last token. Nothing follows that token: the next turn is another sample.
 
     Args:
         gamma: discount from token to token

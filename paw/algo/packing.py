@@ -106,17 +106,17 @@ def _fill(
     lengths: Sequence[int], budget: int, count: int, quadratic: float
 ) -> list[list[int]] | None:
     """`count` batches, or None if the batch with the least work lacks room for a sample."""
-    heap = [(0.0, batch, 0) for batch in range(count)]  # (work, batch, tokens)
+    lightest_first = [(0.0, batch, 0) for batch in range(count)]  # (work, batch, tokens)
     batches: list[list[int]] = [[] for _ in range(count)]
-    works = [0.0] * count
+    batch_work = [0.0] * count
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        work, batch, tokens = heapq.heappop(heap)
+        work, batch, tokens = heapq.heappop(lightest_first)
         if batches[batch] and tokens + lengths[i] > budget:
             return None
         batches[batch].append(i)
-        works[batch] = work + lengths[i] + quadratic * lengths[i] ** 2
-        heapq.heappush(heap, (works[batch], batch, tokens + lengths[i]))
-    most_expensive_first = sorted(range(count), key=lambda batch: (-works[batch], batch))
+        batch_work[batch] = work + lengths[i] + quadratic * lengths[i] ** 2
+        heapq.heappush(lightest_first, (batch_work[batch], batch, tokens + lengths[i]))
+    most_expensive_first = sorted(range(count), key=lambda batch: (-batch_work[batch], batch))
     return [sorted(batches[batch]) for batch in most_expensive_first]
 
 

@@ -5,11 +5,11 @@ A sample is one turn, a sequence is made of turns that continue one another.
 A turn whose prompt begins with the turn before it, prompt and response, continues that turn's
 sequence: nothing is run twice, and the observation between them is already there as a target. So a
 conversation is one sequence, and the paper's prompts, each of one message, are a sequence each.
-What is learned is the same either way (tested): weights, advantages and selection belong to the
-turns, and a target is found inside a prompt only where it would have had the same context, right
-after what the template puts there: its turn separator, or what begins a tool's result, both after
-the end token of a response that was cut. A turn with a target that is not found there ends its
-sequence, and its observation is appended; so is that of the last turn.
+What is learned is the same either way (tested). Weights, advantages and selection belong to the
+turns. A target counts as found inside the next prompt only if it has the same context there: right
+after what the template puts before it, its turn separator or what begins a tool's result (preceded
+by the end token, if the response was cut). If a turn's target is not found there, its sequence ends
+and its observation is appended, as that of the last turn is.
 """
 
 import random
@@ -98,8 +98,8 @@ def _target_ids(turn: Turn, encode_observation: Callable[[str], list[int]] | Non
 def sequences(samples: Sequence[Sample], *, with_observation: bool) -> list[list[int]]:
     """Indices of the samples that share a sequence, in the order of samples.
 
-    Without observations all samples that continue one another do. With them, an observation that is
-    a target must also stand in the prompt that follows.
+    Without observations, those are all samples that continue one another. With observations, one
+    that is a target must also stand in the prompt that follows.
     """
     members_of: list[list[int]] = []
     for i, sample in enumerate(samples):
@@ -130,7 +130,7 @@ def _appended_ids(sample: Sample, with_observation: bool) -> list[int]:
 def minibatches(samples: Sequence[Sample], *, size: int, seed: int) -> list[list[Sample]]:
     """Cut a seeded shuffle of the update's sequences into mini-batches of about `size` samples.
 
-    Of n samples they are round(n / size), at least one. Sequences stay whole.
+    n samples make round(n / size) mini-batches, at least one. Sequences stay whole.
     """
     shuffled = sequences(samples, with_observation=False)
     random.Random(seed).shuffle(shuffled)
@@ -178,7 +178,7 @@ def collate(
 ) -> Batch:
     """Pack the chosen `sequences`; observations only of samples with a world-model weight.
 
-    If none are chosen, the batch has one token and no target.
+    If no sequence is chosen, the batch has one token and no target.
     """
     input_ids: list[int] = []
     lengths: list[int] = []
@@ -225,10 +225,10 @@ def micro_batches(
     device: torch.device,
     skip: Callable[[Sample], bool] | None = None,
 ) -> list[Batch]:
-    """This rank's batches of all sequences but those of skipped samples alone.
+    """This rank's batches of the sequences, except those that have only skipped samples.
 
-    `skip` says of a sample whether it needs no forward pass. If samples are few, some batches have
-    none (`Packing.cut`).
+    `skip(sample)` says whether a sample needs no forward pass. If samples are few, some batches are
+    empty (`Packing.cut`).
     """
     sequence_members: list[list[int]] = []
     lengths: list[int] = []

@@ -1,4 +1,4 @@
-"""What is counted over the tokens of an update's micro-batches, and the metrics made of it."""
+"""Sums over the tokens of an update's micro-batches, and the metrics made of them."""
 
 from collections.abc import Mapping
 
@@ -29,7 +29,7 @@ def token_sums(
 ) -> dict[str, float]:
     """Sums over the tokens of a batch, by name; `policy` and `wm` are the two token losses.
 
-    What the settings do not let measure is absent. "clipped" are response tokens with an advantage
+    A sum that the settings do not measure is absent. "clipped" are response tokens with an advantage
     that `policy` clips: those without a gradient of it, unless its traits say otherwise. "masked"
     are observation tokens without a gradient of `wm`.
     """
@@ -94,10 +94,10 @@ def add(totals: dict[str, float], sums: Mapping[str, float]) -> None:
 
 
 def token_metrics(totals: Mapping[str, float], *, steps: int) -> dict[str, float]:
-    """The metrics of an update of so many optimizer steps, from its sums over all ranks.
+    """The metrics of an update of `steps` optimizer steps, from its sums over all ranks.
 
     Losses are means over the steps, all others means over tokens (`Metric.mean_of`). A mean over no
-    tokens is absent. Samples without any gradient made no forward pass and are in no mean.
+    tokens is absent. Samples without any gradient had no forward pass, so no mean includes them.
     """
     steps = max(1, steps)
     metrics = {"policy/loss": totals.get("policy_loss", 0.0) / steps}

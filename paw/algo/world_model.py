@@ -1,8 +1,8 @@
 """Which samples the world model learns from, and how much: PaW Eqs. (8) to (11).
 
-The samples whose action the policy was least sure of (top share alpha by action entropy) are
-selected over the whole update; a group's term weighs more the less the group succeeds (lambda_g).
-The normalisation by the observation's length happens at token level, in the loss.
+Selected, over the whole update, are the samples whose action the policy was least sure of: the top
+share alpha by action entropy. The less a group succeeds, the more its term weighs (lambda_g). The
+normalisation by the observation's length happens at token level, in the loss.
 """
 
 import math
@@ -41,9 +41,9 @@ def select(
 ) -> Selection:
     """Select the top ceil(alpha n) samples by `sample.entropy` and weigh them.
 
-    Only samples with a target (non-empty observation_ids) are candidates, and n counts them alone:
+    Only samples with a target (non-empty observation_ids) are candidates, and n counts only them:
     the world model can learn nothing from others. Ties go to the lower index. S_g are the selected
-    samples of group g; a group without any adds nothing, but still counts in n_groups. With `dedup`
+    samples of group g; a group without any adds nothing but still counts in n_groups. With `dedup`
     (beyond the paper), of samples with the same prompt, response and targets only the first is a
     candidate. lambda_g = 1 - (mean raw return over the group's trajectories) / reward_max, clamped
     to [0, 1], or the constant `weight`.
@@ -99,7 +99,7 @@ def _lambdas(
 
 
 def _first_of_equals(samples: Sequence[Sample], candidates: list[int]) -> list[int]:
-    """The candidates without those that repeat prompt, response and targets of an earlier one."""
+    """The candidates, except those that repeat prompt, response and targets of an earlier one."""
     first: dict[tuple[tuple[int, ...], ...], int] = {}
     for i in candidates:
         sample = samples[i]
