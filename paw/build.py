@@ -135,7 +135,7 @@ def check_environment(config: Config) -> EnvFactory:
 
 
 def check_extras(config: Config, device: torch.device) -> None:
-    """Raises UserError if a library that the configuration needs is missing, or it has no engine."""
+    """Raises UserError if a library that the configuration needs is missing, or its engine is."""
     find_engine(config.engine.type)
     if config.lora.rank:
         needed("peft", "lora.rank", "lora")
@@ -149,8 +149,8 @@ def choose_dtype(
     """(the dtype that the run is computed in, lines to report about it); a call of all ranks.
 
     "auto" is bfloat16 if that suits the machines of all ranks. A run that is resumed, from its
-    directory `resumed`, keeps the dtype that it began in: another gives other numbers, and with
-    LoRA another base model.
+    directory `resumed`, keeps the dtype that it began in: another would give other numbers, and
+    with LoRA another base model.
     """
     if config.model.dtype != "auto":
         return config.model.dtype, []
@@ -177,15 +177,15 @@ def build(
 ) -> Parts:
     """Load, shard and check everything, with rank 0's weights; a call of all ranks.
 
-    `stack` closes what has to be closed. `resumed` is the directory of a run to resume, which began
-    from its own warm-up model. `config.model.dtype` is not "auto" any more.
+    `stack` gets what has to be closed. `resumed` is the directory of a run to resume, which began
+    from its own warm-up model. `config.model.dtype` must not be "auto".
     """
     device = pick_device(config.model.device)
     kernels = _agree_on_kernels(config, device, ranks)
 
-    began = time.monotonic()
+    warmup_start = time.monotonic()
     start = ranks.broadcast_from_rank0(lambda: preparation.start_model(resumed, config, message))
-    warmup_s = round(time.monotonic() - began, 1)
+    warmup_s = round(time.monotonic() - warmup_start, 1)
     path = on_this_machine(start, ranks) if ranks.world_size > 1 else start
 
     engine_type = find_engine(config.engine.type)
@@ -253,7 +253,7 @@ def _observation_encoder(chat: Chat, max_tokens: int) -> Callable[[str], list[in
 
 
 def _agree_on_kernels(config: Config, device: torch.device, ranks: Ranks) -> Kernels:
-    """The kernels of all ranks. Raises UserError if one of them cannot have those of rank 0."""
+    """The kernels of all ranks. Raises UserError if a rank cannot have those of rank 0."""
     dtype = config.model.dtype
 
     # "auto" is resolved by rank 0 alone: measurements on other machines may favour another one.
@@ -277,7 +277,7 @@ def _agree_on_kernels(config: Config, device: torch.device, ranks: Ranks) -> Ker
 
 
 def _sent_adapters(config: Config, engine_type: type[EngineType]) -> LoraConfig | None:
-    """The adapters that the engine is sent apart from the base weights, if any."""
+    """The adapters that are sent to the engine apart from the base weights, if any."""
     if config.lora.rank and config.lora.send == "adapters" and engine_type.takes_adapters:
         return config.lora
     return None
@@ -286,9 +286,9 @@ def _sent_adapters(config: Config, engine_type: type[EngineType]) -> LoraConfig 
 def _load_models(
     config: Config, path: str, device: torch.device, kernels: Kernels, ranks: Ranks
 ) -> Models:
-    """The models, on the device if there is one rank; else in host memory until they are sharded.
+    """The models: on the device if there is one rank, else in host memory until they are sharded.
 
-    On other ranks than the first they are empty.
+    On ranks other than the first they are empty.
     """
     is_alone = ranks.world_size == 1
     shared_options: dict[str, Any] = {
@@ -325,7 +325,8 @@ def _load_models(
 def _send_buffers(models: Sequence[Policy], ranks: Ranks) -> None:
     """Give all ranks the buffers of rank 0: the biases of some routers are not parameters.
 
-    Models that were made without files have none of them in the dtype of the file.
+    The dtypes are those of rank 0 too: the empty models of other ranks do not have those of the
+    files.
     """
     buffers = [buffer for model in models for buffer in model.buffers()]
     dtypes = ranks.broadcast_from_rank0(
@@ -371,10 +372,7 @@ def _make_learners(
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed all generators.
-
-    Called after the warm-up, which draws numbers, and which a cached model has not gone through.
-    """
+    """Seed all generators, after the warm-up: it draws numbers, unless its model was cached."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -65,7 +65,7 @@ Anything else that it raises, SystemExit too, costs only its own episode.
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Ignore what an environment raises that is broken or no longer needed; Ctrl-C passes."""
+    """Ignore whatever a broken or no longer needed environment raises, except Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
@@ -91,16 +91,19 @@ def masked(value: Any) -> Any:
 
 @contextmanager
 def others_code(
-    what: str, *, spare: Callable[[Exception], bool] = lambda error: False, all_theirs: bool = False
+    origin: str,
+    *,
+    is_exempt: Callable[[Exception], bool] = lambda error: False,
+    all_theirs: bool = False,
 ) -> Iterator[None]:
     """Raise a failure of a user's own code, SystemExit included, as OthersCodeError.
 
-    Its message is one line that begins with `what`, the key that names the code, and says where the
-    code failed.
+    Its message is one line that begins with `origin`, the key that names the code, and says where
+    the code failed.
 
-    An Exception that did not pass through a user's code is a bug of ours, or of a library, and is
-    raised as it is; unless nothing but a user's code runs in the block (`all_theirs`). So is an
-    Exception for which `spare` is true.
+    An Exception that did not pass through a user's code is a bug of ours or of a library, and is
+    raised as it is, unless only a user's code runs in the block (`all_theirs`). An Exception for
+    which `is_exempt` is true is raised as it is too.
     """
     try:
         yield
@@ -109,10 +112,10 @@ def others_code(
     except BaseException as error:
         location = user_location(error)
         if isinstance(error, Exception):
-            is_theirs = (all_theirs or location) and not spare(error)
+            is_theirs = (all_theirs or location) and not is_exempt(error)
             if not is_theirs:
                 raise
-        raise OthersCodeError(f"{what}: {describe(error)}{location}") from error
+        raise OthersCodeError(f"{origin}: {describe(error)}{location}") from error
 
 
 def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:
@@ -149,7 +152,7 @@ def describe(error: BaseException) -> str:
 
 
 def user_location(error: BaseException) -> str:
-    """ " (FILE, line N)", the last of a user's own code that an exception passed; "" if none."""
+    """ " (FILE, line N)" of the last line of a user's own code that an exception passed, or ""."""
     if isinstance(error, SyntaxError):  # its message has the line
         return ""
     location = ""
@@ -189,11 +192,11 @@ class ShortRepr(reprlib.Repr):
         return super().repr_str(masked(x), level)
 
 
-def needed(module: str, what: str, extra: str, *, instead: str = "") -> Any:
+def needed(module: str, feature: str, extra: str, *, instead: str = "") -> Any:
     """The module of that name.
 
-    Raises UserError if it is not installed. The message says `what` needs it, which `extra` of
-    paw-trainer installs it, and what may be used `instead`.
+    Raises UserError if it is not installed. The message says which `feature` needs it, which
+    `extra` of paw-trainer installs it, and what may be used `instead`.
     """
     try:
         return importlib.import_module(module)
@@ -202,7 +205,7 @@ def needed(module: str, what: str, extra: str, *, instead: str = "") -> Any:
         fix = f"pip install 'paw-trainer[{extra}]'"
         if instead:
             fix += f", or use {instead}"
-        raise UserError(f"{what} needs {package}: {fix} ({clean(error, 200)})") from None
+        raise UserError(f"{feature} needs {package}: {fix} ({clean(error, 200)})") from None
 
 
 def to_stderr(line: str) -> None:
@@ -216,7 +219,7 @@ def to_stdout(line: str) -> None:
 def _print(line: str, *streams: Any) -> None:
     """Print a line to the first stream that takes it.
 
-    None does if the terminal is gone, the disk is full, or a library has closed the streams.
+    No stream does if the terminal is gone, the disk is full, or a library has closed them.
     """
     for stream in streams:
         with suppress(AttributeError, OSError, ValueError):
@@ -226,16 +229,16 @@ def _print(line: str, *streams: Any) -> None:
             return
 
 
-def progress(what: str, done: int, total: int) -> None:
-    """Show how far something is, in one line of a terminal; nothing elsewhere."""
+def progress(activity: str, done: int, total: int) -> None:
+    """Show on one line of a terminal how far an activity is; elsewhere show nothing."""
     with suppress(AttributeError, OSError, ValueError):  # the stream may be gone, as in `_print`
         if sys.stderr.isatty():
-            text = f"{what} {done}/{total}"
+            text = f"{activity} {done}/{total}"
             erase = f"\r{' ' * len(text)}\r" if done == total else ""
             print(f"\r{text}{erase}", end="", file=sys.stderr, flush=True)
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """ "did you mean 'X'?" with the known word that is most like `word`; "" if none is like it."""
-    matches = difflib.get_close_matches(word[:255], list(known), n=1, cutoff=cutoff)
+def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
+    """ "did you mean 'X'?" with the candidate most like `word`; "" if none is like it."""
+    matches = difflib.get_close_matches(word[:255], list(candidates), n=1, cutoff=cutoff)
     return f"did you mean '{matches[0]}'?" if matches else ""

@@ -1,7 +1,4 @@
-"""Guards of the training loop.
-
-No update from non-finite numbers, and a warning when the policy collapses.
-"""
+"""Guards of the training loop: no step from non-finite numbers, a warning at a collapse."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,13 +9,13 @@ from paw.errors import UserError
 
 
 class TrainingStopped(UserError):
-    """The run stopped itself, on all ranks at once; the message says why and what to change."""
+    """The run stopped itself, on all ranks alike; the message says why and what to change."""
 
 
 class UpdateGuard:
     """Decides from the loss and the total gradient norm whether an optimizer step is taken.
 
-    One NaN gradient makes every parameter NaN, through clipping and AdamW. Pass all-reduced values,
+    Through clipping and AdamW one NaN gradient makes every parameter NaN. Pass all-reduced values,
     so that every rank decides alike: a NaN on one rank is a NaN in the sum.
     """
 
@@ -30,7 +27,7 @@ class UpdateGuard:
         self.in_a_row = 0
 
     def allows(self, *, loss: float, grad_norm: float) -> bool:
-        """Whether to take the step, rather than drop these gradients.
+        """Whether to take the step; if not, these gradients are to be dropped.
 
         Raises TrainingStopped at the `max_skipped`-th refusal in a row.
         """
@@ -54,13 +51,14 @@ class UpdateGuard:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Changes nothing if it raises KeyError, TypeError or ValueError: `state` is malformed."""
-        skipped, in_a_row = int(state["skipped"]), int(state["in_a_row"])
+        skipped = int(state["skipped"])
+        in_a_row = int(state["in_a_row"])
         self.skipped = skipped
         self.in_a_row = in_a_row
 
 
 VLLM = "--engine.gpu_memory_utilization"
-KNOBS = {
+MEMORY_SETTINGS = {
     "start": f"--optim.name flash-adamw, --policy.offload_reference true, {VLLM} or more --gpus",
     "rollout": f"{VLLM} or --engine.max_batch_tokens",
     "score": "--optim.micro_batch_tokens",
@@ -75,7 +73,7 @@ COLLAPSE_WINDOW = 5
 
 def memory_message(phase: str, *, update: int, rank: int, peak_gib: float, saved: int) -> str:
     """One line for the user: where memory ran out, how much was in use, and what to change."""
-    settings = KNOBS.get(phase, KNOBS["update"])
+    settings = MEMORY_SETTINGS.get(phase, MEMORY_SETTINGS["update"])
     return (
         f"out of memory in phase '{phase}' of update {update} on rank {rank}, "
         f"peak {peak_gib:.1f} GiB: lower or set {settings} (`paw plan` finds settings that fit); "
@@ -115,9 +113,10 @@ def collapse_warning(
 
     `history` is oldest first. The signature, over the last 5 updates: every action is well-formed
     (>= 0.98), next to none succeeds (<= 0.01) after some did before, and the entropy is under a
-    tenth of its highest. The cause is groups in which every episode fails: only the invalid-action penalty
-    varies there, and the division by the standard deviation scales it up to full size. `in_groups`:
-    advantages are relative to the group, so that advantage.penalty_only applies.
+    tenth of its highest. The cause is groups in which every episode fails: only the invalid-action
+    penalty varies there, and the division by the standard deviation scales it up to full size.
+    `in_groups` says whether advantages are relative to the group, so that advantage.penalty_only
+    applies.
     """
     if not _collapsed(history) or _collapsed(history[:-1]):
         return None

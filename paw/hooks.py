@@ -1,6 +1,6 @@
 """User code in a run: callbacks, made by name and called at their hooks, advantages and losses.
 
-What goes wrong in it becomes one line that names it.
+A failure in it becomes one line that names it.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def user_code(name: str, *, all_theirs: bool = False) -> AbstractContextManager[
     def is_not_theirs(error: BaseException) -> bool:
         return out_of_memory(error) or lost_peer(error)
 
-    return others_code(name, spare=is_not_theirs, all_theirs=all_theirs)
+    return others_code(name, is_exempt=is_not_theirs, all_theirs=all_theirs)
 
 
 def users_advantages(config: Config) -> AbstractContextManager[None]:

@@ -222,9 +222,9 @@ POLICY = (
     Metric(
         name="policy/clip_frac",
         label="Clipped tokens",
-        meaning="Share of response tokens with an advantage that `policy.loss` clips. With ppo, gspo"
-        " and losses of your own they have no gradient; with cispo their ratio is clipped, and they"
-        " keep their gradient.",
+        meaning="Share of response tokens with an advantage that `policy.loss` clips. With ppo,"
+        " gspo and losses of your own they have no gradient; with cispo their ratio is clipped, and"
+        " they keep their gradient.",
         unit="%",
         ranks="sum",
         mean_of=("clipped", "response_tokens"),
@@ -506,11 +506,11 @@ def page() -> str:
     """docs/metrics.md."""
     rows = ["| metric | what | meaning | ranks | shown |", "|---|---|---|---|---|"]
     for metric in METRICS:
-        what = metric.label
+        label = metric.label
         if metric.unit == "%":
-            what += " (share)"
+            label += " (share)"
         elif metric.unit:
-            what += f" ({metric.unit})"
+            label += f" ({metric.unit})"
 
         places = []
         if metric.progress or metric.trouble:
@@ -518,7 +518,7 @@ def page() -> str:
         if metric.section:
             places.append("report")
         rows.append(
-            f"| `{metric.name}` | {what} | {metric.meaning} | {metric.ranks} "
+            f"| `{metric.name}` | {label} | {metric.meaning} | {metric.ranks} "
             f"| {', '.join(places)} |"
         )
     return PAGE_HEADING + "\n" + "\n".join(rows) + "\n"

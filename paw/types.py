@@ -236,7 +236,7 @@ class Sample:
     """Whether the prompt begins with the prompt and response of the turn before: both fit in one
     sequence."""
     advantage: float = 0.0
-    """One scalar a sample, broadcast to its response tokens."""
+    """One scalar per sample, broadcast to its response tokens."""
     token_advantage: list[float] | None = None
     """PPO: the advantage of each response token, which replaces `advantage`."""
     values: list[float] = field(default_factory=list)

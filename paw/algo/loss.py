@@ -7,20 +7,20 @@
 
 The world-model term is the equation's. The policy term is that of the reference code: every token
 weighs the same, so a group weighs by its tokens. `norm = "group"` is the equation to the letter,
-L_RL(g) the mean over g's response tokens; "sample" and "verl" are further means. World-model
-weights, and those of "group", were fixed for the whole update and are scaled by (samples in the
-update / samples in the mini-batch). All normalisers live in the token weights, so a mini-batch's
-gradient is the same however it is cut into micro-batches.
+with L_RL(g) the mean over g's response tokens; "sample" and "verl" are further means. World-model
+weights, and those of "group", are fixed for the whole update, and scaled here by (samples in the
+update / samples in the mini-batch). All normalisers are part of the token weights, so a
+mini-batch's gradient is the same however it is cut into micro-batches.
 
 A token loss is a function of each token's log-probability and entropy under the policy, (logp [n],
-entropy [n], batch) -> [n] with a `TokenBatch`, without the token weights. A built-in one is a function here
-and its name in `paw.config.plugins.BUILT_IN`. Its keyword-only parameters are its settings. A function of
-one's own plugs in by name (docs/algorithm.md).
+entropy [n], batch) -> [n] with a `TokenBatch`, without the token weights. Its keyword-only
+parameters are its settings. A built-in one is a function here and its name in
+`paw.config.plugins.BUILT_IN`; a user's own plugs in by name (docs/algorithm.md).
 """
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -152,10 +152,7 @@ def gspo(
 
 
 def tis(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, tis_cap: float) -> Tensor:
-    """Truncated importance sampling in place of the clip: -A min(pi / pi_old, cap).
-
-    For either sign of A.
-    """
+    """Truncated importance sampling in place of the clip: -A min(pi / pi_old, cap), for any A."""
     return -batch.advantage * (logp - batch.old_logp).clamp(max=math.log(tis_cap)).exp()
 
 
@@ -176,7 +173,7 @@ def ce(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
 
 
 def gce(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, q: float = 0.7) -> Tensor:
-    """(1 - p^q) / q (arXiv 1805.07836): from CE (q towards 0) to MAE (q = 1)."""
+    """(1 - p^q) / q (arXiv 1805.07836), between CE (q towards 0) and MAE (q = 1)."""
     return (1 - (q * logp).exp()) / q
 
 
@@ -254,9 +251,9 @@ def joint(
     tis_cap: float | None = None,
     ratio_bounds: tuple[float, float] | None = None,
 ) -> JointLoss:
-    """The objective: `policy` + kl_coef KL - entropy_coef H on response tokens, else `wm`.
+    """The objective: `policy` + kl_coef KL - entropy_coef H on response tokens, `wm` on the others.
 
-    Both are multiplied by the weights of the tokens. The policy loss is multiplied by
+    Both are multiplied by the token weights. The policy loss is multiplied by
     min(pi_old / pi_sampler, tis_cap), and is 0 if that ratio is not within `ratio_bounds` (IcePop,
     arXiv 2510.18855; by response: masked importance sampling). When called, it raises UserError if
     one of the losses does not return one number for each token.
@@ -282,14 +279,9 @@ def joint(
 
 
 def _check_is_per_token(values: Any, logp: Tensor, batch: TokenBatch, key: str) -> None:
-    """Raise UserError if a loss did not return one number for each token.
-
-    Torch would broadcast it.
-    """
-    dtypes = (
-        logp.dtype,
-        batch.weight.dtype,
-    )  # both float32, except in a check of another precision
+    """Raise UserError if a loss did not return one number for each token: torch would broadcast."""
+    # Both are float32, except in a check of another precision.
+    dtypes = (logp.dtype, batch.weight.dtype)
     if isinstance(values, Tensor):
         if values.shape == logp.shape and values.dtype in dtypes:
             return
@@ -303,7 +295,7 @@ def _check_is_per_token(values: Any, logp: Tensor, batch: TokenBatch, key: str) 
 
 
 def sampler_gap(batch: TokenBatch) -> Tensor:
-    """log pi_old - log pi_sampler of each token, or the mean over its response."""
+    """[N]: log pi_old - log pi_sampler of each token, or the mean over its response."""
     if batch.sampler_gap is None:
         return batch.old_logp - batch.sampled_logp
     return batch.sampler_gap
@@ -317,7 +309,7 @@ def outside_bounds(batch: TokenBatch, bounds: tuple[float, float]) -> Tensor:
 
 
 def with_response_gap(tokens: TokenBatch, logp: Tensor) -> TokenBatch:
-    """The batch with `response_gap`, for tokens of these log-probs [N]."""
+    """The batch with `response_gap`, given the tokens' log-probs [N] under the policy."""
     assert tokens.sample is not None
     is_response = (~tokens.observation).float()
     gap = ((logp - tokens.old_logp) * is_response).nan_to_num(0.0)
@@ -339,58 +331,67 @@ def token_batch(
     reference: bool = False,
     ratio_level: str = "token",
 ) -> TokenBatch:
-    """What the loss reads of a batch that was cut from `minibatch`.
+    """What the losses read of a batch that was cut from `minibatch`.
 
     The update has `update_samples` samples. `reference` adds ref_logp, and `ratio_level` =
     "response" adds sampler_gap. For `norm` see `_token_weights`.
     """
+    samples = [minibatch[i] for i in batch.indices]
+    target_counts: list[int] = []  # observation tokens of each sample
+    for sample in samples:
+        count = 0
+        if batch.with_observation and sample.wm_weight > 0.0:
+            count = sum(len(ids) for _, ids in sample.targets)
+        target_counts.append(count)
+
     response_weights = _token_weights(
         minibatch, norm, verl_samples=verl_samples, update_samples=update_samples
     )
     wm_scale *= update_samples / len(minibatch)
     weight: list[float] = []
-    advantage: list[float] = []
-    old_logp: list[float] = []
-    sampled_logp: list[float] = []
-    ref_logp: list[float] = []
-    sampler_gaps: list[float] = []
     sample_index: list[int] = []
-    for index_in_batch, i in enumerate(batch.indices):
-        sample = minibatch[i]
-        n = len(sample.response_ids)
-        m = 0  # observation tokens
-        if batch.with_observation and sample.wm_weight > 0.0:
-            m = sum(len(ids) for _, ids in sample.targets)
-        no_value = [0.0] * m
-
-        weight += [response_weights[i]] * n
-        weight += [sample.wm_weight * wm_scale / max(m, 1)] * m
-        advantage += sample.advantages + no_value
-        old_logp += sample.old_logp + no_value
-        sampled_logp += sample.sampled_logp + no_value
-        sample_index += [index_in_batch] * (n + m)
-        if reference:
-            assert sample.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
-            ref_logp += sample.ref_logp + no_value
-        if ratio_level == "response":
-            gap = fmean(sample.old_logp) - fmean(sample.sampled_logp)
-            sampler_gaps += [gap] * n + no_value
+    for index, (i, sample, count) in enumerate(
+        zip(batch.indices, samples, target_counts, strict=True)
+    ):
+        response_length = len(sample.response_ids)
+        weight += [response_weights[i]] * response_length
+        weight += [sample.wm_weight * wm_scale / max(count, 1)] * count
+        sample_index += [index] * (response_length + count)
 
     device = batch.target.device
 
-    def tensor(values: list[float]) -> Tensor:
+    def float32(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
+    def of_responses(rows: Iterable[list[float]]) -> Tensor:
+        """[N]: a row of values for each sample's response tokens, 0 on observation tokens."""
+        values: list[float] = []
+        for row, count in zip(rows, target_counts, strict=True):
+            values += row
+            values += [0.0] * count
+        return float32(values)
+
     return TokenBatch(
-        weight=tensor(weight),
+        weight=float32(weight),
         observation=batch.observation,
-        advantage=tensor(advantage),
-        old_logp=tensor(old_logp),
-        sampled_logp=tensor(sampled_logp),
-        ref_logp=tensor(ref_logp) if reference else None,
-        sampler_gap=tensor(sampler_gaps) if ratio_level == "response" else None,
+        advantage=of_responses(sample.advantages for sample in samples),
+        old_logp=of_responses(sample.old_logp for sample in samples),
+        sampled_logp=of_responses(sample.sampled_logp for sample in samples),
+        ref_logp=of_responses(map(_ref_logp, samples)) if reference else None,
+        sampler_gap=of_responses(map(_gaps, samples)) if ratio_level == "response" else None,
         sample=torch.tensor(sample_index, dtype=torch.int64, device=device),
     )
+
+
+def _ref_logp(sample: Sample) -> list[float]:
+    assert sample.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
+    return sample.ref_logp
+
+
+def _gaps(sample: Sample) -> list[float]:
+    """The mean of log pi_old - log pi_sampler over the response, for each of its tokens."""
+    gap = fmean(sample.old_logp) - fmean(sample.sampled_logp)
+    return [gap] * len(sample.response_ids)
 
 
 def _token_weights(
@@ -416,7 +417,7 @@ def _token_weights(
 
 
 class ScoredModel(Protocol):
-    """What the loss needs of a model; `paw.model.policy.Policy` documents each member."""
+    """What the losses need of a model; `paw.model.policy.Policy` documents each member."""
 
     device: torch.device
 
@@ -433,7 +434,7 @@ class ScoredModel(Protocol):
 def joint_loss(
     model: ScoredModel, batch: Batch, tokens: TokenBatch, loss: JointLoss, *, temperature: float
 ) -> TokenLoss:
-    """The objective restricted to the batch: one forward pass, which also forms the gradients."""
+    """The objective on one batch: one forward pass, which also forms the gradients."""
 
     def forward() -> TokenLoss:
         hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position]
@@ -479,6 +480,6 @@ def log_probs(
 
 
 def _head_stats(model: ScoredModel, batch: Batch, temperature: float) -> TokenStats:
-    """Log-probs and entropies of a batch's targets. Only inside a call of the model."""
+    """Log-probs and entropies of a batch's targets. To be called inside a call of the model."""
     hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position]
     return token_stats(hidden, model.head_weight, batch.target, **model.head_options(temperature))

@@ -29,9 +29,9 @@ def token_sums(
 ) -> dict[str, float]:
     """Sums over the tokens of a batch, by name; `policy` and `wm` are the two token losses.
 
-    A sum that the settings do not measure is absent. "clipped" are response tokens with an advantage
-    that `policy` clips: those without a gradient of it, unless its traits say otherwise. "masked"
-    are observation tokens without a gradient of `wm`.
+    A sum that the settings do not measure is absent. "clipped" counts response tokens with an
+    advantage that `policy` clips: those without a gradient of it, unless its traits say otherwise.
+    "masked" counts observation tokens without a gradient of `wm`.
     """
     if traits_of(policy).needs_response_gap:
         tokens = with_response_gap(tokens, out.logp)

@@ -462,7 +462,8 @@ class Config(Section):
         if self.rollout.group_size == 1 and self.advantage.traits.needs_groups:
             raise ValueError(
                 f"rollout.group_size = 1 leaves {self.advantage.type} without a baseline; "
-                "use 2 or more, or an estimator that needs no groups, such as advantage.type = 'ppo'"
+                "use 2 or more, or an estimator that needs no groups, such as "
+                "advantage.type = 'ppo'"
             )
         return self
 

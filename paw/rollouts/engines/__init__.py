@@ -67,7 +67,7 @@ def make_engine(
     engine_type = find_engine(name)
     with others_code(
         f"engine.type = '{name}'",
-        spare=lambda error: out_of_memory(error) or lost_peer(error),
+        is_exempt=lambda error: out_of_memory(error) or lost_peer(error),
         all_theirs=not _is_built_in(name),
     ):
         engine = engine_type.make(parts)
