@@ -20,7 +20,7 @@ class RunProgress:
     saved: int = 0
     """The step of the newest checkpoint on disk."""
     phase: str = "start"
-    """The current phase, or the last one: start, or the name of a clock."""
+    """The current phase, or the last one: start, or the name of a stage, or save."""
 
     @property
     def lacks_only_its_line(self) -> bool:

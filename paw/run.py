@@ -81,9 +81,9 @@ class Run(Parts, RunProgress):
     """The run directory as it was opened."""
     pending: PendingCheckpoint | None = None
     """The checkpoint that is being written."""
-    random: RandomStates | None = None
-    """The random states right after the newest update: before its evaluation, or before the next
-    update."""
+    random_states: RandomStates | None = None
+    """Those right after the newest update: before its evaluation, or before the next update. None
+    before the first update. Set by `remember_random_states` alone."""
     log: MetricsLog | None = None
     """Set on rank 0 only."""
     record: RunRecord | None = None
@@ -102,7 +102,7 @@ class Run(Parts, RunProgress):
         return self.learners[0].guard
 
     def make_rollouts(self) -> RolloutSource:
-        """What plays the run's episodes: each update's when it is asked for, or `rollout.ahead` updates early."""
+        """What plays the run's episodes, when they are needed or `rollout.ahead` updates early."""
         rollouts = Rollouts(
             self.factory,
             self.engine,
@@ -125,13 +125,16 @@ class Run(Parts, RunProgress):
         return lambda done, total: None
 
     @contextmanager
-    def clock(self, phase: str) -> Iterator[None]:
-        """Add the seconds spent inside to `time/<phase>`.
+    def stage(self, phase: str) -> Iterator[None]:
+        """A phase of an update: publish the pending checkpoint if it has been written meanwhile,
+        then clock what is done inside."""
+        self.settle(wait=False)
+        with self.clock(phase):
+            yield
 
-        First publishes the pending checkpoint, if it has been written meanwhile.
-        """
-        if phase != "save":
-            self.settle(wait=False)
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        """Add the seconds spent inside to `time/<phase>`."""
         started = time.perf_counter()
         self.phase = phase
         with self.ranks.phase(phase):
@@ -166,18 +169,19 @@ class Run(Parts, RunProgress):
 
     @contextmanager
     def reference_on_device(self) -> Iterator[None]:
-        """The reference model is ready inside: the policy without its LoRA adapters, or a separate
-        model, moved to the device for this block if it is offloaded."""
+        """The reference model is ready inside the block: the policy without its LoRA adapters, or a
+        separate model, moved to the device for the block if it is offloaded."""
         if self.config.lora.rank:
             with adapters_off(self.policy.lm):
                 yield
             return
         is_sharded = self.ranks.world_size > 1 and self.config.model.shard != "none"
-        moves = self.config.policy.offload_reference and not is_sharded  # FSDP moves shards itself
-        if moves:
+        # FSDP moves shards itself.
+        must_move = self.config.policy.offload_reference and not is_sharded
+        if must_move:
             self.reference.to(self.policy.device)
         yield
-        if moves:
+        if must_move:
             self.reference.to("cpu")
 
     def minibatches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
@@ -190,10 +194,10 @@ class Run(Parts, RunProgress):
             yield from minibatches(samples, size=self.config.optim.minibatch_samples, seed=seed)
 
     def play_again(self, error: StaleWeightsError) -> None:
-        """Leave out the servers that have other weights, for good.
+        """Exclude the servers that have other weights, for good.
 
-        Raises the error if no others are left, or if episodes that are played ahead have tokens of
-        them too.
+        Raises the error if no others are left, or if episodes are played ahead: those have tokens
+        of these servers too.
         """
         if self.config.rollout.ahead or not self.engine.exclude(error.servers):
             raise error
@@ -204,6 +208,14 @@ class Run(Parts, RunProgress):
 
     # --- between updates
     # ---------------------------------------------------------------------------------------------
+
+    def count_update(self) -> None:
+        """The weights are those of the next step; to be called before they are sent anywhere."""
+        self.step += 1
+        self.remember_random_states()
+
+    def remember_random_states(self) -> None:
+        self.random_states = rng_tensors()
 
     def catch_up(self, rollouts: RolloutSource) -> None:
         """Evaluate if an evaluation is due and not yet logged.
@@ -222,7 +234,6 @@ class Run(Parts, RunProgress):
 
         A run that was told to stop leaves the evaluation to the one that resumes it.
         """
-        self.random = rng_tensors()
         seconds = 0.0
         for key, value in self.metrics.items():
             if key.startswith("time/") and key != "time/save":
@@ -243,7 +254,7 @@ class Run(Parts, RunProgress):
         Raises TrainingStopped if every episode failed, after the update has been logged and saved.
         """
         self.check_directory()
-        with self.clock("eval"):
+        with self.stage("eval"):
             groups, stats = rollouts.evaluation(self.counting("evaluation"))
             success = success_metrics(groups, stats.failed)
             for name, value in success.items():
@@ -267,8 +278,8 @@ class Run(Parts, RunProgress):
     def _evaluation_due(self) -> bool:
         if self.step in (0, self.config.run.updates):
             return True
-        every = self.config.eval.every
-        return bool(every) and self.step % every == 0
+        interval = self.config.eval.every
+        return bool(interval) and self.step % interval == 0
 
     def check_directory(self) -> None:
         """Raises UserError if the run directory was deleted or renamed, before anything is written
@@ -287,11 +298,11 @@ class Run(Parts, RunProgress):
         try:
             hooks.call(self, "on_update", self.metrics)
         finally:
-            self.random = rng_tensors()
+            self.remember_random_states()
         self.metrics.clear()
 
     def save(self, *, wait: bool = True) -> None:
-        """Save weights, optimizer, random states and counters; drops the oldest beyond run.keep.
+        """Save weights, optimizer, random states and counters; remove the oldest beyond run.keep.
 
         With `wait`, it is on disk on return; otherwise it is written in the background, and
         `settle` publishes it.
@@ -309,7 +320,7 @@ class Run(Parts, RunProgress):
                 self.ranks,
                 step=self.step,
                 folder=self.directory / "checkpoints",
-                random_states=self.random or rng_tensors(),
+                random_states=self.random_states or rng_tensors(),
                 background=not wait,
             )
         if wait:
@@ -334,10 +345,11 @@ class Run(Parts, RunProgress):
     def save_finished_update(self, error: BaseException) -> None:
         """Save the newest update if it is over and `error` did not corrupt it."""
         if self.lacks_only_its_line:  # its evaluation is left to the resumed run
-            if self.phase == "sync":
-                self.random = rng_tensors()
             if self.log:
-                metrics = {k: v for k, v in self.metrics.items() if not k.startswith("eval/")}
+                metrics: dict[str, float] = {}
+                for key, value in self.metrics.items():
+                    if not key.startswith("eval/"):
+                        metrics[key] = value
                 self.log.log(self.step, metrics)
             self.logged = self.step
         if self.can_be_saved(error):
@@ -403,8 +415,8 @@ def open_run(
                         run.settle()
                         run.save_finished_update(error)
                 if run.held.where() == run.directory:  # else the error says where it went
-                    at = f"update {run.step} of {config.run.updates}"
-                    run.say(f"failed after {at}: {what_is_saved(run.saved)}")
+                    last_update = f"update {run.step} of {config.run.updates}"
+                    run.say(f"failed after {last_update}: {what_is_saved(run.saved)}")
                 raise
     except KeyboardInterrupt:
         if run and run.ranks.first:
@@ -415,13 +427,13 @@ def open_run(
             raise PeerLostError("another rank has ended, this one cannot go on") from None
         if not out_of_memory(error):
             raise
-        at = run or RunProgress()
+        reached = run or RunProgress()
         message = memory_message(
-            at.phase,
-            update=at.step + 1,
+            reached.phase,
+            update=reached.step + 1,
             rank=int(os.environ.get("RANK", "0")),
             peak_gib=peak_gib(pick_device(config.model.device)),
-            saved=at.saved,
+            saved=reached.saved,
         )
         raise UserError(message) from None
 
@@ -442,9 +454,10 @@ def _start(
 ) -> Run:
     """Meet the other ranks, take the directory, build or restore the parts.
 
-    `stack` takes down what was put up.
+    `stack` closes what was opened.
     """
-    begun = {"started": now(), "folder": str(Path.cwd())}  # before an environment goes elsewhere
+    # Before an environment changes the current folder.
+    started = {"started": now(), "folder": str(Path.cwd())}
     callbacks = hooks.make_callbacks(
         ["progress", "samples", *config.run.trackers, *config.run.callbacks, "report"]
     )
@@ -484,7 +497,7 @@ def _start(
         signal=signal,
         held=stack.enter_context(held(directory.path)),
     )
-    run.info = about(config, run.policy, factory, ranks) | parts.info | begun
+    run.info = about(config, run.policy, factory, ranks) | parts.info | started
     if resume:
         _restore(run, chosen="" if resume == "auto" else resume)
     if ranks.first:
@@ -532,22 +545,23 @@ def _take_directory(
         if resume:
             return name, changes(config.run.dir / name, config)
         if name != config.run.name:
-            taken = config.run.dir / config.run.name
-            return name, [f"{taken} is another run's: this one is {name}"]
+            wanted = config.run.dir / config.run.name
+            return name, [f"{wanted} is another run's: this one is {name}"]
         return name, []
 
     name, notes = ranks.broadcast_from_rank0(take)
     path = (config.run.dir / name).absolute()
     if ranks.world_size > 1:
         check_shared(path, ranks)
-    named = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
-    return _Directory(path=path, config=named, notes=notes)
+    run_config = config.run.model_copy(update={"name": name})
+    named_config = config.model_copy(update={"run": run_config})
+    return _Directory(path=path, config=named_config, notes=notes)
 
 
 def _check_environment(
     config: Config, device: torch.device, ranks: Ranks, preparation: Preparation
 ) -> EnvFactory:
-    """The run's environment, the same on all ranks, once it is known that the model fits."""
+    """The run's environment, the same on all ranks. Checks first that the model fits."""
 
     def check() -> EnvFactory:
         preparation.check_memory(config, device, ranks)

@@ -46,8 +46,8 @@ def train(
     `resume` continues a run: "auto" from its newest checkpoint that verifies, or the name of a
     checkpoint, such as "step_000100". With `numbered`, run.name is a stem: if there is a run NAME,
     a new one becomes NAME-2, and so on, and `resume` continues the one with the highest number.
-    `preparation` comes from the tools (`paw.tools.train.train`). Raises UserError for a mistake of the
-    user; checkpoints stay.
+    `preparation` comes from the tools (`paw.tools.train.train`). Raises UserError for a mistake of
+    the user; checkpoints are kept.
     """
     with open_run(config, resume=resume, numbered=numbered, preparation=preparation) as run:
         with closing(run.make_rollouts()) as rollouts:
@@ -69,8 +69,8 @@ def update(run: Run, rollouts: RolloutSource) -> None:
 
     if not learn(run, groups):
         return update(run, rollouts)
-    run.step += 1
-    with run.clock("sync"):
+    run.count_update()
+    with run.stage("sync"):
         push_weights(run.policy.lm, run.engine, version=run.step)
 
     run.end_update(rollouts, tokens=sampled.prompt_tokens + sampled.response_tokens)
@@ -86,9 +86,9 @@ def learn(run: Run, groups: list[Group]) -> bool:
     learnt, and the episodes have to be played again.
     """
     try:
-        with run.clock("score"), hooks.users_advantages(run.config):
+        with run.stage("score"), hooks.users_advantages(run.config):
             samples = prepare(run, groups)
-        with run.clock("update"), hooks.users_losses(run.config):
+        with run.stage("update"), hooks.users_losses(run.config):
             run.metrics.update(optimize(run, samples))
     except StaleWeightsError as error:
         run.play_again(error)
@@ -97,15 +97,15 @@ def learn(run: Run, groups: list[Group]) -> bool:
 
 
 def rollout(run: Run, rollouts: RolloutSource) -> tuple[list[Group], RolloutStats]:
-    """The update's episodes, in groups, and what happened in them.
+    """The update's episodes in groups, and statistics of all that were played.
 
-    No groups if a stop was requested. If no group is left because episodes failed, as when a server
-    that they need restarts, the run is saved, and they are played again after each of PAUSES_S.
-    Raises TrainingStopped if they fail after the last pause too.
+    Returns no groups if a stop was requested. If no group is left because episodes failed, as when
+    a server that they need restarts, the run is saved, and they are played again after each of
+    PAUSES_S. Raises TrainingStopped if they fail after the last pause too.
     """
     tries: list[RolloutStats] = []
     for pause in (*PAUSES_S, None):
-        with run.clock("rollout"):
+        with run.stage("rollout"):
             groups, stats = rollouts.training(
                 run.step, run.config.rollout.tasks, run.counting("episodes")
             )
@@ -186,8 +186,8 @@ def compute_advantages(run: Run, samples: list[Sample]) -> None:
 def compute_log_probs(run: Run, samples: list[Sample]) -> None:
     """Fill old log-probs and action entropies, from the scoring pass or from the engine.
 
-    The pass is skipped if `policy.old_logp = "engine"` and the engine already gave what selection
-    needs. Then `optimize` compares the sampler's log-probs with the trainer's.
+    The pass is skipped if `policy.old_logp = "engine"` and the engine has already reported what
+    selection needs. Then `optimize` compares the sampler's log-probs with the trainer's.
     """
     config = run.config
     from_engine = config.policy.old_logp == "engine"
@@ -233,7 +233,7 @@ def compute_reference_log_probs(run: Run, samples: list[Sample]) -> None:
 def select_targets(run: Run, samples: list[Sample], *, n_groups: int) -> None:
     """Fill the world-model weights of the selected samples (PaW Eqs. (8) to (11)).
 
-    The others keep 0.
+    Other samples keep 0.
     """
     wm = run.config.wm
     selection = select(
