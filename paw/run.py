@@ -336,11 +336,36 @@ class Run(Parts, RunProgress):
             return
         self.check_directory()
         with self.clock("save"):
-            self.pending = None
-            pending.publish(self.config.run.keep)
+            try:
+                pending.publish(self.config.run.keep)
+            except Exception as error:
+                if not lost_peer(error):  # another rank may be publishing it
+                    self.pending = None
+                raise
+        self._note_published(pending)
+
+    def _note_published(self, pending: PendingCheckpoint) -> None:
+        self.pending = None
         self.saved = pending.step
         if self.record:
             self.record.write()
+
+    def save_what_is_done(self, error: BaseException) -> None:
+        """After a failure: publish the pending checkpoint, and save the newest update if possible.
+
+        Saving takes all ranks. After TrainingStopped all are here; after another error of several
+        ranks only what they have written already is published.
+        """
+        with suppress(UserError):
+            if self.ranks.world_size == 1 or isinstance(error, TrainingStopped):
+                self.settle()
+                self.save_finished_update(error)
+            elif self.pending:
+                self.check_directory()
+                # A rank that ended in order has waited for the files of this one.
+                wait = not lost_peer(error)
+                if self.pending.publish_alone(self.config.run.keep, wait=wait):
+                    self._note_published(self.pending)
 
     def save_finished_update(self, error: BaseException) -> None:
         """Save the newest update if it is over and `error` did not corrupt it."""
@@ -409,11 +434,7 @@ def open_run(
             try:
                 yield run
             except (Exception, SystemExit) as error:
-                # Saving takes all ranks, and all of them raise TrainingStopped.
-                if run.ranks.world_size == 1 or isinstance(error, TrainingStopped):
-                    with suppress(UserError):
-                        run.settle()
-                        run.save_finished_update(error)
+                run.save_what_is_done(error)
                 if run.held.where() == run.directory:  # else the error says where it went
                     last_update = f"update {run.step} of {config.run.updates}"
                     run.say(f"failed after {last_update}: {what_is_saved(run.saved)}")

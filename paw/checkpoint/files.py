@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paw.errors import UserError
-from paw.io.files import cause, fsync, json_object, writing
+from paw.io.files import cause, fsync, json_object, write_file, writing
 from paw.model.host import in_parts
 
 VERSION = 1
@@ -39,6 +39,10 @@ PART = 4 << 30
 """Size in bytes at which the next file begins, so that host memory need not hold more of a
 model."""
 MANIFEST = "manifest.json"
+NOTE = ".written_by_rank_"
+"""Beginning of the name of a file in a draft that says what a rank has written; it has `Files`."""
+CLAIM = ".claimed"
+"""File in a draft: the rank that created it publishes it."""
 STATE = "state.json"
 Tensors = dict[str, dict[str, Tensor]]
 Named = Iterable[tuple[str, Tensor]]
@@ -105,6 +109,8 @@ class Draft:
             (self._temp / MANIFEST).write_text(text, encoding="utf-8")
             for name in (STATE, MANIFEST):
                 fsync(self._temp / name)
+            for helper in (*self._temp.glob(f"{NOTE}*"), self._temp / CLAIM):
+                helper.unlink(missing_ok=True)
 
             replaced = self._temp.with_name(f".tmp_replaced_{self.path.name}")
             fsync(self._temp)
@@ -113,6 +119,37 @@ class Draft:
             self._temp.rename(self.path)
             fsync(self._folder)
             _remove(replaced)
+
+    def note(self, rank: int, files: Files) -> None:
+        """Leave word in the draft that a rank has written these files."""
+        with self._writing():
+            write_file(self._temp / f"{NOTE}{rank}", json.dumps(files))
+
+    def noted(self, world_size: int) -> list[Files] | None:
+        """What each rank has written, or None while a rank has not left word."""
+        notes: list[Files] = []
+        for rank in range(world_size):
+            try:
+                files = json_object((self._temp / f"{NOTE}{rank}").read_bytes())
+            except OSError:
+                return None
+            if not _is_file_table(files):
+                return None
+            notes.append(files)
+        return notes
+
+    def claim(self) -> bool:
+        """Whether this process is the first to claim the draft, in order to publish it."""
+        try:
+            with self._writing():
+                (self._temp / CLAIM).touch(exist_ok=False)
+        except UserError:
+            return False
+        return True
+
+    @property
+    def is_published(self) -> bool:
+        return self.path.is_dir() and not self._temp.exists()
 
     def discard(self) -> None:
         shutil.rmtree(self._temp, ignore_errors=True)

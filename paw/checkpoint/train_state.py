@@ -4,6 +4,7 @@ Each rank writes its own tensors, to the same folder.
 """
 
 import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from paw.checkpoint import files as checkpoint
 from paw.checkpoint.files import Named, rng_name
-from paw.distributed.ranks import Ranks, held_rows, in_first_replica, local_tensor
+from paw.distributed.ranks import Ranks, held_rows, in_first_replica, local_tensor, lost_peer
 from paw.guards import UpdateGuard
 from paw.model.host import available_memory
 from paw.model.policy import Policy
 
+PATIENCE_S = 60.0
+"""How long a rank of a run that has failed waits for the files of the others."""
 RandomStates = tuple[dict[str, Tensor], dict[str, Any]]
 """What `rng_tensors` returns."""
 
@@ -69,9 +72,33 @@ class PendingCheckpoint:
         try:
             files_by_rank = self._ranks.together(self._written.result, checkpoint.Files)
             self._ranks.broadcast_from_rank0(lambda: self._publish(files_by_rank, keep))
-        finally:
-            if self._ranks.first:
+        except BaseException as error:
+            # A rank that ended first may be publishing it, see `publish_alone`.
+            if self._ranks.first and not lost_peer(error):
                 self._draft.discard()
+            raise
+
+    def publish_alone(self, keep: int, *, wait: bool) -> bool:
+        """Publish the checkpoint once all ranks have written their files; the first to see it does.
+
+        For the end of a run that has failed: no collective call, because other ranks may be in
+        another one, or gone. The ranks agree through notes in the folder, which all of them see.
+        Returns whether it is published. With `wait`, waits for this rank's files and then, at most
+        PATIENCE_S, for those of the others. Raises UserError if the disk refuses.
+        """
+        deadline = time.monotonic()
+        if wait:
+            self._written.result()
+            deadline = time.monotonic() + PATIENCE_S
+        while not self._draft.is_published:
+            files_by_rank = self._draft.noted(self._ranks.world_size)
+            if files_by_rank is not None and self._draft.claim():
+                self._publish(files_by_rank, keep)
+                break
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
 
     def _publish(self, files_by_rank: Sequence[checkpoint.Files], keep: int) -> None:
         files: checkpoint.Files = {}
@@ -114,9 +141,18 @@ def start_saving(
         room = available_memory() / 2 / ranks.on_host
         copies = _copies(_own_files(learners, ranks, random_bytes), room)
     writer = ThreadPoolExecutor(1)
-    written = writer.submit(draft.write, copies or _own_files(learners, ranks, random_bytes))
+    tensors = copies or _own_files(learners, ranks, random_bytes)
+    written = writer.submit(_write, draft, tensors, ranks)
     writer.shutdown(wait=copies is None)
     return PendingCheckpoint(draft, step, ranks, written)
+
+
+def _write(draft: checkpoint.Draft, tensors: Mapping[str, Any], ranks: Ranks) -> checkpoint.Files:
+    """Write this rank's files; with several ranks, also leave word of them in the draft."""
+    files = draft.write(tensors)
+    if ranks.world_size > 1:
+        draft.note(ranks.rank, files)
+    return files
 
 
 def _own_files(

@@ -197,6 +197,36 @@ def test_a_full_disk_of_one_rank_is_one_line_and_costs_no_older_checkpoint(
     restore.verify(run / "checkpoints" / "step_000001")
 
 
+CALLBACK = """
+import os
+class Fails:
+    def on_update(self, run, metrics):
+        if run.step == 3 and os.environ["RANK"] in {ranks!r}:
+            raise ValueError("broken")
+"""
+
+
+@pytest.mark.parametrize("failing", ["0", "1", "01"])
+def test_a_checkpoint_that_is_being_written_outlives_a_failing_callback(
+    start, tmp_path, monkeypatch, failing
+):
+    """Whichever ranks it fails on, while rank 1 is still at it."""
+    patched(monkeypatch, tmp_path, SLOW.format(what="time.sleep(6)"))
+    callback = tmp_path / "callback.py"
+    callback.write_text(CALLBACK.format(ranks=failing))
+    changes = {"run_updates": 4, "run_save_every": 1, "run_callbacks": [f"{callback}:Fails"]}
+    words = words_of(tmp_path, start, "run", **changes, **PPO)
+    ended = run_ranks([words] * 2, [tmp_path] * 2, on_host=2)
+    assert [code for code, _ in ended] == [2 if str(rank) in failing else 3 for rank in range(2)]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    names = {path.name for path in checkpoints.iterdir()}
+    assert names == {"step_000001", "step_000002"}
+    restore.verify(checkpoints / "step_000002")
+    assert not [path for path in (checkpoints / "step_000002").iterdir() if path.name[0] == "."]
+    monkeypatch.delenv("FORKED_PATCH")
+    assert restore.newest(checkpoints, warn=pytest.fail)[0].name == "step_000002"
+
+
 def trained(mesh, slope):
     policy = Policy(practised_model())
     fully_shard(policy, mesh=mesh)
