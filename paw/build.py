@@ -36,7 +36,7 @@ from paw.model.optim import make_optimizer
 from paw.model.patches import apply_liger, compile_layers, import_liger
 from paw.model.policy import DTYPES, Policy, pick_backend, pick_device, weights_dtype
 from paw.rollouts.engines import find_engine, make_engine
-from paw.rollouts.engines.base import Engine, EngineType
+from paw.rollouts.engines.base import Closable, Engine
 from paw.rollouts.episode import find_agent
 from paw.rollouts.text.chat import Chat
 from paw.rundir.resume import recorded_dtype
@@ -188,13 +188,8 @@ def build(
     warmup_s = round(time.monotonic() - warmup_start, 1)
     path = on_this_machine(start, ranks) if ranks.world_size > 1 else start
 
-    engine_type = find_engine(config.engine.type)
-    adapters = _sent_adapters(config, engine_type)
-    started = None
-    if ranks.first:
-        started = engine_type.start(config, path, device=device, ranks=ranks, lora=adapters)
-    if started:
-        stack.callback(started.close)
+    adapters = _sent_adapters(config)
+    started = _start_engine(config, path, device, ranks, adapters, stack)
     tokenizer = ranks.everywhere(lambda: load_tokenizer(path))
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_parser)
 
@@ -276,11 +271,30 @@ def _agree_on_kernels(config: Config, device: torch.device, ranks: Ranks) -> Ker
     return kernels
 
 
-def _sent_adapters(config: Config, engine_type: type[EngineType]) -> LoraConfig | None:
+def _sent_adapters(config: Config) -> LoraConfig | None:
     """The adapters that are sent to the engine apart from the base weights, if any."""
-    if config.lora.rank and config.lora.send == "adapters" and engine_type.takes_adapters:
+    takes_adapters = find_engine(config.engine.type).takes_adapters
+    if config.lora.rank and config.lora.send == "adapters" and takes_adapters:
         return config.lora
     return None
+
+
+def _start_engine(
+    config: Config,
+    path: str,
+    device: torch.device,
+    ranks: Ranks,
+    adapters: LoraConfig | None,
+    stack: ExitStack,
+) -> Closable | None:
+    """The processes that the engine needs, started on rank 0; `stack` closes them."""
+    if not ranks.first:
+        return None
+    engine_type = find_engine(config.engine.type)
+    started = engine_type.start(config, path, device=device, ranks=ranks, lora=adapters)
+    if started:
+        stack.callback(started.close)
+    return started
 
 
 def _load_models(

@@ -519,14 +519,18 @@ def _start(
         held=stack.enter_context(held(directory.path)),
     )
     run.info = about(config, run.policy, factory, ranks) | parts.info | started
+    _begin(run, stack, resume=resume, notes=[*directory.notes, *dtype_notes])
+    return run
+
+
+def _begin(run: Run, stack: ExitStack, *, resume: str, notes: list[str]) -> None:
+    """Restore the run if it is resumed, open its files, and call `on_start`."""
     if resume:
         _restore(run, chosen="" if resume == "auto" else resume)
-    if ranks.first:
-        notes = [*directory.notes, *dtype_notes]
+    if run.ranks.first:
         _open_files(run, stack, resumes=bool(resume), notes=notes)
     stack.callback(hooks.call_on_end, run)
     hooks.call(run, "on_start")
-    return run
 
 
 def _meet(config: Config, device: torch.device, stack: ExitStack, *, resume: str) -> Ranks:

@@ -337,13 +337,7 @@ def token_batch(
     "response" adds sampler_gap. For `norm` see `_token_weights`.
     """
     samples = [minibatch[i] for i in batch.indices]
-    target_counts: list[int] = []  # observation tokens of each sample
-    for sample in samples:
-        count = 0
-        if batch.with_observation and sample.wm_weight > 0.0:
-            count = sum(len(ids) for _, ids in sample.targets)
-        target_counts.append(count)
-
+    target_counts = [_target_count(sample, batch.with_observation) for sample in samples]
     response_weights = _token_weights(
         minibatch, norm, verl_samples=verl_samples, update_samples=update_samples
     )
@@ -381,6 +375,13 @@ def token_batch(
         sampler_gap=of_responses(map(_gaps, samples)) if ratio_level == "response" else None,
         sample=torch.tensor(sample_index, dtype=torch.int64, device=device),
     )
+
+
+def _target_count(sample: Sample, with_observation: bool) -> int:
+    """How many observation tokens of a sample are targets."""
+    if with_observation and sample.wm_weight > 0.0:
+        return sum(len(ids) for _, ids in sample.targets)
+    return 0
 
 
 def _ref_logp(sample: Sample) -> list[float]:

@@ -262,9 +262,11 @@ class AdvantageConfig(PluginSection):
 
     KIND = "advantages"
     KEY = "type"
-    type: str = "grpo"
-    """grpo, rloo, gigpo, ppo (its baseline is a critic, see `critic`), or an estimator of your
-    own."""
+    type: str = Field(
+        "grpo",
+        description=f"{', '.join(plugins.BUILT_IN['advantages'])}, or an estimator of your own "
+        "(docs/algorithm.md). ppo's baseline is a critic, see `critic`.",
+    )
     penalty_only: Annotated[Literal["keep", "drop"], GROUPS] = "keep"
     """Groups whose returns are all equal, so that only penalties differ. keep: normalised like
     others, which blows up the penalties. drop: no advantage."""

@@ -27,7 +27,7 @@ def mistake(capfd, *words) -> str:
     return err
 
 
-def shown(capsys, *words) -> str:
+def printed_by(capsys, *words) -> str:
     assert cli.main(list(map(str, words))) == 0
     return capsys.readouterr().out
 
@@ -103,7 +103,9 @@ def test_an_allocator_that_the_user_has_set_stays(monkeypatch, name):
 def test_a_dry_run_prints_the_resolved_recipe_and_explains_each_key(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("search-zerosearch", "webshop-ppo-paw"):
-        printed = shown(capsys, "train", name, "--dry-run", "--optim.lr", "5e-4", "--run.seed=-3")
+        printed = printed_by(
+            capsys, "train", name, "--dry-run", "--optim.lr", "5e-4", "--run.seed=-3"
+        )
         config = load(name, {"run.name": name, "optim.lr": "5e-4", "run.seed": "-3"})
         assert tomllib.loads(printed) == tomllib.loads(dump(config))
         lines = printed.splitlines()
@@ -112,14 +114,14 @@ def test_a_dry_run_prints_the_resolved_recipe_and_explains_each_key(capsys, tmp_
             assert explained == (not needs) and field.description, key
     assert (
         "# similarity is not set"
-        in shown(capsys, "train", "alfworld-gigpo", "--dry-run").splitlines()
+        in printed_by(capsys, "train", "alfworld-gigpo", "--dry-run").splitlines()
     )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_page_of_keys_is_up_to_date(capsys):
     page = Path(__file__).parents[2] / "docs" / "keys.md"
-    assert page.read_text(encoding="utf-8") == shown(capsys, "keys"), "paw keys > docs/keys.md"
+    assert page.read_text(encoding="utf-8") == printed_by(capsys, "keys"), "paw keys > docs/keys.md"
 
 
 TRAIN = ["train", "quickstart"]
@@ -248,7 +250,7 @@ def test_doctor_says_what_is_here_and_inspects_a_model(paw_here, tiny_llm, tmp_p
 def test_a_run_is_named_after_its_recipe_and_numbered(capsys, tmp_path):
     def name_of(recipe="quickstart", *words):
         return tomllib.loads(
-            shown(capsys, "train", recipe, "--dry-run", "--run.dir", tmp_path, *words)
+            printed_by(capsys, "train", recipe, "--dry-run", "--run.dir", tmp_path, *words)
         )["run"]["name"]
 
     for name in ("quickstart-copy", "quickstart-2-old", "my-quickstart", "quickstart2"):
