@@ -199,21 +199,25 @@ def test_a_full_disk_of_one_rank_is_one_line_and_costs_no_older_checkpoint(
 
 CALLBACK = """
 import os
+from pathlib import Path
 class Fails:
     def on_update(self, run, metrics):
         if run.step == 3 and os.environ["RANK"] in {ranks!r}:
+            Path({failed!r}).touch()
             raise ValueError("broken")
 """
+UNTIL_FAILED = "any(os.path.exists({failed!r}) or time.sleep(0.1) for _ in range(900))"
 
 
 @pytest.mark.parametrize("failing", ["0", "1", "01"])
 def test_a_checkpoint_that_is_being_written_outlives_a_failing_callback(
     start, tmp_path, monkeypatch, failing
 ):
-    """Whichever ranks it fails on, while rank 1 is still at it."""
-    patched(monkeypatch, tmp_path, SLOW.format(what="time.sleep(6)"))
+    """Whichever ranks it fails on, before rank 1 has written its files."""
+    failed = str(tmp_path / "failed")
+    patched(monkeypatch, tmp_path, SLOW.format(what=UNTIL_FAILED.format(failed=failed)))
     callback = tmp_path / "callback.py"
-    callback.write_text(CALLBACK.format(ranks=failing))
+    callback.write_text(CALLBACK.format(ranks=failing, failed=failed))
     changes = {"run_updates": 4, "run_save_every": 1, "run_callbacks": [f"{callback}:Fails"]}
     words = words_of(tmp_path, start, "run", **changes, **PPO)
     ended = run_ranks([words] * 2, [tmp_path] * 2, on_host=2)
