@@ -82,8 +82,8 @@ class Run(Parts, RunProgress):
     pending: PendingCheckpoint | None = None
     """The checkpoint that is being written."""
     random_states: RandomStates | None = None
-    """Those right after the newest update: before its evaluation, or before the next update. None
-    before the first update. Set by `remember_random_states` alone."""
+    """Those right after the newest update: before its evaluation, or once its line is written. None
+    before there is either. Set by `remember_random_states` alone."""
     log: MetricsLog | None = None
     """Set on rank 0 only."""
     record: RunRecord | None = None
