@@ -190,7 +190,7 @@ class Run(Parts, RunProgress):
             seed = self.config.run.seed * 1_000_003 + self.step * 31 + epoch
             yield from minibatches(samples, size=self.config.optim.minibatch_samples, seed=seed)
 
-    def play_again(self, error: StaleWeightsError) -> None:
+    def exclude_stale_servers(self, error: StaleWeightsError) -> None:
         """Leave out the servers that have other weights, for good.
 
         Raises the error if no others are left, or if episodes that are played ahead have tokens of

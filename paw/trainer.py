@@ -71,7 +71,7 @@ def update(run: Run, rollouts: RolloutSource) -> None:
         with run.clock("score"), hooks.users_advantages(run.config):
             samples = prepare(run, groups)
     except StaleWeightsError as error:
-        run.play_again(error)
+        run.exclude_stale_servers(error)
         return update(run, rollouts)
 
     with run.clock("update"), hooks.users_losses(run.config):

@@ -25,7 +25,7 @@ from urllib.parse import urlparse
 from paw.config.sections import Config, EndpointConfig
 from paw.errors import UserError, clean, needed, to_stderr
 from paw.io.http import bounded
-from paw.rollouts.episode import Earlier, EnvHandle, Model, Stop, asked
+from paw.rollouts.episode import EnvHandle, Model, Response, Stop, asked
 from paw.rollouts.text.chat import Context, ContextFull, context_text
 from paw.rollouts.text.stops import cut_at
 from paw.types import Reply as Answer
@@ -453,7 +453,7 @@ class EndpointModel(Model):
         self.endpoint = endpoint
 
     async def _answer(
-        self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int
+        self, turn: Turn, context: Context, continues: Response | None, stop: Stop, seed: int
     ) -> str:
         message, start = asked(context, continues)
         reply = await self.endpoint.complete(

@@ -40,7 +40,7 @@ def continue_after(
 
     Each text is encoded on its own, so the world model finds it there as a target.
     """
-    pieces = chat.added(answer, messages)
+    pieces = chat.following(answer, messages)
     ids: list[int] = []
     spans: list[tuple[int, int]] = []
     for template_ids, text in pieces:

@@ -13,7 +13,7 @@ from paw.rollouts.continuation import (
     record_observation,
 )
 from paw.rollouts.engines.base import Completion, Engine
-from paw.rollouts.episode import Earlier, EnvHandle, Episode, Model, Stop
+from paw.rollouts.episode import EnvHandle, Episode, Model, Response, Stop
 from paw.rollouts.text.chat import Chat, Context, ContextFull, context_text
 from paw.rollouts.text.marks import conversation, stands_for
 from paw.rollouts.text.stops import StopStrings, text_before
@@ -51,7 +51,7 @@ class EngineModel(Model):
         """Calls of tools so far."""
 
     async def _answer(
-        self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int
+        self, turn: Turn, context: Context, continues: Response | None, stop: Stop, seed: int
     ) -> str:
         prompt = self._prompt(context, continues)
         turn.prompt_ids = prompt.ids
@@ -74,7 +74,7 @@ class EngineModel(Model):
         self._messages = [] if isinstance(context, str) else context
         return stop_string
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         """If the last answer called tools, record how their results would be shown in a prompt."""
         if self.reply is None:
             return
@@ -85,7 +85,7 @@ class EngineModel(Model):
     # --- prompts
     # ---------------------------------------------------------------------------------------------
 
-    def _prompt(self, context: Context, continues: Earlier) -> Prompt:
+    def _prompt(self, context: Context, continues: Response | None) -> Prompt:
         """The prompt of the next turn.
 
         One message is cut to rollout.max_prompt_tokens. Raises ContextFull if anything else is

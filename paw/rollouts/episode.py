@@ -289,7 +289,6 @@ class Response(str):
         return response
 
 
-Earlier = Response | None
 Stop = Sequence[str]
 
 
@@ -304,7 +303,7 @@ class Model(ABC):
         """The last answer with its calls, if the environment has tools."""
 
     async def generate(
-        self, context: Context, *, stop: Stop = (), continues: Earlier = None
+        self, context: Context, *, stop: Stop = (), continues: Response | None = None
     ) -> Response:
         """The response to `context`; it ends before the first of the `stop` strings.
 
@@ -361,13 +360,13 @@ class Model(ABC):
             return 0.0
         return sum((outcome.reward for _, _, outcome in self.episode.steps), 0.0)
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         """Called when the agent has ended the episode."""
         return
 
     @abstractmethod
     async def _answer(
-        self, turn: Turn, context: Context, continues: Earlier, stop: Stop, seed: int
+        self, turn: Turn, context: Context, continues: Response | None, stop: Stop, seed: int
     ) -> str:
         """Fill `turn` with what the model writes, the stop string that ended it included.
 
@@ -423,7 +422,7 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def asked(context: Context, continues: Earlier) -> tuple[Context, str]:
+def asked(context: Context, continues: Response | None) -> tuple[Context, str]:
     """(the message to answer, the answer so far)."""
     if continues is None:
         return context, ""

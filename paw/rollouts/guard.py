@@ -218,7 +218,7 @@ class CheckedEnv:
         raise EnvironmentFailure(f"{self._name}: {what} is {shown(value)}; it must be {wanted}")
 
 
-class TimedGuard(CheckedEnv):
+class TimedEnv(CheckedEnv):
     """A new environment of a factory, whose calls end at a deadline, env.step_timeout_s.
 
     A thread makes them, unless the environment is one of this project's.

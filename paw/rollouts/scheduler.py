@@ -60,7 +60,7 @@ class QueuedRequest:
 
 @dataclass
 class PlayState:
-    """What changes while `Rollouts.run` plays some episodes."""
+    """What changes while `Rollouts.run_episodes` plays some episodes."""
 
     unfinished: int = 0
     """Episodes that have not ended, started or not."""
@@ -83,7 +83,7 @@ class Rollouts:
     """Plays episodes with `agent`, or that of agent.type.
 
     Keeps its environments (some are processes) between plays. `engine` and `chat` are the model's;
-    None if `run` gets a `make_model` instead. With several ranks, each encodes the world model's
+    None if `run_episodes` gets a `make_model` instead. With several ranks, each encodes the world model's
     targets of the episodes it has played, by `encode_observation`.
     """
 
@@ -117,13 +117,13 @@ class Rollouts:
         self._state = PlayState()
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
-        """Play the first `count` tasks of update `step` in groups, as `play` does.
+        """Play the first `count` tasks of update `step` in groups, as `play_tasks` does.
 
         Then play further ones, see `refill`.
         """
         tasks = self.tasks(step, count)
-        own = self.play_update(step, tasks, progress)
-        result = self.share(own, tasks, self.config.rollout.group_size)
+        own = self.play_share_of_update(step, tasks, progress)
+        result = self.gather_groups(own, tasks, self.config.rollout.group_size)
         return self.refill(result, step, count, progress)
 
     def tasks(self, step: int, count: int) -> list[Task]:
@@ -132,9 +132,11 @@ class Rollouts:
             self.factory, step, count, self.config.run.seed, split=self.config.env.train_split
         )
 
-    def play_update(self, step: int, tasks: list[Task], progress: Progress | None) -> RolloutResult:
-        """Play this rank's share of the tasks of update `step`, for `share`."""
-        return self.play_own(
+    def play_share_of_update(
+        self, step: int, tasks: list[Task], progress: Progress | None
+    ) -> RolloutResult:
+        """Play this rank's share of the tasks of update `step`, for `gather_groups`."""
+        return self.play_share(
             tasks,
             group_size=self.config.rollout.group_size,
             temperature=self.config.rollout.temperature,
@@ -167,7 +169,7 @@ class Rollouts:
                 config.run.seed,
                 split=config.env.train_split,
             )
-            new_groups, new_stats = self.play(
+            new_groups, new_stats = self.play_tasks(
                 tasks,
                 group_size=config.rollout.group_size,
                 temperature=config.rollout.temperature,
@@ -187,9 +189,9 @@ class Rollouts:
         return groups, stats
 
     def evaluation(self, progress: Progress | None = None) -> RolloutResult:
-        """Play the evaluation games once each, as `play` does."""
+        """Play the evaluation games once each, as `play_tasks` does."""
         config = self.config.eval
-        return self.play(
+        return self.play_tasks(
             eval_tasks(self.factory, self.config.env.eval_split, config.games, config.seed),
             group_size=1,
             temperature=config.temperature,
@@ -198,7 +200,7 @@ class Rollouts:
             progress=progress,
         )
 
-    def play(
+    def play_tasks(
         self,
         tasks: list[Task],
         *,
@@ -210,11 +212,11 @@ class Rollouts:
     ) -> RolloutResult:
         """Play each task `group_size` times with the engine's current weights.
 
-        Each rank plays its share of the episodes. `stream` as for `play_own`. Returns the groups of
+        Each rank plays its share of the episodes. `stream` as for `play_share`. Returns the groups of
         all ranks, in the order of tasks. An episode that fails is in no group, and a group left
         with fewer than min(2, group_size) members is dropped.
         """
-        own = self.play_own(
+        own = self.play_share(
             tasks,
             group_size=group_size,
             temperature=temperature,
@@ -222,9 +224,11 @@ class Rollouts:
             stream=stream,
             progress=progress,
         )
-        return self.share(own, tasks, group_size)
+        return self.gather_groups(own, tasks, group_size)
 
-    def share(self, own: RolloutResult, tasks: list[Task], group_size: int) -> RolloutResult:
+    def gather_groups(
+        self, own: RolloutResult, tasks: list[Task], group_size: int
+    ) -> RolloutResult:
         """The groups that all ranks have played, in the order of tasks.
 
         `own` are this rank's parts of them. Groups left with too few members are dropped here,
@@ -244,7 +248,7 @@ class Rollouts:
         stats.groups_dropped = len(groups) - len(kept)
         return kept, stats
 
-    def play_own(
+    def play_share(
         self,
         tasks: list[Task],
         *,
@@ -254,7 +258,7 @@ class Rollouts:
         stream: str,
         progress: Progress | None = None,
     ) -> RolloutResult:
-        """Play this rank's share of the episodes, for `share`.
+        """Play this rank's share of the episodes, for `gather_groups`.
 
         `stream` names the draw ("train/12", "eval"), so that no two share random numbers.
         """
@@ -269,13 +273,13 @@ class Rollouts:
 
         finished = itertools.count(1)
 
-        def ended(_: Episode) -> None:
+        def report_progress(_: Episode) -> None:
             if progress:
                 progress(next(finished), len(episodes))
 
         given_up_before = self.threads.given_up
         processes_lost_before = self._processes_lost
-        self.run(episodes, ended=ended)
+        self.run_episodes(episodes, on_end=report_progress)
 
         stats = RolloutStats.sum(episode.stats for episode in episodes)
         stats.threads_lost = self.threads.given_up - given_up_before
@@ -324,20 +328,20 @@ class Rollouts:
                 "(reported once)"
             )
 
-    def run(
+    def run_episodes(
         self,
         episodes: Sequence[Episode],
         make_model: Callable[[EnvHandle], Model] | None = None,
         *,
         at_once: int = 0,
-        ended: Callable[[Episode], None] | None = None,
+        on_end: Callable[[Episode], None] | None = None,
     ) -> None:
         """Play the episodes to their ends, `at_once` of them in parallel (0: all).
 
-        `make_model` makes the model of an episode, in place of the engine's. `ended` is called with
-        each episode as it ends. Whatever an environment or an agent
-        raises is its episode's failure. KeyboardInterrupt, UserError, and whatever the engine or
-        `ended` raise end the play.
+        `make_model` makes the model of an episode, in place of the engine's. `on_end` is called
+        with each episode as it ends. Whatever an environment or an agent raises is its episode's
+        failure. KeyboardInterrupt, UserError, and whatever the engine or `on_end` raise end the
+        play.
         """
         self._state = PlayState(unfinished=len(episodes))
         slots = asyncio.Semaphore(at_once or len(episodes) or 1)
@@ -345,7 +349,7 @@ class Rollouts:
 
         tasks: list[asyncio.Task[None]] = []
         for episode in episodes:
-            coroutine = self._run_episode(episode, make_model, slots, ended)
+            coroutine = self._run_in_slot(episode, make_model, slots, on_end)
             tasks.append(self.loop.create_task(coroutine))
         driver = self.loop.create_task(self._drive())
         try:
@@ -357,12 +361,12 @@ class Rollouts:
     def _make_engine_model(self, env: EnvHandle) -> Model:
         return EngineModel(env, self)
 
-    async def _run_episode(
+    async def _run_in_slot(
         self,
         episode: Episode,
         make_model: Callable[[EnvHandle], Model],
         slots: asyncio.Semaphore,
-        ended: Callable[[Episode], None] | None,
+        on_end: Callable[[Episode], None] | None,
     ) -> None:
         """Play an episode once there is a slot for it.
 
@@ -373,10 +377,10 @@ class Rollouts:
             async with slots:
                 self.loop.enter(episode.trajectory)
                 state.live += 1
-                await self._play(episode, make_model)
+                await self._run_episode(episode, make_model)
                 state.live -= 1
-                if ended and not state.error:
-                    ended(episode)
+                if on_end and not state.error:
+                    on_end(episode)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -484,7 +488,9 @@ class Rollouts:
                 future.set_result(completion)
         return bool(completions)
 
-    async def _play(self, episode: Episode, make_model: Callable[[EnvHandle], Model]) -> None:
+    async def _run_episode(
+        self, episode: Episode, make_model: Callable[[EnvHandle], Model]
+    ) -> None:
         """Play one episode.
 
         Whatever goes wrong is its failure. Only the errors in `OURS` are raised.
@@ -494,7 +500,7 @@ class Rollouts:
         environment: CheckedEnv | None = None
         try:
             environment = self._idle.pop() if self._idle else await self._make_environment()
-            await self._play_in(environment, episode, make_model)
+            await self._run_in_environment(environment, episode, make_model)
         except OURS:
             raise
         except BaseException as error:
@@ -508,7 +514,7 @@ class Rollouts:
             if trajectory.failure is None:
                 self._idle.append(environment)
 
-    async def _play_in(
+    async def _run_in_environment(
         self, environment: CheckedEnv, episode: Episode, make_model: Callable[[EnvHandle], Model]
     ) -> None:
         """Have the agent play an episode in this environment, and judge it.
@@ -524,7 +530,7 @@ class Rollouts:
         except ContextFull:
             episode.context_full = True
             episode.stats.context_full = 1
-        model.ended()
+        model.on_end()
 
         if _lacks_turns(episode):
             raise RuntimeError("the agent ended without a call of the model")

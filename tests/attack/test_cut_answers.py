@@ -86,7 +86,7 @@ def play(chat, made, engine, *, episodes=1, agent=None, wm=True, most=20, **limi
     }
     config = Config.model_validate(tree)
     rollouts = Rollouts(make_factory(config, made), engine, chat, config, agent=agent)
-    groups, stats = rollouts.play(
+    groups, stats = rollouts.play_tasks(
         [Task("x")], group_size=episodes, temperature=1.0, seed=0, stream="x"
     )
     rollouts.close()

@@ -72,7 +72,7 @@ def rollouts(model):
 
 
 def play(rollouts):
-    return rollouts.play(
+    return rollouts.play_tasks(
         train_tasks(rollouts.factory, 0, 4, 0),
         group_size=4,
         temperature=1.0,

@@ -251,7 +251,7 @@ def play(setup, *, reference=False, envs=32, most_turns=20):
         engine, chat, factory.made if reference else (), lock_step=reference, median=11
     )
     rollouts = Rollouts(factory, meter, chat, bench.CONFIG)
-    groups, stats = rollouts.play(
+    groups, stats = rollouts.play_tasks(
         factory.tasks(envs // 8), group_size=8, temperature=1.0, seed=0, stream=""
     )
     assert engine.pending == 0 and stats.failures == []

@@ -239,8 +239,8 @@ class AsyncRollouts:
             if played:
                 own = played.unpack(tasks)
         if own is None:
-            own = now.play_update(step, tasks, progress)
-        result = now.share(own, tasks, config.rollout.group_size)
+            own = now.play_share_of_update(step, tasks, progress)
+        result = now.gather_groups(own, tasks, config.rollout.group_size)
         return now.refill(result, step, count, progress)
 
     def evaluation(self, progress: Progress | None = None) -> RolloutResult:

@@ -156,7 +156,7 @@ class Player:
         with suppress(OSError):  # the trainer has ended
             try:
                 tasks = rollouts.tasks(request.step, request.count)
-                own = rollouts.play_update(request.step, tasks, self._report)
+                own = rollouts.play_share_of_update(request.step, tasks, self._report)
                 answer = UpdatePlayed.pack(request.step, own, tasks)
                 rollouts.playing = None
                 self._idle.append(rollouts)

@@ -29,7 +29,8 @@ from paw.envs.checked import problem
 from paw.errors import UserError, clean, describe, masked, shown, to_stderr
 from paw.io.http import CLOSE_S, HttpClient, Loop
 from paw.model.policy import DTYPES
-from paw.rollouts.engines.answers import (
+from paw.rollouts.engines.base import Completion, Engine, Request
+from paw.rollouts.engines.responses import (
     MAX_SPANS,
     Choice,
     EntropyResponse,
@@ -42,7 +43,6 @@ from paw.rollouts.engines.answers import (
     most_bytes,
     token_versions,
 )
-from paw.rollouts.engines.base import Completion, Engine, Request
 from paw.rollouts.engines.servers import Servers
 from paw.rollouts.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer, Transfer
 from paw.rollouts.engines.vllm import sampling_options

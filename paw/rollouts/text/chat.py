@@ -202,7 +202,7 @@ class Chat:
     # --- what follows an answer
     # ---------------------------------------------------------------------------------------------
 
-    def added(
+    def following(
         self, answer: dict[str, Any], messages: list[dict[str, Any]]
     ) -> list[tuple[list[int], str]]:
         """What the template writes after the end of an `answer` when `messages` follow it.
@@ -228,15 +228,15 @@ class Chat:
         first_problem: Exception | None = None
         for candidate in (with_text, without_text, text_alone):
             try:
-                return self._added_to(candidate, messages)
+                return self._following_as_is(candidate, messages)
             except Exception as error:
                 first_problem = first_problem or error
         raise self._refused([answer, *messages], first_problem)
 
-    def _added_to(
+    def _following_as_is(
         self, answer: dict[str, Any], messages: list[dict[str, Any]]
     ) -> list[tuple[list[int], str]]:
-        """`added` for an answer as it stands; raises whatever the template raises."""
+        """`following` for an answer as it stands; raises whatever the template raises."""
         marks = Marks(self._encoder.is_harmless)
         conversation = [{"role": "user", "content": USER}, marks.rest(answer)]
         for message in messages:

@@ -196,7 +196,7 @@ def _warn_of_overshoot(success: float, settings: WarmupConfig, report: Report) -
 def _measure_success(rollouts: Rollouts, config: Config, step: int) -> float:
     """The share of CHECK_GAMES games that the model wins after `step`."""
     seed = config.warmup.seed
-    groups, stats = rollouts.play(
+    groups, stats = rollouts.play_tasks(
         warmup_tasks(rollouts.factory, CHECK_START, CHECK_GAMES, seed),
         group_size=1,
         temperature=config.rollout.temperature,
