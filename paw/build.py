@@ -35,7 +35,7 @@ from paw.model.optim import make_optimizer
 from paw.model.patches import apply_liger, compile_layers, import_liger
 from paw.model.policy import DTYPES, Policy, pick_backend, pick_device, weights_dtype
 from paw.rollouts.engines import find_engine, make_engine
-from paw.rollouts.engines.base import Engine, EngineType
+from paw.rollouts.engines.base import Engine
 from paw.rollouts.episode import find_agent
 from paw.rollouts.text.chat import Chat
 from paw.rundir.resume import recorded_dtype
@@ -272,7 +272,7 @@ def _agree_on_kernels(config: Config, device: torch.device, ranks: Ranks) -> Ker
     return kernels
 
 
-def _sent_adapters(config: Config, engine_type: type[EngineType]) -> LoraConfig | None:
+def _sent_adapters(config: Config, engine_type: type[Engine]) -> LoraConfig | None:
     """The adapters that the engine is sent apart from the base weights, if any."""
     if config.lora.rank and config.lora.send == "adapters" and engine_type.takes_adapters:
         return config.lora

@@ -462,7 +462,7 @@ def _start(
     # config.toml keeps "auto": another machine may choose another.
     config_in_dtype = with_dtype(config, dtype)
     if ranks.first:
-        for line in remove_abandoned([None, config.engine.weights_dir]):
+        for line in remove_abandoned([None, *config.engine.weight_folders]):
             to_stdout(line)
     factory = _check_environment(config_in_dtype, device, ranks, preparation)
     parts = build(

@@ -20,7 +20,6 @@ from test_servers import Peer
 from paw.config.sections import (
     AgentConfig,
     Config,
-    EngineConfig,
     EnvConfig,
     ModelConfig,
     RolloutConfig,
@@ -31,6 +30,7 @@ from paw.rollouts.background import ahead
 from paw.rollouts.background.ahead import AsyncRollouts
 from paw.rollouts.background.messages import Channel, FromPlayer, UpdatePlayed
 from paw.rollouts.base import RolloutStats
+from paw.rollouts.engines.settings import ServerConfig
 from paw.rundir.signals import StopSignal
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
@@ -44,7 +44,7 @@ def configured(game, *, agent="plain"):
         model=ModelConfig(path="-"),
         env=EnvConfig(name=f"{GAMES}:{game}", step_timeout_s=STEP_S),
         agent=AgentConfig(type=agent),
-        engine=EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
+        engine=ServerConfig(type="server", urls=["http://127.0.0.1:1"]),
         rollout=RolloutConfig(
             tasks=2, group_size=2, max_prompt_tokens=400, max_response_tokens=3, ahead=1
         ),

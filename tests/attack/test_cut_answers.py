@@ -23,7 +23,8 @@ from paw.distributed.ranks import Ranks
 from paw.envs import make_factory
 from paw.envs.conversation import Conversation
 from paw.rollouts.engines.base import Completion
-from paw.rollouts.engines.server import FileTransfer, SendingPool, ServerEngine
+from paw.rollouts.engines.pool import FileTransfer, SendingPool
+from paw.rollouts.engines.server import ServerEngine
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
 from paw.rollouts.text.chat import Chat

@@ -18,7 +18,6 @@ from toyworld import make_chat, make_engine, make_model
 
 from paw.config.sections import (
     Config,
-    EngineConfig,
     EnvConfig,
     ModelConfig,
     RolloutConfig,
@@ -29,6 +28,7 @@ from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.errors import NoOracleError, UserError
 from paw.model.loading import load_tokenizer
+from paw.rollouts.engines.settings import ServerConfig
 from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
@@ -323,7 +323,7 @@ def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
     engine.positions = 512
     config = configured("Deadly", 2).model_copy(
         update={
-            "engine": EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
+            "engine": ServerConfig(type="server", urls=["http://127.0.0.1:1"]),
             "rollout": RolloutConfig(
                 tasks=2, group_size=4, max_prompt_tokens=400, max_response_tokens=3, ahead=1
             ),

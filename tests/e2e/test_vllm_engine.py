@@ -19,7 +19,8 @@ from paw.model.lora import add_adapters
 from paw.model.policy import Policy
 from paw.rollouts.engines.base import Request
 from paw.rollouts.engines.transformers import TransformersEngine
-from paw.rollouts.engines.vllm import VllmEngine, _global_state_kept, import_vllm
+from paw.rollouts.engines.vllm import VllmEngine, _global_state_kept
+from paw.rollouts.engines.vllm_library import import_vllm
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import StaleWeightsError, push_weights, sampler_mismatch
 from paw.types import Sample

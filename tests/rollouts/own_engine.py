@@ -6,6 +6,7 @@ import torch
 
 from paw.config import Section
 from paw.rollouts.engines.base import Completion, Engine, EnginePlan
+from paw.rollouts.engines.transformers import TransformersEngine
 
 
 class Slow(Engine):
@@ -65,6 +66,31 @@ class Small(Slow):
 
 class Silent(Slow):
     gives_entropy = False
+
+
+class Able(Slow):
+    has_pool = True
+    takes_adapters = True
+
+
+class Remote(Slow):
+    """A service elsewhere."""
+
+    shares_card = False
+
+    @classmethod
+    def plan(cls, run):
+        return EnginePlan(engines=1, decodes=False)
+
+
+class Watched(TransformersEngine):
+    pass
+
+
+class Speaks(Slow):
+    def __init__(self, parts):
+        super().__init__(parts)
+        self.chat = parts.chat
 
 
 class Unfinished(Engine):

@@ -313,7 +313,7 @@ class AsyncRollouts:
                 end_ids=pool.end_ids,
                 vocabulary=pool.vocabulary,
                 entropy=pool.entropy,
-                timeout_s=now.config.engine.timeout_s,
+                timeout_s=pool.timeout_s,
             )
         )
         player.send(WeightsExpected(version=pool.pending_version))

@@ -37,7 +37,8 @@ from paw.rollouts.background.messages import (
     WeightsExpected,
 )
 from paw.rollouts.background.supervisor import CLOSE_S
-from paw.rollouts.engines.server import ServerEngine, ServerPool
+from paw.rollouts.engines.pool import ServerPool
+from paw.rollouts.engines.server import ServerEngine
 from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.scheduler import THREADS, Rollouts
 from paw.rollouts.text.chat import Chat

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from paw.config import plugins
 from paw.errors import UserError, others_code
-from paw.rollouts.engines.base import Engine, EngineParts, EnginePlan, EngineType, PlannedRun
+from paw.rollouts.engines.base import Engine, EngineParts, EnginePlan, PlannedRun
 
 if TYPE_CHECKING:
     from paw.config.sections import Config, LoraConfig
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from paw.rollouts.text.chat import Chat
 
 
-def find_engine(name: str) -> type[EngineType]:
+def find_engine(name: str) -> type[Engine]:
     """The class that `engine.type = name` means; built-in ones load no torch.
 
     Raises UserError if it is not an engine, or lacks a method.
     """
     engine_type = plugins.load("engines", name)
     problem = ""
-    if not (isinstance(engine_type, type) and issubclass(engine_type, EngineType)):
+    if not (isinstance(engine_type, type) and issubclass(engine_type, Engine)):
         problem = "it is not an engine, a class derived from paw.rollouts.engines.base.Engine"
     elif missing := sorted(getattr(engine_type, "__abstractmethods__", ())):
         problem = f"{engine_type.__name__} has no method {', '.join(missing)}"
@@ -54,6 +54,7 @@ def make_engine(
     parts = EngineParts(
         config=config,
         policy=policy,
+        chat=chat,
         model_path=model_path,
         end_ids=frozenset(chat.end_ids | _end_ids_of_model(policy)),
         context=limits.max_prompt_tokens + limits.max_response_tokens,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,7 +22,8 @@ from paw.distributed.ranks import Ranks
 from paw.errors import UserError, clean
 from paw.io.files import text_of
 from paw.io.http import BlockingHttpClient
-from paw.rollouts.engines.vllm import DEFAULTS, engine_options
+from paw.rollouts.engines.settings import ServerConfig
+from paw.rollouts.engines.vllm_library import DEFAULTS, engine_options, wants_entropy
 from paw.rollouts.engines.watch import GOODBYE, GRACE_S, WEIGHTS_DIR
 
 HEALTH_S = 2.0
@@ -98,18 +99,16 @@ def _flag(name: str, value: Any) -> list[str]:
 def start_servers(
     config: Config,
     model: str,
-    folder: Path,
     *,
     device: torch.device,
     ranks: Ranks,
-    entropy: bool,
     lora: LoraConfig | None,
 ) -> "Servers":
     """Start engine.servers on the GPUs after the ranks' own.
 
     Raises UserError if there are too few.
     """
-    options = config.engine
+    settings = cast(ServerConfig, config.engine)
     limits = config.rollout
     if ranks.on_host != ranks.world_size:
         raise UserError(
@@ -122,17 +121,18 @@ def start_servers(
         max_model_len=limits.max_prompt_tokens + limits.max_response_tokens,
         dtype=config.model.dtype,
         on_cpu=device.type == "cpu",
-        gpu_memory_utilization=options.memory_share,
-        tensor_parallel=options.tensor_parallel,
-        nccl=options.transfer == "nccl" or (options.transfer == "auto" and on_gpus),
-        entropy=entropy,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        tensor_parallel=settings.tensor_parallel,
+        nccl=settings.transfer == "nccl" or (settings.transfer == "auto" and on_gpus),
+        entropy=wants_entropy(config),
         lora=lora,
     )
     if on_gpus:
-        gpus = _divide_gpus(options.servers, options.tensor_parallel, ranks.world_size)
+        gpus = _divide_gpus(settings.servers, settings.tensor_parallel, ranks.world_size)
     else:
-        gpus = [[]] * options.servers
-    return Servers(command, gpus, folder, weights_dir=options.weights_dir)
+        gpus = [[]] * settings.servers
+    folder = config.run.dir / config.run.name / "servers"
+    return Servers(command, gpus, folder, weights_dir=settings.weights_dir)
 
 
 def _divide_gpus(servers: int, tensor_parallel: int, ranks: int) -> list[list[str]]:

@@ -25,7 +25,7 @@ from paw.errors import clean, describe
 from paw.io.files import writing
 from paw.io.http import BlockingHttpClient, HttpAnswer
 from paw.model.host import in_parts
-from paw.rollouts.engines.vllm import (
+from paw.rollouts.engines.vllm_library import (
     WEIGHTS_DIR_HINT,
     import_vllm,
     lora_options,

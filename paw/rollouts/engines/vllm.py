@@ -16,41 +16,37 @@ Written for vLLM 0.32; what depends on its internals is in this file. What is no
   construction samples one.
 """
 
-import json
 import os
 import random
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from paw.config.sections import LoraConfig
-from paw.distributed.ranks import lost_peer, out_of_memory
 from paw.errors import UserError, describe
-from paw.io.files import writing
-from paw.rollouts.engines.base import Completion, Engine, Request
+from paw.rollouts.engines import vllm_plan
+from paw.rollouts.engines.base import (
+    Completion,
+    Engine,
+    EngineParts,
+    EnginePlan,
+    PlannedRun,
+    Request,
+)
+from paw.rollouts.engines.settings import VllmConfig
+from paw.rollouts.engines.vllm_library import (
+    REQUIRES,
+    engine_options,
+    import_vllm,
+    sampling_options,
+    wants_entropy,
+    write_adapters,
+)
 
-ENVIRONMENT = {
-    # The engine lives in this process, so that tensors pass by reference.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-}
-"""Variables that vLLM's engine in this process needs."""
-DEFAULTS = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
-"""Variables that are set unless the user has set them."""
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks of adapters that vLLM may be started with."""
-WEIGHTS_DIR_HINT = " (engine.weights_dir says where)"
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class EngineDiedError(UserError):
@@ -73,10 +69,50 @@ class VllmEngine(Engine):
     Raises UserError if vLLM is missing or cannot serve the model.
     """
 
+    Config = VllmConfig
+    requires = REQUIRES
+    gives_entropy = True
+    takes_adapters = True
+    sized_by_share = True
+    replaceable = True
     continuous = True
     checkpoint_names = True
     version = -1
     """-1 until the first `sync`."""
+
+    @classmethod
+    def make(cls, parts: EngineParts) -> Self:
+        config = parts.config
+        settings = cast(VllmConfig, config.engine)
+        return cls(
+            parts.model_path,
+            end_ids=parts.end_ids,
+            max_model_len=parts.context,
+            dtype=config.model.dtype,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            sleep_level=settings.sleep_level,
+            entropy=wants_entropy(config),
+            lora=parts.lora,
+        )
+
+    @classmethod
+    def plan(cls, run: PlannedRun) -> EnginePlan:
+        settings = cast(VllmConfig, run.config.engine)
+        weights, cache = vllm_plan.card_bytes(run, cards=1, share=settings.gpu_memory_utilization)
+        keeps_base_weights = settings.sleep_level == 1
+        sends_adapters = vllm_plan.sends_adapters(run) and keeps_base_weights
+        return EnginePlan(
+            engines=run.ranks,
+            weights=weights,
+            cache=cache,
+            asleep=vllm_plan.ASLEEP,
+            host=run.weight_bytes if keeps_base_weights else 0,
+            cache_tokens=cache / run.kv_bytes,
+            cache_is_fixed=True,
+            least_step_s=vllm_plan.STEP_S,
+            sent_bytes=run.adapter_bytes if sends_adapters else None,
+            sent_by="files" if sends_adapters else "memory",
+        )
 
     def __init__(
         self,
@@ -125,6 +161,8 @@ class VllmEngine(Engine):
 
     def _start(self, model_dir: str, options: dict[str, Any]) -> Any:
         """vLLM's engine, after it has sampled one token."""
+        from paw.distributed.ranks import out_of_memory  # loads torch
+
         try:
             with _global_state_kept():
                 llm = self._vllm.LLM(model_dir, **options)
@@ -197,6 +235,8 @@ class VllmEngine(Engine):
 
         Their keys and values belong to the old weights.
         """
+        import torch
+
         super().sync(parameters, version)
         if self._asleep:
             torch.cuda.empty_cache()  # blocks that torch keeps for reuse would be in the way
@@ -226,13 +266,13 @@ class VllmEngine(Engine):
         self._asleep = True
         self._has_base = self._sleep_level == 1
 
-    def _load_weights(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    def _load_weights(self, parameters: Iterable[tuple[str, "Tensor"]]) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(parameters)})
         self._has_base = True
         if self._on_cpu:
             self._llm.apply_model(_repack_experts)
 
-    def _load_adapters(self, adapters: Iterable[tuple[str, Tensor]], lora: LoraConfig) -> None:
+    def _load_adapters(self, adapters: Iterable[tuple[str, "Tensor"]], lora: LoraConfig) -> None:
         make_request = self._vllm.lora.request.LoRARequest
         with tempfile.TemporaryDirectory(prefix="paw-") as folder:
             dtype = self._llm.llm_engine.model_config.dtype
@@ -253,92 +293,6 @@ class VllmEngine(Engine):
         super().close()
 
 
-def engine_options(
-    max_model_len: int, *, dtype: str, on_cpu: bool, entropy: bool, lora: LoraConfig | None
-) -> dict[str, Any]:
-    """vLLM's arguments, in this process and of a server."""
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": 256,
-        "max_num_batched_tokens": max(8192, max_model_len),
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",
-    }
-    if on_cpu:
-        options |= {"enforce_eager": True, "enable_chunked_prefill": False, "block_size": 32}
-    if entropy:
-        options["logits_processors"] = ["paw.rollouts.engines.entropy:Entropy"]
-    if lora:
-        options |= lora_options(lora)
-    return options
-
-
-def sampling_options(
-    request: Request, end_ids: Collection[int], entropy_key: str
-) -> dict[str, Any]:
-    """vLLM's sampling parameters.
-
-    Entropies are kept under the name `entropy_key`, unless it is "".
-    """
-    options = {
-        "max_tokens": request.max_tokens,
-        "temperature": request.temperature,
-        "seed": request.seed & (2**63 - 1),
-        "stop_token_ids": end_ids,
-        "logprobs": 0,
-        "detokenize": False,
-    }
-    if entropy_key:
-        options["extra_args"] = {"paw_entropy": [entropy_key, len(request.prompt_ids)]}
-    return options
-
-
-def lora_options(lora: LoraConfig) -> dict[str, Any]:
-    """vLLM's arguments for the adapters of one policy.
-
-    Raises UserError for a rank that vLLM does not serve.
-    """
-    for max_rank in LORA_RANKS:
-        if max_rank >= lora.rank:
-            return {
-                "enable_lora": True,
-                "max_lora_rank": max_rank,
-                "max_loras": 1,
-                "lora_target_modules": lora.targets,
-            }
-    raise UserError(
-        f"lora.rank = {lora.rank}: vLLM serves adapters of at most {LORA_RANKS[-1]};"
-        " use --lora.send merged"
-    )
-
-
-def write_adapters(
-    folder: Path,
-    adapters: Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype,
-    lora: LoraConfig,
-    name: str,
-) -> None:
-    """Write a folder as peft does, with the tensors in file `name`.
-
-    Going through sharded `adapters` is a collective call of all ranks.
-    """
-    from safetensors.torch import save_file
-
-    tensors = {key: tensor.to("cpu", dtype).contiguous() for key, tensor in adapters}
-    settings = {
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": lora.targets,
-    }
-    with writing(folder, WEIGHTS_DIR_HINT):
-        (folder / "adapter_config.json").write_text(json.dumps(settings))
-        save_file(tensors, folder / name, {"format": "pt"})
-
-
 def _repack_experts(model: Any) -> None:
     """Put the experts' weights into the order that the CPU's kernel reads.
 
@@ -356,6 +310,8 @@ def _naming(action: str) -> Iterator[None]:
 
     A lack of memory and the end of another rank pass as they are.
     """
+    from paw.distributed.ranks import lost_peer, out_of_memory  # loads torch
+
     try:
         yield
     except Exception as error:
@@ -368,31 +324,12 @@ def _naming(action: str) -> Iterator[None]:
         ) from error
 
 
-def import_vllm(key: str = "engine.type = 'vllm'") -> Any:
-    """vLLM, imported with the environment variables that it reads then.
-
-    Raises UserError if it is not installed.
-    """
-    os.environ.update(ENVIRONMENT)
-    for name, value in DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    try:
-        import vllm
-        import vllm.inputs
-        import vllm.lora.request
-        import vllm.platforms
-        import vllm.sampling_params
-    except ImportError as error:
-        raise UserError(
-            f"{key} needs vLLM ({error}); run: pip install 'paw-trainer[vllm]', or use "
-            "--engine.type transformers"
-        ) from None
-    return vllm
-
-
 @contextmanager
 def _global_state_kept() -> Iterator[None]:
     """Put back what construction changes: random generators and torch's number of threads."""
+    import numpy as np
+    import torch
+
     threads = torch.get_num_threads()
     set_threads = torch.set_num_threads
     python_state = random.getstate()

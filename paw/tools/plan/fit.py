@@ -150,7 +150,10 @@ def _same_learning(one: Config, other: Config) -> bool:
 
 def words(config: Config, before: Config) -> str:
     """The options of the command line that turn `before` into `config`."""
-    differing = [key for key in known_keys(config) if get(config, key) != get(before, key)]
+    chosen = flatten(as_set(config)) | flatten(as_set(before))
+    differing = [
+        key for key in known_keys(config) if key in chosen and get(config, key) != get(before, key)
+    ]
     return " ".join(f"--{key} {str(get(config, key)).lower()}" for key in differing)
 
 
@@ -267,7 +270,11 @@ def _saves(config: Config, change: Change) -> bool:
 
 
 def get(config: Config, key: str) -> Any:
-    return attrgetter(key)(config)
+    """The value of a dotted key; None if the configuration's plug-ins do not have it."""
+    try:
+        return attrgetter(key)(config)
+    except AttributeError:
+        return None
 
 
 def as_set(config: Config) -> dict[str, Any]:
