@@ -93,6 +93,27 @@ class Speaks(Slow):
         self.chat = parts.chat
 
 
+class FailsAtAStep(Slow):
+    def step(self):
+        return 1 / 0
+
+
+class FailsAtASync(Slow):
+    def sync(self, parameters, version):
+        raise KeyError("no such weight")
+
+
+class Exits(Slow):
+    def submit(self, request):
+        raise SystemExit(3)
+
+
+class Sparse(Slow):
+    def sleep(self):
+        for _ in self.at_once:
+            pass
+
+
 class Unfinished(Engine):
     pass
 

@@ -140,6 +140,23 @@ def test_mistakes_are_one_line(paw_here, settings, name, problem):
     assert re.search(problem, done.stderr), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("FailsAtAStep", r"ZeroDivisionError: division by zero \(own_engine.py, line \d+\)"),
+        ("FailsAtASync", r"KeyError: 'no such weight' \(own_engine.py, line \d+\)"),
+        ("Exits", r"SystemExit: 3 \(own_engine.py, line \d+\)"),
+        ("Sparse", r"TypeError: .*not iterable"),
+    ],
+)
+def test_what_it_raises_is_one_line_that_names_it(paw_here, settings, name, problem):
+    settings["engine.type"] = f"{FILE}:{name}"
+    done = paw_here("train", "quickstart", settings, code=2)
+    *_, line = done.stderr.splitlines()
+    assert re.match(rf"paw: engine\.type = '{re.escape(FILE.as_posix())}:{name}': {problem}", line)
+    assert "Traceback" not in done.stderr
+
+
 def test_it_has_the_chat(tiny_llm, tmp_path):
     config = load(
         "quickstart",

@@ -1,5 +1,9 @@
 """Rollout engines by name: built-in ones, and those of your own (docs/bring-your-own.md)."""
 
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +70,15 @@ def make_engine(
     )
     name = config.engine.type
     engine_type = find_engine(name)
-    with others_code(
-        f"engine.type = '{name}'",
-        spare=lambda error: out_of_memory(error) or lost_peer(error),
-        all_theirs=not _is_built_in(name),
-    ):
+
+    def naming_engine() -> AbstractContextManager[None]:
+        return others_code(
+            f"engine.type = '{name}'",
+            spare=lambda error: out_of_memory(error) or lost_peer(error),
+            all_theirs=not _is_built_in(name),
+        )
+
+    with naming_engine():
         engine = engine_type.make(parts)
     problem = ""
     if not isinstance(engine, Engine):
@@ -79,7 +87,27 @@ def make_engine(
         problem = f"{type(engine).__name__}.__init__ must call super().__init__(positions)"
     if problem:
         raise UserError(f"engine.type = '{name}': {problem}")
+    if not _is_built_in(name):
+        _name_failures(engine, naming_engine)
     return engine
+
+
+def _name_failures(
+    engine: Engine, naming_engine: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Have the engine's methods raise UserError for what a user's own code in them raises."""
+
+    def in_context(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with naming_engine():
+                return method(*args, **kwargs)
+
+        return call
+
+    for name, member in vars(Engine).items():
+        if inspect.isfunction(member) and not name.startswith("_"):
+            setattr(engine, name, in_context(getattr(engine, name)))
 
 
 def plan_engine(run: PlannedRun) -> EnginePlan:

@@ -182,7 +182,8 @@ class EnginePlan:
 class Engine(ABC):
     """Samples responses.
 
-    It holds requests of at most `positions` tokens, prompt and response together (None: any).
+    It holds requests of at most `positions` tokens, prompt and response together (None: any). What
+    methods of your own engine raise ends the run with a line that names it.
     """
 
     # What is known before there is an engine.
