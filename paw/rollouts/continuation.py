@@ -24,6 +24,7 @@ class Prompt:
 class Continuation:
     """What follows the end token of an answer: messages, then what opens the next response."""
 
+    messages: list[dict[str, Any]]
     ids: list[int]
     separator_ids: list[int]
     """The first of `ids`, before the text of the first message."""
@@ -49,7 +50,9 @@ def continue_after(
         ids += chat.observation_ids(text)
         spans.append((start, len(ids)))
     separator_ids, first_text = pieces[0]
-    return Continuation(ids=ids, separator_ids=separator_ids, first_text=first_text, spans=spans)
+    return Continuation(
+        messages=messages, ids=ids, separator_ids=separator_ids, first_text=first_text, spans=spans
+    )
 
 
 def ids_up_to_end(chat: Chat, turn: Turn) -> list[int]:
@@ -82,28 +85,21 @@ def add_result(chat: Chat, turn: Turn, reply: Reply, limit: int) -> None:
     for call, result in zip(calls, _results(turn), strict=False):
         messages.append(call.answer(result))
     continuation = continue_after(chat, reply.message(), messages)
-    record_observation(chat, turn, continuation, messages, limit=limit)
+    record_observation(chat, turn, continuation, limit=limit)
 
 
-def record_observation(
-    chat: Chat,
-    turn: Turn,
-    continuation: Continuation,
-    messages: list[dict[str, Any]],
-    *,
-    limit: int,
-) -> None:
+def record_observation(chat: Chat, turn: Turn, continuation: Continuation, *, limit: int) -> None:
     """Record in a turn where its observation stands in its `continuation`, and in what form.
 
-    Sets separator_ids; rendered_observation too if `messages`, which follow the turn, begin with
-    its results as they are; and for several results observation_ids and spans, of `limit` tokens at
+    Sets separator_ids; rendered_observation too if the messages that follow the turn begin with its
+    results as they are; and for several results observation_ids and spans, of `limit` tokens at
     most, including what the template writes between the results.
     """
     separator_ids = chat.missing_end(turn.response_ids) + continuation.separator_ids
     turn.separator_ids = separator_ids if separator_ids != chat.separator_ids else None
 
     results = _results(turn)
-    contents = [message["content"] for message in messages[: len(results)]]
+    contents = [message["content"] for message in continuation.messages[: len(results)]]
     if contents != results:
         return
     first_text = continuation.first_text

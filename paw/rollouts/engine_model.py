@@ -5,6 +5,7 @@ from typing import Any, Protocol
 from paw.config.sections import Config
 from paw.errors import EnvironmentFailure
 from paw.rollouts.continuation import (
+    Continuation,
     Prompt,
     add_result,
     continue_after,
@@ -53,7 +54,10 @@ class EngineModel(Model):
     async def _answer(
         self, turn: Turn, context: Context, continues: Response | None, stop: Stop, seed: int
     ) -> str:
-        prompt = self._prompt(context, continues)
+        continuation = self._continuation(context) if continues is None else None
+        if continuation is not None:
+            self._record_observation(continuation)
+        prompt = self._prompt(context, continues, continuation)
         turn.prompt_ids = prompt.ids
         stop_strings = StopStrings(self._chat, stop) if stop else None
         completion = await self._sampler.sample(self.episode, prompt.ids, seed, stop_strings)
@@ -79,14 +83,16 @@ class EngineModel(Model):
         if self.reply is None:
             return
         if self.reply.calls or self.reply.problem:
-            last_turn = self.episode.trajectory.turns[-1]
-            add_result(self._chat, last_turn, self.reply, self.config.wm.max_tokens)
+            add_result(self._chat, self._last_turn, self.reply, self.config.wm.max_tokens)
 
     # --- prompts
     # ---------------------------------------------------------------------------------------------
 
-    def _prompt(self, context: Context, continues: Response | None) -> Prompt:
-        """The prompt of the next turn.
+    def _prompt(
+        self, context: Context, continues: Response | None, continuation: Continuation | None
+    ) -> Prompt:
+        """The prompt of the next turn: after the response that it `continues`, or with the
+        `continuation` of the last turn, or rendered in full.
 
         One message is cut to rollout.max_prompt_tokens. Raises ContextFull if anything else is
         longer, EnvironmentFailure if it is the first prompt of a conversation.
@@ -100,8 +106,11 @@ class EngineModel(Model):
 
         if continues is not None:
             prompt = prompt_after_response(self._chat, continues.turn, context_text(context))
+        elif continuation is not None:
+            ids = ids_up_to_end(self._chat, self._last_turn) + continuation.ids
+            prompt = Prompt(ids, self._chat.opened)
         else:
-            ids = self._conversation_ids(conversation(context))
+            ids = self._chat.conversation_ids(conversation(context), self.env.tools)
             prompt = Prompt(ids, self._chat.opened)
             is_first_turn = not self.episode.trajectory.turns
             if len(ids) > limit and is_first_turn:
@@ -113,34 +122,34 @@ class EngineModel(Model):
             raise ContextFull(f"rollout.max_prompt_tokens = {limit}")
         return prompt
 
-    def _conversation_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Ids of a conversation.
-
-        If it continues the last one, the last turn gets a record of how it shows the observation.
-        """
+    def _continuation(self, context: Context) -> Continuation | None:
+        """What follows the last turn in a conversation that continues the last one, else None."""
+        messages = conversation(context)
         if not self._continues_last(messages):
-            return self._chat.conversation_ids(messages, self.env.tools)
-
-        last_turn = self.episode.trajectory.turns[-1]
+            return None
         answer_position = len(self._messages)
         answer = messages[answer_position]
         if self.reply is not None:
             answer = self.reply.message()
-        new_messages = messages[answer_position + 1 :]
-        continuation = continue_after(self._chat, answer, new_messages)
+        return continue_after(self._chat, answer, messages[answer_position + 1 :])
+
+    def _record_observation(self, continuation: Continuation) -> None:
+        """Record in the last turn how the next prompt shows its observation."""
         record_observation(
-            self._chat, last_turn, continuation, new_messages, limit=self.config.wm.max_tokens
+            self._chat, self._last_turn, continuation, limit=self.config.wm.max_tokens
         )
-        return ids_up_to_end(self._chat, last_turn) + continuation.ids
 
     def _continues_last(self, messages: list[dict[str, Any]]) -> bool:
         """Whether these are the last conversation's messages, the model's answer and new ones."""
         length = len(self._messages)
         if not 0 < length < len(messages) - 1 or messages[:length] != self._messages:
             return False
-        last_turn = self.episode.trajectory.turns[-1]
         answer = self.reply.message() if self.reply is not None else None
-        return stands_for(messages[length], last_turn.response, answer)
+        return stands_for(messages[length], self._last_turn.response, answer)
+
+    @property
+    def _last_turn(self) -> Turn:
+        return self.episode.trajectory.turns[-1]
 
     # --- completions
     # ---------------------------------------------------------------------------------------------
