@@ -34,7 +34,7 @@ from paw.errors import (
     describe,
     quietly,
 )
-from paw.processes.lifeline import die_with_parent, end_tool_servers
+from paw.processes.lifeline import die_with_parent, end_group_with_this, end_tool_servers
 from paw.rollouts.guard import CheckedEnv
 from paw.rundir.signals import STOPS
 from paw.types import Outcome, Reply
@@ -167,6 +167,7 @@ def _encode(answer: Fields) -> bytes:
 def main(descriptor: int, trainer: int) -> NoReturn:
     """Answer the calls on the connection `descriptor`, until the trainer closes it or ends."""
     die_with_parent(trainer)
+    end_group_with_this()
     os.set_inheritable(descriptor, False)
     # A terminal or a launcher sends signals here too: they are meant for the trainer, which saves
     # first. Programs that are started here handle them as usual.

@@ -302,6 +302,36 @@ def test_processes_end_with_a_trainer_that_is_killed(tmp_path):
         trainer.communicate()
 
 
+HELPED = f"""
+import time
+from paw.config.sections import Config, EnvConfig, ModelConfig
+from paw.envs import make_factory
+from paw.types import Task
+config = Config(model=ModelConfig(path="-"), env=EnvConfig(name="{FILE}:Helpers", processes=2))
+factory = make_factory(config)
+environments = [factory.make() for _ in range(2)]
+print(*(environment.reset(Task("x")) for environment in environments), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it needs pidfd_open")
+def test_what_processes_started_ends_with_a_trainer_that_is_killed():
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", HELPED], stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert trainer.stdout
+        helpers = [int(pid) for pid in trainer.stdout.readline().split()]
+        assert len(helpers) == 2 and all(map(alive, helpers))
+        trainer.kill()
+        until(lambda: not any(map(alive, helpers)))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.communicate()
+
+
 def test_a_check_goes_on_where_an_environment_ends_its_process(paw_here, tmp_path, monkeypatch):
     monkeypatch.setenv("DEADLY", "exits")
     monkeypatch.setenv("DEADLY_ONCE", str(tmp_path / "once"))
