@@ -1,6 +1,6 @@
 """What the chat template writes after a turn, and where the turn's observation stands in it.
 
-The agent `plain` needs neither, unless its environment shows conversations.
+The agent `plain` needs this only if its environment shows conversations.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from paw.types import Reply, Turn
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model is to go on from."""
+    """The tokens that the model continues."""
 
     ids: list[int]
     opened: str
-    """How the template opens the answer; "" within an answer that goes on."""
+    """How the template opens the answer; "" if an answer goes on."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,7 @@ def ids_up_to_end(chat: Chat, turn: Turn) -> list[int]:
 def prompt_after_response(chat: Chat, turn: Turn, text: str) -> Prompt:
     """The prompt of a turn and its response, then `text`.
 
-    The text is a user message if the response has ended, otherwise part of the answer, which goes
-    on.
+    The text is a user message if the response has ended. Otherwise the answer goes on after it.
     """
     ids = turn.prompt_ids + turn.response_ids
     text_ids = chat.observation_ids(text)

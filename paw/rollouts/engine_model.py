@@ -22,7 +22,7 @@ from paw.types import Turn
 
 
 class Sampler(Protocol):
-    """What plays the episode, `Rollouts`: it hands requests of all episodes to the engine."""
+    """What plays the episode (`Rollouts`): it hands the requests of all episodes to the engine."""
 
     config: Config
     chat: Chat
@@ -38,8 +38,8 @@ class EngineModel(Model):
 
     A prompt that continues an earlier turn begins with that turn's own ids: whatever the template
     would drop from earlier answers (Qwen3 drops their thoughts) or render differently stays as the
-    model wrote it. A conversation that does not continue the last one (the first, or one whose
-    environment rewrites an answer) is rendered in full.
+    model wrote it. A conversation that does not continue the last one is rendered in full: the
+    first, or one in which the environment has rewritten an answer.
     """
 
     def __init__(self, env: EnvHandle, sampler: Sampler) -> None:
@@ -91,11 +91,12 @@ class EngineModel(Model):
     def _prompt(
         self, context: Context, continues: Response | None, continuation: Continuation | None
     ) -> Prompt:
-        """The prompt of the next turn: after the response that it `continues`, or with the
-        `continuation` of the last turn, or rendered in full.
+        """The prompt of the next turn.
 
-        One message is cut to rollout.max_prompt_tokens. Raises ContextFull if anything else is
-        longer, EnvironmentFailure if it is the first prompt of a conversation.
+        It goes on from the response that it `continues`, or from the last turn with its
+        `continuation`, or is rendered in full. One message is cut to rollout.max_prompt_tokens.
+        Raises ContextFull if anything else is longer, EnvironmentFailure if that is the first
+        prompt of a conversation.
         """
         limit = self.config.rollout.max_prompt_tokens
         if continues is None and isinstance(context, str) and not self.env.tools:
@@ -116,7 +117,7 @@ class EngineModel(Model):
             if len(ids) > limit and is_first_turn:
                 raise EnvironmentFailure(
                     f"rollout.max_prompt_tokens = {limit}, the first prompt has {len(ids)}; "
-                    "raise it: of a conversation nothing is left out"
+                    "raise it: conversations are not cut"
                 )
         if len(prompt.ids) > limit:
             raise ContextFull(f"rollout.max_prompt_tokens = {limit}")
@@ -140,7 +141,7 @@ class EngineModel(Model):
         )
 
     def _continues_last(self, messages: list[dict[str, Any]]) -> bool:
-        """Whether these are the last conversation's messages, the model's answer and new ones."""
+        """Whether these are the last conversation's messages, the model's answer, and others."""
         length = len(self._messages)
         if not 0 < length < len(messages) - 1 or messages[:length] != self._messages:
             return False
@@ -161,7 +162,7 @@ class EngineModel(Model):
         stats.cached_tokens += completion.cached_tokens
 
     def _fill_tokens(self, turn: Turn, completion: Completion, length: int) -> None:
-        """Put the first `length` tokens of a completion into the turn, and their log-probs etc."""
+        """Put the first `length` tokens of a completion, with all about them, into the turn."""
         turn.response_ids = completion.token_ids[:length]
         turn.sampled_logp = completion.logp[:length]
         turn.entropy = completion.entropy and completion.entropy[:length]

@@ -72,7 +72,7 @@ class PlayState:
     in_flight: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
     """Completions that the engine owes, by the key of their request."""
     error: BaseException | None = None
-    """Ends the play."""
+    """What ends the play before all episodes have ended."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a request is queued, an environment is made, an episode ends or an error is set."""
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -80,11 +80,15 @@ class PlayState:
 
 
 class Rollouts:
-    """Plays episodes with `agent`, or that of agent.type.
+    """Plays episodes with `agent`, by default that of agent.type.
 
-    Keeps its environments (some are processes) between plays. `engine` and `chat` are the model's;
-    None if `run_episodes` gets a `make_model` instead. With several ranks, each encodes the world model's
-    targets of the episodes it has played, by `encode_observation`.
+    Environments (some are processes) are kept for later episodes. `engine` and `chat` are the
+    model's; None if `run_episodes` gets a `make_model` instead. With several ranks, each encodes
+    the world model's targets of the episodes that it has played, by `encode_observation`.
+
+    `training`, `evaluation` and `play_tasks` play tasks and return groups of all ranks. They
+    consist of `play_share`, which plays this rank's episodes, and `gather_groups`. `run_episodes`
+    runs given episodes to their ends; all others call it.
     """
 
     def __init__(
@@ -119,11 +123,11 @@ class Rollouts:
     def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
         """Play the first `count` tasks of update `step` in groups, as `play_tasks` does.
 
-        Then play further ones, see `refill`.
+        Then play further ones if groups have to be replaced, see `refill`.
         """
         tasks = self.tasks(step, count)
-        own = self.play_share_of_update(step, tasks, progress)
-        result = self.gather_groups(own, tasks, self.config.rollout.group_size)
+        own_result = self.play_share_of_update(step, tasks, progress)
+        result = self.gather_groups(own_result, tasks, self.config.rollout.group_size)
         return self.refill(result, step, count, progress)
 
     def tasks(self, step: int, count: int) -> list[Task]:
@@ -212,11 +216,11 @@ class Rollouts:
     ) -> RolloutResult:
         """Play each task `group_size` times with the engine's current weights.
 
-        Each rank plays its share of the episodes. `stream` as for `play_share`. Returns the groups of
-        all ranks, in the order of tasks. An episode that fails is in no group, and a group left
-        with fewer than min(2, group_size) members is dropped.
+        Each rank plays its share of the episodes. `stream` as for `play_share`. Returns the groups
+        of all ranks, in the order of tasks. An episode that fails is in no group, and a group that
+        is left with fewer than min(2, group_size) members is dropped.
         """
-        own = self.play_share(
+        own_result = self.play_share(
             tasks,
             group_size=group_size,
             temperature=temperature,
@@ -224,29 +228,30 @@ class Rollouts:
             stream=stream,
             progress=progress,
         )
-        return self.gather_groups(own, tasks, group_size)
+        return self.gather_groups(own_result, tasks, group_size)
 
     def gather_groups(
-        self, own: RolloutResult, tasks: list[Task], group_size: int
+        self, own_result: RolloutResult, tasks: list[Task], group_size: int
     ) -> RolloutResult:
         """The groups that all ranks have played, in the order of tasks.
 
-        `own` are this rank's parts of them. Groups left with too few members are dropped here,
-        whichever rank played them. A call of all ranks.
+        `own_result` has this rank's parts of them. Groups left with too few members are dropped
+        here, whichever rank played them. A call of all ranks.
         """
-        parts = [own]
+        parts = [own_result]
         if self.ranks and self.ranks.world_size > 1:
-            parts = exchange(own, tasks, self.ranks, self.encode_observation)
+            parts = exchange(own_result, tasks, self.ranks, self.encode_observation)
 
         groups = [Group(task, [], place) for place, task in enumerate(tasks)]
         for rank_groups, _ in parts:
             for group in rank_groups:
                 groups[group.place].trajectories += group.trajectories
 
-        kept = [group for group in groups if len(group.trajectories) >= min(2, group_size)]
+        least_members = min(2, group_size)
+        kept_groups = [group for group in groups if len(group.trajectories) >= least_members]
         stats = RolloutStats.sum(rank_stats for _, rank_stats in parts)
-        stats.groups_dropped = len(groups) - len(kept)
-        return kept, stats
+        stats.groups_dropped = len(groups) - len(kept_groups)
+        return kept_groups, stats
 
     def play_share(
         self,
@@ -368,10 +373,8 @@ class Rollouts:
         slots: asyncio.Semaphore,
         on_end: Callable[[Episode], None] | None,
     ) -> None:
-        """Play an episode once there is a slot for it.
-
-        What is not the episode's failure ends the play.
-        """
+        """Play an episode once there is a slot for it. An error that is not its failure ends the
+        play."""
         state = self._state
         try:
             async with slots:
@@ -406,7 +409,7 @@ class Rollouts:
     ) -> Completion:
         """What the engine samples for a prompt of an episode.
 
-        Raises EnvironmentFailure if it could not.
+        Raises EnvironmentFailure if it could not sample.
         """
         completion: asyncio.Future[Completion] = self.loop.create_future()
         request = Request(
@@ -454,7 +457,7 @@ class Rollouts:
             raise state.error
 
     def _engine_may_step(self) -> bool:
-        """Whether there are requests, and no others have to be waited for.
+        """Whether there are requests, and the step need not wait for more.
 
         Each step waits while environments are made, so that the members of a group begin together
         and share their prompt in the engine's cache. An engine that takes no request while it runs
@@ -491,9 +494,9 @@ class Rollouts:
     async def _run_episode(
         self, episode: Episode, make_model: Callable[[EnvHandle], Model]
     ) -> None:
-        """Play one episode.
+        """Play one episode in a new or idle environment.
 
-        Whatever goes wrong is its failure. Only the errors in `OURS` are raised.
+        Whatever goes wrong is the episode's failure. Raises the errors in `OURS` alone.
         """
         trajectory = episode.trajectory
         started = time.monotonic()
@@ -519,7 +522,7 @@ class Rollouts:
     ) -> None:
         """Have the agent play an episode in this environment, and judge it.
 
-        Raises what is wrong with the episode.
+        Raises an exception that says what is wrong with the episode.
         """
         trajectory = episode.trajectory
         env = EnvHandle(environment, self.threads, episode, self.config.env)
@@ -575,13 +578,13 @@ class Rollouts:
 
 
 async def _let_others_run() -> None:
-    """Let other tasks run as far as they can without waiting: from a thread's answer to a request."""
+    """Let other tasks run: as far as a thread's answer takes an agent, to its next request."""
     for _ in range(LOOP_ROUNDS):
         await asyncio.sleep(0)
 
 
 def _lacks_turns(episode: Episode) -> bool:
-    """Whether an episode without a turn has no reason to have none."""
+    """Whether an episode has no turn, although it neither failed nor ran out of context."""
     return not (episode.trajectory.turns or episode.trajectory.failure or episode.context_full)
 
 

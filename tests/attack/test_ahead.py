@@ -73,7 +73,7 @@ def played_ahead(tiny_llm, tmp_path, monkeypatch):
 
     yield play
     for rollouts in opened:
-        if not rollouts._now.loop.is_closed():
+        if not rollouts._rollouts.loop.is_closed():
             rollouts.close()
 
 
@@ -107,7 +107,7 @@ def test_a_users_error_of_any_class_is_its_line(played_ahead):
 def test_outcomes_of_any_class_arrive_bit_for_bit(played_ahead, capfd):
     rollouts = played_ahead("Odd")
     groups, stats = rollouts.training(0, 2)
-    expected, expected_stats = rollouts._now.training(0, 2)
+    expected, expected_stats = rollouts._rollouts.training(0, 2)
     assert [asdict(group) for group in groups] == [asdict(group) for group in expected]
     assert stats == expected_stats
     assert len(turns_of(groups)) == 12 and player() and AGAIN not in capfd.readouterr().err

@@ -1,13 +1,13 @@
 """What an engine is: token ids in, token ids and log-probabilities out, new weights after updates.
 
-`engine.type` names a class derived from `Engine`: one of ours, or your own (docs/bring-your-own.md).
-Both are declared in the same way, and all that an engine has to offer or may offer is documented
-here. Before a run has an engine, its class answers what `paw plan`, `paw doctor` and the checks of
-a configuration ask: class attributes and class methods.
+`engine.type` names a class derived from `Engine`: a built-in one, or your own (see
+docs/bring-your-own.md). Both are declared in the same way, and everything that an engine must or
+may offer is documented here. Before a run has an engine, its class answers what `paw plan`,
+`paw doctor` and the checks of a configuration ask, by class attributes and class methods.
 
 `submit` requests at any time, `step` until the finished ones come back. The transformers engine
-finishes whatever is queued in one step; vLLM batches continuously. The module of one of ours loads
-no torch when it is imported, so that a configuration is checked in a moment; yours may.
+finishes whatever is queued in one step; vLLM batches continuously. The module of a built-in engine
+loads no torch when it is imported, so that a configuration is checked in a moment; yours may.
 """
 
 from abc import ABC, abstractmethod
@@ -37,9 +37,9 @@ class Request:
     """One response to sample. An engine sees tokens only, neither environment nor actions.
 
     Most are turns of episodes. After an evaluation the callback `samples` also asks for predictions
-    of observations, which it shows in samples.jsonl: greedy (temperature 0), after the ids of a
-    turn, of as many tokens as its observation has, with negative keys. They are requests like any
-    other, but where `submit` refuses one with a UserError, there is no prediction.
+    of observations, which it shows in samples.jsonl. Their prompt is a turn up to where its
+    observation begins, max_tokens the observation's length, the temperature 0, and the key
+    negative. If `submit` refuses one with a UserError, that prediction is missing.
     """
 
     key: int
@@ -60,10 +60,10 @@ class Completion:
     token_ids: list[int]
     """Up to and including the end token, or cut at max_tokens."""
     logp: list[float]
-    """The model's own log-probability of each token: log_softmax(logits / temperature) over the full
-    vocabulary, however the token was chosen (top-p, a grammar). The trainer compares it with its
-    own (health/sampler_mismatch), ends the run if they differ, and with policy.old_logp = "engine"
-    trains on it. At temperature 0, with which nothing is trained, any number will do."""
+    """The model's own log-probability of each token: log_softmax(logits / temperature) over the
+    full vocabulary, however the token was chosen (top-p, a grammar). The trainer compares it with
+    its own (health/sampler_mismatch), ends the run if they differ, and with policy.old_logp =
+    "engine" trains on it. At temperature 0 any number will do: nothing is trained on it."""
     entropy: list[float] | None
     """Entropy at each token, nats; None if the engine does not give it."""
     cached_tokens: int = 0
