@@ -84,7 +84,7 @@ class Generator:
         head: Any = self._model.get_output_embeddings()
         device = head.weight.device
         responses = [_Response(request, self._end_ids) for request in batch]
-        # Indices in `batch` of the tensors' rows; a finished one stays until rows are dropped.
+        # Index in `batch` of each row of the tensors; a finished one stays until rows are dropped.
         live = list(range(len(batch)))
         seeds = np.array([request.seed & (2**64 - 1) for request in batch], dtype=np.uint64)
         temperature_B = torch.tensor([request.temperature for request in batch], device=device)
@@ -97,8 +97,8 @@ class Generator:
             uniform_B = torch.from_numpy(uniforms(seeds[live], t)).to(device)
             logits_BV = self._transform(head(hidden_BD))
             token_B, logp_B, entropy_B = sample(logits_BV, temperature_B, uniform_B)
-            drawn = zip(live, token_B.tolist(), logp_B.tolist(), entropy_B.tolist(), strict=True)
-            for index, token, logp, entropy in drawn:
+            samples = zip(live, token_B.tolist(), logp_B.tolist(), entropy_B.tolist(), strict=True)
+            for index, token, logp, entropy in samples:
                 if not responses[index].finished:
                     responses[index].add(token, logp, entropy)
             if cache is None or all(response.finished for response in responses):
@@ -228,7 +228,7 @@ class _RowCache(Cache):
 
 
 class _EvenCache(DynamicCache):
-    """The cache of transformers for every kind of layer; rows of one length need no masks."""
+    """The cache of transformers for layers of any kind; rows of one length need no masks."""
 
     def write_at(self, slot_B: Tensor, width: int) -> None: ...
 
@@ -281,7 +281,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def _batches(
     requests: Sequence[Request], max_tokens: int, *, same_length: bool
 ) -> Iterator[list[Request]]:
-    """Batches of requests of similar prompt length, or of the same one.
+    """Batches of requests whose prompts have similar lengths, or with `same_length` the same.
 
     Each has at most `max_tokens` padded tokens, or is a single request.
     """
@@ -303,8 +303,8 @@ def _batches(
 def _generation_mode(model: PreTrainedModel) -> Iterator[None]:
     """No gradients, no dropout, and an attention implementation that takes masks.
 
-    It is no_grad rather than inference_mode: what a module caches meanwhile (rotary tables, FSDP's
-    gathered parameters) has to be usable by the backward pass.
+    It is no_grad rather than inference_mode: the backward pass has to be able to use what a module
+    caches in this block (rotary tables, FSDP's gathered parameters).
     """
     training = model.training
     attention = model.config._attn_implementation

@@ -5,7 +5,7 @@ token ids and a seed; the response has token ids, log-probs and the version of t
 token.
 
 Servers are not trusted. One that does not answer in time, or answers wrongly, gets no more requests
-until it has taken the next weights, and the requests it held go to another one with the same seeds.
+until it has taken the next weights, and its pending ones go to another server with the same seeds.
 If none is left, requests come back as failed. The size of a response is bounded before it is read,
 and each number is checked against the request before it is used.
 """
@@ -64,21 +64,21 @@ class Server:
     def __init__(self, url: str) -> None:
         self.url = url
         self.name = masked(url)
-        """What files and lines call it."""
+        """Its name in files and messages: the URL without a password."""
         self.fault = "it has no weights yet"
-        """Why it gets no requests; "" if it is well."""
+        """Why it gets no requests; "" if nothing is wrong."""
         self.calls: set[asyncio.Future[Completion]] = set()
         self.entropy_lock = asyncio.Lock()
         """Held during a call for entropies."""
         self.next_entropy_call: EntropyCall | None = None
-        """The call that waits for the lock; more responses may join it."""
+        """The call that waits for the lock. More responses may join it."""
 
 
 class ServerPool:
-    """The servers at `urls`, which have one model, and this run's weights alone.
+    """The servers at `urls`, which all have the same model, and weights of this run alone.
 
-    Another process sends them the weights; `expect` and `arrive` tell this pool about it. The
-    process that sends them has a `SendingPool`. Each rank begins with another one of the servers.
+    Another process, which has a `SendingPool`, sends them the weights; `expect` and `arrive` tell
+    this pool about it. Each rank begins with another one of the servers.
 
     Args:
         vocabulary: tokens of the model.
@@ -108,7 +108,7 @@ class ServerPool:
         self.version = -1
         """Version of the weights that all servers have; -1 before the first."""
         self.pending_version = -1
-        """Version of the weights that are on their way, or arrived last."""
+        """Version of the weights that are on their way, or else of the last ones that arrived."""
         self._ranks = ranks
         self.timeout_s = timeout_s
         self._client = HttpClient("engine.type = 'server'", timeout_s=timeout_s)
@@ -120,7 +120,7 @@ class ServerPool:
         return {server.url: server.fault for server in self.servers if server.fault}
 
     def submit(self, request: Request, callback: Callable[[Completion], None]) -> None:
-        """Have the request answered; `callback` is called in another thread."""
+        """Have the request answered; another thread calls `callback` with the completion."""
         self._loop.begin(self._serve(request, callback))
 
     def sync(self, weights: Any, version: int) -> None:
@@ -142,7 +142,7 @@ class ServerPool:
         self._loop.close()
 
     async def _serve(self, request: Request, callback: Callable[[Completion], None]) -> None:
-        """Have one server after the other try, until one answers."""
+        """Ask one server after the other until one answers."""
         while True:
             usable = [server for server in self.servers if not server.fault]
             if not usable:
@@ -159,8 +159,8 @@ class ServerPool:
                 task = asyncio.current_task()
                 if task and task.cancelling():
                     raise
-                # Otherwise the call alone was cancelled: another request has found out what is
-                # wrong with the server.
+                # Otherwise only the call was cancelled: another request has found out that
+                # something is wrong with the server.
             except ValidationError as error:
                 self._lose(server, f"not vLLM's answer: {problem(error)}")
             except Exception as error:
@@ -226,9 +226,9 @@ class ServerPool:
         return GenerateResponse.model_validate_json(reply.body)
 
     async def _stream(self, url: str, body: dict[str, Any], request: Request) -> Choice:
-        """The response up to where `request.stopped` says that it is complete.
+        """The response, up to the token at which `request.stopped` says that it is complete.
 
-        The connection is closed then, which makes the server stop.
+        The connection is then closed, which makes the server stop.
         """
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []
@@ -275,24 +275,24 @@ class ServerPool:
             )
 
     def _versions(self, choice: Choice, oldest_version: int) -> list[int]:
-        """The version of each token's weights. Raises WrongAnswer for one that cannot be."""
+        """The version of each token's weights. Raises WrongAnswer for an impossible one."""
         spans = choice.weight_versions or []
         versions = token_versions(spans, len(choice.token_ids))
         if not all(oldest_version <= version <= self.pending_version for version in versions):
-            named = ", ".join(span.version for span in spans[:MAX_SPANS])
-            raise WrongAnswer(f"weights {named} in place of {self.version}")
+            answered = ", ".join(span.version for span in spans[:MAX_SPANS])
+            raise WrongAnswer(f"weights {answered} in place of {self.version}")
         return versions
 
     async def _entropy_of(self, server: Server, name: str, count: int) -> list[float] | None:
         """The entropies of a finished response of `count` tokens.
 
-        One call asks for all responses that finish while the call before is under way.
+        One call asks for all responses that finish while the previous call is under way.
         """
         call = server.next_entropy_call
         if call is None:
             responses: list[tuple[str, int]] = []
             result = asyncio.ensure_future(self._ask_entropies(server, responses))
-            # An error is raised for each response below; here it only counts as retrieved.
+            # An error is raised for each response below. Here it is only marked as retrieved.
             result.add_done_callback(lambda done: done.cancelled() or done.exception())
             call = EntropyCall(responses, result)
             server.next_entropy_call = call
@@ -307,7 +307,7 @@ class ServerPool:
         self, server: Server, responses: list[tuple[str, int]]
     ) -> list[list[float] | None]:
         async with server.entropy_lock:
-            server.next_entropy_call = None  # from here on nothing joins `responses`
+            server.next_entropy_call = None  # no more responses join this call
             body = {"method": "paw_entropy", "args": [responses]}
             max_bytes = most_bytes(sum(count for _, count in responses))
             reply = await self._client.ask(
@@ -328,7 +328,7 @@ class ServerPool:
 
 
 class SendingPool(ServerPool):
-    """The servers at `urls`, which get their weights from here: rank 0 sends, all ranks take part.
+    """The servers at `urls`, which get their weights from this run: rank 0 sends, all take part.
 
     Args:
         transfer: how weights are sent.
@@ -356,10 +356,10 @@ class SendingPool(ServerPool):
         self.on_expected: Callable[[int], None] = lambda version: None
         """Called with the version of weights that are about to be sent."""
         self.on_arrived: Callable[[int, dict[str, str]], None] = lambda version, faults: None
-        """Called with the version that servers have, and the faults of those that do not."""
+        """Called with the version that servers have, and the faults of those that lack it."""
 
     def sync(self, weights: Any, version: int) -> None:
-        """Send every parameter from rank 0 to every server, those that failed before too.
+        """Send every parameter from rank 0 to every server, including those that failed before.
 
         A call of all ranks. Raises UserError if a server does not take the first weights.
         """

