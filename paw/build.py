@@ -34,7 +34,7 @@ from paw.model.lora import add_adapters, check_targets
 from paw.model.optim import make_optimizer
 from paw.model.patches import apply_liger, compile_layers, import_liger
 from paw.model.policy import DTYPES, Policy, pick_backend, pick_device, weights_dtype
-from paw.rollouts.engines import find_engine, make_engine
+from paw.rollouts.engines import find_engine, make_engine, start_engine
 from paw.rollouts.engines.base import Engine
 from paw.rollouts.episode import find_agent
 from paw.rollouts.text.chat import Chat
@@ -186,11 +186,10 @@ def build(
     warmup_s = round(time.monotonic() - began, 1)
     path = on_this_machine(start, ranks) if ranks.world_size > 1 else start
 
-    engine_type = find_engine(config.engine.type)
-    adapters = _sent_adapters(config, engine_type)
+    adapters = _sent_adapters(config, find_engine(config.engine.type))
     started = None
     if ranks.first:
-        started = engine_type.start(config, path, device=device, ranks=ranks, lora=adapters)
+        started = start_engine(config, path, device=device, ranks=ranks, lora=adapters)
     if started:
         stack.callback(started.close)
     tokenizer = ranks.everywhere(lambda: load_tokenizer(path))

@@ -93,6 +93,12 @@ class Speaks(Slow):
         self.chat = parts.chat
 
 
+class FailsAtTheStart(Slow):
+    @classmethod
+    def start(cls, config, model_path, **options):
+        raise OSError("no such service")
+
+
 class FailsAtAStep(Slow):
     def step(self):
         return 1 / 0

@@ -143,6 +143,7 @@ def test_mistakes_are_one_line(paw_here, settings, name, problem):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
+        ("FailsAtTheStart", r"OSError: no such service \(own_engine.py, line \d+\)"),
         ("FailsAtAStep", r"ZeroDivisionError: division by zero \(own_engine.py, line \d+\)"),
         ("FailsAtASync", r"KeyError: 'no such weight' \(own_engine.py, line \d+\)"),
         ("Exits", r"SystemExit: 3 \(own_engine.py, line \d+\)"),
