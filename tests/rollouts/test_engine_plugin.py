@@ -81,6 +81,15 @@ def test_a_subclass_of_one_of_ours_has_its_settings():
     assert engine.engine.max_batch_tokens == 9 and find_engine(engine.engine.type).runs_policy
 
 
+def test_a_refusal_names_the_engine_that_was_chosen():
+    """Also if that is a subclass of one of ours."""
+    chosen = f"{FILE}:Watched"
+    config = load("quickstart", {"engine.type": chosen})
+    sliding = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    with pytest.raises(UserError, match=f"^engine.type = '{re.escape(chosen)}' samples from full"):
+        make_engine(config, policy=Policy(sliding), chat=make_chat(), model_path="")
+
+
 def plan(engine_type, **options):
     changes = {"engine.type": engine_type}
     return paw.plan("alfworld-grpo-paw-7b", gpus="8x80GB", changes=changes, **options)
