@@ -165,13 +165,16 @@ class EngineModel(Model):
         """Put the first `length` tokens of a completion, with all about them, into the turn."""
         turn.response_ids = completion.token_ids[:length]
         turn.sampled_logp = completion.logp[:length]
-        turn.entropy = completion.entropy and completion.entropy[:length]
+        if completion.entropy is not None:
+            turn.entropy = completion.entropy[:length]
         turn.server = completion.server
 
         missing_end = self._chat.missing_end(turn.response_ids)
         if missing_end:
             turn.separator_ids = missing_end + self._chat.separator_ids
 
-        versions = completion.versions and completion.versions[:length]
-        turn.version = min(versions) if versions else self._sampler.engine.version
-        turn.versions = versions if versions and len(set(versions)) > 1 else None
+        turn.version = self._sampler.engine.version
+        if completion.versions:
+            versions = completion.versions[:length]
+            turn.version = min(versions)
+            turn.versions = versions if len(set(versions)) > 1 else None

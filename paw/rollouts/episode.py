@@ -356,7 +356,7 @@ class Model(ABC):
         )
 
     def _unclaimed_reward(self) -> float:
-        """The sum of the rewards of steps before the first turn, which gets it; 0 for later turns."""
+        """The sum of rewards before the first turn, which gets it; 0 for later turns."""
         if self.episode.trajectory.turns:
             return 0.0
         return sum((outcome.reward for _, _, outcome in self.episode.steps), 0.0)

@@ -291,7 +291,9 @@ class Rollouts:
         stats.processes_lost = self._processes_lost - processes_lost_before
         self._report_cut_texts(stats.texts_cut)
         for group in groups:
-            group.trajectories = [t for t in group.trajectories if t.failure is None and t.turns]
+            group.trajectories = [
+                episode for episode in group.trajectories if _can_be_used(episode)
+            ]
         return groups, stats
 
     def _check_task(self, task: Task) -> None:
@@ -581,6 +583,11 @@ async def _let_others_run() -> None:
     """Let other tasks run: as far as a thread's answer takes an agent, to its next request."""
     for _ in range(LOOP_ROUNDS):
         await asyncio.sleep(0)
+
+
+def _can_be_used(trajectory: Trajectory) -> bool:
+    """Whether an episode has not failed and has turns."""
+    return trajectory.failure is None and bool(trajectory.turns)
 
 
 def _lacks_turns(episode: Episode) -> bool:

@@ -460,6 +460,8 @@ def _make_transfer(
     dtype = DTYPES[config.model.dtype]
     if settings.transfer == "files" or (settings.transfer == "auto" and device.type != "cuda"):
         return FileTransfer(dtype, settings.timeout_s, settings.weights_dir)
+    address = "127.0.0.1"
     on_this_machine = all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls)
-    address = "127.0.0.1" if on_this_machine else socket.gethostbyname(socket.gethostname())
+    if not on_this_machine:
+        address = socket.gethostbyname(socket.gethostname())
     return NcclTransfer(dtype, settings.timeout_s, address)

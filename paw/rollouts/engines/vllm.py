@@ -189,9 +189,10 @@ class VllmEngine(Engine):
             raise RuntimeError("the engine has no weights: call sync first")
         super().submit(request)
         key = str(request.key)
+        entropy_key = key if self._take_entropy else ""
         kinds = self._vllm.sampling_params.RequestOutputKind
         parameters = self._vllm.SamplingParams(
-            **sampling_options(request, self._end_ids, key if self._take_entropy else ""),
+            **sampling_options(request, self._end_ids, entropy_key),
             output_kind=kinds.CUMULATIVE if request.stopped else kinds.FINAL_ONLY,
         )
         prompt = self._vllm.inputs.tokens_input(request.prompt_ids)

@@ -105,10 +105,10 @@ class Chat:
         """
 
     def render(
-        self, messages: list[Any], tools: list[Any] | None = None, *, ask: bool = True
+        self, messages: list[Any], tools: list[Any] | None = None, *, opens_answer: bool = True
     ) -> str:
         """The template's text, see `ChatTemplate.render`."""
-        return self._template.render(messages, tools, ask=ask)
+        return self._template.render(messages, tools, opens_answer=opens_answer)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, including the control tokens that it writes."""
@@ -319,7 +319,7 @@ class Chat:
         marks = Marks(self._encoder.is_harmless)
         user = {"role": "user", "content": USER}
         try:
-            conversation = self.render([user, marks.message(reply.message())], ask=False)
+            conversation = self.render([user, marks.message(reply.message())], opens_answer=False)
             prompt = self.render([user])
             written = conversation.removeprefix(prompt)
             literals, texts, _ = marks.split(written, lambda text: text)
@@ -362,7 +362,7 @@ class Chat:
         call = Reply.of("", PROBE).message()
         with suppress(Exception):  # a template raises what it likes
             prompt = self.render([user], TOOLS)
-            with_call = self.render([user, call], TOOLS, ask=False)
+            with_call = self.render([user, call], TOOLS, opens_answer=False)
             written = with_call.rpartition("QxUser")[2]
             if with_call.startswith(prompt):
                 written = with_call.removeprefix(prompt)

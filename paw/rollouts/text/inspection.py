@@ -50,7 +50,7 @@ def inspect_template(
     """
     try:
         template.try_out()
-        turns = template.render_turns(USER, REPLY, USER_AGAIN, ask=False)
+        turns = template.render_turns(USER, REPLY, USER_AGAIN, opens_answer=False)
         prompt = template.render_turns(USER)
         spaced_prompt = template.render_turns(SPACED)
     except Exception as error:  # a template raises what it likes

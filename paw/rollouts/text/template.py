@@ -49,15 +49,14 @@ class ChatTemplate:
         self._options = dict(options)
 
     def render(
-        self, messages: list[Any], tools: list[Any] | None = None, *, ask: bool = True
+        self, messages: list[Any], tools: list[Any] | None = None, *, opens_answer: bool = True
     ) -> str:
-        """The template's text; with `ask`, it ends where the model's answer begins.
+        """The template's text; with `opens_answer`, it ends where the model's answer begins.
 
         Raises whatever the template raises, and TemplateLimitError if it does not end or writes too
         much.
         """
-
-        variables = {"tokenize": False, "add_generation_prompt": ask, **self._options}
+        variables = {"tokenize": False, "add_generation_prompt": opens_answer, **self._options}
 
         def apply() -> Any:
             return self._tokenizer.apply_chat_template(messages, tools=tools or None, **variables)
@@ -67,13 +66,13 @@ class ChatTemplate:
             raise TemplateLimitError(f"it writes more than {LONGEST:,} characters")
         return text
 
-    def render_turns(self, *contents: str, ask: bool = True) -> str:
+    def render_turns(self, *contents: str, opens_answer: bool = True) -> str:
         """The text of a conversation in which the user and the model take turns, the user first."""
         messages: list[dict[str, Any]] = []
         for index, content in enumerate(contents):
             role = "user" if index % 2 == 0 else "assistant"
             messages.append({"role": role, "content": content})
-        return self.render(messages, ask=ask)
+        return self.render(messages, opens_answer=opens_answer)
 
     def render_with_tools(self) -> list[str]:
         """Texts of a prompt with tools and of a conversation that calls one.
