@@ -1,6 +1,8 @@
 """An engine of one's own: it plays and trains, `paw plan` asks it, and mistakes are one line."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -182,6 +184,15 @@ def test_built_in_engines_say_what_they_can():
     assert transformers.runs_policy and not vllm.runs_policy
     assert vllm.shares_card and not server.shares_card
     assert server.gives_versions and not vllm.gives_versions
+
+
+def test_built_in_engines_are_known_without_torch():
+    code = (
+        "import sys; from paw.rollouts.engines import find_engine\n"
+        "for name in ('transformers', 'vllm', 'server'): find_engine(name)\n"
+        "sys.exit(not {'torch', 'transformers', 'numpy', 'vllm'}.isdisjoint(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_doctor_says_what_engines_can(paw_here):
