@@ -87,9 +87,10 @@ def test_a_refusal_names_the_engine_that_was_chosen():
     """Also if that is a subclass of one of ours."""
     chosen = f"{FILE}:Watched"
     config = load("quickstart", {"engine.type": chosen})
-    sliding = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    model = make_model()
+    model.config.attn_logit_softcapping = 50.0
     with pytest.raises(UserError, match=f"^engine.type = '{re.escape(chosen)}' samples from full"):
-        make_engine(config, policy=Policy(sliding), chat=make_chat(), model_path="")
+        make_engine(config, policy=Policy(model), chat=make_chat(), model_path="")
 
 
 def plan(engine_type, **options):
@@ -169,11 +170,8 @@ def test_what_it_raises_is_one_line_that_names_it(paw_here, settings, name, prob
     assert "Traceback" not in done.stderr
 
 
-def test_it_has_the_chat(tiny_llm, tmp_path):
-    config = load(
-        "quickstart",
-        {"engine.type": f"{FILE}:Speaks", "model.path": tiny_llm(tmp_path), "engine.at_once": 2},
-    )
+def test_it_has_the_chat():
+    config = load("quickstart", {"engine.type": f"{FILE}:Speaks"})
     chat = make_chat()
     engine = make_engine(config, policy=Policy(make_model()), chat=chat, model_path="")
     assert engine.chat is chat
