@@ -35,7 +35,7 @@ from paw.model.lora import add_adapters, check_targets
 from paw.model.optim import make_optimizer
 from paw.model.patches import apply_liger, compile_layers, import_liger
 from paw.model.policy import DTYPES, Policy, pick_backend, pick_device, weights_dtype
-from paw.rollouts.engines import find_engine, make_engine
+from paw.rollouts.engines import find_engine, make_engine, start_engine
 from paw.rollouts.engines.base import Closable, Engine
 from paw.rollouts.episode import find_agent
 from paw.rollouts.text.chat import Chat
@@ -188,7 +188,7 @@ def build(
     warmup_s = round(time.monotonic() - warmup_start, 1)
     path = on_this_machine(start, ranks) if ranks.world_size > 1 else start
 
-    adapters = _sent_adapters(config)
+    adapters = _sent_adapters(config, find_engine(config.engine.type))
     started = _start_engine(config, path, device, ranks, adapters, stack)
     tokenizer = ranks.everywhere(lambda: load_tokenizer(path))
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_parser)
@@ -271,10 +271,9 @@ def _agree_on_kernels(config: Config, device: torch.device, ranks: Ranks) -> Ker
     return kernels
 
 
-def _sent_adapters(config: Config) -> LoraConfig | None:
-    """The adapters that are sent to the engine apart from the base weights, if any."""
-    takes_adapters = find_engine(config.engine.type).takes_adapters
-    if config.lora.rank and config.lora.send == "adapters" and takes_adapters:
+def _sent_adapters(config: Config, engine_type: type[Engine]) -> LoraConfig | None:
+    """The adapters that the engine is sent apart from the base weights, if any."""
+    if config.lora.rank and config.lora.send == "adapters" and engine_type.takes_adapters:
         return config.lora
     return None
 
@@ -290,8 +289,7 @@ def _start_engine(
     """The processes that the engine needs, started on rank 0; `stack` closes them."""
     if not ranks.first:
         return None
-    engine_type = find_engine(config.engine.type)
-    started = engine_type.start(config, path, device=device, ranks=ranks, lora=adapters)
+    started = start_engine(config, path, device=device, ranks=ranks, lora=adapters)
     if started:
         stack.callback(started.close)
     return started

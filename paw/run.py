@@ -193,7 +193,7 @@ class Run(Parts, RunProgress):
             seed = self.config.run.seed * 1_000_003 + self.step * 31 + epoch
             yield from minibatches(samples, size=self.config.optim.minibatch_samples, seed=seed)
 
-    def play_again(self, error: StaleWeightsError) -> None:
+    def exclude_stale_servers(self, error: StaleWeightsError) -> None:
         """Exclude the servers that have other weights, for good.
 
         Raises the error if no others are left, or if episodes are played ahead: those have tokens
@@ -495,7 +495,7 @@ def _start(
     # config.toml keeps "auto": another machine may choose another.
     config_in_dtype = with_dtype(config, dtype)
     if ranks.first:
-        for line in remove_abandoned([None, config.engine.weights_dir]):
+        for line in remove_abandoned([None, *config.engine.weight_folders]):
             to_stdout(line)
     factory = _check_environment(config_in_dtype, device, ranks, preparation)
     parts = build(

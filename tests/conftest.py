@@ -174,7 +174,7 @@ def vllm_here() -> Iterator[Any]:
     """vLLM in this process, its engine too: a fourth of the cache, which it fills with zeros, and
     no compiled rank of a token, which nothing reads."""
     with pytest.MonkeyPatch.context() as patch:
-        from paw.rollouts.engines.vllm import import_vllm
+        from paw.rollouts.engines.vllm_library import import_vllm
 
         with pytest.MonkeyPatch.context() as eager:
             eager.setenv("TORCHDYNAMO_DISABLE", "1")

@@ -171,7 +171,7 @@ def play(
     tasks = factory.tasks(envs // size)
     cpu_start = time.process_time()
     start = time.perf_counter()
-    groups, stats = rollouts.play(
+    groups, stats = rollouts.play_tasks(
         tasks, group_size=size, temperature=1.0, seed=factory.seed, stream=""
     )
     wall = time.perf_counter() - start

@@ -128,7 +128,9 @@ def play(chat: Chat, name: str, style: str) -> list[Any]:
     groups = []
     # One task at a time: the engine has one response.
     for task in eval_tasks(factory, config.env.eval_split, QUESTIONS, 0):
-        played, stats = rollouts.play([task], group_size=1, temperature=1.0, seed=0, stream="bench")
+        played, stats = rollouts.play_tasks(
+            [task], group_size=1, temperature=1.0, seed=0, stream="bench"
+        )
         assert not stats.failures and played[0].trajectories[0].won, stats.failures
         groups += played
     rollouts.close()

@@ -25,7 +25,7 @@ from urllib.parse import urlparse
 from paw.config.sections import Config, EndpointConfig
 from paw.errors import UserError, clean, needed, to_stderr
 from paw.io.http import bounded
-from paw.rollouts.episode import EnvHandle, Model, PreviousResponse, Stop, message_and_prefix
+from paw.rollouts.episode import EnvHandle, Model, Response, Stop, message_and_prefix
 from paw.rollouts.text.chat import Context, ContextFull, context_text
 from paw.rollouts.text.stops import cut_at
 from paw.types import Reply as Answer
@@ -453,7 +453,7 @@ class EndpointModel(Model):
         self.endpoint = endpoint
 
     async def _answer(
-        self, turn: Turn, context: Context, continues: PreviousResponse, stop: Stop, seed: int
+        self, turn: Turn, context: Context, continues: Response | None, stop: Stop, seed: int
     ) -> str:
         message, start = message_and_prefix(context, continues)
         reply = await self.endpoint.complete(

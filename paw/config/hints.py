@@ -110,7 +110,8 @@ def hint(key: str, flat: Flat) -> str:
 
     choices = [choice for choice, own_keys in plugin_keys() if key in own_keys]
     if choices:
-        return f"; {' and '.join(choices)} has it"
+        verb = "has" if len(choices) == 1 else "have"
+        return f"; {' and '.join(choices)} {verb} it"
     for our_key, their_names in SYNONYMS.items():
         if leaf in their_names.split():
             return f"; it is '{our_key}' here"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,6 +18,29 @@ Flat = dict[str, Any]
 """{"optim.lr": 1e-6}"""
 Row = tuple[str, FieldInfo, list[Only]]
 """(dotted key, field, what it needs to apply)."""
+
+
+@dataclass(frozen=True)
+class OnlyPlugins(Only):
+    """Metadata of a key that applies only if the plug-in that `key` names has an ability.
+
+    That is a class attribute which is true. The class is asked, so a plug-in of one's own counts.
+    """
+
+    kind: str = ""
+    ability: str = ""
+
+    def __str__(self) -> str:
+        """Names the built-in ones that have it."""
+        able = [name for name in plugins.BUILT_IN[self.kind] if self.holds(name)]
+        return str(Only(self.key, tuple(able)))
+
+    def holds(self, value: Any) -> bool:
+        if not isinstance(value, str):
+            return False
+        with suppress(UserError):  # reported when the section itself is validated
+            return bool(getattr(plugins.load(self.kind, value), self.ability, False))
+        return False
 
 
 class Key(NamedTuple):

@@ -61,9 +61,9 @@ CALLBACKS = {
 BUILT_IN: dict[str, dict[str, str]] = {
     "envs": ENVS,
     "engines": {
-        "transformers": "paw.rollouts.engines.built_in:Transformers",
-        "vllm": "paw.rollouts.engines.built_in:Vllm",
-        "server": "paw.rollouts.engines.built_in:Server",
+        "transformers": "paw.rollouts.engines.transformers:TransformersEngine",
+        "vllm": "paw.rollouts.engines.vllm:VllmEngine",
+        "server": "paw.rollouts.engines.server:ServerEngine",
     },
     "advantages": {
         "grpo": "paw.algo.advantages:grpo",

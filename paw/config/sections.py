@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from paw.config import plugins
-from paw.config.keys import flatten, keys_of, section_type
+from paw.config.keys import OnlyPlugins, flatten, keys_of, section_type
 from paw.config.tool_sections import (
     EndpointConfig,
     EngineConfig,
@@ -180,7 +180,9 @@ class LoraConfig(Section):
     ]
     """Names of the linear layers that get adapters."""
     send: Annotated[
-        Literal["adapters", "merged"], LORA, Only("engine.type", ("vllm", "server"))
+        Literal["adapters", "merged"],
+        LORA,
+        OnlyPlugins("engine.type", kind="engines", ability="takes_adapters"),
     ] = "adapters"
     """What vLLM gets after each update: adapters, which it applies to its base weights, or merged
     weights."""
@@ -248,7 +250,7 @@ class RolloutConfig(Section):
     most refill times `tasks`."""
     temperature: Positive = 1.0
     """Sampling temperature."""
-    ahead: Annotated[Natural, Only("engine.type", ("server",))] = 0
+    ahead: Annotated[Natural, OnlyPlugins("engine.type", kind="engines", ability="has_pool")] = 0
     """Updates whose episodes are played ahead while the trainer works. No token comes from weights
     that are more updates old."""
     max_prompt_tokens: Count = 2048
@@ -470,12 +472,9 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_servers(self) -> "Config":
-        if self.engine.type == "server" and bool(self.engine.urls) == bool(self.engine.servers):
-            raise ValueError(
-                "engine.type = 'server' needs either engine.urls = 'http://...' or "
-                "engine.servers = 1"
-            )
+    def _check_engine(self) -> "Config":
+        if self.engine.contradiction:
+            raise ValueError(self.engine.contradiction)
         return self
 
     @model_validator(mode="after")

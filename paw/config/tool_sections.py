@@ -23,9 +23,6 @@ from paw.config.values import (
     Url,
 )
 
-SERVER = Only("engine.type", ("server",))
-STARTED = Only("engine.servers")
-
 
 def listed(value: Any) -> Any:
     """The list of one for a text alone; anything else as it is."""
@@ -33,50 +30,29 @@ def listed(value: Any) -> Any:
 
 
 class EngineConfig(PluginSection):
-    """The engine that samples responses."""
+    """The engine that samples responses. Each has further keys of its own."""
 
-    KIND, KEY, WITHIN = "engines", "type", ("transformers", "vllm", "server")
+    KIND = "engines"
+    KEY = "type"
     type: str = "transformers"
     """transformers: the trainer's own weights. vllm: an engine in each rank, beside the trainer.
     server: servers of vLLM, on devices or machines of their own (docs/scale.md). Or an engine of
     your own, "module:name" or "FILE.py:name" (docs/bring-your-own.md)."""
-    max_batch_tokens: Annotated[Count, Only("engine.type", ("transformers",))] = 65536
-    """Padded prompt tokens of one forward pass."""
-    gpu_memory_utilization: Annotated[Share, Only("engine.type", ("vllm", "server"))] | None = None
-    """Share of the device's memory for vLLM's weights and KV cache. Unset, it is 0.5 beside the
-    trainer and 0.9 for a server."""
-    sleep_level: Annotated[Literal[1, 2], Only("engine.type", ("vllm",))] = 2
-    """What vLLM does with its weights while the trainer works: 2 drops them (every update sends new
-    ones), 1 keeps them in host memory."""
-    urls: Annotated[list[Url], SERVER] = []
-    """Servers that already run this model, for this run alone: one URL or a list."""
-    servers: Annotated[Natural, SERVER] = 0
-    """Servers to start on this machine in place of `urls`. They end with the run."""
-    tensor_parallel: Annotated[Count, SERVER, STARTED] = 1
-    """GPUs of each server. `paw train --gpus N` leaves servers * tensor_parallel of the N to
-    them."""
-    transfer: Annotated[Literal["auto", "nccl", "files"], SERVER] = "auto"
-    """How weights reach the servers: nccl sends them between GPUs, files through a folder that both
-    see. auto is nccl on a GPU, else files."""
-    weights_dir: Annotated[Path | None, SERVER] = None
-    """The folder for transfer by files; unset, it is in memory, for servers on this machine."""
-    timeout_s: Annotated[Seconds, SERVER] = 600.0
-    """Seconds that a server may take for a response, or to load new weights, before it is left
-    out."""
-
-    _one_or_more = field_validator("urls", mode="before")(listed)
-
-    @property
-    def memory_share(self) -> float:
-        """gpu_memory_utilization, or its default for this type of engine."""
-        if self.gpu_memory_utilization:
-            return self.gpu_memory_utilization
-        return 0.9 if self.type == "server" else 0.5
 
     @property
     def gpus(self) -> int:
-        """GPUs of the servers that the run starts; only engine.type = "server" has any."""
-        return self.servers * self.tensor_parallel
+        """GPUs that the run leaves to engines that it starts."""
+        return 0
+
+    @property
+    def weight_folders(self) -> list[Path]:
+        """Folders, besides memory, in which the run may leave weights for its engines."""
+        return []
+
+    @property
+    def contradiction(self) -> str:
+        """Which keys do not go together and what would; "" if all do."""
+        return ""
 
 
 class WarmupConfig(Section):

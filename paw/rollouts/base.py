@@ -1,4 +1,4 @@
-"""What playing episodes results in, and what plays them for a run."""
+"""The result of playing episodes, and the protocol of what plays them for a run."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class RolloutStats:
     failed: list[Trajectory] = field(default_factory=list)
     """Episodes whose environment or agent failed. They are in no group."""
     uniform: list[Group] = field(default_factory=list)
-    """Groups whose returns are all equal, if others took their place."""
+    """Groups whose returns are all equal, if others have replaced them."""
 
     @property
     def failures(self) -> list[str]:
@@ -62,14 +62,12 @@ class RolloutStats:
 
 
 RolloutResult = tuple[list[Group], RolloutStats]
-"""The groups that were played, and what happened meanwhile."""
+"""The groups that were played, and counts of what happened."""
 
 
 class RolloutSource(Protocol):
-    """Where a run gets its episodes.
-
-    They are played when asked for (`Rollouts`), or in advance (`AsyncRollouts`).
-    """
+    """Where a run gets its episodes: played when asked for (`Rollouts`), or in advance
+    (`AsyncRollouts`)."""
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
         """The episodes of the first `count` tasks of update `step`, in groups.

@@ -1,6 +1,6 @@
 """What the chat template writes after a turn, and where the turn's observation stands in it.
 
-The agent `plain` needs neither, unless its environment shows conversations.
+The agent `plain` needs this only if its environment shows conversations.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,18 @@ from paw.types import Reply, Turn
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model is to go on from."""
+    """The tokens that the model continues."""
 
     ids: list[int]
     opened: str
-    """How the template opens the answer; "" within an answer that goes on."""
+    """How the template opens the answer; "" if an answer goes on."""
 
 
 @dataclass(frozen=True)
 class Continuation:
     """What follows the end token of an answer: messages, then what opens the next response."""
 
+    messages: list[dict[str, Any]]
     ids: list[int]
     separator_ids: list[int]
     """The first of `ids`, before the text of the first message."""
@@ -40,7 +41,7 @@ def continue_after(
 
     Each text is encoded on its own, so the world model finds it there as a target.
     """
-    pieces = chat.added(answer, messages)
+    pieces = chat.following(answer, messages)
     ids: list[int] = []
     spans: list[tuple[int, int]] = []
     for template_ids, text in pieces:
@@ -49,7 +50,9 @@ def continue_after(
         ids += chat.observation_ids(text)
         spans.append((start, len(ids)))
     separator_ids, first_text = pieces[0]
-    return Continuation(ids=ids, separator_ids=separator_ids, first_text=first_text, spans=spans)
+    return Continuation(
+        messages=messages, ids=ids, separator_ids=separator_ids, first_text=first_text, spans=spans
+    )
 
 
 def ids_up_to_end(chat: Chat, turn: Turn) -> list[int]:
@@ -60,8 +63,7 @@ def ids_up_to_end(chat: Chat, turn: Turn) -> list[int]:
 def prompt_after_response(chat: Chat, turn: Turn, text: str) -> Prompt:
     """The prompt of a turn and its response, then `text`.
 
-    The text is a user message if the response has ended, otherwise part of the answer, which goes
-    on.
+    The text is a user message if the response has ended. Otherwise the answer goes on after it.
     """
     ids = turn.prompt_ids + turn.response_ids
     text_ids = chat.observation_ids(text)
@@ -82,28 +84,21 @@ def add_result(chat: Chat, turn: Turn, reply: Reply, limit: int) -> None:
     for call, result in zip(calls, _results(turn), strict=False):
         messages.append(call.answer(result))
     continuation = continue_after(chat, reply.message(), messages)
-    record_observation(chat, turn, continuation, messages, limit=limit)
+    record_observation(chat, turn, continuation, limit=limit)
 
 
-def record_observation(
-    chat: Chat,
-    turn: Turn,
-    continuation: Continuation,
-    messages: list[dict[str, Any]],
-    *,
-    limit: int,
-) -> None:
+def record_observation(chat: Chat, turn: Turn, continuation: Continuation, *, limit: int) -> None:
     """Record in a turn where its observation stands in its `continuation`, and in what form.
 
-    Sets separator_ids; rendered_observation too if `messages`, which follow the turn, begin with
-    its results as they are; and for several results observation_ids and spans, of `limit` tokens at
+    Sets separator_ids; rendered_observation too if the messages that follow the turn begin with its
+    results as they are; and for several results observation_ids and spans, of `limit` tokens at
     most, including what the template writes between the results.
     """
     separator_ids = chat.missing_end(turn.response_ids) + continuation.separator_ids
     turn.separator_ids = separator_ids if separator_ids != chat.separator_ids else None
 
     results = _results(turn)
-    contents = [message["content"] for message in messages[: len(results)]]
+    contents = [message["content"] for message in continuation.messages[: len(results)]]
     if contents != results:
         return
     first_text = continuation.first_text

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 from paw.config.sections import Config
 from paw.errors import EnvironmentFailure
 from paw.rollouts.continuation import (
+    Continuation,
     Prompt,
     add_result,
     continue_after,
@@ -13,7 +14,7 @@ from paw.rollouts.continuation import (
     record_observation,
 )
 from paw.rollouts.engines.base import Completion, Engine
-from paw.rollouts.episode import EnvHandle, Episode, Model, PreviousResponse, Stop
+from paw.rollouts.episode import EnvHandle, Episode, Model, Response, Stop
 from paw.rollouts.text.chat import Chat, Context, ContextFull, context_text
 from paw.rollouts.text.marks import conversation, stands_for
 from paw.rollouts.text.stops import StopStrings, text_before
@@ -21,7 +22,7 @@ from paw.types import Turn
 
 
 class Sampler(Protocol):
-    """What plays the episode, `Rollouts`: it hands requests of all episodes to the engine."""
+    """What plays the episode (`Rollouts`): it hands the requests of all episodes to the engine."""
 
     config: Config
     chat: Chat
@@ -37,8 +38,8 @@ class EngineModel(Model):
 
     A prompt that continues an earlier turn begins with that turn's own ids: whatever the template
     would drop from earlier answers (Qwen3 drops their thoughts) or render differently stays as the
-    model wrote it. A conversation that does not continue the last one (the first, or one whose
-    environment rewrites an answer) is rendered in full.
+    model wrote it. A conversation that does not continue the last one is rendered in full: the
+    first, or one in which the environment has rewritten an answer.
     """
 
     def __init__(self, env: EnvHandle, sampler: Sampler) -> None:
@@ -51,9 +52,12 @@ class EngineModel(Model):
         """Calls of tools so far."""
 
     async def _answer(
-        self, turn: Turn, context: Context, continues: PreviousResponse, stop: Stop, seed: int
+        self, turn: Turn, context: Context, continues: Response | None, stop: Stop, seed: int
     ) -> str:
-        prompt = self._prompt(context, continues)
+        continuation = self._continuation(context) if continues is None else None
+        if continuation is not None:
+            self._record_observation(continuation)
+        prompt = self._prompt(context, continues, continuation)
         turn.prompt_ids = prompt.ids
         stop_strings = StopStrings(self._chat, stop) if stop else None
         completion = await self._sampler.sample(self.episode, prompt.ids, seed, stop_strings)
@@ -79,17 +83,20 @@ class EngineModel(Model):
         if self.reply is None:
             return
         if self.reply.calls or self.reply.problem:
-            last_turn = self.episode.trajectory.turns[-1]
-            add_result(self._chat, last_turn, self.reply, self.config.wm.max_tokens)
+            add_result(self._chat, self._last_turn, self.reply, self.config.wm.max_tokens)
 
     # --- prompts
     # ---------------------------------------------------------------------------------------------
 
-    def _prompt(self, context: Context, continues: PreviousResponse) -> Prompt:
+    def _prompt(
+        self, context: Context, continues: Response | None, continuation: Continuation | None
+    ) -> Prompt:
         """The prompt of the next turn.
 
-        One message is cut to rollout.max_prompt_tokens. Raises ContextFull if anything else is
-        longer, EnvironmentFailure if it is the first prompt of a conversation.
+        It goes on from the response that it `continues`, or from the last turn with its
+        `continuation`, or is rendered in full. One message is cut to rollout.max_prompt_tokens.
+        Raises ContextFull if anything else is longer, EnvironmentFailure if that is the first
+        prompt of a conversation.
         """
         limit = self.config.rollout.max_prompt_tokens
         if continues is None and isinstance(context, str) and not self.env.tools:
@@ -100,47 +107,50 @@ class EngineModel(Model):
 
         if continues is not None:
             prompt = prompt_after_response(self._chat, continues.turn, context_text(context))
+        elif continuation is not None:
+            ids = ids_up_to_end(self._chat, self._last_turn) + continuation.ids
+            prompt = Prompt(ids, self._chat.opened)
         else:
-            ids = self._conversation_ids(conversation(context))
+            ids = self._chat.conversation_ids(conversation(context), self.env.tools)
             prompt = Prompt(ids, self._chat.opened)
             is_first_turn = not self.episode.trajectory.turns
             if len(ids) > limit and is_first_turn:
                 raise EnvironmentFailure(
                     f"rollout.max_prompt_tokens = {limit}, the first prompt has {len(ids)}; "
-                    "raise it: of a conversation nothing is left out"
+                    "raise it: conversations are not cut"
                 )
         if len(prompt.ids) > limit:
             raise ContextFull(f"rollout.max_prompt_tokens = {limit}")
         return prompt
 
-    def _conversation_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Ids of a conversation.
-
-        If it continues the last one, the last turn gets a record of how it shows the observation.
-        """
+    def _continuation(self, context: Context) -> Continuation | None:
+        """What follows the last turn in a conversation that continues the last one, else None."""
+        messages = conversation(context)
         if not self._continues_last(messages):
-            return self._chat.conversation_ids(messages, self.env.tools)
-
-        last_turn = self.episode.trajectory.turns[-1]
+            return None
         answer_position = len(self._messages)
         answer = messages[answer_position]
         if self.reply is not None:
             answer = self.reply.message()
-        new_messages = messages[answer_position + 1 :]
-        continuation = continue_after(self._chat, answer, new_messages)
+        return continue_after(self._chat, answer, messages[answer_position + 1 :])
+
+    def _record_observation(self, continuation: Continuation) -> None:
+        """Record in the last turn how the next prompt shows its observation."""
         record_observation(
-            self._chat, last_turn, continuation, new_messages, limit=self.config.wm.max_tokens
+            self._chat, self._last_turn, continuation, limit=self.config.wm.max_tokens
         )
-        return ids_up_to_end(self._chat, last_turn) + continuation.ids
 
     def _continues_last(self, messages: list[dict[str, Any]]) -> bool:
-        """Whether these are the last conversation's messages, the model's answer and new ones."""
+        """Whether these are the last conversation's messages, the model's answer, and others."""
         length = len(self._messages)
         if not 0 < length < len(messages) - 1 or messages[:length] != self._messages:
             return False
-        last_turn = self.episode.trajectory.turns[-1]
         answer = self.reply.message() if self.reply is not None else None
-        return stands_for(messages[length], last_turn.response, answer)
+        return stands_for(messages[length], self._last_turn.response, answer)
+
+    @property
+    def _last_turn(self) -> Turn:
+        return self.episode.trajectory.turns[-1]
 
     # --- completions
     # ---------------------------------------------------------------------------------------------
@@ -152,16 +162,19 @@ class EngineModel(Model):
         stats.cached_tokens += completion.cached_tokens
 
     def _fill_tokens(self, turn: Turn, completion: Completion, length: int) -> None:
-        """Put the first `length` tokens of a completion into the turn, and their log-probs etc."""
+        """Put the first `length` tokens of a completion, with all about them, into the turn."""
         turn.response_ids = completion.token_ids[:length]
         turn.sampled_logp = completion.logp[:length]
-        turn.entropy = completion.entropy and completion.entropy[:length]
+        if completion.entropy is not None:
+            turn.entropy = completion.entropy[:length]
         turn.server = completion.server
 
         missing_end = self._chat.missing_end(turn.response_ids)
         if missing_end:
             turn.separator_ids = missing_end + self._chat.separator_ids
 
-        versions = completion.versions and completion.versions[:length]
-        turn.version = min(versions) if versions else self._sampler.engine.version
-        turn.versions = versions if versions and len(set(versions)) > 1 else None
+        turn.version = self._sampler.engine.version
+        if completion.versions:
+            versions = completion.versions[:length]
+            turn.version = min(versions)
+            turn.versions = versions if len(set(versions)) > 1 else None

@@ -1,8 +1,8 @@
 """A worker process of env.processes: it makes environments and calls their methods for the trainer.
 
-The trainer's side, and what the two send each other, is `paw.envs.workers.process`. What an
-environment returns is checked here, as it is in the trainer without processes, and leaves as one
-JSON object a line.
+`paw.envs.workers.process` is the trainer's side, and says what the two send each other. What an
+environment returns is checked here, as the trainer does without processes, and sent as one JSON
+object on a line.
 """
 
 import inspect
@@ -34,7 +34,7 @@ from paw.errors import (
     describe,
     quietly,
 )
-from paw.processes.lifeline import die_with_parent, end_tool_servers
+from paw.processes.lifeline import die_with_parent, end_group_with_this, end_tool_servers
 from paw.rollouts.guard import CheckedEnv
 from paw.rundir.signals import STOPS
 from paw.types import Outcome, Reply
@@ -60,7 +60,7 @@ class Environments:
     ) -> None:
         """Answer a call: in a thread if environments block, otherwise here, one after the other.
 
-        The trainer does not use those `forgotten` any more.
+        The trainer no longer uses the environments whose numbers are `forgotten`.
         """
         for forgotten_number in forgotten:
             self._by_number.pop(forgotten_number, None)
@@ -82,9 +82,9 @@ class Environments:
         self._send({"key": key, **answer})
 
     def _call(self, method: str, number: int, pickled: bytes) -> Fields:
-        """Call a method of an environment, or make one; returns the fields of its result.
+        """Call a method of an environment, or make one. Returns the fields of the result.
 
-        `pickled` are the arguments.
+        `pickled` has the arguments.
         """
         try:
             arguments = ForkingPickler.loads(pickled)  # pyright: ignore[reportAttributeAccessIssue]
@@ -151,9 +151,9 @@ def _spoken(reply: Reply) -> Fields:
 
 
 def _encode(answer: Fields) -> bytes:
-    """An answer as a line of JSON, or a failure if that cannot be.
+    """An answer as a line of JSON, or a failure if it is not JSON or too long.
 
-    Lone surrogates, which no reader of JSON takes, become question marks.
+    Lone surrogates, which no reader of JSON accepts, become question marks.
     """
     try:
         line = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
@@ -167,6 +167,7 @@ def _encode(answer: Fields) -> bytes:
 def main(descriptor: int, trainer: int) -> NoReturn:
     """Answer the calls on the connection `descriptor`, until the trainer closes it or ends."""
     die_with_parent(trainer)
+    end_group_with_this()
     os.set_inheritable(descriptor, False)
     # A terminal or a launcher sends signals here too: they are meant for the trainer, which saves
     # first. Programs that are started here handle them as usual.
@@ -184,7 +185,7 @@ def main(descriptor: int, trainer: int) -> NoReturn:
                 line = line[written:]
 
     environments = None
-    with suppress(EOFError, OSError):  # the trainer has ended, or does not need this any more
+    with suppress(EOFError, OSError):  # the trainer has ended, or no longer needs this process
         environments = _start(requests.recv(), send)
         while environments:
             environments.play(*requests.recv())
@@ -199,9 +200,9 @@ def main(descriptor: int, trainer: int) -> NoReturn:
 
 
 def _start(section: str, send: Callable[[Fields], None]) -> Environments | None:
-    """The environments of a section [env] as JSON.
+    """The environments of a section [env], given as JSON.
 
-    None if they cannot be made, which is sent to the trainer.
+    None if they cannot be made, after telling the trainer why.
     """
     try:
         kind = section_type(EnvConfig, json.loads(section)["name"])

@@ -1,4 +1,4 @@
-"""One episode: an agent, a coroutine like `plain` below, between an environment and a model.
+"""One episode: an agent, which is a coroutine like `plain` below, an environment and a model.
 
 Every `generate` becomes a Turn with the engine's own token ids and log-probs, and `step` gives that
 turn its outcome, so every agent can be trained.
@@ -32,7 +32,7 @@ CALLS_PER_TURN = 100
 LATE_S = 0.02
 """Seconds that a timer may be late.
 
-A later one was held up by a batch of the engine or another agent: the wait begins anew.
+One that is later was held up by a batch of the engine or another agent, so the wait starts again.
 """
 
 
@@ -64,8 +64,8 @@ class Episode:
 class Patience:
     """Limits how long an agent waits for anything but the model and the environment.
 
-    Those have limits of their own. Only an agent that awaits can be ended: one that blocks, blocks
-    the loop.
+    Those have limits of their own. Only an agent that awaits can be ended: one that blocks also
+    blocks the loop.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -97,7 +97,7 @@ class Patience:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Around what the model or the environment does: that time does not count."""
+        """Around calls of the model or the environment, whose time does not count."""
         self._pauses += 1
         self._restart()
         try:
@@ -150,7 +150,7 @@ class EnvHandle:
 
     @property
     def instruction(self) -> str:
-        """The environment's member `task`, which is the task in words, or the last observation."""
+        """The task in words: the environment's member `task`, or else the last observation."""
         text = getattr(self._environment, "task", None)
         return text if isinstance(text, str) else self.observation
 
@@ -183,7 +183,8 @@ class EnvHandle:
     async def step(self, response: str) -> Outcome:
         """Play the action that the environment reads from `response`, the model's last answer.
 
-        The rewards of steps that the model was not asked about are added to that turn.
+        The last turn gets the outcome. If several steps follow a call of the model, their rewards
+        add up.
         """
         episode = self.episode
         turns = episode.trajectory.turns
@@ -254,13 +255,13 @@ class EnvHandle:
 
 
 class Response(str):
-    """What the model wrote in one call, up to a stop string, which is not part of it."""
+    """What the model wrote in one call, up to the stop string, which is not part of it."""
 
     turn: Turn
     stop: str
     """The stop string that ended it; "" without one."""
     message: Context
-    """What it answers."""
+    """The context that it answers."""
     answer: str
     """The whole answer so far, stop strings included.
 
@@ -289,7 +290,6 @@ class Response(str):
         return response
 
 
-PreviousResponse = Response | None
 Stop = Sequence[str]
 
 
@@ -304,7 +304,7 @@ class Model(ABC):
         """The last answer with its calls, if the environment has tools."""
 
     async def generate(
-        self, context: Context, *, stop: Stop = (), continues: PreviousResponse = None
+        self, context: Context, *, stop: Stop = (), continues: Response | None = None
     ) -> Response:
         """The response to `context`; it ends before the first of the `stop` strings.
 
@@ -342,7 +342,7 @@ class Model(ABC):
         )
 
     def _new_turn(self, prompt: str) -> Turn:
-        """A turn that `_answer` is to fill."""
+        """A turn for `_answer` to fill."""
         return Turn(
             prompt_ids=[],
             response_ids=[],
@@ -356,7 +356,7 @@ class Model(ABC):
         )
 
     def _unclaimed_reward(self) -> float:
-        """The rewards of steps before the first turn, which gets them; 0 for later turns."""
+        """The sum of rewards before the first turn, which gets it; 0 for later turns."""
         if self.episode.trajectory.turns:
             return 0.0
         return sum((outcome.reward for _, _, outcome in self.episode.steps), 0.0)
@@ -367,7 +367,7 @@ class Model(ABC):
 
     @abstractmethod
     async def _answer(
-        self, turn: Turn, context: Context, continues: PreviousResponse, stop: Stop, seed: int
+        self, turn: Turn, context: Context, continues: Response | None, stop: Stop, seed: int
     ) -> str:
         """Fill `turn` with what the model writes, the stop string that ended it included.
 
@@ -423,7 +423,7 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def message_and_prefix(context: Context, continues: PreviousResponse) -> tuple[Context, str]:
+def message_and_prefix(context: Context, continues: Response | None) -> tuple[Context, str]:
     """(the message to answer, the answer so far)."""
     if continues is None:
         return context, ""

@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 def exchange(
-    own: RolloutResult,
+    own_result: RolloutResult,
     tasks: Sequence[Task],
     ranks: "Ranks",
     encode: Callable[[str], list[int]] | None = None,
 ) -> list[RolloutResult]:
     """The episodes of `tasks` that each rank has played, in the order of ranks.
 
-    A call of all ranks. `own` is taken apart. Log-probs and entropies travel as float32, which is
-    what engines give. With `encode`, each rank encodes the observations of the episodes it has
-    played.
+    A call of all ranks. `own_result` is taken apart. Log-probs and entropies travel as float32,
+    which is what engines give. With `encode`, each rank encodes the observations of the episodes
+    that it has played.
     """
-    ids, values = _take_numbers(own, encode)
+    ids, values = _take_numbers(own_result, encode)
     # Without payloads, which every rank has.
-    set_tasks(own, {task.id: replace(task, payload=None) for task in tasks})
+    set_tasks(own_result, {task.id: replace(task, payload=None) for task in tasks})
 
-    gathered = ranks.gather(own, RolloutResult)
+    gathered = ranks.gather(own_result, RolloutResult)
     gathered_ids = ranks.gather_rows(ids, int)
     gathered_values = ranks.gather_rows(values, float)
 

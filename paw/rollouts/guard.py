@@ -1,4 +1,4 @@
-"""Checks what an environment returns before anyone uses it, and bounds the length of an episode.
+"""Checks what an environment returns before it is used, and bounds the length of an episode.
 
 Whatever an environment raises, returns or fails to return costs its own episode only, except for
 the errors in `paw.errors.OURS`.
@@ -29,10 +29,11 @@ Sums of squares over a whole update stay far below float32's largest number.
 
 
 def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Threads:
-    """The threads in which environments of a factory run: `count` at most if they may block.
+    """The threads in which environments of a factory run: at most `count` if they may block, else
+    one.
 
-    Otherwise one. Environments of this project have time limits of their own, and those that never
-    wait stay in the caller's thread.
+    Environments of this project have their own time limits, and those that never wait stay in the
+    caller's thread.
     """
     if not factory.may_block:
         count = 1
@@ -46,7 +47,8 @@ class CheckedEnv:
 
     Optional methods have a default. Raises EnvironmentFailure for a result that is not allowed.
     Texts are cut to env.max_text, at the end that the tokenizer would cut, and lone surrogates
-    become question marks. Turn env.max_turns is the last. All other members are the environment's.
+    become question marks. Turn env.max_turns is the last. All other attributes are those of the
+    environment itself.
     """
 
     def __init__(self, environment: Any, config: EnvConfig) -> None:
@@ -153,44 +155,44 @@ class CheckedEnv:
             return self._loop.run_until_complete(result)
         return result
 
-    def _text(self, what: str, value: object, *, tail: bool = False) -> str:
+    def _text(self, source: str, value: object, *, tail: bool = False) -> str:
         """`value` if it is a text, made encodable and cut to env.max_text.
 
         With `tail` its end is kept, otherwise its beginning.
         """
         if not isinstance(value, str):
-            self._refuse(what, value, "text")
+            self._refuse(source, value, "text")
         limit = self._config.max_text
         if len(value) > limit:
             self.texts_cut += 1
             value = value[-limit:] if tail else value[:limit]
         return value.encode("utf-8", "replace").decode()
 
-    def _answer(self, what: str, value: object) -> str:
-        return value if isinstance(value, Reply) else self._text(what, value)
+    def _answer(self, source: str, value: object) -> str:
+        return value if isinstance(value, Reply) else self._text(source, value)
 
     def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         """Message number `index` of a context, checked; it keeps the keys that a template knows."""
-        what = f"context()[{index}]"
+        source = f"context()[{index}]"
         role = message.get("role")
         if role not in ROLES:
-            self._refuse(f"the role of {what}", role, f"one of {', '.join(ROLES)}")
+            self._refuse(f"the role of {source}", role, f"one of {', '.join(ROLES)}")
 
         calls = message.get("tool_calls") or []
         content = ""
         if message.get("content") is not None or not calls:  # a message with calls needs no content
-            content = self._text(f"the content of {what}", message.get("content"), tail=True)
+            content = self._text(f"the content of {source}", message.get("content"), tail=True)
 
         checked: dict[str, Any] = {"role": role, "content": content}
         for key in ("name", "tool_call_id"):
             if message.get(key):
-                checked[key] = self._text(f"{what}: {key}", message[key])
+                checked[key] = self._text(f"{source}: {key}", message[key])
         if calls:
-            checked["tool_calls"] = [self._tool_call(what, role, call) for call in calls]
+            checked["tool_calls"] = [self._tool_call(source, role, call) for call in calls]
         return checked
 
-    def _tool_call(self, what: str, role: Any, call: Any) -> dict[str, Any]:
-        """A call in the message `what`, checked; arguments in a JSON text become an object."""
+    def _tool_call(self, source: str, role: Any, call: Any) -> dict[str, Any]:
+        """A call in the message `source`, checked; arguments in a JSON text become an object."""
         function = call.get("function") if isinstance(call, Mapping) else None
         name = None
         arguments = None
@@ -202,9 +204,9 @@ class CheckedEnv:
                 "those of an assistant, each "
                 '{"id", "function": {"name", "arguments": a JSON object}}'
             )
-            self._refuse(f"tool_calls of {what}", call, wanted)
+            self._refuse(f"tool_calls of {source}", call, wanted)
         return {
-            "id": self._text(f"{what}: a call's id", call.get("id") or ""),
+            "id": self._text(f"{source}: a call's id", call.get("id") or ""),
             "type": "function",
             "function": {"name": name, "arguments": arguments},
         }
@@ -214,16 +216,14 @@ class CheckedEnv:
             self._refuse(f"Outcome.{name}", value, "True or False")
         return bool(value)
 
-    def _refuse(self, what: str, value: object, wanted: str) -> NoReturn:
-        raise EnvironmentFailure(
-            f"{self._name}: {what} is {short_repr(value)}; it must be {wanted}"
-        )
+    def _refuse(self, source: str, value: object, wanted: str) -> NoReturn:
+        raise EnvironmentFailure(f"{self._name}: {source} is {short_repr(value)}; it must be {wanted}")
 
 
-class TimedGuard(CheckedEnv):
-    """A new environment of a factory, whose calls end at a deadline, env.step_timeout_s.
+class TimedEnv(CheckedEnv):
+    """A new environment of a factory, whose calls have a time limit, env.step_timeout_s.
 
-    A thread makes them, unless the environment is one of this project's.
+    They are made in a thread, unless the environment is one of this project's.
     """
 
     def __init__(self, factory: EnvFactory, config: EnvConfig) -> None:
@@ -242,12 +242,12 @@ class TimedGuard(CheckedEnv):
         return self._threads.call(partial(super()._call, name, *args, default=default))
 
 
-def number(what: str, value: Any, least: float, most: float) -> float:
-    """`value` as a float. Raises EnvironmentFailure if it is not a number of that range."""
+def number(name: str, value: Any, low: float, high: float) -> float:
+    """`value` as a float. Raises EnvironmentFailure if it is not a number from `low` to `high`."""
     is_number = isinstance(value, numbers.Real)
-    if not is_number or not least <= value <= most:  # pyright: ignore[reportOperatorIssue]
+    if not is_number or not low <= value <= high:  # pyright: ignore[reportOperatorIssue]
         raise EnvironmentFailure(
-            f"{what} is {short_repr(value)}; it must be a number from {least:g} to {most:g}"
+            f"{name} is {short_repr(value)}; it must be a number from {low:g} to {high:g}"
         )
     return float(value)
 

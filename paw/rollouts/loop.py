@@ -45,9 +45,9 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
         return trajectory if loop is self else None
 
     def run_until_complete(self, future: Any) -> Any:
-        """Runs inside another running loop as well, that of a notebook's cells.
+        """Also works inside another running loop, as in the cells of a notebook.
 
-        asyncio allows one running loop a thread. It exports `_set_running_loop` for event loops:
+        asyncio allows one running loop in a thread. It exports `_set_running_loop` for event loops:
         this one hides the other while it runs.
         """
         main = asyncio.ensure_future(future, loop=self)
@@ -69,7 +69,7 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
         else:
             self.refuse("the agent stopped the event loop, on which other episodes are played")
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, reason: str) -> None:
         """Fail the episode whose agent's code runs now.
 
         Raises RuntimeError in that code, unless it is a callback.
@@ -77,10 +77,10 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
         trajectory = self.acting()
         if trajectory is None:
             return
-        trajectory.failure = trajectory.failure or f"RuntimeError: {why}"
+        trajectory.failure = trajectory.failure or f"RuntimeError: {reason}"
         self._refused.append(trajectory)
         if asyncio.current_task(self) is not None:
-            raise RuntimeError(why)
+            raise RuntimeError(reason)
 
     def has_refused(self, trajectory: Trajectory) -> bool:
         return any(refused is trajectory for refused in self._refused)
@@ -111,8 +111,8 @@ class AgentTask(asyncio.Task[Any]):
     def cancel(self, msg: Any | None = None) -> bool:
         """Cancel; another episode may do so too, since libraries share tasks among episodes.
 
-        Then it happens a moment later, and not if that episode was meanwhile refused to cancel a
-        task of the scheduler: its agent cancels whatever there is.
+        Then it happens a moment later, unless that episode has meanwhile tried to cancel a task of
+        the scheduler: its agent cancels whatever there is.
         """
         loop: Any = self.get_loop()
         acting = loop.acting()

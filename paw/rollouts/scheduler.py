@@ -68,7 +68,7 @@ class QueuedRequest:
 
 @dataclass
 class PlayState:
-    """What changes while `Rollouts.run` plays some episodes."""
+    """What changes while `Rollouts.run_episodes` plays some episodes."""
 
     unfinished: int = 0
     """Episodes that have not ended, started or not."""
@@ -80,7 +80,7 @@ class PlayState:
     in_flight: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
     """Completions that the engine owes, by the key of their request."""
     error: BaseException | None = None
-    """Ends the play."""
+    """What ends the play before all episodes have ended."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a request is queued, an environment is made, an episode ends or an error is set."""
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -88,11 +88,15 @@ class PlayState:
 
 
 class Rollouts:
-    """Plays episodes with `agent`, or that of agent.type.
+    """Plays episodes with `agent`, by default that of agent.type.
 
-    Keeps its environments (some are processes) between plays. `engine` and `chat` are the model's;
-    None if `run` gets a `make_model` instead. With several ranks, each encodes the world model's
-    targets of the episodes it has played, by `encode_observation`.
+    Environments (some are processes) are kept for later episodes. `engine` and `chat` are the
+    model's; None if `run_episodes` gets a `make_model` instead. With several ranks, each encodes
+    the world model's targets of the episodes that it has played, by `encode_observation`.
+
+    `training`, `evaluation` and `play_tasks` play tasks and return groups of all ranks. They
+    consist of `play_share`, which plays this rank's episodes, and `gather_groups`. `run_episodes`
+    runs given episodes to their ends; all others call it.
     """
 
     def __init__(
@@ -125,13 +129,13 @@ class Rollouts:
         self._state = PlayState()
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
-        """Play the first `count` tasks of update `step` in groups, as `play` does.
+        """Play the first `count` tasks of update `step` in groups, as `play_tasks` does.
 
-        Then play further ones, see `refill`.
+        Then play further ones if groups have to be replaced, see `refill`.
         """
         tasks = self.tasks(step, count)
-        own = self.play_update(step, tasks, progress)
-        result = self.share(own, tasks, self.config.rollout.group_size)
+        own_result = self.play_share_of_update(step, tasks, progress)
+        result = self.gather_groups(own_result, tasks, self.config.rollout.group_size)
         return self.refill(result, step, count, progress)
 
     def tasks(self, step: int, count: int) -> list[Task]:
@@ -140,9 +144,11 @@ class Rollouts:
             self.factory, step, count, self.config.run.seed, split=self.config.env.train_split
         )
 
-    def play_update(self, step: int, tasks: list[Task], progress: Progress | None) -> RolloutResult:
-        """Play this rank's share of the tasks of update `step`, for `share`."""
-        return self.play_own(
+    def play_share_of_update(
+        self, step: int, tasks: list[Task], progress: Progress | None
+    ) -> RolloutResult:
+        """Play this rank's share of the tasks of update `step`, for `gather_groups`."""
+        return self.play_share(
             tasks,
             group_size=self.config.rollout.group_size,
             temperature=self.config.rollout.temperature,
@@ -175,7 +181,7 @@ class Rollouts:
                 config.run.seed,
                 split=config.env.train_split,
             )
-            new_groups, new_stats = self.play(
+            new_groups, new_stats = self.play_tasks(
                 tasks,
                 group_size=config.rollout.group_size,
                 temperature=config.rollout.temperature,
@@ -195,9 +201,9 @@ class Rollouts:
         return groups, stats
 
     def evaluation(self, progress: Progress | None = None) -> RolloutResult:
-        """Play the evaluation games once each, as `play` does."""
+        """Play the evaluation games once each, as `play_tasks` does."""
         config = self.config.eval
-        return self.play(
+        return self.play_tasks(
             eval_tasks(self.factory, self.config.env.eval_split, config.games, config.seed),
             group_size=1,
             temperature=config.temperature,
@@ -206,7 +212,7 @@ class Rollouts:
             progress=progress,
         )
 
-    def play(
+    def play_tasks(
         self,
         tasks: list[Task],
         *,
@@ -218,11 +224,11 @@ class Rollouts:
     ) -> RolloutResult:
         """Play each task `group_size` times with the engine's current weights.
 
-        Each rank plays its share of the episodes. `stream` as for `play_own`. Returns the groups of
-        all ranks, in the order of tasks. An episode that fails is in no group, and a group left
-        with fewer than min(2, group_size) members is dropped.
+        Each rank plays its share of the episodes. `stream` as for `play_share`. Returns the groups
+        of all ranks, in the order of tasks. An episode that fails is in no group, and a group that
+        is left with fewer than min(2, group_size) members is dropped.
         """
-        own = self.play_own(
+        own_result = self.play_share(
             tasks,
             group_size=group_size,
             temperature=temperature,
@@ -230,29 +236,32 @@ class Rollouts:
             stream=stream,
             progress=progress,
         )
-        return self.share(own, tasks, group_size)
+        return self.gather_groups(own_result, tasks, group_size)
 
-    def share(self, own: RolloutResult, tasks: list[Task], group_size: int) -> RolloutResult:
+    def gather_groups(
+        self, own_result: RolloutResult, tasks: list[Task], group_size: int
+    ) -> RolloutResult:
         """The groups that all ranks have played, in the order of tasks.
 
-        `own` are this rank's parts of them. Groups left with too few members are dropped here,
-        whichever rank played them. A call of all ranks.
+        `own_result` has this rank's parts of them. Groups left with too few members are dropped
+        here, whichever rank played them. A call of all ranks.
         """
-        parts = [own]
+        parts = [own_result]
         if self.ranks and self.ranks.world_size > 1:
-            parts = exchange(own, tasks, self.ranks, self.encode_observation)
+            parts = exchange(own_result, tasks, self.ranks, self.encode_observation)
 
         groups = [Group(task, [], index) for index, task in enumerate(tasks)]
         for rank_groups, _ in parts:
             for group in rank_groups:
                 groups[group.index].trajectories += group.trajectories
 
-        kept = [group for group in groups if len(group.trajectories) >= min(2, group_size)]
+        least_members = min(2, group_size)
+        kept_groups = [group for group in groups if len(group.trajectories) >= least_members]
         stats = RolloutStats.sum(rank_stats for _, rank_stats in parts)
-        stats.groups_dropped = len(groups) - len(kept)
-        return kept, stats
+        stats.groups_dropped = len(groups) - len(kept_groups)
+        return kept_groups, stats
 
-    def play_own(
+    def play_share(
         self,
         tasks: list[Task],
         *,
@@ -262,7 +271,7 @@ class Rollouts:
         stream: str,
         progress: Progress | None = None,
     ) -> RolloutResult:
-        """Play this rank's share of the episodes, for `share`.
+        """Play this rank's share of the episodes, for `gather_groups`.
 
         `stream` names the draw ("train/12", "eval"), so that no two share random numbers.
         """
@@ -277,20 +286,22 @@ class Rollouts:
 
         finished = itertools.count(1)
 
-        def ended(_: Episode) -> None:
+        def report_progress(_: Episode) -> None:
             if progress:
                 progress(next(finished), len(episodes))
 
         given_up_before = self.threads.given_up
         processes_lost_before = self._processes_lost
-        self.run(episodes, ended=ended)
+        self.run_episodes(episodes, on_end=report_progress)
 
         stats = RolloutStats.sum(episode.stats for episode in episodes)
         stats.threads_lost = self.threads.given_up - given_up_before
         stats.processes_lost = self._processes_lost - processes_lost_before
         self._report_cut_texts(stats.texts_cut)
         for group in groups:
-            group.trajectories = [t for t in group.trajectories if t.failure is None and t.turns]
+            group.trajectories = [
+                episode for episode in group.trajectories if _can_be_used(episode)
+            ]
         return groups, stats
 
     def _check_task(self, task: Task) -> None:
@@ -333,20 +344,20 @@ class Rollouts:
                 "(reported once)"
             )
 
-    def run(
+    def run_episodes(
         self,
         episodes: Sequence[Episode],
         make_model: Callable[[EnvHandle], Model] | None = None,
         *,
         at_once: int = 0,
-        ended: Callable[[Episode], None] | None = None,
+        on_end: Callable[[Episode], None] | None = None,
     ) -> None:
         """Play the episodes to their ends, `at_once` of them in parallel (0: all).
 
-        `make_model` makes the model of an episode, in place of the engine's. `ended` is called with
-        each episode as it ends. Whatever an environment or an agent
-        raises is its episode's failure. KeyboardInterrupt, UserError, and whatever the engine or
-        `ended` raise end the play.
+        `make_model` makes the model of an episode, in place of the engine's. `on_end` is called
+        with each episode as it ends. Whatever an environment or an agent raises is its episode's
+        failure. KeyboardInterrupt, UserError, and whatever the engine or `on_end` raise end the
+        play.
         """
         self._state = PlayState(unfinished=len(episodes))
         slots = asyncio.Semaphore(at_once or len(episodes) or 1)
@@ -354,7 +365,7 @@ class Rollouts:
 
         tasks: list[asyncio.Task[None]] = []
         for episode in episodes:
-            coroutine = self._run_episode(episode, make_model, slots, ended)
+            coroutine = self._run_in_slot(episode, make_model, slots, on_end)
             tasks.append(self.loop.create_task(coroutine))
         driver = self.loop.create_task(self._drive())
         try:
@@ -366,26 +377,24 @@ class Rollouts:
     def _make_engine_model(self, env: EnvHandle) -> Model:
         return EngineModel(env, self)
 
-    async def _run_episode(
+    async def _run_in_slot(
         self,
         episode: Episode,
         make_model: Callable[[EnvHandle], Model],
         slots: asyncio.Semaphore,
-        ended: Callable[[Episode], None] | None,
+        on_end: Callable[[Episode], None] | None,
     ) -> None:
-        """Play an episode once there is a slot for it.
-
-        What is not the episode's failure ends the play.
-        """
+        """Play an episode once there is a slot for it. An error that is not its failure ends the
+        play."""
         state = self._state
         try:
             async with slots:
                 self.loop.enter(episode.trajectory)
                 state.live += 1
-                await self._play(episode, make_model)
+                await self._run_episode(episode, make_model)
                 state.live -= 1
-                if ended and not state.error:
-                    ended(episode)
+                if on_end and not state.error:
+                    on_end(episode)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -411,7 +420,7 @@ class Rollouts:
     ) -> Completion:
         """What the engine samples for a prompt of an episode.
 
-        Raises EnvironmentFailure if it could not.
+        Raises EnvironmentFailure if it could not sample.
         """
         completion: asyncio.Future[Completion] = self.loop.create_future()
         request = Request(
@@ -459,7 +468,7 @@ class Rollouts:
             raise state.error
 
     def _engine_may_step(self) -> bool:
-        """Whether there are requests, and no others have to be waited for.
+        """Whether there are requests, and the step need not wait for more.
 
         Each step waits while environments are made, so that the members of a group begin together
         and share their prompt in the engine's cache. An engine that takes no request while it runs
@@ -493,17 +502,19 @@ class Rollouts:
                 future.set_result(completion)
         return bool(completions)
 
-    async def _play(self, episode: Episode, make_model: Callable[[EnvHandle], Model]) -> None:
-        """Play one episode.
+    async def _run_episode(
+        self, episode: Episode, make_model: Callable[[EnvHandle], Model]
+    ) -> None:
+        """Play one episode in a new or idle environment.
 
-        Whatever goes wrong is its failure. Only the errors in `OURS` are raised.
+        Whatever goes wrong is the episode's failure. Raises the errors in `OURS` alone.
         """
         trajectory = episode.trajectory
         started = time.monotonic()
         environment: CheckedEnv | None = None
         try:
             environment = self._idle.pop() if self._idle else await self._make_environment()
-            await self._play_in(environment, episode, make_model)
+            await self._run_in_environment(environment, episode, make_model)
         except OURS:
             raise
         except BaseException as error:
@@ -517,12 +528,12 @@ class Rollouts:
             if trajectory.failure is None:
                 self._idle.append(environment)
 
-    async def _play_in(
+    async def _run_in_environment(
         self, environment: CheckedEnv, episode: Episode, make_model: Callable[[EnvHandle], Model]
     ) -> None:
         """Have the agent play an episode in this environment, and judge it.
 
-        Raises what is wrong with the episode.
+        Raises an exception that says what is wrong with the episode.
         """
         trajectory = episode.trajectory
         env = EnvHandle(environment, self.threads, episode, self.config.env)
@@ -578,13 +589,18 @@ class Rollouts:
 
 
 async def _let_others_run() -> None:
-    """Let other tasks run as far as they can without waiting: from a thread's answer to a request."""
+    """Let other tasks run: as far as a thread's answer takes an agent, to its next request."""
     for _ in range(LOOP_ROUNDS):
         await asyncio.sleep(0)
 
 
+def _can_be_used(trajectory: Trajectory) -> bool:
+    """Whether an episode has not failed and has turns."""
+    return trajectory.failure is None and bool(trajectory.turns)
+
+
 def _lacks_turns(episode: Episode) -> bool:
-    """Whether an episode without a turn has no reason to have none."""
+    """Whether an episode has no turn, although it neither failed nor ran out of context."""
     return not (episode.trajectory.turns or episode.trajectory.failure or episode.context_full)
 
 

@@ -19,7 +19,7 @@ In small models, rounding costs up to 1e-6 in fp32 and 0.008 in bf16 (0.14 with 
 TOLERATED = 0.05
 """Share of tokens that may be beyond LIMIT.
 
-Rounding puts the odd token there, wrong weights put many.
+Rounding puts the odd token there, wrong weights many.
 """
 
 
@@ -73,8 +73,8 @@ def sampler_mismatch(
 
     shares_off: dict[str, float] = {}
     for server, values in distances.items():
-        off = sum(not distance <= LIMIT for distance in values)  # so that NaN counts as well
-        shares_off[server] = off / len(values)
+        beyond_limit = sum(not distance <= LIMIT for distance in values)  # NaN counts as well
+        shares_off[server] = beyond_limit / len(values)
     stale = [server for server, share in sorted(shares_off.items()) if share > TOLERATED]
 
     reported: list[float] = []

@@ -36,7 +36,7 @@ from paw.rollouts.sync import push_weights
 from paw.run import Run, open_run
 from paw.rundir.record import code_commit
 from paw.tools.evaluate.played import load_played
-from paw.tools.evaluate.recorded import random_groups, random_model, read_episodes, with_log_probs
+from paw.tools.evaluate.recorded import as_sampled_by, random_groups, random_model, read_episodes
 from paw.tools.experiment.results import Record, write_csv
 from paw.tools.plan.fit import changed
 from paw.tools.report.plots import BLUE, INK, PHASES, SKY, styled
@@ -105,7 +105,7 @@ def _measure_recipe(
                 run, groups = random_groups(run)
             elif options.rollouts:
                 episodes = read_episodes(options.rollouts, vocabulary=len(run.policy.head_weight))
-                groups = with_log_probs(run, episodes)
+                groups = as_sampled_by(run, episodes)
             else:
                 groups = play(run, rollout)
 

@@ -53,7 +53,7 @@ def play(config, answers):
     task = eval_tasks(factory, config.env.eval_split, 1, 0)[0]
     episode = Episode(Trajectory(task, 0), 0, 0, "eval", 0.4)
     rollouts = Rollouts(factory, None, None, config)
-    rollouts.run([episode], lambda env: Scripted(env, config, answers, said))
+    rollouts.run_episodes([episode], lambda env: Scripted(env, config, answers, said))
     rollouts.close()
     assert episode.trajectory.failure is None
     return episode, said

@@ -105,7 +105,7 @@ def vanilla_grpo(start, count):
     weights = []
     for step in range(count):
         tasks = train_tasks(factory, step, 4, 0)
-        groups, _ = rollouts.play(
+        groups, _ = rollouts.play_tasks(
             tasks, group_size=4, temperature=1.0, seed=0, stream=f"train/{step}"
         )
         samples = []

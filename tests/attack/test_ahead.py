@@ -20,7 +20,6 @@ from test_servers import Peer
 from paw.config.sections import (
     AgentConfig,
     Config,
-    EngineConfig,
     EnvConfig,
     ModelConfig,
     RolloutConfig,
@@ -31,6 +30,7 @@ from paw.rollouts.background import ahead
 from paw.rollouts.background.ahead import AsyncRollouts
 from paw.rollouts.background.messages import Channel, FromPlayer, UpdatePlayed
 from paw.rollouts.base import RolloutStats
+from paw.rollouts.engines.settings import ServerConfig
 from paw.rundir.signals import StopSignal
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
@@ -44,7 +44,7 @@ def configured(game, *, agent="plain"):
         model=ModelConfig(path="-"),
         env=EnvConfig(name=f"{GAMES}:{game}", step_timeout_s=STEP_S),
         agent=AgentConfig(type=agent),
-        engine=EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
+        engine=ServerConfig(type="server", urls=["http://127.0.0.1:1"]),
         rollout=RolloutConfig(
             tasks=2, group_size=2, max_prompt_tokens=400, max_response_tokens=3, ahead=1
         ),
@@ -73,7 +73,7 @@ def played_ahead(tiny_llm, tmp_path, monkeypatch):
 
     yield play
     for rollouts in opened:
-        if not rollouts._now.loop.is_closed():
+        if not rollouts._rollouts.loop.is_closed():
             rollouts.close()
 
 
@@ -107,7 +107,7 @@ def test_a_users_error_of_any_class_is_its_line(played_ahead):
 def test_outcomes_of_any_class_arrive_bit_for_bit(played_ahead, capfd):
     rollouts = played_ahead("Odd")
     groups, stats = rollouts.training(0, 2)
-    expected, expected_stats = rollouts._now.training(0, 2)
+    expected, expected_stats = rollouts._rollouts.training(0, 2)
     assert [asdict(group) for group in groups] == [asdict(group) for group in expected]
     assert stats == expected_stats
     assert len(turns_of(groups)) == 12 and player() and AGAIN not in capfd.readouterr().err

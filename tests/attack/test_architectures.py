@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from paw.errors import UserError
 from paw.model.check import check_model, logp_difference
 from paw.model.loading import load_policy
-from paw.rollouts.engines.transformers import check_sampling
+from paw.rollouts.engines.generation import check_sampling
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 48}
 OWN_CODE = "it mixes tokens by code of its own (attention sinks, ALiBi, recurrence, ...)"

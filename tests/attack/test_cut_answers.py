@@ -23,7 +23,8 @@ from paw.distributed.ranks import Ranks
 from paw.envs import make_factory
 from paw.envs.conversation import Conversation
 from paw.rollouts.engines.base import Completion
-from paw.rollouts.engines.server import FileTransfer, SendingPool, ServerEngine
+from paw.rollouts.engines.pool import FileTransfer, SendingPool
+from paw.rollouts.engines.server import ServerEngine
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
 from paw.rollouts.text.chat import Chat
@@ -86,7 +87,7 @@ def play(chat, made, engine, *, episodes=1, agent=None, wm=True, most=20, **limi
     }
     config = Config.model_validate(tree)
     rollouts = Rollouts(make_factory(config, made), engine, chat, config, agent=agent)
-    groups, stats = rollouts.play(
+    groups, stats = rollouts.play_tasks(
         [Task("x")], group_size=episodes, temperature=1.0, seed=0, stream="x"
     )
     rollouts.close()

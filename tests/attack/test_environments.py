@@ -64,7 +64,7 @@ def rollouts(model, monkeypatch):
 
 
 def play(rollouts, groups=2):
-    return rollouts.play(
+    return rollouts.play_tasks(
         train_tasks(rollouts.factory, 0, groups, 0),
         group_size=4,
         temperature=1.0,

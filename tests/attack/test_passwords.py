@@ -19,7 +19,8 @@ from paw.config.sections import Config
 from paw.distributed.ranks import Ranks
 from paw.envs import make_factory
 from paw.errors import UserError, clean, masked, short_repr
-from paw.rollouts.engines.server import SendingPool, ServerEngine
+from paw.rollouts.engines.pool import SendingPool
+from paw.rollouts.engines.server import ServerEngine
 from paw.rollouts.engines.transfer import FileTransfer
 from paw.rollouts.sync import push_weights
 from paw.rundir.resume import changes

@@ -18,7 +18,6 @@ from toyworld import make_chat, make_engine, make_model
 
 from paw.config.sections import (
     Config,
-    EngineConfig,
     EnvConfig,
     ModelConfig,
     RolloutConfig,
@@ -29,6 +28,7 @@ from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.errors import NoOracleError, UserError
 from paw.model.loading import load_tokenizer
+from paw.rollouts.engines.settings import ServerConfig
 from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
@@ -72,7 +72,7 @@ def rollouts(model):
 
 
 def play(rollouts):
-    return rollouts.play(
+    return rollouts.play_tasks(
         train_tasks(rollouts.factory, 0, 4, 0),
         group_size=4,
         temperature=1.0,
@@ -302,6 +302,36 @@ def test_processes_end_with_a_trainer_that_is_killed(tmp_path):
         trainer.communicate()
 
 
+HELPED = f"""
+import time
+from paw.config.sections import Config, EnvConfig, ModelConfig
+from paw.envs import make_factory
+from paw.types import Task
+config = Config(model=ModelConfig(path="-"), env=EnvConfig(name="{FILE}:Helpers", processes=2))
+factory = make_factory(config)
+environments = [factory.make() for _ in range(2)]
+print(*(environment.reset(Task("x")) for environment in environments), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it needs pidfd_open")
+def test_what_processes_started_ends_with_a_trainer_that_is_killed():
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", HELPED], stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert trainer.stdout
+        helpers = [int(pid) for pid in trainer.stdout.readline().split()]
+        assert len(helpers) == 2 and all(map(alive, helpers))
+        trainer.kill()
+        until(lambda: not any(map(alive, helpers)))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.communicate()
+
+
 def test_a_check_goes_on_where_an_environment_ends_its_process(paw_here, tmp_path, monkeypatch):
     monkeypatch.setenv("DEADLY", "exits")
     monkeypatch.setenv("DEADLY_ONCE", str(tmp_path / "once"))
@@ -323,7 +353,7 @@ def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
     engine.positions = 512
     config = configured("Deadly", 2).model_copy(
         update={
-            "engine": EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
+            "engine": ServerConfig(type="server", urls=["http://127.0.0.1:1"]),
             "rollout": RolloutConfig(
                 tasks=2, group_size=4, max_prompt_tokens=400, max_response_tokens=3, ahead=1
             ),

@@ -24,7 +24,6 @@ from paw.config import plugins
 from paw.config.sections import (
     AgentConfig,
     Config,
-    EngineConfig,
     LoraConfig,
     ModelConfig,
     RolloutConfig,
@@ -36,8 +35,10 @@ from paw.model.loading import load_tokenizer
 from paw.rollouts.background import ahead
 from paw.rollouts.background.ahead import AsyncRollouts
 from paw.rollouts.engines.base import Request
-from paw.rollouts.engines.server import SendingPool, ServerEngine
+from paw.rollouts.engines.pool import SendingPool
+from paw.rollouts.engines.server import ServerEngine
 from paw.rollouts.engines.servers import Servers
+from paw.rollouts.engines.settings import ServerConfig
 from paw.rollouts.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
@@ -578,7 +579,7 @@ def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, 
     peers, updates, K = (Peer(), Peer()), 6, 2
     engine, urls = connected(*peers), [peer.url for peer in peers]
     config = Config(
-        model=ModelConfig(path="-"), env=ENV, engine=EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
+        model=ModelConfig(path="-"), env=ENV, engine=ServerConfig(type="server", urls=["http://127.0.0.1:1"]),
         rollout=RolloutConfig(tasks=2, group_size=2, max_prompt_tokens=400, max_response_tokens=3, ahead=K),
         run=RunConfig(updates=updates),
     )  # fmt: skip
@@ -627,7 +628,7 @@ def test_what_cannot_play_ahead_says_so(connected, tiny_llm, tmp_path, monkeypat
         SimpleNamespace(Popen=Supervisor, PIPE=-1, TimeoutExpired=TimeoutExpired),
     )
     config = Config(
-        model=ModelConfig(path="-"), env=ENV, engine=EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
+        model=ModelConfig(path="-"), env=ENV, engine=ServerConfig(type="server", urls=["http://127.0.0.1:1"]),
         rollout=RolloutConfig(tasks=2, group_size=2, ahead=1),
         agent=AgentConfig(type=plugins.give(lambda env, model: None)),
     )  # fmt: skip

@@ -126,7 +126,7 @@ def test_a_conversation_that_the_template_does_not_end_on_costs_its_episode(mode
     ):
         chat.conversation_ids(messages, [])
     with pytest.raises(EnvironmentFailure, match="does not take assistant, critic"):
-        chat.added({"role": "assistant", "content": "hi"}, messages[1:])
+        chat.following({"role": "assistant", "content": "hi"}, messages[1:])
 
 
 def test_a_thread_that_takes_too_long_is_ended():

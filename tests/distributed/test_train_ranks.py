@@ -187,7 +187,7 @@ def test_buffers_of_the_model_reach_every_rank_and_the_export(tmp_path, kind, op
 ONE_BY_ONE = """
 import os, sys
 if "RANK" not in os.environ:  # the launcher: it imports vLLM, in seven seconds, and all runs are forked from it
-    from paw.rollouts.engines.vllm import import_vllm
+    from paw.rollouts.engines.vllm_library import import_vllm
     import_vllm().LLM
     import vllm.v1.worker.gpu_model_runner
     if alone := os.fork():

@@ -20,7 +20,8 @@ from paw.model.lora import add_adapters
 from paw.model.policy import Policy
 from paw.rollouts.engines.base import Request
 from paw.rollouts.engines.transformers import TransformersEngine
-from paw.rollouts.engines.vllm import VllmEngine, _global_state_kept, import_vllm
+from paw.rollouts.engines.vllm import VllmEngine, _global_state_kept
+from paw.rollouts.engines.vllm_library import import_vllm
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import StaleWeightsError, push_weights, sampler_mismatch
 from paw.types import Sample
@@ -254,7 +255,7 @@ def play(setup, *, reference=False, envs=32, most_turns=20):
         engine, chat, factory.made if reference else (), lock_step=reference, median=11
     )
     rollouts = Rollouts(factory, meter, chat, bench.CONFIG)
-    groups, stats = rollouts.play(
+    groups, stats = rollouts.play_tasks(
         factory.tasks(envs // 8), group_size=8, temperature=1.0, seed=0, stream=""
     )
     assert engine.pending == 0 and stats.failures == []

@@ -27,7 +27,8 @@ from paw.distributed.ranks import Ranks
 from paw.errors import UserError
 from paw.model.lora import add_adapters
 from paw.rollouts.engines.base import Request
-from paw.rollouts.engines.server import SendingPool, ServerEngine
+from paw.rollouts.engines.pool import SendingPool
+from paw.rollouts.engines.server import ServerEngine
 from paw.rollouts.engines.servers import Servers, vllm_command
 from paw.rollouts.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer
 from paw.rollouts.engines.vllm import VllmEngine

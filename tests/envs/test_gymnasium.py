@@ -124,7 +124,7 @@ def test_one_that_hangs_costs_its_episode(tmp_path):
     factory = make_factory(config)
     rollouts = Rollouts(factory, Scripted(chat, lambda prompt: "a"), chat, config)
     options = {"group_size": 2, "temperature": 1.0, "seed": 0, "stream": "t"}
-    groups, stats = rollouts.play(train_tasks(factory, 0, 1, 0), **options)
+    groups, stats = rollouts.play_tasks(train_tasks(factory, 0, 1, 0), **options)
     assert not groups and len(stats.failures) == 2 and "no answer within 0.2 s" in stats.failures[0]
 
 

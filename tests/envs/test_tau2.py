@@ -231,7 +231,7 @@ def test_rollouts_become_triplets_of_next_states(tmp_path):
         config, chat = config_of(**changes), make_chat()
         factory = make_factory(config)
         rollouts = Rollouts(factory, Scripted(chat, script), chat, config)
-        return rollouts.play(
+        return rollouts.play_tasks(
             train_tasks(factory, 0, 2, 0), group_size=2, temperature=1.0, seed=0, stream="t"
         )
 

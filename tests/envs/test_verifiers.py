@@ -126,7 +126,7 @@ def test_what_breaks_or_hangs_costs_its_episode():
     engine = Scripted(chat, lambda prompt: "2" if "higher" in prompt else words.pop(0))
     rollouts = Rollouts(make_factory(config), engine, chat, config)
     tasks = [rollouts.factory.tasks("train", 0)[0]]
-    groups, stats = rollouts.play(tasks, group_size=5, temperature=1.0, seed=0, stream="t")
+    groups, stats = rollouts.play_tasks(tasks, group_size=5, temperature=1.0, seed=0, stream="t")
     assert sorted(failure.partition(": ")[2] for failure in stats.failures) == [
         "EnvironmentFailure: guess: RuntimeError: the game broke",
         "EnvironmentFailure: guess: nothing asked and no end within env.step_timeout_s = 2",

@@ -16,7 +16,8 @@ from paw.errors import UserError
 from paw.model.check import check_model, check_path, logp_difference
 from paw.model.loading import load_policy
 from paw.model.policy import Policy
-from paw.rollouts.engines.transformers import TransformersEngine, check_sampling
+from paw.rollouts.engines.generation import check_sampling
+from paw.rollouts.engines.transformers import TransformersEngine
 
 VOCAB, GUESS = 61, Path(__file__).parents[2] / "docs" / "example_environment.py"
 SIZES = dict(

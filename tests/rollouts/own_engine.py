@@ -6,6 +6,7 @@ import torch
 
 from paw.config import Section
 from paw.rollouts.engines.base import Completion, Engine, EnginePlan
+from paw.rollouts.engines.transformers import TransformersEngine
 
 
 class Slow(Engine):
@@ -65,6 +66,58 @@ class Small(Slow):
 
 class Silent(Slow):
     gives_entropy = False
+
+
+class Able(Slow):
+    has_pool = True
+    takes_adapters = True
+
+
+class Remote(Slow):
+    """A service elsewhere."""
+
+    shares_card = False
+
+    @classmethod
+    def plan(cls, run):
+        return EnginePlan(engines=1, decodes=False)
+
+
+class Watched(TransformersEngine):
+    pass
+
+
+class Speaks(Slow):
+    def __init__(self, parts):
+        super().__init__(parts)
+        self.chat = parts.chat
+
+
+class FailsAtTheStart(Slow):
+    @classmethod
+    def start(cls, config, model_path, **options):
+        raise OSError("no such service")
+
+
+class FailsAtAStep(Slow):
+    def step(self):
+        return 1 / 0
+
+
+class FailsAtASync(Slow):
+    def sync(self, parameters, version):
+        raise KeyError("no such weight")
+
+
+class Exits(Slow):
+    def submit(self, request):
+        raise SystemExit(3)
+
+
+class Sparse(Slow):
+    def sleep(self):
+        for _ in self.at_once:
+            pass
 
 
 class Unfinished(Engine):

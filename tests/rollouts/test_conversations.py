@@ -114,7 +114,7 @@ def test_no_text_of_any_role_adds_a_control_token(name, text):
         )
     for first, last in ((2, 4), (2, 6), (4, 6)):
         (answer, *added), (_, *plain) = messages(text)[first:last], messages()[first:last]
-        one, two = (chat.added(answer, new) for new in (added, plain))
+        one, two = (chat.following(answer, new) for new in (added, plain))
         assert [controls(name, ids) for ids, _ in one] == [controls(name, ids) for ids, _ in two]
         assert not any(controls(name, chat.observation_ids(shown)) for _, shown in one)
 
@@ -128,7 +128,7 @@ def test_what_is_added_is_the_templates_own(name):
         "the mug"  # without a thought, which Qwen3 drops where another question follows
     )
     for n in (3, 5):
-        pieces = chat.added(talk[n - 1], talk[n:])
+        pieces = chat.following(talk[n - 1], talk[n:])
         whole = tokenizer.apply_chat_template(talk[1:], add_generation_prompt=True, tokenize=False)
         assert whole.endswith("".join(tokenizer.decode(ids) + shown for ids, shown in pieces))
         assert [shown for _, shown in pieces] == ["the mug"] * (len(talk) - n) + [""]
@@ -137,7 +137,7 @@ def test_what_is_added_is_the_templates_own(name):
     two = [
         talk[3] | {"content": text, "tool_call_id": f"call0000{i}"} for i, text in enumerate(texts)
     ]
-    pieces = chat.added(talk[2], two)
+    pieces = chat.following(talk[2], two)
     assert [shown for _, shown in pieces] == [
         *(json.dumps(t)[1:-1] if name == "llama3.1" else t for t in texts),
         "",
@@ -309,7 +309,9 @@ def play_desk(chat, engine, **wm):
         {"model": {"path": "-"}, "rollout": {"max_prompt_tokens": 4000}, "wm": wm}
     )
     rollouts = Rollouts(make_factory(config, Desk), engine, chat, config)
-    groups, stats = rollouts.play([Task("desk")], group_size=1, temperature=1.0, seed=0, stream="x")
+    groups, stats = rollouts.play_tasks(
+        [Task("desk")], group_size=1, temperature=1.0, seed=0, stream="x"
+    )
     rollouts.close()
     assert not stats.failures
     encode = partial(chat.observation_ids, max_tokens=config.wm.max_tokens)

@@ -1,14 +1,21 @@
 """An engine of one's own: it plays and trains, `paw plan` asks it, and mistakes are one line."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from toyworld import make_chat, make_model
 
 import paw
+from paw.config.plugins import BUILT_IN
 from paw.config.recipe import load
 from paw.errors import UserError
-from paw.rollouts.engines import find_engine
+from paw.model.policy import Policy
+from paw.rollouts.engines import find_engine, make_engine
+from paw.tools.doctor.doctor import _engine_line
+from paw.tools.reference import page
 
 FILE = Path(__file__).with_name("own_engine.py")
 SLOW = f"{FILE}:Slow"
@@ -40,9 +47,50 @@ def test_it_plays_and_trains(paw_here, read_metrics, settings, tmp_path):
 def test_its_settings_are_keys_of_the_engine_section():
     engine = load("quickstart", {"engine.type": SLOW, "engine.at_once": "2"}).engine
     assert engine.settings() == {"at_once": 2}
-    for key, meant in (("engine.at_one", "did you mean"), ("engine.sleep_level", "it needs")):
+    for key, meant in (
+        ("engine.at_one", "did you mean"),
+        ("engine.sleep_level", "engine.type = 'vllm' has it"),
+    ):
         with pytest.raises(UserError, match=f"unknown key '(--)?{key}'.*{meant}"):
             load("quickstart", {"engine.type": SLOW, key: "1"})
+
+
+def test_keys_that_need_an_ability_ask_the_class():
+    """The built-in ones that have it are named in the message."""
+    able = {"engine.type": f"{FILE}:Able"}
+    assert load("quickstart", {**able, "rollout.ahead": "1"}).rollout.ahead == 1
+    lora = {"lora.rank": "8", "lora.send": "merged", "optim.name": "adamw"}
+    assert load("quickstart", able | lora).lora.send == "merged"
+    with pytest.raises(UserError, match=r"'rollout\.ahead'; it needs engine\.type = 'server'"):
+        load("quickstart", {"engine.type": SLOW, "rollout.ahead": "1"})
+    with pytest.raises(
+        UserError, match=r"'lora\.send'; it needs engine\.type = 'vllm' or 'server'"
+    ):
+        load("quickstart", {"engine.type": SLOW} | lora)
+
+
+def test_one_of_ours_needs_a_module_and_a_name(monkeypatch, paw_here):
+    monkeypatch.setitem(BUILT_IN["engines"], "slow", SLOW)
+    engine = load("quickstart", {"engine.type": "slow", "engine.at_once": "2"}).engine
+    assert (engine.type, engine.settings()) == ("slow", {"at_once": 2})
+    assert plan("slow").seconds == plan(SLOW).seconds
+    assert "| `engine.at_once` |" in page()
+    assert _engine_line("slow", {}).endswith("on the trainer's device; gives log-probs, entropies")
+
+
+def test_a_subclass_of_one_of_ours_has_its_settings():
+    engine = load("quickstart", {"engine.type": f"{FILE}:Watched", "engine.max_batch_tokens": "9"})
+    assert engine.engine.max_batch_tokens == 9 and find_engine(engine.engine.type).runs_policy
+
+
+def test_a_refusal_names_the_engine_that_was_chosen():
+    """Also if that is a subclass of one of ours."""
+    chosen = f"{FILE}:Watched"
+    config = load("quickstart", {"engine.type": chosen})
+    model = make_model()
+    model.config.attn_logit_softcapping = 50.0
+    with pytest.raises(UserError, match=f"^engine.type = '{re.escape(chosen)}' samples from full"):
+        make_engine(config, policy=Policy(model), chat=make_chat(), model_path="")
 
 
 def plan(engine_type, **options):
@@ -59,6 +107,12 @@ def test_the_plan_asks_it():
     assert apart.phases["server"]["engine"] == pytest.approx(copy_gib)
     assert (shared.engine.engines, apart.engine.engines) == (8, 2)
     assert apart.seconds["rollout"] > shared.seconds["rollout"]  # fewer sequences at a time
+
+
+def test_a_plan_counts_no_time_for_what_is_decoded_elsewhere():
+    elsewhere = plan(f"{FILE}:Remote")
+    assert elsewhere.seconds["rollout"] == 0 < plan(SLOW).seconds["rollout"]
+    assert elsewhere.fits and elsewhere.served and "server" not in elsewhere.phases
 
 
 def test_the_plan_prints_it(paw_here):
@@ -98,11 +152,45 @@ def test_mistakes_are_one_line(paw_here, settings, name, problem):
     assert re.search(problem, done.stderr), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("FailsAtTheStart", r"OSError: no such service \(own_engine.py, line \d+\)"),
+        ("FailsAtAStep", r"ZeroDivisionError: division by zero \(own_engine.py, line \d+\)"),
+        ("FailsAtASync", r"KeyError: 'no such weight' \(own_engine.py, line \d+\)"),
+        ("Exits", r"SystemExit: 3 \(own_engine.py, line \d+\)"),
+        ("Sparse", r"TypeError: .*not iterable"),
+    ],
+)
+def test_what_it_raises_is_one_line_that_names_it(paw_here, settings, name, problem):
+    settings["engine.type"] = f"{FILE}:{name}"
+    done = paw_here("train", "quickstart", settings, code=2)
+    *_, line = done.stderr.splitlines()
+    assert re.match(rf"paw: engine\.type = '{re.escape(FILE.as_posix())}:{name}': {problem}", line)
+    assert "Traceback" not in done.stderr
+
+
+def test_it_has_the_chat():
+    config = load("quickstart", {"engine.type": f"{FILE}:Speaks"})
+    chat = make_chat()
+    engine = make_engine(config, policy=Policy(make_model()), chat=chat, model_path="")
+    assert engine.chat is chat
+
+
 def test_built_in_engines_say_what_they_can():
     transformers, vllm, server = map(find_engine, ("transformers", "vllm", "server"))
     assert transformers.runs_policy and not vllm.runs_policy
     assert vllm.shares_card and not server.shares_card
     assert server.gives_versions and not vllm.gives_versions
+
+
+def test_built_in_engines_are_known_without_torch():
+    code = (
+        "import sys; from paw.rollouts.engines import find_engine\n"
+        "for name in ('transformers', 'vllm', 'server'): find_engine(name)\n"
+        "sys.exit(not {'torch', 'transformers', 'numpy', 'vllm'}.isdisjoint(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_doctor_says_what_engines_can(paw_here):

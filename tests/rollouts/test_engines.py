@@ -10,7 +10,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from paw.errors import UserError
 from paw.model.policy import full_parameters
 from paw.rollouts.engines.base import Completion, Request
-from paw.rollouts.engines.transformers import TransformersEngine, sample, uniforms
+from paw.rollouts.engines.generation import sample, uniforms
+from paw.rollouts.engines.transformers import TransformersEngine
 from paw.rollouts.engines.vllm import VllmEngine
 from paw.rollouts.sync import StaleWeightsError, sampler_mismatch
 

@@ -50,7 +50,7 @@ def play(
     rollouts, tasks=None, *, group_size=4, temperature=1.0, seed=0, stream="train/0", **options
 ):
     tasks = train_tasks(rollouts.factory, 0, 3, 0) if tasks is None else tasks
-    return rollouts.play(
+    return rollouts.play_tasks(
         tasks, group_size=group_size, temperature=temperature, seed=seed, stream=stream, **options
     )
 
@@ -251,7 +251,7 @@ def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, 
                       agent=one_fails, **encode) for rank in range(world)]  # fmt: skip
     tasks = train_tasks(alone.factory, 0, 3, 0)
     options = {"group_size": size, "temperature": 1.0, "seed": 0, "stream": "train/0"}
-    own = [rank.play_own(tasks, **options) for rank in ranks]
+    own = [rank.play_share(tasks, **options) for rank in ranks]
     played = [
         [(group.index, t.member) for group in groups for t in group.trajectories]
         for groups, _ in own
@@ -271,7 +271,7 @@ def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, 
     for turn in (turn for episode in firsts for turn in episode.turns):
         turn.versions, turn.entropy = [7] * len(turn.response_ids), None
     with ThreadPoolExecutor(world) as pool:
-        found = list(pool.map(lambda rank, its: rank.share(its, tasks, size), ranks, own))
+        found = list(pool.map(lambda rank, its: rank.gather_groups(its, tasks, size), ranks, own))
     wanted, stats = play(alone, tasks, group_size=size)
     assert stats.groups_dropped == (size == 2) and len(stats.failed) == (size > 1)
     for groups, its in found:

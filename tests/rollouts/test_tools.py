@@ -147,7 +147,7 @@ def test_an_endpoint_gets_the_tools_and_its_calls_come_back():
         endpoint = Endpoint(EndpointConfig(url=server.url, model="m", retries=0))
         episodes = [Episode(Trajectory(Task("a"), 0), 0, 0, "eval", 0.4) for _ in range(2)]
         rollouts = Rollouts(factory, None, None, config)
-        rollouts.run(episodes[:1], lambda env: EndpointModel(env, config, endpoint))
+        rollouts.run_episodes(episodes[:1], lambda env: EndpointModel(env, config, endpoint))
         sent, turns = server.requests, episodes[0].trajectory.turns
         assert episodes[0].trajectory.failure is None and [
             turn.outcome.valid for turn in turns
@@ -175,5 +175,5 @@ def test_an_endpoint_gets_the_tools_and_its_calls_come_back():
             UserError,
             match=r"takes no tools, which the environment has: .*--enable-auto-tool-choice",
         ):
-            rollouts.run(episodes[1:], lambda env: EndpointModel(env, config, endpoint))
+            rollouts.run_episodes(episodes[1:], lambda env: EndpointModel(env, config, endpoint))
         rollouts.close()

@@ -96,7 +96,7 @@ def test_samples_show_what_was_seen_and_expected():
         Rollouts(factory, run.engine, chat, config),
         eval_tasks(factory, "valid_unseen", 1, 0),
     )
-    (group,), _ = rollouts.play(tasks, group_size=1, temperature=0.4, seed=0, stream="eval")
+    (group,), _ = rollouts.play_tasks(tasks, group_size=1, temperature=0.4, seed=0, stream="eval")
     (episode,) = group.trajectories
     sample = sample_episode(run, episode)
     assert json.loads(json.dumps(sample)) == sample

@@ -27,7 +27,8 @@ from paw.envs import make_factory
 from paw.errors import UserError
 from paw.model.loading import load_tokenizer
 from paw.rollouts.background import ahead
-from paw.rollouts.engines.server import SendingPool, ServerEngine
+from paw.rollouts.engines.pool import SendingPool
+from paw.rollouts.engines.server import ServerEngine
 from paw.rollouts.engines.transfer import FileTransfer
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights

@@ -30,7 +30,7 @@ CONTEXT.set_forkserver_preload(
             "paw.rollouts.background.ahead",
             "paw.rollouts.background.player",
         ),
-        *("paw.rollouts.engines.transformers", "paw.tools.experiment.runs"),
+        *("paw.rollouts.engines.generation", "paw.tools.experiment.runs"),
     ]
 )
 

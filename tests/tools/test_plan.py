@@ -383,8 +383,7 @@ def test_the_fallbacks_find_full_parameter_training_of_14b_on_one_card(tmp_path,
     assert "KV cache" in found["components"]["rollout"] and found["step_s"] > 0
     config = load(out)
     assert config.model.path == NAME
-    share = {"engine.gpu_memory_utilization": config.engine.memory_share}
-    assert {key: get(config, key) for key in found["settings"]} | share == found["settings"]
+    assert {key: get(config, key) for key in found["settings"]} == found["settings"]
 
 
 def test_what_fits_is_left_alone_and_keys_on_the_command_line_stay(capsys):

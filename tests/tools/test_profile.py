@@ -24,7 +24,7 @@ from paw.rollouts.sync import push_weights
 from paw.rollouts.text.chat import Chat
 from paw.run import open_run
 from paw.tools.evaluate.played import load_played
-from paw.tools.evaluate.recorded import random_groups, random_model, read_episodes, with_log_probs
+from paw.tools.evaluate.recorded import as_sampled_by, random_groups, random_model, read_episodes
 from paw.tools.plan import shapes
 from paw.tools.plan.plan import Play
 from paw.tools.profile import (
@@ -218,7 +218,7 @@ def test_recorded_episodes_come_back_as_they_were_played(start, live, tmp_path):
         )
         == 0
     )
-    expected, groups = play(live, {}), with_log_probs(live, read_episodes(file))
+    expected, groups = play(live, {}), as_sampled_by(live, read_episodes(file))
     assert [[t.member for t in group.trajectories] for group in groups] == [[0, 1, 2]] * 3
     for ours, theirs in zip(turns(groups), turns(expected), strict=True):
         assert ours.sampled_logp == pytest.approx(theirs.sampled_logp, abs=1e-5)

@@ -77,7 +77,7 @@ def test_triplets_are_the_valid_turns_once_and_a_file_gives_them_back(tmp_path):
     )
     rollouts = Rollouts(factory, make_engine(practised_model()), make_chat(), config)
     options = {"group_size": 3, "temperature": 1.0, "seed": 0, "stream": "triplets"}
-    played, _ = rollouts.play(train_tasks(factory, 0, 8, 0), **options)
+    played, _ = rollouts.play_tasks(train_tasks(factory, 0, 8, 0), **options)
     turns = [
         (e.task.id, n, turn)
         for group in played
@@ -210,9 +210,9 @@ def test_a_fine_tuned_model_predicts_by_playing(tmp_path):
     factory, chat, model = NextStateFactory(config.env, same), make_chat(), make_model()
     rollouts = Rollouts(factory, make_engine(model), chat, config)
     options = {"group_size": 2, "temperature": 0.0, "seed": 0, "stream": "easy"}
-    before, _ = rollouts.play(factory.held_out[:2], **options)
+    before, _ = rollouts.play_tasks(factory.held_out[:2], **options)
     rwml.fine_tune(Policy(model), chat, factory.training, config)
-    after, _ = rollouts.play(factory.held_out[:2], **options)
+    after, _ = rollouts.play_tasks(factory.held_out[:2], **options)
     assert not any(e.won for group in before for e in group.trajectories)
     assert all(
         e.won and e.turns[0].outcome.action == SEEN for group in after for e in group.trajectories

@@ -2,10 +2,10 @@
 
 Each rank has a process for that, because threads of one Python process wait for one another. It
 plays over servers that take new weights meanwhile. The episodes of update t start when the trainer
-starts update t - rollout.ahead, so no token is of older weights. The process has an environment, an
-agent and a connection to the servers of its own (paw/rollouts/background/player.py); it ends with the trainer
-(paw/rollouts/background/supervisor.py). The trainer never waits for one that has ended, or that shows no sign
-of life: it plays the update itself.
+starts update t - rollout.ahead, so no token comes from older weights. The process has its own
+environment, agent and connection to the servers (player.py), and ends with the trainer
+(supervisor.py). The trainer does not wait for a process that has ended or shows no sign of life: it
+plays the update itself.
 """
 
 import os
@@ -54,7 +54,7 @@ END_S = CLOSE_S + 2 * LINGER_S + 2.0
 
 
 class PlayerLost(Exception):
-    """The process that plays ahead does not answer any more. One line says why."""
+    """The process that plays ahead no longer answers. The message, one line, says why."""
 
 
 class PlayerHandle:
@@ -74,8 +74,8 @@ class PlayerHandle:
         """Seconds without a sign of life after which it is ended."""
         self._progress = progress
         self._ready = False
-        self._lost: Exception | None = None
-        """Why no more answers come."""
+        self._end_reason: Exception | None = None
+        """Why no more answers come; None while it plays."""
         self._updates: dict[int, Future[UpdatePlayed]] = {}
         self._lock = threading.Lock()
         """Held while `_updates` gets an update, and while all are taken out once none is played."""
@@ -89,8 +89,8 @@ class PlayerHandle:
         """
         future = Future[UpdatePlayed]()
         with self._lock:
-            if self._lost:
-                future.set_exception(self._lost)
+            if self._end_reason:
+                future.set_exception(self._end_reason)
             else:
                 self._updates[step] = future
         self.send(PlayUpdate(step=step, count=count))
@@ -109,31 +109,31 @@ class PlayerHandle:
             self._process.stdin.close()
 
     def _listen(self) -> None:
-        """Take its messages until it ends, or is ended because it does not go on.
+        """Handle its messages until it ends, or is ended because it is stuck.
 
         Then fail the updates that it owes.
         """
-        lost: Exception = PlayerLost("does not answer")
+        reason: Exception = PlayerLost("does not answer")
         try:
-            lost = self._receive_all()
+            reason = self._receive_all()
         except (EOFError, OSError):
-            lost = PlayerLost(f"has ended ({self._end()})")
+            reason = PlayerLost(f"has ended ({self._end()})")
         except ValidationError as error:
             self._kill()
-            lost = PlayerLost(
+            reason = PlayerLost(
                 f"has sent something else than a message ({clean(problem(error), 200)}) "
                 "and was ended"
             )
         except Exception as error:
             self._kill()
-            lost = PlayerLost(f"could not be heard ({describe(error)}) and was ended")
+            reason = PlayerLost(f"could not be heard ({describe(error)}) and was ended")
         finally:
             with self._lock:
-                self._lost = lost
+                self._end_reason = reason
                 waiting = list(self._updates.values())
                 self._updates.clear()
             for future in waiting:
-                future.set_exception(lost)
+                future.set_exception(reason)
 
     def _receive_all(self) -> Exception:
         """Handle messages until the last one; returns why no more come."""
@@ -167,7 +167,7 @@ class PlayerHandle:
                     self._updates.pop(step).set_exception(message.error())
 
     def _end(self) -> str:
-        """How it has ended. It is killed if it does not end."""
+        """How it has ended, in words. Kills it if it does not end."""
         try:
             code = self._process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
@@ -204,52 +204,52 @@ class UpdateAhead:
 class AsyncRollouts:
     """Plays `rollout.ahead` updates before the one that is asked for.
 
-    `now` plays in this process what the trainer has to wait for: evaluations, and updates that
+    `rollouts` plays in this process what the trainer has to wait for: evaluations, and updates that
     could not be played ahead. `model` is the folder of its tokenizer.
     """
 
-    def __init__(self, now: Rollouts, model: str) -> None:
-        self._now = now
+    def __init__(self, rollouts: Rollouts, model: str) -> None:
+        self._rollouts = rollouts
         self._model = model
         self._folder = Path.cwd()
-        """Names of files count from here; an environment may change the current folder later."""
+        """Relative paths start here; an environment may change the current folder later."""
         self._updates: dict[int, UpdateAhead] = {}
         self._newest = -1
         """The last update that was started."""
         self._progress: Progress = lambda done, total: None
         self._player = self._start()
-        now.engine.pool.on_expected = self._send_expected
-        now.engine.pool.on_arrived = self._send_arrived
+        rollouts.engine.pool.on_expected = self._send_expected
+        rollouts.engine.pool.on_arrived = self._send_arrived
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
         """The episodes of update `step`, as `Rollouts.training` plays them. A call of all ranks."""
-        now = self._now
-        config = now.config
+        rollouts = self._rollouts
+        config = rollouts.config
         self._progress = progress or self._progress
 
-        last = min(step + config.rollout.ahead, config.run.updates - 1)
-        for later in range(max(step, self._newest + 1), last + 1):
+        last_update = min(step + config.rollout.ahead, config.run.updates - 1)
+        for later in range(max(step, self._newest + 1), last_update + 1):
             self._newest = later
             self._updates[later] = UpdateAhead(count, self._player.play(later, count))
 
-        tasks = now.tasks(step, count)
-        own: RolloutResult | None = None
+        tasks = rollouts.tasks(step, count)
+        own_result: RolloutResult | None = None
         if step in self._updates:  # otherwise its episodes failed, and are played again
             played = self._wait_for(self._updates.pop(step))
             if played:
-                own = played.unpack(tasks)
-        if own is None:
-            own = now.play_update(step, tasks, progress)
-        result = now.share(own, tasks, config.rollout.group_size)
-        return now.refill(result, step, count, progress)
+                own_result = played.unpack(tasks)
+        if own_result is None:
+            own_result = rollouts.play_share_of_update(step, tasks, progress)
+        result = rollouts.gather_groups(own_result, tasks, config.rollout.group_size)
+        return rollouts.refill(result, step, count, progress)
 
     def evaluation(self, progress: Progress | None = None) -> RolloutResult:
-        return self._now.evaluation(progress)
+        return self._rollouts.evaluation(progress)
 
     def close(self) -> None:
         """Drop what is in play: a run that goes on plays it again."""
         self._updates.clear()
-        self._now.close()
+        self._rollouts.close()
         self._player.close()
 
     def _wait_for(self, update: UpdateAhead) -> UpdatePlayed | None:
@@ -272,40 +272,40 @@ class AsyncRollouts:
         return None
 
     def _start(self) -> PlayerHandle:
-        now = self._now
-        ours, theirs = socket.socketpair()
+        rollouts = self._rollouts
+        our_end, their_end = socket.socketpair()
         variables = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": "1",
         }
-        with theirs:
+        with their_end:
             process = subprocess.Popen(
                 [
                     sys.executable,
                     "-m",
                     "paw.rollouts.background.supervisor",
                     str(os.getpid()),
-                    str(theirs.fileno()),
+                    str(their_end.fileno()),
                 ],
                 env=variables,
                 stdin=subprocess.PIPE,
                 cwd=self._folder,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[their_end.fileno()],
                 start_new_session=True,
             )
         player = PlayerHandle(
             process,
-            Channel(ours, FromPlayer),
-            patience_s=now.config.env.step_timeout_s + SILENT_S,
+            Channel(our_end, FromPlayer),
+            patience_s=rollouts.config.env.step_timeout_s + SILENT_S,
             progress=lambda done, total: self._progress(done, total),
         )
-        pool = now.engine.pool
-        ranks = now.ranks or Ranks()
+        pool = rollouts.engine.pool
+        ranks = rollouts.ranks or Ranks()
         player.send(
             Start(
-                config=now.config.model_dump_json(),
+                config=rollouts.config.model_dump_json(),
                 model=self._model,
-                positions=now.engine.positions,
+                positions=rollouts.engine.positions,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 urls=[server.url for server in pool.servers],
@@ -313,7 +313,7 @@ class AsyncRollouts:
                 end_ids=pool.end_ids,
                 vocabulary=pool.vocabulary,
                 entropy=pool.entropy,
-                timeout_s=now.config.engine.timeout_s,
+                timeout_s=pool.timeout_s,
             )
         )
         player.send(WeightsExpected(version=pool.pending_version))

@@ -1,8 +1,8 @@
 """Messages between the trainer and the process that plays ahead.
 
-Each is one JSON object a line, checked by pydantic. Pickles are never used: exceptions and outcomes
-of a user's own classes need not survive one, and a pickle can run code. Token ids and log-probs
-travel as packed arrays, so that they are small and arrive bit for bit.
+Each is one JSON object on a line, checked by pydantic. There are no pickles: exceptions and
+outcomes of a user's own classes may not survive one, and a pickle can run code. Token ids and
+log-probs travel as packed arrays, so that they are small and arrive bit for bit.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ IDS = ("prompt_ids", "response_ids", "versions", "observation_ids", "separator_i
 VALUES = ("sampled_logp", "entropy")
 """Floats of a turn that are packed."""
 REQUIRED = ("prompt_ids", "response_ids", "sampled_logp")
-"""Those of both that are never None."""
+"""Fields among both that are never None."""
 
 
 class Message(BaseModel):
@@ -88,7 +88,7 @@ class Start(Message):
     """Name by which the servers have the adapters; "" without LoRA."""
     end_ids: list[int]
     vocabulary: int
-    """Tokens of the model: ids that servers send are below it."""
+    """Size of the model's vocabulary: ids that servers send are below it."""
     entropy: bool
     timeout_s: float
 
@@ -166,7 +166,7 @@ class UpdatePlayed(Message):
     tasks: str
     """Digest of the ids of its tasks."""
     rest: RolloutResult
-    """All but the packed numbers of its turns. The id of a task is its index in the update."""
+    """All but the packed numbers of turns. Tasks are named by their index in the update."""
     ids: PackedRows
     values: PackedRows
 

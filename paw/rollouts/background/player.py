@@ -1,6 +1,6 @@
-"""The process that plays ahead, with an environment, an agent and connections of its own.
+"""The process that plays ahead, with its own environment, agent and connections.
 
-It ends with the trainer, see `paw.rollouts.background.supervisor`, and closes its environments before.
+It closes its environments and ends when the trainer does (supervisor.py).
 """
 
 import os
@@ -37,7 +37,8 @@ from paw.rollouts.background.messages import (
     WeightsExpected,
 )
 from paw.rollouts.background.supervisor import CLOSE_S
-from paw.rollouts.engines.server import ServerEngine, ServerPool
+from paw.rollouts.engines.pool import ServerPool
+from paw.rollouts.engines.server import ServerEngine
 from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.scheduler import THREADS, Rollouts
 from paw.rollouts.text.chat import Chat
@@ -50,7 +51,7 @@ MARGIN_S = 2.0
 
 
 class PlayerRollouts(Rollouts):
-    """Rollouts that know their environments, those of episodes in play too."""
+    """Rollouts that know all their environments, those of episodes in play included."""
 
     def __init__(
         self, factory: EnvFactory, engine: ServerEngine, chat: Chat, config: Config, ranks: Ranks
@@ -129,7 +130,7 @@ class Player:
 
     def goes_on(self) -> bool:
         """Whether no event loop is blocked, as an agent may block it."""
-        # Of each, not up to the first.
+        # All are asked, also after one that is blocked.
         signs = [rollouts.loop_goes_on() for rollouts in self._rollouts]
         return all(signs)
 
@@ -148,7 +149,7 @@ class Player:
             if playing:
                 playing.join(max(0.0, deadline - time.monotonic()))
 
-        # Whatever they raise, and if they hang.
+        # In threads: whatever they raise, and even if they hang.
         threads = Threads(THREADS, CLOSE_S - 2 * MARGIN_S)
         threads.close(*(environment.close for environment in environments))
 
@@ -156,8 +157,8 @@ class Player:
         with suppress(OSError):  # the trainer has ended
             try:
                 tasks = rollouts.tasks(request.step, request.count)
-                own = rollouts.play_update(request.step, tasks, self._report)
-                answer = UpdatePlayed.pack(request.step, own, tasks)
+                result = rollouts.play_share_of_update(request.step, tasks, self._report)
+                answer = UpdatePlayed.pack(request.step, result, tasks)
                 rollouts.playing = None
                 self._idle.append(rollouts)
                 self._channel.send(answer)
@@ -189,7 +190,7 @@ def print_traceback(error: BaseException) -> None:
 
 
 class PlayerProcess:
-    """This process: its signals, its socket, its signs of life and its end."""
+    """What this process does: signals, socket, signs of life, end."""
 
     def __init__(self, socket_fd: int) -> None:
         self._socket = socket.socket(fileno=socket_fd)
@@ -228,7 +229,7 @@ class PlayerProcess:
                 if self._player and self._player.goes_on():
                     self._channel.send(Alive())
                 time.sleep(BEAT_S)
-        if os.getppid() != self._supervisor:  # it was killed, and ends nothing any more
+        if os.getppid() != self._supervisor:  # it was killed, so it no longer ends this process
             self._close_environments()
             os.killpg(0, signal.SIGKILL)
 
@@ -241,7 +242,7 @@ class PlayerProcess:
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(exit_code)  # whatever its threads do
+        os._exit(exit_code)  # whatever the threads do
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The parent of the process that plays ahead.
+"""The parent of the process that plays ahead: however that or the trainer ends, nothing stays.
 
-However that process or the trainer ends, no process is left behind. It imports no torch, so it is
-small.
+It imports no torch, so it is small.
 """
 
 import ctypes
@@ -29,14 +28,14 @@ END_NOW = b"."
 
 
 def main(trainer: int, command: Sequence[str], socket_fd: int) -> int:
-    """Run `command` with the socket's number.
+    """Run `command`, with the socket's number as its last argument, and clean up after it.
 
     It runs until it ends by itself, the trainer ends, or END_NOW comes on standard input. Returns
     its exit code, 128 + N if signal N ended it.
     """
     for number in STOPS:  # a terminal or a launcher sends them here too: the trainer saves first
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":  # what loses its parent becomes a child of this process
+    if sys.platform == "linux":  # orphans become children of this process
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     child = subprocess.Popen(
         [*command, str(socket_fd)],
@@ -56,11 +55,11 @@ def main(trainer: int, command: Sequence[str], socket_fd: int) -> int:
 
 def _kill_in_time(pid: int, trainer: int, ended: threading.Event) -> None:
     """Kill the process if the trainer asks for it, or some time after the trainer has ended."""
-    order = None
-    while order is None and os.getppid() == trainer:
+    message = None
+    while message is None and os.getppid() == trainer:
         readable, _, _ = select.select([0], [], [], TICK_S)
-        order = os.read(0, 1) if readable else None
-    if order != END_NOW:  # the trainer has ended, which the process finds out by its socket
+        message = os.read(0, 1) if readable else None
+    if message != END_NOW:  # the trainer has ended, which the process finds out by its socket
         ended.wait(CLOSE_S)
     if not ended.is_set():
         with suppress(ProcessLookupError):
@@ -68,7 +67,7 @@ def _kill_in_time(pid: int, trainer: int, ended: threading.Event) -> None:
 
 
 def _wait_for(pid: int) -> int:
-    """The exit code of the process. Orphans that end meanwhile are reaped too."""
+    """Wait for the process and return its exit code. Orphans that end meanwhile are reaped too."""
     while True:
         ended, status = os.wait()
         if ended == pid:
@@ -76,7 +75,7 @@ def _wait_for(pid: int) -> int:
 
 
 def _end_descendants(group: int) -> None:
-    """End what the process has left behind, whichever process groups that has made."""
+    """End what the process left behind, in whatever process groups."""
     if sys.platform != "linux":
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
@@ -86,7 +85,7 @@ def _end_descendants(group: int) -> None:
 
 
 def _wait_for_children(seconds: float, number: signal.Signals | None = None) -> None:
-    """Wait until none is left, and send the signal to each once."""
+    """Wait until no child is left, `seconds` at most; send each the signal `number` once."""
     deadline = time.monotonic() + seconds
     signalled = set[int]()
     while _reap() and time.monotonic() < deadline:
@@ -99,7 +98,7 @@ def _wait_for_children(seconds: float, number: signal.Signals | None = None) -> 
 
 
 def _reap() -> bool:
-    """Whether any child is left."""
+    """Reap children that have ended. Returns whether any is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

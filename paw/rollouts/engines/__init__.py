@@ -1,27 +1,33 @@
 """Rollout engines by name: built-in ones, and those of your own (docs/bring-your-own.md)."""
 
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paw.config import plugins
 from paw.errors import UserError, others_code
-from paw.rollouts.engines.base import Engine, EngineParts, EnginePlan, EngineType, PlannedRun
+from paw.rollouts.engines.base import Closable, Engine, EngineParts, EnginePlan, PlannedRun
 
 if TYPE_CHECKING:
+    import torch
+
     from paw.config.sections import Config, LoraConfig
     from paw.distributed.ranks import Ranks
     from paw.model.policy import Policy
     from paw.rollouts.text.chat import Chat
 
 
-def find_engine(name: str) -> type[EngineType]:
+def find_engine(name: str) -> type[Engine]:
     """The class that `engine.type = name` means; built-in ones load no torch.
 
     Raises UserError if it is not an engine, or lacks a method.
     """
     engine_type = plugins.load("engines", name)
     problem = ""
-    if not (isinstance(engine_type, type) and issubclass(engine_type, EngineType)):
+    if not (isinstance(engine_type, type) and issubclass(engine_type, Engine)):
         problem = "it is not an engine, a class derived from paw.rollouts.engines.base.Engine"
     elif missing := sorted(getattr(engine_type, "__abstractmethods__", ())):
         problem = f"{engine_type.__name__} has no method {', '.join(missing)}"
@@ -48,12 +54,13 @@ def make_engine(
     names. The other arguments are those of `EngineParts`. Raises UserError for what code that is
     not ours raises.
     """
-    from paw.distributed.ranks import Ranks, lost_peer, out_of_memory
+    from paw.distributed.ranks import Ranks  # loads torch
 
     limits = config.rollout
     parts = EngineParts(
         config=config,
         policy=policy,
+        chat=chat,
         model_path=model_path,
         end_ids=frozenset(chat.end_ids | _end_ids_of_model(policy)),
         context=limits.max_prompt_tokens + limits.max_response_tokens,
@@ -65,12 +72,44 @@ def make_engine(
     )
     name = config.engine.type
     engine_type = find_engine(name)
-    with others_code(
+    with _naming(name):
+        engine = engine_type.make(parts)
+    _check_engine(engine, name)
+    if not _is_built_in(name):
+        _name_failures(engine, name)
+    return engine
+
+
+def start_engine(
+    config: "Config",
+    model_path: str,
+    *,
+    device: "torch.device",
+    ranks: "Ranks",
+    lora: "LoraConfig | None",
+) -> Closable | None:
+    """What the engine has started ahead of the models, see `Engine.start`; called on rank 0.
+
+    Raises UserError for what code that is not ours raises.
+    """
+    name = config.engine.type
+    with _naming(name):
+        return find_engine(name).start(config, model_path, device=device, ranks=ranks, lora=lora)
+
+
+def _naming(name: str) -> AbstractContextManager[None]:
+    """Raises UserError, one line that names the engine, for what a user's own code raises."""
+    from paw.distributed.ranks import lost_peer, out_of_memory  # loads torch
+
+    return others_code(
         f"engine.type = '{name}'",
         is_exempt=lambda error: out_of_memory(error) or lost_peer(error),
         all_theirs=not _is_built_in(name),
-    ):
-        engine = engine_type.make(parts)
+    )
+
+
+def _check_engine(engine: Any, name: str) -> None:
+    """Raises UserError for what is not an engine, or has not been initialised as one."""
     problem = ""
     if not isinstance(engine, Engine):
         problem = f"it makes a {type(engine).__name__}, not an Engine"
@@ -78,7 +117,22 @@ def make_engine(
         problem = f"{type(engine).__name__}.__init__ must call super().__init__(positions)"
     if problem:
         raise UserError(f"engine.type = '{name}': {problem}")
-    return engine
+
+
+def _name_failures(engine: Engine, name: str) -> None:
+    """Have the methods of a user's own engine raise UserError for whatever fails in them."""
+
+    def in_context(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _naming(name):
+                return method(*args, **kwargs)
+
+        return call
+
+    for method_name, member in vars(Engine).items():
+        if inspect.isfunction(member) and not method_name.startswith("_"):
+            setattr(engine, method_name, in_context(getattr(engine, method_name)))
 
 
 def plan_engine(run: PlannedRun) -> EnginePlan:

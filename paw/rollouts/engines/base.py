@@ -1,11 +1,13 @@
 """What an engine is: token ids in, token ids and log-probabilities out, new weights after updates.
 
-`engine.type` names a class derived from `EngineType`. `Engine` is derived from it, so that one
-class is enough for an engine of your own (docs/bring-your-own.md). Before a run has an engine, its
-class answers what `paw plan`, `paw doctor` and the checks of a configuration ask.
+`engine.type` names a class derived from `Engine`: a built-in one, or your own (see
+docs/bring-your-own.md). Both are declared in the same way, and everything that an engine must or
+may offer is documented here. Before a run has an engine, its class answers what `paw plan`,
+`paw doctor` and the checks of a configuration ask, by class attributes and class methods.
 
 `submit` requests at any time, `step` until the finished ones come back. The transformers engine
-finishes whatever is queued in one step; vLLM batches continuously.
+finishes whatever is queued in one step; vLLM batches continuously. The module of a built-in engine
+loads no torch when it is imported, so that a configuration is checked in a moment; yours may.
 """
 
 from abc import ABC, abstractmethod
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+from paw.config.values import Section
 from paw.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from paw.config.sections import Config, LoraConfig
     from paw.distributed.ranks import Ranks
     from paw.model.policy import Policy
+    from paw.rollouts.text.chat import Chat
 
 
 # --- one response
@@ -30,8 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample: a turn of an episode, or, with a negative key, a prediction of an
-    observation for samples.jsonl. An engine sees tokens only, neither environment nor actions."""
+    """One response to sample. An engine sees tokens only, neither environment nor actions.
+
+    Most are turns of episodes. After an evaluation the callback `samples` also asks for predictions
+    of observations, which it shows in samples.jsonl. Their prompt is a turn up to where its
+    observation begins, max_tokens the observation's length, the temperature 0, and the key
+    negative. If `submit` refuses one with a UserError, that prediction is missing.
+    """
 
     key: int
     """Unique among requests in flight; comes back with the completion."""
@@ -51,8 +60,10 @@ class Completion:
     token_ids: list[int]
     """Up to and including the end token, or cut at max_tokens."""
     logp: list[float]
-    """Log-probability of each token under the model at the temperature, over the full vocabulary,
-    however the token was chosen: the trainer compares it with its own."""
+    """The model's own log-probability of each token: log_softmax(logits / temperature) over the
+    full vocabulary, however the token was chosen (top-p, a grammar). The trainer compares it with
+    its own (health/sampler_mismatch), ends the run if they differ, and with policy.old_logp =
+    "engine" trains on it. At temperature 0 any number will do: nothing is trained on it."""
     entropy: list[float] | None
     """Entropy at each token, nats; None if the engine does not give it."""
     cached_tokens: int = 0
@@ -76,6 +87,9 @@ class EngineParts:
     """The whole configuration; `config.engine` has the engine's own settings."""
     policy: "Policy"
     """The trainer's model: `policy.lm` is the Hugging Face model, on `policy.device`."""
+    chat: "Chat"
+    """Text to token ids and back, through the model's chat template: `chat.decode(ids)` is the text
+    of sampled tokens, for engines that send or log texts."""
     model_path: str | Path
     """Folder or Hugging Face name of the model, for engines that build their own."""
     end_ids: frozenset[int]
@@ -90,7 +104,7 @@ class EngineParts:
     lora: "LoraConfig | None" = None
     """Adapters that the model will have, if `sync` is to take them apart from the other weights."""
     started: Any = None
-    """What `EngineType.start` returned on rank 0."""
+    """What `Engine.start` returned on rank 0."""
 
 
 class Closable(Protocol):
@@ -133,6 +147,9 @@ class EnginePlan:
 
     engines: int
     """Engines that share the episodes of an update."""
+    decodes: bool = True
+    """Whether they decode on GPUs that the plan knows. If not (a service elsewhere), it counts no
+    time for rollouts, and what follows about GPUs and the cache keeps its defaults."""
     cards: int = 1
     """GPUs of each engine."""
     least_cards: int = 1
@@ -159,9 +176,20 @@ class EnginePlan:
     """How it is sent: within the process, by NCCL between GPUs, or as files."""
 
 
-class EngineType:
-    """What is known of a kind of engine before there is one, and how one is made. No torch."""
+# --- engines
 
+
+class Engine(ABC):
+    """Samples responses.
+
+    It holds requests of at most `positions` tokens, prompt and response together (None: any). What
+    methods of your own engine raise ends the run with a line that names it.
+    """
+
+    # What is known before there is an engine.
+
+    Config: ClassVar[type[Section]] = Section
+    """The engine's own keys of the section [engine], for a subclass that has some."""
     requires: ClassVar[dict[str, str]] = {}
     """Module -> what to install with pip, for each module that it needs beyond PaW's own."""
     shares_card: ClassVar[bool] = True
@@ -173,12 +201,29 @@ class EngineType:
     gives_versions: ClassVar[bool] = False
     """Whether completions have the version of the weights of each token, so that new weights may
     arrive while requests are pending."""
+    has_pool: ClassVar[bool] = False
+    """Whether it has a `pool`, a `paw.rollouts.engines.pool.SendingPool` of servers that a process
+    beside the trainer can ask as well. `rollout.ahead` needs it."""
     takes_adapters: ClassVar[bool] = False
-    """Whether `sync` can take LoRA adapters apart from the base weights, for lora.send."""
+    """Whether `sync` can take LoRA adapters apart from the base weights, for `lora.send`."""
     sized_by_share: ClassVar[bool] = False
-    """Whether engine.gpu_memory_utilization is its share of the GPUs that train."""
+    """Whether its key engine.gpu_memory_utilization is its share of the GPUs that train, which
+    `paw plan` may then change."""
     replaceable: ClassVar[bool] = False
     """Whether `paw plan` may propose servers in its place."""
+
+    # What is known of a running one.
+
+    continuous = False
+    """Whether requests may join while others run.
+
+    Otherwise `step` finishes what is queued, so full batches pay.
+    """
+    checkpoint_names = False
+    """Whether `sync` wants names as in a model's files, or as transformers has them: experts one by
+    one or together."""
+    version = 0
+    """Weight version: the number of updates the weights have seen."""
 
     @classmethod
     def start(
@@ -212,25 +257,6 @@ class EngineType:
         By default an engine in each rank, with a copy of the weights on the GPU at all times.
         """
         return EnginePlan(engines=run.ranks, weights=run.weight_bytes, asleep=run.weight_bytes)
-
-
-# --- a running engine
-
-
-class Engine(EngineType, ABC):
-    """Samples responses. It holds requests of at most `positions` tokens, prompt and response
-    together (None: any)."""
-
-    continuous = False
-    """Whether requests may join while others run.
-
-    Otherwise `step` finishes what is queued, so full batches pay.
-    """
-    checkpoint_names = False
-    """Whether `sync` wants names as in a model's files, or as transformers has them: experts one by
-    one or together."""
-    version = 0
-    """Weight version: the number of updates the weights have seen."""
 
     def __init__(self, positions: int | None) -> None:
         self.positions = positions

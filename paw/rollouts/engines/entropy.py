@@ -1,8 +1,8 @@
 """The entropy of vLLM's distribution at each sampled token, which vLLM does not return.
 
-A logits processor that changes nothing computes it, in whatever process vLLM samples. PaW selects
-transitions by the entropy of their actions. With it from the sampler, `policy.old_logp = "engine"`
-needs no pass of the trainer over the samples.
+A logits processor that changes nothing computes it, in the process in which vLLM samples. PaW
+selects transitions by the entropy of their actions. If the sampler gives it, `policy.old_logp =
+"engine"` needs no pass of the trainer over the samples.
 
 Written for vLLM 0.32 and both of its model runners. V1, which CPUs use, hands over logits that are
 divided by the temperature; V2, which GPUs use, logits that are not.
@@ -25,7 +25,7 @@ _entropies: dict[str, dict[int, "TokenEntropy"]] = {}
 
 
 class Step:
-    """The entropies of all rows of one step of the engine; copied to the host once one is read."""
+    """The entropies of all rows of one step of the engine, copied to the host when one is read."""
 
     def __init__(self, entropy: Tensor) -> None:
         self._entropy: Tensor | list[float] = entropy
@@ -104,8 +104,8 @@ class Entropy(ProcessorV1, ProcessorV2):
     def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
         """Keep the entropies of a step; returns the logits, [rows, V] float32, as they are.
 
-        If a prompt is computed in parts, each part is sampled from. The last one counts: it writes
-        where the others did.
+        If a prompt is computed in parts, each part is sampled from. The last one counts: it
+        overwrites what the others wrote.
         """
         scaled = logits
         if ctx is None:
@@ -146,9 +146,9 @@ class Entropy(ProcessorV1, ProcessorV2):
 
 
 def take(key: str, count: int) -> list[float] | None:
-    """The entropies of a request's `count` response tokens; None if one is missing.
+    """The entropies of a request's `count` response tokens, which are then forgotten.
 
-    They are forgotten then.
+    None if one is missing.
     """
     by_index = _entropies.pop(key, {})
     entropies = [by_index.get(index) for index in range(count)]

@@ -1,429 +1,120 @@
-"""vLLM behind HTTP: requests go to servers, finished ones come back through a queue.
+"""The engine that samples on servers of vLLM: those of engine.urls, or some that the run starts.
 
-Written for vLLM 0.32's `vllm serve --enable-scale-out` with VLLM_SERVER_DEV_MODE=1. A request sends
-token ids and a seed; the response has token ids, log-probs and the version of the weights of each
-token.
-
-Servers are not trusted. One that does not answer in time, or answers wrongly, gets no more requests
-until it has taken the next weights, and the requests it held go to another one with the same seeds.
-If none is left, requests come back as failed. The size of a response is bounded before it is read,
-and each number is checked against the request before it is used.
+Requests go to a pool of servers (`paw.rollouts.engines.pool`), finished ones come back through a
+queue. Loads no torch when it is imported.
 """
 
-import asyncio
 import queue
-import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
-from urllib.parse import urlsplit
-from uuid import uuid4
+from typing import TYPE_CHECKING, Any, Self, cast
 
-import torch
-from pydantic import ValidationError
-
-from paw.config.sections import Config, LoraConfig
-from paw.distributed.ranks import Ranks
-from paw.envs.checked import problem
-from paw.errors import UserError, clean, describe, masked, short_repr, to_stderr
-from paw.io.http import CLOSE_S, HttpClient, Loop
-from paw.model.policy import DTYPES
-from paw.rollouts.engines.answers import (
-    MAX_SPANS,
-    Choice,
-    EntropyResponse,
-    GenerateResponse,
-    TokenLogprob,
-    VersionSpan,
-    WrongAnswer,
-    check_entropies,
-    check_tokens,
-    most_bytes,
-    token_versions,
+from paw.config import sections
+from paw.rollouts.engines import vllm_plan
+from paw.rollouts.engines.base import (
+    Closable,
+    Completion,
+    Engine,
+    EngineParts,
+    EnginePlan,
+    PlannedRun,
+    Request,
 )
-from paw.rollouts.engines.base import Completion, Engine, Request
-from paw.rollouts.engines.servers import Servers
-from paw.rollouts.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer, Transfer
-from paw.rollouts.engines.vllm import sampling_options
+from paw.rollouts.engines.settings import ServerConfig
+from paw.rollouts.engines.vllm_library import REQUIRES
+
+if TYPE_CHECKING:
+    import torch
+
+    from paw.distributed.ranks import Ranks
+    from paw.rollouts.engines.pool import ServerPool
 
 STEP_S = 0.02
 """Seconds that `step` waits for a response, before agents and environments have their turn."""
-
-
-@dataclass
-class EntropyCall:
-    """A call that asks a server for the entropies of several finished responses."""
-
-    responses: list[tuple[str, int]]
-    """(name, tokens) of each response."""
-    result: asyncio.Future[list[list[float] | None]]
-    """The entropies of each response, in that order."""
-
-
-class Server:
-    """One server as this rank sees it."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.name = masked(url)
-        """What files and lines call it."""
-        self.fault = "it has no weights yet"
-        """Why it gets no requests; "" if it is well."""
-        self.calls: set[asyncio.Future[Completion]] = set()
-        self.entropy_lock = asyncio.Lock()
-        """Held during a call for entropies."""
-        self.next_entropy_call: EntropyCall | None = None
-        """The call that waits for the lock; more responses may join it."""
-
-
-class ServerPool:
-    """The servers at `urls`, which have one model, and this run's weights alone.
-
-    Another process sends them the weights; `expect` and `arrive` tell this pool about it. The
-    process that sends them has a `SendingPool`. Each rank begins with another one of the servers.
-
-    Args:
-        vocabulary: tokens of the model.
-        timeout_s: seconds for a whole response.
-        entropy: whether completions have it; for that the servers need this package, see
-            `vllm_command`.
-        model: name under which the servers answer; "" for their only one.
-    """
-
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        end_ids: Collection[int],
-        vocabulary: int,
-        timeout_s: float,
-        ranks: Ranks,
-        entropy: bool = False,
-        model: str = "",
-    ) -> None:
-        first = ranks.rank % len(urls)
-        self.servers = [Server(url.rstrip("/")) for url in [*urls[first:], *urls[:first]]]
-        self.end_ids = sorted(end_ids)
-        self.vocabulary = vocabulary
-        self.entropy = entropy
-        self.model = model
-        self.version = -1
-        """Version of the weights that all servers have; -1 before the first."""
-        self.pending_version = -1
-        """Version of the weights that are on their way, or arrived last."""
-        self._ranks = ranks
-        self._timeout_s = timeout_s
-        self._client = HttpClient("engine.type = 'server'", timeout_s=timeout_s)
-        self._loop = Loop()
-
-    @property
-    def faults(self) -> dict[str, str]:
-        """What is wrong with each server that gets no requests, by its URL."""
-        return {server.url: server.fault for server in self.servers if server.fault}
-
-    def submit(self, request: Request, callback: Callable[[Completion], None]) -> None:
-        """Have the request answered; `callback` is called in another thread."""
-        self._loop.begin(self._serve(request, callback))
-
-    def sync(self, weights: Any, version: int) -> None:
-        raise RuntimeError("these servers get their weights from another process")
-
-    def expect(self, version: int) -> None:
-        """Note that these weights are on their way."""
-        self.pending_version = version
-
-    def arrive(self, version: int, faults: dict[str, str]) -> None:
-        """Note that all servers have these weights, except those with `faults`, by their URLs."""
-        self.version = version
-        for server in self.servers:
-            server.fault = faults.get(server.url, "")
-
-    def close(self) -> None:
-        with suppress(Exception):
-            self._loop.run(self._client.close(), CLOSE_S)
-        self._loop.close()
-
-    async def _serve(self, request: Request, callback: Callable[[Completion], None]) -> None:
-        """Have one server after the other try, until one answers."""
-        while True:
-            usable = [server for server in self.servers if not server.fault]
-            if not usable:
-                break
-            server = min(usable, key=lambda server: len(server.calls))
-            call = asyncio.ensure_future(self._ask(server, request))
-            server.calls.add(call)
-            try:
-                completion = await asyncio.wait_for(call, self._timeout_s)
-                return callback(completion)
-            except TimeoutError:
-                self._lose(server, f"no whole answer within engine.timeout_s = {self._timeout_s:g}")
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task and task.cancelling():
-                    raise
-                # Otherwise the call alone was cancelled: another request has found out what is
-                # wrong with the server.
-            except ValidationError as error:
-                self._lose(server, f"not vLLM's answer: {problem(error)}")
-            except Exception as error:
-                self._lose(server, describe(error))
-            finally:
-                server.calls.discard(call)
-        faults = "; ".join(f"{url}: {fault}" for url, fault in self.faults.items())
-        callback(Completion(request.key, [], [], None, failure=f"no server is left ({faults})"))
-
-    def _lose(self, server: Server, fault: str) -> None:
-        """Give the server no more requests, and its pending ones to others."""
-        if server.fault:
-            return
-        server.fault = fault
-        to_stderr(
-            f"rank {self._ranks.rank}: {server.url} is left out until the next weights: {fault}"
-        )
-        server.entropy_lock = asyncio.Lock()
-        server.next_entropy_call = None
-        for call in server.calls:
-            call.cancel()
-
-    async def _ask(self, server: Server, request: Request) -> Completion:
-        """The server's response. Raises WrongAnswer if it does not fit the request."""
-        oldest_version = self.version
-        name = uuid4().hex if self.entropy else ""
-        body: dict[str, Any] = {
-            "token_ids": request.prompt_ids,
-            "sampling_params": sampling_options(request, self.end_ids, name),
-        }
-        if self.model:
-            body["model"] = self.model
-
-        url = f"{server.url}/inference/v1/generate"
-        if request.stopped:
-            choice = await self._stream(url, body, request)
-            cached_tokens = 0
-        else:
-            response = await self._generate(url, body, request)
-            choice = response.choices[0]
-            cached_tokens = response.cached or 0
-
-        self._check(choice, request, cached_tokens)
-        versions = self._versions(choice, oldest_version)
-        entropy = None
-        if self.entropy:
-            entropy = await self._entropy_of(server, name, len(choice.token_ids))
-        return Completion(
-            key=request.key,
-            token_ids=choice.token_ids,
-            logp=[token.logprob for token in choice.logprobs],
-            entropy=entropy,
-            cached_tokens=cached_tokens,
-            versions=versions,
-            server=server.name,
-        )
-
-    async def _generate(self, url: str, body: dict[str, Any], request: Request) -> GenerateResponse:
-        max_bytes = most_bytes(request.max_tokens)
-        reply = await self._client.ask("POST", url, body, max_bytes=max_bytes)
-        if reply.status != 200:
-            raise WrongAnswer(f"status {reply.status}: {clean(reply.text, 200)}")
-        return GenerateResponse.model_validate_json(reply.body)
-
-    async def _stream(self, url: str, body: dict[str, Any], request: Request) -> Choice:
-        """The response up to where `request.stopped` says that it is complete.
-
-        The connection is closed then, which makes the server stop.
-        """
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprob] = []
-        stopped = request.stopped
-        version = self.version
-        stream = self._client.lines(
-            url,
-            body | {"stream": True},
-            max_line=most_bytes(request.max_tokens),
-            max_bytes=most_bytes(request.max_tokens, lines=True),
-        )
-        async with stream as lines:
-            async for line in lines:
-                if len(token_ids) > request.max_tokens:
-                    raise WrongAnswer(
-                        "a stream without end: it has more tokens than were asked for"
-                    )
-                if not line.startswith("data: {"):
-                    continue
-                response = GenerateResponse.model_validate_json(line.removeprefix("data: "))
-                choice = response.choices[0]
-                check_tokens(choice, self.vocabulary)
-                token_ids += choice.token_ids
-                logprobs += choice.logprobs
-                if choice.finish_reason or (stopped and stopped(token_ids)):
-                    break
-        # vLLM sends the versions at the end of a response that it finishes itself, and only then.
-        spans = [VersionSpan(version=str(version), start=0, end=len(token_ids))]
-        return Choice.model_construct(token_ids=token_ids, logprobs=logprobs, weight_versions=spans)
-
-    def _check(self, choice: Choice, request: Request, cached_tokens: int) -> None:
-        """Raises WrongAnswer if tokens or log-probs do not fit the request."""
-        check_tokens(choice, self.vocabulary)
-        count = len(choice.token_ids)
-        same_tokens = choice.token_ids == [token.token_id for token in choice.logprobs]
-        if not same_tokens or not 1 <= count <= request.max_tokens:
-            raise WrongAnswer(
-                f"{count} token ids with {len(choice.logprobs)} log-probs for at most "
-                f"{request.max_tokens}"
-            )
-        if not 0 <= cached_tokens <= len(request.prompt_ids):
-            raise WrongAnswer(
-                f"{short_repr(cached_tokens)} cached tokens "
-                f"of {len(request.prompt_ids)} in the prompt"
-            )
-
-    def _versions(self, choice: Choice, oldest_version: int) -> list[int]:
-        """The version of each token's weights. Raises WrongAnswer for one that cannot be."""
-        spans = choice.weight_versions or []
-        versions = token_versions(spans, len(choice.token_ids))
-        if not all(oldest_version <= version <= self.pending_version for version in versions):
-            named = ", ".join(span.version for span in spans[:MAX_SPANS])
-            raise WrongAnswer(f"weights {named} in place of {self.version}")
-        return versions
-
-    async def _entropy_of(self, server: Server, name: str, count: int) -> list[float] | None:
-        """The entropies of a finished response of `count` tokens.
-
-        One call asks for all responses that finish while the call before is under way.
-        """
-        call = server.next_entropy_call
-        if call is None:
-            responses: list[tuple[str, int]] = []
-            result = asyncio.ensure_future(self._ask_entropies(server, responses))
-            # An error is raised for each response below; here it only counts as retrieved.
-            result.add_done_callback(lambda done: done.cancelled() or done.exception())
-            call = EntropyCall(responses, result)
-            server.next_entropy_call = call
-        index = len(call.responses)
-        call.responses.append((name, count))
-        entropy = (await asyncio.shield(call.result))[index]
-        if entropy is not None and len(entropy) != count:
-            raise WrongAnswer(f"{len(entropy)} entropies for {count} tokens")
-        return entropy
-
-    async def _ask_entropies(
-        self, server: Server, responses: list[tuple[str, int]]
-    ) -> list[list[float] | None]:
-        async with server.entropy_lock:
-            server.next_entropy_call = None  # from here on nothing joins `responses`
-            body = {"method": "paw_entropy", "args": [responses]}
-            max_bytes = most_bytes(sum(count for _, count in responses))
-            reply = await self._client.ask(
-                "POST", f"{server.url}/collective_rpc", body, max_bytes=max_bytes
-            )
-        if reply.status != 200:
-            raise WrongAnswer(
-                "it gives no entropy: it needs two more options (docs/scale.md, Entropy)"
-            )
-        entropies = EntropyResponse.model_validate_json(reply.body).results[0]
-        if len(entropies) != len(responses):
-            raise WrongAnswer(
-                f"entropies of {len(entropies)} responses in place of {len(responses)}"
-            )
-        for entropy in entropies:
-            check_entropies(entropy or (), self.vocabulary)
-        return entropies
-
-
-class SendingPool(ServerPool):
-    """The servers at `urls`, which get their weights from here: rank 0 sends, all ranks take part.
-
-    Args:
-        transfer: how weights are sent.
-        adapters: how LoRA adapters are sent, apart from the base weights. Those are then sent once,
-            by `transfer`, unless the servers `have_base`.
-        started: the servers, if the run has started them; set on rank 0 only.
-        options: keyword arguments of `ServerPool`.
-    """
-
-    def __init__(
-        self,
-        urls: Sequence[str],
-        transfer: Transfer,
-        *,
-        adapters: AdapterTransfer | None = None,
-        have_base: bool = False,
-        started: Servers | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(urls, **options)
-        self._transfer = transfer
-        self._adapters = adapters
-        self._have_base = have_base
-        self._started = started
-        self.on_expected: Callable[[int], None] = lambda version: None
-        """Called with the version of weights that are about to be sent."""
-        self.on_arrived: Callable[[int, dict[str, str]], None] = lambda version, faults: None
-        """Called with the version that servers have, and the faults of those that do not."""
-
-    def sync(self, weights: Any, version: int) -> None:
-        """Send every parameter from rank 0 to every server, those that failed before too.
-
-        A call of all ranks. Raises UserError if a server does not take the first weights.
-        """
-        self.expect(version)
-        if self._ranks.first and self._started:
-            for line in self._started.revive():
-                to_stderr(line)
-
-        faults: dict[str, str] = {}
-        if self._adapters is None:
-            faults |= self._send(self._transfer, weights, version, faults)
-        else:
-            if not self._have_base:
-                faults |= self._send(self._transfer, weights.base, version, faults)
-            faults |= self._send(self._adapters, weights.adapters, version, faults)
-        self._have_base = True
-
-        faults = self._ranks.broadcast_from_rank0(lambda: faults)
-        for url, fault in faults.items():
-            if self.version < 0:  # nothing has been sampled yet: a mistake in the settings
-                raise UserError(
-                    f"engine.urls: {url}: {fault}; docs/scale.md says how a server is started"
-                )
-            if self._ranks.first:
-                to_stderr(f"{url} has not taken the weights of update {version}: {fault}")
-        self.arrive(version, faults)
-
-    def _send(
-        self, transfer: Transfer, weights: Any, version: int, faults: dict[str, str]
-    ) -> dict[str, str]:
-        """Send to the servers without `faults`. Returns what went wrong, by URL, on rank 0."""
-        if self._ranks.first:
-            urls = [server.url for server in self.servers if server.url not in faults]
-            return transfer.send(weights, urls, version)
-        for _ in weights:
-            pass  # gathering the weights takes all ranks
-        return {}
-
-    def expect(self, version: int) -> None:
-        super().expect(version)
-        self.on_expected(version)
-
-    def arrive(self, version: int, faults: dict[str, str]) -> None:
-        super().arrive(version, faults)
-        self.on_arrived(version, faults)
-
-    def close(self) -> None:
-        super().close()
-        self._transfer.close()
-        if self._adapters:
-            self._adapters.close()
+MOST_POWERS = 7
+"""Powers of two tried as the number of a server's cards: up to 64."""
 
 
 class ServerEngine(Engine):
     """The servers of a pool as an engine; several engines may share a pool."""
 
+    Config = ServerConfig
+    requires = REQUIRES
+    shares_card = False
+    gives_entropy = True
+    gives_versions = True
+    has_pool = True
+    takes_adapters = True
     continuous = True
     checkpoint_names = True
 
-    def __init__(self, pool: ServerPool, max_model_len: int) -> None:
+    @classmethod
+    def start(
+        cls,
+        config: sections.Config,
+        model_path: str,
+        *,
+        device: "torch.device",
+        ranks: "Ranks",
+        lora: sections.LoraConfig | None,
+    ) -> Closable | None:
+        from paw.rollouts.engines.servers import start_servers  # loads torch
+
+        if not config.engine.gpus:
+            return None
+        return start_servers(config, model_path, device=device, ranks=ranks, lora=lora)
+
+    @classmethod
+    def make(cls, parts: EngineParts) -> Self:
+        from paw.rollouts.engines.pool import open_pool  # loads torch
+
+        return cls(open_pool(parts), parts.context)
+
+    @classmethod
+    def plan(cls, run: PlannedRun) -> EnginePlan:
+        settings = cast(ServerConfig, run.config.engine)
+        least_cards = cls._least_cards(run)
+        # The size of the servers at engine.urls is not known: the fewest cards that hold the model
+        # are assumed.
+        cards = settings.tensor_parallel if settings.servers else max(1, least_cards)
+        sends_adapters = vllm_plan.sends_adapters(run)
+        return EnginePlan(
+            engines=settings.servers or len(settings.urls),
+            cards=cards,
+            least_cards=least_cards,
+            own_card=cls._card_bytes(run, cards),
+            cache_tokens=cls._cache_tokens(run, cards),
+            cache_is_fixed=True,
+            least_step_s=vllm_plan.STEP_S,
+            sent_bytes=run.adapter_bytes if sends_adapters else None,
+            sent_by="files" if sends_adapters or settings.transfer == "files" else "nccl",
+        )
+
+    @classmethod
+    def _card_bytes(cls, run: PlannedRun, cards: int) -> tuple[float, float]:
+        """(weights with buffers, KV cache) in bytes on each of the `cards` of a server."""
+        settings = cast(ServerConfig, run.config.engine)
+        return vllm_plan.card_bytes(run, cards=cards, share=settings.gpu_memory_utilization)
+
+    @classmethod
+    def _cache_tokens(cls, run: PlannedRun, cards: int) -> float:
+        """Tokens in a server's KV cache.
+
+        Each card has its share of the heads, at least one (vLLM repeats them).
+        """
+        _, cache = cls._card_bytes(run, cards)
+        return cache / run.kv_bytes * min(cards, run.kv_heads)
+
+    @classmethod
+    def _least_cards(cls, run: PlannedRun) -> int:
+        for power in range(MOST_POWERS):
+            cards = 2**power
+            divides_heads = run.heads % cards == 0
+            if divides_heads and cls._cache_tokens(run, cards) >= run.cache_wanted:
+                return cards
+        return 0
+
+    def __init__(self, pool: "ServerPool", max_model_len: int) -> None:
         super().__init__(max_model_len)
         self.pool = pool
         self._completions: queue.SimpleQueue[Completion] = queue.SimpleQueue()
@@ -468,60 +159,3 @@ class ServerEngine(Engine):
     def close(self) -> None:
         super().close()
         self.pool.close()
-
-
-def open_pool(
-    config: Config,
-    end_ids: Collection[int],
-    device: torch.device,
-    ranks: Ranks,
-    started: Servers | None,
-    *,
-    vocabulary: int,
-    entropy: bool,
-    lora: LoraConfig | None,
-) -> SendingPool:
-    """The servers of engine.urls, or those that rank 0 has started, once they answer.
-
-    A call of all ranks. Raises UserError for a server that does not come up.
-    """
-    options = config.engine
-
-    def wait_for_urls() -> list[str]:
-        if not started:
-            return options.urls
-        started.wait()
-        return started.urls
-
-    urls = ranks.broadcast_from_rank0(wait_for_urls)
-    dtype = DTYPES[config.model.dtype]
-    adapters = None
-    served_model = ""
-    transfer = _make_transfer(config, urls, device)
-    if lora:
-        adapters = AdapterTransfer(dtype, options.timeout_s, options.weights_dir, lora)
-        served_model = ranks.broadcast_from_rank0(lambda: adapters.model)
-    return SendingPool(
-        urls,
-        transfer,
-        adapters=adapters,
-        have_base=options.servers > 0,
-        started=started,
-        end_ids=end_ids,
-        vocabulary=vocabulary,
-        timeout_s=options.timeout_s,
-        ranks=ranks,
-        entropy=entropy,
-        model=served_model,
-    )
-
-
-def _make_transfer(config: Config, urls: Sequence[str], device: torch.device) -> Transfer:
-    """How the base weights, or all weights, are sent."""
-    options = config.engine
-    dtype = DTYPES[config.model.dtype]
-    if options.transfer == "files" or (options.transfer == "auto" and device.type != "cuda"):
-        return FileTransfer(dtype, options.timeout_s, options.weights_dir)
-    on_this_machine = all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls)
-    address = "127.0.0.1" if on_this_machine else socket.gethostbyname(socket.gethostname())
-    return NcclTransfer(dtype, options.timeout_s, address)

@@ -1,7 +1,7 @@
 """vLLM servers that a run starts on its own machine: restarted once, and ended with the run.
 
 Each is a child of a small process (watch.py) that holds the other end of a pipe to the trainer.
-Once the trainer is gone, by kill -9 too, that process ends the server's whole process group.
+Once the trainer is gone, even by kill -9, that process ends the server's whole process group.
 """
 
 import os
@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,7 +22,8 @@ from paw.distributed.ranks import Ranks
 from paw.errors import UserError, clean
 from paw.io.files import text_of
 from paw.io.http import BlockingHttpClient
-from paw.rollouts.engines.vllm import DEFAULTS, engine_options
+from paw.rollouts.engines.settings import ServerConfig
+from paw.rollouts.engines.vllm_library import DEFAULTS, engine_options, wants_entropy
 from paw.rollouts.engines.watch import GOODBYE, GRACE_S, WEIGHTS_DIR
 
 HEALTH_S = 2.0
@@ -30,9 +31,9 @@ HEALTH_S = 2.0
 START_S = 1800.0
 """Seconds for a server to come up: large models take long to load, and to compile."""
 POLL_S = 0.5
-"""Seconds between two looks at servers that are coming up."""
+"""Seconds between two checks of servers that are coming up."""
 LAST_LINES = 4
-"""Lines of a log that are shown, from its last error on."""
+"""Lines of a log that are quoted, beginning with its last error."""
 VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -98,18 +99,16 @@ def _flag(name: str, value: Any) -> list[str]:
 def start_servers(
     config: Config,
     model: str,
-    folder: Path,
     *,
     device: torch.device,
     ranks: Ranks,
-    entropy: bool,
     lora: LoraConfig | None,
 ) -> "Servers":
     """Start engine.servers on the GPUs after the ranks' own.
 
     Raises UserError if there are too few.
     """
-    options = config.engine
+    settings = cast(ServerConfig, config.engine)
     limits = config.rollout
     if ranks.on_host != ranks.world_size:
         raise UserError(
@@ -122,17 +121,18 @@ def start_servers(
         max_model_len=limits.max_prompt_tokens + limits.max_response_tokens,
         dtype=config.model.dtype,
         on_cpu=device.type == "cpu",
-        gpu_memory_utilization=options.memory_share,
-        tensor_parallel=options.tensor_parallel,
-        nccl=options.transfer == "nccl" or (options.transfer == "auto" and on_gpus),
-        entropy=entropy,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        tensor_parallel=settings.tensor_parallel,
+        nccl=settings.transfer == "nccl" or (settings.transfer == "auto" and on_gpus),
+        entropy=wants_entropy(config),
         lora=lora,
     )
     if on_gpus:
-        gpus = _divide_gpus(options.servers, options.tensor_parallel, ranks.world_size)
+        gpus = _divide_gpus(settings.servers, settings.tensor_parallel, ranks.world_size)
     else:
-        gpus = [[]] * options.servers
-    return Servers(command, gpus, folder, weights_dir=options.weights_dir)
+        gpus = [[]] * settings.servers
+    folder = config.run.dir / config.run.name / "servers"
+    return Servers(command, gpus, folder, weights_dir=settings.weights_dir)
 
 
 def _divide_gpus(servers: int, tensor_parallel: int, ranks: int) -> list[list[str]]:
@@ -153,13 +153,13 @@ def _divide_gpus(servers: int, tensor_parallel: int, ranks: int) -> list[list[st
 
 
 class Servers:
-    """Servers that this process has started; `urls` are known at once, `wait` until they answer.
+    """Servers that this process starts. `urls` are known at once; `wait` until they answer.
 
     Args:
-        command: what starts a server, without the port.
+        command: starts a server; the port is added to it.
         gpus: the devices of each server.
         folder: for what the servers write.
-        weights_dir: where this process leaves weights for them; None: in memory.
+        weights_dir: where this process leaves weights for them; None for memory.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Servers:
         return False
 
     def revive(self) -> list[str]:
-        """Start the servers that have ended once more, each once in a run.
+        """Restart servers that have ended, each at most once in a run.
 
         Does not wait: the next weights go to those that answer by then. Returns a line about each.
         """
@@ -252,7 +252,7 @@ class Servers:
         variables = DEFAULTS | {"VLLM_LOGGING_LEVEL": "WARNING"} | inherited | VARIABLES
         if self._gpus[index]:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[index])
-        else:  # model and engine in the server's own process: one process less imports vLLM
+        else:  # the engine runs in the server's own process: one process fewer imports vLLM
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         watch = [sys.executable, "-m", "paw.rollouts.engines.watch"]
         if self._weights_dir:

@@ -1,8 +1,8 @@
 """Weights on their way to rollout servers: by NCCL between GPUs, or as files that both sides see.
 
-Both use vLLM 0.32's own ways in (VLLM_SERVER_DEV_MODE=1): its weight transfer engine, or
-`reload_weights`. `send` goes on when a server fails, and returns which ones did. What a server
-answers is bounded in time and size, and checked.
+Both use interfaces of vLLM 0.32 (VLLM_SERVER_DEV_MODE=1): its weight transfer engine, or
+`reload_weights`. If a server fails, `send` goes on with the others, and returns which ones failed.
+What a server answers is bounded in time and size, and checked.
 """
 
 import importlib
@@ -25,7 +25,7 @@ from paw.errors import clean, describe
 from paw.io.files import writing
 from paw.io.http import BlockingHttpClient, HttpAnswer
 from paw.model.host import in_parts
-from paw.rollouts.engines.vllm import (
+from paw.rollouts.engines.vllm_library import (
     WEIGHTS_DIR_HINT,
     import_vllm,
     lora_options,
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from paw.model.weights import Weights
 
 SHARD_BYTES = 2 << 30
-"""Bytes of a file, which rank 0 holds in memory at once."""
+"""Bytes of a file: rank 0 holds one in memory."""
 QUICK_S = 60.0
-"""Seconds for calls that give a server no work: the other servers are paused meanwhile."""
+"""Seconds for calls that give a server no work. The other servers are paused meanwhile."""
 ANSWER_BYTES = 1 << 20
 """Most bytes of an answer, which says little more than that the server is done."""
 MAX_GPUS = 4096
@@ -73,7 +73,7 @@ M = TypeVar("M", bound=BaseModel)
 class Transfer(ABC):
     """How rank 0 sends weights to servers. The other ranks only take part in gathering them.
 
-    `timeout_s` is for each whole answer.
+    `timeout_s` is the time limit of each whole answer.
     """
 
     def __init__(self, dtype: torch.dtype, timeout_s: float) -> None:
@@ -125,7 +125,7 @@ class Transfer(ABC):
         *,
         quick: bool = False,
     ) -> HttpAnswer:
-        """What the server answers, whatever the status; `quick`: the call gives it no work."""
+        """What the server answers, whatever the status. `quick` calls give it no work."""
         return self._client.ask(
             method,
             f"{url}/{path}",
@@ -137,7 +137,7 @@ class Transfer(ABC):
     def post(
         self, url: str, path: str, body: dict[str, Any] | None = None, *, quick: bool = False
     ) -> Any:
-        """The JSON that the server answers. Raises RuntimeError for anything but 200."""
+        """The JSON that the server answers. Raises RuntimeError for any status but 200."""
         answer = self.ask("POST", url, path, body, quick=quick)
         if answer.status == 404:
             raise RuntimeError(
@@ -174,8 +174,8 @@ class FileTransfer(Transfer):
         folder = self._folder / str(version)
         with writing(folder, WEIGHTS_DIR_HINT):
             folder.mkdir(exist_ok=True)
-            cast = ((name, tensor.to(self.dtype)) for name, tensor in weights)
-            for number, part in enumerate(in_parts(cast, SHARD_BYTES)):
+            cast_weights = ((name, tensor.to(self.dtype)) for name, tensor in weights)
+            for number, part in enumerate(in_parts(cast_weights, SHARD_BYTES)):
                 if "lm_head.weight" in part:
                     # A tied head shares the embedding's memory, which the format refuses.
                     part["lm_head.weight"] = part["lm_head.weight"].clone()
@@ -201,8 +201,8 @@ class FileTransfer(Transfer):
 class AdapterTransfer(FileTransfer):
     """Sends LoRA adapters to servers that have the base weights, by vLLM 0.32's own LoRA support.
 
-    They travel as a folder of peft's. The adapters of each version take the place of the last ones,
-    also in running requests. vLLM knows them by the name `model`, under which it answers, and reads
+    They travel as a folder in peft's format. The adapters of each version replace the last ones, in
+    running requests too. vLLM knows them by the name `model`, under which it answers, and reads
     them when they are first needed.
     """
 
@@ -227,33 +227,34 @@ class AdapterTransfer(FileTransfer):
         return self.each(urls, load)
 
     def _load_adapters(self, url: str) -> None:
-        """Have a server read the adapters, at the first time or anew."""
+        """Have a server read the adapters, for the first time or again."""
         body = {"lora_name": self.model, "lora_path": str(self._folder)}
         answer = self.ask("POST", url, "v1/load_lora_adapter", body)
         if answer.status == 200:
             return
         if "already been loaded" not in answer.text:
-            needs = f"--enable-lora --max-lora-rank {lora_options(self._lora)['max_lora_rank']}"
+            max_rank = lora_options(self._lora)["max_lora_rank"]
+            options = f"--enable-lora --max-lora-rank {max_rank}"
             raise RuntimeError(
                 "it takes no LoRA adapters: it needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-                f" and {needs}, or use --lora.send merged"
+                f" and {options}, or use --lora.send merged"
                 f" (status {answer.status}: {clean(answer.text, 200)})"
             )
-        # The server has the adapters of the version before. If they are dropped by their number,
-        # it reads the folder again when they are next needed. vLLM's own ways do not fit: with
-        # load_inplace it reads the files at every step, and running requests do not know a new
-        # name.
-        held = self.post(url, "collective_rpc", {"method": "list_loras"})
-        for number in _parse(AdapterNumbers, held, "collective_rpc").results[0]:
+        # The server has the adapters of the version before. Once they are dropped by their number,
+        # it reads the folder again when they are next needed. vLLM's own ways do not work here:
+        # with load_inplace it reads the files at every step, and running requests do not know a
+        # new name.
+        answer = self.post(url, "collective_rpc", {"method": "list_loras"})
+        for number in _parse(AdapterNumbers, answer, "collective_rpc").results[0]:
             self.post(url, "collective_rpc", {"method": "remove_lora", "args": [number]})
 
 
 class NcclTransfer(Transfer):
     """vLLM's own NCCL broadcast: rank 0's GPU and those of all servers are one group.
 
-    The group is made again when other servers than before can be reached: one that restarted is
-    not in it. Servers need --weight-transfer-config '{"backend": "nccl"}'. One that dies while
-    weights are on their way holds up the run.
+    The group is made again if the servers that can be reached are not the same as before: one that
+    restarted is not in it. Servers need --weight-transfer-config '{"backend": "nccl"}'. One that
+    dies while weights are on their way holds up the run.
     """
 
     def __init__(self, dtype: torch.dtype, timeout_s: float, address: str) -> None:
@@ -304,8 +305,8 @@ class NcclTransfer(Transfer):
         if self._engine:
             self._engine.shutdown()
             self.each(sizes, lambda url: self.post(url, "shutdown_weight_transfer_engine"))
-        with socket.create_server(("", 0)) as free:
-            port = free.getsockname()[1]
+        with socket.create_server(("", 0)) as listening:
+            port = listening.getsockname()[1]
         world_size = 1 + sum(sizes.values())
         no_weights: Any = _Source((), self.dtype)  # `_load` sets the source of each version
         self._engine = nccl.NCCLTrainerWeightTransferEngine.trainer_init(
@@ -383,7 +384,7 @@ class _Source:
             yield name, tensor.detach().to(self._dtype)
 
     def finish(self) -> None:
-        """Go through the weights that are left: gathering them takes all ranks."""
-        rest = iter(self._weights) if self._pass is None else self._pass
-        for _ in rest:
+        """Go through the remaining weights: gathering them takes all ranks."""
+        remaining = iter(self._weights) if self._pass is None else self._pass
+        for _ in remaining:
             pass

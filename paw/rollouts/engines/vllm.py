@@ -1,6 +1,7 @@
 """vLLM in this process: continuous batching, prefix caching, weights streamed in after updates.
 
-Written for vLLM 0.32; what depends on its internals is in this file. What is not obvious:
+Loads neither torch nor vLLM when it is imported. Written for vLLM 0.32; what depends on its
+internals is in this file. What is not obvious:
 - `add_request` returns an internal id, outputs carry ours. It silently accepts duplicate ids and
   clips prompts beyond the limit: `submit` refuses both.
 - The default output kind is cumulative, with a list that vLLM goes on to change. Seeds with chunked
@@ -11,50 +12,46 @@ Written for vLLM 0.32; what depends on its internals is in this file. What is no
 - Construction reseeds every global random generator and, on a CPU, replaces `torch.set_num_threads`
   by a function that does nothing: both are put back. On a GPU it would set torch to one thread,
   unless OMP_NUM_THREADS is set, and the guards of Dynamo's compiled graphs would then expect one
-  thread. So the variable has the trainer's number meanwhile.
+  thread. So the variable has the trainer's number during construction.
 - What the attention kernels cannot do (head sizes on a CPU) shows only at the first token, so
   construction samples one.
 """
 
-import json
 import os
 import random
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from paw.config.sections import LoraConfig
-from paw.distributed.ranks import lost_peer, out_of_memory
 from paw.errors import UserError, describe
-from paw.io.files import writing
-from paw.rollouts.engines.base import Completion, Engine, Request
+from paw.rollouts.engines import vllm_plan
+from paw.rollouts.engines.base import (
+    Completion,
+    Engine,
+    EngineParts,
+    EnginePlan,
+    PlannedRun,
+    Request,
+)
+from paw.rollouts.engines.settings import VllmConfig
+from paw.rollouts.engines.vllm_library import (
+    REQUIRES,
+    engine_options,
+    import_vllm,
+    sampling_options,
+    wants_entropy,
+    write_adapters,
+)
 
-ENVIRONMENT = {
-    # The engine lives in this process, so that tensors pass by reference.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-}
-"""Variables that vLLM's engine in this process needs."""
-DEFAULTS = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
-"""Variables that are set unless the user has set them."""
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks of adapters that vLLM may be started with."""
-WEIGHTS_DIR_HINT = " (engine.weights_dir says where)"
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class EngineDiedError(UserError):
-    """vLLM cannot go on, whatever is asked of it next."""
+    """vLLM has died, and cannot answer anything any more."""
 
     exit_code = 1
 
@@ -67,16 +64,56 @@ class VllmEngine(Engine):
             `sync`.
         max_model_len: tokens of the longest prompt and response together.
         entropy: whether completions have it.
-        lora: adapters that `sync` takes apart from the base weights. Those it takes only if vLLM
+        lora: adapters that `sync` takes apart from the base weights, which it takes only if vLLM
             does not have them.
 
     Raises UserError if vLLM is missing or cannot serve the model.
     """
 
+    Config = VllmConfig
+    requires = REQUIRES
+    gives_entropy = True
+    takes_adapters = True
+    sized_by_share = True
+    replaceable = True
     continuous = True
     checkpoint_names = True
     version = -1
     """-1 until the first `sync`."""
+
+    @classmethod
+    def make(cls, parts: EngineParts) -> Self:
+        config = parts.config
+        settings = cast(VllmConfig, config.engine)
+        return cls(
+            parts.model_path,
+            end_ids=parts.end_ids,
+            max_model_len=parts.context,
+            dtype=config.model.dtype,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            sleep_level=settings.sleep_level,
+            entropy=wants_entropy(config),
+            lora=parts.lora,
+        )
+
+    @classmethod
+    def plan(cls, run: PlannedRun) -> EnginePlan:
+        settings = cast(VllmConfig, run.config.engine)
+        weights, cache = vllm_plan.card_bytes(run, cards=1, share=settings.gpu_memory_utilization)
+        keeps_base_weights = settings.sleep_level == 1
+        sends_adapters = vllm_plan.sends_adapters(run) and keeps_base_weights
+        return EnginePlan(
+            engines=run.ranks,
+            weights=weights,
+            cache=cache,
+            asleep=vllm_plan.ASLEEP,
+            host=run.weight_bytes if keeps_base_weights else 0,
+            cache_tokens=cache / run.kv_bytes,
+            cache_is_fixed=True,
+            least_step_s=vllm_plan.STEP_S,
+            sent_bytes=run.adapter_bytes if sends_adapters else None,
+            sent_by="files" if sends_adapters else "memory",
+        )
 
     def __init__(
         self,
@@ -97,7 +134,7 @@ class VllmEngine(Engine):
         self._end_ids = sorted(end_ids)
         self._asleep = False
         self._has_base = False
-        """Whether vLLM has the base weights, beside which it takes adapters."""
+        """Whether vLLM has the base weights, so that `sync` needs to load adapters only."""
         self._lora = lora
         self._adapters: Any = None
         """vLLM's request for the newest adapters."""
@@ -125,6 +162,8 @@ class VllmEngine(Engine):
 
     def _start(self, model_dir: str, options: dict[str, Any]) -> Any:
         """vLLM's engine, after it has sampled one token."""
+        from paw.distributed.ranks import out_of_memory  # loads torch
+
         try:
             with _global_state_kept():
                 llm = self._vllm.LLM(model_dir, **options)
@@ -150,9 +189,10 @@ class VllmEngine(Engine):
             raise RuntimeError("the engine has no weights: call sync first")
         super().submit(request)
         key = str(request.key)
+        entropy_key = key if self._take_entropy else ""
         kinds = self._vllm.sampling_params.RequestOutputKind
         parameters = self._vllm.SamplingParams(
-            **sampling_options(request, self._end_ids, key if self._take_entropy else ""),
+            **sampling_options(request, self._end_ids, entropy_key),
             output_kind=kinds.CUMULATIVE if request.stopped else kinds.FINAL_ONLY,
         )
         prompt = self._vllm.inputs.tokens_input(request.prompt_ids)
@@ -193,13 +233,12 @@ class VllmEngine(Engine):
         return Completion(key, token_ids, logp, entropy, cached_tokens=cached_tokens)
 
     def sync(self, parameters: Any, version: int) -> None:
-        """Load every parameter in place, and drop cached prompts.
+        """Load every parameter in place, and drop cached prompts, which belong to old weights."""
+        import torch
 
-        Their keys and values belong to the old weights.
-        """
         super().sync(parameters, version)
         if self._asleep:
-            torch.cuda.empty_cache()  # blocks that torch keeps for reuse would be in the way
+            torch.cuda.empty_cache()  # vLLM needs the blocks that torch keeps for reuse
             self._llm.wake_up(tags=["weights"])
         if self._lora is None:
             self._load_weights(parameters)
@@ -226,25 +265,24 @@ class VllmEngine(Engine):
         self._asleep = True
         self._has_base = self._sleep_level == 1
 
-    def _load_weights(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    def _load_weights(self, parameters: Iterable[tuple[str, "Tensor"]]) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(parameters)})
         self._has_base = True
         if self._on_cpu:
             self._llm.apply_model(_repack_experts)
 
-    def _load_adapters(self, adapters: Iterable[tuple[str, Tensor]], lora: LoraConfig) -> None:
+    def _load_adapters(self, adapters: Iterable[tuple[str, "Tensor"]], lora: LoraConfig) -> None:
         make_request = self._vllm.lora.request.LoRARequest
         with tempfile.TemporaryDirectory(prefix="paw-") as folder:
             dtype = self._llm.llm_engine.model_config.dtype
             write_adapters(Path(folder), adapters, dtype, lora, "adapter_model.safetensors")
             request = make_request("paw", 1, folder, load_inplace=True)
             self._llm.llm_engine.add_lora(request)
-        # Requests do not name the one above: with load_inplace vLLM would read the files at every
-        # step.
+        # Requests name another one: with load_inplace vLLM would read the files at every step.
         self._adapters = make_request("paw", 1, "loaded")
 
     def close(self) -> None:
-        """Shut down; before `destroy_process_group`, since vLLM destroys its own groups."""
+        """Shut down. Comes before `destroy_process_group`, since vLLM destroys its own groups."""
         if self._llm is None:
             return
         with suppress(Exception):  # it may have died
@@ -253,96 +291,10 @@ class VllmEngine(Engine):
         super().close()
 
 
-def engine_options(
-    max_model_len: int, *, dtype: str, on_cpu: bool, entropy: bool, lora: LoraConfig | None
-) -> dict[str, Any]:
-    """vLLM's arguments, in this process and of a server."""
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": 256,
-        "max_num_batched_tokens": max(8192, max_model_len),
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",
-    }
-    if on_cpu:
-        options |= {"enforce_eager": True, "enable_chunked_prefill": False, "block_size": 32}
-    if entropy:
-        options["logits_processors"] = ["paw.rollouts.engines.entropy:Entropy"]
-    if lora:
-        options |= lora_options(lora)
-    return options
-
-
-def sampling_options(
-    request: Request, end_ids: Collection[int], entropy_key: str
-) -> dict[str, Any]:
-    """vLLM's sampling parameters.
-
-    Entropies are kept under the name `entropy_key`, unless it is "".
-    """
-    options = {
-        "max_tokens": request.max_tokens,
-        "temperature": request.temperature,
-        "seed": request.seed & (2**63 - 1),
-        "stop_token_ids": end_ids,
-        "logprobs": 0,
-        "detokenize": False,
-    }
-    if entropy_key:
-        options["extra_args"] = {"paw_entropy": [entropy_key, len(request.prompt_ids)]}
-    return options
-
-
-def lora_options(lora: LoraConfig) -> dict[str, Any]:
-    """vLLM's arguments for the adapters of one policy.
-
-    Raises UserError for a rank that vLLM does not serve.
-    """
-    for max_rank in LORA_RANKS:
-        if max_rank >= lora.rank:
-            return {
-                "enable_lora": True,
-                "max_lora_rank": max_rank,
-                "max_loras": 1,
-                "lora_target_modules": lora.targets,
-            }
-    raise UserError(
-        f"lora.rank = {lora.rank}: vLLM serves adapters of at most {LORA_RANKS[-1]};"
-        " use --lora.send merged"
-    )
-
-
-def write_adapters(
-    folder: Path,
-    adapters: Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype,
-    lora: LoraConfig,
-    name: str,
-) -> None:
-    """Write a folder as peft does, with the tensors in file `name`.
-
-    Going through sharded `adapters` is a collective call of all ranks.
-    """
-    from safetensors.torch import save_file
-
-    tensors = {key: tensor.to("cpu", dtype).contiguous() for key, tensor in adapters}
-    settings = {
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": lora.targets,
-    }
-    with writing(folder, WEIGHTS_DIR_HINT):
-        (folder / "adapter_config.json").write_text(json.dumps(settings))
-        save_file(tensors, folder / name, {"format": "pt"})
-
-
 def _repack_experts(model: Any) -> None:
     """Put the experts' weights into the order that the CPU's kernel reads.
 
-    vLLM does that at the first load only.
+    vLLM does so only at the first load.
     """
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
@@ -352,10 +304,12 @@ def _repack_experts(model: Any) -> None:
 
 @contextmanager
 def _naming(action: str) -> Iterator[None]:
-    """Turn whatever vLLM dies of into an EngineDiedError of one line.
+    """Raise whatever vLLM dies of as an EngineDiedError of one line.
 
-    A lack of memory and the end of another rank pass as they are.
+    Out-of-memory errors and the end of another rank are raised as they are.
     """
+    from paw.distributed.ranks import lost_peer, out_of_memory  # loads torch
+
     try:
         yield
     except Exception as error:
@@ -368,38 +322,19 @@ def _naming(action: str) -> Iterator[None]:
         ) from error
 
 
-def import_vllm(key: str = "engine.type = 'vllm'") -> Any:
-    """vLLM, imported with the environment variables that it reads then.
-
-    Raises UserError if it is not installed.
-    """
-    os.environ.update(ENVIRONMENT)
-    for name, value in DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    try:
-        import vllm
-        import vllm.inputs
-        import vllm.lora.request
-        import vllm.platforms
-        import vllm.sampling_params
-    except ImportError as error:
-        raise UserError(
-            f"{key} needs vLLM ({error}); run: pip install 'paw-trainer[vllm]', or use "
-            "--engine.type transformers"
-        ) from None
-    return vllm
-
-
 @contextmanager
 def _global_state_kept() -> Iterator[None]:
     """Put back what construction changes: random generators and torch's number of threads."""
+    import numpy as np
+    import torch
+
     threads = torch.get_num_threads()
     set_threads = torch.set_num_threads
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     omp_threads = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    # Set by an engine before, it would make vLLM ignore the number.
+    # If an earlier engine has set this, vLLM ignores the number.
     os.environ.pop("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", None)
     try:
         with torch.random.fork_rng():

@@ -19,8 +19,8 @@ from paw.rundir.signals import STOPS
 GRACE_S = 10.0
 """Seconds for a server to end after SIGTERM, before SIGKILL."""
 GOODBYE = b"."
-"""What the trainer writes into the pipe before it closes it: it was not killed, and removes its own
-folders."""
+"""What the trainer writes into the pipe before it closes it, to say that it was not killed and
+removes its own folders."""
 WEIGHTS_DIR = "--weights-dir="
 """An option before the command: where the trainer leaves weights, if not in memory."""
 LAST_S = 2.0
@@ -36,7 +36,7 @@ def main(command: Sequence[str], parent: int, weights_dir: Path | None = None) -
     trainer_started = ""
     with suppress(OSError):
         trainer_started = started_at(trainer)
-    # A terminal or a launcher sends these to all processes; the trainer saves first.
+    # A terminal or a launcher sends these to all processes, but the trainer first saves.
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
     child = subprocess.Popen(
@@ -69,7 +69,7 @@ def main(command: Sequence[str], parent: int, weights_dir: Path | None = None) -
 
 
 def _handle_stops() -> None:
-    """Let signals that stop a process do so again."""
+    """Let the signals that stop a process do so again."""
     for number in STOPS:
         signal.signal(number, signal.SIG_DFL)
 

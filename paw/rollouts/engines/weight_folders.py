@@ -2,11 +2,11 @@
 
     paw-weights-BOOT-NAMESPACE-PID-START-RANDOM
 
-The name says which process made the folder, so those of a run that was killed are removed: at the
-start of any run, and by the watcher of the run's servers. The number of a process is used again
-after it has ended, so the name also has the time of its start. A number holds within one boot of
-one machine and one namespace (containers may share /dev/shm, and number their processes apart).
-Folders of another boot, namespace or user are left alone.
+The name says which process made the folder, so that folders of a run that was killed can be
+removed: at the start of any run, and by the watcher of the run's servers. The id of a process may
+be used again after it has ended, so the name also has the time of its start. Ids are unique within
+one boot of one machine and one namespace (containers may share /dev/shm, but number their processes
+separately). Folders of another boot, namespace or user are left alone.
 """
 
 import os
@@ -21,13 +21,13 @@ from pathlib import Path
 MEMORY = Path("/dev/shm")
 PREFIX = "paw-weights-"
 NAME = re.compile(rf"{PREFIX}([0-9a-f]+-[0-9]+)-([0-9]{{1,9}})-([0-9]+)-\w+")
-"""Its groups: the machine, the number of the process, when the process started."""
+"""Its groups: the machine, the id of the process, when the process started."""
 STATE = 0
 """Field of /proc/PID/stat after the command, see proc_pid_stat(5)."""
 START = 19
-"""As STATE."""
+"""Likewise."""
 ENDED = ("Z", "X", "x")
-"""States of a process that has ended, but that its parent has not yet waited for."""
+"""States of a process that has ended and whose parent has not waited for it yet."""
 
 
 def make_weight_folder(parent: Path | None = None) -> Path:
@@ -46,7 +46,7 @@ def default_parent() -> Path:
 def started_at(pid: int) -> str:
     """When a process started, in clock ticks since the boot; "" if it has ended.
 
-    Raises OSError if there is no such process, or if it cannot be known.
+    Raises OSError if there is no such process, or its start cannot be found out.
     """
     text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     fields = text.rpartition(") ")[2].split()
@@ -54,7 +54,7 @@ def started_at(pid: int) -> str:
 
 
 def is_running(pid: int, started: str) -> bool:
-    """Whether the process `pid` that started then still runs; True if that cannot be known."""
+    """Whether the process `pid` that started then still runs; True if that cannot be found out."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -97,7 +97,7 @@ def _is_abandoned(name: str, machine: str) -> bool:
 
 
 def _folders(parent: Path) -> list[Path]:
-    """This user's folders of weights in `parent`, without links to such."""
+    """This user's folders of weights in `parent`, without links to folders."""
     folders = []
     with suppress(OSError):
         for path in sorted(parent.glob(f"{PREFIX}*")):
@@ -120,7 +120,7 @@ def _size(folder: Path) -> int:
 def _machine() -> str:
     """This boot of this machine, and the namespace of this process.
 
-    Raises OSError if that cannot be known.
+    Raises OSError if that cannot be found out.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     namespace = Path("/proc/self/ns/pid").stat().st_ino

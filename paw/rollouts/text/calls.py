@@ -1,8 +1,8 @@
 """Calls of tools in a model's answer, read by other projects' parsers.
 
 If the tokenizer says how (`response_template`), transformers reads them. Otherwise vLLM's parser
-for the model's family does, or without vLLM one of those that `transformers serve` has. The right
-one is found by trial: it reads back a call that the chat template wrote.
+for the model's family does, or, without vLLM, one that `transformers serve` has. The right one is
+found by trial: it reads back a call that the chat template wrote.
 """
 
 import json
@@ -136,7 +136,7 @@ def _reader(parser: Parser, written_call: str) -> Reader:
 def _opening(written_call: str) -> str:
     """How a call begins in this format ("<tool_call>", "{").
 
-    Text that begins so and is not parsed is a broken call.
+    Text that begins like this but is not parsed is a broken call.
     """
     before_name = written_call.partition(PROBE.name)[0].strip()
     match = re.match(r'[^\s{"]+|\{', before_name)
@@ -161,7 +161,7 @@ def _numbered(parsed_calls: list[tuple[str, Any]], first_number: int) -> tuple[l
     problem = ""
     for number, (name, arguments) in enumerate(parsed_calls, first_number):
         if not isinstance(name, str) or not isinstance(arguments, dict):
-            problem = problem or f"the arguments of '{clean(name, 60)}' are no JSON object"
+            problem = problem or f"the arguments of '{clean(name, 60)}' are not a JSON object"
             arguments = {}
         call_id = f"call{number:05}"  # nine characters, as Mistral's templates require
         calls.append(ToolCall(str(name), arguments, call_id))
@@ -171,12 +171,12 @@ def _numbered(parsed_calls: list[tuple[str, Any]], first_number: int) -> tuple[l
 def _json_problem(body: str, opening: str) -> str:
     """What is wrong with the JSON of the first call in `body`, after ": ".
 
-    "" if it is not JSON, or nothing is wrong.
+    "" if the call is not JSON, or nothing is wrong.
     """
-    _, opened, after = body.partition(opening)
-    text = after.strip()
-    if opened == "{":
-        text = opened + text
+    _, found_opening, rest_of_call = body.partition(opening)
+    text = rest_of_call.strip()
+    if found_opening == "{":
+        text = found_opening + text
     try:
         json.JSONDecoder().raw_decode(text)
     except ValueError as error:

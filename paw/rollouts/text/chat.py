@@ -32,10 +32,7 @@ Context = str | list[dict[str, Any]]
 
 
 class ContextFull(Exception):
-    """What the model is to go on with does not fit its context.
-
-    The episode is over, with what it has.
-    """
+    """The next prompt does not fit the model's context: the episode ends with the turns it has."""
 
 
 def context_text(context: Context) -> str:
@@ -56,7 +53,7 @@ def context_text(context: Context) -> str:
 class Chat:
     """Encoder and decoder of one fast Hugging Face tokenizer.
 
-    `options` are variables of its chat template, `tool_parser` is model.tool_parser (see
+    `options` are variables of its chat template; `tool_parser` is model.tool_parser (see
     `paw.rollouts.text.calls`).
 
     Raises UserError for a tokenizer without a chat template or `tokenizers` back end, and for a
@@ -71,7 +68,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._tool_parser = tool_parser
         self._reader: Reader | None = None
-        """Finds the calls in an answer. Made when needed: without tools it never is."""
+        """Finds the calls in an answer; made when first needed, so never without tools."""
         self._backend = _own_backend(tokenizer, name=self.name)
         self._template = ChatTemplate(tokenizer, options or {})
         facts = inspect_template(self._template, tokenizer, self._backend, name=self.name)
@@ -80,7 +77,7 @@ class Chat:
         self.opened = facts.opened
         """How the template begins every answer: "", or from <think> on.
 
-        Part of the answer, not of what is sampled.
+        It is part of the answer, but it is not sampled.
         """
         self.trim = facts.trim
         """What the template does to white space around the content (Llama 3 strips it)."""
@@ -108,13 +105,13 @@ class Chat:
         """
 
     def render(
-        self, messages: list[Any], tools: list[Any] | None = None, *, ask: bool = True
+        self, messages: list[Any], tools: list[Any] | None = None, *, opens_answer: bool = True
     ) -> str:
         """The template's text, see `ChatTemplate.render`."""
-        return self._template.render(messages, tools, ask=ask)
+        return self._template.render(messages, tools, opens_answer=opens_answer)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, control tokens that it writes included."""
+        """Ids of a text, including the control tokens that it writes."""
         return self._encoder.encode(text)
 
     # --- prompts
@@ -159,7 +156,7 @@ class Chat:
         """Ids of a whole conversation as the template renders it, ready for a response.
 
         Raises UserError for tools that the template does not show, EnvironmentFailure for messages
-        that it does not take.
+        that it does not accept.
         """
         if tools and not self._facts.shows_tools:
             raise UserError(
@@ -183,9 +180,9 @@ class Chat:
         return spelt_out
 
     def _spell_out_texts(self, literals: list[str], texts: list[str]) -> list[int]:
-        """Ids of literals and the texts between them, where only literals have control tokens."""
+        """Ids of literals and the texts between them; no text becomes a control token."""
         ids: list[int] = []
-        ordinary = ""  # what follows the last control token of a literal
+        ordinary = ""  # texts and parts of literals since the last control token
         for literal, text in zip(literals, [*texts, ""], strict=True):
             matches = list(self._encoder.control_pattern.finditer(literal))
             if matches:
@@ -202,21 +199,21 @@ class Chat:
     # --- what follows an answer
     # ---------------------------------------------------------------------------------------------
 
-    def added(
+    def following(
         self, answer: dict[str, Any], messages: list[dict[str, Any]]
     ) -> list[tuple[list[int], str]]:
         """What the template writes after the end of an `answer` when `messages` follow it.
 
-        Returns for each message (ids that come before its text, the text as the template writes
-        it), then (ids up to the next response, "").
+        Returns one pair for each message: (ids that come before its text, the text as the template
+        writes it). A last pair has (ids up to the next response, "").
 
         Example: a tool's result "12 mugs" in ChatML gives
         [(ids of "\\n<|im_start|>user\\n<tool_response>\\n", "12 mugs"),
          (ids of "\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n", "")].
 
-        Only a user message, the answer and those messages are rendered for this: earlier ones take
+        Only a user message, the answer and those messages are rendered for this. Earlier ones take
         no part, so whatever the template drops or merges there stays as the model had it. Raises
-        EnvironmentFailure for messages that the template does not take.
+        EnvironmentFailure for messages that the template does not accept.
         """
         if [message["role"] for message in messages] == ["user"]:
             return [(self.separator_ids, messages[0]["content"]), (self.reply_ids, "")]
@@ -228,15 +225,15 @@ class Chat:
         first_problem: Exception | None = None
         for candidate in (with_text, without_text, text_alone):
             try:
-                return self._added_to(candidate, messages)
+                return self._following_as_is(candidate, messages)
             except Exception as error:
                 first_problem = first_problem or error
         raise self._refused([answer, *messages], first_problem)
 
-    def _added_to(
+    def _following_as_is(
         self, answer: dict[str, Any], messages: list[dict[str, Any]]
     ) -> list[tuple[list[int], str]]:
-        """`added` for an answer as it stands; raises whatever the template raises."""
+        """`following` for an answer as it is; raises whatever the template raises."""
         marks = Marks(self._encoder.is_harmless)
         conversation = [{"role": "user", "content": USER}, marks.rest(answer)]
         for message in messages:
@@ -255,8 +252,8 @@ class Chat:
     ) -> list[tuple[list[int], str]]:
         """Cut n + 1 literals and the n texts between them at the texts at `positions`.
 
-        Returns for each of those (ids of what stands before it, the text), then (ids of what
-        follows the last one, "").
+        Returns one pair for each of those, (ids of what comes before it, the text), and a last pair
+        (ids of what follows the last one, "").
 
         Example: literals ["<tool>", ":", "<end>"], texts ["search", "12 mugs"] and positions [1]
         give [(ids of "<tool>" "search" ":", "12 mugs"), (ids of "<end>", "")].
@@ -285,9 +282,9 @@ class Chat:
     def missing_end(self, response_ids: Sequence[int]) -> list[int]:
         """The end token for a response that has none.
 
-        Such a response was cut at rollout.max_response_tokens, or by a stop string. The token
-        stands before what follows the response, in the next prompt and in training, and is not part
-        of the response. Empty if the response has ended, or the model has no end token.
+        Such a response was cut at rollout.max_response_tokens or by a stop string. In the next
+        prompt and in training the token comes after the response, of which it is not part. Empty if
+        the response has ended, or the model has no end token.
         """
         has_ended = len(response_ids) > 0 and response_ids[-1] in self.end_ids
         return [] if has_ended else self._turn_end
@@ -296,7 +293,7 @@ class Chat:
     # ---------------------------------------------------------------------------------------------
 
     def observation_ids(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """The first `max_tokens` ids of raw text (a world-model target), none a control token."""
+        """The first `max_tokens` ids of raw text (a world-model target), without control tokens."""
         return self._encoder.plain_ids(self._encoder.harmless(text))[:max_tokens]
 
     def observation_spans(self, text: str, max_tokens: int) -> list[tuple[int, int]]:
@@ -311,7 +308,7 @@ class Chat:
         """Ids of a demonstrated response after `opened`, its end token included.
 
         This is what a warm-up imitates. A Reply with calls gets the ids of what the template
-        writes. Raises EnvironmentFailure for calls that it does not take.
+        writes. Raises EnvironmentFailure for calls that the template does not accept.
         """
         if isinstance(text, Reply) and text.calls:
             return self._reply_with_calls_ids(text)
@@ -322,7 +319,7 @@ class Chat:
         marks = Marks(self._encoder.is_harmless)
         user = {"role": "user", "content": USER}
         try:
-            conversation = self.render([user, marks.message(reply.message())], ask=False)
+            conversation = self.render([user, marks.message(reply.message())], opens_answer=False)
             prompt = self.render([user])
             written = conversation.removeprefix(prompt)
             literals, texts, _ = marks.split(written, lambda text: text)
@@ -338,17 +335,17 @@ class Chat:
     def decode(self, ids: Iterable[int], *, calls: bool = False) -> str:
         """Text of sampled tokens, without the end token and any other control token.
 
-        With `calls` only the end token is left out: the call of a tool may begin with a control
+        With `calls` only the end token is dropped: the call of a tool may begin with a control
         token.
         """
-        left_out = self.end_ids if calls else self._never_decoded
-        kept = [token for token in ids if token not in left_out]
-        return self._backend.decode(kept, skip_special_tokens=False)
+        hidden = self.end_ids if calls else self._never_decoded
+        decoded_ids = [token for token in ids if token not in hidden]
+        return self._backend.decode(decoded_ids, skip_special_tokens=False)
 
-    def reply(self, text: str, tools: list[Any], called: int = 0) -> Reply:
+    def reply(self, text: str, tools: list[Any], first_number: int = 0) -> Reply:
         """An answer with the calls that the parser of the model's format finds.
 
-        They are numbered from `called` on. Raises UserError if there is no such parser.
+        They are numbered from `first_number` on. Raises UserError if there is no such parser.
         """
         if self._reader is None:
             self._reader = make_reader(
@@ -357,7 +354,7 @@ class Chat:
                 written_call=self._written_call(),
                 model_name=self.name,
             )
-        return self._reader(text, tools, called)
+        return self._reader(text, tools, first_number)
 
     def _written_call(self) -> str:
         """A call as the template writes it, after what opens an answer; "" if it takes no calls."""
@@ -365,7 +362,7 @@ class Chat:
         call = Reply.of("", PROBE).message()
         with suppress(Exception):  # a template raises what it likes
             prompt = self.render([user], TOOLS)
-            with_call = self.render([user, call], TOOLS, ask=False)
+            with_call = self.render([user, call], TOOLS, opens_answer=False)
             written = with_call.rpartition("QxUser")[2]
             if with_call.startswith(prompt):
                 written = with_call.removeprefix(prompt)
@@ -383,10 +380,10 @@ class Chat:
 
 
 class PromptFrame:
-    """What stands around the text of a one-message prompt, cut where control tokens end.
+    """What surrounds the text of a one-message prompt, cut where control tokens end.
 
-    Up to `head_ids` and from `tail_ids` on it is encoded as it is. `before_text` and `after_text`
-    are ordinary words, which merge with the text beside them.
+    `head_ids` and `tail_ids` are encoded as they are. `before_text` and `after_text`, between them
+    and the message's text, are ordinary words, whose tokens may merge with those of the text.
     """
 
     def __init__(self, facts: TemplateFacts, encoder: Encoder) -> None:
@@ -423,7 +420,7 @@ def _check_options(tokenizer: Any, options: Mapping[str, Any], *, name: str) -> 
 
 
 def _own_backend(tokenizer: Any, *, name: str) -> Tokenizer:
-    """A copy of the tokenizer's back end, whose settings the tokenizer changes with every call.
+    """A copy of the tokenizer's back end: the tokenizer changes its settings with every call.
 
     Raises UserError if it has none.
     """

@@ -1,7 +1,7 @@
-"""Text to token ids, where only the control tokens that the caller asks for become control tokens.
+"""Text to token ids in which no text becomes a control token unless the caller wants it to.
 
-Environments and models may write "<|im_end|>": in their texts it is the ordinary characters it
-consists of.
+Environments and models may write "<|im_end|>": in their texts it stands for the ordinary characters
+that it consists of.
 """
 
 import re
@@ -30,7 +30,7 @@ class Encoder:
         self._markers = any_of(markers)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, control tokens that it writes included."""
+        """Ids of a text, including the control tokens that it writes."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def plain_ids(self, text: str) -> list[int]:
@@ -54,9 +54,9 @@ class Encoder:
         return [token for token in ids if token in self.control]
 
     def harmless(self, text: str) -> str:
-        """`text` as a tokenizer takes it, no marker of a turn in it; of the same length.
+        """`text` as a tokenizer takes it and without markers of turns; its length is the same.
 
-        Each marker's first character becomes a space.
+        The first character of each marker becomes a space.
         """
         text = encodable(text)
         while True:
@@ -77,20 +77,20 @@ def control_words(backend: Tokenizer, control: Iterable[int]) -> set[str]:
 
 
 def any_of(words: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that matches any of the words, the longest first; without words nothing."""
+    """A pattern that matches any of the words, the longest first; nothing if there are no words."""
     longest_first = sorted(words, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def encodable(text: str) -> str:
-    """Lone surrogates, which no tokenizer takes, become question marks."""
+    """`text` with question marks for lone surrogates, which no tokenizer takes."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _spelling_cuts(words: Iterable[str]) -> re.Pattern[str]:
-    """Where to cut text so that no piece holds a control token: after the first character of each.
+    """Where to cut text so that no piece has a control token: after the first character of each.
 
-    The tokenizer's `split_special_tokens` leaves those that were added without the special flag.
+    The tokenizer's `split_special_tokens` misses those that were added without the special flag.
     """
     longer_words = sorted(word for word in words if len(word) > 1)
     cuts: list[str] = []

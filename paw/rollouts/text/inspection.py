@@ -33,9 +33,9 @@ class TemplateFacts:
     """How it begins every answer: "", or from <think> on."""
     shows_tools: bool
     turn_control: frozenset[int]
-    """Control tokens, as far as conversations without tools show them."""
+    """Control tokens that conversations without tools show."""
     control: frozenset[int]
-    """Those and the ones that tools need, except for <think> tags."""
+    """Those and the ones that tools need, without the <think> tags."""
     markers: frozenset[str]
     """Ordinary words that mark turns ("[INST]"), if no control token does."""
 
@@ -50,7 +50,7 @@ def inspect_template(
     """
     try:
         template.try_out()
-        turns = template.render_turns(USER, REPLY, USER_AGAIN, ask=False)
+        turns = template.render_turns(USER, REPLY, USER_AGAIN, opens_answer=False)
         prompt = template.render_turns(USER)
         spaced_prompt = template.render_turns(SPACED)
     except Exception as error:  # a template raises what it likes
@@ -118,9 +118,10 @@ def _trim(prefix: str, spaced_prompt: str, suffix: str, *, name: str) -> Callabl
 def _markers(
     control_pattern: re.Pattern[str], prefix: str, suffix: str, between: str
 ) -> frozenset[str]:
-    """The ordinary words that mark turns; none if a control token does, between prompt and answer.
+    """The ordinary words that mark turns; none if a control token stands between prompt and answer.
 
-    Of a part of several lines, the last line is one too: a system message may stand before it.
+    A part of several lines counts as one word, and its last line as another: a system message may
+    come before it.
     """
     if control_pattern.search(suffix):
         return frozenset()

@@ -1,7 +1,7 @@
-"""Conversations with marks in place of texts: a chat template never sees a text itself.
+"""Conversations with marks in place of texts, so that a chat template never sees the texts.
 
-A mark contains a quotation mark: how often that is escaped in the rendered text shows how deep in
-JSON the template put it, and the text is escaped as often.
+A mark contains a quotation mark: how often it is escaped in the rendered text shows how deep in
+JSON the template put it, and the text is then escaped as often.
 """
 
 import json
@@ -22,7 +22,7 @@ TOOLS = [
 TAGS = re.compile("(" + "|".join(map(re.escape, THINKING)) + ")")
 MARK = re.compile(r'QxText(\\*)"(\d+)\1"xQ')
 PLAIN = re.compile(r"[\w .,:;()/+-]*")
-"""Names and types, which a template decides by, so it may see them."""
+"""Names and types, which a template may see, because it decides by them."""
 
 
 class Marks:
@@ -52,8 +52,8 @@ class Marks:
     def message(self, message: dict[str, Any], *, spaces: bool = True) -> dict[str, Any]:
         """A message with marks.
 
-        An empty content stays for the template to act on, and so do, with `spaces`, white space
-        around a content and the <think> tags of an answer.
+        Empty content stays, because templates act on it. With `spaces`, so do white space around
+        the content and the <think> tags of an answer.
         """
         role = message["role"]
         content = message["content"]
@@ -80,7 +80,7 @@ class Marks:
         return marked + self._spaced(text, role)
 
     def rest(self, value: Any) -> Any:
-        """Names, ids, arguments and schemas, with marks in place of texts that could do harm."""
+        """Names, ids, arguments or schemas, with marks in place of texts that may do harm."""
         if isinstance(value, dict):
             return {self.rest(key): self.rest(part) for key, part in value.items()}
         if isinstance(value, list):

@@ -14,7 +14,7 @@ A character may take several tokens.
 class StopStrings:
     """Finds the strings `stop` in the tokens of a response.
 
-    Engines call it to know when to stop sampling.
+    Engines call it to learn when to stop sampling.
     """
 
     def __init__(self, chat: Chat, stop: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """A tokenizer's chat template, rendered within limits.
 
-It is a program of whoever made the model, and may never end. Before it is rendered here for the
-first time, a process with limits renders the same conversations (`try_template`). A later
-conversation is limited in time and length alone.
+It is a program by whoever made the model, and may never end. Before it is rendered here for the
+first time, a process with limits renders the same conversations (`try_template`). Later ones are
+limited in time and length only.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from paw.rollouts.text.marks import PROBE, TOOLS
 from paw.types import Reply
 
 T = TypeVar("T")
-# The texts of trial conversations: whatever stands around them is the template's own.
+# The texts of trial conversations: whatever surrounds them is the template's own.
 USER = "QxUserTextxQ"
 REPLY = "QxReplyTextxQ"
 USER_AGAIN = "QxUserAgainxQ"
@@ -49,15 +49,14 @@ class ChatTemplate:
         self._options = dict(options)
 
     def render(
-        self, messages: list[Any], tools: list[Any] | None = None, *, ask: bool = True
+        self, messages: list[Any], tools: list[Any] | None = None, *, opens_answer: bool = True
     ) -> str:
-        """The template's text; with `ask`, it ends where the model's answer begins.
+        """The template's text; with `opens_answer`, it ends where the model's answer begins.
 
         Raises whatever the template raises, and TemplateLimitError if it does not end or writes too
         much.
         """
-
-        variables = {"tokenize": False, "add_generation_prompt": ask, **self._options}
+        variables = {"tokenize": False, "add_generation_prompt": opens_answer, **self._options}
 
         def apply() -> Any:
             return self._tokenizer.apply_chat_template(messages, tools=tools or None, **variables)
@@ -67,18 +66,18 @@ class ChatTemplate:
             raise TemplateLimitError(f"it writes more than {LONGEST:,} characters")
         return text
 
-    def render_turns(self, *contents: str, ask: bool = True) -> str:
+    def render_turns(self, *contents: str, opens_answer: bool = True) -> str:
         """The text of a conversation in which the user and the model take turns, the user first."""
         messages: list[dict[str, Any]] = []
         for index, content in enumerate(contents):
             role = "user" if index % 2 == 0 else "assistant"
             messages.append({"role": role, "content": content})
-        return self.render(messages, ask=ask)
+        return self.render(messages, opens_answer=opens_answer)
 
     def render_with_tools(self) -> list[str]:
         """Texts of a prompt with tools and of a conversation that calls one.
 
-        One that the template does not take is missing.
+        Those that the template does not accept are missing.
         """
         user = {"role": "user", "content": USER}
         texts: list[str] = []
@@ -125,8 +124,8 @@ class ChatTemplate:
 def try_template(templates: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
     """Render (template, variables of several conversations) in another process.
 
-    Raises TemplateLimitError if that takes too much time or memory. Other errors of a template pass
-    unnoticed.
+    Raises TemplateLimitError if that takes too much time or memory, and ignores other errors of a
+    template.
     """
     limits = {"memory": MEMORY, "seconds": RENDER_S, "templates": templates}
     problem = _trial_problem(json.dumps(limits, default=str))
@@ -158,8 +157,8 @@ def _trial_problem(limits: str) -> str:
 def within(seconds: float, call: Callable[[], T]) -> T:
     """Return what `call()` returns, or raise what it raises; it runs in a thread of its own.
 
-    Raises TemplateLimitError if it takes longer: the thread is then told to end, and does so at its
-    next step of Python.
+    Raises TemplateLimitError if it takes longer: the thread is then told to end, which it does at
+    its next step of Python.
     """
     results: list[T] = []
     errors: list[BaseException] = []

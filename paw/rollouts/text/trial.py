@@ -1,9 +1,9 @@
 """A program that renders conversations with a chat template, to see whether that ends.
 
-It reads JSON from stdin (see `paw.rollouts.text.template.try_template`), imports nothing but Jinja, and
-exits with EXCEEDED if it needs more memory than it may have; the kernel ends it if it needs more
-time. Other errors of a template are ignored: `Chat` renders the same conversations with the
-tokenizer's own method.
+It reads JSON from stdin (see `try_template` in template.py), imports nothing but Jinja, and exits
+with EXCEEDED if it needs more memory than it may have; the kernel ends it if it needs more time.
+Other errors of a template are ignored: `Chat` renders the same conversations with the tokenizer's
+own method.
 """
 
 import json

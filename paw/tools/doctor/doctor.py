@@ -17,7 +17,7 @@ from paw.config import plugins
 from paw.errors import UserError
 from paw.io.hub import check_hub
 from paw.rollouts.engines import find_engine
-from paw.rollouts.engines.base import EngineType
+from paw.rollouts.engines.base import Engine
 from paw.version import __version__
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
@@ -89,7 +89,7 @@ def _engine_line(name: str, installed: Mapping[str, list[str]]) -> str:
     return f"  ok       engine {name}{''.join(versions)}: {_abilities(engine_type)}"
 
 
-def _abilities(engine_type: type[EngineType]) -> str:
+def _abilities(engine_type: type[Engine]) -> str:
     """Where an engine runs and what it gives, in words."""
     where = "on the trainer's device" if engine_type.shares_card else "on devices of its own"
     gives = ["log-probs"]
@@ -156,7 +156,7 @@ def inspect(path: str) -> dict[str, Any]:
     from paw.model.dtype import pick_dtype
     from paw.model.loading import load_policy, load_tokenizer
     from paw.model.policy import DTYPES, decoder_layers, pick_backend, pick_device
-    from paw.rollouts.engines.transformers import check_sampling
+    from paw.rollouts.engines.generation import check_sampling
     from paw.rollouts.text.chat import Chat
 
     device = pick_device("auto")

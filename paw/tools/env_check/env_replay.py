@@ -14,7 +14,7 @@ from typing import Any
 from paw.config.sections import EnvConfig
 from paw.envs.base import EnvFactory, admissible_responses, train_tasks
 from paw.errors import NoOracleError, quietly
-from paw.rollouts.guard import CheckedEnv, TimedGuard
+from paw.rollouts.guard import CheckedEnv, TimedEnv
 from paw.tools.env_check.env_calls import valid_call
 from paw.types import Outcome, Reply, Task, ToolCall
 
@@ -53,7 +53,7 @@ class Episode:
     outcomes: list[Outcome] = field(default_factory=list)
 
 
-class CountingEnv(TimedGuard):
+class CountingEnv(TimedEnv):
     """An environment that counts its subject's episodes and turns, for the lines of progress."""
 
     def __init__(self, factory: EnvFactory, subject: "Subject") -> None:

@@ -247,7 +247,7 @@ def _play_agent(
                 from paw.tools.evaluate.player import open_player
 
                 rollouts = stack.enter_context(open_player(config, path, factory))
-                rollouts.run(episodes, at_once=THREADS, ended=finished.add)
+                rollouts.run_episodes(episodes, at_once=THREADS, on_end=finished.add)
 
     _report_cut_prompts(episodes, config)
     seconds = time.monotonic() - started
@@ -308,11 +308,11 @@ def _play_with_endpoint(
     with ExitStack() as stack:
         if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, watcher.interrupt):
             stack.enter_context(_interrupting(rollouts))
-        rollouts.run(
+        rollouts.run_episodes(
             episodes,
             make_model=lambda env: EndpointModel(env, config, endpoint),
             at_once=config.endpoint.concurrency,
-            ended=finished.add,
+            on_end=finished.add,
         )
 
 

@@ -85,7 +85,7 @@ def random_groups(run: Run) -> tuple[Run, list[Group]]:
     chat = copy(run.chat)
     chat.separator_ids = draw.ids(4, limit=4)  # as many as ChatML's
     run = replace(run, chat=chat, encode_observation=lru_cache(65536)(_read_ids))
-    return run, with_log_probs(run, groups)
+    return run, as_sampled_by(run, groups)
 
 
 class _RandomTurns:
@@ -180,7 +180,7 @@ def hf_config(shape: Shape) -> Any:
     return AutoConfig.for_model(model_type, **settings)
 
 
-def with_log_probs(run: Run, groups: list[Group]) -> list[Group]:
+def as_sampled_by(run: Run, groups: list[Group]) -> list[Group]:
     """The groups as if this run's model had sampled them.
 
     The log-probs of another model would look like those of stale weights.

@@ -150,7 +150,13 @@ def _same_learning(one: Config, other: Config) -> bool:
 
 def words(config: Config, before: Config) -> str:
     """The options of the command line that turn `before` into `config`."""
-    differing = [key for key in known_keys(config) if get(config, key) != get(before, key)]
+    chosen_keys = flatten(as_set(config)).keys() | flatten(as_set(before)).keys()
+    keys_before = known_keys(before)
+    differing = []
+    for key, state in known_keys(config).items():
+        value_before = get(before, key) if key in keys_before else state.field.default
+        if key in chosen_keys and get(config, key) != value_before:
+            differing.append(key)
     return " ".join(f"--{key} {str(get(config, key)).lower()}" for key in differing)
 
 
@@ -267,7 +273,11 @@ def _saves(config: Config, change: Change) -> bool:
 
 
 def get(config: Config, key: str) -> Any:
-    return attrgetter(key)(config)
+    """The value of a dotted key; None if the configuration's plug-ins do not have it."""
+    try:
+        return attrgetter(key)(config)
+    except AttributeError:
+        return None
 
 
 def as_set(config: Config) -> dict[str, Any]:

@@ -211,10 +211,15 @@ class Plan(Memory):
         return 2 * s.layers * (s.active_layer + s.queries * self.play.length)
 
     def _rollout(self) -> float:
-        """Decoding limited by bandwidth and prefill by FLOPs, until the longest episode ends."""
+        """Decoding limited by bandwidth and prefill by FLOPs, until the longest episode ends.
+
+        0 if nothing is decoded on GPUs of the plan.
+        """
         s = self.shape
         play = self.play
         engine = self.engine
+        if not engine.decodes:
+            return 0.0
         size = engine.cards
 
         together = min(play.episodes / engine.engines, SEQUENCES, engine.cache_tokens / play.length)

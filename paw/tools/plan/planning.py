@@ -12,7 +12,7 @@ import tomli_w
 from rich.console import Console
 from rich.table import Column, Table
 
-from paw.config.recipe import load
+from paw.config.recipe import known_keys, load
 from paw.config.sections import Config
 from paw.errors import UserError, masked
 from paw.io.files import write_file, writing
@@ -149,7 +149,7 @@ def _search(
 def _quicker_ahead(search: Search, pinned: Collection[str]) -> list[Plan]:
     """Plans that are quicker because servers play episodes ahead."""
     best = search.best
-    if best.config.engine.servers and not set(ENGINE) & set(pinned):
+    if best.config.engine.gpus and not set(ENGINE) & set(pinned):
         others = [Plan(changed(best.config, {"rollout.ahead": 1}), search.shape, **search.machine)]
     else:
         others = with_servers(best.config, search.shape, ahead=1, pinned=pinned, **search.machine)
@@ -213,7 +213,7 @@ def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Itera
     for plan in quicker:
         options = words(plan.config, best.config)
         yield f"{plan.step_s:.0f} s where episodes may be of the update before: {options}"
-    if best.hosts > 1 and any(plan.config.engine.servers for plan in (best, *quicker)):
+    if best.hosts > 1 and any(plan.config.engine.gpus for plan in (best, *quicker)):
         yield (
             "on several machines start servers by hand:"
             " --engine.servers 0 --engine.urls '[...]' (docs/scale.md)"
@@ -235,8 +235,9 @@ def _servers_cards(plan: Plan) -> str:
 def summary(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> dict[str, Any]:
     """What `--json` prints. Sizes in GiB."""
 
-    settings = {key: get(best.config, key) for key in sorted({*ENGINE, *set().union(*FALLBACKS)})}
-    settings[SHARE] = best.config.engine.memory_share
+    searched_keys = {*ENGINE, SHARE}.union(*FALLBACKS)
+    known = known_keys(best.config).keys()
+    settings = {key: get(best.config, key) for key in sorted(searched_keys & known)}
     return {
         "fits": best.fits,
         "workload": workload(best),

@@ -16,7 +16,7 @@ from paw.config.sections import EnvConfig
 from paw.envs import make_factory
 from paw.envs.base import EnvFactory, eval_tasks
 from paw.errors import OURS, EnvironmentFailure, clean, describe, quietly, to_stderr, user_location
-from paw.rollouts.guard import CheckedEnv, TimedGuard
+from paw.rollouts.guard import CheckedEnv, TimedEnv
 from paw.rollouts.text.chat import context_text
 from paw.tools.evaluate.played import load_played
 from paw.types import Outcome, Task
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
-class PlayedGame(TimedGuard):
+class PlayedGame(TimedEnv):
     """An environment whose calls raise EnvironmentFailure, whatever goes wrong in it.
 
     That includes SystemExit, and a call that hangs.

@@ -37,7 +37,7 @@ from paw.rollouts.engines import make_engine
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.sync import push_weights
 from paw.rollouts.text.chat import Chat
-from paw.tools.evaluate.player import EPISODES, open_player, resolve, tell
+from paw.tools.evaluate.player import EPISODES, open_player, report_failures, resolve
 from paw.tools.sft import sft
 from paw.tools.warmup import expert_play
 from paw.types import Group, Task, Trajectory
@@ -256,7 +256,7 @@ def _sample(factory: NextStateFactory, share: float, config: Config) -> list[Tas
 def _play(
     rollouts: Rollouts, tasks: list[Task], config: Config, *, group_size: int, stream: str
 ) -> list[Group]:
-    groups, stats = rollouts.play(
+    groups, stats = rollouts.play_tasks(
         tasks,
         group_size=group_size,
         temperature=config.rollout.temperature,
@@ -264,7 +264,7 @@ def _play(
         stream=stream,
         progress=EPISODES,
     )
-    tell(stats.failures)
+    report_failures(stats.failures)
     return groups
 
 

@@ -25,6 +25,7 @@ from paw.config.sections import Config, WarmupConfig
 from paw.envs.base import EnvFactory, warmup_tasks
 from paw.io.cache import cache_dir, cached
 from paw.model.policy import Policy
+from paw.rollouts.engines.settings import TransformersConfig
 from paw.rollouts.engines.transformers import TransformersEngine
 from paw.rollouts.episode import plain
 from paw.rollouts.scheduler import Rollouts
@@ -132,8 +133,11 @@ def _train(
     temperature = config.rollout.temperature
     policy = Policy(lm)
     optimizers = _optimizers(lm, settings)
+    engine_settings = config.engine
+    if not isinstance(engine_settings, TransformersConfig):  # the run has another engine
+        engine_settings = TransformersConfig()
     engine = TransformersEngine(
-        lm, end_ids=chat.end_ids, max_batch_tokens=config.engine.max_batch_tokens
+        lm, end_ids=chat.end_ids, max_batch_tokens=engine_settings.max_batch_tokens
     )
     batches = _batches(factory, chat, config)
 
@@ -196,7 +200,7 @@ def _warn_of_overshoot(success: float, settings: WarmupConfig, report: Report) -
 def _measure_success(rollouts: Rollouts, config: Config, step: int) -> float:
     """The share of CHECK_GAMES games that the model wins after `step`."""
     seed = config.warmup.seed
-    groups, stats = rollouts.play(
+    groups, stats = rollouts.play_tasks(
         warmup_tasks(rollouts.factory, CHECK_START, CHECK_GAMES, seed),
         group_size=1,
         temperature=config.rollout.temperature,

