@@ -298,7 +298,7 @@ def _load_models(
     }
     training_options: dict[str, Any] = {
         **shared_options,
-        "place": is_alone,
+        "on_device": is_alone,
         "checkpointing": config.model.checkpointing,
         "offload_activations": config.model.offload_activations,
     }
@@ -309,7 +309,7 @@ def _load_models(
         check_targets(policy.lm, config.lora)
     elif config.policy.kl_coef:
         on_device = is_alone and not config.policy.offload_reference
-        reference = load_policy(path, place=on_device, check=False, **shared_options)
+        reference = load_policy(path, on_device=on_device, check=False, **shared_options)
         reference.eval().requires_grad_(False)
 
     critic = None

@@ -52,7 +52,7 @@ from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import more_context, success_metrics, success_text
 from paw.rollouts.sync import StaleWeightsError
 from paw.rundir.about import about, header_lines
-from paw.rundir.held import HeldDirectory, held
+from paw.rundir.directory import OpenDirectory, open_directory
 from paw.rundir.log import MetricsLog, open_log
 from paw.rundir.record import RunRecord, now, read_info
 from paw.rundir.resume import changes
@@ -77,7 +77,7 @@ class Run(Parts, RunProgress):
     on_evaluation(run, groups, metrics), on_end(run). The last is called however the run ends, see
     `failed`."""
     signal: StopSignal
-    held: HeldDirectory
+    open_directory: OpenDirectory
     """The run directory as it was opened."""
     pending: PendingCheckpoint | None = None
     """The checkpoint that is being written."""
@@ -275,7 +275,7 @@ class Run(Parts, RunProgress):
         """Raises UserError if the run directory was deleted or renamed, before anything is written
         in its place. Log files that were deleted are written anew."""
         if self.ranks.first:
-            self.held.check(self.saved)
+            self.open_directory.check(self.saved)
         if self.log:
             for note in self.log.restore():
                 self.say(note)
@@ -403,7 +403,7 @@ def open_run(
                     with suppress(UserError):
                         run.settle()
                         run.save_finished_update(error)
-                if run.held.where() == run.directory:  # else the error says where it went
+                if run.open_directory.where() == run.directory:  # else the error says where it went
                     at = f"update {run.step} of {config.run.updates}"
                     run.say(f"failed after {at}: {what_is_saved(run.saved)}")
                 raise
@@ -483,7 +483,7 @@ def _start(
         directory=directory.path,
         callbacks=callbacks,
         signal=signal,
-        held=stack.enter_context(held(directory.path)),
+        open_directory=stack.enter_context(open_directory(directory.path)),
     )
     run.info = about(config, run.policy, factory, ranks) | parts.info | begun
     if resume:
@@ -584,7 +584,7 @@ def _open_files(run: Run, stack: ExitStack, *, resumes: bool, notes: list[str]) 
     with writing(run.directory / "config.toml"):
         write_file(run.directory / "config.toml", dump(run.config))
 
-    record = RunRecord(run.info, run.held)
+    record = RunRecord(run.info, run.open_directory)
     if resumes:
         record.resume(read_info(run.directory), update=run.step, notes=notes)
     run.record = stack.enter_context(record)

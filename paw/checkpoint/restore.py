@@ -32,7 +32,7 @@ from paw.checkpoint.files import (
     rng_name,
     saved,
 )
-from paw.checkpoint.stored import Stored
+from paw.checkpoint.stored_tensors import StoredTensors
 from paw.checkpoint.train_state import Learner
 from paw.distributed.ranks import Ranks, rows_like, shard_like
 from paw.errors import describe, shown, to_stderr
@@ -98,7 +98,7 @@ def _read_state(path: Path, files: Files) -> dict[str, Any]:
 
 def load(
     path: Path, ranks: Ranks = ALONE, *, like: Shapes | None = None
-) -> tuple[dict[str, Stored], dict[str, Any]]:
+) -> tuple[dict[str, StoredTensors], dict[str, Any]]:
     """Verify a checkpoint and read it: (file stem -> name -> CPU tensor, mapped from disk; state).
 
     A call of all ranks. Raises CheckpointError, the same on all ranks, if the checkpoint is damaged
@@ -106,14 +106,14 @@ def load(
     have some of the stems.
     """
     state = verify(path, ranks)
-    tensors: dict[str, Stored] = defaultdict(Stored)
+    tensors: dict[str, StoredTensors] = defaultdict(StoredTensors)
     ranks.together(lambda: _map_files(path, tensors), refusal=CheckpointError)
     for stem, expected in (like or {}).items():
         _check_fit(tensors[stem].meta, expected, origin=f"{path / stem}.safetensors")
     return tensors, state
 
 
-def _map_files(path: Path, tensors: dict[str, Stored]) -> None:
+def _map_files(path: Path, tensors: dict[str, StoredTensors]) -> None:
     """Map the tensors of all files into `tensors`, by file stem.
 
     Raises CheckpointError if a file cannot be read.
@@ -234,7 +234,7 @@ def restore(
 
 def _read(
     learners: Sequence[Learner], ranks: Ranks, path: Path
-) -> tuple[dict[str, Stored], dict[str, Any], Tensors]:
+) -> tuple[dict[str, StoredTensors], dict[str, Any], Tensors]:
     """(tensors, state, random states by file stem) of a checkpoint.
 
     Raises CheckpointError, on all ranks, if the run could not be restored from it.

@@ -85,7 +85,7 @@ def check_path(policy: Policy, path: str) -> float:
     largest = float(difference.max())
     mean = float(difference.mean())
     if policy.dtype == torch.float32:
-        off_by = typical(difference, policy.lm)
+        off_by = typical_difference(difference, policy.lm)
         bound = EXACT
     else:
         off_by = mean
@@ -114,7 +114,7 @@ def _reason(policy: Policy, bound: float) -> str:
     if not calls.count:
         return "its attention is code of its own, in which packed rows see each other"
     difference_alone = logp_difference(policy, LENGTHS[:1])
-    if typical(difference_alone, policy.lm) <= bound:
+    if typical_difference(difference_alone, policy.lm) <= bound:
         return "it does not start anew in each row: positions go on, or rows see each other"
     return "a layer or the head does something that the trainer does not know"
 
@@ -134,7 +134,7 @@ def number_of_experts(config: Any) -> int:
     return 0
 
 
-def typical(difference: Tensor, lm: PreTrainedModel) -> float:
+def typical_difference(difference: Tensor, lm: PreTrainedModel) -> float:
     """The largest difference; the median for a model with experts.
 
     There rounding sends the odd token to another expert.

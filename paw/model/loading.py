@@ -36,7 +36,7 @@ def load_policy(
     *,
     device: torch.device | str = "cpu",
     weights: torch.dtype = torch.float32,
-    place: bool = True,
+    on_device: bool = True,
     empty: bool = False,
     check: bool = True,
     longest: int = 0,
@@ -44,7 +44,7 @@ def load_policy(
 ) -> Policy:
     """The policy of a model folder or Hugging Face name, its parameters stored as `weights`.
 
-    `device` is where it will compute; without `place` its parameters stay in host memory. With
+    `device` is where it will compute; without `on_device` its parameters stay in host memory. With
     `empty` its parameters and buffers have any values: for a rank that is sent its own. `longest`
     is the number of tokens that a row may have (`check_rope`). `options` are those of Policy.
 
@@ -56,10 +56,10 @@ def load_policy(
     check_rope(lm, str(path), longest)
     if empty:
         lm.tie_weights()  # no_init_weights leaves that out too
-        return _make_policy(lm, path, device, place, options)
+        return _make_policy(lm, path, device, on_device, options)
 
     _check_weights(lm, path, report)
-    policy = _make_policy(lm, path, device, place, options)
+    policy = _make_policy(lm, path, device, on_device, options)
     if check:
         check_model(policy, str(path), longest)
     return policy
@@ -131,7 +131,7 @@ def _make_policy(
     lm: PreTrainedModel,
     path: str | Path,
     device: torch.device | str,
-    place: bool,
+    on_device: bool,
     options: dict[str, Any],
 ) -> Policy:
     try:
@@ -142,7 +142,7 @@ def _make_policy(
         why = f"cannot be trained here: {clean(_reason(error), 200)}"
         raise refused(lm, str(path), why) from None
     policy.device = torch.device(device)
-    return policy.to(device) if place else policy
+    return policy.to(device) if on_device else policy
 
 
 def _broken(path: str | Path, why: str) -> UserError:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from paw.errors import UserError, masked
 from paw.io.files import json_object, text_of, write_file, writing
-from paw.rundir.held import HeldDirectory
+from paw.rundir.directory import OpenDirectory
 
 
 class RunRecord:
@@ -23,7 +23,7 @@ class RunRecord:
     now; if it was deleted, nothing is.
     """
 
-    def __init__(self, about: dict[str, Any], directory: HeldDirectory) -> None:
+    def __init__(self, about: dict[str, Any], directory: OpenDirectory) -> None:
         self.about = dict(about)
         self._directory = directory
         self._path = directory.path / "run.json"

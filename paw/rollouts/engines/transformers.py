@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from paw.distributed.ranks import out_of_memory
 from paw.errors import UserError, describe
 from paw.model.attention import token_mixers
-from paw.model.check import EXACT, LENGTHS, own_logp, sliding_window, typical
+from paw.model.check import EXACT, LENGTHS, own_logp, sliding_window, typical_difference
 from paw.model.logits import LogitTransform
 from paw.model.precision import parameters_as, running_in
 from paw.rollouts.engines.base import Completion, Engine, EngineParts, Request
@@ -383,7 +383,7 @@ def check_sampling(lm: PreTrainedModel) -> float:
 
     difference = torch.cat(differences)
     largest = float(difference.max())
-    if not typical(difference, lm) <= EXACT:  # so that NaN is refused as well
+    if not typical_difference(difference, lm) <= EXACT:  # so that NaN is refused as well
         raise UserError(
             f"{refusal}: log-probs are off by {largest:.2g} nats from the model's own,"
             f" beyond rounding ({EXACT:g}); use --engine.type vllm"

@@ -12,7 +12,7 @@ from paw.io.files import writing
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
-class HeldDirectory:
+class OpenDirectory:
     """An open folder: the system knows it by its number, even if it is renamed."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -59,11 +59,11 @@ class HeldDirectory:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[HeldDirectory]:
+def open_directory(path: Path) -> Iterator[OpenDirectory]:
     """Open a folder for the block. Raises UserError if it cannot be opened."""
     with writing(f"to run directory {path}"):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield HeldDirectory(path, descriptor)
+        yield OpenDirectory(path, descriptor)
     finally:
         os.close(descriptor)

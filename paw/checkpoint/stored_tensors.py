@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Stored(Mapping[str, Tensor]):
+class StoredTensors(Mapping[str, Tensor]):
     """The tensors of a file stem by name, each put together from its pieces when it is read."""
 
     def __init__(self) -> None:
