@@ -158,7 +158,9 @@ def forward_kernel(
     """
     row_tiles = tl.cdiv(n, ROWS)
     col_tiles = tl.cdiv(V, COLS)
-    first, tiles, programs = tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0)
+    first = tl.program_id(0)
+    tiles = row_tiles * col_tiles
+    programs = tl.num_programs(0)
     for tile in tl.range(first, tiles, programs, flatten=FLATTEN, warp_specialize=SPECIALIZE):
         group = tile // (GROUP * col_tiles)
         inside = tile % (GROUP * col_tiles)
@@ -325,7 +327,8 @@ def gradient_kernel(
     chosen = cols == tl.load(target + row).to(tl.int32)
     dz = tl.where(chosen, at_target, 0.0) - p * slope
     if softcap is not None:
-        to_logit, highest = 1 / scale, tl.load(result + 2 * capacity + row)
+        to_logit = 1 / scale
+        highest = tl.load(result + 2 * capacity + row)
         # log2 of e, were it of M.
         log_chosen = tl.load(result + row) / LN2 + tl.load(result + 3 * capacity + row)
         chosen &= LOSSY | (power <= SMALLEST)

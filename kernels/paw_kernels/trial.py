@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paw_kernels._head import Head, HeadPass, MakeRows, head_pass
+from paw_kernels._head import Head, HeadPass, MakeRows, head_pass, rows_of
 
 FLOOR = 1e-4
 """An error that is allowed however small that of plain torch is; relative to numbers below 1."""
@@ -38,11 +38,13 @@ class _Problem:
 
         live = torch.rand(n, generator=generator, device=device) < 0.5
         self.a = randn(n) * live
-        self.c = 0.3 * randn(n) * live if full else None
+        self.c = None
+        if full:
+            self.c = 0.3 * randn(n) * live
 
     def run(self, make_rows: MakeRows, *, gradients: bool = True) -> HeadPass:
         def coefficients(rows: slice, *_: object) -> tuple[Tensor, Tensor | None]:
-            return self.a[rows], None if self.c is None else self.c[rows]
+            return self.a[rows], rows_of(self.c, rows)
 
         return head_pass(
             make_rows,
