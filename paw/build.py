@@ -28,7 +28,7 @@ from paw.model.attention import decoder_layers, pick_attention
 from paw.model.check import check_path, longest_row
 from paw.model.critic import Critic, load_critic
 from paw.model.dtype import training_dtype
-from paw.model.folder import on_this_machine
+from paw.model.folder import copy_to_this_machine
 from paw.model.loading import load_policy, load_tokenizer
 from paw.model.lora import add_adapters, check_targets
 from paw.model.optim import make_optimizer
@@ -184,7 +184,9 @@ def build(
     began = time.monotonic()
     start = ranks.broadcast_from_rank0(lambda: preparation.start_model(resumed, config, message))
     warmup_s = round(time.monotonic() - began, 1)
-    path = on_this_machine(start, ranks) if ranks.world_size > 1 else start
+    path = start
+    if ranks.world_size > 1:
+        path = copy_to_this_machine(start, ranks)
 
     engine_type = find_engine(config.engine.type)
     adapters = _sent_adapters(config, engine_type)
