@@ -195,7 +195,7 @@ def build(
         started = engine_type.start(config, path, device=device, ranks=ranks, lora=adapters)
     if started:
         stack.callback(started.close)
-    tokenizer = ranks.everywhere(lambda: load_tokenizer(path))
+    tokenizer = ranks.run_on_all(lambda: load_tokenizer(path))
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_parser)
 
     models = _load_models(config, path, device, kernels, ranks)
@@ -265,8 +265,8 @@ def _agree_on_kernels(config: Config, device: torch.device, ranks: Ranks) -> Ker
             attention=pick_attention(config.model.attention, device, DTYPES[dtype]),
         )
 
-    kernels = ranks.everywhere(pick)
-    ranks.agree(
+    kernels = ranks.run_on_all(pick)
+    ranks.check_agreement(
         f"{kernels.head_backend} {kernels.attention}",
         "rank {} has other kernels than rank 0: install the same, or name some in model.attention "
         "and head_backend",

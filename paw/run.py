@@ -134,7 +134,7 @@ class Run(Parts, RunProgress):
             self.settle(wait=False)
         started = time.perf_counter()
         self.phase = phase
-        with self.ranks.phase(phase):
+        with self.ranks.in_phase(phase):
             yield
         if self.policy.device.type == "cuda":
             torch.cuda.synchronize()
@@ -508,17 +508,17 @@ def _meet(config: Config, device: torch.device, stack: ExitStack, *, resume: str
     )
     stack.callback(ranks.close)
     settings = config.model_dump_json(exclude={"run": {"dir", "name"}})
-    ranks.agree(
+    ranks.check_agreement(
         f"{settings} resume {resume}",
         "rank {} was started with other settings than rank 0: use the same recipe and options",
     )
     if config.model.shard == "node":
-        ranks.agree(
+        ranks.check_agreement(
             str(ranks.on_host),
             "model.shard = 'node': rank {}'s machine has another number of ranks than rank 0's; "
             "start as many on each, or use --model.shard world",
         )
-    ranks.everywhere(lambda: check_extras(config, device))
+    ranks.run_on_all(lambda: check_extras(config, device))
     return ranks
 
 
@@ -554,9 +554,9 @@ def _check_environment(
         preparation.check_memory(config, device, ranks)
         return check_environment(config)
 
-    factory = ranks.everywhere(check)
+    factory = ranks.run_on_all(check)
     if ranks.world_size > 1:
-        ranks.agree(
+        ranks.check_agreement(
             factory.fingerprint(),
             "rank {} has other games than rank 0: its machine needs the same files for "
             f"env.name = '{config.env.name}'",

@@ -52,7 +52,7 @@ def verify(path: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
     altered, or if the checkpoint has another version.
     """
     files = ranks.broadcast_from_rank0(lambda: read_manifest(path)[0], Files, CheckpointError)
-    ranks.together(lambda: _check_files(path, files, ranks), refusal=CheckpointError)
+    ranks.gather_results(lambda: _check_files(path, files, ranks), refusal=CheckpointError)
     return ranks.broadcast_from_rank0(
         lambda: _read_state(path, files), dict[str, Any], CheckpointError
     )
@@ -107,7 +107,7 @@ def load(
     """
     state = verify(path, ranks)
     tensors: dict[str, StoredTensors] = defaultdict(StoredTensors)
-    ranks.together(lambda: _map_files(path, tensors), refusal=CheckpointError)
+    ranks.gather_results(lambda: _map_files(path, tensors), refusal=CheckpointError)
     for stem, expected in (like or {}).items():
         _check_fit(tensors[stem].meta, expected, origin=f"{path / stem}.safetensors")
     return tensors, state

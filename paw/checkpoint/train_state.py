@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paw.checkpoint import files as checkpoint
 from paw.checkpoint.files import Named, rng_name
-from paw.distributed.ranks import Ranks, held_rows, in_first_replica, local_tensor
+from paw.distributed.ranks import Ranks, in_first_replica, local_row_range, local_tensor
 from paw.guards import UpdateGuard
 from paw.model.host import available_memory
 from paw.model.policy import Policy
@@ -67,7 +67,7 @@ class PendingCheckpoint:
         A call of all ranks. Raises UserError if the disk refuses.
         """
         try:
-            files_by_rank = self._ranks.together(self._written.result, checkpoint.Files)
+            files_by_rank = self._ranks.gather_results(self._written.result, checkpoint.Files)
             self._ranks.broadcast_from_rank0(lambda: self._publish(files_by_rank, keep))
         finally:
             if self._ranks.first:
@@ -144,7 +144,7 @@ def shards(named: Named, first: bool) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a rank writes: its rows of sharded ones, unless an earlier rank has the same
     rows, and on the `first` rank those that are not sharded."""
     for name, tensor in named:
-        rows = held_rows(tensor)
+        rows = local_row_range(tensor)
         if rows is None:
             writes = first
         else:

@@ -165,8 +165,8 @@ def packed_attention(
     `softcap` (Gemma 2) bounds the scores before the softmax. flash-attn takes one; torch's sdpa and
     varlen do not.
 
-    Returns [1, T, heads, size], the layout that Hugging Face models expect. Without `packed` this is
-    their own sdpa.
+    Returns [1, T, heads, size], the layout that Hugging Face models expect. Without `packed` this
+    is their own sdpa.
     """
     if packed is None:
         if softcap is not None:

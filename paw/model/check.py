@@ -260,7 +260,7 @@ def logp_difference(policy: Policy, lengths: Sequence[int] = LENGTHS) -> Tensor:
 
 @torch.no_grad()
 def own_logp(lm: PreTrainedModel, row: Tensor) -> Tensor:
-    """Log-probs of a row's tokens but the first by the model's own forward pass: [n - 1] float32."""
+    """Log-probs of a row's tokens but the first, by the model's own forward: [n - 1] float32."""
     attention: Any = lm.config._attn_implementation
     lm.set_attn_implementation("eager")  # computes everything that the model asks for
     try:

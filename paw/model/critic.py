@@ -58,7 +58,9 @@ class Critic:
         self.guard = UpdateGuard(config.run.max_skipped, lr="critic.lr")
 
     def compute_values(self, samples: list[Sample]) -> dict[str, float]:
-        """Set the samples' values, returns and token advantages: GAE of each, whitened over all tokens.
+        """Set the samples' values, returns and token advantages.
+
+        The advantages are GAE within each sample, whitened over all tokens.
 
         Returns critic/explained_variance, unless all returns are equal. Raises TrainingStopped if a
         value is not finite.

@@ -1,7 +1,7 @@
 """The policy: a Hugging Face causal LM, split into a body that returns hidden states, and a head.
 
-The kernels read the hidden states and the head; logits are never formed here. Qwen2.5, Qwen3, Llama 3 and
-any other AutoModelForCausalLM go through the same code. `paw.model.loading` loads one,
+The kernels read the hidden states and the head; logits are never formed here. Qwen2.5, Qwen3,
+Llama 3 and any other AutoModelForCausalLM go through the same code. `paw.model.loading` loads one,
 `paw.model.check` checks that it can be trained.
 """
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 @contextmanager
 def parameters_as(dtype: torch.dtype, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """In this block the modules' own floating-point parameters of other dtypes are copies in `dtype`.
+    """In this block the modules' own floating-point parameters are copies in `dtype`.
 
-    Gradients flow through the copies. A shared parameter has one copy.
+    Those that have this dtype stay. Gradients flow through the copies. A shared parameter has one
+    copy.
     """
     originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     for module in modules:
