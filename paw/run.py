@@ -32,7 +32,12 @@ from paw.build import (
 )
 from paw.checkpoint.export import export
 from paw.checkpoint.restore import restore
-from paw.checkpoint.train_state import PendingCheckpoint, RandomStates, rng_tensors, start_saving
+from paw.checkpoint.train_state import (
+    PendingCheckpoint,
+    RandomStates,
+    capture_random_states,
+    start_saving,
+)
 from paw.config.recipe import dump, warnings
 from paw.config.sections import Config
 from paw.distributed.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
@@ -51,7 +56,7 @@ from paw.rollouts.engines.weight_folders import remove_abandoned
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import more_context, success_metrics, success_text
 from paw.rollouts.sync import StaleWeightsError
-from paw.rundir.about import about, header_lines
+from paw.rundir.about import describe_run, header_lines
 from paw.rundir.directory import OpenDirectory, open_directory
 from paw.rundir.log import MetricsLog, open_log
 from paw.rundir.record import RunRecord, now, read_info
@@ -223,7 +228,7 @@ class Run(Parts, RunProgress):
 
         A run that was told to stop leaves the evaluation to the one that resumes it.
         """
-        self.random = rng_tensors()
+        self.random = capture_random_states()
         seconds = 0.0
         for key, value in self.metrics.items():
             if key.startswith("time/") and key != "time/save":
@@ -288,7 +293,7 @@ class Run(Parts, RunProgress):
         try:
             hooks.call(self, "on_update", self.metrics)
         finally:
-            self.random = rng_tensors()
+            self.random = capture_random_states()
         self.metrics.clear()
 
     def save(self, *, wait: bool = True) -> None:
@@ -310,7 +315,7 @@ class Run(Parts, RunProgress):
                 self.ranks,
                 step=self.step,
                 folder=self.directory / "checkpoints",
-                random_states=self.random or rng_tensors(),
+                random_states=self.random or capture_random_states(),
                 background=not wait,
             )
         if wait:
@@ -336,7 +341,7 @@ class Run(Parts, RunProgress):
         """Save the newest update if it is over and `error` did not corrupt it."""
         if self.lacks_only_its_line:  # its evaluation is left to the resumed run
             if self.phase == "sync":
-                self.random = rng_tensors()
+                self.random = capture_random_states()
             if self.log:
                 metrics = {k: v for k, v in self.metrics.items() if not k.startswith("eval/")}
                 self.log.log(self.step, metrics)
@@ -485,7 +490,7 @@ def _start(
         signal=signal,
         open_directory=stack.enter_context(open_directory(directory.path)),
     )
-    run.info = about(config, run.policy, factory, ranks) | parts.info | begun
+    run.info = describe_run(config, run.policy, factory, ranks) | parts.info | begun
     if resume:
         _restore(run, chosen="" if resume == "auto" else resume)
     if ranks.first:

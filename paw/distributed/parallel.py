@@ -131,7 +131,7 @@ class DistributedRanks(Ranks):
 
         Lengths may differ between ranks. All have one dtype and are in host memory.
         """
-        self._watchdog.wait()
+        self._watchdog.note_wait()
         lengths = torch.empty(self.world_size, 1, dtype=torch.int64)
         dist.all_gather(list(lengths), torch.tensor([len(values)]))
         longest = int(lengths.max())
@@ -152,7 +152,7 @@ class DistributedRanks(Ranks):
         self._watchdog.leave()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        self._watchdog.wait()
+        self._watchdog.note_wait()
         as_bytes = tensor.view(-1).view(torch.uint8)  # gloo has no int16
         for part in as_bytes.split(1 << 30):
             dist.broadcast(part, source)

@@ -74,7 +74,7 @@ class Watchdog:
         self._longest[self._phase] = max(self._longest.get(self._phase, 0), ticks)
         self.enter(f"after {self._phase}")
 
-    def wait(self) -> None:
+    def note_wait(self) -> None:
         """Note that the rank has reached a point where it waits for the others."""
         self._moves += 1
 

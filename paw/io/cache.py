@@ -29,7 +29,7 @@ def stamp(file: Path) -> str:
     return hashlib.sha256(state.encode()).hexdigest()[:16]
 
 
-def cached(name: str, fill: Callable[[Path], object], *, home: Path | None = None) -> Path:
+def ensure_cached(name: str, fill: Callable[[Path], object], *, home: Path | None = None) -> Path:
     """Folder `name` of the cache, or of `home`, complete or not there at all.
 
     If it is not there, `fill(folder)` makes its content.

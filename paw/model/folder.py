@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load, save
 
 from paw.distributed.ranks import Ranks
-from paw.io.cache import cached
+from paw.io.cache import ensure_cached
 from paw.io.files import write_file
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
@@ -41,7 +41,7 @@ def copy_to_this_machine(path: str, ranks: Ranks) -> str:
         for name, file_bytes in load(packed.numpy().tobytes()).items():
             write_file(folder / Path(name).name, file_bytes.numpy().tobytes())
 
-    return str(cached(f"model-{rank0_digest[:16]}", unpack))
+    return str(ensure_cached(f"model-{rank0_digest[:16]}", unpack))
 
 
 def _pack_small_files(folder: Path) -> bytes:

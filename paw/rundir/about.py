@@ -14,7 +14,9 @@ from paw.rundir.record import code_commit
 from paw.version import __version__
 
 
-def about(config: Config, policy: Policy, factory: EnvFactory, ranks: Ranks) -> dict[str, Any]:
+def describe_run(
+    config: Config, policy: Policy, factory: EnvFactory, ranks: Ranks
+) -> dict[str, Any]:
     """What run.json says of a run, except how its parts were built."""
     device = policy.device
     threads = torch.get_num_threads()

@@ -124,7 +124,7 @@ class ServerPool:
 
     def submit(self, request: Request, callback: Callable[[Completion], None]) -> None:
         """Have the request answered; `callback` is called in another thread."""
-        self._loop.begin(self._serve(request, callback))
+        self._loop.start(self._serve(request, callback))
 
     def sync(self, weights: Any, version: int) -> None:
         raise RuntimeError("these servers get their weights from another process")
