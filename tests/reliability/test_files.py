@@ -93,7 +93,7 @@ def test_lines_that_are_no_metrics_are_told_and_go(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(good[0] + "\n".join(bad) + good[1] + '{"step": 2, "rew')
     with open_log(tmp_path, resume_step=1) as log:
         assert log.lost == [
-            f"{tmp_path}/metrics.jsonl: 6 lines are no update's and go, the first is line 2"
+            f"{tmp_path}/metrics.jsonl: 6 lines belong to no update and were removed, the first is line 2"
         ]
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(good)
 
