@@ -157,7 +157,9 @@ class ServerPool:
                 completion = await asyncio.wait_for(call, self._timeout_s)
                 return callback(completion)
             except TimeoutError:
-                self._lose(server, f"no whole answer within engine.timeout_s = {self._timeout_s:g}")
+                self._lose(
+                    server, f"no complete answer within engine.timeout_s = {self._timeout_s:g}"
+                )
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task and task.cancelling():
