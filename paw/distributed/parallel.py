@@ -344,7 +344,7 @@ def _start_key(rank: int) -> str:
 
 
 def _stores(rank: int, timeout: timedelta = MEETING) -> tuple[Any, Any]:
-    """Two connections to the store at MASTER_ADDR and MASTER_PORT.
+    """Two connections to the store at MASTER_ADDR and MASTER_PORT: one is for the watchdog.
 
     Rank 0 opens the store, unless torchrun has done so. A store that torch opens listens on every
     interface; this one listens on MASTER_ADDR alone if that is loopback.
@@ -365,8 +365,8 @@ def _stores(rank: int, timeout: timedelta = MEETING) -> tuple[Any, Any]:
         elif host == "localhost" or host.startswith("127."):
             listening["master_listen_fd"] = socket.create_server((host, port)).detach()
     connect: Any = dist.TCPStore  # type: ignore[attr-defined]
-    first = connect(
+    store = connect(
         host, port, is_master=is_master, timeout=timeout, wait_for_workers=False, **listening
     )
-    second = connect(host, port, timeout=timeout, wait_for_workers=False)
-    return first, second
+    watchdog_store = connect(host, port, timeout=timeout, wait_for_workers=False)
+    return store, watchdog_store
