@@ -415,6 +415,8 @@ def open_run(
     except KeyboardInterrupt:
         if run and run.ranks.first:
             to_stderr(f"stopped at once: {what_is_saved(run.saved)}")
+        if not run and os.environ.get("RANK", "0") == "0":
+            to_stderr("paw: interrupted while loading")
         raise
     except Exception as error:
         if lost_peer(error):
