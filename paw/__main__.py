@@ -1,6 +1,7 @@
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 from paw.processes import watcher
@@ -14,13 +15,17 @@ def run() -> None:
     """
     watcher.watch(sys.argv[1:])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, _end_at_once)
     from paw.cli import entry
 
     entry()
 
 
-def _leave(*_: object) -> NoReturn:
+def _end_at_once(*_: object) -> NoReturn:
+    """The handler of Ctrl-C while things load; of several ranks the first prints a line."""
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):
+            os.write(2, b"\npaw: interrupted while loading\n")
     watcher.say_ending(130)
     os._exit(130)
 

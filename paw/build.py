@@ -29,7 +29,7 @@ from paw.model.attention import decoder_layers, pick_attention
 from paw.model.check import check_path, longest_row
 from paw.model.critic import Critic, load_critic
 from paw.model.dtype import training_dtype
-from paw.model.folder import on_this_machine
+from paw.model.folder import copy_to_this_machine
 from paw.model.loading import load_policy, load_tokenizer
 from paw.model.lora import add_adapters, check_targets
 from paw.model.optim import make_optimizer
@@ -186,11 +186,11 @@ def build(
     warmup_start = time.monotonic()
     start = ranks.broadcast_from_rank0(lambda: preparation.start_model(resumed, config, message))
     warmup_s = round(time.monotonic() - warmup_start, 1)
-    path = on_this_machine(start, ranks) if ranks.world_size > 1 else start
+    path = copy_to_this_machine(start, ranks) if ranks.world_size > 1 else start
 
     adapters = _sent_adapters(config, find_engine(config.engine.type))
     started = _start_engine(config, path, device, ranks, adapters, stack)
-    tokenizer = ranks.everywhere(lambda: load_tokenizer(path))
+    tokenizer = ranks.run_on_all(lambda: load_tokenizer(path))
     chat = Chat(tokenizer, config.model.chat_template_kwargs, config.model.tool_parser)
 
     models = _load_models(config, path, device, kernels, ranks)
@@ -262,8 +262,8 @@ def _agree_on_kernels(config: Config, device: torch.device, ranks: Ranks) -> Ker
             attention=pick_attention(config.model.attention, device, DTYPES[dtype]),
         )
 
-    kernels = ranks.everywhere(pick)
-    ranks.agree(
+    kernels = ranks.run_on_all(pick)
+    ranks.check_agreement(
         f"{kernels.head_backend} {kernels.attention}",
         "rank {} has other kernels than rank 0: install the same, or name some in model.attention "
         "and head_backend",
@@ -314,7 +314,7 @@ def _load_models(
     }
     training_options: dict[str, Any] = {
         **shared_options,
-        "place": is_alone,
+        "on_device": is_alone,
         "checkpointing": config.model.checkpointing,
         "offload_activations": config.model.offload_activations,
     }
@@ -325,7 +325,7 @@ def _load_models(
         check_targets(policy.lm, config.lora)
     elif config.policy.kl_coef:
         on_device = is_alone and not config.policy.offload_reference
-        reference = load_policy(path, place=on_device, check=False, **shared_options)
+        reference = load_policy(path, on_device=on_device, check=False, **shared_options)
         reference.eval().requires_grad_(False)
 
     critic = None

@@ -32,7 +32,12 @@ from paw.build import (
 )
 from paw.checkpoint.export import export
 from paw.checkpoint.restore import restore
-from paw.checkpoint.train_state import PendingCheckpoint, RandomStates, rng_tensors, start_saving
+from paw.checkpoint.train_state import (
+    PendingCheckpoint,
+    RandomStates,
+    capture_random_states,
+    start_saving,
+)
 from paw.config.recipe import dump, warnings
 from paw.config.sections import Config
 from paw.distributed.ranks import PeerLostError, Ranks, lost_peer, out_of_memory
@@ -51,8 +56,8 @@ from paw.rollouts.engines.weight_folders import remove_abandoned
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import more_context, success_metrics, success_text
 from paw.rollouts.sync import StaleWeightsError
-from paw.rundir.about import about, header_lines
-from paw.rundir.held import HeldDirectory, held
+from paw.rundir.about import describe_run, header_lines
+from paw.rundir.directory import OpenDirectory, open_directory
 from paw.rundir.log import MetricsLog, open_log
 from paw.rundir.record import RunRecord, now, read_info
 from paw.rundir.resume import changes
@@ -77,7 +82,7 @@ class Run(Parts, RunProgress):
     on_evaluation(run, groups, metrics), on_end(run). The last is called however the run ends, see
     `failed`."""
     signal: StopSignal
-    held: HeldDirectory
+    open_directory: OpenDirectory
     """The run directory as it was opened."""
     pending: PendingCheckpoint | None = None
     """The checkpoint that is being written."""
@@ -137,7 +142,7 @@ class Run(Parts, RunProgress):
         """Add the seconds spent inside to `time/<phase>`."""
         started = time.perf_counter()
         self.phase = phase
-        with self.ranks.phase(phase):
+        with self.ranks.in_phase(phase):
             yield
         if self.policy.device.type == "cuda":
             torch.cuda.synchronize()
@@ -215,7 +220,7 @@ class Run(Parts, RunProgress):
         self.remember_random_states()
 
     def remember_random_states(self) -> None:
-        self.random_states = rng_tensors()
+        self.random_states = capture_random_states()
 
     def catch_up(self, rollouts: RolloutSource) -> None:
         """Evaluate if an evaluation is due and not yet logged.
@@ -285,7 +290,7 @@ class Run(Parts, RunProgress):
         """Raises UserError if the run directory was deleted or renamed, before anything is written
         in its place. Log files that were deleted are written anew."""
         if self.ranks.first:
-            self.held.check(self.saved)
+            self.open_directory.check(self.saved)
         if self.log:
             for note in self.log.restore():
                 self.say(note)
@@ -320,7 +325,7 @@ class Run(Parts, RunProgress):
                 self.ranks,
                 step=self.step,
                 folder=self.directory / "checkpoints",
-                random_states=self.random_states or rng_tensors(),
+                random_states=self.random_states or capture_random_states(),
                 background=not wait,
             )
         if wait:
@@ -435,13 +440,15 @@ def open_run(
                 yield run
             except (Exception, SystemExit) as error:
                 run.save_what_is_done(error)
-                if run.held.where() == run.directory:  # else the error says where it went
+                if run.open_directory.where() == run.directory:  # else the error says where it went
                     last_update = f"update {run.step} of {config.run.updates}"
                     run.say(f"failed after {last_update}: {what_is_saved(run.saved)}")
                 raise
     except KeyboardInterrupt:
         if run and run.ranks.first:
             to_stderr(f"stopped at once: {what_is_saved(run.saved)}")
+        if not run and os.environ.get("RANK", "0") == "0":
+            to_stderr("paw: interrupted while loading")
         raise
     except Exception as error:
         if lost_peer(error):
@@ -516,9 +523,9 @@ def _start(
         directory=directory.path,
         callbacks=callbacks,
         signal=signal,
-        held=stack.enter_context(held(directory.path)),
+        open_directory=stack.enter_context(open_directory(directory.path)),
     )
-    run.info = about(config, run.policy, factory, ranks) | parts.info | started
+    run.info = describe_run(config, run.policy, factory, ranks) | parts.info | started
     _begin(run, stack, resume=resume, notes=[*directory.notes, *dtype_notes])
     return run
 
@@ -545,17 +552,17 @@ def _meet(config: Config, device: torch.device, stack: ExitStack, *, resume: str
     )
     stack.callback(ranks.close)
     settings = config.model_dump_json(exclude={"run": {"dir", "name"}})
-    ranks.agree(
+    ranks.check_agreement(
         f"{settings} resume {resume}",
         "rank {} was started with other settings than rank 0: use the same recipe and options",
     )
     if config.model.shard == "node":
-        ranks.agree(
+        ranks.check_agreement(
             str(ranks.on_host),
             "model.shard = 'node': rank {}'s machine has another number of ranks than rank 0's; "
             "start as many on each, or use --model.shard world",
         )
-    ranks.everywhere(lambda: check_extras(config, device))
+    ranks.run_on_all(lambda: check_extras(config, device))
     return ranks
 
 
@@ -592,9 +599,9 @@ def _check_environment(
         preparation.check_memory(config, device, ranks)
         return check_environment(config)
 
-    factory = ranks.everywhere(check)
+    factory = ranks.run_on_all(check)
     if ranks.world_size > 1:
-        ranks.agree(
+        ranks.check_agreement(
             factory.fingerprint(),
             "rank {} has other games than rank 0: its machine needs the same files for "
             f"env.name = '{config.env.name}'",
@@ -622,7 +629,7 @@ def _open_files(run: Run, stack: ExitStack, *, resumes: bool, notes: list[str]) 
     with writing(run.directory / "config.toml"):
         write_file(run.directory / "config.toml", dump(run.config))
 
-    record = RunRecord(run.info, run.held)
+    record = RunRecord(run.info, run.open_directory)
     if resumes:
         record.resume(read_info(run.directory), update=run.step, notes=notes)
     run.record = stack.enter_context(record)

@@ -25,7 +25,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, commit, cpu_name, write
 from paw.checkpoint import files as checkpoint
-from paw.checkpoint.train_state import Learner, optimizer_tensors, rng_tensors, start_saving
+from paw.checkpoint.train_state import (
+    Learner,
+    capture_random_states,
+    optimizer_tensors,
+    start_saving,
+)
 from paw.distributed.parallel import DistributedRanks, read_variables
 from paw.distributed.ranks import Ranks, full_tensor
 from paw.guards import UpdateGuard
@@ -99,7 +104,7 @@ def sharded(learner: Learner, ranks: Ranks, folder: Path, way: str) -> dict[str,
         ranks,
         step=1,
         folder=folder,
-        random_states=rng_tensors(),
+        random_states=capture_random_states(),
         background=way == "background",
     )
     begun = time.perf_counter()

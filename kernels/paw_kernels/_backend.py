@@ -94,7 +94,7 @@ def first_that_works(
         fault = fault_of_backend(name, device, dtype, shape)
         if fault is None:
             return name
-        message = f"head backend '{name}' is left out: {fault}; paw doctor --kernels tells more"
+        message = f"head backend '{name}' is left out: {fault}; see paw doctor --kernels"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
     raise ValueError(f"no backend of the head works on {device}")
 
@@ -117,9 +117,9 @@ def fault_of_backend(
         share = largest_error(implementation(backend), device, dtype, 300, 512 + V % 256, D)
     except Exception as error:  # of a compiler, assembler, driver: whatever they meet first
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    return (
-        None if share <= 1 else f"its results are off by {share:.3g} times what rounding explains"
-    )
+    if share <= 1:
+        return None
+    return f"its results are off by {share:.3g} times what rounding explains"
 
 
 def why_not_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -65,7 +65,9 @@ def _autocast(
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(device)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if bias is not None:
+        bias = bias.to(dtype)
+    return hidden.to(dtype), weight.to(dtype), bias
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:
@@ -160,7 +162,10 @@ class Values:
         if not self._pending and not more:
             return []
         parts = [*self._pending, *more]
-        numbers = (parts[0] if len(parts) == 1 else torch.cat(parts)).tolist()
+        joined = parts[0]
+        if len(parts) > 1:
+            joined = torch.cat(parts)
+        numbers = joined.tolist()
         check_count = len(self._messages)
         for message, number in zip(self._messages, numbers[:check_count], strict=True):
             if number:  # NaN is true, too

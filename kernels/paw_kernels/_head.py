@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paw_kernels._checks import Values
-from paw_kernels._native import claimed, pack
+from paw_kernels._native import claim_memory, pack
 
 
 class Head(NamedTuple):
@@ -92,7 +92,9 @@ def head_pass(
     the device.
     """
     values = values or Values(target, head.weight.shape[0])
-    N = len(hidden) if index is None else index.numel()
+    N = len(hidden)
+    if index is not None:
+        N = index.numel()
     logp = torch.empty(N, dtype=torch.float32, device=hidden.device)
     entropy = torch.empty(N, dtype=torch.float32, device=hidden.device)
     row_has_gradient = None
@@ -101,16 +103,18 @@ def head_pass(
     gradients = _Gradients(hidden, head, index, wants, values)
 
     def run_chunk(rows: Rows, chunk: slice, *, only_chunk: bool) -> None:
-        place = chunk if index is None else index[chunk]
-        x = hidden[place].to(rows.head.dtype)
-        y = values.target[place]
+        position = chunk if index is None else index[chunk]
+        x = hidden[position].to(rows.head.dtype)
+        y = values.target[position]
         logp[chunk], entropy[chunk] = rows.forward(x, y)
         if coefficients is None or row_has_gradient is None:
             return
         a, c = coefficients(chunk, logp[chunk], entropy[chunk])
         row_has_gradient[chunk] = has_gradient(a, c)
         if any(wants):
-            gradients.add(rows, x, y, place, a, c, row_has_gradient[chunk], only_chunk=only_chunk)
+            gradients.add(
+                rows, x, y, position, a, c, row_has_gradient[chunk], only_chunk=only_chunk
+            )
 
     with torch.autocast(hidden.device.type, enabled=False):
         rows, step = make_rows(head, N, any(wants))
@@ -159,14 +163,17 @@ class _Gradients:
         rows: Rows,
         x: Tensor,
         target: Tensor,
-        place: slice | Tensor,
+        position: slice | Tensor,
         a: Tensor,
         c: Tensor | None,
         live: Tensor,
         *,
         only_chunk: bool,
     ) -> None:
-        """Add a chunk: x [n, D] and its targets [n], which stand at `place` in hidden; `live` rows have a gradient."""
+        """Add a chunk: x [n, D] and its targets [n], which stand at `position` in hidden.
+
+        `live` rows have a gradient.
+        """
         unit = None
         if self._in_float16:
             a, c, unit = in_units(a, c, self._head.temperature)
@@ -179,8 +186,8 @@ class _Gradients:
             count, largest = self._values.read(length, unit.max().reshape(1))
         source = source[: int(count)]
         dense = int(count) == len(target)  # all rows of the chunk, in order
-        if self.d_hidden is not None and isinstance(place, slice) and not dense:
-            self.d_hidden[place] = 0
+        if self.d_hidden is not None and isinstance(position, slice) and not dense:
+            self.d_hidden[position] = 0
         if source.numel() == 0:
             return
 
@@ -192,7 +199,7 @@ class _Gradients:
         elif self.d_bias is not None and unit is not None:
             self.d_bias += total_of(dz, unit, largest)
         if self.d_hidden is not None:
-            self._add_hidden(self.d_hidden, dz, rows.head, place, source, unit, dense=dense)
+            self._add_hidden(self.d_hidden, dz, rows.head, position, source, unit, dense=dense)
         if self._wants_weight:
             self._add_weight(dz, x if dense else x[source], unit, largest, only_chunk=only_chunk)
 
@@ -201,18 +208,18 @@ class _Gradients:
         d_hidden: Tensor,
         dz: Tensor,
         weight: Tensor,
-        place: slice | Tensor,
+        position: slice | Tensor,
         source: Tensor,
         unit: Tensor | None,
         *,
         dense: bool,
     ) -> None:
-        """Write dz @ weight to the rows `source` (all of them if `dense`) of the chunk at `place`."""
-        if dense and isinstance(place, slice) and unit is None and dz.dtype == self._dtype:
-            torch.mm(dz, weight, out=d_hidden[place])
+        """Write dz @ weight to the rows `source` (all of them if `dense`) of the chunk at `position`."""
+        if dense and isinstance(position, slice) and unit is None and dz.dtype == self._dtype:
+            torch.mm(dz, weight, out=d_hidden[position])
             return
         product = dz @ weight if unit is None else float32_product(dz, weight) * unit[:, None]
-        rows = source + place.start if isinstance(place, slice) else place[source]
+        rows = source + position.start if isinstance(position, slice) else position[source]
         d_hidden.index_copy_(0, rows, product.to(self._dtype))
 
     def _add_weight(
@@ -225,8 +232,10 @@ class _Gradients:
         if self.d_weight is None:
             # The first product overwrites it: an accumulator the size of the head is neither zeroed
             # nor read. A single chunk needs no float32 accumulator.
-            dtype = self._dtype if only_chunk and dz.dtype == self._dtype else torch.float32
-            self.d_weight = claimed(
+            dtype = torch.float32
+            if only_chunk and dz.dtype == self._dtype:
+                dtype = self._dtype
+            self.d_weight = claim_memory(
                 torch.empty(self._head.weight.shape, dtype=dtype, device=dz.device)
             )
         _add_product(self.d_weight, dz.t(), x, add=not is_first, factor=largest)
@@ -240,8 +249,12 @@ class _Gradients:
     def rounded(self) -> tuple[Tensor | None, Tensor | None]:
         """dW and db in the dtype of gradients."""
         dtype = gradient_dtype(self._head.weight.dtype)
-        d_weight = None if self.d_weight is None else self.d_weight.to(dtype)
-        d_bias = None if self.d_bias is None else self.d_bias.to(dtype)
+        d_weight = self.d_weight
+        if d_weight is not None:
+            d_weight = d_weight.to(dtype)
+        d_bias = self.d_bias
+        if d_bias is not None:
+            d_bias = d_bias.to(dtype)
         return d_weight, d_bias
 
 
@@ -269,7 +282,14 @@ def equal_chunks(N: int, most: int) -> int:
 
 def has_gradient(a: Tensor, c: Tensor | None) -> Tensor:
     """bool: rows whose gradient is not zero. NaN counts as one."""
-    return a != 0 if c is None else (a != 0) | (c != 0)
+    if c is None:
+        return a != 0
+    return (a != 0) | (c != 0)
+
+
+def rows_of(tensor: Tensor | None, rows: slice | Tensor) -> Tensor | None:
+    """Those rows of a tensor; None of a missing one."""
+    return None if tensor is None else tensor[rows]
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -288,10 +308,14 @@ def in_units(
     |dz| <= (|a| + |c| ln V) / temperature, at most 16,384 units if ln V < 16. The smallest value is
     6e-8 units, so p counts from 6e-11 on, whatever weight, advantage and temperature are.
     """
-    size = a.abs() if c is None else a.abs() + c.abs()
+    size = a.abs()
+    if c is not None:
+        size = size + c.abs()
     unit = size / (1024 * temperature)
     unit.clamp_(min=torch.finfo(torch.float32).tiny)
-    return a / unit, None if c is None else c / unit, unit
+    if c is not None:
+        c = c / unit
+    return a / unit, c, unit
 
 
 def total_of(dz: Tensor, unit: Tensor, largest: float) -> Tensor:
@@ -312,7 +336,7 @@ def float32_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> T
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, add: bool, factor: float) -> None:
     """total = factor left @ right, or with `add` total += that; summed in float32, written in the dtype of total."""
-    beta = 1 if add else 0  # with beta 0 the old content is not read
+    beta = int(add)  # with beta 0 the old content is not read
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, beta=beta, alpha=factor, out=total)
     else:

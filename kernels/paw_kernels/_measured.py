@@ -56,9 +56,10 @@ def fastest(
     if not measured:
         return None
     sizes = {time.n for time in measured}
-    nearest = (
-        max(sizes) if n is None else min(sizes, key=lambda size: abs(math.log(size / max(n, 1))))
-    )
+    nearest = max(sizes)
+    if n is not None:
+        rows = max(n, 1)
+        nearest = min(sizes, key=lambda size: abs(math.log(size / rows)))
     return min((time for time in measured if time.n == nearest), key=lambda time: time.ms)
 
 
@@ -108,7 +109,8 @@ def key(device: torch.device) -> str:
 
 def _match(pattern: str, path: str) -> str:
     try:
-        found = re.search(pattern, Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
     except OSError:
         return ""
-    return found[1] if found else ""
+    match = re.search(pattern, text)
+    return match[1] if match else ""

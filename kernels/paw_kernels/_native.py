@@ -149,7 +149,7 @@ def packed_rows(logits: Tensor, L: int, dtype: torch.dtype) -> Tensor:
     return logits.view(dtype)[:L, : logits.shape[1]]
 
 
-def claimed(tensor: Tensor) -> Tensor:
+def claim_memory(tensor: Tensor) -> Tensor:
     """The same tensor, about to be written from end to end; a large one on a CPU gets all its memory mapped at once."""
     library = _library_for(tensor)
     if library and tensor.nbytes > _REUSED:

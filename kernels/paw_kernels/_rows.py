@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paw_kernels._head import Head, chunk_bytes, equal_chunks, logits
-from paw_kernels._native import claimed, cpu_library, packed_rows, why_no_cuda
+from paw_kernels._native import claim_memory, cpu_library, packed_rows, why_no_cuda
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1400 << 20}
 """Of one chunk's logits. On the CPU they stay in the last-level cache."""
@@ -27,11 +27,13 @@ class NativeRows:
         weight = head.weight
         V = weight.shape[0]
         self.head = weight if weight.is_cuda else weight.float()
-        self._bias = None if head.bias is None else head.bias.float().contiguous()
+        self._bias = None
+        if head.bias is not None:
+            self._bias = head.bias.float().contiguous()
         self._scale = 1 / head.temperature
         self._softcap = head.softcap
         memory = torch.empty((n, aligned(V)), dtype=torch.float32, device=weight.device)
-        self._buffer = claimed(memory)[:, :V]
+        self._buffer = claim_memory(memory)[:, :V]
         self._top = self._log_total = self._entropy = torch.empty(0)
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,9 +90,9 @@ def keeps(hidden: Tensor, weight: Tensor) -> bool:
 
     No traced pass does: it is not told in advance.
     """
-    plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in (hidden, weight))
-    fits = hidden.device.type == "cpu" and 0 < 4 * len(hidden) * len(weight) <= KEPT_BYTES
-    return plain and fits and not torch.compiler.is_compiling()
+    are_plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in (hidden, weight))
+    logits_fit = hidden.device.type == "cpu" and 0 < 4 * len(hidden) * len(weight) <= KEPT_BYTES
+    return are_plain and logits_fit and not torch.compiler.is_compiling()
 
 
 def make_rows(head: Head, N: int, gradients: bool) -> tuple[NativeRows, int]:
@@ -111,8 +113,10 @@ def why_not(backend: str, device: torch.device) -> str | None:
     if device.type != backend:
         return f"it needs tensors of device {backend}, these are on {device}"
     if backend == "cuda":
-        built = why_no_cuda() is None and torch.cuda.is_available()
-        return why_no_cuda(torch.cuda.get_device_capability(device) if built else None)
+        capability = None
+        if why_no_cuda() is None and torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability(device)
+        return why_no_cuda(capability)
     if cpu_library() is None:
         return "csrc/rows.cpp was not built, or has changed since; install a C++ compiler and repeat pip install -e ."
     return None

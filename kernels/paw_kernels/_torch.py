@@ -7,7 +7,7 @@ weights on the CPU (where matmuls cannot keep their float32 sums), a float32 cop
 import torch
 from torch import Tensor
 
-from paw_kernels._head import Head, chunk_bytes, equal_chunks, logits
+from paw_kernels._head import Head, chunk_bytes, equal_chunks, logits, rows_of
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 """Bytes of one chunk's float32 logits.
@@ -67,7 +67,8 @@ class TorchRows:
         log_sum = self._log_sum
         entropy = self._entropy
         a = a / self._temperature
-        c = None if c is None else c / self._temperature
+        if c is not None:
+            c = c / self._temperature
         if source.numel() < n:
             z = z[source]
             e = e[source]
@@ -75,7 +76,7 @@ class TorchRows:
             log_sum = log_sum[source]
             entropy = entropy[source]
             a = a[source]
-            c = None if c is None else c[source]
+            c = rows_of(c, source)
             target = target[source]
         slope = None
         if self._softcap is not None:

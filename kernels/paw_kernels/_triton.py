@@ -137,7 +137,9 @@ class TritonRows:
         # On the CPU (interpreter) torch's matmuls could not keep their float32 sums.
         self.head = weight.float() if weight.is_cpu else weight
         self._weight = weight
-        self._bias = None if head.bias is None else head.bias.contiguous()
+        self._bias = None
+        if head.bias is not None:
+            self._bias = head.bias.contiguous()
         self._softcap = head.softcap
         self._entropy = head.entropy
         self._tiles = tiles
@@ -146,30 +148,27 @@ class TritonRows:
         blocks = triton.cdiv(weight.shape[0], tiles.cols)
         self._partial = weight.new_empty((blocks, n, 4), dtype=torch.float32)
         self._result = weight.new_empty((4, n), dtype=torch.float32)
-        self._buffer = weight.new_empty((n, _padded(weight.shape[0]))) if gradients else None
+        self._buffer = None
+        if gradients:
+            self._buffer = weight.new_empty((n, _padded(weight.shape[0])))
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        n = x.shape[0]
+        self._launch_forward(x, target)
+        self._launch_merge(n)
+        return self._result[0, :n], self._result[1, :n]
+
+    def _launch_forward(self, x: Tensor, target: Tensor) -> None:
+        """Fill the statistics of all tiles and, with gradients, e."""
         tiles = self._tiles
         weight = self._weight
         V, D = weight.shape
         n = x.shape[0]
         blocks, capacity, _ = self._partial.shape
-        x = x.to(weight.dtype).contiguous()
-        if tiles.tma and x.data_ptr() % 16:
-            x = x.clone()
-        e = None if self._buffer is None else self._buffer[:n, :V]
-        operands: tuple[Any, ...] = (x, weight, e)
-        if tiles.tma:
-            e_cols = tiles.cols // 2 if tiles.halves else tiles.cols
-            operands = (
-                TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]),
-                TensorDescriptor.from_tensor(weight, [tiles.cols, tiles.depth]),
-                None if e is None else TensorDescriptor.from_tensor(e, [tiles.rows, e_cols]),
-            )
         _launch(
             kernels.forward_kernel,
             min(_processors(weight.device), triton.cdiv(n, tiles.rows) * blocks),
-            *operands,
+            *self._operands(x),
             self._bias,
             target.contiguous(),
             self._partial,
@@ -196,6 +195,32 @@ class TritonRows:
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
+
+    def _operands(self, x: Tensor) -> tuple[Any, ...]:
+        """x, the weight and e (None without gradients) as the forward kernel reads and writes them."""
+        tiles = self._tiles
+        weight = self._weight
+        x = x.to(weight.dtype).contiguous()
+        e = None
+        if self._buffer is not None:
+            e = self._buffer[: len(x), : len(weight)]
+        if not tiles.tma:
+            return x, weight, e
+
+        if x.data_ptr() % 16:
+            x = x.clone()
+        if e is not None:
+            e_cols = tiles.cols // 2 if tiles.halves else tiles.cols
+            e = TensorDescriptor.from_tensor(e, [tiles.rows, e_cols])
+        return (
+            TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]),
+            TensorDescriptor.from_tensor(weight, [tiles.cols, tiles.depth]),
+            e,
+        )
+
+    def _launch_merge(self, n: int) -> None:
+        """Merge the statistics of the tiles of n rows."""
+        blocks, capacity, _ = self._partial.shape
         _launch(
             kernels.merge_kernel,
             triton.cdiv(n, _MERGE_ROWS),
@@ -209,7 +234,6 @@ class TritonRows:
             BLOCKS=64,
             num_warps=8,
         )
-        return self._result[0, :n], self._result[1, :n]
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
         assert self._buffer is not None, "gradient of a pass without gradients"
@@ -217,6 +241,8 @@ class TritonRows:
         V = self._weight.shape[0]
         L = source.numel()
         width = _padded(V)
+        if c is not None:
+            c = c.contiguous()
         blocks_per_program = max(1, self._tiles.span // self._tiles.cols)
         _launch(
             kernels.gradient_kernel,
@@ -227,7 +253,7 @@ class TritonRows:
             target.contiguous(),
             source.contiguous(),
             a.contiguous(),
-            None if c is None else c.contiguous(),
+            c,
             width,
             blocks,
             capacity,
@@ -270,14 +296,19 @@ def tiles_for(
     Smaller, and with pointers, if tensor descriptors cannot describe the weight. Smaller under a
     soft cap too, whose arithmetic would spill beside the sums of 128 x 256 logits.
     """
-    arch = arch or _architecture(
-        None if INTERPRETED else torch.cuda.get_device_capability(weight.device)
-    )
+    if arch is None:
+        capability = None
+        if not INTERPRETED:
+            capability = torch.cuda.get_device_capability(weight.device)
+        arch = _architecture(capability)
     V, D = weight.shape
     element = weight.element_size()
+    tiles = TILES[arch, element]
     time = fastest(weight.device, weight.dtype, V, D, n, "triton")
-    measured = Tiles(**time.tiles) if time and time.tiles else None
-    tiles = TUNED.get((V, D, element)) or measured or TILES[arch, element]
+    if time and time.tiles:
+        tiles = Tiles(**time.tiles)
+    tiles = TUNED.get((V, D, element), tiles)
+
     if softcap is not None:
         tiles = tiles._replace(cols=min(tiles.cols, 128), specialize=False)
 

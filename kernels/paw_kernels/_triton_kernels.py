@@ -59,9 +59,13 @@ def _narrowed(x, dtype: tl.constexpr):
 @triton.jit
 def _tanh(x):
     """To about 4 ulp: a polynomial where 1 - 2 / (1 + exp(2 x)) would cancel."""
-    s = x * x
-    p = ((1.643756359e-2 * s - 5.267180450e-2) * s + 1.332072492e-1) * s - 3.333294663e-1
-    return tl.where(s < 0.3025, x * s * p + x, 1 - 2 / (1 + tl.exp2(2.885390081777927 * x)))
+    square = x * x
+    p = 1.643756359e-2 * square - 5.267180450e-2
+    p = p * square + 1.332072492e-1
+    p = p * square - 3.333294663e-1
+    return tl.where(
+        square < 0.3025, x * square * p + x, 1 - 2 / (1 + tl.exp2(2.885390081777927 * x))
+    )
 
 
 @triton.jit
@@ -112,11 +116,107 @@ def _powers(
         else:
             rows = row + tl.arange(0, u.shape[0])
             cols = first + tl.arange(0, WIDTH)
-            at = e + rows.to(tl.int64)[:, None] * width + cols[None, :]
+            address = e + rows.to(tl.int64)[:, None] * width + cols[None, :]
             tl.store(
-                at, _narrowed(power, e.dtype.element_ty), mask=row_ok[:, None] & (cols < V)[None, :]
+                address,
+                _narrowed(power, e.dtype.element_ty),
+                mask=row_ok[:, None] & (cols < V)[None, :],
             )
     return total, slant
+
+
+@triton.jit
+def _product(
+    x,
+    w,
+    row,
+    col,
+    n,
+    V,
+    D: tl.constexpr,
+    w_row,
+    w_col,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """x @ w^T of the tile that begins at (row, col): [ROWS, COLS] float32."""
+    acc = tl.zeros((ROWS, COLS), tl.float32)
+    if TMA:
+        for k in range(0, D, DEPTH):
+            left = x.load([row, k])
+            right = w.load([col, k])
+            if INTERPRETED:
+                left = left.to(tl.float32)
+                right = right.to(tl.float32)
+            acc = tl.dot(left, right.T, acc, input_precision=PRECISION)
+    else:
+        # Rows and columns outside repeat the last one, so that only a ragged D needs masks.
+        rows = row + tl.arange(0, ROWS)
+        ks = tl.arange(0, DEPTH)
+        cols = tl.minimum(col + tl.arange(0, COLS), V - 1)
+        left_at = x + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * D + ks[None, :]
+        right_at = w + cols.to(tl.int64)[None, :] * w_row + ks[:, None] * w_col
+        for k in range(0, D, DEPTH):
+            if D % DEPTH == 0:
+                left = tl.load(left_at)
+                right = tl.load(right_at)
+            else:
+                left = tl.load(left_at, mask=(k + ks < D)[None, :], other=0.0)
+                right = tl.load(right_at, mask=(k + ks < D)[:, None], other=0.0)
+            if INTERPRETED:
+                left = left.to(tl.float32)
+                right = right.to(tl.float32)
+            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            left_at += DEPTH
+            right_at += DEPTH * w_col
+    return acc
+
+
+@triton.jit
+def _statistics(
+    acc,
+    e,
+    bias,
+    target,
+    row,
+    col,
+    row_ok,
+    width,
+    V,
+    scale,
+    softcap,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    HALVES: tl.constexpr,
+    TMA: tl.constexpr,
+    RAGGED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """(peak, total, slant, chosen) of each row of a tile; stores its e."""
+    rows = row + tl.arange(0, ROWS)
+    y = tl.load(target + rows, mask=row_ok, other=-1).to(tl.int32)
+    if HALVES:
+        half: tl.constexpr = COLS // 2
+        a, b = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
+        a, chosen = _logits(a, col, y, bias, softcap, V, half, RAGGED)
+        b, chosen_b = _logits(b, col + half, y, bias, softcap, V, half, RAGGED)
+        peak = tl.maximum(tl.max(a, 1), tl.max(b, 1))
+        total, slant = _powers(a, peak, col, row, row_ok, e, width, V, scale, half, TMA, ENTROPY)
+        total_b, slant_b = _powers(
+            b, peak, col + half, row, row_ok, e, width, V, scale, half, TMA, ENTROPY
+        )
+        total += total_b
+        slant += slant_b
+        chosen += chosen_b
+    else:
+        acc, chosen = _logits(acc, col, y, bias, softcap, V, COLS, RAGGED)
+        peak = tl.max(acc, 1)
+        total, slant = _powers(acc, peak, col, row, row_ok, e, width, V, scale, COLS, TMA, ENTROPY)
+    return peak, total, slant, chosen
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -158,7 +258,9 @@ def forward_kernel(
     """
     row_tiles = tl.cdiv(n, ROWS)
     col_tiles = tl.cdiv(V, COLS)
-    first, tiles, programs = tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0)
+    first = tl.program_id(0)
+    tiles = row_tiles * col_tiles
+    programs = tl.num_programs(0)
     for tile in tl.range(first, tiles, programs, flatten=FLATTEN, warp_specialize=SPECIALIZE):
         group = tile // (GROUP * col_tiles)
         inside = tile % (GROUP * col_tiles)
@@ -169,63 +271,48 @@ def forward_kernel(
         rows = row + tl.arange(0, ROWS)
         row_ok = rows < n
 
-        acc = tl.zeros((ROWS, COLS), tl.float32)
-        if TMA:
-            for k in range(0, D, DEPTH):
-                left = x.load([row, k])
-                right = w.load([col, k])
-                if INTERPRETED:
-                    left = left.to(tl.float32)
-                    right = right.to(tl.float32)
-                acc = tl.dot(left, right.T, acc, input_precision=PRECISION)
-        else:
-            # Rows and columns outside repeat the last one, so that only a ragged D needs masks.
-            ks = tl.arange(0, DEPTH)
-            cols = tl.minimum(col + tl.arange(0, COLS), V - 1)
-            left_at = x + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * D + ks[None, :]
-            right_at = w + cols.to(tl.int64)[None, :] * w_row + ks[:, None] * w_col
-            for k in range(0, D, DEPTH):
-                if D % DEPTH == 0:
-                    left = tl.load(left_at)
-                    right = tl.load(right_at)
-                else:
-                    left = tl.load(left_at, mask=(k + ks < D)[None, :], other=0.0)
-                    right = tl.load(right_at, mask=(k + ks < D)[:, None], other=0.0)
-                if INTERPRETED:
-                    left = left.to(tl.float32)
-                    right = right.to(tl.float32)
-                acc = tl.dot(left, right, acc, input_precision=PRECISION)
-                left_at += DEPTH
-                right_at += DEPTH * w_col
-
-        y = tl.load(target + rows, mask=row_ok, other=-1).to(tl.int32)
-        if HALVES:
-            half: tl.constexpr = COLS // 2
-            a, b = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
-            a, chosen = _logits(a, col, y, bias, softcap, V, half, RAGGED)
-            b, chosen_b = _logits(b, col + half, y, bias, softcap, V, half, RAGGED)
-            peak = tl.maximum(tl.max(a, 1), tl.max(b, 1))
-            total, slant = _powers(
-                a, peak, col, row, row_ok, e, width, V, scale, half, TMA, ENTROPY
-            )
-            total_b, slant_b = _powers(
-                b, peak, col + half, row, row_ok, e, width, V, scale, half, TMA, ENTROPY
-            )
-            total += total_b
-            slant += slant_b
-            chosen += chosen_b
-        else:
-            acc, chosen = _logits(acc, col, y, bias, softcap, V, COLS, RAGGED)
-            peak = tl.max(acc, 1)
-            total, slant = _powers(
-                acc, peak, col, row, row_ok, e, width, V, scale, COLS, TMA, ENTROPY
-            )
+        acc = _product(
+            x,
+            w,
+            row,
+            col,
+            n,
+            V,
+            D,
+            w_row,
+            w_col,
+            ROWS,
+            COLS,
+            DEPTH,
+            TMA,
+            PRECISION,
+            INTERPRETED,
+        )
+        peak, total, slant, chosen = _statistics(
+            acc,
+            e,
+            bias,
+            target,
+            row,
+            col,
+            row_ok,
+            width,
+            V,
+            scale,
+            softcap,
+            ROWS,
+            COLS,
+            HALVES,
+            TMA,
+            RAGGED,
+            ENTROPY,
+        )
         # One 16-byte store a row: [ROWS, 2, 2] with the last index fastest.
-        four = tl.reshape(tl.join(tl.join(peak, total), tl.join(slant, chosen)), (ROWS, 4))
-        at = (
+        statistics = tl.reshape(tl.join(tl.join(peak, total), tl.join(slant, chosen)), (ROWS, 4))
+        address = (
             partial + (block.to(tl.int64) * capacity + rows)[:, None] * 4 + tl.arange(0, 4)[None, :]
         )
-        tl.store(at, four, mask=row_ok[:, None])
+        tl.store(address, statistics, mask=row_ok[:, None])
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -239,25 +326,27 @@ def merge_kernel(partial, result, n, P, capacity, scale, ROWS: tl.constexpr, BLO
     peak = tl.full((ROWS,), OUTSIDE, tl.float32)
     for first in range(0, P, BLOCKS):
         blocks = first + tl.arange(0, BLOCKS)
-        at = partial + (blocks.to(tl.int64)[:, None] * capacity + rows[None, :]) * 4
-        part = tl.load(at, mask=(blocks < P)[:, None] & row_ok[None, :], other=OUTSIDE)
-        peak = tl.maximum(peak, tl.max(part, 0))
+        address = partial + (blocks.to(tl.int64)[:, None] * capacity + rows[None, :]) * 4
+        block_peak = tl.load(address, mask=(blocks < P)[:, None] & row_ok[None, :], other=OUTSIDE)
+        peak = tl.maximum(peak, tl.max(block_peak, 0))
     total = tl.where(row_ok, 0.0, 1.0)
     slant = tl.zeros((ROWS,), tl.float32)
     chosen = tl.zeros((ROWS,), tl.float32)
     for first in range(0, P, BLOCKS):
         blocks = first + tl.arange(0, BLOCKS)
-        at = partial + (blocks.to(tl.int64)[:, None] * capacity + rows[None, :]) * 4
-        ok = (blocks < P)[:, None] & row_ok[None, :]
+        address = partial + (blocks.to(tl.int64)[:, None] * capacity + rows[None, :]) * 4
+        is_inside = (blocks < P)[:, None] & row_ok[None, :]
         shift = tl.where(
-            ok, tl.maximum((tl.load(at, mask=ok, other=0.0) - peak[None, :]) * scale, FAR), 0.0
+            is_inside,
+            tl.maximum((tl.load(address, mask=is_inside, other=0.0) - peak[None, :]) * scale, FAR),
+            0.0,
         )
-        part_slant = tl.load(at + 1, mask=ok, other=0.0)
-        part_total = tl.load(at + 2, mask=ok, other=0.0)
+        part_slant = tl.load(address + 1, mask=is_inside, other=0.0)
+        part_total = tl.load(address + 2, mask=is_inside, other=0.0)
         factor = tl.exp2(shift)
         total += tl.sum(factor * part_total, 0)
         slant += tl.sum(factor * (part_slant + shift * part_total), 0)
-        chosen += tl.sum(tl.load(at + 3, mask=ok, other=0.0), 0)
+        chosen += tl.sum(tl.load(address + 3, mask=is_inside, other=0.0), 0)
     log_total = tl.where(peak <= OUTSIDE, float("nan"), tl.log2(total))
     log_chosen = tl.where(chosen <= OUTSIDE, -float("inf"), (chosen - peak) * scale)
     out = result + rows
@@ -325,7 +414,8 @@ def gradient_kernel(
     chosen = cols == tl.load(target + row).to(tl.int32)
     dz = tl.where(chosen, at_target, 0.0) - p * slope
     if softcap is not None:
-        to_logit, highest = 1 / scale, tl.load(result + 2 * capacity + row)
+        to_logit = 1 / scale
+        highest = tl.load(result + 2 * capacity + row)
         # log2 of e, were it of M.
         log_chosen = tl.load(result + row) / LN2 + tl.load(result + 3 * capacity + row)
         chosen &= LOSSY | (power <= SMALLEST)

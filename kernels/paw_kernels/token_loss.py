@@ -37,7 +37,7 @@ from paw_kernels._checks import (
     unobserved,
     without_dispatch,
 )
-from paw_kernels._head import Head, gradient_dtype, head_pass
+from paw_kernels._head import Head, gradient_dtype, head_pass, rows_of
 
 LossFunction = Callable[[Tensor, Tensor, Any], Tensor]
 """(logp [n], entropy [n], batch) -> the loss of each token [n], weights and normalisers included; float32.
@@ -114,20 +114,20 @@ def _one_pass(
     """Implements the operator `_SCHEMA`."""
     loss_function = _losses[loss]
     batch = _batch_fields(names, values)
-    token_loss = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-
-    def coefficients(chunk: slice, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
-        chunk_batch = SimpleNamespace()
-        for name, value in batch.items():
-            setattr(chunk_batch, name, None if value is None else value[chunk])
-        token_loss[chunk], a, c = _loss_derivatives(loss_function, logp, entropy, chunk_batch)
-        return a, c
-
     numbers = [
         (name, value)
         for name, value in batch.items()
         if value is not None and value.is_floating_point()
     ]
+    token_loss = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+
+    def coefficients(chunk: slice, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
+        chunk_batch = SimpleNamespace()
+        for name, value in batch.items():
+            setattr(chunk_batch, name, rows_of(value, chunk))
+        token_loss[chunk], a, c = _loss_derivatives(loss_function, logp, entropy, chunk_batch)
+        return a, c
+
     result = head_pass(
         resolve(backend, hidden, weight),
         hidden,
@@ -156,9 +156,11 @@ def _one_pass(
 
 def _batch_fields(names: str, values: Sequence[Tensor]) -> dict[str, Tensor | None]:
     """The batch by field: `names` and `values` as in `_SCHEMA`."""
-    tensors = iter(values)
     batch: dict[str, Tensor | None] = {}
-    for name in names.split(",") if names else []:
+    if not names:
+        return batch
+    tensors = iter(values)
+    for name in names.split(","):
         if name.endswith("?"):
             batch[name[:-1]] = None
         else:
@@ -183,7 +185,8 @@ def _loss_derivatives(
                 f"the loss must return one float32 number for each token, {list(logp.shape)}, "
                 f"got {losses.dtype} of shape {list(losses.shape)}"
             )
-        a, c = None, None
+        a = None
+        c = None
         if losses.requires_grad:
             leaves = (logp_leaf, entropy_leaf)
             a, c = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
@@ -292,20 +295,7 @@ def token_loss(
     or softcap that is not positive and finite, a backend that is unknown or cannot run here.
     """
     hidden, weight, bias = check_head(hidden, weight, target, bias, temperature, softcap)
-    if not is_dataclass(batch):
-        raise ValueError(f"batch must be a dataclass of tensors, got {type(batch).__name__}")
-    values: list[Tensor] = []
-    names: list[str] = []
-    for field in fields(batch):
-        value = getattr(batch, field.name)
-        if value is None:
-            names.append(f"{field.name}?")
-            continue
-        dtype = torch.float32 if value.is_floating_point() else value.dtype
-        check_tensor(f"batch.{field.name}", value, [hidden.shape[0]], dtype, hidden.device)
-        values.append(value)
-        names.append(field.name)
-
+    names, values = _batch_tensors(batch, hidden)
     if not isinstance(loss, Loss):
         if torch.compiler.is_compiling():
             raise RuntimeError(
@@ -319,18 +309,38 @@ def token_loss(
     operator = _token_loss
     if unobserved(hidden, weight, bias, target, *values):
         operator = _direct
+    if softcap is not None:
+        softcap = float(softcap)
     outputs = operator(
         hidden,
         weight,
         bias,
         target,
         float(temperature),
-        None if softcap is None else float(softcap),
+        softcap,
         values,
-        ",".join(names),
+        names,
         loss.key,
         backend,
         wants,
     )
     per_token = (output.detach() for output in outputs[1:5])
     return TokenLoss(outputs[0], *per_token)
+
+
+def _batch_tensors(batch: Any, hidden: Tensor) -> tuple[str, list[Tensor]]:
+    """`names` and `values` of `_SCHEMA`, checked; `_batch_fields` is the way back."""
+    if not is_dataclass(batch):
+        raise ValueError(f"batch must be a dataclass of tensors, got {type(batch).__name__}")
+    names: list[str] = []
+    values: list[Tensor] = []
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if value is None:
+            names.append(f"{field.name}?")
+            continue
+        dtype = torch.float32 if value.is_floating_point() else value.dtype
+        check_tensor(f"batch.{field.name}", value, [hidden.shape[0]], dtype, hidden.device)
+        values.append(value)
+        names.append(field.name)
+    return ",".join(names), values

@@ -21,7 +21,7 @@ from paw_kernels._checks import (
     unobserved,
     without_dispatch,
 )
-from paw_kernels._head import Head, MakeRows, has_gradient, head_pass
+from paw_kernels._head import Head, MakeRows, has_gradient, head_pass, rows_of
 from paw_kernels._rows import KeptRows, aligned, keeps, make_rows
 
 
@@ -70,7 +70,8 @@ _token_stats = torch.library.custom_op(
 @_token_stats.register_fake
 def _(hidden, weight, *rest):
     keep = len(rest) == 6 and rest[-1]
-    T, V = hidden.shape[0], weight.shape[0]
+    T = hidden.shape[0]
+    V = weight.shape[0]
     new_empty = partial(hidden.new_empty, dtype=torch.float32)
     if not keep:
         return new_empty(T), new_empty(T), new_empty(0), new_empty(0), new_empty(0)
@@ -99,7 +100,7 @@ def _token_stats_backward(
         target,
         index=index,
         a=grad_logp[index],
-        c=None if grad_entropy is None else grad_entropy[index],
+        c=rows_of(grad_entropy, index),
         wants=wants,
     )
 
@@ -121,7 +122,7 @@ def _gradients(
     """
 
     def coefficients(chunk: slice, *_: Tensor) -> tuple[Tensor, Tensor | None]:
-        return a[chunk], None if c is None else c[chunk]
+        return a[chunk], rows_of(c, chunk)
 
     head = head._replace(entropy=c is not None)
     result = head_pass(make_rows, hidden, head, target, index, coefficients, wants)
@@ -134,12 +135,11 @@ def _gradients(
 
 @_token_stats_backward.register_fake
 def _(hidden, weight, *rest):
-    wants_hidden, wants_weight, wants_bias = rest[-1]
-    return (
-        hidden.new_empty(hidden.shape if wants_hidden else 0),
-        hidden.new_empty(weight.shape if wants_weight else 0),
-        hidden.new_empty(weight.shape[:1] if wants_bias else 0),
-    )
+    shapes = (hidden.shape, weight.shape, weight.shape[:1])
+    gradients = []
+    for shape, wanted in zip(shapes, rest[-1], strict=True):
+        gradients.append(hidden.new_empty(shape if wanted else 0))
+    return tuple(gradients)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -147,7 +147,10 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     ctx.temperature = temperature
     ctx.softcap = softcap
     ctx.backend = backend
-    ctx.save_for_backward(hidden, weight, bias, target, *(output if keep else ()))
+    saved = [hidden, weight, bias, target]
+    if keep:
+        saved += output
+    ctx.save_for_backward(*saved)
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
@@ -230,14 +233,18 @@ def token_stats(
     keep = (
         needs_gradient and keeps(hidden, weight) and resolve(backend, hidden, weight) is make_rows
     )
-    operator = _direct if unobserved(hidden, weight, bias, target) else _token_stats
+    operator = _token_stats
+    if unobserved(hidden, weight, bias, target):
+        operator = _direct
+    if softcap is not None:
+        softcap = float(softcap)
     logp, entropy, *_ = operator(
         hidden,
         weight,
         bias,
         target,
         float(temperature),
-        None if softcap is None else float(softcap),
+        softcap,
         backend,
         keep,
     )

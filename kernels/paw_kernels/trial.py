@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paw_kernels._head import Head, HeadPass, MakeRows, head_pass
+from paw_kernels._head import Head, HeadPass, MakeRows, head_pass, rows_of
 
 FLOOR = 1e-4
 """An error that is allowed however small that of plain torch is; relative to numbers below 1."""
@@ -38,11 +38,13 @@ class _Problem:
 
         live = torch.rand(n, generator=generator, device=device) < 0.5
         self.a = randn(n) * live
-        self.c = 0.3 * randn(n) * live if full else None
+        self.c = None
+        if full:
+            self.c = 0.3 * randn(n) * live
 
     def run(self, make_rows: MakeRows, *, gradients: bool = True) -> HeadPass:
         def coefficients(rows: slice, *_: object) -> tuple[Tensor, Tensor | None]:
-            return self.a[rows], None if self.c is None else self.c[rows]
+            return self.a[rows], rows_of(self.c, rows)
 
         return head_pass(
             make_rows,
@@ -93,16 +95,18 @@ def largest_error(
             in_float32 = problem.dense(torch.float32)
             in_torch = in_float32[:2] + in_dtype[2:]
             for result in (problem.run(make_rows), problem.run(make_rows, gradients=False)):
-                for value, true, plain in zip(result[:5], exact, in_torch, strict=True):
+                for value, exact_value, torch_value in zip(
+                    result[:5], exact, in_torch, strict=True
+                ):
                     if value is not None:
-                        shares.append(_share_of_allowed(value, true, plain))
+                        shares.append(_share_of_allowed(value, exact_value, torch_value))
     return float(torch.stack(shares).max())
 
 
-def _share_of_allowed(value: Tensor, true: Tensor, plain: Tensor) -> Tensor:
-    """The largest error of `value` over the allowed one; `plain` is the result of plain torch."""
-    allowed = 2 * (plain - true).abs().max() + FLOOR * true.abs().max().clamp(max=1)
-    return (value - true).abs().max() / allowed
+def _share_of_allowed(value: Tensor, exact: Tensor, torch_value: Tensor) -> Tensor:
+    """The largest error of `value` over the allowed one; `torch_value` is plain torch's result."""
+    allowed = 2 * (torch_value - exact).abs().max() + FLOOR * exact.abs().max().clamp(max=1)
+    return (value - exact).abs().max() / allowed
 
 
 @torch.no_grad()

@@ -204,7 +204,7 @@ class Endpoint:
                     raise EndpointError(f"{self.url}: {problem}") from None
                 pause = self._retry_after(error.response.headers)
             except TimeoutError:
-                problem = f"no whole answer within {self.config.timeout_s:g} s"
+                problem = f"no complete answer within {self.config.timeout_s:g} s"
             except Exception as error:
                 # No connection, a connection that broke, or a body that is not an answer.
                 problem = clean(f"{error} {error.__cause__ or ''}", 200)

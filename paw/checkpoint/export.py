@@ -1,4 +1,4 @@
-"""Hugging Face export: loads with AutoModelForCausalLM and `vllm serve` without a merge step."""
+"""Export to the Hugging Face format: AutoModelForCausalLM and `vllm serve` load it as it is."""
 
 import copy
 import json
@@ -41,47 +41,47 @@ def export(
 ) -> Path:
     """Write weights, tokenizer, chat template and a model card to `folder`; returns it.
 
-    `weights` come from `full_parameters`, tied ones once. `method` names the updates if they are
-    not those of `config`. The files are written to another folder and moved when all are complete;
-    other files in `folder` stay. Raises UserError if they cannot be written.
+    `weights` come from `full_parameters`, tied ones once. `method` describes the updates if they
+    are not those of `config`. The files are written to another folder and moved when all are
+    complete; other files in `folder` stay. Raises UserError if they cannot be written.
     """
     if not method:
-        world = "no world model"
+        world_model = "no world model"
         if config.wm.enabled:
-            world = f"world model {config.wm.loss} (alpha {config.wm.alpha:g})"
-        method = f"{config.advantage.type}, {world}"
+            world_model = f"world model {config.wm.loss} (alpha {config.wm.alpha:g})"
+        method = f"{config.advantage.type}, {world_model}"
     card = CARD.format(
         config=config, metadata=metadata(config), version=__version__, updates=step, method=method
     )
     served_tokenizer = _with_options(tokenizer, config.model.chat_template_kwargs)
 
-    temp = folder.with_name(f".tmp_{folder.name}")
+    temporary = folder.with_name(f".tmp_{folder.name}")
     try:
         with writing(f"the exported model to {folder}"):
-            shutil.rmtree(temp, ignore_errors=True)  # of an export that was killed
-            temp.mkdir(parents=True)
-            policy.lm.save_pretrained(temp, state_dict=kept_buffers(policy.lm) | weights)
-            served_tokenizer.save_pretrained(temp)
-            (temp / "README.md").write_text(card, encoding="utf-8")
-            (temp / "paw.toml").write_text(dump(config), encoding="utf-8")
-            fsync_tree(temp)
+            shutil.rmtree(temporary, ignore_errors=True)  # left by an export that was killed
+            temporary.mkdir(parents=True)
+            policy.lm.save_pretrained(temporary, state_dict=kept_buffers(policy.lm) | weights)
+            served_tokenizer.save_pretrained(temporary)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
+            (temporary / "paw.toml").write_text(dump(config), encoding="utf-8")
+            fsync_tree(temporary)
 
             folder.mkdir(exist_ok=True)
-            for file in temp.iterdir():
-                file.replace(folder / file.name)
+            for path in temporary.iterdir():
+                path.replace(folder / path.name)
             fsync(folder)
     finally:
-        shutil.rmtree(temp, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
 def metadata(config: Config) -> str:
-    """The head of the model card, in YAML: by this the hub finds a model.
+    """The head of the model card, in YAML, by which the hub finds a model.
 
-    Folders of this disk are not names of the hub.
+    Names that are folders on this disk are left out.
     """
-    base = config.model.path
-    data = str(getattr(config.env, "data", None))
+    base_model = config.model.path
+    dataset = str(getattr(config.env, "data", None))
     tags = [
         "paw",
         "reinforcement-learning",
@@ -94,9 +94,9 @@ def metadata(config: Config) -> str:
     card = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        base_model=base if _is_at_hub(base) else None,
-        datasets=[data] if _is_at_hub(data) else None,
-        license=_license_of(Path(base).expanduser()),
+        base_model=base_model if _is_at_hub(base_model) else None,
+        datasets=[dataset] if _is_at_hub(dataset) else None,
+        license=_license_of(Path(base_model).expanduser()),
         tags=tags,
     )
     return card.to_yaml()
@@ -107,19 +107,17 @@ def _is_at_hub(name: str) -> bool:
 
 
 def _license_of(model: Path) -> str | None:
-    """The license that the card in a model's folder names, if there is one."""
+    """The license that the card in a model's folder names; None if there is none."""
     readme = model / "README.md"
-    with quietly():  # whatever the card holds
+    with quietly():  # the card may hold anything
         if readme.is_file():
             return getattr(ModelCard.load(readme).data, "license", None)
     return None
 
 
 def _with_options(tokenizer: Any, options: dict[str, Any]) -> Any:
-    """The tokenizer with `model.chat_template_kwargs` written into its chat template.
-
-    So servers need not know them.
-    """
+    """The tokenizer with `model.chat_template_kwargs` written into its chat template, so that
+    servers need not know them."""
     if not options:
         return tokenizer
     tokenizer = copy.deepcopy(tokenizer)

@@ -6,10 +6,10 @@
         state.json                                 step, version, and the caller's counters
         manifest.json                              size and sha256 of each file above
 
-Of more than 4 GiB of tensors the rest is in model-2.safetensors, and so on.
+If there are more than 4 GiB of tensors, the rest is in model-2.safetensors, and so on.
 
 With several ranks each writes its rows of every tensor, as `model.rank_1.safetensors`, to the same
-folder. The rows of all ranks, one after another, are the tensor.
+folder. The rows of all ranks, one after another, form the tensor.
 
 A save writes a hidden folder, fsyncs it and renames it into place. A load checks the manifest
 first, because no format in common use notices a flipped byte. Nothing is ever unpickled.
@@ -36,8 +36,8 @@ VERSION = 1
 SHARDED = 2
 """Version of a checkpoint with a file for each rank."""
 PART = 4 << 30
-"""Size in bytes at which the next file begins, so that host memory need not hold more of a
-model."""
+"""Size in bytes at which the next file begins, so that host memory need not hold more of a model
+than this."""
 MANIFEST = "manifest.json"
 NOTE = ".written_by_rank_"
 """Beginning of the name of a file in a draft that says what a rank has written; it has `Files`."""
@@ -54,14 +54,14 @@ Files = dict[str, dict[str, Any]]
 class CheckpointError(UserError):
     """A checkpoint that must not be loaded: damaged, incomplete, or of another model.
 
-    Names the file.
+    The message names the file.
     """
 
 
 class Draft:
     """A checkpoint that is being written, in a hidden folder until it gets its name.
 
-    On any failure the earlier checkpoints stay as they were. Raises UserError if the disk refuses.
+    Whatever fails, earlier checkpoints stay as they were. Raises UserError if the disk refuses.
     """
 
     def __init__(
@@ -73,64 +73,64 @@ class Draft:
         )
         self._folder = folder
         self.path = folder / f"step_{step:06d}"
-        self._temp = folder / f".tmp_{self.path.name}"
+        self._temporary = folder / f".tmp_{self.path.name}"
 
     def begin(self) -> None:
         with self._writing():
             if not self._folder.is_dir():
                 self._folder.mkdir(parents=True)
                 fsync(self._folder.parent)
-            for leftover in self._folder.glob(".tmp_*"):  # of a save that was killed
+            for leftover in self._folder.glob(".tmp_*"):  # left by a save that was killed
                 _remove(leftover)
-            self._temp.mkdir()
+            self._temporary.mkdir()
 
     def write(self, tensors: Mapping[str, Mapping[str, Tensor] | Named]) -> Files:
-        """Write `tensors` (see `save`); the files are on the disk when this returns."""
+        """Write `tensors` (see `save`). The files are on the disk when this returns."""
         files: Files = {}
         with self._writing():
-            for stem, named in tensors.items():
-                pairs: Any = named.items() if isinstance(named, Mapping) else named
-                for number, part in enumerate(in_parts(pairs, PART), 1):
+            for stem, named_tensors in tensors.items():
+                parts = in_parts(name_and_tensor(named_tensors), PART)
+                for number, part in enumerate(parts, 1):
                     if not part and "." in stem:  # a rank without any rows
                         continue
                     name = stem if number == 1 else f"{stem}-{number}"
-                    file = self._temp / f"{name}.safetensors"
-                    save_file(part, file)
-                    fsync(file)
-                    files[file.name] = digest(file)
+                    path = self._temporary / f"{name}.safetensors"
+                    save_file(part, path)
+                    fsync(path)
+                    files[path.name] = digest(path)
         return files
 
     def publish(self, files: Files) -> None:
         """Add state and manifest, and rename the folder into place."""
         with self._writing():
-            (self._temp / STATE).write_text(self._text, encoding="utf-8")
-            last_order = max((_order(other) for other in self._folder.glob("step_*")), default=0)
-            text = manifest_text(files | {STATE: digest(self._temp / STATE)}, last_order + 1)
-            (self._temp / MANIFEST).write_text(text, encoding="utf-8")
+            (self._temporary / STATE).write_text(self._text, encoding="utf-8")
+            last_order = max((_order(path) for path in self._folder.glob("step_*")), default=0)
+            text = manifest_text(files | {STATE: digest(self._temporary / STATE)}, last_order + 1)
+            (self._temporary / MANIFEST).write_text(text, encoding="utf-8")
             for name in (STATE, MANIFEST):
-                fsync(self._temp / name)
-            for helper in (*self._temp.glob(f"{NOTE}*"), self._temp / CLAIM):
+                fsync(self._temporary / name)
+            for helper in (*self._temporary.glob(f"{NOTE}*"), self._temporary / CLAIM):
                 helper.unlink(missing_ok=True)
 
-            replaced = self._temp.with_name(f".tmp_replaced_{self.path.name}")
-            fsync(self._temp)
+            replaced = self._temporary.with_name(f".tmp_replaced_{self.path.name}")
+            fsync(self._temporary)
             if self.path.exists():  # damaged, or saved before the run was rewound
                 self.path.rename(replaced)
-            self._temp.rename(self.path)
+            self._temporary.rename(self.path)
             fsync(self._folder)
             _remove(replaced)
 
     def note(self, rank: int, files: Files) -> None:
         """Leave word in the draft that a rank has written these files."""
         with self._writing():
-            write_file(self._temp / f"{NOTE}{rank}", json.dumps(files))
+            write_file(self._temporary / f"{NOTE}{rank}", json.dumps(files))
 
     def noted(self, world_size: int) -> list[Files] | None:
         """What each rank has written, or None while a rank has not left word."""
         notes: list[Files] = []
         for rank in range(world_size):
             try:
-                files = json_object((self._temp / f"{NOTE}{rank}").read_bytes())
+                files = json_object((self._temporary / f"{NOTE}{rank}").read_bytes())
             except OSError:
                 return None
             if not _is_file_table(files):
@@ -142,21 +142,22 @@ class Draft:
         """Whether this process is the first to claim the draft, in order to publish it."""
         try:
             with self._writing():
-                (self._temp / CLAIM).touch(exist_ok=False)
+                (self._temporary / CLAIM).touch(exist_ok=False)
         except UserError:
             return False
         return True
 
     @property
     def is_published(self) -> bool:
-        return self.path.is_dir() and not self._temp.exists()
+        return self.path.is_dir() and not self._temporary.exists()
 
     def discard(self) -> None:
-        shutil.rmtree(self._temp, ignore_errors=True)
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _writing(self) -> AbstractContextManager[None]:
-        has_earlier = any(self._folder.glob("step_*"))
-        advice = "earlier checkpoints are intact" if has_earlier else "there is no earlier one"
+        advice = "there is no earlier one"
+        if any(self._folder.glob("step_*")):
+            advice = "earlier checkpoints are intact"
         return writing(f"checkpoint {self.path}", f"; {advice}")
 
 
@@ -166,7 +167,7 @@ def save(
     tensors: Mapping[str, Mapping[str, Tensor] | Named],
     state: Mapping[str, Any],
 ) -> Path:
-    """Write the checkpoint `folder`/step_NNNNNN and return its path, see `Draft`.
+    """Write the checkpoint `folder`/step_NNNNNN and return its path; see `Draft`.
 
     `tensors` maps a file stem to {name: tensor}, or to pairs (name, tensor), which are read one by
     one; tied weights appear once.
@@ -195,15 +196,18 @@ def prune(folder: Path, keep: int) -> None:
 
     A removal that is interrupted leaves no half checkpoint behind.
     """
-    paths = sorted(folder.glob("step_*"), key=lambda path: (_order(path), path.name))
-    for path in paths[:-keep]:
-        aside = path.with_name(f".tmp_pruned_{path.name}")
-        path.rename(aside)
-        _remove(aside)
+    oldest_first = sorted(folder.glob("step_*"), key=lambda path: (_order(path), path.name))
+    for path in oldest_first[:-keep]:
+        renamed = path.with_name(f".tmp_pruned_{path.name}")
+        path.rename(renamed)
+        _remove(renamed)
 
 
-# --- helpers
-# ---------------------------------------------------------------------------------------------
+def name_and_tensor(tensors: Mapping[str, Tensor] | Named) -> Named:
+    """The pairs (name, tensor) of a mapping; an iterable of pairs as it is."""
+    if isinstance(tensors, Mapping):
+        return tensors.items()
+    return tensors
 
 
 def _remove(path: Path) -> None:
@@ -229,9 +233,9 @@ def manifest_text(files: Files, order: int) -> str:
 
     `order` is the number of this save in its folder.
     """
-    body = {"files": files, "order": order}
-    body_digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**body, "sha256": body_digest}, indent=1, sort_keys=True) + "\n"
+    content = {"files": files, "order": order}
+    content_digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**content, "sha256": content_digest}, indent=1, sort_keys=True) + "\n"
 
 
 def read_manifest(path: Path) -> tuple[Files, int]:
@@ -274,7 +278,9 @@ def _order(path: Path) -> int:
 
 def rng_name(rank: int) -> str:
     """The file stem, and the key in state.json, of a rank's random state."""
-    return f"rng_{rank}" if rank else "rng"
+    if rank == 0:
+        return "rng"
+    return f"rng_{rank}"
 
 
 def damaged(path: Path, name: str, reason: str) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""An exported model sent to the Hugging Face hub."""
+"""Sending an exported model to the Hugging Face hub."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +28,7 @@ def push(folder: Path, name: str, *, public: bool = False) -> str:
     """Send an exported model to the hub as USER/NAME; returns its address.
 
     A new model is private unless `public`. The base model's license is taken over if its card names
-    one. Raises UserError without a token, a network or the permission; the folder stays as it is.
+    one. Raises UserError if there is no token, network or permission; the folder stays as it is.
     """
     problem = unreachable()
     if not problem and not get_token():
@@ -36,7 +36,7 @@ def push(folder: Path, name: str, *, public: bool = False) -> str:
     if not problem:
         try:
             return _upload(folder, name, public=public)
-        except Exception as error:  # of the client, of HTTP, of what the hub says to the card
+        except Exception as error:  # from the client, from HTTP, or the hub rejects the card
             problem = describe(error)
     raise UserError(f"--push {name}: {problem}; the model is in {folder}")
 
@@ -47,8 +47,8 @@ def _upload(folder: Path, name: str, *, public: bool) -> str:
     api.create_repo(name, private=not public, exist_ok=True)
     if card.data.base_model and not card.data.license:
         with suppress(HfHubHTTPError):  # the base model is missing, or hidden from this token
-            base = api.model_info(card.data.base_model)
-            card.data.license = getattr(base.card_data, "license", None)
+            base_model = api.model_info(card.data.base_model)
+            card.data.license = getattr(base_model.card_data, "license", None)
             card.save(folder / "README.md")
-    files = [file.name for file in folder.iterdir() if any(map(file.match, EXPORTED))]
-    return str(api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=files))
+    names = [path.name for path in folder.iterdir() if any(map(path.match, EXPORTED))]
+    return str(api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=names))

@@ -1,7 +1,7 @@
 """Reading checkpoints: checked against their manifest and against the run, restored bit for bit.
 
 All ranks see the same files. They share the work of checking them, agree on whether a checkpoint
-can be used, and each reads its own rows. A single process is a single rank.
+can be used, and each reads its own rows.
 """
 
 import random
@@ -32,7 +32,7 @@ from paw.checkpoint.files import (
     rng_name,
     saved,
 )
-from paw.checkpoint.stored import Stored
+from paw.checkpoint.stored_tensors import StoredTensors
 from paw.checkpoint.train_state import Learner
 from paw.distributed.ranks import Ranks, rows_like, shard_like
 from paw.errors import describe, short_repr, to_stderr
@@ -45,14 +45,14 @@ ALONE = Ranks()
 
 
 def verify(path: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """Check every file of a checkpoint against its manifest; returns what state.json holds.
+    """Check every file of a checkpoint against its manifest; returns the content of state.json.
 
-    Reads all bytes once. A call of all ranks, which share the files among them. Raises
+    Reads all bytes once. A call of all ranks, which divide the files among themselves. Raises
     CheckpointError, on all ranks, with the name of a file that is missing, unexpected, truncated or
     altered, or if the checkpoint has another version.
     """
     files = ranks.broadcast_from_rank0(lambda: read_manifest(path)[0], Files, CheckpointError)
-    ranks.together(lambda: _check_files(path, files, ranks), refusal=CheckpointError)
+    ranks.gather_results(lambda: _check_files(path, files, ranks), refusal=CheckpointError)
     return ranks.broadcast_from_rank0(
         lambda: _read_state(path, files), dict[str, Any], CheckpointError
     )
@@ -83,7 +83,9 @@ def _check_files(path: Path, files: Files, ranks: Ranks) -> None:
 
 
 def _read_state(path: Path, files: Files) -> dict[str, Any]:
-    state = json_object((path / STATE).read_bytes()) if STATE in files else None
+    state = None
+    if STATE in files:
+        state = json_object((path / STATE).read_bytes())
     if state is None:
         raise damaged(path, STATE, "not a JSON object")
     if state.get("version") not in (VERSION, SHARDED):
@@ -92,28 +94,30 @@ def _read_state(path: Path, files: Files) -> dict[str, Any]:
             f"checkpoint {path}: {STATE} has version {version}, not {VERSION} or {SHARDED}"
         )
     if type(state.get("step")) is not int or not 0 <= state["step"] < 2**53:
-        raise damaged(path, STATE, f"step = {short_repr(state.get('step'))} counts no updates")
+        raise damaged(
+            path, STATE, f"step = {short_repr(state.get('step'))} is not a number of updates"
+        )
     return state
 
 
 def load(
     path: Path, ranks: Ranks = ALONE, *, like: Shapes | None = None
-) -> tuple[dict[str, Stored], dict[str, Any]]:
+) -> tuple[dict[str, StoredTensors], dict[str, Any]]:
     """Verify a checkpoint and read it: (file stem -> name -> CPU tensor, mapped from disk; state).
 
     A call of all ranks. Raises CheckpointError, the same on all ranks, if the checkpoint is damaged
-    or has another version, or if names, shapes or dtypes differ from those in `like`, which may
-    have some of the stems.
+    or has another version, or if names, shapes or dtypes differ from those in `like`, which has the
+    expected tensors of some stems.
     """
     state = verify(path, ranks)
-    tensors: dict[str, Stored] = defaultdict(Stored)
-    ranks.together(lambda: _map_files(path, tensors), refusal=CheckpointError)
+    tensors: dict[str, StoredTensors] = defaultdict(StoredTensors)
+    ranks.gather_results(lambda: _map_files(path, tensors), refusal=CheckpointError)
     for stem, expected in (like or {}).items():
         _check_fit(tensors[stem].meta, expected, origin=f"{path / stem}.safetensors")
     return tensors, state
 
 
-def _map_files(path: Path, tensors: dict[str, Stored]) -> None:
+def _map_files(path: Path, tensors: dict[str, StoredTensors]) -> None:
     """Map the tensors of all files into `tensors`, by file stem.
 
     Raises CheckpointError if a file cannot be read.
@@ -122,7 +126,7 @@ def _map_files(path: Path, tensors: dict[str, Stored]) -> None:
     for name in sorted(names, key=_row_order):
         stem = re.split(r"[.-]", name)[0]
         try:
-            # Any error: bytes that fit the manifest need not be a tensor file, nor rows that fit.
+            # Any error: bytes that match the manifest may not be a tensor file, or rows not fit.
             for tensor_name, rows in load_file(path / name).items():
                 tensors[stem].add(tensor_name, rows)
         except Exception as error:
@@ -130,12 +134,13 @@ def _map_files(path: Path, tensors: dict[str, Stored]) -> None:
 
 
 def _row_order(file: str) -> tuple[int, str]:
-    """Sorts files by the rows that they hold: the order of the ranks that wrote them."""
-    writer = re.search(r"\.rank_(\d+)", file)
-    return int(writer[1]) if writer else 0, file
+    """Sorts files by the rows that they hold: in the order of the ranks that wrote them."""
+    match = re.search(r"\.rank_(\d+)", file)
+    writer = int(match[1]) if match else 0
+    return writer, file
 
 
-def newest(
+def read_newest(
     folder: Path,
     read: Callable[[Path], T] = verify,
     warn: Callable[[str], None] = to_stderr,
@@ -144,9 +149,9 @@ def newest(
     """The checkpoint saved last that `read` accepts, and what `read` returns.
 
     None if the folder has no checkpoint at all. `read` refuses with CheckpointError, on all ranks;
-    `warn` is called for each checkpoint passed over. Saved last, not highest step: after a rewind
-    the new branch counts. Raises CheckpointError if there are only damaged ones, rather than
-    starting over.
+    `warn` is called for each checkpoint that is passed over. Saved last, not highest step, because
+    after a rewind the new branch counts. Raises CheckpointError if there are only damaged ones,
+    rather than starting over.
     """
     refused: list[CheckpointError] = []
     names = ranks.broadcast_from_rank0(lambda: [path.name for path in saved(folder)], list[str])
@@ -170,16 +175,13 @@ def newest(
 def _check_fit(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, origin: str
 ) -> None:
-    """Raises CheckpointError for the first name whose dtype or shape differs.
-
-    A name that only one of the two has differs too.
-    """
+    """Raises CheckpointError for the first name whose dtype or shape differs, or that one lacks."""
     for name in sorted(actual.keys() | expected.keys()):
-        has = _dtype_and_shape(actual, name)
-        wants = _dtype_and_shape(expected, name)
-        if has != wants:
+        actual_type = _dtype_and_shape(actual, name)
+        expected_type = _dtype_and_shape(expected, name)
+        if actual_type != expected_type:
             raise CheckpointError(
-                f"{origin}: '{name}' is {has}, in this model {wants}; "
+                f"{origin}: '{name}' is {actual_type}, in this model {expected_type}; "
                 "was it saved with another one?"
             )
 
@@ -188,10 +190,6 @@ def _dtype_and_shape(tensors: Mapping[str, Tensor], name: str) -> str:
     if name not in tensors:
         return "missing"
     return f"{tensors[name].dtype} {list(tensors[name].shape)}"
-
-
-# --- into a run
-# ---------------------------------------------------------------------------------------------
 
 
 def restore(
@@ -210,8 +208,11 @@ def restore(
     """
     read = partial(_read, learners, ranks)
     try:
-        path = folder / chosen
-        checkpoint = (path, read(path)) if chosen else newest(folder, read, warn, ranks)
+        if chosen:
+            path = folder / chosen
+            checkpoint = path, read(path)
+        else:
+            checkpoint = read_newest(folder, read, warn, ranks)
     except CheckpointError as error:  # on all ranks, each with its own path
         raise CheckpointError(ranks.gather(str(error))[0]) from None
     if checkpoint is None:
@@ -226,15 +227,15 @@ def restore(
         learner.guard.load_state(state[f"{learner.prefix}guard"])
 
     stem = rng_name(ranks.rank)
-    if stem not in random_tensors:  # fewer ranks saved it
+    if stem not in random_tensors:  # it was saved by fewer ranks
         stem = rng_name(0)
-    load_rng(random_tensors[stem], state[stem])
+    restore_random_states(random_tensors[stem], state[stem])
     return path, state["step"]
 
 
 def _read(
     learners: Sequence[Learner], ranks: Ranks, path: Path
-) -> tuple[dict[str, Stored], dict[str, Any], Tensors]:
+) -> tuple[dict[str, StoredTensors], dict[str, Any], Tensors]:
     """(tensors, state, random states by file stem) of a checkpoint.
 
     Raises CheckpointError, on all ranks, if the run could not be restored from it.
@@ -245,19 +246,18 @@ def _read(
     try:
         for learner in learners:
             stem = f"{learner.prefix}optimizer"
-            meta = tensors[stem].meta
             # A compressed state is checked when it is loaded.
             if not hasattr(learner.optimizer, "load_tensors"):
-                _check_fit(
-                    meta, _expected_moments(learner, meta), origin=f"{path / stem}.safetensors"
-                )
+                saved_moments = tensors[stem].meta
+                expected_moments = _expected_moments(learner, saved_moments)
+                _check_fit(saved_moments, expected_moments, origin=f"{path / stem}.safetensors")
             UpdateGuard(1).load_state(state[f"{learner.prefix}guard"])
         for rank in range(ranks.world_size):
             stem = rng_name(rank)
             if rank and stem not in state:
                 continue
             random_tensors[stem] = dict(tensors[stem])
-            load_rng(random_tensors[stem], state[stem], trial=True)
+            restore_random_states(random_tensors[stem], state[stem], trial=True)
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(path, STATE, describe(error)) from None
     except CheckpointError as error:
@@ -267,9 +267,9 @@ def _read(
     return tensors, state, random_tensors
 
 
-def _expected_moments(learner: Learner, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """AdamW's state, as "<parameter>/<key>", of each parameter of which `stored` has anything."""
-    parameters_with_state = {name.rpartition("/")[0] for name in stored}
+def _expected_moments(learner: Learner, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """AdamW's state, as "<parameter>/<key>", for each parameter that has any state in `saved`."""
+    parameters_with_state = {name.rpartition("/")[0] for name in saved}
     expected = {}
     for name, parameter in learner.parameters.items():
         if name in parameters_with_state:
@@ -282,7 +282,7 @@ def _expected_moments(learner: Learner, stored: Mapping[str, Tensor]) -> dict[st
 def load_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Named, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Put `optimizer_tensors` back, bit for bit, on each parameter's device and with its sharding.
+    """Put `optimizer_tensors` back bit for bit, on each parameter's device and with its sharding.
 
     Raises CheckpointError if a compressed state does not fit.
     """
@@ -308,10 +308,10 @@ def load_optimizer(
                 continue
 
             # Set directly: Optimizer.load_state_dict would cast to the parameter's dtype.
-            step = values.pop("step")
-            state = {"step": step.to(parameter.device if step_on_device else "cpu", copy=True)}
-            for key, value in values.items():
-                state[key] = shard_like(parameter, value)
+            step_device = parameter.device if step_on_device else torch.device("cpu")
+            state = {"step": values.pop("step").to(step_device, copy=True)}
+            for key, rows in values.items():
+                state[key] = shard_like(parameter, rows)
             optimizer.state[parameter] = state
 
 
@@ -323,32 +323,37 @@ def _load_compressed(optimizer: Any, parameter: Tensor, values: dict[str, Tensor
         if isinstance(error, KeyError):
             reason = f"{error} is missing"
         raise CheckpointError(
-            f"optimizer.safetensors: {reason}; was optim.master_bits another?"
+            f"optimizer.safetensors: {reason}; did optim.master_bits change?"
         ) from None
 
 
-def load_rng(
+def restore_random_states(
     tensors: Mapping[str, Tensor], info: Mapping[str, Any], *, trial: bool = False
 ) -> None:
-    """Put `rng_tensors` back; with `trial`, into unused generators, to see whether it can be done.
+    """Put the states of `capture_random_states` back.
 
-    Raises CheckpointError if it is not a random state. A CUDA state is ignored on a machine without
-    CUDA.
+    With `trial`, into unused generators, to see whether it can be done. Raises CheckpointError if
+    these are not random states. A CUDA state is ignored on a machine without CUDA.
     """
-    torch_generator: Any = torch.Generator() if trial else torch.default_generator
-    python_generator: Any = random.Random() if trial else random
-    numpy_generator: Any = np.random.RandomState() if trial else np.random
+    torch_generator: Any = torch.default_generator
+    python_generator: Any = random
+    numpy_generator: Any = np.random
+    set_cuda_state: Any = torch.cuda.set_rng_state
+    has_cuda_state = "cuda" in tensors and torch.cuda.is_available()
+    if trial:
+        torch_generator = torch.Generator()
+        python_generator = random.Random()
+        numpy_generator = np.random.RandomState()
+        if has_cuda_state:
+            set_cuda_state = torch.Generator("cuda").set_state
     try:
-        version, gauss = info["python"]
-        kind, position, has_gauss, cached = info["numpy"]
+        version, next_gauss = info["python"]
+        algorithm, position, has_gauss, cached_gauss = info["numpy"]
         torch_generator.set_state(tensors["torch"].clone())
-        python_generator.setstate((version, tuple(tensors["python"].tolist()), gauss))
+        python_generator.setstate((version, tuple(tensors["python"].tolist()), next_gauss))
         keys = tensors["numpy"].numpy().astype(np.uint32)
-        numpy_generator.set_state((kind, keys, position, has_gauss, cached))
-        if "cuda" in tensors and torch.cuda.is_available():
-            set_cuda_state = (
-                torch.Generator("cuda").set_state if trial else torch.cuda.set_rng_state
-            )
+        numpy_generator.set_state((algorithm, keys, position, has_gauss, cached_gauss))
+        if has_cuda_state:
             set_cuda_state(tensors["cuda"].clone())
     except Exception as error:  # each library raises its own kind
-        raise CheckpointError(f"no random state: {describe(error)}") from None
+        raise CheckpointError(f"not a random state: {describe(error)}") from None

@@ -1,6 +1,6 @@
-"""What a checkpoint holds of a run: models, optimizers, guards, random states of every rank.
+"""What a checkpoint holds of a run: models, optimizers, guards and every rank's random states.
 
-Each rank writes its own tensors, to the same folder.
+Each rank writes its own tensors to the same folder.
 """
 
 import random
@@ -17,8 +17,14 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from paw.checkpoint import files as checkpoint
-from paw.checkpoint.files import Named, rng_name
-from paw.distributed.ranks import Ranks, held_rows, in_first_replica, local_tensor, lost_peer
+from paw.checkpoint.files import Named, name_and_tensor, rng_name
+from paw.distributed.ranks import (
+    Ranks,
+    in_first_replica,
+    local_row_range,
+    local_tensor,
+    lost_peer,
+)
 from paw.guards import UpdateGuard
 from paw.model.host import available_memory
 from paw.model.policy import Policy
@@ -26,14 +32,14 @@ from paw.model.policy import Policy
 PATIENCE_S = 60.0
 """How long a rank of a run that has failed waits for the files of the others."""
 RandomStates = tuple[dict[str, Tensor], dict[str, Any]]
-"""What `rng_tensors` returns."""
+"""What `capture_random_states` returns."""
 
 
 class Learner(NamedTuple):
     """A model that is trained, with its optimizer."""
 
     prefix: str
-    """The names of its files begin with this."""
+    """How the names of its files begin."""
     model: Policy
     optimizer: torch.optim.Optimizer
     guard: UpdateGuard
@@ -65,12 +71,12 @@ class PendingCheckpoint:
         return self._written.done()
 
     def publish(self, keep: int) -> None:
-        """Wait for all ranks, rename the checkpoint into place, remove the oldest beyond `keep`.
+        """Wait for all ranks, rename the checkpoint into place, remove all but the newest `keep`.
 
         A call of all ranks. Raises UserError if the disk refuses.
         """
         try:
-            files_by_rank = self._ranks.together(self._written.result, checkpoint.Files)
+            files_by_rank = self._ranks.gather_results(self._written.result, checkpoint.Files)
             self._ranks.broadcast_from_rank0(lambda: self._publish(files_by_rank, keep))
         except BaseException as error:
             # A rank that ended first may be publishing it, see `publish_alone`.
@@ -119,9 +125,9 @@ def start_saving(
 ) -> PendingCheckpoint:
     """Begin to write the checkpoint `folder`/step_NNNNNN; a call of all ranks.
 
-    With `background` a thread writes it, from copies in host memory. Without, or if the copies
+    With `background` a thread writes it, from copies in host memory. Otherwise, or if the copies
     would take more than half of the memory that is available to the rank, it is on the disk when
-    this returns; then only a part of a file is in memory at a time. Raises UserError if the disk
+    this returns, and only a part of a file is in memory at a time. Raises UserError if the disk
     refuses.
     """
     random_tensors, random_info = random_states
@@ -132,14 +138,16 @@ def start_saving(
         state[rng_name(rank)] = info
     random_bytes = ranks.gather_bytes(to_bytes(random_tensors))
 
-    version = checkpoint.SHARDED if ranks.world_size > 1 else checkpoint.VERSION
+    version = checkpoint.VERSION
+    if ranks.world_size > 1:
+        version = checkpoint.SHARDED
     draft = checkpoint.Draft(folder, step, state, version=version)
     ranks.broadcast_from_rank0(draft.begin)
 
     copies = None
     if background:
-        room = available_memory() / 2 / ranks.on_host
-        copies = _copies(_own_files(learners, ranks, random_bytes), room)
+        limit = available_memory() / 2 / ranks.on_host
+        copies = _copies(_own_files(learners, ranks, random_bytes), max_bytes=limit)
     writer = ThreadPoolExecutor(1)
     tensors = copies or _own_files(learners, ranks, random_bytes)
     written = writer.submit(_write, draft, tensors, ranks)
@@ -162,43 +170,47 @@ def _own_files(
 
     Rank 0 also writes the random states of all ranks.
     """
-    suffix = f".rank_{ranks.rank}" if ranks.world_size > 1 else ""
+    suffix = ""
+    if ranks.world_size > 1:
+        suffix = f".rank_{ranks.rank}"
     files: dict[str, Any] = {}
-    for prefix, model, optimizer, _ in learners:
-        named = model.named_parameters_once().items()
-        files[f"{prefix}model{suffix}"] = shards(named, ranks.first)
-        files[f"{prefix}optimizer{suffix}"] = shards(
-            optimizer_tensors(optimizer, named), ranks.first
-        )
+    for learner in learners:
+        parameters = learner.parameters.items()
+        moments = optimizer_tensors(learner.optimizer, parameters)
+        files[f"{learner.prefix}model{suffix}"] = shards(parameters, ranks.first)
+        files[f"{learner.prefix}optimizer{suffix}"] = shards(moments, ranks.first)
     if ranks.first:
-        for rank, data in enumerate(random_bytes):
-            files[rng_name(rank)] = from_bytes(data)
+        for rank, random_state in enumerate(random_bytes):
+            files[rng_name(rank)] = from_bytes(random_state)
     return files
 
 
 def shards(named: Named, first: bool) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a rank writes: its rows of sharded ones, unless an earlier rank has the same
-    rows, and on the `first` rank those that are not sharded."""
+    """The tensors that a rank writes.
+
+    Of sharded ones its own rows, unless an earlier rank has the same rows; on the `first` rank also
+    those that are not sharded.
+    """
     for name, tensor in named:
-        rows = held_rows(tensor)
-        if rows is None:
+        row_range = local_row_range(tensor)
+        if row_range is None:
             writes = first
         else:
-            start, end = rows
+            start, end = row_range
             writes = start < end and in_first_replica(tensor)
         if writes:
             yield name, local_tensor(tensor.detach())
 
 
-def _copies(files: Mapping[str, Any], room: float) -> dict[str, Any] | None:
-    """Copies in host memory, or None if they take more than `room` bytes."""
+def _copies(files: Mapping[str, Any], *, max_bytes: float) -> dict[str, Any] | None:
+    """Copies in host memory; None if they would take more than `max_bytes`."""
     copies: dict[str, Any] = {}
-    for stem, named in files.items():
+    remaining_bytes = max_bytes
+    for stem, named_tensors in files.items():
         copies[stem] = {}
-        pairs = named.items() if isinstance(named, Mapping) else named
-        for name, tensor in pairs:
-            room -= tensor.nbytes
-            if room < 0:
+        for name, tensor in name_and_tensor(named_tensors):
+            remaining_bytes -= tensor.nbytes
+            if remaining_bytes < 0:
                 return None
             copies[stem][name] = tensor.to("cpu", copy=True)
     return copies
@@ -220,13 +232,13 @@ def optimizer_tensors(
             yield f"{names[parameter]}/{key}", torch.as_tensor(value)
 
 
-def rng_tensors() -> RandomStates:
-    """This process's random states, as tensors and as what is JSON.
+def capture_random_states() -> RandomStates:
+    """This process's random states: (tensors, JSON values).
 
-    Of torch (CPU, and the current CUDA device), Python and NumPy.
+    Those of torch (CPU, and the current CUDA device), Python and NumPy.
     """
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version, words, next_gauss = random.getstate()
+    algorithm, keys, position, has_gauss, cached_gauss = np.random.get_state(legacy=True)
     tensors = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
@@ -235,7 +247,7 @@ def rng_tensors() -> RandomStates:
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
     info = {
-        "python": [version, gauss],
-        "numpy": [kind, int(position), int(has_gauss), float(cached)],
+        "python": [version, next_gauss],
+        "numpy": [algorithm, int(position), int(has_gauss), float(cached_gauss)],
     }
     return tensors, info

@@ -1,4 +1,4 @@
-"""`paw train --gpus N`: one process per GPU of this machine, which end together.
+"""`paw train --gpus N`: one process per GPU of this machine. They end together.
 
 Imports no torch until it starts them.
 """
@@ -21,22 +21,22 @@ from paw.processes.lifeline import die_with_parent
 LAUNCHER = "PAW_LAUNCHER"
 """Environment variable of a rank: the process that started it."""
 GRACE_S = 3.0
-"""Seconds that the other ranks have to say why they fail, once one has failed."""
+"""Seconds that the other ranks have to say why they fail, after one has failed."""
 
 
 def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
     """Run `paw <arguments>` in `count` processes on this machine.
 
-    Returns the exit code of one that failed, else 0. A rank that has not said that it ends in order
-    has failed, whatever its exit code. When one fails the others are stopped: they would wait for
-    it for ever.
+    Returns the exit code of a process that failed, or 0 if none did. A rank that has not said that
+    it ends in order has failed, whatever its exit code. When one fails, the others are stopped:
+    they would wait for it for ever.
 
-    The terminal is rank 0's. Of another rank its standard error is shown, if it failed first.
-    SIGTERM is passed on to all; Ctrl-C and the end of a terminal reach them anyway. They do not
-    outlive this process.
+    Rank 0 has the terminal. The standard error of another rank is shown if it failed first. SIGTERM
+    is passed on to all; Ctrl-C and the end of a terminal reach them anyway. They do not outlive
+    this process.
 
-    Raises UserError if there are fewer GPUs than `count`, or with the `device` "cpu" (model.device)
-    fewer cores.
+    Raises UserError if there are fewer GPUs than `count`, or fewer cores if `device` (model.device)
+    is "cpu".
     """
     _check_count(count, device)
     stops = _StopSignals()
@@ -54,7 +54,7 @@ def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
 
 
 def _check_count(count: int, device: str) -> None:
-    import torch  # takes seconds, and `die_with_launcher` does without
+    import torch  # takes seconds, and `die_with_launcher` does not need it
 
     available = os.cpu_count() or 1
     if device != "cpu" and torch.cuda.is_available():
@@ -69,21 +69,21 @@ class _StopSignals:
     def __init__(self) -> None:
         self.last = signal.SIGTERM
         self.times: list[float] = []
-        """When each came."""
+        """When each arrived."""
 
     @property
     def count(self) -> int:
         return len(self.times)
 
     def note(self, number: int, _frame: object) -> None:
-        """A signal's handler."""
+        """Handle a signal."""
         self.last = signal.Signals(number)
         self.times.append(time.monotonic())
         watcher.say_heard()
 
 
 class _Rank:
-    """A rank's process, and what it says on the descriptor `words` (see `paw.processes.watcher`)."""
+    """A rank's process, and what it says on the descriptor `words`, see `paw.processes.watcher`."""
 
     def __init__(
         self, process: "subprocess.Popen[bytes]", words: int, log: BinaryIO | None
@@ -104,7 +104,7 @@ class _Rank:
         return "heard" in self._words or self.code is not None
 
     def poll(self) -> None:
-        """Update what is known of the process."""
+        """Update what is known about the process."""
         code = self.process.poll()
         new_words, _ = watcher.read_words(self._descriptor)
         self._words += new_words
@@ -114,7 +114,7 @@ class _Rank:
         self.code = code
 
     def fate(self, *, asked: bool) -> str:
-        """What happened to it; "" if it said so itself, or was `asked` to end."""
+        """What happened to it; "" if it said so itself, or if it was `asked` to end."""
         if self.vanished:
             return watcher.VANISHED.format(code=self.process.returncode)
         if self.code is None or self.code >= 0 or self.code == -signal.SIGINT:
@@ -127,7 +127,7 @@ class _Rank:
 def _start_ranks(
     arguments: list[str], logs: Sequence[BinaryIO | None], stack: ExitStack
 ) -> list[_Rank]:
-    """Start a rank for each log. `stack` closes the descriptors of this process that serve them."""
+    """Start a rank for each log. `stack` closes this process's descriptors that serve them."""
     count = len(logs)
     listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     cores_per_rank = max(1, len(os.sched_getaffinity(0)) // count)
@@ -158,7 +158,10 @@ def _start_rank(
     words_end: int,
     log: BinaryIO | None,
 ) -> "subprocess.Popen[bytes]":
-    """Rank 0 has the terminal and the store's listening socket, the others write to their `log`."""
+    """Start one rank.
+
+    Rank 0 has the terminal and the store's listening socket; the others write to their `log`.
+    """
     from paw.distributed.parallel import STORE  # imports torch
 
     variables = variables | {
@@ -167,13 +170,15 @@ def _start_rank(
         watcher.PIPE: str(words_end),
     }
     inherited = [words_end]
+    stdout = subprocess.DEVNULL
     if rank == 0:
         variables[STORE] = str(listening.fileno())
         inherited.append(listening.fileno())
+        stdout = None
     return subprocess.Popen(
         [sys.executable, "-m", "paw", *arguments],
         env=variables,
-        stdout=None if rank == 0 else subprocess.DEVNULL,
+        stdout=stdout,
         stderr=log,
         pass_fds=inherited,
     )
@@ -209,9 +214,9 @@ def _wait(stops: _StopSignals, ranks: list[_Rank]) -> None:
 
 
 def _report(stops: _StopSignals, ranks: list[_Rank], stopped: list[str]) -> int:
-    """Print why the run has ended, unless rank 0 has said it; returns the exit code.
+    """Print why the run has ended, unless rank 0 has said so; returns the exit code.
 
-    `stopped` says of each rank by which signal it was stopped when the others ended, or "".
+    `stopped` has, for each rank, which signal had stopped it when the others ended, or "".
     """
     some_ran_on = any(rank.code is None for rank in ranks)
     failed = [number for number, rank in enumerate(ranks) if rank.code]
@@ -227,14 +232,13 @@ def _report(stops: _StopSignals, ranks: list[_Rank], stopped: list[str]) -> int:
     first = _most_telling(failed, ranks)
     blamed = ranks[first]
     if blamed.code not in (1, 2) or blamed.vanished:
-        fates = [
-            reason or rank.fate(asked=stops.count > 0)
-            for reason, rank in zip(stopped, ranks, strict=True)
-        ]
-        for number, fate in enumerate(fates):
+        some_have_fates = False
+        for number, (reason, rank) in enumerate(zip(stopped, ranks, strict=True)):
+            fate = reason or rank.fate(asked=stops.count > 0)
             if fate:
+                some_have_fates = True
                 to_stderr(f"paw: rank {number} {fate}; checkpoints are kept (--resume auto)")
-        if any(fates):
+        if some_have_fates:
             return max(1, blamed.code or 0)
     if blamed.log:
         blamed.log.seek(0)
@@ -244,21 +248,22 @@ def _report(stops: _StopSignals, ranks: list[_Rank], stopped: list[str]) -> int:
 
 
 def _most_telling(failed: list[int], ranks: list[_Rank]) -> int:
-    """The failed rank whose end says most about what is wrong, the lowest of several.
+    """The failed rank whose end says most about what is wrong; the lowest of several.
 
-    One that vanished in foreign code says nothing itself. Else a mistake of the user says most,
-    then a traceback, then which rank a signal ended; a lost peer says little.
+    One that vanished in foreign code has said nothing itself, so it comes first. Otherwise a
+    mistake of the user says most, then a traceback, then a rank that a signal ended; a lost peer
+    says little.
     """
 
-    def order(number: int) -> tuple[bool, bool, bool, bool, int]:
+    def position(number: int) -> tuple[bool, bool, bool, bool, int]:
         rank = ranks[number]
         return (not rank.vanished, rank.code != 2, rank.code != 1, rank.code == 3, number)
 
-    return min(failed, key=order)
+    return min(failed, key=position)
 
 
 def _stopped(process: "subprocess.Popen[bytes]") -> str:
-    """Which signal has stopped (not ended) a process; "" if it is not stopped."""
+    """Which signal has stopped (not ended) a process; "" if none has."""
     with suppress(ChildProcessError):
         state = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         if state:
@@ -267,7 +272,7 @@ def _stopped(process: "subprocess.Popen[bytes]") -> str:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel end this rank with its launcher, however that ends."""
+    """Have the kernel end this rank when its launcher ends, however that happens."""
     launcher = os.environ.get(LAUNCHER)
     if launcher:
         die_with_parent(int(launcher))

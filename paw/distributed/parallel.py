@@ -2,11 +2,11 @@
 
 `paw train --gpus N` or torchrun starts them.
 
-The ranks divide the work, not the data. After the rollout every rank holds the rows of the whole
-update (token ids and floats), computes advantages, selection and mini-batches of all of them, and
-runs its share of the micro-batches. So an update does not depend on the number of ranks, up to the
-order of sums. Weights, gradients and optimizer state are sharded by FSDP2. Each rank has its own
-engine.
+The ranks divide the work, not the data. After the rollout every rank holds the rows of the full
+update (token ids and floats), computes the advantages, the selection and the mini-batches of all of
+them, and runs its share of the micro-batches. So an update does not depend on the number of ranks,
+up to the order of sums. Weights, gradients and optimizer state are sharded by FSDP2. Each rank has
+its own engine.
 """
 
 import os
@@ -34,10 +34,8 @@ from paw.errors import UserError
 
 T = TypeVar("T")
 STORE = "PAW_STORE_FD"
-"""Environment variable of rank 0: file descriptor of the socket on which the store listens.
-
-`paw train --gpus` has opened it.
-"""
+"""Environment variable of rank 0: the descriptor of the socket on which the store listens, which
+`paw train --gpus` has opened."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 MEETING = timedelta(minutes=60)
 """How long ranks wait for each other at the start."""
@@ -78,12 +76,13 @@ class DistributedRanks(Ranks):
     ) -> "DistributedRanks":
         """Meet the other ranks. Called by all of them.
 
-        Raises UserError if this machine has no device for the rank, or the others are out of reach.
+        Raises UserError if this machine has no device for the rank, or if the others cannot be
+        reached.
         """
         backend = "gloo"
         if device.type == "cuda":
             backend = "cpu:gloo,cuda:nccl"
-            device = _own_gpu(rank)
+            device = _use_own_gpu(rank)
         if on_host == world_size:
             _use_loopback()
         try:
@@ -100,7 +99,7 @@ class DistributedRanks(Ranks):
         return cls(rank, world_size, on_host, device, watchdog)
 
     def gather(self, item: T, kind: Any = None) -> list[T]:
-        """Items travel as JSON, not as pickles, by which a rank could run code in the others."""
+        """Items are sent as JSON. With pickles a rank could run code in the others."""
         data = to_json(item, inf_nan_mode="constants")
         adapter = _adapter(kind or type(item))
         return [adapter.validate_json(part) for part in self.gather_bytes(data)]
@@ -114,43 +113,46 @@ class DistributedRanks(Ranks):
         flat = np.fromiter(chain.from_iterable(rows), dtype)
         lengths = self.gather_flat(torch.tensor([len(row) for row in rows], dtype=torch.int32))
         values: list[Any] = [part.numpy() for part in self.gather_flat(torch.from_numpy(flat))]
-        # Equal integers become one object: 8 bytes a token in a list instead of 36.
-        largest = (
-            max((int(part.max()) for part in values if len(part)), default=0) if kind is int else 0
-        )
-        integers = np.arange(1 + largest).astype(object)
+        integers: Any = None
+        if kind is int:
+            # Equal integers become one object: 8 bytes per token in a list instead of 36.
+            largest = max((int(part.max()) for part in values if len(part)), default=0)
+            integers = np.arange(1 + largest).astype(object)
         gathered = []
         for part, part_lengths in zip(values, lengths, strict=True):
-            part_rows = []
-            for start, end in pairwise(accumulate(part_lengths.tolist(), initial=0)):
-                row = part[start:end]
-                part_rows.append(integers.take(row).tolist() if kind is int else row.tolist())
-            gathered.append(part_rows)
+            if kind is int:
+                part = integers.take(part)
+            bounds = accumulate(part_lengths.tolist(), initial=0)
+            gathered.append([part[start:end].tolist() for start, end in pairwise(bounds)])
         return gathered
 
-    def gather_flat(self, own: Tensor) -> list[Tensor]:
-        """The [n] of all ranks, in rank order, as views of one tensor.
+    def gather_flat(self, values: Tensor) -> list[Tensor]:
+        """The `values` [n] of all ranks, in rank order, as views of one tensor.
 
-        Lengths may differ between ranks; the dtype is the same, and all are in host memory.
+        Lengths may differ between ranks. All have one dtype and are in host memory.
         """
-        self._watchdog.wait()
-        sizes = torch.empty(self.world_size, 1, dtype=torch.int64)
-        dist.all_gather(list(sizes), torch.tensor([len(own)]))
-        longest = int(sizes.max())
-        padded = own if len(own) == longest else torch.cat([own, own.new_zeros(longest - len(own))])
-        gathered = own.new_empty(self.world_size, longest)
+        self._watchdog.note_wait()
+        lengths = torch.empty(self.world_size, 1, dtype=torch.int64)
+        dist.all_gather(list(lengths), torch.tensor([len(values)]))
+        longest = int(lengths.max())
+        padded = values
+        if len(values) < longest:
+            padded = torch.cat([values, values.new_zeros(longest - len(values))])
+        gathered = values.new_empty(self.world_size, longest)
         if longest:
             dist.all_gather(list(gathered), padded)
-        return [row[:size] for row, size in zip(gathered, sizes.flatten().tolist(), strict=True)]
+        return [
+            row[:length] for row, length in zip(gathered, lengths.flatten().tolist(), strict=True)
+        ]
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def in_phase(self, name: str) -> Iterator[None]:
         self._watchdog.enter(name)
         yield
         self._watchdog.leave()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        self._watchdog.wait()
+        self._watchdog.note_wait()
         as_bytes = tensor.view(-1).view(torch.uint8)  # gloo has no int16
         for part in as_bytes.split(1 << 30):
             dist.broadcast(part, source)
@@ -169,13 +171,13 @@ class DistributedRanks(Ranks):
         The rest is the embedding, the last norm and the head.
 
         `policy` is in host memory. Rank 0's parameters replace those of the other ranks. Full
-        weights are seen inside calls of `policy` alone: everything, the root included, is resharded
+        weights exist only inside calls of `policy`: everything, the root included, is resharded
         after each forward pass, so that between calls `parameters()` are the shards that the
         optimizer updates.
 
-        offload: keep the shards in host memory. sharers: number of ranks that hold one full model
-        together, a divisor of the world size (default: all ranks); gradients are summed over the
-        copies. 1 shards nothing.
+        With `offload` the shards stay in host memory. `sharers` is the number of ranks that hold
+        one full model together, a divisor of the world size (default: all ranks); gradients are
+        summed over the copies. With 1 nothing is sharded.
         """
         if sharers == 1:
             for parameter in policy.parameters():
@@ -184,15 +186,15 @@ class DistributedRanks(Ranks):
                 policy.to(self._device)
             return
         options = self._fsdp_options(dtype, offload=offload, sharers=sharers or self.world_size)
-        full = {name: parameter.data for name, parameter in policy.named_parameters()}
+        full_values = {name: parameter.data for name, parameter in policy.named_parameters()}
         for layer in layers:
             fully_shard(layer, **options)
         fully_shard(policy, reshard_after_forward=True, **options)
 
         for name, parameter in policy.named_parameters():
             assert isinstance(parameter, DTensor)
-            value = full.pop(name).to(self._device)
-            # Rank 0 scatters its own.
+            value = full_values.pop(name).to(self._device)
+            # Rank 0 scatters its own values.
             shard = distribute_tensor(value, parameter.device_mesh, parameter.placements)
             parameter.to_local().detach().copy_(shard.to_local())
 
@@ -213,7 +215,7 @@ class DistributedRanks(Ranks):
         return options
 
     def _make_mesh(self, sharers: int) -> DeviceMesh:
-        """A mesh [ranks], or [copies, ranks of a copy]: FSDP shards each copy of the model."""
+        """A mesh [ranks], or [copies, ranks of a copy] if FSDP shards several copies."""
         if sharers == self.world_size:
             return init_device_mesh(self._device.type, (self.world_size,))
         grid = torch.arange(self.world_size).view(-1, sharers)
@@ -238,7 +240,9 @@ class DistributedRanks(Ranks):
         for parameter, count in zip(trained, ranks_with_gradient.tolist(), strict=True):
             if count == 0:  # without a gradient on any rank it keeps none, as with one rank
                 continue
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            grad = parameter.grad
+            if grad is None:
+                grad = torch.zeros_like(parameter)
             total = grad.float()
             dist.all_reduce(total)
             parameter.grad = grad.copy_(total / self.world_size)
@@ -252,8 +256,8 @@ class DistributedRanks(Ranks):
 _adapter = cache(TypeAdapter)
 
 
-def _own_gpu(rank: int) -> torch.device:
-    """Make the GPU of this rank current.
+def _use_own_gpu(rank: int) -> torch.device:
+    """Make this rank's GPU the current device, and return it.
 
     Raises UserError if the machine has fewer GPUs than ranks.
     """
@@ -261,14 +265,14 @@ def _own_gpu(rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(
-            f"LOCAL_RANK = {local_rank}, but this machine has {count} GPUs; start one rank a GPU"
+            f"LOCAL_RANK = {local_rank}, but this machine has {count} GPUs; start one rank per GPU"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
 def _use_loopback() -> None:
-    """Have the collective libraries use the loopback interface: one machine needs no network."""
+    """Make the collective libraries use the loopback interface: one machine needs no network."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
         for library in ("GLOO", "NCCL"):
@@ -276,7 +280,7 @@ def _use_loopback() -> None:
 
 
 def _variable(name: str, default: int) -> int:
-    """An environment variable that holds a number. Raises UserError if it holds something else."""
+    """The number in an environment variable. Raises UserError if it holds something else."""
     value = os.environ.get(name, str(default))
     if not value.isdecimal():
         raise UserError(
@@ -294,11 +298,11 @@ def read_variables(episodes: int) -> tuple[int, int, int]:
     rank = _variable("RANK", 0)
     world_size = _variable("WORLD_SIZE", 1)
     on_host = _variable("LOCAL_WORLD_SIZE", world_size)
-    for name, value, fits in (
+    for name, value, in_range in (
         ("RANK", rank, 0 <= rank < world_size),
         ("LOCAL_WORLD_SIZE", on_host, 1 <= on_host <= world_size),
     ):
-        if not fits:
+        if not in_range:
             raise UserError(
                 f"{name} = {value} and WORLD_SIZE = {world_size} do not fit; "
                 "start with --gpus or torchrun"
@@ -312,7 +316,7 @@ def read_variables(episodes: int) -> tuple[int, int, int]:
 
 
 def decline(reason: str) -> None:
-    """Tell the other ranks, which wait for this one, why it does not come.
+    """Tell the other ranks, which are waiting for this one, why it will not come.
 
     Does nothing once they have met.
     """
@@ -340,7 +344,7 @@ def _start_key(rank: int) -> str:
 
 
 def _stores(rank: int, timeout: timedelta = MEETING) -> tuple[Any, Any]:
-    """Two connections to the store at MASTER_ADDR and MASTER_PORT.
+    """Two connections to the store at MASTER_ADDR and MASTER_PORT: one is for the watchdog.
 
     Rank 0 opens the store, unless torchrun has done so. A store that torch opens listens on every
     interface; this one listens on MASTER_ADDR alone if that is loopback.
@@ -354,14 +358,15 @@ def _stores(rank: int, timeout: timedelta = MEETING) -> tuple[Any, Any]:
         )
     is_master = rank == 0 and os.environ.get(_AGENT_STORE) != "True"
     listening: dict[str, Any] = {}
-    descriptor = os.environ.pop(STORE, None) if is_master else None
-    if descriptor:
-        listening["master_listen_fd"] = int(descriptor)
-    elif is_master and (host == "localhost" or host.startswith("127.")):
-        listening["master_listen_fd"] = socket.create_server((host, port)).detach()
+    if is_master:
+        descriptor = os.environ.pop(STORE, None)
+        if descriptor:
+            listening["master_listen_fd"] = int(descriptor)
+        elif host == "localhost" or host.startswith("127."):
+            listening["master_listen_fd"] = socket.create_server((host, port)).detach()
     connect: Any = dist.TCPStore  # type: ignore[attr-defined]
-    first = connect(
+    store = connect(
         host, port, is_master=is_master, timeout=timeout, wait_for_workers=False, **listening
     )
-    second = connect(host, port, timeout=timeout, wait_for_workers=False)
-    return first, second
+    watchdog_store = connect(host, port, timeout=timeout, wait_for_workers=False)
+    return store, watchdog_store

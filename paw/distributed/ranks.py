@@ -1,4 +1,4 @@
-"""The processes of a run. Here: the only one.
+"""The processes of a run, as a run of a single process sees them.
 
 `paw.distributed.parallel` has several, one for each device.
 """
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """A single process.
+    """The only rank.
 
-    Every method that exchanges something with other ranks returns what this one has.
+    Every method that exchanges something with other ranks returns what this rank has.
     """
 
     rank = 0
@@ -43,25 +43,28 @@ class Ranks:
         """The bytes of all ranks, in rank order."""
         return [data]
 
-    def together(
+    def gather_results(
         self, make: Callable[[], T], kind: Any = None, refusal: type[UserError] | None = None
     ) -> list[T]:
-        """Call `make` on every rank and return all results, in rank order.
+        """Call `make` on every rank and return the results of all, in rank order.
 
         `kind` is the type of a result. If `make` raises UserError on some rank, that rank raises it
-        and the others raise PeerLostError. With `refusal`, an error class: if `make` raises it on
-        some rank, all ranks raise that of the lowest such rank.
+        and the others raise PeerLostError. `refusal` is an error class: if `make` raises it on some
+        rank, all ranks raise the error of the lowest such rank.
         """
         result = None
         failure: UserError | None = None
+        own_message = None
         caught = refusal or UserError
         try:
             result = make()
         except caught as error:
             failure = error
-        result_kind = kind | None if kind else Any
-        result_or_message = (result, str(failure) if failure else None)
-        gathered = self.gather(result_or_message, tuple[result_kind, str | None])
+            own_message = str(error)
+        result_kind = Any
+        if kind:
+            result_kind = kind | None
+        gathered = self.gather((result, own_message), tuple[result_kind, str | None])
         if failure and not refusal:
             raise failure
         for rank, (_, message) in enumerate(gathered):
@@ -89,37 +92,37 @@ class Ranks:
     ) -> T:
         """Call `make` on rank 0 alone and return its result on all ranks.
 
-        Errors as in `together`.
+        Errors as in `gather_results`.
         """
-        results: Any = self.together(lambda: make() if self.first else None, kind, refusal)
+        results: Any = self.gather_results(lambda: make() if self.first else None, kind, refusal)
         return results[0]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill a tensor in host memory with that of rank `source`."""
+        """Fill a tensor in host memory with rank `source`'s."""
 
-    def everywhere(self, make: Callable[[], T]) -> T:
+    def run_on_all(self, make: Callable[[], T]) -> T:
         """Call `make` on every rank; each keeps its own result, which need not be sendable.
 
-        Errors as in `together`.
+        Errors as in `gather_results`.
         """
         results: list[T] = []
-        self.together(lambda: results.append(make()))
+        self.gather_results(lambda: results.append(make()))
         return results[0]
 
-    def agree(self, text: str, otherwise: str) -> None:
-        """Raise UserError on all ranks if one has another `text` than rank 0.
+    def check_agreement(self, text: str, message: str) -> None:
+        """Raises UserError on all ranks if the `text` of some rank differs from rank 0's.
 
-        The message is `otherwise`, with the number of that rank in place of {}.
+        {} in the `message` stands for the number of that rank.
         """
         digests = self.gather(hashlib.sha256(text.encode()).hexdigest())
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
-                raise UserError(otherwise.replace("{}", str(rank)))
+                raise UserError(message.replace("{}", str(rank)))
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Name what this rank does in the block, for the watchdog.
+    def in_phase(self, name: str) -> AbstractContextManager[None]:
+        """Tell the watchdog which phase this rank is in during the block.
 
-        It learns how long each phase may take.
+        The watchdog learns from this how long each phase may take.
         """
         return nullcontext()
 
@@ -132,12 +135,12 @@ class Ranks:
         offload: bool = False,
         sharers: int | None = None,
     ) -> None:
-        """Divide the parameters of `policy` among the ranks; see `parallel.DistributedRanks`."""
+        """Divide the parameters of `policy` among the ranks, see `parallel.DistributedRanks`."""
 
     def sync_gradients(self, policy: nn.Module, last: bool) -> None:
         """Set whether the next backward pass reduces gradients over the ranks.
 
-        Else it adds to full gradients on each rank.
+        If not, it adds to full gradients on each rank.
         """
 
     def average_gradients(self, policy: nn.Module) -> None:
@@ -151,7 +154,7 @@ class Ranks:
 
 
 class PeerLostError(UserError):
-    """Another rank has ended. That rank prints the reason itself."""
+    """Another rank has ended. It prints the reason itself."""
 
     exit_code = 3
 
@@ -164,21 +167,23 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether device or host had no memory left; vLLM's allocator raises a RuntimeError."""
+    """Whether the device or the host ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    # vLLM's allocator raises a RuntimeError.
     phrases = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor of a shard (a collective call); any other tensor as it is."""
-    gather = getattr(tensor, "full_tensor", None)
-    return gather() if gather else tensor
+    if hasattr(tensor, "full_tensor"):
+        return cast(Any, tensor).full_tensor()
+    return tensor
 
 
-def held_rows(tensor: Tensor) -> tuple[int, int] | None:
-    """[start, end) of the rows that this rank holds of a sharded tensor; None if not sharded."""
+def local_row_range(tensor: Tensor) -> tuple[int, int] | None:
+    """[start, end) of the rows of a sharded tensor that this rank holds; None if not sharded."""
     for dim, placement in enumerate(getattr(tensor, "placements", ())):
         if placement.is_shard():
             mesh = cast(Any, tensor).device_mesh
@@ -199,18 +204,20 @@ def in_first_replica(tensor: Tensor) -> bool:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's rows of a sharded tensor; any other tensor as it is."""
-    return cast(Any, tensor).to_local() if hasattr(tensor, "placements") else tensor
+    if hasattr(tensor, "placements"):
+        return cast(Any, tensor).to_local()
+    return tensor
 
 
 def rows_like(like: Tensor, named: Mapping[str, Tensor], name: str) -> Tensor:
-    """The rows of the full tensor `named[name]` that this rank holds of `like`.
+    """Those rows of the full tensor `named[name]` that this rank holds of `like`.
 
     If `named` has a method `rows(name, start, end)`, only those rows are read.
     """
-    rows = held_rows(like)
-    if rows is None:
+    row_range = local_row_range(like)
+    if row_range is None:
         return named[name]
-    start, end = rows
+    start, end = row_range
     if hasattr(named, "rows"):
         return cast(Any, named).rows(name, start, end)
     return named[name][start:end]
@@ -219,13 +226,13 @@ def rows_like(like: Tensor, named: Mapping[str, Tensor], name: str) -> Tensor:
 def shard_like(like: Tensor, rows: Tensor) -> Tensor:
     """A copy of `rows` on the device of `like`, as a tensor that is sharded as `like` is.
 
-    `rows` are this rank's of a tensor that has as many rows as `like`; their further dimensions may
-    differ.
+    `rows` are this rank's rows of a tensor that has as many rows as `like`; the other dimensions
+    may differ.
     """
     rows = rows.to(like.device, copy=True)
     if not hasattr(like, "placements"):
         return rows
-    from torch.distributed.tensor import DTensor  # slow to import, and one process does without
+    from torch.distributed.tensor import DTensor  # slow to import; one process does not need it
 
     shape = torch.Size([len(like), *rows.shape[1:]])
     return DTensor.from_local(

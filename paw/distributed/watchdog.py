@@ -1,9 +1,9 @@
 """Ends a rank that waits in vain for another one, from outside the collective call it waits in.
 
-Each rank tells the others every second, through the store, how many steps it has taken and in which
-phase it is. A rank that is stopped, or whose machine is gone, falls silent. Time is counted in
-ticks of a rank's own threads: if all ranks are stopped (Ctrl-Z) and continue later, none has missed
-anything.
+Every second, each rank tells the others through the store how many steps it has taken and which
+phase it is in. A rank that is stopped, or whose machine is gone, falls silent. Time is counted in
+ticks of a rank's own threads, so if all ranks are stopped (Ctrl-Z) and continue later, none has
+missed anything.
 """
 
 import os
@@ -16,7 +16,7 @@ from paw.processes.watcher import say_ending
 
 TICK_S = 1.0
 PATIENCE_S = 3600.0
-"""Least limit for a phase that no update has been through yet, such as loading, and for "save", in
+"""Lowest limit for a phase that no update has been through yet, such as loading, and for "save", in
 which some ranks start a checkpoint while others wait for the disk."""
 DONE = -1
 """Message number of a rank that has left."""
@@ -39,10 +39,11 @@ class Message:
 
 
 class Watchdog:
-    """Two threads of a rank, until `close`: one reports, one judges."""
+    """Two threads of a rank, until `close`: one reports to the other ranks, one judges them."""
 
     def __init__(self, store: Any, rank: int, world: int, *, timeout_s: float) -> None:
-        """`store` is a torch.distributed Store of its own; `timeout_s` is run.peer_timeout_s."""
+        """`store` is a torch.distributed Store that nothing else uses; `timeout_s` is
+        run.peer_timeout_s."""
         self._store = store
         self.rank = rank
         self.timeout_s = timeout_s
@@ -60,8 +61,8 @@ class Watchdog:
         self._sending = threading.Lock()
         self._last_number = 0
         self._send(0)
-        for work in (self._report, self._judge):
-            threading.Thread(target=work, daemon=True).start()
+        threading.Thread(target=self._report, daemon=True).start()
+        threading.Thread(target=self._judge, daemon=True).start()
 
     def enter(self, phase: str) -> None:
         self._phase = phase
@@ -73,8 +74,8 @@ class Watchdog:
         self._longest[self._phase] = max(self._longest.get(self._phase, 0), ticks)
         self.enter(f"after {self._phase}")
 
-    def wait(self) -> None:
-        """Note that the rank has come to a point where it waits for the others."""
+    def note_wait(self) -> None:
+        """Note that the rank has reached a point where it waits for the others."""
         self._moves += 1
 
     def close(self) -> None:
@@ -84,7 +85,7 @@ class Watchdog:
         self._closed.set()
 
     def verdict(self) -> str | None:
-        """Why the run cannot go on, with the rank that is to blame; None as long as it can."""
+        """Why the run cannot go on, and which rank is to blame; None as long as it can."""
         return self._silent_rank() or self._hanging_rank()
 
     def _silent_rank(self) -> str | None:
@@ -105,7 +106,7 @@ class Watchdog:
         if self._phase not in self._longest or self._phase == "save":
             limit_s = max(limit_s, PATIENCE_S)
         spent_s = (self._tick - self._phase_began) * TICK_S
-        # Two ticks more: a rank that was stopped in this phase is to be found silent first.
+        # Two more ticks, so that a rank that was stopped in this phase is found silent first.
         if spent_s <= limit_s + 2 * TICK_S:
             return None
         moves = {other: message.moves for other, message in self._heard.items()}

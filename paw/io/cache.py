@@ -1,4 +1,4 @@
-"""Things that are made once and kept: a folder for each, under $PAW_CACHE."""
+"""The cache: things that are made once and kept, each in a folder under $PAW_CACHE."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from paw.io.files import fsync, fsync_tree, writing
 
 LEFTOVER_S = 14 * 86400.0
-"""Age at which an unfinished folder can only be left from a process that was killed."""
+"""Age from which an unfinished folder must have been left by a process that was killed."""
 
 
 def cache_dir() -> Path:
@@ -23,21 +23,24 @@ def cache_dir() -> Path:
 
 
 def stamp(file: Path) -> str:
-    """A name for this state of a file: a digest of its path, its size and when it was written."""
+    """A name for the current state of a file: a digest of its path, size and modification time."""
     status = file.stat()
     state = f"{file.resolve()} {status.st_size} {status.st_mtime_ns}"
     return hashlib.sha256(state.encode()).hexdigest()[:16]
 
 
-def cached(name: str, fill: Callable[[Path], object], *, home: Path | None = None) -> Path:
-    """Folder `name` of the cache, or of `home`, complete or not there at all.
+def ensure_cached(name: str, fill: Callable[[Path], object], *, home: Path | None = None) -> Path:
+    """Make folder `name` of the cache, or of `home`, unless it exists; returns its path.
 
-    If it is not there, `fill(folder)` makes its content.
+    `fill(folder)` makes its content. The folder is complete or not there at all.
     """
     folder = (home or cache_dir()) / name
     if folder.is_dir():
         return folder
-    with writing(folder, "" if home else "; set PAW_CACHE"):
+    advice = ""
+    if home is None:
+        advice = "; set PAW_CACHE"
+    with writing(folder, advice):
         folder.parent.mkdir(parents=True, exist_ok=True)
         if home is None:
             _remove_leftovers(folder)
@@ -52,14 +55,14 @@ def cached(name: str, fill: Callable[[Path], object], *, home: Path | None = Non
             try:
                 unfinished.rename(folder)
             except OSError:
-                if not folder.is_dir():  # else another process was first
+                if not folder.is_dir():  # otherwise another process was faster
                     raise
             fsync(folder.parent)
     return folder
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove unfinished folders that killed processes have left."""
+    """Remove unfinished folders left by processes that were killed."""
     for leftover in folder.parent.glob(f"{folder.name}.*"):
         with suppress(OSError):
             if time.time() - leftover.stat().st_mtime > LEFTOVER_S:

@@ -1,4 +1,7 @@
-"""Files that are complete or not there: written beside, fsynced, renamed into place. No torch."""
+"""Files that are complete or absent: written to another file, fsynced, renamed into place.
+
+Imports no torch.
+"""
 
 import errno
 import io
@@ -22,69 +25,70 @@ HINTS = {
 
 
 @contextmanager
-def writing(what: object, advice: str = "") -> Iterator[None]:
-    """Raise a refusal of the disk as UserError: "cannot write WHAT", the cause, and `advice`."""
+def writing(subject: object, advice: str = "") -> Iterator[None]:
+    """Raises UserError if the disk refuses: "cannot write SUBJECT", the cause, and `advice`."""
     try:
         yield
     except (OSError, SafetensorError) as error:  # a limit on file sizes too: Python ignores SIGXFSZ
-        raise UserError(f"cannot write {what}: {cause(error)}{advice}") from None
+        raise UserError(f"cannot write {subject}: {cause(error)}{advice}") from None
 
 
 @contextmanager
-def reading(what: object, advice: str = "") -> Iterator[None]:
-    """Raise a failure to read as UserError: "WHAT: cannot be read", the cause, and `advice`."""
+def reading(subject: object, advice: str = "") -> Iterator[None]:
+    """Raises UserError if reading fails: "SUBJECT: cannot be read", the cause, and `advice`."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{what}: cannot be read: {cause(error)}{advice}") from None
+        raise UserError(f"{subject}: cannot be read: {cause(error)}{advice}") from None
 
 
 def write_file(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
-    """Replace a file by `content`. On any failure, power loss included, the old one stays.
+    """Replace a file by `content`. After any failure, power loss included, the old file is there.
 
     Text is written as UTF-8; a function, such as `figure.savefig`, gets the open file. A device or
     a pipe, which cannot be replaced, is written to directly. Raises OSError.
     """
-    data = content.encode() if isinstance(content, str) else content
 
     def fill(file: Any) -> None:
-        if callable(data):
-            data(file)
+        if callable(content):
+            content(file)
+        elif isinstance(content, str):
+            file.write(content.encode())
         else:
-            file.write(data)
+            file.write(content)
 
     if path.exists() and not path.is_file() and not path.is_dir():
         with io.BufferedWriter(io.FileIO(path, "w", opener=_open)) as file:
             fill(file)
         return
-    path = Path(os.path.realpath(path))  # a link stays one, and what it points to is replaced
-    temp = path.with_name(f".tmp_{os.getpid()}_{path.name}")
+    path = Path(os.path.realpath(path))  # a link stays, and the file that it points to is replaced
+    temporary = path.with_name(f".tmp_{os.getpid()}_{path.name}")
     try:
-        with temp.open("wb") as file:
+        with temporary.open("wb") as file:
             fill(file)
             file.flush()
             os.fsync(file.fileno())
-        temp.replace(path)
+        temporary.replace(path)
         fsync(path.parent)
     finally:
         with suppress(OSError):
-            temp.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def open_append(path: Path) -> io.FileIO:
-    """Open a file to append to, without a buffer: a failed write is not repeated later."""
+    """Open a file to append to it. It has no buffer, so a failed write is not repeated later."""
     return io.FileIO(path, "a", opener=_open)
 
 
 def _open(path: str, flags: int) -> int:
-    """An opener for which a pipe without a reader is an error; it does not wait for one."""
+    """An opener that fails for a pipe without a reader instead of waiting for one."""
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor
 
 
 def fsync(path: Path) -> None:
-    """Wait until the disk has what `path` holds: the bytes of a file, the names in a folder."""
+    """Wait until the content of `path` is on the disk: a file's bytes, the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -114,12 +118,16 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
     """The JSON object that `text` holds; None if it holds anything else, however malformed."""
     with suppress(ValueError, RecursionError):
         value = json.loads(text)
-        return value if isinstance(value, dict) else None
+        if isinstance(value, dict):
+            return value
+    return None
 
 
 def update_of(record: dict[str, Any] | None) -> int | None:
     """The update that a line of metrics.jsonl or samples.jsonl belongs to; None if to none."""
-    step = record.get("step") if record else None
+    if not record:
+        return None
+    step = record.get("step")
     if type(step) is int and 0 <= step < 2**31:
         return step
     return None
@@ -128,9 +136,10 @@ def update_of(record: dict[str, Any] | None) -> int | None:
 def cause(error: Exception) -> str:
     """Why the operating system refused, without the path, and what helps."""
     number = getattr(error, "errno", None)
-    if number is None:  # safetensors reports "... (os error 28)"
-        match = re.search(r"os error (\d+)", str(error))
-        number = int(match[1]) if match else None
+    if number is None:
+        match = re.search(r"os error (\d+)", str(error))  # safetensors reports "... (os error 28)"
+        if match:
+            number = int(match[1])
     if not number:
         return str(error).partition("\n")[0]
     return os.strerror(number) + HINTS.get(number, "")

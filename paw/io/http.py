@@ -1,6 +1,6 @@
 """HTTP calls with limits of total time and size.
 
-httpx limits the time of each read only, which a server that sends byte by byte never exceeds, and
+httpx limits only the time of each read, which a server that sends byte by byte never exceeds, and
 it decompresses a few kilobytes of gzip to gigabytes.
 """
 
@@ -20,10 +20,10 @@ T = TypeVar("T")
 MAX_BYTES = 16 << 20
 """Size limit of an answer, decompressed."""
 KEEP_S = 2.0
-"""How long an unused connection is kept: servers close theirs after 5 s, perhaps just when it is
-used again."""
+"""How long an unused connection is kept. Servers close theirs after 5 s, perhaps just when it is
+about to be used again."""
 CLOSE_S = 5.0
-"""Time limit of closing the connections to all servers."""
+"""Time limit for closing the connections to all servers."""
 PLAIN = ("", "identity")
 """Encodings of an answer that is not compressed."""
 PACKED = ("gzip", "deflate")
@@ -33,16 +33,16 @@ GZIP_OR_ZLIB = 47
 
 
 class BadAnswer(Exception):
-    """An answer that was not read to its end; the message is one line."""
+    """An answer that was not read to its end. The message is one line."""
 
 
-def import_httpx(what: str) -> Any:
-    """The module httpx. Raises UserError, which begins with `what`, if it is not installed."""
-    return needed("httpx", f"{what}: asking a server", "search")
+def import_httpx(user: str) -> Any:
+    """The module httpx. Raises UserError, which begins with `user`, if it is not installed."""
+    return needed("httpx", f"{user}: asking a server", "search")
 
 
 def bounded(client: type[Any]) -> type[Any]:
-    """A subclass of `client`, a class like httpx.AsyncClient, with limited answers.
+    """A subclass of `client`, a class like httpx.AsyncClient, with limits for answers.
 
     It raises BadAnswer for answers above MAX_BYTES or with an unknown encoding.
     """
@@ -55,11 +55,10 @@ def bounded(client: type[Any]) -> type[Any]:
             except ExceptionGroup as group:  # raised by anyio for an invalid address
                 raise group.exceptions[0] from None
             body = await _read_body(answer, MAX_BYTES)
-            headers = [
-                (key, value)
-                for key, value in answer.headers.multi_items()
-                if key != "content-encoding"
-            ]
+            headers = []
+            for name, value in answer.headers.multi_items():
+                if name != "content-encoding":
+                    headers.append((name, value))
             return type(answer)(answer.status_code, headers=headers, content=body, request=request)
 
     return Bounded
@@ -72,8 +71,10 @@ async def _read_body(answer: Any, max_bytes: int) -> bytes:
     try:
         if encoding.lower() not in PLAIN + PACKED:
             raise BadAnswer(f"the answer's encoding is {encoding!r}")
-        decompressor = zlib.decompressobj(GZIP_OR_ZLIB) if encoding.lower() in PACKED else None
-        # Raw parts: httpx would decompress all of a part, to a thousand times its size.
+        decompressor = None
+        if encoding.lower() in PACKED:
+            decompressor = zlib.decompressobj(GZIP_OR_ZLIB)
+        # Raw parts, because httpx would decompress all of a part, to a thousand times its size.
         async for part in answer.aiter_raw():
             if decompressor:
                 part = decompressor.decompress(part, max_bytes + 1 - len(body))
@@ -81,7 +82,7 @@ async def _read_body(answer: Any, max_bytes: int) -> bytes:
             if len(body) > max_bytes:
                 raise BadAnswer(f"the answer has more than {max_bytes:,} bytes")
     except zlib.error as error:
-        raise BadAnswer(f"the answer is no {encoding}: {error}") from None
+        raise BadAnswer(f"the answer is not {encoding}: {error}") from None
     finally:
         await answer.aclose()
     return bytes(body)
@@ -124,17 +125,17 @@ class HttpAnswer:
 
 
 class HttpClient:
-    """Asks servers. Whatever the server does, each call has a time limit for all of it, and a size
-    limit of the answer.
+    """Sends requests to servers. Whatever a server does, a call has a time limit for all of it, and
+    its answer a size limit.
 
-    It opens as many connections as there are calls. Addresses of the cluster bypass the proxy, so
-    it uses none. It keeps no cookies: those of one server would be sent to others on the same
-    machine. Use it on one event loop. `what` says who needs it: UserError begins with that if httpx
-    is not installed.
+    It opens as many connections as there are calls. It uses no proxy, because servers are in the
+    cluster. It keeps no cookies: those of one server would be sent to others on the same machine.
+    Use it on one event loop. `user` says who needs it: the UserError begins with that if httpx is
+    not installed.
     """
 
-    def __init__(self, what: str, *, timeout_s: float) -> None:
-        httpx = import_httpx(what)
+    def __init__(self, user: str, *, timeout_s: float) -> None:
+        httpx = import_httpx(user)
         self.timeout_s = timeout_s
         self._client = httpx.AsyncClient(
             timeout=None,
@@ -168,7 +169,7 @@ class HttpClient:
     async def lines(
         self, url: str, body: Any, *, max_line: int, max_bytes: int, timeout_s: float | None = None
     ) -> AsyncIterator[AsyncIterator[str]]:
-        """The lines of the answer to a POST, as they come.
+        """The lines of the answer to a POST, as they arrive.
 
         Leaving the context closes the connection, so the server notices that nobody reads any more.
         Raises what `ask` raises, and BadAnswer for a status other than 200.
@@ -201,8 +202,8 @@ class HttpClient:
 class BlockingHttpClient:
     """An HttpClient for callers in any thread, on an event loop of its own."""
 
-    def __init__(self, what: str, *, timeout_s: float) -> None:
-        self._client = HttpClient(what, timeout_s=timeout_s)
+    def __init__(self, user: str, *, timeout_s: float) -> None:
+        self._client = HttpClient(user, timeout_s=timeout_s)
         self._loop = Loop()
 
     def ask(
@@ -226,18 +227,18 @@ class BlockingHttpClient:
 
 @asynccontextmanager
 async def _deadline(seconds: float) -> AsyncIterator[None]:
-    """Raises TimeoutError, which names the limit, if the code inside takes longer."""
+    """Raises TimeoutError, which names the limit, if the block takes longer."""
     try:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError:
-        raise TimeoutError(f"no whole answer within {seconds:g} s") from None
+        raise TimeoutError(f"no complete answer within {seconds:g} s") from None
 
 
 class Loop:
     """An event loop in a thread of its own, for callers in any thread.
 
-    It ends with the process unless it is closed before.
+    It ends with the process, unless it is closed before that.
     """
 
     def __init__(self) -> None:
@@ -245,16 +246,16 @@ class Loop:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def run(self, call: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """What `call` returns or raises; TimeoutError if it takes more than `timeout_s` seconds."""
+        """What `call` returns or raises. Raises TimeoutError after `timeout_s` seconds."""
         limited = asyncio.wait_for(call, timeout_s)
         try:
             return asyncio.run_coroutine_threadsafe(limited, self._loop).result()
         except TimeoutError:
             if timeout_s == math.inf:
-                raise  # a time limit within the call, with a message of its own
-            raise TimeoutError(f"no whole answer within {timeout_s:g} s") from None
+                raise  # of a time limit within the call, which has its own message
+            raise TimeoutError(f"no complete answer within {timeout_s:g} s") from None
 
-    def begin(self, call: Coroutine[Any, Any, Any]) -> None:
+    def start(self, call: Coroutine[Any, Any, Any]) -> None:
         """Start `call` without waiting for it; its result and its errors are ignored."""
         asyncio.run_coroutine_threadsafe(call, self._loop)
 

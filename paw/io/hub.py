@@ -1,6 +1,6 @@
-"""Whether the Hugging Face hub can be reached, at once instead of after half a minute of attempts.
+"""Whether the Hugging Face hub can be reached: known at once, not after half a minute of attempts.
 
-No torch.
+Imports no torch.
 """
 
 import os
@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 
 from paw.errors import UserError
 
-PATIENCE_S = 3.0
+CONNECT_S = 3.0
 """Seconds to wait for a connection to the hub."""
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def check_hub(name: str) -> None:
-    """Raise UserError if there is no such model and the hub cannot be asked for it.
+    """Raise UserError if there is no such model here and the hub cannot be reached.
 
     `name` is a folder, or a name on the hub, whose files may be in the hub's cache.
     """
@@ -31,7 +31,7 @@ def check_hub(name: str) -> None:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise UserError(
             f"model.path = '{name}': there is no such folder; "
-            "give a model's, its name on the hub, or 'quickstart'"
+            "give a model's folder, its name on the hub, or 'quickstart'"
         )
     reason = unreachable()
     if reason and not _in_cache(name):
@@ -52,15 +52,16 @@ def _in_cache(name: str) -> bool:
 
 
 def unreachable() -> str:
-    """Why the hub cannot be reached; "" if it answers, or if a proxy has to be asked."""
+    """Why the hub cannot be reached; "" if it answers, or if there is a proxy."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return "HF_HUB_OFFLINE is set"
     if any(os.environ.get(variable) for variable in PROXIES):
         return ""
     url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    usual_port = 80 if url.scheme == "http" else 443
     try:
-        port = url.port or (80 if url.scheme == "http" else 443)
-        socket.create_connection((url.hostname or "", port), timeout=PATIENCE_S).close()
+        port = url.port or usual_port
+        socket.create_connection((url.hostname or "", port), timeout=CONNECT_S).close()
     except OSError as error:
         return f"{url.hostname} cannot be reached ({error.strerror or error})"
     return ""

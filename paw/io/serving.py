@@ -9,7 +9,7 @@ import resource
 import signal
 import socket
 import sys
-from typing import Any
+from typing import Any, cast
 
 from paw.errors import UserError, needed, to_stderr
 from paw.processes import watcher
@@ -19,18 +19,18 @@ MAX_BYTES = 4 << 20
 MAX_HEAD = 16 << 10
 """Size limit of a request's head."""
 MAX_CONNECTIONS = 2048
-"""Connections that are open at once. If there are more, the one that is longest without a request
-is closed."""
+"""Connections that may be open at once. If there are more, the one that has been without a request
+for longest is closed."""
 SPARE_FILES = 64
-"""File descriptors that are left for everything else."""
+"""File descriptors kept for everything else."""
 HEAD_S = 10
-"""Time limit of a request's head, from its first byte or the start of the connection."""
+"""Time limit for a request's head, from its first byte or the start of the connection."""
 BODY_S = 30
-"""Time limit of a request's body."""
+"""Time limit for a request's body."""
 KEEP_ALIVE_S = 75
 """How long an unused connection is kept: longer than clients keep it, so that they close it."""
 SHUTDOWN_S = 5
-"""Time limit of the unfinished requests when the server ends."""
+"""Time limit for unfinished requests when the server ends."""
 
 
 class LimitedBodies:
@@ -45,8 +45,9 @@ class LimitedBodies:
         self.timeout_s = min(timeout_s, BODY_S)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        limited = self._limited(receive) if scope["type"] == "http" else receive
-        await self.app(scope, limited, send)
+        if scope["type"] == "http":
+            receive = self._limited(receive)
+        await self.app(scope, receive, send)
 
     def _limited(self, receive: Any) -> Any:
         from starlette.exceptions import HTTPException
@@ -57,7 +58,7 @@ class LimitedBodies:
 
         async def limited() -> Any:
             nonlocal received, complete
-            if complete:  # now the application waits for the end of the connection
+            if complete:  # the application is waiting for the end of the connection
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -75,6 +76,69 @@ class LimitedBodies:
         return limited
 
 
+_Protocol = cast(Any, object)  # stands for uvicorn's, which is an extra
+
+
+class _TimedConnection(_Protocol):
+    """Mixed into uvicorn's HTTP protocol: limits the time of every connection, and their number."""
+
+    max_connections: int
+    request_s: float
+    """Time limit for a request: its body, the application's work and the answer."""
+    idle: dict[Any, None]
+    """The connections without a complete head, longest idle first."""
+    timer: asyncio.TimerHandle | None = None
+    has_begun = False
+    """Whether bytes of a head have arrived."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.idle[self] = None
+        self.has_begun = True
+        self.close_after(HEAD_S)
+        if len(self.connections) > self.max_connections:
+            # Removed now, because it is only lost in a later round of the event loop, and more
+            # connections may arrive before that.
+            oldest = next(iter(self.idle))
+            del self.idle[oldest]
+            oldest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        earlier_cycle = self.cycle
+        super().data_received(data)
+        if self.cycle is not earlier_cycle:
+            self.idle.pop(self, None)
+            self.close_after(self.request_s)
+        elif self in self.idle and not self.has_begun:
+            self.has_begun = True
+            self.close_after(HEAD_S)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:  # otherwise the next request has arrived already
+            self.idle[self] = None
+            self.has_begun = False
+        self.close_after(KEEP_ALIVE_S + self.request_s)
+
+    def handle_websocket_upgrade(self, event: Any) -> None:
+        self.remove_limit()
+        super().handle_websocket_upgrade(event)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.remove_limit()
+
+    def close_after(self, seconds: float) -> None:
+        if self.timer:
+            self.timer.cancel()
+        self.timer = self.loop.call_later(seconds, self.transport.abort)
+
+    def remove_limit(self) -> None:
+        self.idle.pop(self, None)
+        if self.timer:
+            self.timer.cancel()
+
+
 def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
     """The uvicorn server of an application with LimitedBodies.
 
@@ -85,62 +149,10 @@ def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
     uvicorn = needed("uvicorn", "serving", "search")
     H11Protocol: Any = needed("uvicorn.protocols.http.h11_impl", "serving", "search").H11Protocol
 
-    most = _connections()
-    request_s = 3 * timeout_s + HEAD_S  # body, work, answer
-    idle: dict[Any, None] = {}
-    """Connections without a complete head, the longest idle one first."""
-
-    class Protocol(H11Protocol):
-        clock: asyncio.TimerHandle | None = None
-        has_begun = False
-        """Whether bytes of a head have come."""
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            idle[self] = None
-            self.has_begun = True
-            self.wind(HEAD_S)
-            if len(self.connections) > most:
-                # Removed now: it is only lost in a later round of the event loop, and more
-                # connections may come before that.
-                oldest = next(iter(idle))
-                del idle[oldest]
-                oldest.transport.abort()
-
-        def data_received(self, data: bytes) -> None:
-            before = self.cycle
-            super().data_received(data)
-            if self.cycle is not before:
-                idle.pop(self, None)
-                self.wind(request_s)
-            elif self in idle and not self.has_begun:
-                self.has_begun = True
-                self.wind(HEAD_S)
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self.cycle.response_complete:  # else the next request was there already
-                idle[self] = None
-                self.has_begun = False
-            self.wind(KEEP_ALIVE_S + request_s)
-
-        def handle_websocket_upgrade(self, event: Any) -> None:
-            self.unwind()
-            super().handle_websocket_upgrade(event)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            self.unwind()
-
-        def wind(self, seconds: float) -> None:
-            if self.clock:
-                self.clock.cancel()
-            self.clock = self.loop.call_later(seconds, self.transport.abort)
-
-        def unwind(self) -> None:
-            idle.pop(self, None)
-            if self.clock:
-                self.clock.cancel()
+    class Protocol(_TimedConnection, H11Protocol):
+        max_connections = _raise_file_limit()
+        request_s = 3 * timeout_s + HEAD_S
+        idle = {}
 
     return uvicorn.Server(
         uvicorn.Config(
@@ -155,21 +167,28 @@ def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
             ws="auto" if websockets else "none",
             ws_max_size=MAX_BYTES,
             server_header=False,
-            loop="asyncio",  # uvloop would take the wake-up descriptor from the parent that watches
+            loop="asyncio",  # uvloop would take the wake-up descriptor from the watching parent
         )
     )
 
 
-def _connections() -> int:
-    """How many connections may be open at once: MAX_CONNECTIONS, or fewer if the limit of open
-    files cannot be raised so far."""
+def _raise_file_limit() -> int:
+    """Raise the limit of open files as far as needed; returns how many connections may be open.
+
+    MAX_CONNECTIONS, or fewer if the limit cannot be raised that far.
+    """
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft = sys.maxsize if soft_limit == resource.RLIM_INFINITY else soft_limit
-    hard = sys.maxsize if hard_limit == resource.RLIM_INFINITY else hard_limit
-    if soft < MAX_CONNECTIONS + SPARE_FILES:
-        soft = min(hard, MAX_CONNECTIONS + SPARE_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard_limit))
-    return max(1, min(MAX_CONNECTIONS, soft - SPARE_FILES))
+    max_files = _finite(soft_limit)
+    if max_files < MAX_CONNECTIONS + SPARE_FILES:
+        max_files = min(_finite(hard_limit), MAX_CONNECTIONS + SPARE_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, hard_limit))
+    return max(1, min(MAX_CONNECTIONS, max_files - SPARE_FILES))
+
+
+def _finite(limit: int) -> int:
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return limit
 
 
 def listen(host: str, port: int, command: str) -> tuple[socket.socket, str]:
@@ -182,13 +201,14 @@ def listen(host: str, port: int, command: str) -> tuple[socket.socket, str]:
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise UserError(f"{command}: --host {host} --port {port}: {error}") from None
-    url_host = f"[{host}]" if ":" in host else host
-    return listener, f"http://{url_host}:{listener.getsockname()[1]}"
+    if ":" in host:
+        host = f"[{host}]"
+    return listener, f"http://{host}:{listener.getsockname()[1]}"
 
 
 def run_server(server: Any, listener: socket.socket, banner: str) -> int:
     """Print `banner`, then run a uvicorn server until Ctrl-C or SIGTERM; returns 0."""
-    # uvicorn raises the signal once more after it has ended: that one is ignored.
+    # uvicorn raises the signal once more after it has ended; that one is ignored.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     handle_exit = server.handle_exit

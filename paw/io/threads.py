@@ -1,4 +1,4 @@
-"""Calls in threads, each with a time limit: code that hangs costs its caller one call.
+"""Calls in threads, each with a time limit: code that hangs costs its caller only that call.
 
 Python cannot end a thread. A thread that exceeds the limit is given up, and another takes its
 place. All are daemons, so the interpreter ends without waiting for them.
@@ -16,16 +16,16 @@ from typing import Any, NoReturn
 from paw.errors import EnvironmentFailure, UserError, describe
 
 MAX_LOST = 100
-"""Threads that may hang at once. One more ends the run: each keeps memory, and maybe a core."""
+"""Threads that may hang at once. One more ends the run: each keeps memory, and perhaps a core."""
 DAY_S = 86400.0
 """How long one wait may take if there is no time limit."""
 
 
 class Threads:
-    """Runs at most `count` calls at once, each for at most `timeout_s` seconds (None: any time).
+    """Runs at most `count` calls at once, each for at most `timeout_s` seconds (None: no limit).
 
-    With `count` 0 calls run in the caller's own thread. A call that takes longer raises
-    TimeoutError, or UserError once more than MAX_LOST threads hang.
+    With `count` 0, calls run in the caller's own thread. A call that takes longer raises
+    TimeoutError, or UserError if more than MAX_LOST threads hang.
     """
 
     def __init__(self, count: int, timeout_s: float | None = None) -> None:
@@ -38,7 +38,7 @@ class Threads:
         self._threads = 0
         """Number of threads that take calls."""
         self._open_calls = 0
-        """Number of calls that are not answered yet."""
+        """Number of calls that have not ended yet."""
         self._hanging: list[threading.Thread] = []
         """Threads that were given up and still run."""
 
@@ -49,12 +49,12 @@ class Threads:
             while remaining_s := self._remaining_s(call):
                 wait([call], remaining_s)
         except KeyboardInterrupt:
-            self.given_up += 1  # so that nobody waits for this thread, for example to close a game
+            self.given_up += 1  # so nobody waits for this thread, for example to close a game
             raise
         return self._result(call)
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`call`, for a coroutine."""
+        """Like `call`, for coroutines."""
         call = self._submit(function, *args)
         while remaining_s := self._remaining_s(call):
             await asyncio.wait([asyncio.wrap_future(call)], timeout=remaining_s)
@@ -92,7 +92,9 @@ class Threads:
         """Seconds until the call exceeds the limit; 0 if it has ended."""
         if call.done():
             return 0.0
-        elapsed_s = time.monotonic() - call.started if call.thread else 0.0
+        elapsed_s = 0.0
+        if call.thread:
+            elapsed_s = time.monotonic() - call.started
         return max(0.0, (self.timeout_s or DAY_S) - elapsed_s)
 
     def _result(self, call: "_Call") -> Any:
@@ -109,7 +111,7 @@ class Threads:
     def _give_up(self, call: "_Call") -> NoReturn:
         """Leave the call's thread to itself, put another in its place, and raise."""
         assert call.thread
-        # Ends a thread that runs Python code now, and one that waits in C when it returns.
+        # Ends a thread that runs Python code at once, and one that waits in C when it returns.
         thread_id = ctypes.c_ulong(call.thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(SystemExit))
         self.given_up += 1
@@ -127,8 +129,9 @@ class Threads:
 
 
 class Daemons(ThreadPoolExecutor):
-    """An executor for `asyncio.to_thread` with a daemon thread for each call: no call waits for
-    another one, and the interpreter ends without waiting for any.
+    """An executor for `asyncio.to_thread` with a daemon thread for each call.
+
+    No call waits for another, and the interpreter ends without waiting for any.
     """
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
@@ -146,7 +149,7 @@ class Daemons(ThreadPoolExecutor):
 
 
 class _Call(Future[tuple[Any, BaseException | None]]):
-    """A call whose result is (what it returned, what it raised). To give it up is to cancel it."""
+    """A call whose result is (what it returned, what it raised). Cancelling it gives it up."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         super().__init__()
@@ -163,7 +166,7 @@ class _Call(Future[tuple[Any, BaseException | None]]):
         try:
             result = self.function(*self.args), None
         except (StopIteration, asyncio.CancelledError) as error:
-            # Raised from a coroutine, these would mean something else.
+            # Raised from a coroutine, these would have another meaning.
             result = None, EnvironmentFailure(describe(error))
         except BaseException as error:
             result = None, error
@@ -175,6 +178,6 @@ class _Call(Future[tuple[Any, BaseException | None]]):
 
 
 def _work(calls: "SimpleQueue[_Call | None]") -> None:
-    """Make the calls of a queue until None, or until one was given up."""
+    """Make the calls of a queue, until None comes or a call is given up."""
     while (call := calls.get()) and call.make():
         del call  # keep nothing alive while waiting for the next one

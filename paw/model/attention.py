@@ -2,17 +2,17 @@
 
 Hugging Face models call `packed_attention` by the name `ATTENTION`; the rows' bounds reach it as
 the keyword `packed`. flash-attn and torch's varlen kernel read them as they are. Elsewhere (CPUs,
-fp32) the rows are laid side by side for torch's sdpa: causal, so that padding on the right reaches
-no row, and cheaper than a mask of T x T. On a CPU long rows of different lengths go through sdpa
-one by one. Layers that mix tokens by recurrence or convolution (mixers.py), which know no bounds,
-also get the rows side by side.
+fp32) the rows are laid side by side for torch's sdpa. It is causal, so padding on the right reaches
+no row, and this is cheaper than a mask of T x T. On a CPU long rows of different lengths go through
+sdpa one by one. Layers that mix tokens by recurrence or convolution (mixers.py) take no bounds;
+they get the rows side by side too.
 """
 
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -27,9 +27,9 @@ from paw.errors import UserError
 
 ATTENTION = "paw_packed"
 LONG_ROW = 256
-MOST_PADDING = 1.1
-"""On a CPU rows of at least LONG_ROW tokens in the mean go through sdpa one by one if padding would
-make it more than MOST_PADDING times the work."""
+MAX_PADDING = 1.1
+"""On a CPU, rows of at least LONG_ROW tokens on average go through sdpa one by one if padding would
+make it more than MAX_PADDING times the work."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,28 @@ class Packed:
     def one_after_another(self, x: Tensor) -> Tensor:
         """[rows, longest, ...] -> [T, ...]."""
         x = x.flatten(0, 1)
-        return x if self.slot is None else x.index_select(0, self.slot)
+        if self.slot is None:
+            return x
+        return x.index_select(0, self.slot)
+
+
+@dataclass(frozen=True)
+class ScoreSettings:
+    """How a layer turns products of queries and keys into attention."""
+
+    scaling: float | None
+    """Factor of the scores; None for size^-1/2."""
+    sliding_window: int | None
+    """How many tokens a token sees, itself included; None for all before it."""
+    softcap: float | None
+    """Bound of the scores, softcap tanh(score / softcap); None for none."""
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """How many tokens a token sees to its left and right; -1 for all that causality allows."""
+        if not self.sliding_window:
+            return (-1, 0)
+        return (self.sliding_window - 1, 0)
 
 
 def pack_rows(
@@ -83,14 +104,19 @@ def pack_rows(
 
     slot = None
     if side_by_side and not equally_long:
-        slots = [row * longest + p for row, length in enumerate(lengths) for p in range(length)]
+        slots: list[int] = []
+        for row, length in enumerate(lengths):
+            slots += range(row * longest, row * longest + length)
         slot = torch.tensor(slots, device=device)
+    position_ids: list[int] = []
+    for length in lengths:
+        position_ids += range(length)
     return Packed(
         kernel=kernel,
         rows=len(lengths),
         longest=longest,
         cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=device),
-        position_ids=torch.tensor([p for n in lengths for p in range(n)], device=device),
+        position_ids=torch.tensor(position_ids, device=device),
         slot=slot,
         one_by_one=tuple(lengths) if one_by_one else (),
     )
@@ -101,7 +127,7 @@ def _padding_is_costly(lengths: Sequence[int]) -> bool:
     if sum(lengths) < LONG_ROW * len(lengths):
         return False
     padded_work = max(lengths) ** 2 * len(lengths)
-    return padded_work > MOST_PADDING * sum(n**2 for n in lengths)
+    return padded_work > MAX_PADDING * sum(n**2 for n in lengths)
 
 
 def pick_attention(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -139,8 +165,8 @@ def packed_attention(
     `softcap` (Gemma 2) bounds the scores before the softmax. flash-attn takes one; torch's sdpa and
     varlen do not.
 
-    Returns [1, T, heads, size], the layout that Hugging Face models expect. Without `packed` it is
-    their own sdpa.
+    Returns [1, T, heads, size], the layout that Hugging Face models expect. Without `packed` this
+    is their own sdpa.
     """
     if packed is None:
         if softcap is not None:
@@ -163,22 +189,12 @@ def packed_attention(
     query = query.to(value.dtype)
     key = key.to(value.dtype)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, size]
-    kernels = {"flash": _flash, "varlen": _varlen, "sdpa": _sdpa}
-    kernel = kernels[packed.kernel]
-    out = kernel(q, k, v, packed, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+    settings = ScoreSettings(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+    out = KERNELS[packed.kernel](q, k, v, packed, settings)
     return out.unsqueeze(0), None
 
 
-def _flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: Packed,
-    *,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, packed: Packed, settings: ScoreSettings) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
     return flash_attn_varlen_func(
@@ -189,35 +205,27 @@ def _flash(
         cu_seqlens_k=packed.cu_seqlens,
         max_seqlen_q=packed.longest,
         max_seqlen_k=packed.longest,
-        softmax_scale=scaling,
+        softmax_scale=settings.scaling,
         causal=True,
-        window_size=_window(sliding_window),
-        softcap=softcap or 0.0,
+        window_size=settings.window_size,
+        softcap=settings.softcap or 0.0,
     )
 
 
-def _varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: Packed,
-    *,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    if softcap is not None:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, settings: ScoreSettings) -> Tensor:
+    if settings.softcap is not None:
         raise UserError(
             "model.attention = 'varlen' supports no soft cap of attention scores, "
             "which this model has; install flash-attn, or use --model.attention sdpa"
         )
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"scale": scaling, "window_size": _window(sliding_window)}
+    options: dict[str, Any] = {"scale": settings.scaling, "window_size": settings.window_size}
     if "enable_gqa" in _varlen_options():
         options["enable_gqa"] = True
     else:  # torch 2.11
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     return varlen_attn(  # type: ignore[return-value]
         q,
         k,
@@ -230,68 +238,66 @@ def _varlen(
     )
 
 
-def _window(sliding_window: int | None) -> tuple[int, int]:
-    """How many tokens a token sees to its left and right; -1 is all that causality allows."""
-    return (sliding_window - 1, 0) if sliding_window else (-1, 0)
-
-
-def _sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: Packed,
-    *,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    causal = partial(_causal, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, packed: Packed, settings: ScoreSettings) -> Tensor:
     if packed.one_by_one:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, size]
-        rows = zip(*(x.split(packed.one_by_one, dim=2) for x in (q, k, v)), strict=True)
-        outputs = [causal(*row) for row in rows]
-        return torch.cat([out[0].transpose(0, 1) for out in outputs])
+        q_rows, k_rows, v_rows = (x.split(packed.one_by_one, dim=2) for x in (q, k, v))
+        outputs = []
+        for q_row, k_row, v_row in zip(q_rows, k_rows, v_rows, strict=True):
+            out = _causal(q_row, k_row, v_row, settings)
+            outputs.append(out[0].transpose(0, 1))
+        return torch.cat(outputs)
+
     q, k, v = (packed.side_by_side(x).transpose(1, 2) for x in (q, k, v))
-    return packed.one_after_another(causal(q, k, v).transpose(1, 2))
+    out = _causal(q, k, v, settings)
+    return packed.one_after_another(out.transpose(1, 2))
 
 
-def _causal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """Query [rows, heads, length, size], key and value [rows, kv heads, length, size]."""
+def _causal(q: Tensor, k: Tensor, v: Tensor, settings: ScoreSettings) -> Tensor:
+    """Causal attention of rows of one length, with torch's sdpa unless there is a soft cap.
+
+    Query [rows, heads, length, size], key and value [rows, kv heads, length, size].
+    """
     length = q.shape[2]
+    window = settings.sliding_window
+    softcap = settings.softcap
     mask = None
-    if softcap is not None or (sliding_window and sliding_window < length):
+    if softcap is not None or (window and window < length):
         mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-        if sliding_window:
-            mask &= ~mask.tril(-sliding_window)
+        if window:
+            mask &= ~mask.tril(-window)
     if softcap is None:
         return scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=settings.scaling,
+            enable_gqa=True,
         )
 
     # softcap tanh(score / softcap), which takes [rows, heads, length, length] in memory
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scale = scaling or q.shape[-1] ** -0.5
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    scale = settings.scaling or q.shape[-1] ** -0.5
     scores = softcap * (q @ k.transpose(2, 3) * (scale / softcap)).tanh()
     scores = scores.masked_fill(~mask, -torch.inf)  # type: ignore[operator]
     return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
 
+KERNELS = {"flash": _flash, "varlen": _varlen, "sdpa": _sdpa}
+"""By name: query [T, heads, size], key and value [T, kv heads, size] -> [T, heads, size]."""
+
+
 def decoder_layers(lm: nn.Module) -> list[nn.Module]:
-    """The layers that are checkpointed, sharded and compiled one by one."""
+    """The layers, which are checkpointed, sharded and compiled one by one."""
     return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def token_mixers(layer: nn.Module) -> list[Any]:
-    """The modules that mix the tokens of a decoder layer beside attention: gated delta nets, Mamba,
-    short convolutions.
+    """The modules other than attention that mix the tokens of a decoder layer: gated delta nets,
+    Mamba, short convolutions.
 
     Each has a causal convolution of its own.
     """
@@ -303,14 +309,16 @@ def token_mixers(layer: nn.Module) -> list[Any]:
 
 
 def _why_not(kernel: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Why a kernel cannot run, or ""."""
+    """Why a kernel cannot run; "" if it can."""
     if kernel == "sdpa":
         return ""
     if device.type != "cuda" or dtype == torch.float32:
         return "it runs on a GPU in bfloat16 only"
-    if kernel == "varlen":
-        return "" if "window_size" in _varlen_options() else "it needs torch 2.11 or later"
-    return "" if _flash_installed() else "flash-attn is not installed; run: pip install flash-attn"
+    if kernel == "varlen" and "window_size" not in _varlen_options():
+        return "it needs torch 2.11 or later"
+    if kernel == "flash" and not _flash_installed():
+        return "flash-attn is not installed; run: pip install flash-attn"
+    return ""
 
 
 @cache
@@ -331,7 +339,7 @@ def _flash_installed() -> bool:
 
 @dataclass
 class AttentionCalls:
-    """What layers have asked of `packed_attention`."""
+    """How layers have called `packed_attention`."""
 
     windows: set[int | None] = field(default_factory=set)
     """Sliding windows; None for a call without one."""

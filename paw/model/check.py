@@ -1,8 +1,8 @@
-"""Whether the trainer computes a model's own log-probs: packed rows through its hidden states and
-head, against the model on each row alone.
+"""Checks that the trainer computes a model's own log-probs.
 
-This finds layers that let packed rows see each other, heads that transform their logits in an
-unknown way, and attention with terms that our kernels leave out.
+It compares packed rows, through the model's hidden states and head, with the model run on each row
+alone. This finds layers that let packed rows see each other, heads that transform their logits in
+an unknown way, and attention with terms that our kernels leave out.
 """
 
 import copy
@@ -27,21 +27,21 @@ from paw_kernels import best_backend, token_stats
 LENGTHS = (13, 19)
 """Tokens of the two rows."""
 EXACT = 1e-3
-"""Nats that the largest log-prob may differ by in float32 (1e-6 on small models)."""
+"""Largest difference of log-probs allowed in float32, in nats (small models reach 1e-6)."""
 ROUNDED = 0.25
-"""Nats that log-probs may differ by in the mean in bfloat16, in which a model's own logits of 32
-are rounded to multiples of 0.25."""
+"""Mean difference of log-probs allowed in bfloat16, in nats: there a model's own logits of 32 are
+rounded to multiples of 0.25."""
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 TEMPLATE_TOKENS = 64
 """Tokens that a chat template may put before an observation."""
 
 
 def check_model(policy: Policy, path: str, longest: int = 0) -> float:
-    """Check a policy in float32, whatever its weights are stored in; before it is sharded.
+    """Check a policy in float32, whatever its weights are stored in, before it is sharded.
 
-    Returns the largest difference of a log-prob in nats. `longest`: tokens of the longest row, 0 if
-    it is not known. Raises UserError, naming the model's type and the difference, if the model
-    cannot be trained as it is.
+    Returns the largest difference of a log-prob in nats. `longest` is the number of tokens of the
+    longest row, 0 if it is not known. Raises UserError, naming the model's type and the difference,
+    if the model cannot be trained as it is.
     """
     exact = copy.copy(policy)
     exact.dtype = torch.float32
@@ -60,9 +60,9 @@ def check_model(policy: Policy, path: str, longest: int = 0) -> float:
 
 @contextmanager
 def _failures_refused(lm: PreTrainedModel, path: str) -> Iterator[None]:
-    """Raise whatever the model's own code raises as a UserError that refuses the model.
+    """Turn whatever the model's own code raises into a UserError that refuses the model.
 
-    A lack of memory and the end of another rank keep their error.
+    Running out of memory and the loss of another rank keep their own errors.
     """
     try:
         yield
@@ -71,12 +71,12 @@ def _failures_refused(lm: PreTrainedModel, path: str) -> Iterator[None]:
     except Exception as error:
         if out_of_memory(error) or lost_peer(error):
             raise
-        why = f"packed rows do not go through it ({clean(describe(error), 200)})"
-        raise refused(lm, path, f"cannot be trained here: {why}") from error
+        reason = f"packed rows do not go through it ({clean(describe(error), 200)})"
+        raise refused(lm, path, f"cannot be trained here: {reason}") from error
 
 
 def check_path(policy: Policy, path: str) -> float:
-    """Check a policy through its own kernels and in its own dtype. Called by all ranks.
+    """Check a policy with its own kernels and in its own dtype. Called by all ranks.
 
     Returns and raises as `check_model` does.
     """
@@ -85,13 +85,13 @@ def check_path(policy: Policy, path: str) -> float:
     largest = float(difference.max())
     mean = float(difference.mean())
     if policy.dtype == torch.float32:
-        off_by = typical(difference, policy.lm)
+        off_by = typical_difference(difference, policy.lm)
         bound = EXACT
     else:
         off_by = mean
         bound = ROUNDED
 
-    if not off_by <= bound:  # true for NaN as well
+    if not off_by <= bound:  # true for NaN too
         raise refused(
             policy.lm,
             path,
@@ -105,7 +105,7 @@ def check_path(policy: Policy, path: str) -> float:
 def _reason(policy: Policy, bound: float) -> str:
     """Why log-probs of packed rows are off by more than `bound`.
 
-    Told by what the layers ask of `packed_attention`, and by whether a row alone is right.
+    Judged by how the layers call `packed_attention`, and by whether a row alone is right.
     """
     with record_attention() as calls:
         logp_difference(policy)
@@ -114,19 +114,19 @@ def _reason(policy: Policy, bound: float) -> str:
     if not calls.count:
         return "its attention is code of its own, in which packed rows see each other"
     difference_alone = logp_difference(policy, LENGTHS[:1])
-    if typical(difference_alone, policy.lm) <= bound:
+    if typical_difference(difference_alone, policy.lm) <= bound:
         return "it does not start anew in each row: positions go on, or rows see each other"
     return "a layer or the head does something that the trainer does not know"
 
 
-def refused(lm: PreTrainedModel, path: str, why: str) -> UserError:
-    """The error for a model that cannot be trained; `why` continues "model type 'X'"."""
+def refused(lm: PreTrainedModel, path: str, reason: str) -> UserError:
+    """The error for a model that cannot be trained; `reason` continues "model type 'X'"."""
     model_type = lm.config.get_text_config().model_type
-    return UserError(f"model.path = '{path}': model type '{model_type}' {why}")
+    return UserError(f"model.path = '{path}': model type '{model_type}' {reason}")
 
 
 def number_of_experts(config: Any) -> int:
-    """The experts of each layer; 0 for dense models."""
+    """The number of experts in each layer; 0 for dense models."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         experts = getattr(config.get_text_config(), name, None)
         if experts:
@@ -134,10 +134,10 @@ def number_of_experts(config: Any) -> int:
     return 0
 
 
-def typical(difference: Tensor, lm: PreTrainedModel) -> float:
-    """The largest difference; the median for a model with experts.
+def typical_difference(difference: Tensor, lm: PreTrainedModel) -> float:
+    """The largest difference; for a model with experts the median.
 
-    There rounding sends the odd token to another expert.
+    There, rounding sends the odd token to another expert.
     """
     if number_of_experts(lm.config):
         return float(difference.median())
@@ -147,19 +147,19 @@ def typical(difference: Tensor, lm: PreTrainedModel) -> float:
 def check_layers(lm: PreTrainedModel, path: str) -> None:
     """Raise UserError if a layer mixes tokens in an unknown way, or if the head is not linear.
 
-    The few tokens of `logp_difference` need not show such a layer.
+    The few tokens of `logp_difference` may not reveal such a layer.
     """
     config: Any = lm.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or []
-    unknown = set()
-    for kind, layer in zip(kinds, decoder_layers(lm), strict=False):
-        if kind not in ATTENTION_LAYERS and not token_mixers(layer):
-            unknown.add(kind)
-    if unknown:
+    layer_types = getattr(config, "layer_types", None) or []
+    unknown_types = set()
+    for layer_type, layer in zip(layer_types, decoder_layers(lm), strict=False):
+        if layer_type not in ATTENTION_LAYERS and not token_mixers(layer):
+            unknown_types.add(layer_type)
+    if unknown_types:
         raise refused(
             lm,
             path,
-            f"has layers of type {', '.join(sorted(unknown))}, "
+            f"has layers of type {', '.join(sorted(unknown_types))}, "
             "which cannot be trained on packed rows",
         )
     if not isinstance(lm.get_output_embeddings(), nn.Linear):
@@ -167,7 +167,7 @@ def check_layers(lm: PreTrainedModel, path: str) -> None:
 
 
 def sliding_window(config: Any) -> int | None:
-    """The window of all layers, None if there is none or if config.json has `layer_types`.
+    """The window of all layers; None if there is none, or if config.json has `layer_types`.
 
     Mistral and Phi-3 have one.
     """
@@ -181,8 +181,8 @@ def check_windows(
 ) -> None:
     """Raise UserError if config.json has sliding windows, but attention was called without any.
 
-    Some models leave them to a mask, which packed rows do not have. The short rows of
-    `logp_difference` do not show it. Windows as wide as the `longest` row (0: not known) do not
+    Some models apply them by a mask alone, which packed rows do not have. The short rows of
+    `logp_difference` do not reveal this. Windows as wide as the `longest` row (0: not known) do not
     matter.
     """
     config: Any = lm.config.get_text_config()
@@ -197,7 +197,7 @@ def check_windows(
 
 
 def longest_row(config: Config, *, update: bool = True) -> int:
-    """Tokens that a row may have.
+    """The largest number of tokens of a row.
 
     In an `update` with the world model a row ends with an observation.
     """
@@ -216,16 +216,18 @@ def check_rope(lm: PreTrainedModel, path: str, longest: int) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
     for parameters in (rope, *by_layer_type):
-        kind = parameters.get("rope_type") or ""
-        limit = config.max_position_embeddings if "dynamic" in kind else None
-        if kind == "longrope":
+        rope_type = parameters.get("rope_type") or ""
+        limit = None
+        if "dynamic" in rope_type:
+            limit = config.max_position_embeddings
+        elif rope_type == "longrope":
             limit = parameters.get("original_max_position_embeddings")
             limit = limit or config.max_position_embeddings
         if limit is not None and longest > limit:
             raise refused(
                 lm,
                 path,
-                f"has other rotary frequencies ({kind}) beyond {limit} tokens, "
+                f"has other rotary frequencies ({rope_type}) beyond {limit} tokens, "
                 f"and rows may have {longest}; lower rollout.max_prompt_tokens, "
                 "rollout.max_response_tokens or wm.max_tokens",
             )
@@ -233,7 +235,7 @@ def check_rope(lm: PreTrainedModel, path: str, longest: int) -> None:
 
 @torch.no_grad()
 def logp_difference(policy: Policy, lengths: Sequence[int] = LENGTHS) -> Tensor:
-    """|our log-prob - the model's own| of each token but the first of each row, random tokens.
+    """|our log-prob - the model's own| of rows of random tokens, all but the first of each row.
 
     [sum(lengths) - rows] float32.
     """
@@ -243,25 +245,24 @@ def logp_difference(policy: Policy, lengths: Sequence[int] = LENGTHS) -> Tensor:
     starts = accumulate(lengths, initial=0)
     positions = [torch.arange(start, end - 1) for start, end in pairwise(starts)]
     position = torch.cat(positions).to(policy.device)
+    targets = ids[position + 1]
 
     def packed_logp() -> Tensor:
         hidden = policy.hidden(ids, lengths)[position]
-        stats = token_stats(
-            hidden, policy.head_weight, ids[position + 1], **policy.head_options(1.0)
-        )
+        stats = token_stats(hidden, policy.head_weight, targets, **policy.head_options(1.0))
         return stats.logp
 
-    ours = policy(packed_logp)
+    actual = policy(packed_logp)
     rows = ids.split(list(lengths))
     expected = torch.cat([policy(partial(own_logp, policy.lm, row)) for row in rows])
-    return (ours - expected).abs()
+    return (actual - expected).abs()
 
 
 @torch.no_grad()
 def own_logp(lm: PreTrainedModel, row: Tensor) -> Tensor:
-    """Log-probs [n - 1] of a row's tokens but the first, float32, by the model's own forward."""
+    """Log-probs of a row's tokens but the first, by the model's own forward: [n - 1] float32."""
     attention: Any = lm.config._attn_implementation
-    lm.set_attn_implementation("eager")  # computes all that the model asks for
+    lm.set_attn_implementation("eager")  # computes everything that the model asks for
     try:
         logits = lm(input_ids=row[None], use_cache=False).logits[0, :-1].float()
     finally:

@@ -1,11 +1,11 @@
-"""PPO's critic (arXiv 1707.06347): the start model with a scalar head for the return to come.
+"""PPO's critic (arXiv 1707.06347): the start model with a scalar head that predicts the return.
 
     V_t  = w . h_t + b    with h_t the hidden state that predicts response token t, as in verl
     loss = mean over the mini-batch's response tokens of
            max((V - R)^2, (clip(V, V_old -+ value_clip) - R)^2)
 
 V_old are the values when the sample was played, R = A + V_old the returns (algo.gae). The head
-starts at zero, so that the first advantages are the returns themselves; verl's starts random.
+starts at zero, so the first advantages are the returns themselves; verl's starts at random.
 """
 
 import math
@@ -67,7 +67,7 @@ class Critic:
         Returns critic/explained_variance, unless all returns are equal. Raises TrainingStopped if a
         value is not finite.
         """
-        values = self.ranks.gather_numbered(self._own_values(samples))
+        values = self.ranks.gather_numbered(self._values_of_own_share(samples))
         if not all(math.isfinite(value) for row in values for value in row):
             raise TrainingStopped(
                 "stopped: the critic's values are not finite, its weights have diverged; "
@@ -86,7 +86,9 @@ class Critic:
         for i, sample in enumerate(samples):
             sample.values = values[i]
             sample.token_advantage = whitened[i]
-            sample.returns = [a + value for a, value in zip(advantages[i], values[i], strict=True)]
+            sample.returns = [
+                advantage + value for advantage, value in zip(advantages[i], values[i], strict=True)
+            ]
 
         variance = torch.tensor([value for sample in samples for value in sample.returns]).var()
         unexplained = torch.tensor([advantage for row in advantages for advantage in row]).var()
@@ -95,15 +97,15 @@ class Critic:
         return {}
 
     @torch.no_grad()
-    def _own_values(self, samples: list[Sample]) -> dict[int, list[float]]:
-        """By the sample's index the values before its response tokens, for this rank's share."""
-        rows: dict[int, list[float]] = {}
+    def _values_of_own_share(self, samples: list[Sample]) -> dict[int, list[float]]:
+        """The values before each response token, by sample index, for this rank's share."""
+        values: dict[int, list[float]] = {}
         for batch in self._batches(samples):
             lengths = [len(samples[i].response_ids) for i in batch.indices]
-            by_sample = self.model(partial(self.values, batch)).cpu().split(lengths)
-            for i, row in zip(batch.indices, by_sample, strict=True):
-                rows[i] = row.tolist()
-        return rows
+            values_N = self.model(partial(self.values, batch)).cpu()
+            for i, sample_values in zip(batch.indices, values_N.split(lengths), strict=True):
+                values[i] = sample_values.tolist()
+        return values
 
     def optimize(self, minibatches: Iterable[list[Sample]]) -> dict[str, float]:
         """Take an optimizer step over each mini-batch, unless its loss or gradient is not finite.
@@ -138,7 +140,7 @@ class Critic:
         return metrics
 
     def _accumulate_gradients(self, minibatch: list[Sample]) -> tuple[float, int]:
-        """Add up the gradient of a mini-batch.
+        """Accumulate the gradient of a mini-batch.
 
         Returns this rank's part of (mean loss, number of clipped tokens).
         """
@@ -159,22 +161,24 @@ class Critic:
         return loss, clipped
 
     def values(self, batch: Batch) -> Tensor:
-        """[N] float32: the value before each response token. Only inside a call of the model."""
+        """The value before each response token: [N] float32. Only inside a call of the model."""
         model: Any = self.model
         hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position].float()
         return linear(hidden, model.head_weight.float(), model.head_bias.float()).squeeze(-1)
 
     def loss(self, batch: Batch, minibatch: list[Sample]) -> tuple[Tensor, Tensor]:
         """(sum of the loss, number of clipped tokens). Only inside a call of the model."""
-        samples = [minibatch[i] for i in batch.indices]
-        old_values = torch.tensor(
-            [v for sample in samples for v in sample.values], device=batch.position.device
-        )
-        returns = torch.tensor(
-            [r for sample in samples for r in sample.returns], device=batch.position.device
-        )
+        old_values: list[float] = []
+        returns: list[float] = []
+        for i in batch.indices:
+            old_values += minibatch[i].values
+            returns += minibatch[i].returns
+        device = batch.position.device
         loss, clipped = value_loss(
-            self.values(batch), old_values, returns, clip=self.config.critic.value_clip
+            self.values(batch),
+            torch.tensor(old_values, device=device),
+            torch.tensor(returns, device=device),
+            clip=self.config.critic.value_clip,
         )
         return loss.sum(), clipped.sum()
 
@@ -187,9 +191,9 @@ class Critic:
 def value_loss(
     values: Tensor, old: Tensor, returns: Tensor, *, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """(loss, whether the clipped term is the larger) of each token; all [N].
+    """(loss, whether the clipped term is the larger one) of each token, as in the reference code.
 
-    As in the reference code.
+    All are [N].
     """
     clipped_values = torch.clamp(values, old - clip, old + clip)
     loss = (values - returns) ** 2

@@ -21,23 +21,25 @@ def cpu_features() -> frozenset[str]:
 
 
 def pick_dtype(device: torch.device, features: Collection[str] | None = None) -> str:
-    """bfloat16 on a GPU and on a CPU with instructions for it, else float32.
+    """bfloat16 on a GPU, and on a CPU with instructions for it; else float32.
 
     Without them torch emulates bfloat16, many times slower than it computes in float32. `features`
-    are the CPU's instruction sets (default: this one's).
+    are the CPU's instruction sets (default: this machine's).
     """
     if device.type == "cuda":
         return "bfloat16"
     if features is None:
         features = cpu_features()
-    return "bfloat16" if BFLOAT16.intersection(features) else "float32"
+    if BFLOAT16.intersection(features):
+        return "bfloat16"
+    return "float32"
 
 
 def training_dtype(config: Config, device: torch.device) -> str:
-    """The dtype that `config` is trained in on this machine.
+    """The dtype in which `config` is trained on this machine.
 
-    It is the one that model.dtype names, the one that the optimizer needs, or the one that suits
-    `device`.
+    The one that model.dtype names, otherwise the one that the optimizer needs, otherwise the one
+    that suits `device`.
     """
     if config.model.dtype != "auto":
         return config.model.dtype

@@ -1,12 +1,12 @@
 """AdamW of flashoptim (arXiv 2602.23349): bf16 parameters, extra bits and 8-bit moments.
 
-Bytes a parameter: 2 for the weight, 2 for its gradient, 1 or 2 for the weight's extra bits (24 or
-32 in all), 2 for the moments and 1/8 for their scales, one for each 32 values. With `offload` the
-state is in pinned host memory; during the step it comes to the device for one parameter at a time.
+Bytes per parameter: 2 for the weight, 2 for its gradient, 1 or 2 for the weight's extra bits (24 or
+32 in all), 2 for the moments and 1/8 for their scales, one for every 32 values. With `offload` the
+state stays in pinned host memory and comes to the device during the step, one parameter at a time.
 
 Parameters whose rows are not a multiple of 32 values (norms, biases, ...) are updated by AdamW in
-float32, with 12 bytes of state each, because a group of 32 would straddle two ranks. This does not
-depend on the number of ranks.
+float32, with 12 bytes of state each, because a group of 32 would straddle two ranks. This holds for
+any number of ranks.
 """
 
 import math
@@ -23,11 +23,11 @@ from paw.distributed.ranks import local_tensor, shard_like
 from paw.model.host import HostMemory
 
 GROUP = 32
-"""How many values share a scale."""
+"""Number of values that share a scale."""
 
 
 class FlashAdamW(flashoptim.FlashAdamW):
-    """flashoptim's optimizer with state that can be offloaded, and saved and loaded by name."""
+    """flashoptim's optimizer, with state that can be offloaded, and saved and loaded by name."""
 
     def __init__(
         self,
@@ -65,21 +65,23 @@ class FlashAdamW(flashoptim.FlashAdamW):
         tensors = {"step": self.state[p]["step"]}
         for name, owner, key in parts(self.state[p]):
             tensor = _portable(owner[key]).view(-1, *_row(name, p))
-            tensors[name] = shard_like(p, tensor) if isinstance(p, DTensor) else tensor
+            if isinstance(p, DTensor):
+                tensor = shard_like(p, tensor)
+            tensors[name] = tensor
         return tensors
 
     def load_tensors(self, p: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Load this rank's rows of what `state_tensors` returned.
 
-        KeyError if one is missing or has another dtype.
+        Raises KeyError if one is missing or has another dtype.
         """
         self._ensure_state_initialized(p, self._find_group(p))
         for name, owner, key in parts(self.state[p]):
-            like = owner[key]
-            if tensors[name].dtype != _portable(like).dtype:
-                raise KeyError(f"{name} as {like.dtype}")
+            current = owner[key]
+            if tensors[name].dtype != _portable(current).dtype:
+                raise KeyError(f"{name} as {current.dtype}")
             tensor = tensors[name].to(p.device, copy=True)
-            owner[key] = tensor.view(like.dtype).view(like.shape)
+            owner[key] = tensor.view(current.dtype).view(current.shape)
         self.state[p]["step"] = tensors["step"].clone()
         if self._offload:
             self._move_to_host(p, {})
@@ -117,21 +119,22 @@ class FlashAdamW(flashoptim.FlashAdamW):
 
     def _move_to_host(self, p: Tensor, host_tensors: Mapping[str, Tensor]) -> None:
         """Copy the state of a parameter into its host tensors, allocated the first time."""
-        pin = p.device.type == "cuda"
+        on_gpu = p.device.type == "cuda"
         for name, owner, key in parts(self.state[p]):
             host_tensor = host_tensors.get(name)
             if host_tensor is None:
-                host_tensor = self._host.empty_like(owner[key], pin=pin)
+                host_tensor = self._host.empty_like(owner[key], pin=on_gpu)
             owner[key] = host_tensor.copy_(owner[key], non_blocking=True)
 
 
 def in_groups(p: Tensor) -> bool:
-    """Whether rows of a parameter are multiples of GROUP values: no group straddles two ranks."""
+    """Whether a parameter's rows are multiples of GROUP values, so that no group straddles two
+    ranks."""
     return p.ndim > 1 and math.prod(p.shape[1:]) % GROUP == 0
 
 
 def parts(state: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(name, dict that holds it, key there) of each tensor of a state but the step count."""
+    """(name, dict that holds it, key in that dict) of each tensor of a state but the step count."""
     for key, value in list(state.items()):
         if isinstance(value, Tensor):
             if key != "step":
@@ -144,8 +147,10 @@ def parts(state: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _portable(tensor: Tensor) -> Tensor:
-    """The tensor, int16 as the bfloat16 of the same bits: collective calls have no int16."""
-    return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
+    """The tensor; if it is int16, as bfloat16 of the same bits: collective calls have no int16."""
+    if tensor.dtype == torch.int16:
+        return tensor.view(torch.bfloat16)
+    return tensor
 
 
 def _row(name: str, p: Tensor) -> torch.Size | tuple[int]:

@@ -1,4 +1,4 @@
-"""A model's folder on every machine: only that of rank 0 need be complete."""
+"""A model's folder on every machine: only rank 0's has to be complete."""
 
 import hashlib
 from pathlib import Path
@@ -8,19 +8,20 @@ import torch
 from safetensors.torch import load, save
 
 from paw.distributed.ranks import Ranks
-from paw.io.cache import cached
+from paw.io.cache import ensure_cached
 from paw.io.files import write_file
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-LARGEST = 64 << 20
-"""Bytes from which on a file is no longer taken for one of tokenizer, template or configuration."""
+MAX_BYTES = 64 << 20
+"""Bytes from which on a file is not taken to be a tokenizer's, a template or a configuration."""
 
 
-def on_this_machine(path: str, ranks: Ranks) -> str:
-    """The path of a model's folder on this machine: `path`, or a copy of rank 0's in the cache.
+def copy_to_this_machine(path: str, ranks: Ranks) -> str:
+    """Copy rank 0's model folder into the cache if this machine lacks its files; called by all
+    ranks.
 
-    A copy is made if this machine lacks rank 0's files. It has all of them but the weights, of
-    which each rank is sent its share. Called by all ranks.
+    Returns the path of the folder on this machine: `path`, or the copy. The copy has all files but
+    the weights, of which each rank is sent its share.
     """
     content = _pack_small_files(Path(path).expanduser())
     digests = ranks.gather((hashlib.sha256(content).hexdigest(), len(content)), tuple[str, int])
@@ -40,13 +41,15 @@ def on_this_machine(path: str, ranks: Ranks) -> str:
         for name, file_bytes in load(packed.numpy().tobytes()).items():
             write_file(folder / Path(name).name, file_bytes.numpy().tobytes())
 
-    return str(cached(f"model-{rank0_digest[:16]}", unpack))
+    return str(ensure_cached(f"model-{rank0_digest[:16]}", unpack))
 
 
 def _pack_small_files(folder: Path) -> bytes:
     """All files of a folder but weights, as one safetensors file; b"" if there are none."""
     tensors = {}
-    for file in sorted(folder.glob("*")):
-        if file.is_file() and file.suffix not in WEIGHTS and file.stat().st_size < LARGEST:
-            tensors[file.name] = torch.from_numpy(np.fromfile(file, np.uint8))
-    return save(tensors) if tensors else b""
+    for path in sorted(folder.glob("*")):
+        if path.is_file() and path.suffix not in WEIGHTS and path.stat().st_size < MAX_BYTES:
+            tensors[path.name] = torch.from_numpy(np.fromfile(path, np.uint8))
+    if not tensors:
+        return b""
+    return save(tensors)

@@ -1,7 +1,7 @@
 """Host memory: how much is available, page-locked slabs, and tensors copied to the host in parts.
 
-Slabs, because torch rounds each tensor of `pin_memory` up to a power of two: 1.7 times the bytes at
-14B parameters.
+Slabs are needed because torch rounds each pinned tensor up to a power of two: 1.7 times the bytes
+at 14B parameters.
 """
 
 import math
@@ -40,15 +40,15 @@ class HostMemory:
         return part.view(tensor.dtype).view(tensor.shape)
 
 
-def in_parts(named: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
-    """Copies of tensors in host memory, in parts of at most `most` bytes or of one tensor.
+def in_parts(named: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Copies of tensors in host memory, in parts of at most `max_bytes` bytes or of one tensor.
 
     The last part may be empty.
     """
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in named:
-        if part and size + tensor.nbytes > most:
+        if part and size + tensor.nbytes > max_bytes:
             yield part
             part = {}
             size = 0
@@ -61,18 +61,18 @@ CGROUP_FILES = {
     "memory.max": "memory.current",
     "memory/memory.limit_in_bytes": "memory/memory.usage_in_bytes",
 }
-"""Files of a control group: its memory limit and its usage, of version 2 and of version 1."""
+"""Files of a control group with its memory limit and its usage, in version 2 and in version 1."""
 
 
 def peak_gib(device: torch.device) -> float:
-    """Peak memory so far in GiB: of the GPU's allocator, or on a CPU of the process."""
+    """Peak memory so far in GiB: the GPU allocator's, or on a CPU the process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def available_memory(system: Path = Path("/")) -> int:
-    """Bytes that this machine, or the container's limit, has left; caches count as free.
+    """Bytes of memory that this machine or its container has left; caches count as free.
 
     0 if neither is known.
     """
@@ -95,5 +95,5 @@ def _numbers(path: Path) -> dict[str, int]:
     """
     if not path.is_file():
         return {}
-    lines = re.findall(r"^(?:(\w+):?\s+)?(\d+)(?: kB)?$", path.read_text(), re.M)
-    return {name: int(value) for name, value in lines}
+    pairs = re.findall(r"^(?:(\w+):?\s+)?(\d+)(?: kB)?$", path.read_text(), re.M)
+    return {name: int(number) for name, number in pairs}

@@ -16,8 +16,8 @@ from paw.io.hub import check_hub
 from paw.model.check import check_model, check_rope, refused
 from paw.model.policy import Policy
 
-# transformers' progress bars would break up our lines of progress. So would its report on loading;
-# what matters in it is raised below.
+# transformers' progress bars would break up our lines of progress. So would its report on loading,
+# whose problems `_check_weights` raises.
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 
@@ -27,7 +27,7 @@ def load_tokenizer(path: str | Path) -> Any:
     check_hub(str(path))
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # broken files raise whatever they meet first
+    except Exception as error:  # broken files raise all kinds of errors
         raise _broken(path, f"no tokenizer found ({_reason(error)})") from None
 
 
@@ -36,7 +36,7 @@ def load_policy(
     *,
     device: torch.device | str = "cpu",
     weights: torch.dtype = torch.float32,
-    place: bool = True,
+    on_device: bool = True,
     empty: bool = False,
     check: bool = True,
     longest: int = 0,
@@ -44,22 +44,24 @@ def load_policy(
 ) -> Policy:
     """The policy of a model folder or Hugging Face name, its parameters stored as `weights`.
 
-    `device` is where it will compute; without `place` its parameters stay in host memory. With
-    `empty` its parameters and buffers have any values: for a rank that is sent its own. `longest`
-    is the number of tokens that a row may have (`check_rope`). `options` are those of Policy.
+    `device` is where it will compute; without `on_device` its parameters stay in host memory. With
+    `empty` its parameters and buffers have arbitrary values, for a rank that will be sent its own.
+    `longest` is the number of tokens that a row may have (`check_rope`). `options` are those of
+    Policy.
 
     Raises UserError if there is no such model, if its weights do not fit its config.json or are not
-    finite, or if the trainer does not compute its log-probs (`model.check`; not without `check`).
+    finite, or if the trainer computes other log-probs than the model itself (`model.check`; only
+    with `check`).
     """
     check_hub(str(path))
     lm, report = _load_lm(path, weights, empty=empty)
     check_rope(lm, str(path), longest)
     if empty:
-        lm.tie_weights()  # no_init_weights leaves that out too
-        return _make_policy(lm, path, device, place, options)
+        lm.tie_weights()  # no_init_weights skips this too
+        return _make_policy(lm, path, device, on_device, options)
 
     _check_weights(lm, path, report)
-    policy = _make_policy(lm, path, device, place, options)
+    policy = _make_policy(lm, path, device, on_device, options)
     if check:
         check_model(policy, str(path), longest)
     return policy
@@ -81,7 +83,7 @@ def _load_lm(
         lm_and_report: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
-            trust_remote_code=False,  # without it transformers asks on standard input
+            trust_remote_code=False,  # if not given, transformers asks on standard input
             dtype=weights,
             attn_implementation="sdpa",
             output_loading_info=True,
@@ -91,12 +93,12 @@ def _load_lm(
         return lm_and_report
     except UserError:
         raise
-    except Exception as error:  # broken files and settings raise whatever they meet first
+    except Exception as error:  # broken files and settings raise all kinds of errors
         raise _broken(path, f"cannot be loaded: {_reason(error)}") from None
 
 
 def check_architecture(config: Any, path: str) -> None:
-    """Raise UserError unless a config.json is a causal LM's whose attention can be replaced."""
+    """Raise UserError unless a config.json is of a causal LM whose attention can be replaced."""
     model_classes: Any = AutoModelForCausalLM._model_mapping
     model_class = model_classes.get(type(config), None)
     subject = f"model.path = '{path}': model type '{config.model_type}'"
@@ -112,10 +114,11 @@ def check_architecture(config: Any, path: str) -> None:
 
 def _check_weights(lm: PreTrainedModel, path: str | Path, report: dict[str, Any]) -> None:
     """Raise UserError if weights are missing, not finite, or of a wrong shape."""
-    for name, stored, wanted in sorted(report["mismatched_keys"]):
+    for name, stored_shape, expected_shape in sorted(report["mismatched_keys"]):
         raise _broken(
             path,
-            f"'{name}' has shape {list(stored)} in its files, {list(wanted)} by its config.json",
+            f"'{name}' has shape {list(stored_shape)} in its files, "
+            f"{list(expected_shape)} by its config.json",
         )
     missing = sorted(report["missing_keys"])
     if missing:
@@ -131,7 +134,7 @@ def _make_policy(
     lm: PreTrainedModel,
     path: str | Path,
     device: torch.device | str,
-    place: bool,
+    on_device: bool,
     options: dict[str, Any],
 ) -> Policy:
     try:
@@ -139,14 +142,16 @@ def _make_policy(
     except UserError:
         raise
     except Exception as error:  # Hugging Face's: no checkpointing, layers of several shapes
-        why = f"cannot be trained here: {clean(_reason(error), 200)}"
-        raise refused(lm, str(path), why) from None
+        reason = f"cannot be trained here: {clean(_reason(error), 200)}"
+        raise refused(lm, str(path), reason) from None
     policy.device = torch.device(device)
-    return policy.to(device) if place else policy
+    if on_device:
+        policy = policy.to(device)
+    return policy
 
 
-def _broken(path: str | Path, why: str) -> UserError:
-    return UserError(f"model.path = '{path}': {why}")
+def _broken(path: str | Path, reason: str) -> UserError:
+    return UserError(f"model.path = '{path}': {reason}")
 
 
 def _reason(error: BaseException) -> str:
@@ -154,4 +159,6 @@ def _reason(error: BaseException) -> str:
     message = str(error).strip()
     if "trust_remote_code" in message:
         return "its files name code of their own (auto_map), which is never run"
-    return message.splitlines()[0] if message else type(error).__name__
+    if not message:
+        return type(error).__name__
+    return message.splitlines()[0]

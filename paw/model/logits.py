@@ -1,5 +1,5 @@
 """What a model does to its head's logits before the softmax: a scale (Granite, Cohere, Falcon-H1)
-or a soft cap (Gemma, nanochat). The kernels and the transformers engine apply the same.
+or a soft cap (Gemma, nanochat). The kernels and the transformers engine do the same.
 
     z = softcap tanh(scale u / softcap),  u = W h + b        without a soft cap z = scale u
 """
@@ -23,7 +23,7 @@ class LogitTransform:
     def of(cls, config: Any) -> "LogitTransform":
         """The transform that a Hugging Face model's config asks for.
 
-        `model.check` checks that the model does so.
+        `model.check` checks that the model applies it.
         """
         settings = config.get_text_config()
         factors = [getattr(settings, name, None) for name in FACTORS]
@@ -34,7 +34,7 @@ class LogitTransform:
         return cls(scale=scale, softcap=softcap)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Turn logits [..., V] of the head into those that the softmax takes, in float32."""
+        """The logits that the softmax takes, in float32, from those of the head [..., V]."""
         logits = logits.float()
         if self.scale != 1.0:
             logits = logits * self.scale

@@ -3,9 +3,9 @@
     W' = W + alpha / rank * B A    W [out, in]; at the start A [rank, in] random, B [out, rank] zero
 
 peft replaces layers in place: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside
-`q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. vLLM gets A and B alone (or W').
-The export, and the transformers engine of several ranks, get W' under the old names. The frozen
-weights have the dtype of the forward pass, the adapters are float32.
+`q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. vLLM gets only A and B (or W').
+The export, and the transformers engine with several ranks, get W' under the old names. The frozen
+weights have the dtype of the forward pass; the adapters are float32.
 """
 
 import json
@@ -24,13 +24,14 @@ from paw.errors import UserError, nearest, needed
 
 def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:
     """Raise UserError if a target is not the name of a linear layer of the decoder."""
-    linear = {
-        name for name, module in lm.get_decoder().named_modules() if isinstance(module, nn.Linear)
-    }
-    layers = sorted({name.rpartition(".")[2] for name in linear})
+    linear_layers: set[str] = set()
+    for name, module in lm.get_decoder().named_modules():
+        if isinstance(module, nn.Linear):
+            linear_layers.add(name.rpartition(".")[2])
+    available = sorted(linear_layers)
     for target in config.targets:
-        if target not in layers:
-            hint = nearest(target, layers) or f"there are: {', '.join(layers) or 'none'}"
+        if target not in available:
+            hint = nearest(target, available) or f"there are: {', '.join(available) or 'none'}"
             raise UserError(
                 f"lora.targets: '{target}' is not a linear layer of this model's decoder; {hint}"
             )
@@ -39,8 +40,8 @@ def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:
 def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
     """Freeze `lm` and add trainable float32 adapters.
 
-    Equal seeds give equal adapters; log-probs do not change. Raises UserError if peft is not
-    installed, and for targets that name experts.
+    Equal seeds give equal adapters. Log-probs do not change. Raises UserError if peft is not
+    installed, or if a target names experts.
     """
     peft = needed("peft", "lora.rank", "lora")
     settings = peft.LoraConfig(
@@ -54,21 +55,19 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
         if parameter.requires_grad:  # peft gives adapters the dtype of the weights
             parameter.data = parameter.data.float()
     for layer in _lora_layers(lm):
-        layer.cast_input_dtype_enabled = (
-            False  # the adapters are cast to the input's dtype, not the input to theirs
-        )
+        # The adapters are cast to the input's dtype, not the input to theirs.
+        layer.cast_input_dtype_enabled = False
 
 
 def _refuse_experts(lm: PreTrainedModel, config: LoraConfig) -> None:
-    """Raise UserError if a target also names expert weights, one tensor for all experts.
+    """Raise UserError if peft has adapted expert weights, which are one tensor for all experts.
 
-    peft has then adapted them.
+    It does so if a target also names such weights.
     """
     expert_words: set[str] = set()
     for layer in _lora_layers(lm):
-        expert_words.update(
-            word for word in getattr(layer, "parameter_name", "").split("_") if word
-        )
+        expert_words.update(getattr(layer, "parameter_name", "").split("_"))
+    expert_words.discard("")
     if expert_words:
         dense_targets = [
             target for target in config.targets if target.split("_")[0] not in expert_words
@@ -82,10 +81,10 @@ def _refuse_experts(lm: PreTrainedModel, config: LoraConfig) -> None:
 
 @contextmanager
 def adapters_off(lm: PreTrainedModel) -> Iterator[None]:
-    """The model without its adapters in this block: the reference policy.
+    """In this block the model runs without its adapters, as the reference policy.
 
-    peft's own `enable_adapters` also changes which parameters are trainable, which FSDP reads from
-    them only once.
+    peft's own `enable_adapters` also changes which parameters are trainable, and FSDP reads that
+    only once.
     """
     for layer in _lora_layers(lm):
         layer._disable_adapters = True
@@ -97,7 +96,7 @@ def adapters_off(lm: PreTrainedModel) -> Iterator[None]:
 
 
 def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
-    """The full parameter `name` of one of peft's layers with its adapter added, a new tensor.
+    """The full parameter `name` of one of peft's layers with its adapter added, as a new tensor.
 
     A bias is returned as it is.
     """
@@ -114,10 +113,8 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name as in peft's files, full tensor) of every A and B, gathered one at a time."""
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
-            yield (
-                f"base_model.model.{name.replace('.default.', '.')}",
-                full_tensor(parameter.detach()),
-            )
+            peft_name = f"base_model.model.{name.replace('.default.', '.')}"
+            yield peft_name, full_tensor(parameter.detach())
 
 
 def _lora_layers(lm: nn.Module) -> list[Any]:

@@ -1,6 +1,6 @@
-"""Layers that mix tokens by recurrence or convolution: they get packed rows side by side.
+"""Layers that mix tokens by recurrence or convolution get packed rows side by side.
 
-Such layers know no bounds of rows.
+Such layers do not know where rows end.
 """
 
 from collections.abc import Iterable
@@ -13,11 +13,11 @@ from paw.model.attention import token_mixers
 
 
 def separate_rows(layers: Iterable[nn.Module]) -> None:
-    """Have every token mixer in these decoder layers see each row alone.
+    """Make every token mixer in these decoder layers see each row alone.
 
-    It is done by hooks on the modules themselves, which a deep copy of the model keeps. A decoder
-    layer hands the bounds down each time it runs, also when it is recomputed, since not every model
-    passes them on.
+    This is done by hooks on the modules themselves, which a deep copy of the model keeps. A decoder
+    layer hands the bounds down each time it runs, also when it is recomputed, because not every
+    model passes them on.
     """
     for layer in layers:
         mixers = token_mixers(layer)

@@ -14,9 +14,9 @@ from paw.errors import UserError, needed
 def make_optimizer(
     parameters: Iterable[nn.Parameter], config: OptimConfig
 ) -> torch.optim.Optimizer:
-    """The optimizer `optim.name` over the parameters that require a gradient.
+    """The optimizer `optim.name` for the parameters that require a gradient.
 
-    Raises UserError if it is flash-adamw and cannot run here.
+    Raises UserError if that is flash-adamw, which cannot run here.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if config.name == "adamw":
@@ -25,11 +25,11 @@ def make_optimizer(
             lr=config.lr,
             betas=config.betas,
             weight_decay=config.weight_decay,
-            fused=True,  # foreach needs 4 more bytes a parameter during the step
+            fused=True,  # foreach needs 4 more bytes per parameter during the step
         )
 
     if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
-        raise UserError("optim.name = 'flash-adamw': it needs a GPU; or use --optim.name adamw")
+        raise UserError("optim.name = 'flash-adamw' needs a GPU; use --optim.name adamw")
     needed("flashoptim", "optim.name = 'flash-adamw'", "flash", instead="--optim.name adamw")
     from paw.model.flash import FlashAdamW
 
@@ -44,9 +44,9 @@ def make_optimizer(
 
 
 def learning_rate(config: OptimConfig, *, update: int, updates: int) -> float:
-    """The learning rate of update 0, 1, ... of `updates`.
+    """The learning rate of `update`, which counts from 0 to `updates` - 1.
 
-    Linear warm-up over `warmup_updates`, then constant, or a cosine down to final_lr * lr.
+    A linear warm-up over `warmup_updates`, then constant, or a cosine down to final_lr * lr.
     """
     factor = 1.0
     if config.warmup_updates:

@@ -1,6 +1,6 @@
 """Faster layers, on request: Liger's kernels (`model.liger`) and torch.compile (`model.compile`).
 
-Same mathematics.
+They compute the same function.
 """
 
 import logging
@@ -29,12 +29,12 @@ def import_liger(device: torch.device) -> Any:
 
 
 def apply_liger(lm: PreTrainedModel) -> None:
-    """Replace `lm`'s norms, rotary embedding and gated MLP by Liger's. The head stays ours.
+    """Replace `lm`'s norms, rotary embedding and gated MLP with Liger's. The head stays ours.
 
     The rotary embedding is replaced for every model of this type in the process, the rest for this
-    model and those made from now on. Raises UserError if Liger has no kernels for the model.
+    model and for those made from now on. Raises UserError if Liger has no kernels for the model.
     """
-    # Liger warns of back ends that nobody asked for.
+    # Liger warns about back ends that nobody asked for.
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)
     liger = import_liger(lm.device)
     model_type = lm.config.model_type
@@ -46,7 +46,7 @@ def apply_liger(lm: PreTrainedModel) -> None:
 
 
 def compile_layers(lm: PreTrainedModel) -> None:
-    """torch.compile every decoder layer, for any number of tokens. Called before sharding.
+    """Compile every decoder layer with torch.compile, for any number of tokens, before sharding.
 
     Only `forward` is compiled: hooks (FSDP's) and checkpointing stay around it. Attention over
     packed rows is not in the graph, and nothing in the graph depends on the rows. Sampling, which

@@ -1,7 +1,7 @@
-"""The policy: a Hugging Face causal LM, as a body that gives hidden states and a head.
+"""The policy: a Hugging Face causal LM, split into a body that returns hidden states, and a head.
 
-The kernels read hidden states and head; logits are never formed here. Qwen2.5, Qwen3, Llama 3 and
-any other AutoModelForCausalLM go through the same code. `paw.model.loading` loads one,
+The kernels read the hidden states and the head; logits are never formed here. Qwen2.5, Qwen3,
+Llama 3 and any other AutoModelForCausalLM go through the same code. `paw.model.loading` loads one,
 `paw.model.check` checks that it can be trained.
 """
 
@@ -58,7 +58,9 @@ class Policy(nn.Module):
         self.transform = LogitTransform.of(lm.config)
         self.device = lm.device
         """Where it computes; parameters may lie elsewhere."""
-        self._checkpointed = layers if checkpointing != "none" else []
+        self._checkpointed: list[nn.Module] = []
+        if checkpointing != "none":
+            self._checkpointed = layers
         self._padded = any(token_mixers(layer) for layer in layers)
         """Whether some layers need the rows side by side (`model.mixers`)."""
         width = _attention_width(lm.config.get_text_config())
@@ -81,18 +83,20 @@ class Policy(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D] in `dtype`, tied to the embedding or not."""
+        """[V, D] in `dtype`, whether or not it is tied to the embedding."""
         return self._head.weight.to(self.dtype)
 
     @property
     def head_bias(self) -> Tensor | None:
         bias = self._head.bias
-        return None if bias is None else bias.to(self.dtype)
+        if bias is None:
+            return None
+        return bias.to(self.dtype)
 
     def head_options(self, temperature: float) -> dict[str, Any]:
-        """Keyword arguments of the kernels for this head at a temperature.
+        """The kernels' keyword arguments for this head at a temperature.
 
-        Hidden states, weight and targets come beside them.
+        The caller adds hidden states, weight and targets.
         """
         return {
             "bias": self.head_bias,
@@ -107,8 +111,8 @@ class Policy(nn.Module):
     def forward(self, compute: Callable[[], T]) -> T:
         """compute(), with full weights: a sharded model has them only inside calls of itself.
 
-        Results with a gradient must be tensors, or tuples of them: FSDP looks there for where
-        backward will start.
+        Results with a gradient must be tensors or tuples of tensors, because FSDP looks there for
+        the place where backward will start.
         """
         return compute()
 
@@ -121,7 +125,8 @@ class Policy(nn.Module):
             lengths, kernel=self.attention, device=input_ids.device, padded=self._padded
         )
         for layer in self._checkpointed:
-            # Training mode makes the layer checkpoint. The modules in it keep theirs: no dropout.
+            # Training mode makes the layer checkpoint. The modules inside stay in evaluation mode:
+            # no dropout.
             layer.training = True
 
         saved_activations: AbstractContextManager[Any] = nullcontext()
@@ -137,9 +142,9 @@ class Policy(nn.Module):
         return out.last_hidden_state[0].to(self.dtype)
 
     def named_parameters_once(self) -> dict[str, nn.Parameter]:
-        """The trained parameters by Hugging Face's name or LoRA's.
+        """The trained parameters by their Hugging Face or LoRA names.
 
-        A tied head is there only as the embedding.
+        A tied head is included only as the embedding.
         """
         return {
             name: parameter
@@ -155,7 +160,7 @@ class Policy(nn.Module):
 
 
 def _attention_width(config: Any) -> int:
-    """The sizes of all attention heads of all layers, added up."""
+    """The sum of the sizes of all attention heads of all layers."""
     head_size = getattr(config, "head_dim", None)
     if not head_size:
         head_size = config.hidden_size // config.num_attention_heads
@@ -170,7 +175,8 @@ def _enable_checkpointing(
     if selective:
         options["context_fn"] = selective_contexts
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    # Checkpointed layers are in training mode (see `hidden`). Some apply dropout themselves (OPT).
+    # Checkpointed layers are in training mode (see `hidden`), and some apply dropout themselves
+    # (OPT).
     for layer in layers:
         for name, value in list(vars(layer).items()):
             if "dropout" in name and isinstance(value, float):
@@ -182,8 +188,8 @@ def full_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of each parameter, gathered one at a time.
 
-    LoRA adapters are merged into the weights, or left out without `merge`. A tied head comes under
-    its own name as well, unless `once`: vLLM on CPU keeps a repacked copy of it, which the
+    LoRA adapters are merged into the weights, or left out without `merge`. A tied head also comes
+    under its own name, unless `once`: vLLM on a CPU keeps a repacked copy of it, which the
     embedding's name does not reach.
     """
     for name, parameter in model.named_parameters(remove_duplicate=once):
@@ -198,7 +204,7 @@ def full_parameters(
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model's files that are not parameters, by name (biases of some routers)."""
+    """The tensors in a model's files that are not parameters, by name (biases of some routers)."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {
         name: tensor.cpu() for name, tensor in model.state_dict().items() if name not in parameters
@@ -206,7 +212,7 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def weights_dtype(config: Config) -> torch.dtype:
-    """The dtype that parameters are stored in.
+    """The dtype in which parameters are stored.
 
     float32, or model.dtype if the optimizer keeps further bits or LoRA freezes the weights.
     """
@@ -216,15 +222,17 @@ def weights_dtype(config: Config) -> torch.dtype:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device that model.device means. Raises UserError if it is a GPU and there is none."""
+    """The device that model.device means. Raises UserError if it is "cuda" and there is no GPU."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "model.device = 'cuda', but torch sees no GPU; "
             "use --model.device cpu, or see `paw doctor`"
         )
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
+    if wanted != "auto":
+        return torch.device(wanted)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("cpu")
 
 
 def pick_backend(wanted: str, device: torch.device, dtype: str, path: str = "quickstart") -> str:
@@ -246,9 +254,9 @@ def pick_backend(wanted: str, device: torch.device, dtype: str, path: str = "qui
 
 
 def head_shape(path: str) -> tuple[int, int] | None:
-    """(V, D) by the config.json of a model folder or Hugging Face name.
+    """(V, D) according to the config.json of a model folder or Hugging Face name.
 
-    None if there is no such model, or not yet.
+    None if there is no such model (yet).
     """
     if path == "quickstart":
         return None

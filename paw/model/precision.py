@@ -1,10 +1,10 @@
 """One definition of bf16 for any number of ranks: every module sees its parameters as bf16.
 
-Nothing else is cast. FSDP2's MixedPrecisionPolicy does so with several ranks, and so does vLLM.
-Parameters that are stored in float32 (AdamW's, LoRA's adapters) keep that for the optimizer and get
-their gradients in it. In one rank a decoder layer has bf16 copies of them while it runs: forward,
-and again in the backward pass if it is checkpointed. autocast would keep the copies of all layers,
-and a residual stream of float32.
+Nothing else is cast. With several ranks FSDP2's MixedPrecisionPolicy does this, and so does vLLM.
+Parameters that are stored in float32 (AdamW's, LoRA's adapters) stay float32 for the optimizer, and
+so do their gradients. With one rank, a decoder layer has bf16 copies of them while it runs: in the
+forward pass, and again in the backward pass if it is checkpointed. autocast would keep the copies
+of all layers, and a residual stream of float32.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 @contextmanager
 def parameters_as(dtype: torch.dtype, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """In this block the modules' own floating parameters of other dtypes are copies in `dtype`.
+    """In this block the modules' own floating-point parameters are copies in `dtype`.
 
-    Gradients flow through the copies. A shared parameter has one copy.
+    Those that have this dtype stay. Gradients flow through the copies. A shared parameter has one
+    copy.
     """
     originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     for module in modules:
@@ -42,10 +43,10 @@ def parameters_as(dtype: torch.dtype, modules: Iterable[nn.Module]) -> Iterator[
 
 
 def run_in(dtype: torch.dtype, lm: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Have the `layers`, and whatever else in `lm` holds parameters, run with them as `dtype`.
+    """Make the `layers`, and all other modules of `lm`, run with their parameters as `dtype`.
 
-    It is done by hooks, which stay outside what torch.compile makes of a layer, and inside what is
-    checkpointed.
+    This is done by hooks, which stay outside what torch.compile makes of a layer, and inside what
+    is checkpointed.
     """
     in_layers: set[nn.Module] = set()
     for layer in layers:
@@ -58,28 +59,30 @@ def run_in(dtype: torch.dtype, lm: nn.Module, layers: Iterable[nn.Module]) -> No
 
 @contextmanager
 def running_in(dtype: torch.dtype, lm: nn.Module) -> Iterator[None]:
-    """In this block what `run_in` has prepared runs in another dtype."""
-    usual: dict[Any, torch.dtype] = {}
+    """In this block the modules that `run_in` has prepared run in another dtype."""
+    usual_dtypes: dict[Any, torch.dtype] = {}
     for module in lm.modules():
         if hasattr(module, "_runs_in"):
-            usual[module] = module._runs_in  # type: ignore[assignment]
-    for module in usual:
+            usual_dtypes[module] = module._runs_in  # type: ignore[assignment]
+    for module in usual_dtypes:
         module._runs_in = dtype
     try:
         yield
     finally:
-        for module, usual_dtype in usual.items():
+        for module, usual_dtype in usual_dtypes.items():
             module._runs_in = usual_dtype
 
 
 def _add_hooks(module: nn.Module, dtype: torch.dtype, *, with_submodules: bool) -> None:
-    """Have a module run with its parameters in `dtype`, which `module._runs_in` can change."""
+    """Make a module run with its parameters in `dtype`, which `module._runs_in` can change."""
     module._runs_in = dtype  # type: ignore[assignment]
     casting = ExitStack()
 
     # A hook gets the module that is called, which may be a deep copy of the one it was made for.
     def enter(called: Any, *_: Any) -> None:
-        modules = called.modules() if with_submodules else [called]
+        modules = [called]
+        if with_submodules:
+            modules = called.modules()
         casting.enter_context(parameters_as(called._runs_in, modules))
 
     def leave(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The activations kept for the backward pass with `model.checkpointing = "selective"`."""
+"""Which activations are kept for the backward pass with `model.checkpointing = "selective"`."""
 
 from typing import Any
 
@@ -18,9 +18,11 @@ def selective_contexts() -> tuple[Any, Any]:
         if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             phase = "recompute" if context.is_recompute else "forward"
             products[phase] += 1
-            keep = products[phase] % 2 == 1
+            is_kept = products[phase] % 2 == 1
         else:
-            keep = "attention" in str(op) or "attn" in str(op)
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            is_kept = "attention" in str(op) or "attn" in str(op)
+        if is_kept:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -1,4 +1,4 @@
-"""A policy's weights as an engine takes them."""
+"""A policy's weights, as engines take them."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -62,7 +62,7 @@ def checkpoint_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """The parameters under the names of the model's files.
 
-    transformers keeps all experts of a layer in one tensor, the files have them one by one.
+    transformers keeps all experts of a layer in one tensor; the files have a tensor for each.
     """
     for name, tensor in named:
         if tensor.dim() == 3:

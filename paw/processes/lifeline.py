@@ -1,6 +1,6 @@
 """How a process ends together with the one that started it, and with those that it has started.
 
-No torch.
+Imports no torch.
 """
 
 import ctypes
@@ -16,15 +16,15 @@ PR_SET_PDEATHSIG = 1
 MOST_DESCRIPTORS = 1024
 """Descriptors that a process is given by the one that forks it are below this."""
 WATCH_S = 1.0
-"""Seconds between two looks at the parent where there is no prctl."""
+"""Seconds between two looks at the parent on systems without prctl."""
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process end with process `parent`, which started it.
+    """Make this process end when process `parent`, which started it, ends.
 
-    Linux kills it, whatever it is doing, when the thread that started it ends: start it in one that
-    lasts. On other systems a thread looks every second; code that holds the interpreter keeps it
-    from running.
+    Linux kills it, whatever it is doing, when the thread that started it ends, so start it in a
+    thread that lasts. On other systems a thread looks every second, unless code that holds the
+    interpreter keeps that thread from running.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -76,10 +76,9 @@ def _watch(parent: int) -> None:
 
 
 def end_tool_servers() -> None:
-    """End the tool servers of verifiers before `os._exit`, which calls no exit handler.
+    """End the tool servers of verifiers before `os._exit`, which calls no exit handlers.
 
-    They have sessions of their own, which neither Ctrl-C nor the end of this process's group
-    reaches.
+    They have their own sessions, which neither Ctrl-C nor the end of this process's group reaches.
     """
     runtimes = sys.modules.get("verifiers.v1.runtimes.base")
     if runtimes:

@@ -1,12 +1,12 @@
 """A parent process that watches a command from outside its interpreter.
 
-Whatever an environment does to the process of the command, the exit code is true, one line says
-what happened, and two signals end it.
+Whatever an environment does to the command's process, the exit code is true, one line says what
+happened, and two signals end it.
 
-The parent is a bare interpreter, the command runs in a child. Through a pipe the child says that it
-ends in order. Through another one the C handler of its signals says which have reached it. The
-child dies with its parent. The ranks of `paw train --gpus` say how they end to their launcher. This
-module imports no torch, and nothing that the command imports.
+The parent is a bare interpreter; the command runs in a child. Through one pipe the child says that
+it ends in order. Through another the C handler of its signals says which have reached it. The child
+dies with its parent. The ranks of `paw train --gpus` tell their launcher how they end. This module
+imports no torch, and nothing that the command imports.
 """
 
 import os
@@ -29,7 +29,7 @@ KEPT = {
     "train": "; checkpoints are kept (--resume auto)",
     "sft": "; the same command goes on from what it has saved",
 }
-"""Command -> the end of a line about its end."""
+"""Command -> what is added to a line about its end."""
 WATCHED = (
     "train",
     "eval",
@@ -48,7 +48,7 @@ VANISHED = (
     "ended inside code that is not PaW's, with exit code {code} (os._exit? see env.processes)"
 )
 PIPE = "PAW_WATCHER"
-"""Environment variable of a rank: the descriptor on which it tells its launcher how it ends."""
+"""Environment variable of a rank: the descriptor by which it tells its launcher how it ends."""
 MOMENT_S = 0.3
 """A signal that reaches parent and child within this time was sent to both, as terminals do."""
 ANSWER_S = 3.0
@@ -63,7 +63,7 @@ _words: int | None = None
 
 
 def watch(arguments: list[str]) -> None:
-    """Fork if the command is to be watched, and return in the child.
+    """Fork if the command has to be watched, and return in the child.
 
     The parent passes signals on, waits for the child, and ends as the child should have ended.
     """
@@ -95,7 +95,7 @@ def watch(arguments: list[str]) -> None:
     os.close(words_end)
     try:
         _Watch(child, signals, words, arguments[0]).run(usual_mask)
-    except BaseException as error:  # a bug, which must not return and run the command a second time
+    except BaseException as error:  # a bug: returning would run the command a second time
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
         os._exit(1)
@@ -112,14 +112,14 @@ def say_ending(code: int) -> None:
 
 
 def say_heard() -> None:
-    """Tell the parent, if there is one, that Python has heard of a signal."""
+    """Tell the parent, if there is one, that Python has received a signal."""
     _say("heard")
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
     """The handler of Ctrl-C in commands that need not finish anything.
 
-    Says that Python has heard it, and raises KeyboardInterrupt.
+    Tells the parent that Python has received it, and raises KeyboardInterrupt.
     """
     say_heard()
     signal.default_int_handler(number, frame)
@@ -127,7 +127,7 @@ def interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def ending(words: str) -> int | None:
-    """The exit code in the words of a process; None if it has not said that it ends in order."""
+    """The exit code in a process's words; None if it has not said that it ends in order."""
     code = None
     for line in words.splitlines():
         if line.startswith("end "):
@@ -148,7 +148,7 @@ def read_words(descriptor: int) -> tuple[str, bool]:
 
 
 def unanswered(name: str) -> str:
-    """The line for a signal that Python does not hear of."""
+    """The line for a signal that Python has not received."""
     return (
         f"{name}: Python does not answer, it may be in code that holds it for ever "
         "(again: stop now)"
@@ -156,7 +156,7 @@ def unanswered(name: str) -> str:
 
 
 def _speak_to(descriptor: int) -> None:
-    """Have this process say on `descriptor` how it ends, unless that is -1."""
+    """Make this process say on `descriptor` how it ends, unless that is -1."""
     global _words
     if descriptor >= 0:
         os.set_inheritable(descriptor, False)
@@ -165,7 +165,8 @@ def _speak_to(descriptor: int) -> None:
 
 
 def _be_silent() -> None:
-    """Called in processes that the command forks: their end and their signals are not its own."""
+    """Called in processes that the command forks: their end and their signals are not the
+    command's."""
     global _words
     if _words is not None:
         os.close(_words)
@@ -193,7 +194,7 @@ class _Watch:
         self._words = words
         self._command = command
         self._open = {signals, words}
-        """Pipes from the child that it has not closed."""
+        """The child's pipes that it has not closed yet."""
         self._said = ""
         """All words of the child."""
         self._arrived_at: dict[int, float] = {}
@@ -201,11 +202,11 @@ class _Watch:
         self._pass_on_at: dict[int, float] = {}
         """Signal that only this process has received so far -> when to pass it on."""
         self._on_their_way: dict[int, int] = {}
-        """Signal -> how many that were passed on have not reached the child yet."""
+        """Signal -> how many of those passed on have not reached the child yet."""
         self._direct_at: dict[int, float] = {}
-        """Signal that has reached the child, but not (yet) this process -> when."""
+        """Signal that has reached the child, but not (yet) this process -> when it did."""
         self._stops = 0
-        """Signals to stop that have reached the child."""
+        """Number of signals to stop that have reached the child."""
         self._last = signal.SIGTERM
         """The last of them."""
         self._warn_at = NEVER
@@ -215,9 +216,9 @@ class _Watch:
 
     def run(self, mask: Iterable[int]) -> NoReturn:
         """Watch until the child has ended, and end as it did. `mask` is the usual signal mask."""
-        arrived, arrived_end = os.pipe()
-        os.set_blocking(arrived_end, False)
-        signal.set_wakeup_fd(arrived_end, warn_on_full_buffer=False)
+        own_signals, own_signals_end = os.pipe()
+        os.set_blocking(own_signals_end, False)
+        signal.set_wakeup_fd(own_signals_end, warn_on_full_buffer=False)
         for number in STOPS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
                 signal.signal(number, lambda *_: None)
@@ -226,24 +227,24 @@ class _Watch:
 
         status = None
         while status is None:
-            ready, _, _ = select.select([arrived, *self._open], [], [], self._timeout_s())
-            pid, wait_status = os.waitpid(self._child, os.WNOHANG)
-            if pid:
+            readable, _, _ = select.select([own_signals, *self._open], [], [], self._timeout_s())
+            ended_pid, wait_status = os.waitpid(self._child, os.WNOHANG)
+            if ended_pid:
                 status = wait_status
-            if arrived in ready:
-                self._note_arrived(os.read(arrived, 64))
-            if self._signals in ready:
+            if own_signals in readable:
+                self._note_arrived(os.read(own_signals, 64))
+            if self._signals in readable:
                 self._note_reached(os.read(self._signals, 64))
-            if self._words in ready or status is not None:
+            if self._words in readable or status is not None:
                 self._read_words()
             if status is None:
                 self._act()
         self._end(status)
 
     def _timeout_s(self) -> float:
-        """Seconds until something is to be done, at most a minute."""
-        first = min([self._warn_at, self._kill_at, *self._pass_on_at.values()])
-        return min(60.0, max(0.0, first - time.monotonic()))
+        """Seconds until there is something to do, at most a minute."""
+        next_time = min([self._warn_at, self._kill_at, *self._pass_on_at.values()])
+        return min(60.0, max(0.0, next_time - time.monotonic()))
 
     def _note_arrived(self, numbers: bytes) -> None:
         """Note signals of this process. Those that the child has received too are not passed on."""
@@ -259,7 +260,7 @@ class _Watch:
                 self._pass_on_at[number] = now + MOMENT_S
 
     def _note_reached(self, numbers: bytes) -> None:
-        """Note signals of the child, which its C handler writes down whatever Python is doing."""
+        """Note signals of the child, which its C handler reports whatever Python is doing."""
         if not numbers:
             self._open.discard(self._signals)
         now = time.monotonic()
@@ -279,8 +280,10 @@ class _Watch:
             self._last = signal.Signals(number)
             if self._stops == 1:
                 self._warn_at = now + ANSWER_S
+            elif self._kill_at == NEVER and self._has_heard():
+                self._kill_at = now + GRACE_S
             elif self._kill_at == NEVER:
-                self._kill_at = now + (GRACE_S if self._has_heard() else SHORT_GRACE_S)
+                self._kill_at = now + SHORT_GRACE_S
 
     def _has_heard(self) -> bool:
         """Whether Python has answered a signal in the child."""
@@ -297,8 +300,9 @@ class _Watch:
     def _act(self) -> None:
         """Pass signals on, warn and kill, if it is time to."""
         now = time.monotonic()
-        due = [number for number, at in self._pass_on_at.items() if at <= now]
-        for number in due:
+        for number, pass_on_at in list(self._pass_on_at.items()):
+            if pass_on_at > now:
+                continue
             del self._pass_on_at[number]
             if number not in _pending(self._child):
                 self._on_their_way[number] = self._on_their_way.get(number, 0) + 1
@@ -312,29 +316,31 @@ class _Watch:
             os.kill(self._child, signal.SIGKILL)
 
     def _end(self, status: int) -> NoReturn:
-        """End as the child did, or as it should have; with a line unless it ended in order."""
-        kept = KEPT.get(self._command, "")
+        """End as the child did, or as it should have; print a line unless it ended in order."""
+        what_is_kept = KEPT.get(self._command, "")
         code = ending(self._said)
         if code is not None:
             os._exit(code)
         if self._killed:
-            _print(f"paw: stopped at once by a second {self._last.name}{kept}")
+            _print(f"paw: stopped at once by a second {self._last.name}{what_is_kept}")
             os._exit(128 + self._last)
         if os.WIFSIGNALED(status):
             number = signal.Signals(os.WTERMSIG(status))
             if number not in STOPS:
-                memory = " (for want of memory?)" if number == signal.SIGKILL else ""
-                _print(f"paw: {self._command} was killed by {number.name}{memory}{kept}")
+                reason = ""
+                if number == signal.SIGKILL:
+                    reason = " (for want of memory?)"
+                _print(f"paw: {self._command} was killed by {number.name}{reason}{what_is_kept}")
             elif self._stops:
-                _print(f"paw: stopped at once by a second {number.name}{kept}")
+                _print(f"paw: stopped at once by a second {number.name}{what_is_kept}")
             _die_of(number)
         code = os.waitstatus_to_exitcode(status)
-        _print(f"paw: {self._command} {VANISHED.format(code=code)}{kept}")
+        _print(f"paw: {self._command} {VANISHED.format(code=code)}{what_is_kept}")
         os._exit(code or 1)
 
 
 def _pending(child: int) -> list[int]:
-    """The signals to stop that a process was sent and has not received.
+    """The signals to stop that were sent to a process, and that it has not received.
 
     It has had no time for them yet, or it is stopped.
     """
@@ -357,5 +363,7 @@ def _die_of(number: signal.Signals) -> NoReturn:
 
 def _print(line: str) -> None:
     with suppress(OSError):
-        descriptor = sys.__stderr__.fileno() if sys.__stderr__ else 2
+        descriptor = 2
+        if sys.__stderr__:
+            descriptor = sys.__stderr__.fileno()
         os.write(descriptor, f"{line}\n".encode())

@@ -109,7 +109,9 @@ class Environments:
                 return {}
             case _:
                 return (
-                    {"spoken": _spoken(result)} if isinstance(result, Reply) else {"text": result}
+                    {"reply": _reply_fields(result)}
+                    if isinstance(result, Reply)
+                    else {"text": result}
                 )
 
     def _make(self, number: int) -> Fields:
@@ -145,7 +147,7 @@ def _task_of(environment: CheckedEnv) -> str | None:
     return None
 
 
-def _spoken(reply: Reply) -> Fields:
+def _reply_fields(reply: Reply) -> Fields:
     calls = [asdict(call) for call in reply.calls]
     return {"text": str(reply), "content": reply.content, "calls": calls, "problem": reply.problem}
 

@@ -217,7 +217,9 @@ class CheckedEnv:
         return bool(value)
 
     def _refuse(self, source: str, value: object, wanted: str) -> NoReturn:
-        raise EnvironmentFailure(f"{self._name}: {source} is {short_repr(value)}; it must be {wanted}")
+        raise EnvironmentFailure(
+            f"{self._name}: {source} is {short_repr(value)}; it must be {wanted}"
+        )
 
 
 class TimedEnv(CheckedEnv):

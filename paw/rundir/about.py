@@ -1,4 +1,4 @@
-"""What a run is, for run.json and its first lines: versions, machine, model, games."""
+"""What a run is, for run.json and its first printed lines: versions, machine, model, games."""
 
 import platform
 from pathlib import Path
@@ -14,8 +14,10 @@ from paw.rundir.record import code_commit
 from paw.version import __version__
 
 
-def about(config: Config, policy: Policy, factory: EnvFactory, ranks: Ranks) -> dict[str, Any]:
-    """What run.json says of a run, except how its parts were built."""
+def describe_run(
+    config: Config, policy: Policy, factory: EnvFactory, ranks: Ranks
+) -> dict[str, Any]:
+    """What run.json says about a run, except how its parts were built."""
     device = policy.device
     threads = torch.get_num_threads()
     if device.type == "cuda":
@@ -40,15 +42,18 @@ def about(config: Config, policy: Policy, factory: EnvFactory, ranks: Ranks) -> 
 
 
 def _processes(ranks: int, threads: int) -> str:
-    each = "1 thread" if threads == 1 else f"{threads} threads"
-    return f"{ranks} processes of {each}" if ranks > 1 else each
+    """8 threads; 2 processes of 1 thread; ..."""
+    threads_text = "1 thread" if threads == 1 else f"{threads} threads"
+    if ranks == 1:
+        return threads_text
+    return f"{ranks} processes of {threads_text}"
 
 
 def header_lines(directory: Path, info: dict[str, Any], config: Config) -> list[str]:
-    """The first lines that a run prints; `info` is what run.json says."""
-    world = "no world model"
+    """The first lines that a run prints; `info` is the content of run.json."""
+    world_model = "no world model"
     if config.wm.enabled:
-        world = f"PaW: {config.wm.loss}, alpha {config.wm.alpha:g}"
+        world_model = f"PaW: {config.wm.loss}, alpha {config.wm.alpha:g}"
     episodes = f"{config.rollout.tasks} x {config.rollout.group_size} episodes a step"
     return [
         f"run {directory}",
@@ -56,5 +61,5 @@ def header_lines(directory: Path, info: dict[str, Any], config: Config) -> list[
         f"vocabulary {info['vocabulary']:,}",
         f"{info['device']}, {info['dtype']}, engine {info['engine']}, "
         f"head backend {info['backend']}, games {info['games']}",
-        f"{config.advantage.type}, {world}, {episodes}",
+        f"{config.advantage.type}, {world_model}, {episodes}",
     ]

@@ -1,6 +1,6 @@
-"""What a run writes about itself: metrics.jsonl and samples.jsonl.
+"""The logs of a run: metrics.jsonl and samples.jsonl.
 
-The names and what they mean: paw/metric_list.py.
+paw/metric_list.py has the names of the metrics and what they mean.
 """
 
 import errno
@@ -19,31 +19,31 @@ from paw.rundir.resume import gaps, rewind
 
 Metrics = Mapping[str, Any]
 Record = dict[str, Any]
-"""A line of metrics.jsonl, as JSON has it (null for a number that is not finite)."""
+"""A line of metrics.jsonl as JSON values (null for a number that is not finite)."""
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Appends one JSON object per update to metrics.jsonl, and sampled episodes to samples.jsonl.
 
-    Made by `open_log`. Lines reach the system as they are written, and the disk with `sync`: log an
-    update, and sync, before saving its checkpoint.
+    Made by `open_log`. Lines reach the operating system as they are written, and the disk with
+    `sync`. Log an update and sync before saving its checkpoint.
     """
 
     def __init__(
         self, metrics: FileIO, samples: FileIO, *, history: list[Record], lost: list[str]
     ) -> None:
         self.history = history
-        """Every update logged, those of the resumed run included."""
+        """Every update logged so far, including those before the run was resumed."""
         self.lost = lost
-        """What the files of the resumed run lack, one sentence each."""
+        """What is missing in the files of the resumed run, a sentence each."""
         self._metrics = metrics
         self._samples = samples
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Append the metrics of update `step`: numbers or one-element tensors.
 
-        NaN and infinities become null. If `step` is the newest line's, they are an evaluation that
-        the line lacked: the file is replaced by one whose last line has it.
+        NaN and infinities become null. If the newest line is already of update `step`, the metrics
+        are an evaluation that it lacked: the file is replaced by one whose last line has it.
         """
         named: Record = {"step": step}
         for name, value in metrics.items():
@@ -57,9 +57,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self.history.append(record)
 
     def _add_to_last_line(self, record: Record) -> None:
-        """Replace the newest line by one that has `record` too, and no other evaluation."""
-        last = self.history.pop()
-        merged = {name: value for name, value in last.items() if not name.startswith("eval/")}
+        """Add `record` to the newest line, in place of the evaluation that it may have."""
+        newest = self.history.pop()
+        merged = {name: value for name, value in newest.items() if not name.startswith("eval/")}
         merged.update(record)
         path = _path(self._metrics)
         with writing(path):
@@ -69,33 +69,37 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self.history.append(merged)
 
     def restore(self) -> list[str]:
-        """Write files anew that were deleted or replaced since they were opened.
+        """Write files again that were deleted or replaced since they were opened.
 
-        Returns a sentence for each. The metrics are those in memory. What was in samples.jsonl
-        before is lost.
+        Returns a sentence for each. The metrics are taken from memory. What was in samples.jsonl
+        is lost.
         """
-        notes = []
-        metrics = _path(self._metrics)
-        samples = _path(self._samples)
-        if not _is_at(self._metrics, metrics):
-            with writing(metrics):
-                write_file(metrics, _lines(self.history))
+        messages = []
+        metrics_path = _path(self._metrics)
+        samples_path = _path(self._samples)
+        if not _is_at(self._metrics, metrics_path):
+            with writing(metrics_path):
+                write_file(metrics_path, _lines(self.history))
                 self._metrics.close()
-                self._metrics = open_append(metrics)
-            notes.append(f"{metrics} was deleted or replaced: all its lines are written anew")
-        if not _is_at(self._samples, samples):
-            with writing(samples):
+                self._metrics = open_append(metrics_path)
+            messages.append(
+                f"{metrics_path} was deleted or replaced: all its lines were written again"
+            )
+        if not _is_at(self._samples, samples_path):
+            with writing(samples_path):
                 self._samples.close()
-                self._samples = open_append(samples)
-            notes.append(f"{samples} was deleted or replaced: what is there now is added to")
-        return notes
+                self._samples = open_append(samples_path)
+            messages.append(
+                f"{samples_path} was deleted or replaced: new lines are added to what is there now"
+            )
+        return messages
 
     def evaluated(self, step: int) -> bool:
         """Whether the line of update `step` has an evaluation in which not every episode failed."""
         return _evaluated(self.history, step)
 
     def sync(self) -> None:
-        """Bring what was logged to the disk, where it survives a power cut."""
+        """Make sure that everything logged is on the disk, where it survives a power cut."""
         for file in (self._metrics, self._samples):
             with writing(file.name):
                 try:
@@ -117,9 +121,9 @@ def open_log(run_dir: Path, *, resume_step: int | None = None) -> MetricsLog:
     """Open the log files of a run directory, made if it is missing.
 
     `resume_step` is the step of the checkpoint that is resumed; None for a new run, -1 for one that
-    starts its files anew. The files are cut back to that step, so that they end up equal to those
-    of an uninterrupted run, except for time/* and perf/*. Raises UserError if the folder holds
-    another run, or the disk refuses.
+    starts over. The files are cut back to that step, so that they end up equal to those of an
+    uninterrupted run, except for time/* and perf/*. Raises UserError if the folder holds another
+    run, or if the disk refuses.
     """
     metrics = run_dir / "metrics.jsonl"
     samples = run_dir / "samples.jsonl"
@@ -136,8 +140,10 @@ def open_log(run_dir: Path, *, resume_step: int | None = None) -> MetricsLog:
                     )
         else:
             history = rewind(metrics, resume_step, lost)
-            # Samples are of evaluations: one that has not reached its line will be repeated.
-            sampled_step = resume_step if _evaluated(history, resume_step) else resume_step - 1
+            # Samples are of evaluations, and one that has not reached its line will be repeated.
+            sampled_step = resume_step
+            if not _evaluated(history, resume_step):
+                sampled_step -= 1
             rewind(samples, sampled_step, lost)
             lost += gaps(metrics, history, resume_step)
         metrics_file = open_append(metrics)
@@ -163,7 +169,7 @@ def _is_at(file: FileIO, path: Path) -> bool:
 
 
 def metrics_problem(metrics: Any) -> str:
-    """What is wrong with the first metric that no line can hold; empty if all can be held.
+    """What is wrong with the first metric that cannot be logged; "" if all can be.
 
     Such a metric may come from a callback.
     """
@@ -173,36 +179,41 @@ def metrics_problem(metrics: Any) -> str:
         key = f"metrics[{short_repr(name)}]"
         if not isinstance(name, str):
             return f"{key}: the name must be a text"
-        fits = True
-        try:
-            plain = _plain({"value": value})["value"]
-            if isinstance(value, int | float):
-                float(value)
-        except Exception:  # whatever a user's kind of number raises
-            fits = False
-        else:
-            if name.startswith("time/"):  # the clocks add to it
-                fits = isinstance(plain, int | float)
-        if not fits:
+        if not _can_be_logged(name, value):
             return f"{key} is {short_repr(value)}; it must be a number that fits a float"
     return ""
 
 
-def _plain(record: Mapping[str, Any]) -> Record:
-    """As JSON has it: scalars of numpy and torch become numbers.
+def _can_be_logged(name: str, value: Any) -> bool:
+    try:
+        plain_value = _plain({"value": value})["value"]
+        if isinstance(value, int | float):
+            float(value)
+    except Exception:  # a user's type of number may raise anything
+        return False
+    # The run adds seconds to those of time/.
+    return not name.startswith("time/") or isinstance(plain_value, int | float)
 
-    NaN, infinities and integers beyond a float become null.
+
+def _plain(record: Mapping[str, Any]) -> Record:
+    """The record as JSON values: scalars of numpy and torch become numbers.
+
+    NaN, infinities and integers too large for a float become null.
     """
     text = json.dumps(record, default=_scalar)
     return json.loads(text, parse_constant=lambda _: None, parse_int=_int)
 
 
 def _scalar(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else str(value)
+    if hasattr(value, "item"):
+        return value.item()
+    return str(value)
 
 
 def _int(digits: str) -> int | None:
-    return int(digits) if math.isfinite(float(digits)) else None
+    if not math.isfinite(float(digits)):
+        return None
+    return int(digits)
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
@@ -214,7 +225,7 @@ def _lines(records: list[Record]) -> bytes:
 
 
 def _append(file: FileIO, record: Mapping[str, Any]) -> None:
-    rest = memoryview(_line(record))
+    unwritten = memoryview(_line(record))
     with writing(file.name):
-        while rest:  # a disk that fills up takes a part
-            rest = rest[file.write(rest) :]
+        while unwritten:  # a disk that fills up takes only a part
+            unwritten = unwritten[file.write(unwritten) :]

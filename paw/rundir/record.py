@@ -1,4 +1,4 @@
-"""run.json: what a run is, when it was resumed and with what changes, and how it ended."""
+"""run.json: what a run is, when it was resumed and with which changes, and how it ended."""
 
 import json
 import shutil
@@ -12,18 +12,18 @@ from typing import Any, Self
 
 from paw.errors import UserError, masked
 from paw.io.files import json_object, text_of, write_file, writing
-from paw.rundir.held import HeldDirectory
+from paw.rundir.directory import OpenDirectory
 
 
 class RunRecord:
     """Writes run.json.
 
     A context manager: an exception that leaves it is recorded as the end of the run. A process that
-    is killed leaves no end. If the run's directory was renamed, the end is written to where it is
-    now; if it was deleted, nothing is.
+    is killed records no end. If the run's directory was renamed, the end is written to its new
+    place; if it was deleted, nothing is written.
     """
 
-    def __init__(self, about: dict[str, Any], directory: HeldDirectory) -> None:
+    def __init__(self, about: dict[str, Any], directory: OpenDirectory) -> None:
         self.about = dict(about)
         self._directory = directory
         self._path = directory.path / "run.json"
@@ -32,7 +32,7 @@ class RunRecord:
         """Wall time before the run was resumed."""
 
     def resume(self, earlier: dict[str, Any], *, update: int, notes: Sequence[str]) -> None:
-        """Keep what the run.json of before, `earlier`, says about the time before.
+        """Keep what `earlier`, the content of run.json before, says about the earlier time.
 
         The run continues from `update`; `notes` say what has changed since.
         """
@@ -43,11 +43,13 @@ class RunRecord:
         if isinstance(wall_s, float):
             self._earlier_s = wall_s
         resumed = earlier.get("resumed")
-        self.about["resumed"] = resumed if isinstance(resumed, list) else []
-        self.about["resumed"].append({"update": update, "at": now(), "notes": list(notes)})
+        if not isinstance(resumed, list):
+            resumed = []
+        resumed.append({"update": update, "at": now(), "notes": list(notes)})
+        self.about["resumed"] = resumed
 
     def write(self) -> None:
-        """Raises UserError if it cannot be written."""
+        """Write the file. Raises UserError if it cannot be written."""
         wall_s = round(self._earlier_s + time.monotonic() - self._started, 1)
         with writing(self._path):
             write_file(self._path, json.dumps(masked(self.about | {"wall_s": wall_s}), indent=1))
@@ -70,9 +72,11 @@ class RunRecord:
         if directory is None:
             return
         self._path = directory / self._path.name
-        why = str(error) if isinstance(error, UserError) else f"{kind.__name__}: {error}"
+        reason = f"{kind.__name__}: {error}"
+        if isinstance(error, UserError):
+            reason = str(error)
         with suppress(UserError):  # the disk may be what failed
-            self.end("failed", why)
+            self.end("failed", reason)
 
 
 def now() -> str:
@@ -85,7 +89,7 @@ def read_info(run_dir: Path) -> dict[str, Any]:
 
 
 def code_commit() -> str:
-    """The commit of this checkout, "-dirty" if there are changes; empty if it is not a checkout."""
+    """The commit of this checkout, with "-dirty" if there are changes; "" if it is no checkout."""
     if not shutil.which("git"):
         return ""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]

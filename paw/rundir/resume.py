@@ -1,6 +1,6 @@
-"""What may change when a run is resumed, what it keeps, and its logs cut back to the checkpoint.
+"""What may change when a run is resumed, what it keeps, and how its logs are cut back.
 
-Every key may change unless the run's past or its checkpoints would lose their meaning.
+Every key may change, unless the run's past or its checkpoints would lose their meaning.
 """
 
 import tomllib
@@ -16,9 +16,9 @@ from paw.io.files import json_object, text_of, update_of, write_file
 from paw.rundir.record import read_info
 
 FIXED = {
-    "run.seed": "its tasks and mini-batches are those of its seed",
-    "model.path": "its weights are that model's",
-    "env.name": "what it has learnt is of that environment",
+    "run.seed": "its tasks and mini-batches come from its seed",
+    "model.path": "its weights come from that model",
+    "env.name": "it has learnt that environment",
     "lora.rank": "its checkpoints hold these adapters",
     "lora.alpha": "its checkpoints hold these adapters",
     "lora.targets": "its checkpoints hold these adapters",
@@ -37,13 +37,13 @@ def changes(directory: Path, config: Config) -> list[str]:
     """
     path = directory / "config.toml"
     try:
+        if not path.exists():
+            raise ValueError("it is missing")
         if not path.is_file():
-            raise ValueError("it is missing" if not path.exists() else "it is no file")
+            raise ValueError("it is not a file")
         recorded = flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
-        return [
-            f"warning: {path} cannot be read, so nobody can tell what has changed since: {error}"
-        ]
+        return [f"warning: {path} cannot be read, so it is unknown what has changed since: {error}"]
 
     recorded = masked(recorded)
     current = masked(flatten(config.model_dump(mode="json", exclude_none=True)))
@@ -58,7 +58,7 @@ def changes(directory: Path, config: Config) -> list[str]:
         if reason := _why_fixed(key, old, new):
             raise UserError(
                 f"--resume auto: {directory} was trained with {key} = {old!r}, not {new!r}: "
-                f"{reason}; keep it, or start a run of another name"
+                f"{reason}; keep it, or start a run with another name"
             )
         lines.append(f"changed: {key} {_value(old)} -> {_value(new)}")
     return lines
@@ -86,22 +86,24 @@ def recorded_dtype(directory: Path) -> str:
     if dtype is None:
         with suppress(ValueError, RecursionError):
             dtype = get(tomllib.loads(text_of(directory / "config.toml")), "model.dtype")
-    return dtype if dtype in ("float32", "bfloat16") else ""
+    if dtype not in ("float32", "bfloat16"):
+        return ""
+    return dtype
 
 
 def recorded_start_model(directory: Path) -> str:
-    """The folder of the model that a run started from; empty if it is not recorded, or gone."""
-    start = str(read_info(directory).get("start", ""))
-    if start and (Path(start) / "config.json").is_file():
-        return start
+    """The folder of the model that a run started from; "" if it is not recorded, or gone."""
+    model = str(read_info(directory).get("start", ""))
+    if model and (Path(model) / "config.json").is_file():
+        return model
     return ""
 
 
 def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
-    """Drop a log's lines after update `step`, and a last line that a kill left torn.
+    """Remove a log's lines after update `step`, and a last line that a kill has cut off.
 
-    Returns the records that stay. Lines that are not an update's go too, and a sentence about them
-    is added to `lost`.
+    Returns the records that stay. Lines that belong to no update are removed too, and a sentence
+    about them is added to `lost`.
     """
     if not path.is_file():
         return []
@@ -122,7 +124,8 @@ def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
     write_file(path, b"".join(lines))
     if broken:
         lost.append(
-            f"{path}: {len(broken)} lines are no update's and go, the first is line {broken[0]}"
+            f"{path}: {len(broken)} lines belong to no update and were removed, "
+            f"the first is line {broken[0]}"
         )
     return records
 

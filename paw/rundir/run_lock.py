@@ -1,6 +1,6 @@
-"""A run directory belongs to one process, from before anything is made in it until that ends.
+"""The lock of a run directory: it belongs to one process, until that ends.
 
-The kernel holds the lock, so that kill -9 frees it too.
+It is taken before anything is made in the directory. The kernel holds it, so kill -9 frees it too.
 """
 
 import errno
@@ -19,13 +19,13 @@ from paw.errors import UserError, clean
 from paw.io.files import cause, fsync, writing
 
 LOCK = ".lock"
-"""Holds the id of the process that has the folder, or had it last. What counts is the kernel's lock
-on the file."""
+"""Name of a file with the id of the process that has the folder, or had it last. What counts is the
+kernel's lock on the file."""
 WAIT_S = 2.0
 """Seconds to wait for a process that has not written its id yet, or that was killed a moment ago
-with the parent that watches it."""
+together with the parent that watches it."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What a file system that knows no locks answers."""
+"""Errors of a file system that has no locks."""
 
 
 class InUseError(UserError):
@@ -33,10 +33,10 @@ class InUseError(UserError):
 
 
 def lock(folder: Path) -> IO[str]:
-    """Take `folder`, which exists, until the file that is returned closes or this process ends.
+    """Lock `folder`, which exists, until the returned file is closed or this process ends.
 
-    On a file system that knows no locks nothing is locked. Raises InUseError with the id of the
-    process that has the folder.
+    On a file system without locks nothing is locked. Raises InUseError with the id of the process
+    that has the folder.
     """
     path = folder / LOCK
     deadline = time.monotonic() + WAIT_S
@@ -49,7 +49,7 @@ def lock(folder: Path) -> IO[str]:
                 f"{folder} is in use by process {_process_id(path)}; wait for it or stop it"
             )
         time.sleep(0.02)
-    with suppress(OSError):  # a full disk: the lock holds all the same
+    with suppress(OSError):  # on a full disk the lock holds all the same
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
@@ -59,7 +59,7 @@ def lock(folder: Path) -> IO[str]:
 
 
 def _try_lock(file: IO[str]) -> bool:
-    """Whether the file is locked now, by this process or, without locks, by nobody."""
+    """Try to lock the file; returns whether no other process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -72,14 +72,16 @@ def _try_lock(file: IO[str]) -> bool:
 
 def _process_id(path: Path) -> str:
     text = path.read_text(errors="replace").strip()
-    return text if text.isdecimal() else "?"
+    if not text.isdecimal():
+        return "?"
+    return text
 
 
 def take_run_directory(config: Config, *, resume: str, numbered: bool) -> tuple[str, IO[str]]:
     """Make and lock the directory of a new run, or lock that of the run to resume.
 
-    Returns the name of the run, and the lock, which closing it releases.
-    Raises UserError if the directory holds another run, is in use, or has none to resume.
+    Returns the name of the run, and the lock, which is released when it is closed. Raises UserError
+    if the directory holds another run, is in use, or has no run to resume.
     """
     for name in run_names(config, resume=resume, numbered=numbered):
         directory = config.run.dir / name
@@ -92,18 +94,18 @@ def take_run_directory(config: Config, *, resume: str, numbered: bool) -> tuple[
         except InUseError:
             if resume or not numbered:
                 raise
-            continue  # with the next number
+            continue  # try the next number
         except (OSError, ValueError) as error:
             raise UserError(
                 f"cannot create the run directory {directory}: {cause(error)}; set --run.dir"
             ) from None
         _remove_leftovers(directory)
         return name, lock_file
-    raise AssertionError("numbers do not end")
+    raise AssertionError("run_names has no end for new runs")
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove files that a kill kept from being renamed."""
+    """Remove files that were not renamed into place because the process was killed."""
     for leftover in directory.glob(".tmp_*_*"):
         with suppress(OSError):
             leftover.unlink()
@@ -112,17 +114,26 @@ def _remove_leftovers(directory: Path) -> None:
 def run_names(config: Config, *, resume: str, numbered: bool) -> Iterator[str]:
     """Names that a run may take.
 
-    Without `numbered` run.name alone. With it run.name is a stem: for a new run the next free
-    numbers, without end; for a run to resume the highest number there is.
+    Without `numbered`, only run.name. With it, run.name is a stem: a new run takes the next free
+    number, one to resume the highest that exists.
     """
     stem = config.run.name
     if not numbered:
         yield stem
         return
     highest = _highest_number(config.run.dir, stem)
-    numbers = [max(highest, 1)] if resume else count(highest + 1)
-    for number in numbers:
-        yield stem if number == 1 else f"{stem}-{number}"
+    if resume:
+        yield _numbered(stem, max(highest, 1))
+        return
+    for number in count(highest + 1):
+        yield _numbered(stem, number)
+
+
+def _numbered(stem: str, number: int) -> str:
+    """The name of the run with that number: STEM for 1, STEM-2, ..."""
+    if number == 1:
+        return stem
+    return f"{stem}-{number}"
 
 
 def _highest_number(folder: Path, stem: str) -> int:
@@ -136,12 +147,11 @@ def _highest_number(folder: Path, stem: str) -> int:
 
 
 def check_free(directory: Path, *, resume: str) -> None:
-    """Raises UserError for a run directory that cannot be taken, whatever process has it: it holds
-    another run, or none to resume."""
+    """Raises UserError if a directory holds another run, or no run to resume."""
     metrics = directory / "metrics.jsonl"
     checkpoints = directory / "checkpoints"
     if not resume:
-        # The log of a run that stopped before it had begun is empty.
+        # The log of a run that was stopped before its first update is empty.
         has_log = metrics.exists() and metrics.stat().st_size > 0
         if has_log or any(checkpoints.glob("step_*")):
             raise InUseError(
@@ -151,11 +161,13 @@ def check_free(directory: Path, *, resume: str) -> None:
 
     if resume != "auto" and not re.fullmatch(r"step_\d+", resume):
         raise UserError(
-            f"--resume {clean(resume)}: takes auto or a checkpoint's name, such as step_000100"
+            f"--resume {clean(resume)}: it takes auto or a checkpoint's name, such as step_000100"
         )
     if not metrics.is_file():
         raise UserError(f"--resume: there is no run in {directory}; start without --resume")
     names = sorted(path.name for path in checkpoints.glob("step_*"))
     if resume not in ("auto", *names):
-        available = f"there are: {', '.join(names)}" if names else "there is none"
+        available = "there are none"
+        if names:
+            available = f"there are: {', '.join(names)}"
         raise UserError(f"--resume {resume}: no such checkpoint in {checkpoints}; {available}")

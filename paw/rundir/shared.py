@@ -1,4 +1,4 @@
-"""The run directory is a folder that all machines of a run see."""
+"""Checks that all machines of a run see the run directory."""
 
 import secrets
 from pathlib import Path
@@ -13,21 +13,21 @@ def check_shared(directory: Path, ranks: Ranks) -> None:
 
     A call of all ranks.
     """
-    mark = Path(ranks.broadcast_from_rank0(lambda: _put_mark(directory), str))
-    is_seen = ranks.gather((directory / mark.name).exists())
+    marker = Path(ranks.broadcast_from_rank0(lambda: _make_marker(directory), str))
+    is_seen_by = ranks.gather((directory / marker.name).exists())
     if ranks.first:
-        mark.unlink(missing_ok=True)
-    for rank, seen in enumerate(is_seen):
-        if not seen:
+        marker.unlink(missing_ok=True)
+    for rank, is_seen in enumerate(is_seen_by):
+        if not is_seen:
             raise UserError(
-                f"rank {rank} does not see the run directory {mark.parent} of rank 0: "
+                f"rank {rank} does not see the run directory {marker.parent} of rank 0: "
                 "set --run.dir to a folder that all machines of the run share"
             )
 
 
-def _put_mark(directory: Path) -> str:
-    """Make a file of a new name in `directory`; returns its path."""
-    mark = directory / f".tmp_{secrets.token_hex(8)}_shared"
-    with writing(mark):
-        mark.touch()
-    return str(mark)
+def _make_marker(directory: Path) -> str:
+    """Make a file with a new name in `directory`; returns its path."""
+    marker = directory / f".tmp_{secrets.token_hex(8)}_shared"
+    with writing(marker):
+        marker.touch()
+    return str(marker)

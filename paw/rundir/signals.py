@@ -21,7 +21,8 @@ _masks = threading.local()
 
 
 def _before_fork() -> None:
-    """Hold signals back: a child's are not the run's, and wait until it has handlers of its own."""
+    """Block the signals: those of a child are not the run's, and wait until it has its own
+    handlers."""
     _masks.before_fork = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
 
 
@@ -33,17 +34,17 @@ def _in_child() -> None:
     if _active:
         _active.clear()
         signal.set_wakeup_fd(-1)
-        _to_default()
+        _restore_default_handlers()
     if signal.getsignal(signal.SIGTERM) is _ignore:
-        _to_default()
+        _restore_default_handlers()
     _after_fork()
 
 
 def ignore_stops() -> None:
-    """Have this process ignore the signals that stop a run.
+    """Make this process ignore the signals that stop a run.
 
-    Handlers ignore them, not SIG_IGN, which programs started from here would inherit: those, and
-    forked children, have the default handlers.
+    It has handlers that do nothing, because SIG_IGN would be inherited by programs that it starts.
+    Those, and forked children, have the default handlers.
     """
     for number in STOPS:
         signal.signal(number, _ignore)
@@ -53,8 +54,8 @@ def _ignore(*_: object) -> None:
     return
 
 
-def _to_default() -> None:
-    """Give each signal that is not ignored its default handler."""
+def _restore_default_handlers() -> None:
+    """Give each signal its default handler, unless it is ignored."""
     for number in STOPS:
         if signal.getsignal(number) is signal.SIG_IGN:
             continue
@@ -70,7 +71,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_c
 def _write(text: str) -> None:
     """Write to stderr if it still exists.
 
-    Not by `print`, which a signal handler may not re-enter.
+    Without `print`, which a signal handler must not re-enter.
     """
     with suppress(OSError):
         os.write(2, f"\n{text}\n".encode())
@@ -79,16 +80,17 @@ def _write(text: str) -> None:
 class StopSignal:
     """The first SIGTERM, SIGINT or SIGHUP sets `requested`, a second one ends the process.
 
-    A context manager. A second SIGHUP does not end it: a closed terminal sends two, by the shell
-    and by the kernel. A signal that is ignored (nohup) stays ignored.
+    A context manager, for the main thread only. A second SIGHUP does not end the process, because a
+    closed terminal sends two, from the shell and from the kernel. A signal that is ignored (nohup)
+    stays ignored.
 
-    Ranks get the signal at different moments: they agree on the flag before they act on it. For the
-    main thread only. If that is inside a call that does not return, such as a collective one, a
-    thread handles the second signal, or the parent (`paw.processes.watcher`).
+    Ranks get the signal at different moments, so they agree on the flag before they act on it. If
+    the main thread is in a call that does not return, such as a collective one, the second signal
+    is handled by a thread, or by the parent (`paw.processes.watcher`).
     """
 
     def __init__(self, unit: str = "update", resume_hint: str = "--resume auto") -> None:
-        """`unit` is what is finished before the stop, `resume_hint` how to go on later."""
+        """`unit` is what is finished before the stop; `resume_hint` says how to continue later."""
         self._unit = unit
         self._resume_hint = resume_hint
         self.requested = False
@@ -125,7 +127,7 @@ class StopSignal:
         self.requested = True
         self.name = signal.Signals(number).name
         say_heard()
-        _to_default()
+        _restore_default_handlers()
         if signal.SIGHUP in self._earlier_handlers:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
         _write(f"{self.name}: finishing this {self._unit}, then saving (again: stop now)")
@@ -133,7 +135,7 @@ class StopSignal:
     def _watch(self, numbers_fd: int) -> None:
         """End the process at the second signal, unless the main thread does so in time.
 
-        Python's handlers wait for the main thread; the numbers of the signals arrive here at once.
+        Python's handlers run only in the main thread; the numbers of signals arrive here at once.
         """
         stops = 0
         with os.fdopen(numbers_fd, "rb", buffering=0) as numbers:

@@ -28,7 +28,7 @@ from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import catalogue
 from paw.envs.webshop import generator as webshop
 from paw.errors import UserError
-from paw.io.cache import cache_dir, cached, stamp
+from paw.io.cache import cache_dir, ensure_cached, stamp
 from paw.io.files import writing
 
 WEBSHOP = """\
@@ -134,7 +134,7 @@ def smollm2(out: Path | None) -> Path:
             )
         out.rmdir()
     folder = out.absolute() if out else cache_dir() / f"smollm2-135m-instruct-{stamp(file)}"
-    return cached(folder.name, partial(_convert, file), home=folder.parent)
+    return ensure_cached(folder.name, partial(_convert, file), home=folder.parent)
 
 
 def _convert(file: Path, folder: Path) -> None:

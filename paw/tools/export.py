@@ -74,7 +74,7 @@ def export_run(
     if chosen:
         tensors, state = read(chosen)
     else:
-        newest = restore.newest(folder, read)
+        newest = restore.read_newest(folder, read)
         assert newest, "there is a checkpoint, see above"
         _, (tensors, state) = newest
     policy.load(tensors["model"])

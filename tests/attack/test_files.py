@@ -273,7 +273,7 @@ def test_any_manifest_and_state(body, state):
         for manifest in (json.dumps(body, indent=1, sort_keys=True) + "\n", signed):
             (bad / "manifest.json").write_text(manifest)
             said: list[str] = []
-            (used, _) = restore.newest(Path(folder), warn=said.append)
+            (used, _) = restore.read_newest(Path(folder), warn=said.append)
             assert (used, len(said)) == (good, 1) or (manifest == signed and fits(state))
             lines_are_short(said)
 

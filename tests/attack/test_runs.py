@@ -174,7 +174,7 @@ def test_a_run_whose_directory_is_gone_ends_with_one_line_and_writes_no_half_one
     done = paw_here("train", recipe, settings, code=2)
     assert list(run.iterdir()) == [] if attack.endswith("made") else not run.exists()
     if attack.startswith("deleted"):
-        said = f"paw: the run directory {run} was deleted, and what was saved in it: the run has ended\n"
+        said = f"paw: the run directory {run} was deleted with everything saved in it: the run has ended\n"
         assert done.stderr == said and not elsewhere.exists()
         return
 
@@ -206,13 +206,13 @@ def test_logs_that_are_deleted_are_written_anew(
     run = tmp_path / "run"
     assert (
         said.count(
-            f"{run / 'metrics.jsonl'} was deleted or replaced: all its lines are written anew"
+            f"{run / 'metrics.jsonl'} was deleted or replaced: all its lines were written again"
         )
         == 1
     )
     assert (
         said.count(
-            f"{run / 'samples.jsonl'} was deleted or replaced: what is there now is added to"
+            f"{run / 'samples.jsonl'} was deleted or replaced: new lines are added to what is there now"
         )
         == 1
     )

@@ -307,9 +307,9 @@ def ask(engine, count=6, **changes):
 
 HABITS = {
     "dies": "RemoteProtocolError",
-    "hangs": "no whole answer within engine.timeout_s = 2",
-    "is late": "no whole answer within engine.timeout_s = 2",
-    "trickles": "no whole answer within engine.timeout_s = 2",
+    "hangs": "no complete answer within engine.timeout_s = 2",
+    "is late": "no complete answer within engine.timeout_s = 2",
+    "trickles": "no complete answer within engine.timeout_s = 2",
     "fails": 'status 500: {"error": "EngineCore died\\u001b[2J"}',
     "is another service": "not vLLM's answer: choices",
     "speaks no JSON": "not vLLM's answer",
@@ -414,7 +414,7 @@ def test_weights_reach_every_server_that_takes_them(connected, capsys):
 IMPATIENT_S = 0.5
 LONG = json.dumps({"results": [[*range(1000)]]}).encode()
 WHILE_IT_TAKES_WEIGHTS = {
-    "/pause": (trickle, f"TimeoutError: no whole answer within {IMPATIENT_S:g} s"),
+    "/pause": (trickle, f"TimeoutError: no complete answer within {IMPATIENT_S:g} s"),
     "/pause without end": (flood, "BadAnswer: the answer has more than 1,048,576 bytes"),
     "/collective_rpc": (flood, "BadAnswer: the answer has more than 1,048,576 bytes"),
     "/reset_prefix_cache": (
@@ -498,7 +498,7 @@ STREAMS = {
     "streams a line without end": "a stream without end: ",
     "streams empty lines without end": "it has more than 98,304 bytes",
     "streams tokens of another vocabulary": "token 50 of a vocabulary of 50",
-    "trickles": "no whole answer within engine.timeout_s = 2",
+    "trickles": "no complete answer within engine.timeout_s = 2",
 }
 
 

@@ -126,6 +126,25 @@ def test_a_command_that_tidies_up_for_long_has_heard_ctrl_c(start):
     assert child.communicate(timeout=60)[1] == "" and child.returncode == 130
 
 
+LOADS = """
+import sys, time, types
+sys.argv = ["paw", "train"]
+slow = types.ModuleType("paw.cli")
+slow.entry = lambda: (print("ready", flush=True), time.sleep(60))
+sys.modules["paw.cli"] = slow
+from paw.__main__ import run
+run()
+"""
+
+
+def test_ctrl_c_while_a_command_loads_is_said_in_one_line(start):
+    child = start(program=("-c", LOADS))
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(signal.SIGINT)
+    assert child.communicate(timeout=60)[1] == "\npaw: interrupted while loading\n"
+    assert child.returncode == 130
+
+
 def test_two_signals_end_a_command_whose_interpreter_is_held(start, tmp_path):
     """After the first one a line says that Python does not answer."""
     child = start("env", "check", f"{FILE}:Deadly", deed="holds the interpreter")

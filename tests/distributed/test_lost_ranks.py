@@ -165,7 +165,7 @@ def test_a_killed_rank_is_named(running, tmp_path, lost):
     errors = launcher.stderr.read()
     assert f"paw: rank {lost} was killed by SIGKILL; checkpoints are kept (--resume auto)" in errors
     assert "Traceback" not in errors
-    assert restore.newest(tmp_path / "run" / "checkpoints")
+    assert restore.read_newest(tmp_path / "run" / "checkpoints")
 
 
 def test_a_rank_that_an_environment_ends_is_named(recipe, paw_start, tmp_path):
@@ -244,7 +244,7 @@ def test_a_closed_terminal_lets_ranks_save(recipe, tmp_path):
             os.killpg(launcher.pid, signal.SIGKILL)
     assert launcher.returncode == 0
     assert "SIGHUP: finishing this update, then saving" in errors
-    assert restore.newest(tmp_path / "run" / "checkpoints")
+    assert restore.read_newest(tmp_path / "run" / "checkpoints")
 
 
 def test_ctrl_c_while_it_loads_ends_it_without_an_abort(recipe):

@@ -17,7 +17,7 @@ from toyworld import practised_model
 
 from paw.checkpoint import files as checkpoint
 from paw.checkpoint import restore
-from paw.checkpoint.train_state import Learner, rng_tensors, start_saving
+from paw.checkpoint.train_state import Learner, capture_random_states, start_saving
 from paw.distributed.parallel import DistributedRanks
 from paw.distributed.ranks import full_tensor
 from paw.guards import UpdateGuard
@@ -149,7 +149,7 @@ def test_kill_9_while_it_is_written_leaves_the_older_one(start, tmp_path, monkey
         }
     assert [code for code, _ in ended.result()] == [-signal.SIGKILL] * ranks
     monkeypatch.delenv("FORKED_PATCH")
-    assert restore.newest(run / "checkpoints", warn=pytest.fail)[0].name == "step_000001"
+    assert restore.read_newest(run / "checkpoints", warn=pytest.fail)[0].name == "step_000001"
     train(
         tmp_path,
         start,
@@ -247,7 +247,12 @@ def replicas(rank, folder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machines", "ranks"))
     saved, other = trained(mesh, 0), trained(mesh, 1)
     pending = start_saving(
-        [saved], ranks, step=1, folder=folder, random_states=rng_tensors(), background=True
+        [saved],
+        ranks,
+        step=1,
+        folder=folder,
+        random_states=capture_random_states(),
+        background=True,
     )
     pending.publish(1)
     assert restore.restore([other], ranks, folder, warn=pytest.fail) == (folder / "step_000001", 1)

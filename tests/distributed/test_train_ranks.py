@@ -299,7 +299,7 @@ def test_out_of_memory_on_one_rank_ends_all_and_says_what_to_turn(start, tmp_pat
         and "the checkpoint of update 1 is intact (--resume auto)" in line
     )
     assert "Traceback" not in failed.stderr
-    assert restore.newest(tmp_path / "oom" / "checkpoints")[0].name == "step_000001"
+    assert restore.read_newest(tmp_path / "oom" / "checkpoints")[0].name == "step_000001"
 
 
 NOT_A_NUMBER = """

@@ -187,7 +187,7 @@ def test_wrong_tiles_in_the_interpreter_are_left_out(monkeypatch):
     _backend.fault_of_backend.cache_clear()
     with pytest.warns(
         RuntimeWarning,
-        match="'triton' is left out: .*power of 2.*; paw doctor --kernels tells more",
+        match="'triton' is left out: .*power of 2.*; see paw doctor --kernels",
     ):
         assert choice() == "torch"
     _backend.fault_of_backend.cache_clear()

@@ -46,7 +46,7 @@ def tensors(seed: int, size: int = 64) -> checkpoint.Tensors:
 
 
 def latest(folder: Path, warn: Callable[[str], Any] = pytest.fail) -> Path | None:
-    found = restore.newest(folder, warn=warn)
+    found = restore.read_newest(folder, warn=warn)
     return found and found[0]
 
 
@@ -111,7 +111,7 @@ def test_resume_through_a_checkpoint_is_bitwise(tmp_path, fused):
     train(model, optimizer)
     moments, (rng, state) = (
         train_state.optimizer_tensors(optimizer, model.named_parameters()),
-        train_state.rng_tensors(),
+        train_state.capture_random_states(),
     )
     parts = {"model": dict(model.named_parameters()), "optimizer": moments, "rng": rng}
     path = checkpoint.save(tmp_path, 3, parts, {"rng": state})
@@ -120,7 +120,7 @@ def test_resume_through_a_checkpoint_is_bitwise(tmp_path, fused):
     loaded, state = restore.load(path, like={"model": dict(resumed.named_parameters())})
     resumed.load_state_dict(loaded["model"])
     restore.load_optimizer(fresh, resumed.named_parameters(), loaded["optimizer"])
-    restore.load_rng(loaded["rng"], state["rng"])
+    restore.restore_random_states(loaded["rng"], state["rng"])
     shutil.rmtree(path)  # nothing loaded may still lean on the files
     train(resumed, fresh)
     for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
@@ -141,13 +141,13 @@ def test_random_states_return_mid_pair(tmp_path):
 
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     draw()
-    rng, state = train_state.rng_tensors()
+    rng, state = train_state.capture_random_states()
     path = checkpoint.save(tmp_path, 1, {"rng": rng}, {"rng": state})
     expected = [draw() for _ in range(5)]
     loaded, state = restore.load(path)
-    restore.load_rng(loaded["rng"], state["rng"], trial=True)
+    restore.restore_random_states(loaded["rng"], state["rng"], trial=True)
     assert draw() not in expected
-    restore.load_rng(loaded["rng"], state["rng"])
+    restore.restore_random_states(loaded["rng"], state["rng"])
     assert [draw() for _ in range(5)] == expected
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paw.errors import UserError
-from paw.io.cache import cached
+from paw.io.cache import ensure_cached
 from paw.io.files import write_file
 from paw.rundir.log import open_log
 
@@ -93,7 +93,7 @@ def test_lines_that_are_no_metrics_are_told_and_go(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(good[0] + "\n".join(bad) + good[1] + '{"step": 2, "rew')
     with open_log(tmp_path, resume_step=1) as log:
         assert log.lost == [
-            f"{tmp_path}/metrics.jsonl: 6 lines are no update's and go, the first is line 2"
+            f"{tmp_path}/metrics.jsonl: 6 lines belong to no update and were removed, the first is line 2"
         ]
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(good)
 
@@ -122,5 +122,5 @@ def test_what_a_killed_process_left_in_the_cache_goes_in_time(tmp_path, monkeypa
         (tmp_path / left).mkdir()
         (tmp_path / left / "half").write_text("x")
         os.utime(tmp_path / left, (then := time.time() - days * 86400, then))
-    cached("model", lambda folder: (folder / "weights").write_text("whole"))
+    ensure_cached("model", lambda folder: (folder / "weights").write_text("whole"))
     assert names(tmp_path) == ["model", "model.efgh", "models.abcd"]

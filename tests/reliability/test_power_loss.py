@@ -9,7 +9,7 @@ import torch
 
 from paw.checkpoint import files as checkpoint
 from paw.checkpoint import restore
-from paw.io.cache import cached
+from paw.io.cache import ensure_cached
 from paw.io.files import write_file
 
 
@@ -34,7 +34,7 @@ def test_the_newest_checkpoint_survives_a_cut_at_any_moment(tmp_path, monkeypatc
     def cut() -> None:
         nonlocal moments
         if saved == [1] and not (checkpoints / "step_000002").exists():
-            found = restore.newest(checkpoints, restore.load, warn=pytest.fail)
+            found = restore.read_newest(checkpoints, restore.load, warn=pytest.fail)
             assert found and found[1][0]["model"]["weight"].tolist() == [1.0] * 8
             moments += 1
 
@@ -70,7 +70,7 @@ def test_the_newest_checkpoint_survives_a_cut_at_any_moment(tmp_path, monkeypatc
         assert not owed and checkpoints.parent.stat().st_ino in synced
         checkpoint.prune(checkpoints, 1)
         write_file(tmp_path / "run.json", str(step))
-        cached(f"model{step}", lambda made: (made / "weights").write_text("whole"))
+        ensure_cached(f"model{step}", lambda made: (made / "weights").write_text("whole"))
         assert not owed
         saved.append(step)
     assert [path.name for path in checkpoints.iterdir()] == ["step_000002"] and moments == 5

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from paw.envs.alfworld.problem import TASK_TYPES
 from paw.errors import UserError
-from paw.io.cache import cached
+from paw.io.cache import ensure_cached
 from paw.io.files import reading
 
 FOLDER = "json_2.1.1"
@@ -57,7 +57,7 @@ def load_split(root: Path, split: str) -> Split:
         (index / "index.json").write_text(json.dumps(_scan(root, split)))
 
     try:
-        index = cached(f"alfworld-{_stamp(folder)}", write_index)
+        index = ensure_cached(f"alfworld-{_stamp(folder)}", write_index)
         games, digest = json.loads((index / "index.json").read_text())
     except UserError:
         # Either there are no games, which the scan reports, or there is no room for an index.

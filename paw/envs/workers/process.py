@@ -46,15 +46,15 @@ AT_ONCE = 64
 """Number of simultaneous calls of environments that block, in all workers together."""
 
 
-class Spoken(Strict):
-    """A `Reply` of an oracle, as JSON."""
+class ReplyFields(Strict):
+    """A `Reply` as JSON."""
 
     text: str
     content: str
     calls: list[ToolCall]
     problem: str
 
-    def reply(self) -> Reply:
+    def to_reply(self) -> Reply:
         return Reply(self.text, self.content, self.calls, self.problem)
 
 
@@ -80,7 +80,7 @@ class Answer(Strict):
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     """A conversation, in place of a text."""
-    spoken: Spoken | None = None
+    reply: ReplyFields | None = None
     actions: list[str] | None = None
     outcome: Outcome | None = None
     tools: list[dict[str, Any]] | None = None

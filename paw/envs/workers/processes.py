@@ -144,14 +144,14 @@ class RemoteEnv:
 
     def oracle(self) -> str:
         answer = self._call("oracle")
-        return _present(answer.text) if answer.spoken is None else answer.spoken.reply()
+        return _present(answer.text) if answer.reply is None else answer.reply.to_reply()
 
     def admissible_actions(self) -> list[str]:
         return _present(self._call("admissible_actions").actions)
 
     def format_action(self, action: str) -> str:
         answer = self._call("format_action", action)
-        return _present(answer.text) if answer.spoken is None else answer.spoken.reply()
+        return _present(answer.text) if answer.reply is None else answer.reply.to_reply()
 
     def close(self) -> None:
         if not self._worker.lost:

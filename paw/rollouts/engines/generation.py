@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from paw.distributed.ranks import out_of_memory
 from paw.errors import UserError, describe
 from paw.model.attention import token_mixers
-from paw.model.check import EXACT, LENGTHS, own_logp, sliding_window, typical
+from paw.model.check import EXACT, LENGTHS, own_logp, sliding_window, typical_difference
 from paw.model.logits import LogitTransform
 from paw.model.precision import running_in
 from paw.rollouts.engines.base import Completion, Request
@@ -349,7 +349,7 @@ def check_sampling(lm: PreTrainedModel, origin: str = "engine.type = 'transforme
 
     difference = torch.cat(differences)
     largest = float(difference.max())
-    if not typical(difference, lm) <= EXACT:  # so that NaN is refused as well
+    if not typical_difference(difference, lm) <= EXACT:  # so that NaN is refused as well
         raise UserError(
             f"{refusal}: log-probs are off by {largest:.2g} nats from the model's own,"
             f" beyond rounding ({EXACT:g}); use --engine.type vllm"

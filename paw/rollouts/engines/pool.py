@@ -121,7 +121,7 @@ class ServerPool:
 
     def submit(self, request: Request, callback: Callable[[Completion], None]) -> None:
         """Have the request answered; another thread calls `callback` with the completion."""
-        self._loop.begin(self._serve(request, callback))
+        self._loop.start(self._serve(request, callback))
 
     def sync(self, weights: Any, version: int) -> None:
         raise RuntimeError("these servers get their weights from another process")
@@ -154,7 +154,9 @@ class ServerPool:
                 completion = await asyncio.wait_for(call, self.timeout_s)
                 return callback(completion)
             except TimeoutError:
-                self._lose(server, f"no whole answer within engine.timeout_s = {self.timeout_s:g}")
+                self._lose(
+                    server, f"no complete answer within engine.timeout_s = {self.timeout_s:g}"
+                )
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task and task.cancelling():

@@ -95,14 +95,14 @@ def check(shape: str | None, model: str | None) -> int:
     Raises UserError if `shape` is not VxD.
     """
     size = head_size(shape, model)
-    cases, left_out = here()
+    cases, left_out = cases_to_check()
     failed = _check_errors(cases, left_out)
     if size is None:
         print("Nothing is timed without a size: add --model PATH or --shape VxD.")
     else:
         V, D = size
         failed_kinds = {(case.backend, case.dtype) for case in failed}
-        candidates = contest(V, D, {case.backend: case.device for case in cases})
+        candidates = cases_to_time(V, D, {case.backend: case.device for case in cases})
         _time([case for case in candidates if (case.backend, case.dtype) not in failed_kinds], V, D)
     return 1 if failed else 0
 
@@ -158,7 +158,7 @@ def head_size(shape: str | None, model: str | None) -> tuple[int, int] | None:
     return size
 
 
-def here() -> tuple[list[Case], list[str]]:
+def cases_to_check() -> tuple[list[Case], list[str]]:
     """(cases to check on this machine, lines on what cannot run here and why).
 
     On a CPU Triton runs in its interpreter.
@@ -196,7 +196,7 @@ def here() -> tuple[list[Case], list[str]]:
     return cases, left_out
 
 
-def contest(V: int, D: int, devices: dict[str, str]) -> list[Case]:
+def cases_to_time(V: int, D: int, devices: dict[str, str]) -> list[Case]:
     """The cases to time; `devices` has the device type of each backend.
 
     On a GPU they are in bfloat16, with several tile sizes of Triton's; on a CPU without Triton.

@@ -23,7 +23,7 @@ from paw.algo.packing import Packing
 from paw.algo.samples import minibatches
 from paw.checkpoint import files as checkpoint
 from paw.checkpoint.export import export
-from paw.checkpoint.restore import load, load_optimizer, newest
+from paw.checkpoint.restore import load, load_optimizer, read_newest
 from paw.checkpoint.train_state import optimizer_tensors
 from paw.config.sections import Config, OptimConfig
 from paw.config.tool_sections import SftConfig
@@ -167,7 +167,7 @@ class _Progress:
         """
         if not self.folder:
             return 0
-        newest_checkpoint = newest(self.folder, partial(load, like={"model": self.parameters}))
+        newest_checkpoint = read_newest(self.folder, partial(load, like={"model": self.parameters}))
         if not newest_checkpoint:
             return 0
         path, (tensors, state) = newest_checkpoint

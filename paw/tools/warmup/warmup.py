@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from paw.config.sections import Config, WarmupConfig
 from paw.envs.base import EnvFactory, warmup_tasks
-from paw.io.cache import cache_dir, cached
+from paw.io.cache import cache_dir, ensure_cached
 from paw.model.policy import Policy
 from paw.rollouts.engines.settings import TransformersConfig
 from paw.rollouts.engines.transformers import TransformersEngine
@@ -74,7 +74,7 @@ def ensure_warm_model(config: Config, factory: EnvFactory, report: Report) -> Pa
     name = f"quickstart-{digest}"
     if (cache_dir() / name).is_dir():
         report(f"warm-up: cached in {cache_dir() / name}")
-    return cached(name, partial(_warm_up, config, factory, report))
+    return ensure_cached(name, partial(_warm_up, config, factory, report))
 
 
 def _warm_up(config: Config, factory: EnvFactory, report: Report, folder: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from paw.envs.search.retrieval.base import Documents, Hit
 from paw.envs.search.retrieval.corpus import Corpus, progress
 from paw.errors import UserError
-from paw.io.cache import cached, stamp
+from paw.io.cache import ensure_cached, stamp
 
 WORD = re.compile(r"\b(?!(?<=['’])s\b)\w+")
 """A word: letters and digits, without the possessive 's."""
@@ -124,7 +124,7 @@ class Bm25Retriever:
         self._documents = documents
         if isinstance(documents, Corpus):
             name = f"bm25-{stamp(documents.path)}-{VERSION}"
-            folder = cached(name, lambda folder: self._build().save(folder))
+            folder = ensure_cached(name, lambda folder: self._build().save(folder))
             self._index = Bm25(saved=folder)
         else:
             self._index = self._build()

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from paw.envs.checked import Strict, json_lines
 from paw.errors import UserError, to_stderr
-from paw.io.cache import cached, stamp
+from paw.io.cache import ensure_cached, stamp
 from paw.io.files import reading
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Corpus:
         self.path = path.expanduser()
         with reading(f"env.corpus = '{path}'"):
             self._file = self.path.open("rb")
-            folder = cached(f"corpus-{stamp(self.path)}", self._index)
+            folder = ensure_cached(f"corpus-{stamp(self.path)}", self._index)
         self._starts = np.load(folder / "starts.npy", mmap_mode="r")
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Whether a run directory is still the one that the run began in, and where it is now."""
+"""Whether a run directory is still the one that the run started in, and where it is now."""
 
 import errno
 import os
@@ -10,10 +10,11 @@ from paw.errors import UserError
 from paw.io.files import writing
 
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+"""Errors of a path at which there is nothing."""
 
 
-class HeldDirectory:
-    """An open folder: the system knows it by its number, even if it is renamed."""
+class OpenDirectory:
+    """An open folder, which the system finds by its number even after it is renamed."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -29,7 +30,7 @@ class HeldDirectory:
             return
         if path is None:
             raise UserError(
-                f"the run directory {self.path} was deleted, and what was saved in it: "
+                f"the run directory {self.path} was deleted with everything saved in it: "
                 "the run has ended"
             )
         content = "no checkpoint is in it yet"
@@ -44,7 +45,7 @@ class HeldDirectory:
         """The folder's path now; None if it was deleted."""
         if self._is(self.path):
             return self.path
-        with suppress(OSError):  # Linux has its path here, or "... (deleted)"
+        with suppress(OSError):  # Linux has its path here, or a path with " (deleted)" behind it
             path = Path(f"/proc/self/fd/{self._descriptor}").readlink()
             if self._is(path):
                 return path
@@ -59,11 +60,11 @@ class HeldDirectory:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[HeldDirectory]:
+def open_directory(path: Path) -> Iterator[OpenDirectory]:
     """Open a folder for the block. Raises UserError if it cannot be opened."""
     with writing(f"to run directory {path}"):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield HeldDirectory(path, descriptor)
+        yield OpenDirectory(path, descriptor)
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors, put together from the files of all ranks when they are read."""
+"""A checkpoint's tensors, joined from the files of all ranks when they are read."""
 
 import sys
 from collections import defaultdict
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-class Stored(Mapping[str, Tensor]):
-    """The tensors of a file stem by name, each put together from its pieces when it is read."""
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a file stem by name, each joined from its pieces when it is read."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, list[Tensor]] = defaultdict(list)
@@ -20,13 +20,13 @@ class Stored(Mapping[str, Tensor]):
     def add(self, name: str, rows: Tensor) -> None:
         """Add the next rows of a tensor, or all of it.
 
-        Raises RuntimeError if they do not fit the rows before.
+        Raises RuntimeError if they do not fit the earlier rows.
         """
-        like = torch.empty(rows.shape, dtype=rows.dtype, device="meta")
+        rows_meta = torch.empty(rows.shape, dtype=rows.dtype, device="meta")
         if name in self.meta:
-            self.meta[name] = torch.cat([self.meta[name], like])
+            self.meta[name] = torch.cat([self.meta[name], rows_meta])
         else:
-            self.meta[name] = like
+            self.meta[name] = rows_meta
         self._pieces[name].append(rows)
 
     def __iter__(self) -> Iterator[str]:
@@ -39,18 +39,20 @@ class Stored(Mapping[str, Tensor]):
         return self.rows(name, 0, sys.maxsize)
 
     def rows(self, name: str, first: int, end: int) -> Tensor:
-        """Rows `first` to `end` of a tensor; a tensor without rows (0 dimensions) as it is."""
-        like = self.meta[name]
-        if not like.ndim:
+        """Rows from `first` up to `end` of a tensor; a tensor of 0 dimensions as it is."""
+        full_meta = self.meta[name]
+        if full_meta.ndim == 0:
             return self._pieces[name][0]
 
         parts = []
-        start = 0
+        piece_start = 0
         for piece in self._pieces[name]:
-            if start < end and first < start + len(piece):
-                parts.append(piece[max(first - start, 0) : end - start])
-            start += len(piece)
+            if piece_start < end and first < piece_start + len(piece):
+                parts.append(piece[max(first - piece_start, 0) : end - piece_start])
+            piece_start += len(piece)
 
         if not parts:  # an empty tensor, or a rank without any rows
-            return torch.empty((0, *like.shape[1:]), dtype=like.dtype)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            return torch.empty((0, *full_meta.shape[1:]), dtype=full_meta.dtype)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts)
