@@ -78,7 +78,7 @@ class Household:
         """Start again; returns the welcome text, the view of the room and the task."""
         game = self.game
         self.location = game.start
-        self.open_directory: str | None = None
+        self.held: str | None = None
         self.contents = dict(game.contents)
         """Receptacle id -> sorted objects in it.
 
@@ -137,7 +137,7 @@ class Household:
     def _goal_holds(self) -> bool:
         game, goal = self.game, self.game.goal
         if goal.kind == "look":
-            return self.open_directory in game.candidates and any(
+            return self.held in game.candidates and any(
                 lamp in game.targets and "toggled" in self.state_of(lamp)
                 for receptacle in game.at.get(self.location, ())
                 for lamp in self.contents[receptacle]
@@ -157,12 +157,7 @@ class Household:
         """Admissible command -> the method that plays it and its arguments."""
         if self._admissible is not None:
             return self._admissible
-        game, names, location, held = (
-            self.game,
-            self.game.names,
-            self.game.location,
-            self.open_directory,
-        )
+        game, names, location, held = self.game, self.game.names, self.game.location, self.held
         able, here = game.able, game.at.get(self.location, ())
         actions: dict[str, tuple] = {
             command: (self._go, receptacle)
@@ -218,8 +213,8 @@ class Household:
 
     def _inventory(self) -> str:
         return (
-            f"You are carrying: a {self._name(self.open_directory)}."
-            if self.open_directory
+            f"You are carrying: a {self._name(self.held)}."
+            if self.held
             else "You are not carrying anything."
         )
 
@@ -288,14 +283,14 @@ class Household:
         self.contents[receptacle] = tuple(t for t in self.contents[receptacle] if t != thing)
         self.taken_from.add((thing, receptacle))
         self.object_location.discard((thing, self.location))
-        self.open_directory = thing
+        self.held = thing
         return f"You pick up the {self._name(thing)} from the {self._name(receptacle)}."
 
     def _put(self, thing: str, receptacle: str) -> str:
         self.contents[receptacle] = tuple(sorted({*self.contents[receptacle], thing}))
         self.taken_from.discard((thing, receptacle))
         self.object_location.add((thing, self.location))
-        self.open_directory = None
+        self.held = None
         return f"You move the {self._name(thing)} to the {self._name(receptacle)}."
 
     def _treat(self, thing: str, receptacle: str, verb: str) -> str:
