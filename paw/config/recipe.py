@@ -249,14 +249,20 @@ def get(tree: Any, dotted: str) -> Any:
 def layered(flat: Flat, layer: Flat) -> Flat:
     """`flat` overridden by `layer`, without those keys of `flat` that no longer apply then."""
     merged = flat | layer
-    before = keys_of(Config, flat)
-    after = keys_of(Config, merged)
+    keys_before = keys_of(Config, flat)
+    keys_after = keys_of(Config, merged)
     dropped = set()
-    for key, state in before.items():
-        applies_after = key in after and not after[key].needs
-        if not state.needs and not applies_after:
+    for key, before in keys_before.items():
+        applies_after = key in keys_after and not keys_after[key].needs
+        if not before.needs and not applies_after:
             dropped.add(key)
-    return {key: value for key, value in merged.items() if key in layer or key not in dropped}
+
+    remaining: Flat = {}
+    for key, value in merged.items():
+        table = key.rpartition(".")[0]  # a key itself, if its value is a dict
+        if key in layer or not dropped & {key, table}:
+            remaining[key] = value
+    return remaining
 
 
 def read_recipe(recipe: str) -> tuple[Flat, dict[str, str]]:

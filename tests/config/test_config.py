@@ -101,6 +101,16 @@ def test_a_choice_leaves_the_keys_of_the_one_before_it_behind(recipe):
     )
 
 
+def test_a_choice_leaves_the_entries_of_tables_behind_too(recipe):
+    path = recipe(
+        MODEL + '[env]\nname = "openenv"\nurl = "http://a"\noptions = {difficulty = "hard"}\n'
+    )
+    assert load(path).env.options == {"difficulty": "hard"}
+    assert load(path, {"env.name": "alfworld"}).env.name == "alfworld"
+    config = load(path, {"env.name": "gymnasium", "env.kwargs": "{size = 5}"})
+    assert config.env.kwargs == {"size": 5}
+
+
 WRONG = [
     ("optim.lr", "-1", "optim.lr = -1: Input should be greater than 0"),
     ("optim.lr", "fast", "optim.lr = 'fast': Input should be a valid number"),
