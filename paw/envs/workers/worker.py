@@ -39,7 +39,7 @@ WATCHDOG_S = 1.0
 """How often the child looks for its parent."""
 
 
-class Reply(Strict):
+class ChildReply(Strict):
     """A line that the child writes."""
 
     text: str = ""
@@ -111,14 +111,14 @@ class Worker:
         self.won = reply.won
         return reply.text
 
-    def _receive(self, request: str, timeout_s: float) -> Reply:
+    def _receive(self, request: str, timeout_s: float) -> ChildReply:
         """The child's reply to a request.
 
         Ends the child and raises EnvironmentFailure if there is none, or if it is an error.
         """
         line = self._read_line(request, timeout_s)
         try:
-            reply = checked(Reply, line, f"answered {request}")
+            reply = checked(ChildReply, line, f"answered {request}")
         except UserError as error:
             self._fail(str(error))
         if reply.error:

@@ -43,7 +43,7 @@ class Item(BaseModel):
 Items = Annotated[list[Item], FIRST_ERROR]
 
 
-class Answer(BaseModel):
+class SearchAnswer(BaseModel):
     """The body of an answer: a list of hits for each query."""
 
     result: Annotated[list[Items], FIRST_ERROR]
@@ -70,7 +70,7 @@ class RemoteRetriever:
             return []
         text = self._ask({"queries": list(queries), "topk": topk, "return_scores": True})
         try:
-            result = Answer.model_validate_json(text).result
+            result = SearchAnswer.model_validate_json(text).result
             if len(result) != len(queries):
                 raise ValueError(f"{len(result)} lists of hits for {len(queries)} queries")
         except ValueError as error:
