@@ -71,6 +71,8 @@ class EndpointError(Exception):
 
 @dataclass(frozen=True)
 class ChatCompletion:
+    """The model's answer to a request."""
+
     text: str
     """The answer up to a stop string, which is not part of it."""
     prompt_tokens: int
@@ -224,7 +226,7 @@ class Endpoint:
         most_tokens = TIMES_EXPECTED * expected_tokens + HIDDEN_TOKENS
         call = self._client.chat.completions.with_raw_response.create(**request)
         response = await asyncio.wait_for(call, self.config.timeout_s)
-        reply = _reply(response.text, stop, most_tokens=most_tokens)
+        reply = _parsed(response.text, stop, most_tokens=most_tokens)
         self._limiter.settle(reply.prompt_tokens + reply.completion_tokens - expected_tokens)
         return reply
 
@@ -337,7 +339,7 @@ def _refused_parameter(error: Any, request: dict[str, Any]) -> str | None:
     return CONTINUE if CONTINUE in request.get("extra_body", {}) else None
 
 
-def _reply(text: str, stop: Sequence[str], *, most_tokens: int) -> ChatCompletion:
+def _parsed(text: str, stop: Sequence[str], *, most_tokens: int) -> ChatCompletion:
     """The first choice of a chat completion's JSON; token counts above `most_tokens` become 0.
 
     Raises ValueError if there is no choice.

@@ -11,24 +11,24 @@ from paw.errors import UserError
 
 T = TypeVar("T")
 FIRST_ERROR = Field(fail_fast=True)
-"""Stops at the first error of a list: `Annotated[list[int], FIRST_ERROR]`.
+"""Stops at the first error in a list: `Annotated[list[int], FIRST_ERROR]`.
 
-Otherwise a million wrong items make a million errors.
+Otherwise, a million wrong items make a million errors.
 """
 _adapter = functools.cache(TypeAdapter)
 
 
 class Strict(BaseModel):
-    """A model without conversions: a text must be a text, a number a number. Other keys are
+    """A model without conversions: a text must be a text, a number must be a number. Other keys are
     ignored."""
 
     model_config = ConfigDict(strict=True)
 
 
 def checked(kind: type[T], value: Any, where: str) -> T:
-    """`value` as a `kind`; bytes are read as JSON.
+    """`value` as a `kind`; bytes are parsed as JSON.
 
-    Raises UserError, which begins with `where`, if it is not of that kind.
+    Raises UserError, which begins with `where`, if it is not of this kind.
     """
     try:
         if isinstance(value, bytes):
@@ -39,7 +39,7 @@ def checked(kind: type[T], value: Any, where: str) -> T:
 
 
 def problem(error: ValidationError) -> str:
-    """The first problem: where it is, what was expected, and what is there."""
+    """The first problem: where it is, what was expected, and what is there instead."""
     first = error.errors()[0]
     place = "".join(f"{part}: " for part in first["loc"])
     value = "" if first["type"] in ("missing", "json_invalid") else f", not {first['input']!r:.60}"

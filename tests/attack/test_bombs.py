@@ -179,12 +179,12 @@ def played(schema, arguments) -> Outcome:
         (
             doubling(),
             {},
-            "parameters are no JSON schema of an object: it takes more than 0.2 s of CPU time",
+            "parameters are not the JSON schema of an object: it takes more than 0.2 s of CPU time",
         ),
         (
             nested(),
             {},
-            "parameters are no JSON schema of an object: it takes more than 0.2 s of CPU time",
+            "parameters are not the JSON schema of an object: it takes more than 0.2 s of CPU time",
         ),
         (
             {"properties": {"x": doubling() | {"$ref": "#/properties/x/$defs/l0"}}},
@@ -324,7 +324,7 @@ SCHEMA = {"type": "object"}
         ),
         (
             {"name": "put", "inputSchema": None},
-            "its parameters are no JSON schema of an object: None",
+            "its parameters are not the JSON schema of an object: None",
         ),
     ],
 )

@@ -239,7 +239,7 @@ def test_tasks_that_hang_are_one_line_beside_processes_too(monkeypatch):
     factory.config = factory.config.model_copy(update={"step_timeout_s": 0.3})
     with pytest.raises(
         UserError,
-        match=r"^a task of env\.name cannot be had: TimeoutError: no answer within 0\.3 s",
+        match=r"^a task of env\.name cannot be read: TimeoutError: no answer within 0\.3 s",
     ):
         train_tasks(factory, 0, 4, 0)
 

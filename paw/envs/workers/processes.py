@@ -2,9 +2,9 @@
 episodes, never the run.
 
 Tasks stay in the trainer. `make` and every method of an environment run in one of N workers, each
-with a share of the environments (`paw.envs.workers.process`). A worker that ends, or does not answer a call
-within env.step_timeout_s, is killed together with all that it has started. The episodes of its
-environments fail, and another worker takes its place.
+with a share of the environments (`paw.envs.workers.process`). A worker that ends, or does not
+answer a call within env.step_timeout_s, is killed together with everything that it has started. The
+episodes of its environments fail, and another worker takes its place.
 """
 
 import itertools
