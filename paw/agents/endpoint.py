@@ -405,12 +405,11 @@ def _calls(records: list[Any]) -> tuple[tuple[ToolCall, ...], str]:
             arguments = json.loads(text) if isinstance(text, str) else text
         except ValueError as error:
             problem = (
-                f"the arguments of '{clean(function['name'], 60)}' are not JSON: "
-                f"{clean(error, 100)}"
+                f"the arguments of '{clean(function['name'], 60)}' are no JSON: {clean(error, 100)}"
             )
         if not isinstance(arguments, dict):
             arguments = {}
-            problem = f"the arguments of '{clean(function['name'], 60)}' are not a JSON object"
+            problem = f"the arguments of '{clean(function['name'], 60)}' are no JSON object"
         calls.append(
             ToolCall(str(function["name"]), arguments, str(record.get("id") or f"call{number:05}"))
         )

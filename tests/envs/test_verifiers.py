@@ -279,7 +279,7 @@ def test_a_mistake_is_one_line(path, tmp_path):
             make_factory(config_of(name, **env))
         assert "\n" not in str(error.value)
     with pytest.raises(
-        EnvironmentFailure, match=r"'user' is not to be trained: give it a client in env\.args"
+        EnvironmentFailure, match=r"'user' is not trained: give it a client in env\.args"
     ):
         start("sums", args={"id": "user-sim"})
 
