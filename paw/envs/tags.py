@@ -89,7 +89,7 @@ class LineStyle:
     def fill(
         self, task: Iterable[str], past: Past, observation: str, actions: Iterable[str]
     ) -> str:
-        """The prompt: the task, the last actions, the observation, and the actions to choose from."""
+        """The prompt: the task, the last actions, the observation, and the actions to choose."""
         lines = list(task)
         shown = past[max(0, len(past) - self.history) :]
         if shown:

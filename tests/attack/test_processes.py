@@ -223,7 +223,8 @@ def test_what_cannot_run_in_a_process_is_one_line():
         )
     config = configured("Unsendable", 1)
     with pytest.raises(
-        UserError, match=r"^env\.processes: what reset\(\) takes cannot be sent to a process \("
+        UserError,
+        match=r"^env\.processes: the arguments of reset\(\) cannot be sent to a process \(",
     ):
         CheckedEnv(make_factory(config).make(), config.env).reset(
             make_factory(config).tasks("train", 0)[0]

@@ -422,7 +422,7 @@ def test_damaged_files_are_named(tmp_path):
     whole = parquet(path, ROWS).read_bytes()
     for content in (whole[:-20], GOOD, b"", whole[:4] + b"\xff" * 36 + whole[40:]):
         path.write_bytes(content)
-        assert "no whole parquet" in refused(path)
+        assert "not a complete parquet" in refused(path)
     assert "no column 'question'; it has golden_answers" in refused(
         parquet(path, [{"golden_answers": ["a"]}])
     )

@@ -178,7 +178,7 @@ class QuestionSet:
         rows = self._splits[split]
         self._check_columns(rows.column_names)
         if not len(rows):
-            raise UserError(f"{self._origin}: the split '{split}' holds no question")
+            raise UserError(f"{self._origin}: the split '{split}' holds no questions")
         if split not in self._digests:
             self._digests[split] = self._check_rows(split, rows)
         return rows

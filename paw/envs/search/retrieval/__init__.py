@@ -9,7 +9,7 @@ from paw.errors import UserError
 def make_retriever(config: SearchConfig, documents: Documents | None = None) -> Retriever:
     """The retriever that `env.retriever` names, over `env.corpus` or else over `documents`.
 
-    An index is built if there is none. Raises UserError if it has no documents.
+    An index is built if there is none. Raises UserError if there are no documents.
     """
     if config.retriever.startswith("http"):
         from paw.envs.search.retrieval.remote import RemoteRetriever

@@ -14,9 +14,9 @@ from paw.errors import UserError, clean
 from paw.io.http import BadAnswer, BlockingHttpClient
 
 TRIES = 3
-"""How often the first request is tried, and any request that the server answers with status 500."""
+"""Number of tries for the first request, and for any request that is answered with status 500."""
 PATIENT_TRIES = 10
-"""How often later requests are tried while the server is away: enough to outlast a restart of two
+"""Number of tries for later requests while the server is away: enough to outlast a restart of two
 minutes."""
 PAUSE_S = 0.5
 """Pause before the second try; it doubles with each try, up to 60 times as long."""
@@ -52,9 +52,10 @@ class SearchAnswer(BaseModel):
 class RemoteRetriever:
     """The server at `url`, with or without /retrieve at its end. Connections are kept open.
 
-    Raises UserError, which names the URL, if the server answers anything but hits, or not within
-    `timeout_s`. A request is tried again after a lost connection or a status 5xx: for two minutes
-    once the server has answered, but only TRIES times for the first request and for status 500.
+    Raises UserError, which names the URL, if the server answers with anything but hits, or not
+    within `timeout_s`. A request is tried again after a lost connection or a status 5xx: for two
+    minutes once the server has answered, but only TRIES times for the first request and for status
+    500.
     """
 
     def __init__(self, url: str, *, timeout_s: float):
@@ -77,7 +78,7 @@ class RemoteRetriever:
             reason = problem(error) if isinstance(error, ValidationError) else error
             answer = clean(text, 200)
             raise UserError(
-                f"{self._url}: it does not answer as a retriever ({clean(reason)}): {answer}"
+                f"{self._url}: it does not answer like a retriever ({clean(reason)}): {answer}"
             ) from None
 
         hits_of_queries = []
