@@ -295,11 +295,11 @@ def import_file(file: str, origin: str) -> ModuleType:
     except OURS:
         raise
     except BaseException as error:  # SystemExit too
-        where = str(path)
+        location = str(path)
         for frame in traceback.extract_tb(error.__traceback__):
             if frame.filename == str(path):
-                where = f"{path}, line {frame.lineno}"
-        raise UserError(f"{origin}: {where}: {describe(error)}") from error
+                location = f"{path}, line {frame.lineno}"
+        raise UserError(f"{origin}: {location}: {describe(error)}") from error
     _files[state] = module
     return module
 

@@ -212,16 +212,20 @@ def dump(config: Config) -> str:
 def as_tree(config: Config) -> dict[str, Any]:
     """The keys that apply and are set, as nested dicts of plain values, without URLs' passwords."""
     plain = masked(config.model_dump(mode="json", exclude_none=True))
-    values = {key: get(plain, key) for key, known in known_keys(config).items() if not known.needs}
-    return nested({key: value for key, value in values.items() if value is not None})
+    flat: Flat = {}
+    for key, state in known_keys(config).items():
+        value = get(plain, key)
+        if value is not None and not state.needs:
+            flat[key] = value
+    return nested(flat)
 
 
 def check_passwords(config: Config) -> None:
     """Raises UserError if a URL has the password ***, which a run's files hold in place of it."""
     plain = config.model_dump(mode="json", exclude_none=True)
-    for key, known in known_keys(config).items():
+    for key, state in known_keys(config).items():
         value = get(plain, key)
-        if known.needs or not NO_PASSWORD.search(str(value)):
+        if state.needs or not NO_PASSWORD.search(str(value)):
             continue
         raise UserError(
             f"{key} = {shown(value)}: files of a run do not keep passwords; "

@@ -6,6 +6,8 @@ from paw.config import plugins
 from paw.config.recipe import check_passwords
 from paw.config.sections import Config, EnvConfig
 from paw.envs.base import EnvFactory
+from paw.envs.load import load_factory
+from paw.envs.workers.processes import ProcessFactory
 from paw.errors import UserError
 
 
@@ -19,8 +21,6 @@ def make_factory(config: Config, env: Any = None) -> EnvFactory:
     check_passwords(config)
     name = config.env.name
     if env is not None or name not in plugins.ENVS:
-        from paw.envs.load import load_factory
-
         factory: EnvFactory = load_factory(env, config.env)
     elif name == "search":  # ZeroSearch's noise grows with the updates
         factory = plugins.load("envs", name)(config.env, config.run, config.rollout.tasks)
@@ -34,8 +34,6 @@ def _in_processes(factory: EnvFactory, config: EnvConfig, env: Any) -> EnvFactor
 
     Raises UserError if they are PaW's own, or if `env` cannot be imported there.
     """
-    from paw.envs.workers.processes import ProcessFactory
-
     setting = f"env.processes = {config.processes}"
     if not factory.runs_others_code:
         raise UserError(

@@ -153,8 +153,8 @@ class _Child:
             return CannotApply(f"takes more than {CPU_S:g} s of CPU time")
         if code == -signal.SIGSEGV:  # overflow of the C stack
             return CannotApply("is nested too deeply, or refers to itself")
-        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        return EnvironmentFailure(f"the process that applies patterns and schemas ended {how}")
+        ending = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return EnvironmentFailure(f"the process that applies patterns and schemas ended {ending}")
 
 
 _child = _Child()

@@ -189,7 +189,7 @@ class NextStateFactory(EnvFactory):
                 f"(one game in {HELD_OUT_IN} is held out); collect from more games"
             )
         if similarity is None:
-            from paw.envs.search.embedding import Embedding
+            from paw.envs.search.embedding import Embedding  # imports torch
 
             similarity = Embedding(config.embedding).similarity
         self._similarity = _Batched(similarity)

@@ -245,16 +245,16 @@ def _clean(
         )
 
 
-def _synthetic_goals(product: Product, raw: Any, rng: random.Random, where: str) -> Iterator[Goal]:
+def _synthetic_goals(product: Product, raw: Any, rng: random.Random, origin: str) -> Iterator[Goal]:
     """A goal for each combination of a product's options, all with the same price limit.
 
     None if the product has no instruction.
     """
-    entry = checked(Entry, raw, where)
+    entry = checked(Entry, raw, origin)
     if entry.instruction is None:
         return
     if not entry.instruction_attributes:
-        raise UserError(f"{where}: an instruction without 'instruction_attributes'")
+        raise UserError(f"{origin}: an instruction without 'instruction_attributes'")
     limit, ending = _limit(product, rng)
     names = sorted(product.options)
     for values in itertools.product(*(product.options[name] for name in names)):
@@ -266,12 +266,12 @@ def _synthetic_goals(product: Product, raw: Any, rng: random.Random, where: str)
         )
 
 
-def _human_goals(product: Product, written: Any, rng: random.Random, where: str) -> Iterator[Goal]:
+def _human_goals(product: Product, written: Any, rng: random.Random, origin: str) -> Iterator[Goal]:
     """A goal for each instruction with attributes that was written for a product."""
-    for number, raw in enumerate(checked(list[Any], written, where), 1):
+    for number, raw in enumerate(checked(list[Any], written, origin), 1):
         if isinstance(raw, dict) and raw.get("instruction_attributes") == []:
             continue
-        entry = checked(Written, raw, f"{where}, instruction {number}")
+        entry = checked(Written, raw, f"{origin}, instruction {number}")
         limit, ending = _limit(product, rng)
         options = {str(i): value for i, value in enumerate(entry.instruction_options)}
         instruction = entry.instruction.strip(".") + ending
@@ -280,10 +280,10 @@ def _human_goals(product: Product, written: Any, rng: random.Random, where: str)
 
 def _limit(product: Product, rng: random.Random) -> tuple[float, str]:
     """(price limit of a goal, what its instruction says about it)."""
-    above = [limit for limit in LIMITS if limit > product.price][:4]
-    if len(above) < 2:
+    candidates = [limit for limit in LIMITS if limit > product.price][:4]
+    if len(candidates) < 2:
         return math.inf, ""
-    limit = max(rng.sample(above, 2))
+    limit = max(rng.sample(candidates, 2))
     return limit, f", and price lower than {limit:.2f} dollars"
 
 

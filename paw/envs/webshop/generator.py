@@ -163,17 +163,7 @@ def _product(
         "small_description": [*bullets, rng.choice(SHOP["extras"]).format(**words)],
         "pricing": prices,
         "images": [""],
-        "customization_options": {
-            OPTIONS[key][0].title(): [
-                {
-                    "value": value,
-                    "price": round(price if i == 0 else rng.uniform(price, spread), 2),
-                    "image": None,
-                }
-                for i, value in enumerate(values)
-            ]
-            for key, values in options.items()
-        },
+        "customization_options": _customization(rng, options, price, spread),
     }
     wanted_adjectives = [adjectives[1]] if rng.random() < 0.7 else adjectives
     entry = {
@@ -192,6 +182,21 @@ def _product(
         "adjectives": wanted_adjectives,
         "feature": features[0],
     }
+
+
+def _customization(
+    rng: random.Random, options: dict[str, list[str]], price: float, highest_price: float
+) -> dict[str, list[dict[str, Any]]]:
+    """Name of each option -> its values; the first one costs `price`, the others up to
+    `highest_price`."""
+    customization = {}
+    for key, values in options.items():
+        choices = []
+        for i, value in enumerate(values):
+            value_price = price if i == 0 else rng.uniform(price, highest_price)
+            choices.append({"value": value, "price": round(value_price, 2), "image": None})
+        customization[OPTIONS[key][0].title()] = choices
+    return customization
 
 
 def _human(rng: random.Random, product: dict[str, Any]) -> dict[str, Any]:

@@ -80,10 +80,10 @@ def progress(items: Iterable[T], total: int | None, label: str) -> Iterator[T]:
 
         yield from track(items, label, total, console=Console(stderr=True), transient=True)
         return
-    due = time.monotonic() + LINES_EVERY_S
+    next_line_at = time.monotonic() + LINES_EVERY_S
     for number, item in enumerate(items):
         yield item
-        if time.monotonic() > due:
+        if time.monotonic() > next_line_at:
             of_total = f" of {total:,}" if total else ""
             to_stderr(f"{label}: {number + 1:,}{of_total}")
-            due = time.monotonic() + LINES_EVERY_S
+            next_line_at = time.monotonic() + LINES_EVERY_S
