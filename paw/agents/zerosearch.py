@@ -64,7 +64,8 @@ class Simulator:
         fails.
         """
         seed = derive_seed(self.run.seed, "zerosearch", query)
-        quality = "noisy" if random.Random(seed).random() < self.share(step) else "useful"
+        is_noise = random.Random(seed).random() < self.share(step)
+        quality = "noisy" if is_noise else "useful"
         prompt = PROMPT.format(
             count=topk, quality=quality, Quality=quality.capitalize(), query=query
         )

@@ -26,7 +26,9 @@ def make_factory(config: Config, env: Any = None) -> EnvFactory:
         factory = plugins.load("envs", name)(config.env, config.run, config.rollout.tasks)
     else:
         factory = plugins.load("envs", name)(config.env)
-    return _in_processes(factory, config.env, env) if config.env.processes else factory
+    if config.env.processes:
+        return _in_processes(factory, config.env, env)
+    return factory
 
 
 def _in_processes(factory: EnvFactory, config: EnvConfig, env: Any) -> EnvFactory:

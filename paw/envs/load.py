@@ -139,7 +139,9 @@ def load_factory(plugin: Any, config: EnvConfig) -> EnvFactory:
     One environment is made as a check and closed again. With env.processes, none is made in this
     process. Raises UserError if the factory cannot be loaded or made.
     """
-    origin = f"env.name = '{config.name}'" if plugin is None else f"env = {shown(plugin)}"
+    origin = f"env.name = '{config.name}'"
+    if plugin is not None:
+        origin = f"env = {shown(plugin)}"
     with chdir(Path.cwd()):  # the user's code may change the folder; our relative paths must hold
         if plugin is None:
             try:

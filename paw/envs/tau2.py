@@ -223,9 +223,10 @@ class Tau2Env:
         """Play a tool call as JSON or a message to the user; with a `problem` it is not sent."""
         assert self._gym is not None, "step() before reset() or after the end"
         self._turns += 1
-        if problem:
-            text, score, done = f"Invalid action: {problem}.", 0.0, False
-        else:
+        text = f"Invalid action: {problem}."
+        score = 0.0
+        done = False
+        if not problem:
             text, score, done = self._play_valid(action)
         self._conversation.append(f"assistant: {action}")
         self._conversation.append(text)

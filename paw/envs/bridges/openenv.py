@@ -481,9 +481,13 @@ def _fields(schema: JsonObject) -> dict[str, str]:
     """Field of a JSON schema -> its type, without COMMON and constants; strings are "text"."""
     fields = {}
     for name, field in schema["properties"].items():
+        if name in COMMON or "const" in field:
+            continue
         types = [option.get("type") for option in (field, *field.get("anyOf", ()))]
-        if name not in COMMON and "const" not in field:
-            fields[name] = "text" if "string" in types else types[-1] or "object"
+        if "string" in types:
+            fields[name] = "text"
+        else:
+            fields[name] = types[-1] or "object"
     return fields
 
 

@@ -257,7 +257,9 @@ class QuestionsEnv:
         return self.task
 
     def context(self) -> str | list[dict[str, str]]:
-        return list(self._messages) if len(self._messages) > 1 else self._messages[0]["content"]
+        if len(self._messages) == 1:
+            return self._messages[0]["content"]
+        return list(self._messages)
 
     def step(self, response: str) -> Outcome:
         """Answer the question.

@@ -184,8 +184,9 @@ class VerifiersFactory(EnvFactory):
     def _agent_settings(self, default: Any, configured: dict[str, Any]) -> dict[str, Any]:
         """The settings of an agent: those in env.args, completed by ours."""
         settings = dict(configured)
-        usual_harness = vf.default_harness_id(self.config.id)
-        is_chat = default.harness.id == "null" if default.harness else usual_harness == "bash"
+        is_chat = vf.default_harness_id(self.config.id) == "bash"
+        if default.harness:
+            is_chat = default.harness.id == "null"
         if is_chat and "harness" not in configured:
             settings = {"harness": {"id": "paw"}, "runtime": {"type": "subprocess"}} | settings
         if default.max_turns is None:

@@ -164,7 +164,8 @@ class SearchEnv:
         self.config = config
         self.style = _style(config)
         self._retrieve = search
-        self._actions = [f"{verb}[{name}]" for verb in ("search", "answer") for name in names]
+        self._actions = [f"search[{name}]" for name in names]
+        self._actions += [f"answer[{name}]" for name in names]
         self._done = True
         # Set by `reset`.
         self._question: Question

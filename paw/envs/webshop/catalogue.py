@@ -230,6 +230,8 @@ def _clean(
         used_asins.add(asin)
         item = checked(Item, raw, f"{source}, product {number} ({asin})")
         entry = checked(Entry, entries.get(asin, {}), f"{entry_source}, {asin}")
+        has_one_price = len(item.pricing) == 1
+        price = item.pricing[0] if has_one_price else rng.uniform(*item.pricing)
         yield Product(
             asin=asin,
             title=item.name,
@@ -241,7 +243,7 @@ def _clean(
             attributes=tuple(entry.attributes),
             options=item.customization_options,
             price_text=" to ".join(f"${price}" for price in item.pricing),
-            price=item.pricing[0] if len(item.pricing) == 1 else rng.uniform(*item.pricing),
+            price=price,
         )
 
 

@@ -144,8 +144,11 @@ def _searches(catalogue: Catalogue) -> dict[str, str]:
 
 
 def _brief(product: Product, goal: Goal) -> str:
-    attributes = _words(product.attributes)
-    return f"{attributes} dear" if product.price > goal.price_upper else attributes
+    """The product's attributes, and "dear" if it is above the goal's price limit."""
+    text = _words(product.attributes)
+    if product.price > goal.price_upper:
+        text += " dear"
+    return text
 
 
 def _words(names: Iterable[str]) -> str:

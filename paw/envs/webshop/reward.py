@@ -179,7 +179,9 @@ def choose_nouns(wanted: str) -> str:
             f"env.nouns = 'spacy' needs spaCy and {MODEL}: pip install spacy, "
             f"then python -m spacy download {MODEL}"
         )
-    return "spacy" if wanted != "rules" and installed else "rules"
+    if wanted == "rules" or not installed:
+        return "rules"
+    return "spacy"
 
 
 @functools.lru_cache(1 << 16)

@@ -143,15 +143,13 @@ class RemoteEnv:
         return _present(answer.outcome)
 
     def oracle(self) -> str:
-        answer = self._call("oracle")
-        return _present(answer.text) if answer.spoken is None else answer.spoken.reply()
+        return _response(self._call("oracle"))
 
     def admissible_actions(self) -> list[str]:
         return _present(self._call("admissible_actions").actions)
 
     def format_action(self, action: str) -> str:
-        answer = self._call("format_action", action)
-        return _present(answer.text) if answer.spoken is None else answer.spoken.reply()
+        return _response(self._call("format_action", action))
 
     def close(self) -> None:
         if not self._worker.lost:
@@ -163,6 +161,13 @@ class RemoteEnv:
 
     def _call(self, method: str, *arguments: Any) -> Answer:
         return self._worker.call(method, self._number, *arguments)
+
+
+def _response(answer: Answer) -> str:
+    """The response that an oracle or `format_action` returned: a text, or a Reply with calls."""
+    if answer.spoken is not None:
+        return answer.spoken.reply()
+    return _present(answer.text)
 
 
 def _present(value: T | None) -> T:
