@@ -13,7 +13,7 @@ from paw.errors import OURS, OthersCodeError, UserError, clean, describe, place,
 from paw.io.threads import Threads
 from paw.types import Outcome, Task
 
-FURTHER = 1 << 40
+FURTHER_OFFSET = 1 << 40
 """Index of the first of `further_tasks` in the order of training tasks; no run gets that far."""
 ENDLESS_EVAL = 256
 """Number of tasks played from an endless split if all of it is asked for."""
@@ -126,7 +126,7 @@ class Endless:
         return self._make(i)
 
 
-class Made(Endless):
+class LazyTasks(Endless):
     """`count` tasks, made on demand."""
 
     def __init__(self, make: Callable[[int], Task], count: int) -> None:
@@ -161,7 +161,7 @@ def further_tasks(
     factory: EnvFactory, start: int, count: int, seed: int, *, split: str = "train"
 ) -> list[Task]:
     """Tasks `start`, ..., `start + count - 1` of a sequence other than that of `train_tasks`."""
-    return _stream(factory, split, FURTHER + start, count, seed)
+    return _stream(factory, split, FURTHER_OFFSET + start, count, seed)
 
 
 def warmup_tasks(factory: EnvFactory, start: int, count: int, seed: int) -> list[Task]:
@@ -220,7 +220,7 @@ def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
             return
         count = call("the number of tasks of env.name cannot be read", size, tasks)
         read_task = functools.partial(call, UNREADABLE, operator.getitem, tasks)
-        yield Endless(read_task) if count is None else Made(read_task, count)
+        yield Endless(read_task) if count is None else LazyTasks(read_task, count)
     finally:
         threads.close()
 

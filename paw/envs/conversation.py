@@ -53,7 +53,7 @@ class Conversation(ABC):
         return list(self.messages)
 
     def step(self, response: str) -> Outcome:
-        reply = self.hear(response)
+        reply = self.receive(response)
         if reply.problem:
             return self.refuse(reply)
         if reply.calls:
@@ -67,7 +67,7 @@ class Conversation(ABC):
             self.messages.append({"role": "user", "content": outcome.observation})
         return outcome
 
-    def hear(self, response: str) -> Reply:
+    def receive(self, response: str) -> Reply:
         """Add the model's reply to the messages; returns it, with the problem of its calls."""
         reply = response if isinstance(response, Reply) else Reply(response)
         self.messages.append(reply.message())
@@ -105,7 +105,7 @@ class Conversation(ABC):
         )
 
 
-class Retold(Conversation):
+class ConversationWrapper(Conversation):
     """Plays an environment with one message per turn as a conversation, with one call per reply."""
 
     one_call = True

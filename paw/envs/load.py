@@ -24,7 +24,7 @@ ENV_MEMBERS = ("reset", "context", "step")
 """Members that an environment must have."""
 
 
-class OwnFactory:
+class UserFactory:
     """An EnvFactory made from a user's Env or EnvFactory, a class or an object.
 
     With an Env, each episode gets a new object of the class, or a deep copy of the object. If
@@ -150,7 +150,7 @@ def load_factory(plugin: Any, config: EnvConfig) -> EnvFactory:
                 raise UserError(f"env.name = {error}") from None
         threads = Threads(1, config.step_timeout_s)
         try:
-            factory: OwnFactory = threads.call(OwnFactory, plugin, config, origin)
+            factory: UserFactory = threads.call(UserFactory, plugin, config, origin)
             if not config.processes:
                 environment = threads.call(factory.make)
                 with quietly():  # a close that fails does not matter here

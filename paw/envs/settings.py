@@ -28,7 +28,7 @@ class PromptConfig(EnvConfig):
     """Whether a valid response needs <think>...</think>."""
 
 
-class SpokenConfig(EnvConfig):
+class ConversationConfig(EnvConfig):
     """Keys of environments whose observations are the user's messages of a conversation."""
 
     instruction: Path | None = None

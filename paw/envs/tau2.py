@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 from paw.config.sections import EnvConfig
 from paw.config.values import Only
 from paw.envs.base import EnvFactory, Tasks
-from paw.envs.conversation import Message, Retold
+from paw.envs.conversation import ConversationWrapper, Message
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
 from paw.io.threads import Threads
 from paw.types import Outcome, Reply, Task, ToolCall
@@ -311,7 +311,7 @@ class Tau2Env:
             raise EnvironmentFailure(f"tau2 {self.config.domain}: {describe(error)}") from error
 
 
-class Tau2Chat(Retold):
+class Tau2Chat(ConversationWrapper):
     """The same as a conversation: the policy is the system message, the customer is the user."""
 
     def begin(self, task: Task) -> list[Message]:
@@ -323,8 +323,8 @@ class Tau2Chat(Retold):
             {"role": "user", "content": _without_speaker(first)},
         ]
 
-    def hear(self, response: str) -> Reply:
-        reply = super().hear(response)
+    def receive(self, response: str) -> Reply:
+        reply = super().receive(response)
         if reply.problem or reply.calls:
             return reply
         if not reply.content or reply.content.startswith("{"):

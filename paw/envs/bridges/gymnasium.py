@@ -5,12 +5,12 @@ from typing import Any
 from paw.config import plugins
 from paw.envs.base import EnvFactory, Tasks, seeds
 from paw.envs.conversation import Conversation, Message, invalid, opening
-from paw.envs.settings import SpokenConfig
+from paw.envs.settings import ConversationConfig
 from paw.errors import UserError, clean, describe, needed
 from paw.types import Outcome, Task
 
 
-class GymnasiumConfig(SpokenConfig):
+class GymnasiumConfig(ConversationConfig):
     """A gymnasium environment whose observations are text."""
 
     name: str = "gymnasium"

@@ -26,10 +26,10 @@ from typing import Annotated, Any, NoReturn
 from pydantic import Field, field_validator
 
 from paw.config.tool_sections import listed
-from paw.envs.base import Endless, EnvFactory, Made, Tasks, seeds
+from paw.envs.base import Endless, EnvFactory, LazyTasks, Tasks, seeds
 from paw.envs.checked import Strict, checked
 from paw.envs.conversation import Conversation, Message, invalid, opening
-from paw.envs.settings import SpokenConfig
+from paw.envs.settings import ConversationConfig
 from paw.errors import EnvironmentFailure, UserError, clean, describe, quietly
 from paw.io.http import MAX_BYTES, BadAnswer, Loop, bounded, import_httpx
 from paw.types import Outcome, Task, ToolCall
@@ -53,7 +53,7 @@ _watchers: list[subprocess.Popen[bytes]] = []
 """The processes that remove our containers; kept, because collecting one would close its pipe."""
 
 
-class OpenenvConfig(SpokenConfig):
+class OpenenvConfig(ConversationConfig):
     """An OpenEnv environment, on a server."""
 
     name: str = "openenv"
@@ -181,7 +181,7 @@ class OpenenvFactory(EnvFactory):
                 f"env.url: {self._first_url} says that its split '{split}' has {clean(count, 40)} "
                 "tasks; name another (env.train_split, env.eval_split)"
             )
-        return Made(task, count)
+        return LazyTasks(task, count)
 
     def make(self) -> "OpenenvEnv":
         return OpenenvEnv(self.config, self, next(self._urls))

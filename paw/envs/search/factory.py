@@ -7,7 +7,7 @@ from dataclasses import replace
 from paw.config import plugins
 from paw.config.sections import RunConfig
 from paw.envs.base import Endless, EnvFactory, Tasks, shuffled
-from paw.envs.conversation import Message, Retold
+from paw.envs.conversation import ConversationWrapper, Message
 from paw.envs.search import data, world
 from paw.envs.search.data import Question
 from paw.envs.search.prompt import (
@@ -264,7 +264,7 @@ def _style(config: SearchConfig) -> Style:
     return CompactStyle() if config.style == "compact" else ChatStyle()
 
 
-class SearchChat(Retold):
+class SearchChat(ConversationWrapper):
     """The same as a conversation: `search` is a tool, and a text without a call is the answer."""
 
     tools = (SEARCH,)

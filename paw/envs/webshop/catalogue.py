@@ -93,7 +93,7 @@ class Entry(Strict):
     instruction_attributes: list[str] | None = None
 
 
-class Written(Strict):
+class HumanInstruction(Strict):
     """An instruction that a person wrote for a product."""
 
     instruction: str
@@ -273,7 +273,7 @@ def _human_goals(product: Product, written: Any, rng: random.Random, origin: str
     for number, raw in enumerate(checked(list[Any], written, origin), 1):
         if isinstance(raw, dict) and raw.get("instruction_attributes") == []:
             continue
-        entry = checked(Written, raw, f"{origin}, instruction {number}")
+        entry = checked(HumanInstruction, raw, f"{origin}, instruction {number}")
         limit, ending = _limit(product, rng)
         options = {str(i): value for i, value in enumerate(entry.instruction_options)}
         instruction = entry.instruction.strip(".") + ending

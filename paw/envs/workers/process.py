@@ -46,7 +46,7 @@ AT_ONCE = 64
 """Number of simultaneous calls of blocking environments, in all workers together."""
 
 
-class Spoken(Strict):
+class OracleReply(Strict):
     """An oracle's `Reply`, as JSON."""
 
     text: str
@@ -80,7 +80,7 @@ class Answer(Strict):
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     """A conversation, in place of a text."""
-    spoken: Spoken | None = None
+    spoken: OracleReply | None = None
     actions: list[str] | None = None
     outcome: Outcome | None = None
     tools: list[dict[str, Any]] | None = None
