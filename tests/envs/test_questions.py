@@ -154,7 +154,7 @@ def test_what_is_wrong_with_a_set_is_one_line(tmp_path, monkeypatch):
     ):
         path = write(tmp_path / f"{i}.jsonl", [ROWS[0], {**ROWS[1], **row}])
         assert refused(path) == f"env.data = '{path}': train, row 2: {reason}"
-    assert "no regular expression" in refused(
+    assert "not a regular expression" in refused(
         write(tmp_path / "r.jsonl", [{**ROWS[0], "answer": "("}]), score="regex"
     )
     ends = [
