@@ -4,9 +4,9 @@ A recipe is a TOML file whose tables are the sections of `Config`; `--a.b value`
 overrides one key. `base = ["alfworld", "gigpo", "paw"]` above the first table builds on other
 recipes (names, or paths relative to the file) in that order: each overrides single keys of those
 before it, and the file overrides all of them. A layer that chooses another plug-in, or another
-value that keys depend on (`paw.config.values.Only`), drops the keys that no longer apply; keys that
-both plug-ins have stay (`layered`). An unknown key is an error that suggests the nearest one.
-Imports no torch.
+value that keys depend on (`paw.config.values.Only`), drops the keys of the layers before it that no
+longer apply, or have another default now (`layered`). An unknown key is an error that suggests the
+nearest one. Imports no torch.
 """
 
 import re
@@ -258,20 +258,18 @@ def get(tree: Any, dotted: str) -> Any:
 def layered(flat: Flat, layer: Flat) -> Flat:
     """`flat` overridden by `layer`.
 
-    Keys of `flat` that no longer apply are dropped. So is a value that was only the default of the
-    previous plug-in, as in a run's config.toml, if the new plug-in has another default.
+    Keys of `flat` that no longer apply are dropped. So are keys for which the newly chosen plug-in
+    has another default than the former one: it means something else by them.
     """
     merged = flat | layer
     keys_before = keys_of(Config, flat)
     keys_after = keys_of(Config, merged)
     dropped = set()
     for key, before in keys_before.items():
+        if before.needs:
+            continue
         after = keys_after.get(key)
-        former_default = before.field.default
-        if after is None or after.needs:
-            if not before.needs:
-                dropped.add(key)
-        elif flat.get(key) == former_default and after.field.default != former_default:
+        if after is None or after.needs or after.field.default != before.field.default:
             dropped.add(key)
 
     remaining: Flat = {}

@@ -126,7 +126,7 @@ class Endless:
         return self._make(i)
 
 
-class LazyTasks(Endless):
+class Sized(Endless):
     """`count` tasks, made on demand."""
 
     def __init__(self, make: Callable[[int], Task], count: int) -> None:
@@ -220,7 +220,7 @@ def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
             return
         count = call("the number of tasks of env.name cannot be read", size, tasks)
         read_task = functools.partial(call, UNREADABLE, operator.getitem, tasks)
-        yield Endless(read_task) if count is None else LazyTasks(read_task, count)
+        yield Endless(read_task) if count is None else Sized(read_task, count)
     finally:
         threads.close()
 

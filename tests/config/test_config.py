@@ -101,7 +101,8 @@ def test_a_choice_leaves_the_keys_of_the_one_before_it_behind(recipe):
     )
 
 
-def test_a_choice_keeps_the_values_that_were_chosen_but_not_the_former_defaults(recipe):
+def test_a_choice_keeps_the_keys_that_mean_the_same_to_both(recipe):
+    """Those with the same default. GiGPO's gamma is per turn, PPO's per token."""
     gigpo = load(recipe(MODEL + '[advantage]\ntype = "gigpo"\nnorm_std = false\n'))
     assert gigpo.advantage.settings()["gamma"] == 0.95
     path = recipe(dump(gigpo), name="config")  # of a run: it holds every key
@@ -109,7 +110,8 @@ def test_a_choice_keeps_the_values_that_were_chosen_but_not_the_former_defaults(
     assert load(path, {"advantage.type": "grpo"}).advantage.settings()["norm_std"] is False
 
     path = recipe(MODEL + '[advantage]\ntype = "gigpo"\ngamma = 0.9\n')
-    assert load(path, {"advantage.type": "ppo"}).advantage.settings()["gamma"] == 0.9
+    assert load(path, {"advantage.type": "ppo"}).advantage.settings()["gamma"] == 1.0
+    assert load(path, {"advantage.omega": "2"}).advantage.settings()["gamma"] == 0.9
     config = load(path, {"advantage.type": "ppo", "advantage.gamma": "0.95"})
     assert config.advantage.settings()["gamma"] == 0.95
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from paw.algo.advantages import grpo
-from paw.envs.base import Endless, LazyTasks, Tasks
+from paw.envs.base import Endless, Sized, Tasks
 from paw.errors import UserError
 from paw.types import Outcome, Sample, Task
 
@@ -312,7 +312,7 @@ class LaterTasks(Honest):
                         threading.Event().wait()
             return listed[i]
 
-        return LazyTasks(task, 20)
+        return Sized(task, 20)
 
 
 class Crashing(Honest):

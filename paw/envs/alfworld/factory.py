@@ -17,7 +17,7 @@ from paw.envs.alfworld.problem import KINDS, Game
 from paw.envs.alfworld.prompt import TASK, CompactStyle, PaperStyle, Style
 from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.envs.alfworld.textworld import require_textworld
-from paw.envs.base import Endless, EnvFactory, LazyTasks, Tasks
+from paw.envs.base import Endless, EnvFactory, Sized, Tasks
 from paw.envs.settings import AlfworldConfig, TaskKind
 from paw.envs.workers.worker import Worker
 from paw.errors import UserError
@@ -124,14 +124,14 @@ class AlfworldFactory(EnvFactory):
             )
         self._generate("train", 0, 0)
 
-    def _tasks_from_files(self, root: Path, split: str) -> LazyTasks:
+    def _tasks_from_files(self, root: Path, split: str) -> Sized:
         games = self._games_of_split(split)
 
         def task(i: int) -> Task:
             task_id, kind = games[i]
             return Task(task_id, kind, self._read(root / task_id / index.GAME_FILE))
 
-        return LazyTasks(task, len(games))
+        return Sized(task, len(games))
 
     def _generate_game(self, split: str, seed: int, i: int) -> Game:
         games = generator.games(

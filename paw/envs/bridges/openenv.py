@@ -26,7 +26,7 @@ from typing import Annotated, Any, NoReturn
 from pydantic import Field, field_validator
 
 from paw.config.tool_sections import listed
-from paw.envs.base import Endless, EnvFactory, LazyTasks, Tasks, seeds
+from paw.envs.base import Endless, EnvFactory, Sized, Tasks, seeds
 from paw.envs.checked import Strict, checked
 from paw.envs.conversation import Conversation, Message, invalid, opening
 from paw.envs.settings import ConversationConfig
@@ -181,7 +181,7 @@ class OpenenvFactory(EnvFactory):
                 f"env.url: {self._first_url} says that its split '{split}' has {clean(count, 40)} "
                 "tasks; name another (env.train_split, env.eval_split)"
             )
-        return LazyTasks(task, count)
+        return Sized(task, count)
 
     def make(self) -> "OpenenvEnv":
         return OpenenvEnv(self.config, self, next(self._urls))

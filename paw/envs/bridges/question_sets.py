@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 
 from paw.config.sections import EnvConfig
 from paw.config.values import Count, Only, Positive
-from paw.envs.base import LazyTasks, every_tenth, means_all_kinds
+from paw.envs.base import Sized, every_tenth, means_all_kinds
 from paw.errors import UserError, describe, needed, shown
 from paw.io.hub import unreachable
 from paw.types import Task
@@ -156,7 +156,7 @@ class QuestionSet:
         splits: Any = data if isinstance(data, dict) else {"train": data}
         return splits
 
-    def _tasks(self, split: str, rows: "Dataset", indices: Sequence[int]) -> LazyTasks:
+    def _tasks(self, split: str, rows: "Dataset", indices: Sequence[int]) -> Sized:
         """The rows at `indices` as tasks, each read on demand."""
         kind_column = self._config.kind
         default_kind = Task.kind if means_all_kinds(split) else split
@@ -166,7 +166,7 @@ class QuestionSet:
             kind = str(value(row, kind_column)) if kind_column else default_kind
             return Task(f"{split}/{indices[i]}", kind, row)
 
-        return LazyTasks(task, len(indices))
+        return Sized(task, len(indices))
 
     def _rows(self, split: str, key: str) -> "Dataset":
         """The rows of the split that env.`key` names, after checking its columns and rows."""
