@@ -1,11 +1,12 @@
 """An OpenAI-compatible chat endpoint: closed models, `vllm serve`, and other servers with
 /chat/completions.
 
-Requests that fail for a passing reason are sent again after growing pauses, or after the time that
-Retry-After asks for. A parameter that a server refuses by name is left out from then on (max_tokens
-becomes max_completion_tokens), so models with a fixed temperature or without a seed can play. To
-continue an answer, the request ends in an assistant message with `continue_final_message` (vLLM,
-SGLang); a server that refuses this gets the start of the answer in the user's message.
+Requests that fail for a temporary reason are sent again after growing pauses, or after the time
+that Retry-After asks for. A parameter that a server refuses by name is omitted from then on
+(max_tokens becomes max_completion_tokens), so that models with a fixed temperature or without a
+seed can play. To continue an answer, the request ends with an assistant message and sets
+`continue_final_message` (vLLM, SGLang); a server that refuses this gets the start of the answer in
+the user's message.
 """
 
 import asyncio
@@ -28,19 +29,18 @@ from paw.io.http import bounded
 from paw.rollouts.episode import EnvHandle, Model, Response, Stop, message_and_prefix
 from paw.rollouts.text.chat import Context, ContextFull, context_text
 from paw.rollouts.text.stops import cut_at
-from paw.types import Reply as Answer
-from paw.types import ToolCall, Turn
+from paw.types import Reply, ToolCall, Turn
 
 RETRIED = {408, 409, 429}
 """Status codes after which a request is sent again, besides those from 500 on."""
 LONGEST_PAUSE_S = 60.0
-"""Longest pause between two tries, unless Retry-After asks for more."""
+"""Longest pause between two tries, unless Retry-After asks for a longer one."""
 LONGEST_WAIT_S = 120.0
 """Longest pause that Retry-After can ask for."""
 TIMES_EXPECTED = 16
-"""With HIDDEN_TOKENS, bounds the tokens that a server can report for a request: so many times the
-expected ones (a quarter of its characters, and max_tokens). A count outside 0 and the bound is
-ignored: the limit of tokens a minute would wait for days."""
+"""With HIDDEN_TOKENS, bounds the tokens that a server can report for a request: this many times the
+expected ones (a quarter of its characters, plus max_tokens). A count below 0 or above the bound is
+ignored: the limit of tokens per minute would wait for days."""
 HIDDEN_TOKENS = 100_000
 """Tokens of a request that nobody sees (thoughts, a template), added to that bound."""
 CHECK_S = 10.0
@@ -57,8 +57,8 @@ FORGED = re.compile(
     r"|(?<=\[)(?=(?:/?INST|/?SYSTEM_PROMPT|/?AVAILABLE_TOOLS|/?TOOL_\w+|gMASK|BOS|EOS|PAD"
     r"|UNUSED_TOKEN_\d+)\])"
 )
-"""The place for a space inside each text that a tokeniser may take for a control token. The
-server's tokeniser is not known, so these are the forms of many."""
+"""Where a space is inserted in each text that a tokenizer may read as a control token. The server's
+tokenizer is not known, so these are the forms of many."""
 RESTATED = (
     "{prompt}\n\nYour answer has begun already. Go on exactly where it ends, without repeating it:"
     "\n{start}"
@@ -66,18 +66,20 @@ RESTATED = (
 
 
 class EndpointError(Exception):
-    """A request failed for good. The message names the URL."""
+    """A request has failed after all tries. The message names the URL."""
 
 
 @dataclass(frozen=True)
-class Reply:
+class ChatCompletion:
+    """The model's answer to a request."""
+
     text: str
     """The answer up to a stop string, which is not part of it."""
     prompt_tokens: int
     completion_tokens: int
-    """As billed, with the tokens that a stop string cut off."""
+    """As billed, including the tokens that a stop string cut off."""
     stop: str = ""
-    """The stop string that ended it, if the server reports it or a tag is left open; else ""."""
+    """The stop string that ended it, if the server reports it or a tag was left open; else ""."""
     calls: tuple[ToolCall, ...] = ()
     """Tool calls, as the server parsed them."""
     problem: str = ""
@@ -103,14 +105,14 @@ class Limiter:
             await sleep(start - now)
 
     def settle(self, tokens: int) -> None:
-        """Correct the count: a request took `tokens` more than it was admitted for (or fewer)."""
+        """Correct the count: a request took `tokens` more (or fewer) than it was admitted for."""
         self._tokens_free_at += tokens * self._token_s
 
 
 class Endpoint:
     """A chat model behind a URL.
 
-    `section` is the name of the configuration's table, for messages. `template_options` are
+    `section` is the table of the configuration that messages name. `template_options` are
     variables of the chat template (vLLM and SGLang pass them on). Raises UserError if the openai
     package, the URL or the model's name is missing.
     """
@@ -126,9 +128,10 @@ class Endpoint:
         for key in ("url", "model"):
             if getattr(config, key) is None:
                 raise UserError(f"{section}.{key} is missing; set it with --{section}.{key}")
-        url = str(config.url)
         self.config = config
-        self.url = url.rstrip("/") + ("/v1" if urlparse(url).path in ("", "/") else "")
+        self.url = str(config.url).rstrip("/")
+        if urlparse(str(config.url)).path in ("", "/"):
+            self.url += "/v1"
         self._section = section
         self._openai = openai
         # Servers without keys accept any.
@@ -136,14 +139,14 @@ class Endpoint:
         self._http_client_class = bounded(openai.DefaultAsyncHttpxClient)
         self._client: Any = None  # made on the loop that it is used on
         self._limiter = Limiter(config.requests_per_minute, config.tokens_per_minute)
-        self._extra_body = (
-            {"chat_template_kwargs": dict(template_options)} if template_options else {}
-        )
+        self._extra_body: dict[str, Any] = {}
+        if template_options:
+            self._extra_body["chat_template_kwargs"] = dict(template_options)
         self._refused: set[str] = set()
 
     def _make_client(self) -> Any:
-        # No retries by openai: they pause for eight seconds at most, and know neither broken
-        # answers nor the limiter.
+        # No retries by openai: they pause for eight seconds at most, do not cover broken answers,
+        # and bypass the limiter.
         return self._openai.AsyncOpenAI(
             base_url=self.url,
             api_key=self._key,
@@ -176,7 +179,7 @@ class Endpoint:
         stop: Sequence[str] = (),
         tools: Sequence[Any] = (),
         **sampling: Any,
-    ) -> Reply:
+    ) -> ChatCompletion:
         """The answer to `prompt`; with `start`, the rest of an answer that begins with it.
 
         `sampling` holds temperature, max_tokens and seed. Raises ContextFull if prompt and `start`
@@ -218,12 +221,12 @@ class Endpoint:
 
     async def _send(
         self, request: dict[str, Any], stop: Sequence[str], *, expected_tokens: int
-    ) -> Reply:
+    ) -> ChatCompletion:
         """The answer to a request that the limiter has admitted for `expected_tokens` tokens."""
         most_tokens = TIMES_EXPECTED * expected_tokens + HIDDEN_TOKENS
         call = self._client.chat.completions.with_raw_response.create(**request)
         response = await asyncio.wait_for(call, self.config.timeout_s)
-        reply = _reply(response.text, stop, most_tokens=most_tokens)
+        reply = _parsed(response.text, stop, most_tokens=most_tokens)
         self._limiter.settle(reply.prompt_tokens + reply.completion_tokens - expected_tokens)
         return reply
 
@@ -277,7 +280,7 @@ class Endpoint:
         return min(max(0.0, seconds), LONGEST_WAIT_S)
 
     def _adapt(self, error: Any, request: dict[str, Any]) -> bool:
-        """Stop sending the parameter that the server refuses; returns whether there is one.
+        """Stop sending the parameter that the server refuses; returns whether it names one.
 
         Raises ContextFull if the server says that the prompt is too long.
         """
@@ -295,11 +298,9 @@ class Endpoint:
     def _refuse_key(self, error: Any) -> None:
         """Raises UserError if the server refused the key."""
         if error.status_code in (401, 403):
-            state = (
-                "holds a key that it does not take"
-                if os.environ.get(self.config.key_env)
-                else "is not set"
-            )
+            state = "is not set"
+            if os.environ.get(self.config.key_env):
+                state = "holds a key that it does not accept"
             raise UserError(
                 f"{self.url}: {error.status_code}, not allowed: {self.config.key_env} {state}"
             ) from None
@@ -318,7 +319,9 @@ class Endpoint:
                 raise UserError(
                     f"{self.url}: 404, there is no chat endpoint here; check the address"
                 ) from None
-            names = ", ".join(served[:20]) + (", ..." if len(served) > 20 else "")
+            names = ", ".join(served[:20])
+            if len(served) > 20:
+                names += ", ..."
             raise UserError(
                 f"{self.url}: no model '{self.config.model}'; it serves: {names}"
             ) from None
@@ -327,8 +330,7 @@ class Endpoint:
 def _refused_parameter(error: Any, request: dict[str, Any]) -> str | None:
     """The parameter of the request that the server refuses.
 
-    If it names none, that is the continuing of an answer, if the request asks for it; otherwise
-    None.
+    If it names none, CONTINUE if the request continues an answer, otherwise None.
     """
     message = _message(error)
     for key in OPTIONAL:
@@ -337,7 +339,7 @@ def _refused_parameter(error: Any, request: dict[str, Any]) -> str | None:
     return CONTINUE if CONTINUE in request.get("extra_body", {}) else None
 
 
-def _reply(text: str, stop: Sequence[str], *, most_tokens: int) -> Reply:
+def _parsed(text: str, stop: Sequence[str], *, most_tokens: int) -> ChatCompletion:
     """The first choice of a chat completion's JSON; token counts above `most_tokens` become 0.
 
     Raises ValueError if there is no choice.
@@ -357,7 +359,7 @@ def _reply(text: str, stop: Sequence[str], *, most_tokens: int) -> Reply:
 
         usage = body.get("usage") or {}
         calls, problem = _calls(message.get("tool_calls") or [])
-        return Reply(
+        return ChatCompletion(
             text=content,
             prompt_tokens=_count(usage.get("prompt_tokens"), most_tokens),
             completion_tokens=_count(usage.get("completion_tokens"), most_tokens),
@@ -384,15 +386,15 @@ def _removed_stop(content: str, stop: Sequence[str], reason: Any) -> str:
     return ""
 
 
-def _count(value: Any, most: int) -> int:
-    """A reported number of tokens; 0 if it is not a number between 0 and `most`."""
-    if isinstance(value, int | float) and 0 <= value <= most:
+def _count(value: Any, limit: int) -> int:
+    """A reported number of tokens; 0 if it is not a number between 0 and `limit`."""
+    if isinstance(value, int | float) and 0 <= value <= limit:
         return int(value)
     return 0
 
 
 def _calls(records: list[Any]) -> tuple[tuple[ToolCall, ...], str]:
-    """(tool calls, what is wrong with them)."""
+    """(tool calls, what is wrong with them or "")."""
     calls = []
     problem = ""
     for number, record in enumerate(records):
@@ -470,7 +472,7 @@ class EndpointModel(Model):
         stats.response_tokens += reply.completion_tokens
         turn.response = reply.text + reply.stop
         if self.env.tools:
-            turn.response = str(Answer.of(turn.response, *reply.calls))
+            turn.response = str(Reply.of(turn.response, *reply.calls))
             content = reply.text.rpartition("</think>")[2].strip()
-            self.reply = Answer(turn.response, content, reply.calls, reply.problem)
+            self.reply = Reply(turn.response, content, reply.calls, reply.problem)
         return reply.stop

@@ -30,8 +30,8 @@ FILE_KEYS = {
 }
 PUT = re.compile(r"\bput (the )?(.+? \d+) (?:in/on|in|on) (?:the )?(.+? \d+)\b")
 DETOURS = 2
-"""Number of places that an example searches in vain: the expert knows where the object is, a player
-has to search."""
+"""Number of places that an example searches in vain. The expert knows where the object is, but a
+player has to search."""
 OK = "OK."
 HOTPOTQA = "webthink_simple6"
 """Key in prompts_naive.json of the episodes that the authors use for HotpotQA."""
@@ -62,7 +62,7 @@ def move_for_put(text: str) -> str:
 
 
 def alfworld_examples(kind: str) -> list[str]:
-    """Two episodes of a task type, in generated games that training and evaluation do not play."""
+    """Two episodes of a task type, in generated games that are used for nothing else."""
     example_games = games("warmup", 0, 2, seed=1, difficulty="medium", kinds=[kind])
     return [household_example(game) for game in example_games]
 
@@ -118,7 +118,7 @@ def household_example(game: Game) -> str:
 
 
 def _goal(game: Game, target: str) -> str:
-    """What is to be done with the object of a game, once it is taken."""
+    """What has to be done with the object of a game once it is taken."""
     if game.kind == "look":
         return "find and use a desklamp"
     if game.kind in REQUIRED_STATE:
@@ -128,7 +128,7 @@ def _goal(game: Game, target: str) -> str:
 
 
 def _detours(game: Game, household: Household) -> list[str]:
-    """Actions that go to the first places without an object of the task."""
+    """Actions that go to the first DETOURS places without an object of the task."""
     actions = []
     for action, receptacle in game.destinations.items():
         contents = set(game.contents.get(receptacle, ()))
@@ -153,10 +153,10 @@ def file_examples(path: Path) -> tuple[str, dict[str, list[str]]]:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"agent.examples = '{path}': {error}") from None
     except KeyError as error:
-        readable = (
-            "ReAct's alfworld_3prompts.json, prompts_naive.json and WebShop.ipynb can be read"
-        )
-        raise UserError(f"agent.examples = '{path}': there is no {error}; {readable}") from None
+        raise UserError(
+            f"agent.examples = '{path}': there is no {error}; it must be ReAct's "
+            "alfworld_3prompts.json, prompts_naive.json or WebShop.ipynb"
+        ) from None
 
 
 def _webshop_episode(cells: list[Any]) -> str:

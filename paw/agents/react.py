@@ -2,9 +2,9 @@
 reads the results of its actions; and Reflexion, which is ReAct with several trials.
 
 As in the authors' code for ALFWorld, the prompt is one growing text: examples, the task, then lines
-"> think: ..." and "> ACTION", each with the answer to it. Only the first line of a response that is
-not empty counts, after its <think> block. A thought costs no turn, but an episode with a limit of n
-turns ends after 2 n calls.
+"> think: ..." and "> ACTION", each followed by the answer to it. Of a response, only the first
+non-empty line after its <think> block counts. A thought costs no turn, but an episode with a limit
+of n turns ends after 2 n calls.
 """
 
 import functools
@@ -66,7 +66,7 @@ In others each line that is not a thought is an action.
 
 
 def written_line(text: str) -> str:
-    """The line that a response adds to the transcript: its first non-empty one, without markup.
+    """The line that a response adds to the transcript: its first non-empty line, without markup.
 
     >>> written_line("<think>Hm.</think>\\n\\n> Action: **go to desk 1**\\nOn the desk 1, you see")
     'go to desk 1'
@@ -79,7 +79,7 @@ def written_line(text: str) -> str:
 
 
 def bare_action(line: str, environment: str) -> str:
-    """The action of a line, without the response format of the environment; "" if there is none."""
+    """The action of a line, without the environment's response format; "" if there is none."""
     if environment == "alfworld":
         return move_for_put(line)
     if environment not in BRACKETS:
@@ -94,13 +94,13 @@ def bare_action(line: str, environment: str) -> str:
 class React:
     """Plays with the transcript as the prompt.
 
-    Raises UserError if the file of examples is damaged, or of another environment.
+    Raises UserError if the file of examples is damaged, or belongs to another environment.
     """
 
     class Config(Section):
         examples: Path | None = None
-        """A file of the ReAct authors, as their repository has it, in place of episodes of our own
-        expert: alfworld_3prompts.json, prompts_naive.json (search) or WebShop.ipynb."""
+        """A file from the ReAct authors' repository, in place of episodes of our own expert:
+        alfworld_3prompts.json, prompts_naive.json (search) or WebShop.ipynb."""
 
     def __init__(self, settings: "React.Config") -> None:
         self.path = settings.examples
@@ -141,7 +141,7 @@ class React:
         return text
 
     def _examples(self, env: EnvHandle) -> Sequence[str]:
-        """The example episodes for the environment, and for the type of the task if they differ."""
+        """The example episodes for the environment and, where they differ, for the task's type."""
         name = env.config.name
         kind = env.task.kind
         if self._file_examples:
@@ -158,7 +158,7 @@ class React:
 
 
 def _head(name: str, examples: Sequence[str], memory: str) -> str:
-    """The prompt before the task: what to do, the form of a line, the examples and the memory."""
+    """The prompt before the task: what to do, the format of a line, the examples, the memory."""
     sentences = [HEAD.get(name, OTHER), FORMAT, *EXAMPLES[min(len(examples), 3)]]
     parts = [" ".join(sentences), *examples]
     if memory:
@@ -177,9 +177,9 @@ class Reflexion(React):
 
     class Config(React.Config):
         trials: Count = 3
-        """Largest number of episodes per game, each but the first with plans made from failures."""
+        """Maximum number of episodes per game, all but the first with plans made from failures."""
         memory: Count = 3
-        """Number of plans that are kept."""
+        """Number of plans that the next trial is shown."""
 
     def __init__(self, settings: "Reflexion.Config") -> None:
         super().__init__(settings)

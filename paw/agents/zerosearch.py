@@ -1,8 +1,9 @@
 """ZeroSearch (arXiv 2505.04588): a second LLM plays the search engine. In training its noise grows.
 
 The LLM sees only the query; the paper's prompt also has the question and its answer. A search
-engine that knows the answer gives it away to a model that is trained on the reward. Whether the
-documents are noise is drawn from the query and the seed, so that repeated evaluations get the same.
+engine that knows the answer would give it away to a model that is trained on the reward. Whether
+the documents are noise is drawn from the query and the seed, so that repeated evaluations get the
+same documents.
 """
 
 import math
@@ -45,7 +46,7 @@ class Simulator:
         self._loop = Loop()
 
     def share(self, step: int | None) -> float:
-        """The noise share at update i of m; in evaluation that at the start.
+        """The share of noise at update i of m; in evaluation, where `step` is None, at the start.
 
         p_i = p_s + (b^(i/m) - 1) / (b - 1) (p_e - p_s)
         """
@@ -57,13 +58,14 @@ class Simulator:
         return start + rise * (end - start)
 
     def search(self, query: str, topk: int, step: int | None = None) -> list[Hit]:
-        """At most `topk` documents: noise with the probability of update `step`, else useful ones.
+        """At most `topk` documents: useless ones with the probability `share(step)`.
 
         An answer without document labels is one document. Raises EndpointError if the endpoint
         fails.
         """
         seed = derive_seed(self.run.seed, "zerosearch", query)
-        quality = "noisy" if random.Random(seed).random() < self.share(step) else "useful"
+        is_noise = random.Random(seed).random() < self.share(step)
+        quality = "noisy" if is_noise else "useful"
         prompt = PROMPT.format(
             count=topk, quality=quality, Quality=quality.capitalize(), query=query
         )

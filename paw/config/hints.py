@@ -79,9 +79,9 @@ FORMER_KEYS = {
     "wm.horizon": None,
     "wm.ratio": None,
 }
-"""Keys and sections of earlier versions -> what they are now, None if they were removed."""
+"""Key or section of an earlier version -> its present name, None if it was removed."""
 COMMANDS_SECTIONS = ("sft.", "rwml.")
-"""Beginnings of the keys of other commands than `paw train`."""
+"""Beginnings of the keys of commands other than `paw train`."""
 
 
 def unknown_key(key: str, flat: Flat, *, origin: str, dashes: str = "") -> UserError:
@@ -93,11 +93,11 @@ def unknown_key(key: str, flat: Flat, *, origin: str, dashes: str = "") -> UserE
 
 
 def hint(key: str, flat: Flat) -> str:
-    """What was probably meant, as the end of an error message; "" if nothing is like the key.
+    """What was probably meant, as the end of an error message; "" if no key is similar.
 
-    In this order: what a known key needs to apply, a former key's new name, the plug-in that has
-    the key, our key for a name of TRL or verl, and the nearest key (of a right name in a wrong
-    section the nearest of that name).
+    In this order: what a known key needs to apply; the new name of a former key; the plug-in that
+    has the key; our key for a name of TRL or verl; the nearest key (for a right name in a wrong
+    section, the nearest key of that name).
     """
     keys = keys_of(Config, flat)
     if key in keys and keys[key].needs:
@@ -131,7 +131,7 @@ def _former(new_key: str | None) -> str:
 
 
 def plugin_keys() -> Iterator[tuple[str, set[str]]]:
-    """("env.name = 'webshop'", its own keys) of each built-in plug-in. Imports them all."""
+    """("env.name = 'webshop'", its own keys) of each built-in plug-in. Imports all of them."""
     for section, field in Config.model_fields.items():
         base: Any = field.annotation
         for name in built_in(base):

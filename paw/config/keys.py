@@ -13,7 +13,7 @@ from paw.config.values import Only, PluginSection, Section
 from paw.errors import UserError
 
 DEPTH = 3
-"""Most parts of a key; a table below that is a value."""
+"""Maximum number of parts of a key; a table below that is a value."""
 Flat = dict[str, Any]
 """{"optim.lr": 1e-6}"""
 Row = tuple[str, FieldInfo, list[Only]]
@@ -76,7 +76,7 @@ def nested(flat: Flat) -> dict[str, Any]:
 
 
 def section_type(base: type[Section], name: Any) -> type[Section]:
-    """`base` with the keys of the plug-in of that name; None is the default one.
+    """`base` with the keys of the plug-in of this name; None stands for the default one.
 
     Raises UserError if there is no such plug-in.
     """
@@ -95,8 +95,8 @@ def section_type(base: type[Section], name: Any) -> type[Section]:
 def keys_of(config: type[Section] | Section, flat: Flat) -> dict[str, Key]:
     """Every dotted key of the sections that the values choose, in order.
 
-    An unknown plug-in has no keys. `config` is a configuration, whose sections are taken as they
-    are, or its class: then `flat` chooses the plug-ins.
+    `config` is a configuration, whose sections are taken as they are, or its class: then `flat`
+    chooses the plug-ins. An unknown plug-in has no keys.
     """
     key_fields: dict[str, FieldInfo] = {}
     key_needs: dict[str, list[Only]] = {}
@@ -109,9 +109,10 @@ def keys_of(config: type[Section] | Section, flat: Flat) -> dict[str, Key]:
     for key, field in key_fields.items():
         unmet = None
         for need in key_needs[key]:
-            if need.key in key_fields and not need.holds(
-                flat.get(need.key, key_fields[need.key].default)
-            ):
+            if need.key not in key_fields:
+                continue
+            value = flat.get(need.key, key_fields[need.key].default)
+            if not need.holds(value):
                 unmet = need
                 break
         keys[key] = Key(field, unmet)
@@ -132,7 +133,7 @@ def _sections(config: type[Section] | Section, flat: Flat) -> dict[str, type[Sec
     return sections
 
 
-@lru_cache  # a plan asks thousands of times
+@lru_cache  # a plan calls it thousands of times
 def fields(prefix: str, section: type[Section]) -> Sequence[Row]:
     """The rows of a section and of the sections within it."""
     section_needs = [section.ONLY] if section.ONLY else []

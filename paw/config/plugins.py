@@ -1,4 +1,5 @@
-"""Plug-ins by name: environments, engines, advantage estimators, losses, agents, rewards, callbacks.
+"""Plug-ins by name: environments, engines, agents, advantage estimators, losses, rewards and
+callbacks.
 
 A plug-in is named by a built-in name ("gigpo"), by the name of an entry point that an installed
 package registers in the group `paw.<kind>`, by "module:name", or by "FILE.py:name" (a path relative
@@ -47,7 +48,7 @@ SETTINGS = {
 }
 """Built-in plug-in -> "module:name" of its `Config`, if it has one that can be imported alone.
 
-So its keys are known without importing the plug-in, which takes long.
+Its keys are then known without importing the plug-in, which takes long.
 """
 CALLBACKS = {
     "progress": "paw.tools.train.callbacks:Progress",
@@ -94,7 +95,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
 }
 """Name -> "module:name" of the plug-ins that come with PaW, by kind."""
 CALLED = ("advantages", "losses", "agents", "rewards", "scores")
-"""Kinds whose plug-ins are functions or classes; plug-ins of others may be objects."""
+"""Kinds whose plug-ins are functions or classes; those of other kinds may be objects."""
 FILE_MODULE = "paw_plugin_"
 """Prefix of the names of modules that were imported from files."""
 GIVEN = "given:"
@@ -113,7 +114,7 @@ def names(kind: str) -> list[str]:
 def give(plugin: Any) -> str:
     """A name for a class, function or object of this program.
 
-    `load` finds it by that name as long as the program runs.
+    `load` finds it by this name as long as the program runs.
     """
     name = f"{GIVEN}{_name_of(plugin)}"
     while _handed_over.setdefault(name, plugin) is not plugin:
@@ -124,7 +125,8 @@ def give(plugin: Any) -> str:
 def importable(plugin: Any) -> str:
     """A name by which another process finds a plug-in.
 
-    A name that does not come from `give` is returned as it is. Raises UserError if there is none.
+    A name that does not come from `give` is returned unchanged. Raises UserError if the plug-in
+    cannot be imported in another process.
     """
     if isinstance(plugin, str):
         if plugin not in _handed_over:
@@ -197,9 +199,9 @@ def _checked(kind: str, plugin: Any, name: str) -> Any:
 
 
 def make(plugin: type, config: Any) -> Any:
-    """An object of a class: plugin(config), or plugin() if it has no settings and needs no argument.
+    """An object of a class: plugin(config), or plugin() if it needs no argument and no settings.
 
-    `config` is its section of the recipe.
+    `config` is the section of the recipe that names the plug-in.
     """
     positional = []
     for parameter in inspect.signature(plugin).parameters.values():
@@ -214,7 +216,7 @@ def make(plugin: type, config: Any) -> Any:
 
 
 def settings(plugin: Any, name: str, base: type[Section] = Section) -> type[Section]:
-    """`base`, a section, with the keys of a plug-in; an object has none.
+    """The section `base` with the keys of a plug-in; an object adds none.
 
     Raises UserError if its settings cannot be keys.
     """
@@ -264,7 +266,7 @@ def _settings_of_function(plugin: Any, name: str, base: type[Section]) -> type[S
 
 
 def _described_parameters(docstring: str) -> dict[str, str]:
-    """The text of each line "name: text", with the lines below it that are indented more."""
+    """Name -> text of each line "name: text", with the more deeply indented lines below it."""
     entries = re.finditer(r"^( +)(\w+): (.+(?:\n\1 +\S.*)*)$", docstring, re.MULTILINE)
     return {entry[2]: " ".join(entry[3].split()) for entry in entries}
 
@@ -276,7 +278,9 @@ def import_file(file: str, origin: str) -> ModuleType:
     """
     path = Path(file).expanduser().absolute()
     if not path.is_file():
-        raise UserError(f"{origin}: there is no file {path}; paths count from the current folder")
+        raise UserError(
+            f"{origin}: there is no file {path}; paths are relative to the current folder"
+        )
     state = (str(path), path.stat().st_mtime_ns, path.stat().st_size)
     if state in _files:
         return _files[state]
@@ -286,16 +290,16 @@ def import_file(file: str, origin: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     try:
-        with chdir(Path.cwd()):  # back afterwards: relative paths are still to be read
+        with chdir(Path.cwd()):  # restored afterwards: our relative paths must still hold
             spec.loader.exec_module(module)
     except OURS:
         raise
     except BaseException as error:  # SystemExit too
-        where = str(path)
+        location = str(path)
         for frame in traceback.extract_tb(error.__traceback__):
             if frame.filename == str(path):
-                where = f"{path}, line {frame.lineno}"
-        raise UserError(f"{origin}: {where}: {describe(error)}") from error
+                location = f"{path}, line {frame.lineno}"
+        raise UserError(f"{origin}: {location}: {describe(error)}") from error
     _files[state] = module
     return module
 

@@ -4,8 +4,9 @@ A recipe is a TOML file whose tables are the sections of `Config`; `--a.b value`
 overrides one key. `base = ["alfworld", "gigpo", "paw"]` above the first table builds on other
 recipes (names, or paths relative to the file) in that order: each overrides single keys of those
 before it, and the file overrides all of them. A layer that chooses another plug-in, or another
-value that keys depend on (`paw.config.values.Only`), drops the keys that no longer apply. An unknown key
-is an error that suggests the nearest one. Imports no torch.
+value that keys depend on (`paw.config.values.Only`), drops the keys of the layers before it that no
+longer apply, or have another default now (`layered`). An unknown key is an error that suggests the
+nearest one. Imports no torch.
 """
 
 import re
@@ -27,12 +28,13 @@ from paw.errors import HIDDEN, UserError, clean, masked, nearest, short_repr
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 GENERATIONS = 50
-"""Most bases below a recipe, one on another."""
+"""Maximum length of a chain of recipes, each built on the next."""
 MOST_LAYERS = 500
-"""Most bases of a recipe in all."""
+"""Maximum number of bases of a recipe in all, counted with repeats."""
 LARGEST = 1_000_000
-"""Most bytes of a recipe."""
+"""Maximum number of bytes of a recipe."""
 HIGH_LR = 1e-4
+"""A higher learning rate gets a warning, unless the model is the quickstart's or has adapters."""
 FAR = 100.0
 """Factor between a clip and its default beyond which it seems to be of another loss."""
 NO_PASSWORD = re.compile(rf"://[^\s/?#@:]*:{re.escape(HIDDEN)}@")
@@ -65,7 +67,7 @@ def base_names() -> list[str]:
 def load(recipe: str | Path | Config, overrides: dict[str, Any] | None = None) -> Config:
     """The Config of a recipe, given by name or path, with `{"a.b": value}` overrides.
 
-    Texts are read as on the command line. A configuration can take the place of the recipe. Raises
+    Texts are parsed as on the command line. A Config can take the place of the recipe. Raises
     UserError if anything is unknown, malformed or out of range.
     """
     if isinstance(recipe, Config):
@@ -130,7 +132,7 @@ def named(value: Any) -> Any:
 
 
 def _parsed(text: str, kind: Any) -> Any:
-    """The value that `text` means for a key of type `kind`: None, a TOML value, or a bare word."""
+    """The value that `text` stands for in a key of type `kind`: None, a TOML value or the text."""
     if text.lower() == "none" and type(None) in get_args(kind):
         return None
 
@@ -148,9 +150,9 @@ def _parsed(text: str, kind: Any) -> Any:
 def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | None = None) -> Config:
     """Build a Config from tables or dotted keys.
 
-    Raises UserError, one line, for the first problem. It begins with the origin of the key, from
-    `origins`, or else `origin`; if it is about several keys, the command line is named rather than
-    a recipe.
+    Raises UserError, one line, for the first problem. The line begins with the origin of the key
+    (from `origins`, otherwise `origin`). If it is about several keys, the command line is named
+    rather than a recipe.
     """
     try:
         return Config.model_validate(nested(flatten(tree)))
@@ -170,7 +172,10 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
         key = next(keys_below, key)
         raise UserError(f"{origin}: '{key}' is missing; set it in the recipe or with --{key} VALUE")
 
-    reasons = [p["msg"].removeprefix("Value error, ") for p in problems if _dotted(p["loc"]) == key]
+    reasons = []
+    for problem in problems:
+        if _dotted(problem["loc"]) == key:
+            reasons.append(problem["msg"].removeprefix("Value error, "))
     message = ", or ".join(dict.fromkeys(reasons))  # one reason for each alternative of a union
     setting = f"{clean(key, LONGEST_NAME)} = {short_repr(problems[0]['input'])}: " if key else ""
     raise UserError(f"{_origin_of(key, message, origins, default=origin)}: {setting}{message}")
@@ -179,7 +184,7 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
 def _origin_of(key: str, message: str, origins: dict[str, str], *, default: str) -> str:
     """Where the key, or a key that the message names, was set.
 
-    The command line if any of them was set there, else the last one's origin.
+    The command line if any of them was set there, otherwise the last one's origin.
     """
     candidates = []
     for known_key, origin in origins.items():
@@ -209,16 +214,20 @@ def dump(config: Config) -> str:
 def as_tree(config: Config) -> dict[str, Any]:
     """The keys that apply and are set, as nested dicts of plain values, without URLs' passwords."""
     plain = masked(config.model_dump(mode="json", exclude_none=True))
-    values = {key: get(plain, key) for key, known in known_keys(config).items() if not known.needs}
-    return nested({key: value for key, value in values.items() if value is not None})
+    flat: Flat = {}
+    for key, state in known_keys(config).items():
+        value = get(plain, key)
+        if value is not None and not state.needs:
+            flat[key] = value
+    return nested(flat)
 
 
 def check_passwords(config: Config) -> None:
-    """Raise UserError if a URL has the password ***, which a run's files have for the real one."""
+    """Raises UserError if a URL has the password ***, which a run's files hold in place of it."""
     plain = config.model_dump(mode="json", exclude_none=True)
-    for key, known in known_keys(config).items():
+    for key, state in known_keys(config).items():
         value = get(plain, key)
-        if known.needs or not NO_PASSWORD.search(str(value)):
+        if state.needs or not NO_PASSWORD.search(str(value)):
             continue
         raise UserError(
             f"{key} = {short_repr(value)}: files of a run do not keep passwords; "
@@ -269,34 +278,35 @@ def get(tree: Any, dotted: str) -> Any:
 
 
 def layered(flat: Flat, layer: Flat) -> Flat:
-    """`flat` overridden by `layer`, without those keys of `flat` that no longer apply then.
+    """`flat` overridden by `layer`.
 
-    Nor those that were written for another plug-in, see `PluginSection.OWN_DEFAULTS`.
+    Keys of `flat` that no longer apply are dropped. So are keys for which the newly chosen plug-in
+    has another default than the former one: it means something else by them.
     """
     merged = flat | layer
-    before = keys_of(Config, flat)
-    after = keys_of(Config, merged)
+    keys_before = keys_of(Config, flat)
+    keys_after = keys_of(Config, merged)
     dropped = set()
-    for key, state in before.items():
-        if state.needs:
+    for key, before in keys_before.items():
+        if before.needs:
             continue
-        applies_after = key in after and not after[key].needs
-        if not applies_after or _was_written_for_another(key, state, after[key]):
+        after = keys_after.get(key)
+        if after is None or after.needs or after.field.default != before.field.default:
             dropped.add(key)
-    return {key: value for key, value in merged.items() if key in layer or key not in dropped}
 
-
-def _was_written_for_another(key: str, before: Key, after: Key) -> bool:
-    """Whether a key's value belongs to a plug-in that is no longer chosen."""
-    section: Any = Config.model_fields[key.partition(".")[0]].annotation
-    if not getattr(section, "OWN_DEFAULTS", ()):
-        return False
-    return before.field.default != after.field.default
+    remaining: Flat = {}
+    for key, value in merged.items():
+        table = key.rpartition(".")[0]  # a key itself, if its value is a dict
+        if key in layer or not dropped & {key, table}:
+            remaining[key] = value
+    return remaining
 
 
 def read_recipe(recipe: str) -> tuple[Flat, dict[str, str]]:
-    """(keys, origins) of a recipe, given by name or path: its keys override those of its bases; an
-    origin is the recipe that a key comes from."""
+    """(keys, origins) of a recipe, given by name or path.
+
+    Its keys override those of its bases. `origins` maps a key to the recipe that it comes from.
+    """
     flat: Flat = {}
     origins: dict[str, str] = {}
     for origin, layer in _lineage(recipe):
@@ -306,7 +316,7 @@ def read_recipe(recipe: str) -> tuple[Flat, dict[str, str]]:
 
 
 def _lineage(recipe: str) -> list[tuple[str, Flat]]:
-    """(origin, keys) of each base of a recipe and last of the recipe itself.
+    """(origin, keys) of each base of a recipe, and last of the recipe itself.
 
     Later ones override earlier ones.
     """
@@ -315,7 +325,7 @@ def _lineage(recipe: str) -> list[tuple[str, Flat]]:
     def add(name: str, *, context: str, folder: Path, heirs: tuple[str, ...]) -> None:
         """Append the layers of one recipe.
 
-        `heirs` identifies the recipes that are built on it, `context` begins errors.
+        `heirs` are the identities of the recipes that are built on it; errors begin with `context`.
         """
         if name.endswith(".toml"):
             path = folder / name
@@ -374,7 +384,8 @@ def _bases(tables: dict[str, Any], origin: str) -> list[str]:
 def _tables(path: Path, context: str = "") -> dict[str, Any]:
     """The content of a TOML file.
 
-    Raises UserError, beginning with `context`, if it is not TOML or too long.
+    Raises UserError, which begins with `context`, if the file cannot be read, is not TOML or is too
+    long.
     """
     try:
         with path.open("rb") as file:

@@ -1,8 +1,8 @@
-"""The configuration of a run as pydantic models, one for each section: a table of the recipe.
+"""The configuration of a run as pydantic models: one for each section, a table of a recipe.
 
-Some sections, such as `env`, `engine` and `advantage`, name a plug-in (`paw.config.plugins`), whose settings are
-keys of the section too. A key with `Only` applies only with some values of another key; with others
-it is an unknown key. `paw.config.recipe` reads recipes. Imports no torch.
+Some sections, such as `env`, `engine` and `advantage`, name a plug-in (`paw.config.plugins`), whose
+settings are keys of the section too. A key with `Only` applies only with some values of another
+key; with other values it is an unknown key. `paw.config.recipe` reads recipes. Imports no torch.
 """
 
 from contextlib import suppress
@@ -84,8 +84,10 @@ LORA = Only("lora.rank")
 GROUPS = OnlyEstimators(needs="groups")
 CRITIC = OnlyEstimators(needs="critic")
 _DEFAULT: Any = {}
-"""Default of a section with a plug-in: validated like a table, so that it has the plug-in's
-type."""
+"""Default of a section with a plug-in.
+
+It is validated like a table, so that it gets the plug-in's type.
+"""
 
 
 class RunConfig(Section):
@@ -103,12 +105,12 @@ class RunConfig(Section):
     save_every: Natural = 50
     """Updates between checkpoints; 0 saves only at the end."""
     keep: Count = 2
-    """Number of checkpoints kept."""
+    """Number of checkpoints to keep."""
     max_skipped: Count = 3
-    """Optimizer steps in a row with a non-finite loss or gradient before the run stops."""
+    """Consecutive optimizer steps with a non-finite loss or gradient after which the run stops."""
     peer_timeout_s: Annotated[float, Field(ge=5.0, le=1e7)] = 600.0
-    """Several ranks: seconds that a rank may be silent, or that a phase may take beyond the longest
-    so far, before all ranks end."""
+    """Several ranks: seconds that a rank may be silent, or that a phase may take longer than the
+    longest so far, before all ranks end."""
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
     """Experiment trackers that the metrics are sent to: one name or a list."""
     callbacks: list[str] = []
@@ -142,23 +144,23 @@ class ModelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto takes a GPU if there is one."""
     checkpointing: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in the backward pass. selective keeps the outputs of attention and of
-    half the matrix products, full recomputes all."""
+    """Which activations are recomputed in the backward pass. selective keeps the outputs of
+    attention and of half the matrix products; full recomputes everything."""
     offload_activations: bool = False
     """Keep activations in host memory until the backward pass."""
     attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"
-    """Attention over packed sequences (sdpa pads them); auto takes the first that runs. All give
-    equal log-probs."""
+    """Attention over packed sequences (sdpa pads them); auto takes the first that works. All give
+    the same log-probs."""
     compile: bool = False
     """torch.compile of every decoder layer."""
     shard: Literal["world", "node", "none"] = "world"
     """Several ranks: how weights, gradients and moments are divided. world: among all ranks. node:
-    among those of a machine, with a copy on each machine. none: every rank has all."""
+    among the ranks of a machine, with a copy on each machine. none: every rank has everything."""
     liger: bool = False
     """Liger's kernels for norms, rotary embedding and SwiGLU (the vocabulary head is always
     PaW's)."""
     head_backend: Literal["auto", "triton", "cuda", "cpu", "torch"] = "auto"
-    """Implementation of the vocabulary head; auto takes the fastest that runs on the device (`paw
+    """Implementation of the vocabulary head; auto takes the fastest that works on the device (`paw
     doctor` names it)."""
 
 
@@ -201,23 +203,22 @@ class EnvConfig(PluginSection):
     eval_split: str = "valid_unseen"
     """Split to evaluate on."""
     max_turns: Count = 50
-    """Most turns of an episode."""
+    """Maximum number of turns in an episode."""
     reward: Positive = 10.0
     """Reward for winning, R_max. An environment of your own gives its largest return as
     `reward_max`."""
     invalid_penalty: NonNegative = 0.1
     """Subtracted from the score of a turn whose response is not a valid action."""
     step_timeout_s: Seconds = 60.0
-    """Seconds after which a turn of an environment counts as hung, and its episode is dropped. Also
-    how long an agent may wait for anything but the model and the environment."""
+    """Seconds after which a turn of an environment counts as hung and its episode is dropped. Also
+    how long an agent may wait for anything other than the model and the environment."""
     processes: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Processes of each rank in which environments of your own run, those of gymnasium and
-    verifiers, and questions with a score of your own. A process that dies, or hangs for
-    env.step_timeout_s, is replaced and its episodes are dropped. 0 runs them in threads of the
-    trainer."""
+    """Processes of each rank for environments of your own, those of gymnasium and verifiers, and
+    questions with a score of your own. A process that dies, or hangs for env.step_timeout_s, is
+    replaced, and its episodes are dropped. 0 runs them in threads of the trainer."""
     max_text: Count = 1_000_000
-    """Most characters of a prompt (the last are kept), an observation or an anchor (the first
-    are)."""
+    """Maximum number of characters of a prompt (the last ones are kept), and of an observation or
+    an anchor (the first ones are kept)."""
 
 
 class AgentConfig(PluginSection):
@@ -236,13 +237,13 @@ class RewardConfig(PluginSection):
     KEY = "type"
     NONE = "env"
     type: str = "env"
-    """env: the environment's own. Else "FILE.py:name" or "module:name": a function of a trajectory
-    (docs/agents.md)."""
+    """env: the environment's own. Otherwise "FILE.py:name" or "module:name", a function of a
+    trajectory (docs/agents.md)."""
 
 
 class RolloutConfig(Section):
     tasks: Count = 16
-    """Tasks (groups) of one update."""
+    """Tasks (groups) of an update."""
     group_size: Count = 8
     """Episodes of each task."""
     refill: Annotated[Natural, GROUPS] = 0
@@ -251,12 +252,12 @@ class RolloutConfig(Section):
     temperature: Positive = 1.0
     """Sampling temperature."""
     ahead: Annotated[Natural, OnlyPlugins("engine.type", kind="engines", ability="has_pool")] = 0
-    """Updates whose episodes are played ahead while the trainer works. No token comes from weights
-    that are more updates old."""
+    """Number of updates whose episodes are played ahead while the trainer works. No token comes
+    from weights that are more updates old than this."""
     max_prompt_tokens: Count = 2048
-    """Most tokens of a prompt; longer ones lose their beginning."""
+    """Maximum number of tokens in a prompt; a longer one loses its beginning."""
     max_response_tokens: Count = 512
-    """Most tokens of a response."""
+    """Maximum number of tokens in a response."""
 
 
 class AdvantageConfig(PluginSection):
@@ -270,8 +271,8 @@ class AdvantageConfig(PluginSection):
         "(docs/algorithm.md). ppo's baseline is a critic, see `critic`.",
     )
     penalty_only: Annotated[Literal["keep", "drop"], GROUPS] = "keep"
-    """Groups whose returns are all equal, so that only penalties differ. keep: normalised like
-    others, which blows up the penalties. drop: no advantage."""
+    """Groups whose returns are all equal, so that only penalties differ. keep: they are normalised
+    like others, which inflates the penalties. drop: they have no advantage."""
 
     @property
     def traits(self) -> EstimatorTraits:
@@ -285,7 +286,8 @@ class CriticConfig(Section):
     lr: Rate = 1e-5
     """Learning rate."""
     value_clip: Positive = 0.5
-    """A value is clipped to this distance from the one that the advantages were computed from."""
+    """A value is clipped to within this distance of the one that the advantages were computed
+    from."""
 
 
 class PolicyConfig(PluginSection):
@@ -301,7 +303,7 @@ class PolicyConfig(PluginSection):
     clip_high: Annotated[NonNegative, PPO] = 0.2
     """Ratios above 1 + clip_high are clipped."""
     dual_clip: Annotated[float, Field(gt=1.0), PPO] = 3.0
-    """With a negative advantage the loss is at most this factor times the advantage's size."""
+    """With a negative advantage, the loss is at most this factor times the advantage's size."""
     kl_coef: NonNegative = 0.01
     """Weight of the KL term to the start model; 0 needs no reference model."""
     entropy_coef: NonNegative = 0.001
@@ -312,15 +314,15 @@ class PolicyConfig(PluginSection):
     verl_samples: Annotated[Count, Only("policy.loss_norm", ("verl",))] = 32
     """Samples in each micro-batch whose means are averaged, as in verl. Packing is unaffected."""
     old_logp: Literal["trainer", "engine"] = "trainer"
-    """Where the old log-probs come from. engine reuses the sampler's, which saves a pass if nothing
-    else needs it."""
+    """Where the old log-probs come from. engine reuses those of the sampler, which saves a pass
+    unless something else needs it."""
     tis_cap: Annotated[float, Field(gt=1.0)] | None = None
     """Truncated importance sampling: tokens are weighted by min(pi_old / pi_sampler, cap). With
-    old_logp = "engine" min(pi / pi_sampler, cap) replaces PPO's clipped ratio."""
+    old_logp = "engine", min(pi / pi_sampler, cap) replaces PPO's clipped ratio."""
     is_mask: tuple[Positive, Positive] | None = None
-    """[low, high]: tokens whose pi_old / pi_sampler is outside have no policy loss."""
+    """[low, high]: tokens whose pi_old / pi_sampler is outside this range have no policy loss."""
     is_level: Literal["token", "response"] = "token"
-    """The ratio that tis_cap and is_mask use: of each token, or the geometric mean over its
+    """The ratio that tis_cap and is_mask use: that of each token, or the geometric mean over its
     response."""
     offload_reference: Annotated[bool, Only("policy.kl_coef"), Only("lora.rank", (0,))] = False
     """Keep the reference model in host memory, except during its log-prob pass."""
@@ -335,27 +337,28 @@ class WorldConfig(PluginSection):
     enabled: bool = True
     """Whether observations are predicted too."""
     alpha: Annotated[Rate, WM] = 0.75
-    """Share of the update's transitions that are learnt from: those of highest action entropy."""
+    """Share of the update's transitions that are learnt from: those with the highest action
+    entropy."""
     loss: Annotated[str, WM] = "cmae"
     """Loss of an observation token of probability p: cmae [p <= rho] (1 - p), mae 1 - p, ce -log p,
     gce (1 - p^q) / q (arXiv 1805.07836), or a loss of your own."""
     rho: Annotated[Rate, WM, CMAE] = 0.2
-    """Tokens of a higher probability have no loss."""
+    """Tokens with a higher probability have no loss."""
     q: Annotated[Rate, WM, GCE] = 0.7
     """Exponent of gce."""
     weight: Annotated[Literal["adaptive"] | NonNegative, WM] = "adaptive"
     """lambda_g, a group's weight: adaptive (1 - mean return / R_max, clamped to [0, 1]) or a
     constant."""
     entropy: Annotated[Literal["full", "sampled"], WM] = "full"
-    """full: action entropy over the whole vocabulary. sampled: the mean of -p log p of the sampled
-    tokens."""
+    """full: action entropy over the whole vocabulary. sampled: the mean of -p log p over the
+    sampled tokens."""
     scale: Annotated[NonNegative, WM] = 1.0
     """Extra factor on the world-model term; the paper's is 1."""
     dedup: Annotated[bool, WM] = False
-    """Learn from identical (prompt, response, observation) samples of an update once."""
+    """Learn only once from identical (prompt, response, observation) samples of an update."""
     max_tokens: Count = 512
-    """Most tokens of an observation that are predicted, in training and in the report's
-    examples."""
+    """Maximum number of tokens of an observation that are predicted, in training and in the
+    report's examples."""
 
 
 class OptimConfig(Section):
@@ -363,8 +366,8 @@ class OptimConfig(Section):
     """adamw: fp32, 16 bytes a parameter including its gradient. flash-adamw: bf16 weights and 8-bit
     moments, 8.1 bytes a parameter."""
     master_bits: Annotated[Literal[24, 32], FLASH] = 32
-    """Bits of a weight. 24 are too few for an lr of 1e-6: a weight of 0.02 moves in steps of
-    4e-7."""
+    """Bits of a weight. 24 are too few for an lr of 1e-6, because a weight of 0.02 then moves in
+    steps of 4e-7."""
     offload: Annotated[bool, FLASH] = False
     """Keep the optimizer's state in host memory; during the step it is on the device for one
     parameter at a time."""
@@ -388,16 +391,16 @@ class OptimConfig(Section):
     epochs: Count = 1
     """Passes over the samples of an update."""
     minibatch_samples: Count = 256
-    """Samples (turns) of an optimizer step."""
+    """Samples (turns) in an optimizer step."""
     micro_batch_tokens: Count = 16384
-    """Tokens of a forward and backward pass."""
+    """Tokens in a forward and backward pass."""
 
 
 class EvalConfig(Section):
     every: Natural = 5
     """Updates between evaluations; 0 evaluates only at the start and the end."""
     games: Natural = 128
-    """Games drawn from the split with eval.seed; 0 plays the whole split."""
+    """Number of games, drawn from the split with eval.seed; 0 plays the whole split."""
     temperature: NonNegative = 0.4
     """Sampling temperature; 0 is greedy."""
     seed: Seed = 1000
@@ -448,7 +451,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _check_applying(cls, tree: Any) -> Any:
-        """Refuse keys that do not apply with the others, unless they have their default."""
+        """Refuse keys that do not apply with the others, unless they have their default value."""
         flat = flatten(tree) if isinstance(tree, dict) else {}
         for key, state in keys_of(cls, flat).items():
             default = state.field.default
@@ -487,7 +490,7 @@ class Config(Section):
         uses_ratios = policy.tis_cap or policy.is_mask
         if policy.is_level == "response" and not uses_ratios:
             raise ValueError(
-                "policy.is_level says what policy.tis_cap and policy.is_mask look at: "
+                "policy.is_level says which ratio policy.tis_cap and policy.is_mask use: "
                 "set one of them"
             )
         if policy.old_logp == "engine":
@@ -520,7 +523,7 @@ class Config(Section):
             )
         if self.optim.name == "flash-adamw":
             if self.lora.rank:
-                raise ValueError("lora.rank trains fp32 adapters: take optim.name = 'adamw'")
+                raise ValueError("lora.rank trains fp32 adapters: use optim.name = 'adamw'")
             if self.model.dtype == "float32":
                 raise ValueError(
                     "optim.name = 'flash-adamw' keeps bf16 weights: "

@@ -1,6 +1,5 @@
-"""Sections that are not about training itself.
-
-Engines, warm-up, endpoints, fine-tuning, trackers, and the stages of RWML.
+"""Sections that are not about training itself: engines, warm-up, endpoints, fine-tuning, trackers,
+and the stages of RWML.
 """
 
 from pathlib import Path
@@ -25,7 +24,7 @@ from paw.config.values import (
 
 
 def listed(value: Any) -> Any:
-    """The list of one for a text alone; anything else as it is."""
+    """A list of one for a single text; anything else unchanged."""
     return [value] if isinstance(value, str) else value
 
 
@@ -70,22 +69,22 @@ class WarmupConfig(Section):
     initializer_range: Positive = 0.1
     """Standard deviation of the initial weights."""
     stop_success: Share = 0.2
-    """Success rate of sampled episodes, mean of two checks, at which the warm-up stops."""
+    """Success rate of sampled episodes, as the mean of two checks, at which the warm-up stops."""
     max_steps: Count = 1600
-    """Most optimizer steps."""
+    """Maximum number of optimizer steps."""
     batch_size: Count = 64
-    """Turns of an optimizer step."""
+    """Turns in an optimizer step."""
     lr: Positive = 3e-3
     """Learning rate."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon for the matrices of the layers, which takes half the steps."""
     random_actions: Share = 0.3
-    """Share of random actions during expert play, so that the model sees states off the expert's
+    """Share of random actions during expert play, with which the model sees states off the expert's
     path."""
     lm_weight: NonNegative = 0.3
     """Weight of next-token prediction on prompts and observations; that of answers is 1."""
     observations: bool = True
-    """Whether next-token prediction covers observations, or prompts alone."""
+    """Whether next-token prediction covers observations, or only prompts."""
     seed: Seed = 0
     """Seed of weights, games and batches."""
 
@@ -100,16 +99,16 @@ class EndpointConfig(Section):
     key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key."""
     timeout_s: Seconds = 120.0
-    """Most seconds of a request."""
+    """Time limit of a request, in seconds."""
     retries: Natural = 9
-    """Retries after 408, 409, 429, 5xx and broken connections. The pauses grow: nine last more than
+    """Retries after 408, 409, 429, 5xx and broken connections. The pauses grow: nine take more than
     two minutes."""
     concurrency: Count = 8
-    """Most requests at a time."""
+    """Maximum number of simultaneous requests."""
     requests_per_minute: Natural = 0
-    """Most requests per minute; 0 is no limit."""
+    """Maximum number of requests per minute; 0 is no limit."""
     tokens_per_minute: Natural = 0
-    """Most tokens per minute, of prompts and answers; 0 is no limit."""
+    """Maximum number of tokens per minute, of prompts and answers; 0 is no limit."""
     input_price: NonNegative = 0.0
     """US dollars per million prompt tokens; 0 reports no cost."""
     output_price: NonNegative = 0.0
@@ -126,15 +125,15 @@ class SftConfig(Section):
     lr: Rate = 1e-5
     """Learning rate, in place of optim.lr."""
     lm_weight: NonNegative = 0.0
-    """Weight of next-token prediction on what is not the answer; that of answers is 1."""
+    """Weight of next-token prediction on everything but answers; that of answers is 1."""
     observations: bool = True
-    """Whether `lm_weight` covers observations too, or prompts alone."""
+    """Whether `lm_weight` covers observations too, or only prompts."""
     random_actions: Share = 0.0
     """Share of random actions during expert play; they are imitated too."""
     won: bool = True
-    """Whether only won episodes of a recording are learnt from."""
+    """Whether only the won episodes of a recording are learnt from."""
     save_every: Natural = 200
-    """Steps between checkpoints; 0 saves only at Ctrl-C."""
+    """Steps between checkpoints; 0 saves only on Ctrl-C."""
 
 
 class TrackingConfig(Section):

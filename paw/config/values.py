@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 LONGEST_TEXT = 4096
-"""Most characters of a value."""
+"""Maximum number of characters of a value."""
 LONGEST_NAME = 255
-"""Most bytes of a file's name."""
+"""Maximum number of bytes of a file's name."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Rate = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -24,8 +24,8 @@ Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
 def check_texts(value: Any) -> Any:
     """Returns `value`.
 
-    Raises ValueError if it has a text that config.toml, a terminal or a file system cannot hold.
-    Checked are a text or path, and those directly in a list or dict: no key takes deeper ones.
+    A text or path is checked, and those directly in a list or dict; no key takes deeper ones.
+    Raises ValueError if config.toml, a terminal or a file system cannot hold one of them.
     """
     if isinstance(value, dict):
         parts = [*value, *value.values()]
@@ -54,7 +54,7 @@ def _check_text(text: str) -> None:
 class Only:
     """Metadata of a key that applies only if `key` has one of `values`, or none of `excluded`.
 
-    Without either it applies if `key` is neither 0 nor unset.
+    Without either, it applies if `key` is neither 0 nor unset.
     """
 
     key: str
@@ -69,7 +69,7 @@ class Only:
         return self.key
 
     def holds(self, value: Any) -> bool:
-        """Whether it applies if `key` has that value."""
+        """Whether it applies if `key` has this value."""
         if self.excluded:
             return value not in self.excluded
         if self.values:
@@ -89,7 +89,7 @@ class Section(BaseModel):
     )
 
     ONLY: ClassVar[Only | None] = None
-    """What the whole section needs to apply."""
+    """What must hold for the section to apply."""
 
     _check_texts = field_validator("*", mode="before")(check_texts)
 
@@ -100,18 +100,14 @@ class PluginSection(Section):
     KIND: ClassVar[str]
     KEY: ClassVar[str]
     NONE: ClassVar[str | None] = None
-    """The name that means no plug-in."""
+    """The name that stands for no plug-in."""
     WITHIN: ClassVar[tuple[str, ...]] = ()
     """Names of built-in plug-ins whose keys are the section's own.
 
     Nothing is imported to check them.
     """
     OWN_DEFAULTS: ClassVar[tuple[str, ...]] = ()
-    """Names of built-in plug-ins that give keys of the section defaults of their own.
-
-    A layer of a recipe that chooses another plug-in drops such keys of the layers before it: their
-    values were written for the former one.
-    """
+    """Names of built-in plug-ins that give keys of the section defaults of their own."""
 
     def settings(self) -> dict[str, Any]:
         """The plug-in's own keys with their values: the arguments of its function."""

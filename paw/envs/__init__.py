@@ -1,4 +1,4 @@
-"""Environments: text in, text out. `make_factory` is the one way in."""
+"""Environments: text in, text out. `make_factory` makes the one that a configuration names."""
 
 from typing import Any
 
@@ -6,27 +6,29 @@ from paw.config import plugins
 from paw.config.recipe import check_passwords
 from paw.config.sections import Config, EnvConfig
 from paw.envs.base import EnvFactory
+from paw.envs.load import load_factory
+from paw.envs.workers.processes import ProcessFactory
 from paw.errors import UserError
 
 
 def make_factory(config: Config, env: Any = None) -> EnvFactory:
-    """The factory that `env.name` names, or the one for `env`, a user's own environment or factory
+    """The factory that `env.name` names; or the one for `env`, a user's own environment or factory
     (a class or an object).
 
-    Raises UserError if its data, its back end or a package is missing, if a URL has lost its
-    password, or if `env` lacks a member of the protocol.
+    Raises UserError if its data, its back end or a package is missing, if the password of a URL was
+    masked, or if `env` lacks a member of the protocol.
     """
     check_passwords(config)
     name = config.env.name
     if env is not None or name not in plugins.ENVS:
-        from paw.envs.load import load_factory
-
         factory: EnvFactory = load_factory(env, config.env)
-    elif name == "search":  # needs to know the updates, with which ZeroSearch's noise grows
+    elif name == "search":  # ZeroSearch's noise grows with the updates
         factory = plugins.load("envs", name)(config.env, config.run, config.rollout.tasks)
     else:
         factory = plugins.load("envs", name)(config.env)
-    return _in_processes(factory, config.env, env) if config.env.processes else factory
+    if config.env.processes:
+        return _in_processes(factory, config.env, env)
+    return factory
 
 
 def _in_processes(factory: EnvFactory, config: EnvConfig, env: Any) -> EnvFactory:
@@ -34,8 +36,6 @@ def _in_processes(factory: EnvFactory, config: EnvConfig, env: Any) -> EnvFactor
 
     Raises UserError if they are PaW's own, or if `env` cannot be imported there.
     """
-    from paw.envs.workers.processes import ProcessFactory
-
     setting = f"env.processes = {config.processes}"
     if not factory.runs_others_code:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The environment protocol, text in and text out, without torch; and which tasks are played when:
+"""The environment protocol (text in, text out, no torch), and which tasks are played when:
 `train_tasks` and its siblings.
 """
 
@@ -13,15 +13,15 @@ from paw.errors import OURS, OthersCodeError, UserError, clean, describe, short_
 from paw.io.threads import Threads
 from paw.types import Outcome, Task
 
-FURTHER = 1 << 40
-"""Index of the first of `further_tasks` in the order of training tasks: no run gets so far."""
+FURTHER_OFFSET = 1 << 40
+"""Index of the first of `further_tasks` in the order of training tasks; no run gets that far."""
 ENDLESS_EVAL = 256
-"""Number of tasks that are played of an endless split if all of it is asked for."""
+"""Number of tasks played from an endless split if all of it is asked for."""
 ALL_KINDS = ("all", "avg.")
-"""Names of metrics and tables for all kinds of tasks together: no task may have such a kind."""
+"""What metrics and tables call all kinds of tasks together; no task may have such a kind."""
 KIND_CHARS = 200
-"""Characters of a kind in the name of its metric."""
-UNREADABLE = "a task of env.name cannot be had"
+"""Maximum number of characters of a kind in the name of its metric."""
+UNREADABLE = "a task of env.name cannot be read"
 """How the error begins if reading a task fails."""
 
 
@@ -34,15 +34,16 @@ class Env(Protocol):
     - `close()`;
     - `task: str`: the current task in words, for agents with prompts of their own (default: the
       first observation);
-    - `tools`: a list of OpenAI function schemas, read after reset and the same for the whole
-      episode. `step` then gets a `paw.types.Reply`, which includes the calls that the model made.
+    - `tools`: a list of OpenAI function schemas, read after reset and fixed for the whole episode.
+      `step` then gets a `paw.types.Reply`, which includes the calls that the model made.
       `paw.envs.conversation` has what such environments share.
 
     Optional members that only the quickstart's warm-up and `paw env check` use:
 
-    - `oracle() -> str`: a good response to the current context; NoOracleError if there is none;
-    - `admissible_actions() -> list[str]`: the actions that do something now, without tags ([] for
-      open-ended environments);
+    - `oracle() -> str`: a good response to the current context. Raises NoOracleError if there is
+      none;
+    - `admissible_actions() -> list[str]`: the actions that currently have an effect, without tags
+      ([] for open-ended environments);
     - `format_action(action) -> str`: a well-formed response that plays such an action (default: the
       action itself).
     """
@@ -55,8 +56,8 @@ class Env(Protocol):
         """What the model reads in the current turn: task, history, observation and actions.
 
         Either the text of one user message, or a conversation: a list of {"role", "content"} with
-        the roles system, user, assistant and tool. A message of the assistant may have OpenAI's
-        `tool_calls`, a message of a tool `name` and `tool_call_id`.
+        the roles system, user, assistant and tool. An assistant's message may have OpenAI's
+        `tool_calls`; a tool's message may have `name` and `tool_call_id`.
         """
         ...
 
@@ -66,7 +67,7 @@ class Env(Protocol):
 
 
 class Tasks(Protocol):
-    """The tasks of a split: `tasks[i]`, and `len(tasks)` unless they are endless. Can be a list."""
+    """The tasks of a split: `tasks[i]`, and `len(tasks)` unless they are endless. A list is one."""
 
     def __getitem__(self, i: int, /) -> Task: ...
 
@@ -89,12 +90,12 @@ class EnvFactory(Protocol):
     network. They then run in threads, many at once."""
     runs_others_code: bool = False
     """Whether its environments run code that is not ours, as a user's own always do. Each call is
-    then made in a thread and may take env.step_timeout_s."""
+    then made in a thread and may take up to env.step_timeout_s."""
     has_others_tasks: bool = False
     """Whether `tasks` is not our code either. It is then called, and each of its tasks read, in a
-    thread with the same limit."""
+    thread with the same time limit."""
     distinct_eval: bool = True
-    """Whether an evaluation plays each task at most once; else each of its tasks is drawn
+    """Whether an evaluation plays each task at most once; otherwise each of its tasks is drawn
     independently, as in the reference code."""
 
     def tasks(self, split: str, seed: int) -> Tasks:
@@ -116,7 +117,7 @@ class EnvFactory(Protocol):
 
 
 class Endless:
-    """Endless tasks, made on demand: `make(i)` is number i."""
+    """Endless tasks, made on demand: `make(i)` is task number i."""
 
     def __init__(self, make: Callable[[int], Task]) -> None:
         self._make = make
@@ -137,7 +138,7 @@ class Sized(Endless):
 
 
 def seeds(split: str, seed: int) -> Endless:
-    """Endless tasks that are seeds: `payload["seed"]` is below 2^31."""
+    """Endless tasks that consist of a seed: `payload["seed"]`, below 2^31."""
 
     def task(i: int) -> Task:
         name = f"{split}/{seed}/{i}"
@@ -149,9 +150,9 @@ def seeds(split: str, seed: int) -> Endless:
 def train_tasks(
     factory: EnvFactory, step: int, count: int, seed: int, *, split: str = "train"
 ) -> list[Task]:
-    """The `count` tasks of update `step`, a function of the arguments.
+    """The `count` tasks of update `step`, which depend on the arguments alone.
 
-    A split that is not endless is played in epochs: each task once, in a new order each time.
+    A finite split is played in epochs: each task once, in a new order each time.
     """
     return _stream(factory, split, step * count, count, seed)
 
@@ -159,8 +160,8 @@ def train_tasks(
 def further_tasks(
     factory: EnvFactory, start: int, count: int, seed: int, *, split: str = "train"
 ) -> list[Task]:
-    """Tasks `start`, ..., `start + count - 1` of another sequence than that of `train_tasks`."""
-    return _stream(factory, split, FURTHER + start, count, seed)
+    """Tasks `start`, ..., `start + count - 1` of a sequence other than that of `train_tasks`."""
+    return _stream(factory, split, FURTHER_OFFSET + start, count, seed)
 
 
 def warmup_tasks(factory: EnvFactory, start: int, count: int, seed: int) -> list[Task]:
@@ -171,7 +172,7 @@ def warmup_tasks(factory: EnvFactory, start: int, count: int, seed: int) -> list
 def eval_tasks(factory: EnvFactory, split: str, count: int, seed: int) -> list[Task]:
     """`count` tasks of a held-out `split`, drawn by `seed`.
 
-    `count` 0 is for the whole split, or for the first ENDLESS_EVAL of an endless one.
+    `count` 0 stands for the whole split, or the first ENDLESS_EVAL tasks of an endless one.
     """
     with read_tasks(factory, split, seed) as tasks:
         n = size(tasks)
@@ -191,8 +192,8 @@ def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
     """A context in which the tasks of a split can be read.
 
     Tasks of a user's own environment are read in a thread, and each call of the user's code may
-    take env.step_timeout_s. Raises OthersCodeError if that code raises anything, SystemExit
-    included, or answers late.
+    take up to env.step_timeout_s. Raises OthersCodeError if that code raises anything, SystemExit
+    included, or takes longer.
     """
     if not getattr(factory, "has_others_tasks", False):
         yield factory.tasks(split, seed)
@@ -201,9 +202,9 @@ def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
     config: Any = getattr(factory, "config", None)
     threads = Threads(1, config.step_timeout_s)
 
-    def call(problem: str, function: Callable[..., Any], *args: Any) -> Any:
+    def call(problem: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return threads.call(function, *args)
+            return threads.call(function, *arguments)
         except OURS:
             raise
         except BaseException as error:  # SystemExit as well
@@ -215,13 +216,13 @@ def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
             ) from error
 
     try:
-        tasks = call("the tasks of env.name cannot be had", factory.tasks, split, seed)
-        if type(tasks) in (list, tuple):  # reading them calls none of the user's code
+        tasks = call("the tasks of env.name cannot be read", factory.tasks, split, seed)
+        if type(tasks) in (list, tuple):  # reading these calls no code of the user
             yield tasks
             return
-        count = call("the number of tasks of env.name cannot be had", size, tasks)
-        read = functools.partial(call, UNREADABLE, operator.getitem, tasks)
-        yield Endless(read) if count is None else Sized(read, count)
+        count = call("the number of tasks of env.name cannot be read", size, tasks)
+        read_task = functools.partial(call, UNREADABLE, operator.getitem, tasks)
+        yield Endless(read_task) if count is None else Sized(read_task, count)
     finally:
         threads.close()
 
@@ -232,7 +233,7 @@ def size(tasks: Tasks) -> int | None:
 
 
 def every_tenth(tasks: Any, held_out: bool) -> Any:
-    """Splits a sequence without splits: every tenth element if `held_out`, else all others.
+    """The held-out or the training part of a sequence: every tenth element, or all others.
 
     If there are fewer than ten, the last one is held out.
     """
@@ -244,14 +245,14 @@ def every_tenth(tasks: Any, held_out: bool) -> Any:
 
 
 def _stream(factory: EnvFactory, split: str, start: int, count: int, seed: int) -> list[Task]:
-    """Tasks `start`, ..., `start + count - 1` of a split; of an endless one in its own order, else
-    `shuffled`."""
+    """Tasks `start`, ..., `start + count - 1` of a split: an endless one in its own order, a finite
+    one `shuffled`."""
     with read_tasks(factory, split, seed) as tasks:
         n = size(tasks)
-        indices = range(start, start + count)
-        if n is None:
-            return _read_all(tasks, indices)
-        return _read_all(tasks, (shuffled(seed, i, n) for i in indices))
+        indices: Iterable[int] = range(start, start + count)
+        if n is not None:
+            indices = [shuffled(seed, i, n) for i in indices]
+        return _read_all(tasks, indices)
 
 
 def _read_all(tasks: Tasks, indices: Iterable[int]) -> list[Task]:
@@ -265,7 +266,7 @@ def _read_all(tasks: Tasks, indices: Iterable[int]) -> list[Task]:
 
 
 def shuffled(seed: int, i: int, n: int) -> int:
-    """Element i of an endless sequence that goes through range(n) again and again, each time in a
+    """Element i of an endless sequence that runs through range(n) again and again, each time in a
     new order."""
     epoch, position = divmod(i, n)
     return _order(seed, epoch, n)[position]
@@ -284,8 +285,8 @@ def admissible_responses(env: Any) -> list[str]:
 
 
 def kind_name(kind: str) -> str:
-    """A kind as metrics and tables show it: printable, so that kinds that look the same are counted
-    together."""
+    """A kind as metrics and tables show it: printable, so that kinds that look the same count as
+    one."""
     return clean(kind, KIND_CHARS)
 
 

@@ -11,39 +11,41 @@ from paw.errors import UserError
 
 T = TypeVar("T")
 FIRST_ERROR = Field(fail_fast=True)
-"""Stops at the first error of a list: `Annotated[list[int], FIRST_ERROR]`.
+"""Stops at the first error in a list: `Annotated[list[int], FIRST_ERROR]`.
 
-Otherwise a million wrong items make a million errors.
+Otherwise, a million wrong items make a million errors.
 """
 _adapter = functools.cache(TypeAdapter)
 
 
 class Strict(BaseModel):
-    """A model without conversions: a text must be a text, a number a number. Other keys are
+    """A model without conversions: a text must be a text, a number must be a number. Other keys are
     ignored."""
 
     model_config = ConfigDict(strict=True)
 
 
-def checked(kind: type[T], value: Any, where: str) -> T:
-    """`value` as a `kind`; bytes are read as JSON.
+def checked(kind: type[T], value: Any, origin: str) -> T:
+    """`value` as a `kind`; bytes are parsed as JSON.
 
-    Raises UserError, which begins with `where`, if it is not of that kind.
+    Raises UserError, which begins with `origin`, if it is not of this kind.
     """
     try:
         if isinstance(value, bytes):
             return _adapter(kind).validate_json(value, strict=True)
         return _adapter(kind).validate_python(value, strict=True)
     except ValidationError as error:
-        raise UserError(f"{where}: {problem(error)}") from None
+        raise UserError(f"{origin}: {problem(error)}") from None
 
 
 def problem(error: ValidationError) -> str:
-    """The first problem: where it is, what was expected, and what is there."""
+    """The first problem: where it is, what was expected, and what is there instead."""
     first = error.errors()[0]
-    place = "".join(f"{part}: " for part in first["loc"])
-    value = "" if first["type"] in ("missing", "json_invalid") else f", not {first['input']!r:.60}"
-    return f"{place}{first['msg'].removeprefix('Value error, ')}{value}"
+    location = "".join(f"{part}: " for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] in ("missing", "json_invalid"):
+        return f"{location}{message}"
+    return f"{location}{message}, not {first['input']!r:.60}"
 
 
 def json_lines(path: Path, kind: type[T], origin: str) -> Iterator[tuple[int, T]]:
@@ -55,9 +57,10 @@ def json_lines(path: Path, kind: type[T], origin: str) -> Iterator[tuple[int, T]
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.isspace():
-                cut = "" if line.endswith(b"\n") else " (the last line: is the file cut off?)"
                 try:
                     yield offset, checked(kind, line, f"{origin}, line {number}")
                 except UserError as error:
-                    raise UserError(f"{error}{cut}") from None
+                    if line.endswith(b"\n"):
+                        raise
+                    raise UserError(f"{error} (the last line: is the file cut off?)") from None
             offset += len(line)

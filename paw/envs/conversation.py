@@ -1,5 +1,5 @@
-"""What conversational environments share: the messages so far, calls of tools, and answers to
-broken calls.
+"""What conversational environments share: the messages so far, tool calls, and answers to broken
+calls.
 """
 
 from abc import ABC, abstractmethod
@@ -18,14 +18,14 @@ class Conversation(ABC):
     """One conversation at a time.
 
     A subclass begins the conversation, answers what the model says, and plays the calls of `tools`.
-    A broken call (`Reply.problem`) is answered by a tool message that names the problem; then none
-    of the calls in the same answer is played, and the turn is invalid.
+    A broken call (`Reply.problem`) is answered by a tool message that names the problem. Then none
+    of the calls in the same reply is played, and the turn is invalid.
     """
 
     tools: Sequence[dict[str, Any]] = ()
     """OpenAI function schemas, the same for the whole episode."""
     one_call = False
-    """Whether an answer may have only one call."""
+    """Whether a reply may have only one call."""
     messages: list[Message]
     """The conversation so far; set by `reset`."""
 
@@ -35,8 +35,10 @@ class Conversation(ABC):
 
     @abstractmethod
     def say(self, text: str) -> Outcome:
-        """Called if the model says `text` (without its thought) and calls nothing. The observation
-        is the user's answer, unless the episode ends."""
+        """The outcome if the model says `text` (its reply without the thought) and calls nothing.
+
+        The observation is the user's answer, unless the episode ends.
+        """
 
     def call(self, call: ToolCall) -> str | Outcome:
         """The result of a call, or an outcome whose observation is the result."""
@@ -51,7 +53,7 @@ class Conversation(ABC):
         return list(self.messages)
 
     def step(self, response: str) -> Outcome:
-        reply = self.hear(response)
+        reply = self.receive(response)
         if reply.problem:
             return self.refuse(reply)
         if reply.calls:
@@ -65,8 +67,8 @@ class Conversation(ABC):
             self.messages.append({"role": "user", "content": outcome.observation})
         return outcome
 
-    def hear(self, response: str) -> Reply:
-        """The model's answer, after adding it to the messages."""
+    def receive(self, response: str) -> Reply:
+        """Add the model's reply to the messages; returns it, with the problem of its calls."""
         reply = response if isinstance(response, Reply) else Reply(response)
         self.messages.append(reply.message())
         if self.one_call and len(reply.calls) > 1 and not reply.problem:
@@ -74,7 +76,7 @@ class Conversation(ABC):
         return reply
 
     def refuse(self, reply: Reply) -> Outcome:
-        """Tell the model what is wrong with its answer; nothing of it is played."""
+        """Tell the model what is wrong with its reply, of which nothing is played."""
         text = f"Invalid call: {reply.problem}."
         calls = reply.calls or [unread(len(self.messages))]
         self.messages += [call.answer(text) for call in calls]
@@ -103,8 +105,8 @@ class Conversation(ABC):
         )
 
 
-class Retold(Conversation):
-    """Plays an environment of one message a turn as a conversation, with one call per answer."""
+class ConversationWrapper(Conversation):
+    """Plays an environment with one message per turn as a conversation, with one call per reply."""
 
     one_call = True
 
@@ -120,16 +122,16 @@ def _action(reply: Reply) -> str:
     return "; ".join(map(str, reply.calls)) or reply.content
 
 
-def unread(place: int) -> ToolCall:
-    """Stands for a call that could not be read, in message number `place` of a conversation.
+def unread(position: int) -> ToolCall:
+    """A stand-in for a call that could not be read, in message number `position` of a conversation.
 
     Its id is unique within the conversation.
     """
-    return ToolCall("", {}, f"none{place:05}")
+    return ToolCall("", {}, f"none{position:05}")
 
 
 def opening(instruction: Path | None, text: str) -> list[Message]:
-    """The first messages: the system's from the file `instruction`, if set, and the user's `text`.
+    """The first messages: the system's, from the file `instruction` if set, and the user's `text`.
 
     Raises UserError if the file cannot be read.
     """
@@ -143,7 +145,7 @@ def opening(instruction: Path | None, text: str) -> list[Message]:
 
 
 def invalid(problem: str, action: str) -> Outcome:
-    """The outcome of an action that was not played because of a `problem`."""
+    """The outcome of an action that was not played, because of a `problem`."""
     return Outcome(
         f"Invalid action: {problem}.", 0.0, done=False, won=False, action=action, valid=False
     )

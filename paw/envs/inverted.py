@@ -1,8 +1,8 @@
 """An environment that runs its own loop and asks a model through an OpenAI-compatible endpoint.
 
-Control is inverted here: `reset` starts the rollout as a coroutine, next to such an endpoint. Each
+Here control is inverted: `reset` starts the rollout as a coroutine, next to such an endpoint. Each
 request to the endpoint is the next `context`, and `step` answers it. The reward of the finished
-rollout is the reward of the last turn. The rollout only advances within `reset` and `step`.
+rollout is the reward of the last turn. The rollout advances only within `reset` and `step`.
 """
 
 import asyncio
@@ -21,23 +21,23 @@ from paw.types import THINKING, Outcome, Reply, Task
 Play = Callable[[Any, str, str], Coroutine[Any, Any, float]]
 """(a task's payload, URL of the endpoint, model) -> the reward."""
 WAIT = 0.9
-"""Share of env.step_timeout_s that a rollout may wait.
+"""Share of env.step_timeout_s that a rollout may take to its next request.
 
-After the full time, code that blocks is given up together with its thread.
+After the full time, code that blocks is abandoned together with its thread.
 """
 CLOSE_S = 5.0
-"""Time limit of ending a rollout."""
+"""Time limit for ending a rollout."""
 MAX_BYTES = 1 << 28
-"""Size limit of a request, which holds a whole conversation."""
+"""Size limit of a request, which contains a whole conversation."""
 
 
 class VerifiersConfig(EnvConfig):
-    """An environment written with verifiers of Prime Intellect."""
+    """An environment written with Prime Intellect's verifiers."""
 
     name: str = "verifiers"
     """Which environment."""
     id: str = ""
-    """Its package, installed or in PYTHONPATH."""
+    """Its package, installed or on PYTHONPATH."""
     args: dict[str, Any] = {}
     """The `[env]` table of verifiers' own commands: {taskset = {...}, agent = {...}}."""
     tasks: Count = 10_000
@@ -126,7 +126,7 @@ class InvertedEnv:
     def _add_messages(
         self, reply: Reply, old_messages: list[Message], new_messages: list[Message]
     ) -> list[Message]:
-        """Bring the conversation up to date with a request; returns the messages it adds."""
+        """Update the conversation with those of a request; returns the messages that it adds."""
         length = len(old_messages)
         added = [_plain(message) for message in new_messages[length + 1 :]]
         is_continued = new_messages[:length] == old_messages and bool(added)
@@ -134,12 +134,12 @@ class InvertedEnv:
             self._messages += [reply.message(), *added]
             return added
 
-        # It is another conversation, or the same one rewritten.
+        # Another conversation, or the same one rewritten.
         self._messages = [_plain(message) for message in new_messages]
         return self._messages[-1:]
 
     async def close(self) -> None:
-        """End the rollout and all else that runs on the loop, which is this episode's own."""
+        """End the rollout and everything else on the event loop, which is this episode's own."""
         rollout = self._rollout
         self._rollout = None
         if rollout is not None:
@@ -178,7 +178,8 @@ class InvertedEnv:
         finally:
             next_request.cancel()
         raise EnvironmentFailure(
-            f"{self.config.id}: nothing asked and no end within env.step_timeout_s = {limit_s:g}"
+            f"{self.config.id}: neither a request nor an end within "
+            f"env.step_timeout_s = {limit_s:g}"
         )
 
 
@@ -205,7 +206,7 @@ async def _endpoint(requests: "asyncio.Queue[Request]") -> AsyncIterator[tuple[s
         if body.get("model") != model:
             problem = (
                 f"there is no model {short_repr(body.get('model'))} here: "
-                "give who asks for it a client of its own"
+                "give the agent that asks for it a client of its own"
             )
             return web.json_response({"error": {"message": problem}}, status=404)
         request = Request(body)
@@ -258,14 +259,15 @@ def _finish_reason(message: Message) -> str:
 
 
 def _json(value: Any) -> str:
-    """`value` as JSON. Lone surrogates, which no reader of JSON accepts, become question marks."""
+    """`value` as JSON. Lone surrogates, which JSON parsers reject, become question marks."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
 
 
 def _to_openai(reply: Reply, *, position: int) -> Message:
-    """A reply as an endpoint writes it, as message number `position`, the thought in its own field.
+    """A reply as an endpoint sends it, with the thought in its own field.
 
-    A call that could not be read has the problem as its arguments.
+    `position` is the message's number. A call that could not be read gets the problem as its
+    arguments.
     """
     message: Message = {"role": "assistant"}
     thought, end_of_thought, content = reply.content.rpartition(THINKING[1])
@@ -283,8 +285,8 @@ def _to_openai(reply: Reply, *, position: int) -> Message:
     return message
 
 
-def _openai_call(id_: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+def _openai_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _plain(message: Message) -> Message:
@@ -295,7 +297,7 @@ def _plain(message: Message) -> Message:
         if other_types:
             raise EnvironmentFailure(
                 f"a message has content of type {', '.join(map(str, other_types))}; "
-                "only text is read"
+                "only text is supported"
             )
         content = "\n".join(part["text"] for part in content)
     return {**message, "content": content}

@@ -1,9 +1,9 @@
-"""Applies patterns and schemas that come with data in a child process, within limits of CPU time
-and memory.
+"""Applies patterns and schemas that come with data, in a child process with limits on CPU time and
+memory.
 
-A regular expression that backtracks for ever, or a JSON schema that refers to itself twice at every
+A regular expression that backtracks forever, or a JSON schema that refers to itself twice at every
 level, never ends. `re` cannot be interrupted and holds the interpreter's lock meanwhile. The
-library `regex` limits the time of a match but not that of compiling, and reads some patterns
+library `regex` limits the time of a match but not of compiling, and reads some patterns
 differently. So `re` and jsonschema themselves do the work, in a child that the kernel ends at the
 limit; the next call starts another child.
 """
@@ -28,14 +28,14 @@ CPU_S = 1.0
 Wall-clock time would depend on the load of the machine.
 """
 WALL_S = 120.0
-"""Seconds until a child is given up that was stopped or gets no CPU."""
+"""Seconds after which a child that was stopped or gets no CPU is killed."""
 CHILD = Path(__file__).with_name("limited_child.py")
 
 
 class CannotApply(Exception):
     """A pattern or schema cannot be applied.
 
-    The message is a predicate without subject, such as "takes more than 1 s of CPU time".
+    The message is a predicate without a subject, such as "takes more than 1 s of CPU time".
     """
 
 
@@ -89,9 +89,10 @@ class _Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, call: str, *arguments: Any) -> Any:
-        """What `call` returns there.
+        """What `call` returns in the child.
 
-        Raises CannotApply, or EnvironmentFailure if the child ends in another way.
+        Raises CannotApply if that exceeds a limit or fails, and EnvironmentFailure if the child
+        ends for another reason.
         """
         request = json.dumps({"call": call, "arguments": arguments}).encode() + b"\n"
         with self._lock:
@@ -101,7 +102,7 @@ class _Child:
             timer.start()
             try:
                 line = self._exchange(process, request)
-            except BaseException:  # a thread that is given up leaves an answer unread
+            except BaseException:  # a thread that is abandoned leaves an answer unread
                 self._end(process)
                 raise
             finally:
@@ -122,7 +123,7 @@ class _Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": module_path},  # imports the modules that we would
+                env=os.environ | {"PYTHONPATH": module_path},  # it imports what we would import
             )
         return self._process
 
@@ -152,15 +153,15 @@ class _Child:
             return CannotApply(f"takes more than {CPU_S:g} s of CPU time")
         if code == -signal.SIGSEGV:  # overflow of the C stack
             return CannotApply("is nested too deeply, or refers to itself")
-        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        return EnvironmentFailure(f"the process that applies patterns and schemas ended {how}")
+        ending = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return EnvironmentFailure(f"the process that applies patterns and schemas ended {ending}")
 
 
 _child = _Child()
 
 
 def _forget() -> None:
-    """After a fork, a new child: two processes with the same one would mix up their answers."""
+    """Start another child after a fork: two processes with the same one would mix up answers."""
     global _child
     _child = _Child()
 

@@ -22,11 +22,11 @@ from jsonschema.validators import Draft202012Validator, validator_for
 from referencing import Registry
 
 MEMORY = 1 << 30
-"""Limit of the address space in bytes; Python and jsonschema take a tenth of it."""
+"""Limit on the address space, in bytes; Python and jsonschema take a tenth of it."""
 WATCH_S = 2.0
 """How often the child checks that its parent is alive."""
 MESSAGE_CHARS = 300
-"""Length limit of a validator's message."""
+"""Maximum length of a validator's message."""
 
 
 def fullmatch(pattern: str, text: str) -> bool:
@@ -50,7 +50,7 @@ def arguments_problem(schema: dict[str, Any], arguments: Any) -> str:
 
 
 def _validator(schema: dict[str, Any]) -> Any:
-    """A validator of JSON schema that opens no address."""
+    """A validator for a JSON schema that never follows a reference to another address."""
     return validator_for(schema, default=Draft202012Validator)(schema, registry=Registry())
 
 
@@ -63,7 +63,7 @@ CALLS = {
 
 def answer(call: str, arguments: list[Any], cpu_s: float) -> dict[str, Any]:
     """The answer to a call. If it takes more CPU time than `cpu_s`, the kernel ends this process,
-    whatever Python is doing."""
+    whatever Python is doing at that moment."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         return {"value": CALLS[call](*arguments)}
@@ -92,7 +92,7 @@ def serve(cpu_s: float) -> None:
     while True:
         while not select.select([sys.stdin.buffer], [], [], WATCH_S)[0]:
             if os.getppid() != parent:
-                return  # the parent is gone, but a process that it forked keeps the pipe open
+                return  # the parent is gone, although a process that it forked keeps the pipe open
         line = sys.stdin.buffer.readline()
         if not line:
             return

@@ -32,11 +32,11 @@ ENV_MEMBERS = ("reset", "context", "step")
 """Members that an environment must have."""
 
 
-class OwnFactory:
-    """An EnvFactory made of what a user handed over: an Env or an EnvFactory, a class or an object.
+class UserFactory:
+    """An EnvFactory made from a user's Env or EnvFactory, a class or an object.
 
-    If it is an Env, each episode gets a new one, or a deep copy of the object. If `tasks` is a
-    list, every tenth task is held out.
+    With an Env, each episode gets a new object of the class, or a deep copy of the object. If
+    `tasks` is a list, every tenth task is held out.
     """
 
     runs_others_code = True
@@ -47,7 +47,7 @@ class OwnFactory:
         self._plugin = plugin
         self._origin = origin
         self._object = self._new_object()
-        """The user's factory; or, if that is an Env, one that is only asked for its attributes."""
+        """The user's factory; or an Env of the user's, of which only attributes are read."""
         self._is_factory = hasattr(self._object, "make")
         if self._is_factory:
             self._require(self._object, FACTORY_MEMBERS)
@@ -62,15 +62,15 @@ class OwnFactory:
         self.may_block: bool = getattr(self._object, "may_block", False)
         self.distinct_eval: bool = getattr(self._object, "distinct_eval", True)
         self.demonstrates = True
-        """Whether its environments have an oracle; known once one was made."""
+        """Whether its environments have an oracle; set when one is made."""
         penalty: Any = self.invalid_penalty
         if not (isinstance(penalty, int | float) and 0 <= penalty < math.inf):
             raise UserError(
-                f"{origin}: invalid_penalty is {short_repr(penalty)}, which is no number from 0 on"
+                f"{origin}: invalid_penalty is {short_repr(penalty)}, which is not a number from 0 on"
             )
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """Raises UserError if there are no tasks, or if the first is not a Task."""
+        """The tasks of a split. Raises UserError if there are none or the first is not a Task."""
         call = f"{self._origin}: {self._class_name}.tasks('{split}', {seed})"
         source: Any = self._object.tasks
         try:
@@ -90,7 +90,7 @@ class OwnFactory:
         is_task = isinstance(first, Task)
         if not (is_task and isinstance(first.id, str) and isinstance(first.kind, str)):
             raise UserError(
-                f"{call}[0] is {short_repr(first)}; it must be a paw.Task, its id and kind texts"
+                f"{call}[0] is {short_repr(first)}; it must be a paw.Task whose id and kind are texts"
             )
         if split == "warmup" and not self.demonstrates:
             raise UserError(
@@ -106,7 +106,10 @@ class OwnFactory:
         return environment
 
     def fingerprint(self) -> str:
-        """Raises UserError if it fails, or takes longer than env.step_timeout_s."""
+        """The user's fingerprint, or else the name.
+
+        Raises OthersCodeError if it fails, or takes longer than env.step_timeout_s.
+        """
         if not hasattr(self._object, "fingerprint"):
             return self.name
         threads = Threads(1, self.config.step_timeout_s)
@@ -121,7 +124,7 @@ class OwnFactory:
             threads.close()
 
     def _new_object(self) -> Any:
-        """A new object of the user's class; or a copy of the user's object, a factory itself."""
+        """A new object of the user's class, the user's factory, or a copy of the user's Env."""
         if isinstance(self._plugin, type):
             return plugins.make(self._plugin, self.config)
         if hasattr(self._plugin, "make"):
@@ -141,10 +144,12 @@ class OwnFactory:
 def load_factory(plugin: Any, config: EnvConfig) -> EnvFactory:
     """The factory of `plugin`, or of the one that env.name names if `plugin` is None.
 
-    One environment is made as a check and closed again, except with env.processes: then none is
-    made in this process. Raises UserError if the factory cannot be loaded or made.
+    One environment is made as a check and closed again. With env.processes, none is made in this
+    process. Raises UserError if the factory cannot be loaded or made.
     """
-    origin = f"env.name = '{config.name}'" if plugin is None else f"env = {short_repr(plugin)}"
+    origin = f"env.name = '{config.name}'"
+    if plugin is not None:
+        origin = f"env = {short_repr(plugin)}"
     with chdir(Path.cwd()):  # the user's code may change the folder; our relative paths must hold
         if plugin is None:
             try:
@@ -153,10 +158,10 @@ def load_factory(plugin: Any, config: EnvConfig) -> EnvFactory:
                 raise UserError(f"env.name = {error}") from None
         threads = Threads(1, config.step_timeout_s)
         try:
-            factory: OwnFactory = threads.call(OwnFactory, plugin, config, origin)
+            factory: UserFactory = threads.call(UserFactory, plugin, config, origin)
             if not config.processes:
                 environment = threads.call(factory.make)
-                with quietly():  # a close that fails costs nothing here
+                with quietly():  # a close that fails does not matter here
                     threads.call(_close, environment)
         except OURS:
             raise
@@ -188,7 +193,7 @@ def check_reward_max(factory: EnvFactory, name: str) -> None:
     value = factory.reward_max
     if not (isinstance(value, int | float) and 0 < value < math.inf):
         raise UserError(
-            f"env.name = '{name}': reward_max is {value!r}, which is no positive number: "
+            f"env.name = '{name}': reward_max is {value!r}, which is not a positive number: "
             "wm.weight = 'adaptive' divides by it; set it to the largest return of an episode, "
-            "or take a constant: --wm.weight 1.0"
+            "or use a constant: --wm.weight 1.0"
         )

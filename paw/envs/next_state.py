@@ -1,9 +1,9 @@
 """Next-state prediction as an environment: RWML (arXiv 2602.05842) is ordinary RL on it.
 
 A task is a recorded turn: what the agent was shown, its action, and what the environment answered.
-The agent predicts that answer. It is rewarded if the cosine distance between the embeddings of the
+The agent predicts that answer, and is rewarded if the cosine distance between the embeddings of the
 prediction and the answer is below env.threshold. One game in ten is held out, chosen by a hash of
-its id. The wording of the paper's prompt is not public: this one asks for the same.
+its id. The wording of the paper's prompt is not public; this one asks for the same.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from paw.types import Outcome, Task
 
 HELD_OUT = "held_out"
 HELD_OUT_IN = 10
-"""One game in so many is held out."""
+"""One game in this many is held out."""
 Similarity = Callable[[Sequence[tuple[str, str]]], list[float]]
 """Cosine of each pair (predicted, real) of texts."""
 
@@ -69,11 +69,11 @@ class NextStateConfig(EnvConfig):
     The paper's is Qwen/Qwen3-Embedding-8B.
     """
     threshold: Annotated[Positive, Field(le=2.0)] = 0.2
-    """Cosine distance below which a prediction is right (paper: 0.4 for the user turns of
+    """Cosine distance below which a prediction counts as right (paper: 0.4 for the user turns of
     tau2-bench)."""
     style: Literal["paper", "compact"] = "paper"
-    """paper: the question in words, answers in tags. compact: for tiny models, the response is the
-    prediction."""
+    """paper: the question in words, answers in tags. compact: for tiny models; the whole response
+    is the prediction."""
     think: bool = True
     """Whether a valid response needs <think>...</think> (paper style)."""
 
@@ -82,11 +82,11 @@ class NextStateConfig(EnvConfig):
 class Triplet:
     __pydantic_config__ = ConfigDict(extra="forbid")
     task: str
-    """Id of the game it was played in."""
+    """Id of the game in which it was played."""
     kind: str
     step: int
     prompt: str
-    """What the agent was shown (the paper's h)."""
+    """What the agent was shown (h in the paper)."""
     response: str
     action: str
     """The action that was played, parsed from the response."""
@@ -102,14 +102,14 @@ class Triplet:
 def read_triplets(path: Path) -> list[Triplet]:
     """The triplets of a file of JSON lines.
 
-    Raises UserError, which names file and line, if one is malformed or if there are none.
+    Raises UserError, which names the file and line, if one is malformed, or if there are none.
     """
     origin = f"env.triplets = '{path}'"
     with reading(origin, "; make it with `paw rwml collect`"):
         lines = json_lines(path.expanduser(), Triplet, origin)
         triplets = [triplet for _, triplet in lines]
     if not triplets:
-        raise UserError(f"{origin}: it holds no triplet; make it with `paw rwml collect`")
+        raise UserError(f"{origin}: it holds no triplets; make it with `paw rwml collect`")
     return triplets
 
 
@@ -122,7 +122,7 @@ def write_triplets(path: Path, triplets: Sequence[Triplet]) -> None:
 def ask(triplet: Triplet, config: NextStateConfig) -> str:
     """The user message that asks for the next state.
 
-    In compact style the action follows a last "did:", a form that is learnt in a few steps.
+    In compact style, the action comes after a final "did:", a format that is learnt in a few steps.
     """
     if config.style == "compact":
         return f"{triplet.prompt}\ndid:\n{triplet.action}"
@@ -138,7 +138,7 @@ def answer(next_state: str, config: NextStateConfig) -> str:
 
 
 def predicted(response: str, config: NextStateConfig) -> str | None:
-    """The next state that a response predicts, None if it is malformed or empty."""
+    """The next state that a response predicts; None if it is malformed or empty."""
     if config.style == "compact":
         return response.strip() or None
     thought, end_of_thought, rest = response.rpartition("</think>")
@@ -155,7 +155,7 @@ class NextStateFactory(EnvFactory):
 
     `similarity` compares predictions with next states (default: the encoder `env.embedding`, which
     is loaded now). Raises UserError if the file is missing, damaged or too small, if env.eval_split
-    has another value, or if the encoder cannot be loaded.
+    is not HELD_OUT, or if the encoder cannot be loaded.
     """
 
     Config = NextStateConfig
@@ -170,7 +170,7 @@ class NextStateFactory(EnvFactory):
             )
         if config.eval_split != HELD_OUT:
             raise UserError(
-                f"env.eval_split = '{config.eval_split}': of triplets there is '{HELD_OUT}' only"
+                f"env.eval_split = '{config.eval_split}': triplets have only the split '{HELD_OUT}'"
             )
         self.config = config
         self.reward_max = config.reward
@@ -186,10 +186,10 @@ class NextStateFactory(EnvFactory):
             lacking = "to evaluate on" if self.training else "to train on"
             raise UserError(
                 f"env.triplets = '{config.triplets}': none of its {games} games is one {lacking} "
-                f"(one game in {HELD_OUT_IN} is held out); collect from more"
+                f"(one game in {HELD_OUT_IN} is held out); collect from more games"
             )
         if similarity is None:
-            from paw.envs.search.embedding import Embedding
+            from paw.envs.search.embedding import Embedding  # imports torch
 
             similarity = Embedding(config.embedding).similarity
         self._similarity = _Batched(similarity)
@@ -251,7 +251,7 @@ class NextStateEnv:
 class _Batched:
     """Lets many threads call a batched function with one pair each.
 
-    A thread that finds the function idle computes the pairs of all threads that wait.
+    A thread that finds the function idle computes the pairs of all waiting threads.
     """
 
     def __init__(self, similarity: Similarity) -> None:
@@ -263,12 +263,12 @@ class _Batched:
         result: Future[float] = Future()
         self._waiting.put(((prediction, real), result))
         with self._busy:
-            if not result.done():  # else another thread computed it meanwhile
+            if not result.done():  # otherwise another thread has computed it meanwhile
                 self._compute_waiting()
         return result.result()
 
     def _compute_waiting(self) -> None:
-        """Compute all pairs in wait; called with the lock held."""
+        """Compute all waiting pairs; called with the lock held."""
         batch = []
         while not self._waiting.empty():
             batch.append(self._waiting.get())

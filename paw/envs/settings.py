@@ -14,25 +14,25 @@ TaskKind = Literal["pick", "look", "clean", "heat", "cool", "two"]
 
 
 class PromptConfig(EnvConfig):
-    """Keys of environments whose prompts are those of the paper."""
+    """Keys of environments with the paper's prompts."""
 
     data: Path | None = None
-    """Folder of the environment's files (`paw data NAME` says where they are); unset, everything is
-    generated."""
+    """Folder of the environment's files (`paw data NAME` says where to get them); unset, everything
+    is generated."""
     history: Natural = 2
     """Past turns shown in the prompt."""
     style: Literal["paper", "compact"] = "paper"
-    """paper: the paper's prompt, <action> tags. compact: a short prompt for tiny models, the
-    response is the action."""
+    """paper: the paper's prompt, with <action> tags. compact: a short prompt for tiny models; the
+    whole response is the action."""
     think: Annotated[bool, Only("env.style", ("paper",))] = True
     """Whether a valid response needs <think>...</think>."""
 
 
-class SpokenConfig(EnvConfig):
+class ConversationConfig(EnvConfig):
     """Keys of environments whose observations are the user's messages of a conversation."""
 
     instruction: Path | None = None
-    """File with the system message: rules, and the form of an answer."""
+    """File with the system message: the rules, and the format of an answer."""
     eval_split: str = "test"
     """Split to evaluate on."""
     reward: Positive = 1.0
@@ -49,7 +49,7 @@ class AlfworldConfig(PromptConfig):
     difficulty: Literal["tiny", "small", "medium", "full"] = "full"
     """Size of generated rooms."""
     kinds: list[TaskKind] = ["pick", "look", "clean", "heat", "cool", "two"]
-    """Kinds of tasks played."""
+    """Kinds of tasks that are played."""
 
 
 class WebshopConfig(PromptConfig):
@@ -65,8 +65,8 @@ class WebshopConfig(PromptConfig):
     products: Annotated[Count, Only("env.data", (None,))] = 3000
     """Number of products in the generated catalogue."""
     nouns: Literal["auto", "spacy", "rules"] = "auto"
-    """How the reward finds the nouns of a title. spacy: by spaCy's English model. rules: by a small
-    filter. auto: by spaCy if it is installed."""
+    """How the reward finds the nouns of a title. spacy: with spaCy's English model. rules: with a
+    small filter. auto: with spaCy if it is installed."""
 
 
 class SimulatorConfig(EndpointConfig):
@@ -78,7 +78,7 @@ class SimulatorConfig(EndpointConfig):
     """Probability of useless documents at the last update."""
     noise_base: Annotated[float, Field(gt=1.0)] = 4.0
     """Curvature of the schedule from noise_start to noise_end: the larger, the later the noise
-    comes."""
+    rises."""
 
 
 class SearchConfig(PromptConfig):
@@ -87,10 +87,10 @@ class SearchConfig(PromptConfig):
     name: str = "search"
     """Which environment."""
     style: Literal["paper", "compact", "chat"] = "paper"
-    """paper: the paper's prompt, answers in tags. compact: a short prompt for tiny models. chat: a
-    conversation, search is a tool, called in the model's own format."""
+    """paper: the paper's prompt, with answers in tags. compact: a short prompt for tiny models.
+    chat: a conversation in which search is a tool, called in the model's own format."""
     retriever: Literal["bm25", "dense", "zerosearch"] | Url = "bm25"
-    """bm25, dense: an index of `corpus` in this process. zerosearch: an LLM that plays the search
+    """bm25 or dense: an index of `corpus` in this process. zerosearch: an LLM that plays the search
     engine (see `simulator`). Or the URL of a server."""
     corpus: Path | None = None
     """JSON lines {"id", "contents": "\\"Title\\"\\ntext"}; unset, the generated world's

@@ -30,16 +30,16 @@ class TaggedStyle:
     """
 
     unparsed: int
-    """Length of the action of a response without tags: so many characters from its end."""
+    """Number of characters at the end of a response without tags that are played as its action."""
     advice = ""
-    """How to reason: the end of a sentence of the prompt."""
+    """How to reason: the end of a sentence in the prompt."""
 
     def __init__(self, *, history: int = 2, think: bool = True) -> None:
         self.history = history
         self.think = think
 
     def fill(self, template: str, past: Past, **values: str) -> str:
-        """A template filled with `values`, the past turns and the instruction how to answer."""
+        """A template filled with `values`, the past turns and the instruction on how to answer."""
         taken = len(past)
         shown = min(self.history, taken)
         lines = []
@@ -80,7 +80,7 @@ class TaggedStyle:
 class LineStyle:
     """Short prompts for a tiny model.
 
-    Each action and observation fills a line of its own, so that it can be one token.
+    Each action and observation has a line of its own, so that it can be a single token.
     """
 
     def __init__(self, *, history: int = 2, think: bool = False) -> None:
@@ -89,7 +89,7 @@ class LineStyle:
     def fill(
         self, task: Iterable[str], past: Past, observation: str, actions: Iterable[str]
     ) -> str:
-        """The prompt: the lines of the task, the last actions, the observation, the actions."""
+        """The prompt: the task, the last actions, the observation, and the actions to choose."""
         lines = list(task)
         shown = past[max(0, len(past) - self.history) :]
         if shown:

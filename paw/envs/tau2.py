@@ -1,9 +1,9 @@
-"""tau2-bench of Sierra Research (arXiv 2506.07982) through its gymnasium interface,
+"""Sierra Research's tau2-bench (arXiv 2506.07982) through its gymnasium interface,
 `tau2.gym.gym_agent.AgentGymEnv`.
 
-The agent serves a customer whom an LLM plays. It calls tools or writes to the customer, and a
-policy says what it may do. Written against tau2-bench 1.0.1. A failure there (the customer's LLM is
-down, for example) costs the episode, never the run.
+The agent serves a customer who is played by an LLM. It calls tools or writes to the customer, and a
+policy says what it may do. Written against tau2-bench 1.0.1. A failure there (for example, the
+customer's LLM is down) costs the episode, never the run.
 """
 
 import functools
@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 from paw.config.sections import EnvConfig
 from paw.config.values import Only
 from paw.envs.base import EnvFactory, Tasks
-from paw.envs.conversation import Message, Retold
+from paw.envs.conversation import ConversationWrapper, Message
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, quietly
 from paw.io.threads import Threads
 from paw.types import Outcome, Reply, Task, ToolCall
@@ -68,7 +68,7 @@ THINK = "You should first reason step-by-step within <think> </think> tags."
 
 
 class Tau2Config(EnvConfig):
-    """tau2-bench of Sierra Research: a conversation with a simulated customer."""
+    """Sierra Research's tau2-bench: a conversation with a simulated customer."""
 
     name: str = "tau2"
     """Which environment."""
@@ -77,8 +77,8 @@ class Tau2Config(EnvConfig):
     user_model: str = "gpt-4.1"
     """LLM that plays the customer, as litellm names it."""
     style: Literal["paper", "chat"] = "paper"
-    """paper: one prompt with the conversation so far, actions in tags. chat: a conversation, calls
-    in the model's format."""
+    """paper: one prompt with the conversation so far, and actions in tags. chat: a conversation,
+    with calls in the model's format."""
     think: Annotated[bool, Only("env.style", ("paper",))] = True
     """Whether a valid response needs <think>...</think>."""
 
@@ -125,7 +125,7 @@ class Tau2Factory(EnvFactory):
         if split == "warmup":
             raise UserError(
                 "model.path = 'quickstart': tau2 has no oracle to warm it up on; "
-                "take an instruct model"
+                "use an instruct model"
             )
         domain = self.config.domain
         return [Task(f"{domain}/{id_}", domain, id_) for id_ in self._ids(split)]
@@ -172,9 +172,9 @@ class Tau2Env:
         """OpenAI function schemas of the tools."""
         self.policy = ""
         self._tools: dict[str, str] = {}
-        """Name of a tool -> its function as JSON."""
+        """Name of a tool -> its function schema as JSON."""
         self._conversation: list[str] = []
-        """The messages so far, each with the name of its speaker in front."""
+        """The messages so far, each preceded by the name of its speaker."""
         self._turns = 0
 
     def reset(self, task: Task) -> str:
@@ -223,9 +223,10 @@ class Tau2Env:
         """Play a tool call as JSON or a message to the user; with a `problem` it is not sent."""
         assert self._gym is not None, "step() before reset() or after the end"
         self._turns += 1
-        if problem:
-            text, score, done = f"Invalid action: {problem}.", 0.0, False
-        else:
+        text = f"Invalid action: {problem}."
+        score = 0.0
+        done = False
+        if not problem:
             text, score, done = self._play_valid(action)
         self._conversation.append(f"assistant: {action}")
         self._conversation.append(text)
@@ -247,9 +248,9 @@ class Tau2Env:
         return f"{thought}<action>{action}</action>"
 
     def close(self) -> None:
-        """End what still runs.
+        """End whatever still runs.
 
-        AgentGymEnv has no close: its simulation waits in a thread for the next action.
+        AgentGymEnv has no `close`: its simulation waits in a thread for the next action.
         """
         self._threads.close()
         gym = self._gym
@@ -276,7 +277,7 @@ class Tau2Env:
         """(action, problem of the response or "").
 
         Only the name and the arguments of a tool call are kept: the agent must not make calls in
-        the name of the user.
+        the user's name.
         """
         match = ACTION.search(response)
         action = match[1].strip() if match else ""
@@ -310,7 +311,7 @@ class Tau2Env:
             raise EnvironmentFailure(f"tau2 {self.config.domain}: {describe(error)}") from error
 
 
-class Tau2Chat(Retold):
+class Tau2Chat(ConversationWrapper):
     """The same as a conversation: the policy is the system message, the customer is the user."""
 
     def begin(self, task: Task) -> list[Message]:
@@ -322,8 +323,8 @@ class Tau2Chat(Retold):
             {"role": "user", "content": _without_speaker(first)},
         ]
 
-    def hear(self, response: str) -> Reply:
-        reply = super().hear(response)
+    def receive(self, response: str) -> Reply:
+        reply = super().receive(response)
         if reply.problem or reply.calls:
             return reply
         if not reply.content or reply.content.startswith("{"):
@@ -349,7 +350,7 @@ class Tau2Chat(Retold):
 
 
 def _without_speaker(text: str) -> str:
-    """A message without the name of its speaker, which its role says already."""
+    """A message without the name of its speaker, which its role already gives."""
     return SPEAKER.sub("", text, count=1)
 
 
@@ -369,9 +370,7 @@ def _import_tau2() -> tuple[Callable[..., Any], Any]:
         if sys.version_info < (3, 12):
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
             problem = f"; it needs Python 3.12 or 3.13, this is {version}"
-        raise UserError(
-            f"env.name = 'tau2' needs tau2-bench of Sierra Research{problem}: {INSTALL}"
-        )
+        raise UserError(f"env.name = 'tau2' needs Sierra Research's tau2-bench{problem}: {INSTALL}")
     if not any((Path(folder) / "gym").is_dir() for folder in spec.submodule_search_locations or ()):
         raise UserError(
             "env.name = 'tau2': the installed package 'tau2' has no tau2.gym: on PyPI that name is "
@@ -379,7 +378,7 @@ def _import_tau2() -> tuple[Callable[..., Any], Any]:
         )
     with suppress(ImportError):
         # tau2-bench logs every line of every conversation with loguru. Only the reason why a
-        # simulation broke is wanted: nothing else reports it.
+        # simulation broke is kept: nothing else reports it.
         from loguru import logger
 
         logger.remove()

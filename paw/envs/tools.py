@@ -1,5 +1,6 @@
-"""Checks the tools that an environment offers, and the calls of them. Tools are OpenAI function
-schemas.
+"""Checks the tools that an environment offers, and calls of them.
+
+Tools are OpenAI function schemas.
 """
 
 import json
@@ -12,7 +13,7 @@ from paw.types import Reply, ToolCall
 
 Tool = dict[str, Any]
 OPENAI = {"type", "function", "name", "description", "parameters", "strict"}
-"""Keys of a tool as OpenAI has them."""
+"""Keys of a tool in OpenAI's format."""
 MCP = {
     "name",
     "title",
@@ -24,16 +25,15 @@ MCP = {
     "execution",
     "_meta",
 }
-"""Keys of a tool as the Model Context Protocol has them."""
+"""Keys of a tool in the format of the Model Context Protocol."""
 
 
 def checked_tools(tools: Any) -> list[Tool]:
     """The tools as {"type": "function", "function": {"name", "description", "parameters"}}.
 
-    A bare function is wrapped. A tool of MCP is accepted too: its `inputSchema` becomes
-    `parameters`. Raises ValueError if this is not a list of schemas, if JSON cannot hold it, if two
-    tools have the same name, or if a tool's schema is invalid, stands under another key or takes
-    too long to apply.
+    A bare function is wrapped. An MCP tool is accepted too: its `inputSchema` becomes `parameters`.
+    Raises ValueError if `tools` is not a list of schemas, if JSON cannot hold it, if two tools have
+    the same name, or if a tool's schema is invalid, under another key, or takes too long to apply.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ValueError(
@@ -53,7 +53,7 @@ def checked_tools(tools: Any) -> list[Tool]:
 
 
 def _checked_function(name: str, function: Tool) -> Tool:
-    """A copy of `function` as JSON holds it. Raises ValueError for an invalid schema."""
+    """A copy of `function` as JSON holds it. Raises ValueError if its schema is invalid."""
     try:
         function = json.loads(json.dumps(function, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -65,7 +65,7 @@ def _checked_function(name: str, function: Tool) -> Tool:
         problem = short_repr(schema)
     if problem:
         raise ValueError(
-            f"tool '{name}': its parameters are no JSON schema of an object: {problem}"
+            f"tool '{name}': its parameters are not the JSON schema of an object: {problem}"
         )
     return function
 
@@ -73,7 +73,7 @@ def _checked_function(name: str, function: Tool) -> Tool:
 def _as_openai(name: str, tool: Tool, function: Tool) -> Tool:
     """`function` with the schema of its arguments as "parameters".
 
-    Raises ValueError if the schema stands under another key.
+    Raises ValueError if the schema is under another key.
     """
     parameters = function.get("parameters")
     if "inputSchema" in function:
@@ -110,7 +110,7 @@ def _as_openai(name: str, tool: Tool, function: Tool) -> Tool:
 def checked_reply(response: str, tools: Sequence[Tool]) -> Reply:
     """`response` with the first problem of its calls.
 
-    A problem is a call of a tool that does not exist, or arguments that do not fit its schema.
+    Problems are a call of a tool that does not exist, and arguments that do not fit its schema.
     """
     reply = response if isinstance(response, Reply) else Reply(response)
     problem = reply.problem

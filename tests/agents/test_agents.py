@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from paw.agents import endpoint
-from paw.agents.endpoint import Reply
+from paw.agents.endpoint import ChatCompletion
 from paw.agents.examples import alfworld_examples, expert_example
 from paw.agents.zerosearch import Simulator
 from paw.config.sections import Config
@@ -397,7 +397,7 @@ class Librarian:
 
     async def complete(self, prompt, **_):
         self.asked.append(prompt)
-        return Reply(self.text, 1, 1)
+        return ChatCompletion(self.text, 1, 1)
 
 
 def test_a_simulated_search_engine():

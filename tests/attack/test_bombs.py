@@ -90,7 +90,7 @@ def test_what_is_no_pattern_is_one_line_at_the_start(tmp_path, answer):
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"question": "?", "answer": answer}))
     with pytest.raises(
-        UserError, match=r"train, row 1: the answer .* is no regular expression: "
+        UserError, match=r"train, row 1: the answer .* is not a regular expression: "
     ) as error:
         make_factory(load("questions-grpo", {"env.data": str(path), "env.score": "regex"}))
     assert "\n" not in str(error.value)
@@ -179,12 +179,12 @@ def played(schema, arguments) -> Outcome:
         (
             doubling(),
             {},
-            "parameters are no JSON schema of an object: it takes more than 0.2 s of CPU time",
+            "parameters are not the JSON schema of an object: it takes more than 0.2 s of CPU time",
         ),
         (
             nested(),
             {},
-            "parameters are no JSON schema of an object: it takes more than 0.2 s of CPU time",
+            "parameters are not the JSON schema of an object: it takes more than 0.2 s of CPU time",
         ),
         (
             {"properties": {"x": doubling() | {"$ref": "#/properties/x/$defs/l0"}}},
@@ -324,7 +324,7 @@ SCHEMA = {"type": "object"}
         ),
         (
             {"name": "put", "inputSchema": None},
-            "its parameters are no JSON schema of an object: None",
+            "its parameters are not the JSON schema of an object: None",
         ),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from scripted_server import completion, refusal
 
 from paw import cli
-from paw.agents.endpoint import Endpoint, EndpointError, Reply
+from paw.agents.endpoint import ChatCompletion, Endpoint, EndpointError
 from paw.config.sections import EndpointConfig
 from paw.errors import UserError
 from paw.rollouts.text.chat import ContextFull
@@ -66,7 +66,7 @@ def test_an_answer(server, ask, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")
     server.script = [(200, completion("x</think><action>look</action>"), {})]
     reply = ask[0]("hello", stop=["</action>"])
-    assert reply == Reply("<think>x</think><action>look", 11, 5, "</action>")
+    assert reply == ChatCompletion("<think>x</think><action>look", 11, 5, "</action>")
     (sent,) = server.requests
     assert sent == {
         "model": "m",

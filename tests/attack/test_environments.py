@@ -677,7 +677,7 @@ def test_a_game_that_exits_or_hangs_is_one_line_of_play_and_of_the_check(
 def test_tasks_that_exit_or_hang_are_one_line_of_each_command(
     paw_here, monkeypatch, tmp_path, tiny_llm, attack, failure
 ):
-    model, line = tiny_llm(tmp_path / "model"), f"a task of env.name cannot be had: {failure}"
+    model, line = tiny_llm(tmp_path / "model"), f"a task of env.name cannot be read: {failure}"
     env = {"env.name": f"{ATTACKS}LaterTasks", "env.step_timeout_s": 0.3, "model.dtype": "float32"}
     monkeypatch.setenv("ATTACK", attack)
     for words in (

@@ -120,7 +120,7 @@ DEEP = b"[" * 1_000_000
 def test_what_a_retriever_makes_up_is_one_line(server, body):
     server.default = (200, body, {})
     with pytest.raises(
-        UserError, match=f"^{server.url}/retrieve: it does not answer as a retriever"
+        UserError, match=f"^{server.url}/retrieve: it does not answer like a retriever"
     ) as caught:
         RemoteRetriever(server.url, timeout_s=10)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 1000

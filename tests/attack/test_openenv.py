@@ -100,20 +100,20 @@ def test_a_dropped_connection_before_the_first_step_is_made_again(server):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ("{", "step: no message of OpenEnv: Invalid JSON"),
-        ("[1]", "step: no message of OpenEnv: Input should be an object, not"),
+        ("{", "step: not a message of OpenEnv: Invalid JSON"),
+        ("[1]", "step: not a message of OpenEnv: Input should be an object, not"),
         (
             '{"type": "observation", "data": {"observation": []}}',
             "observation: Input should be a valid dictionary",
         ),
-        (seen("x", reward="much"), "no observation of OpenEnv: reward"),
+        (seen("x", reward="much"), "not an observation of OpenEnv: reward"),
         (seen("x", reward=float("nan")), "Outcome.reward is nan"),
         ('{"type": "state", "data": {}}', r"step: state \(None\)"),
         (
             refused("EXECUTION_ERROR", "it broke\nstep 99/99"),
             r"step: it broke step 99/99 \(EXECUTION_ERROR\)",
         ),
-        (b"\xff\xfe", "no message of OpenEnv"),
+        (b"\xff\xfe", "not a message of OpenEnv"),
         ("x" * (17 << 20), "the connection was lost in step"),
         (0.4, "no answer to step within env.step_timeout_s = 0.2"),
         (None, "the same reset began another episode"),
@@ -175,20 +175,20 @@ OPTIONS = {"action": {"properties": FIELDS}, "observation": {"properties": FIELD
 @pytest.mark.parametrize(
     ("schema", "env", "said"),
     [
-        ("<html>", {}, "that is no server of OpenEnv: /schema: Invalid JSON"),
-        ([], {}, "that is no server of OpenEnv"),
-        ({"action": 3, "observation": {}}, {}, "that is no server of OpenEnv"),
-        (None, {}, "that is no server of OpenEnv: it has no /schema"),
+        ("<html>", {}, "that is not a server of OpenEnv: /schema: Invalid JSON"),
+        ([], {}, "that is not a server of OpenEnv"),
+        ({"action": 3, "observation": {}}, {}, "that is not a server of OpenEnv"),
+        (None, {}, "that is not a server of OpenEnv: it has no /schema"),
         (
             OPTIONS,
             {},
             r"the action of http\S+ has left \(integer\), a \(text\), b \(text\); '\*' lets the model",
         ),
-        (OPTIONS, {"action_field": "c"}, "env.action_field = 'c' is no field of"),
+        (OPTIONS, {"action_field": "c"}, "env.action_field = 'c' is not a field of"),
         (
             OPTIONS,
             {"action_field": "a", "prompt_field": "p"},
-            "env.prompt_field = 'p' is no field of",
+            "env.prompt_field = 'p' is not a field of",
         ),
         (SCHEMA, {"instruction": "/nowhere"}, "env.instruction = '/nowhere': cannot be read"),
         (SCHEMA, {"image": "x"}, "needs either env.url = 'http://...' or env.image"),
@@ -287,14 +287,14 @@ def test_tasks_that_can_be_listed_are_played_in_epochs(counted):
         ),
         ("-5", "its split 'train' has -5 tasks"),
         ("-1" + "0" * 400, "its split 'train' has -1000"),
-        ("1" + "0" * 5000, "that is no server of OpenEnv: /e/num_tasks: Invalid JSON"),
+        ("1" + "0" * 5000, "that is not a server of OpenEnv: /e/num_tasks: Invalid JSON"),
         (
             "true",
-            "that is no server of OpenEnv: /e/num_tasks: num_tasks: Input should be a valid integer, not True",
+            "that is not a server of OpenEnv: /e/num_tasks: num_tasks: Input should be a valid integer, not True",
         ),
         (
             "2.5",
-            "that is no server of OpenEnv: /e/num_tasks: num_tasks: Input should be a valid integer, not 2.5",
+            "that is not a server of OpenEnv: /e/num_tasks: num_tasks: Input should be a valid integer, not 2.5",
         ),
     ],
 )

@@ -223,7 +223,8 @@ def test_what_cannot_run_in_a_process_is_one_line():
         )
     config = configured("Unsendable", 1)
     with pytest.raises(
-        UserError, match=r"^env\.processes: what reset\(\) takes cannot be sent to a process \("
+        UserError,
+        match=r"^env\.processes: the arguments of reset\(\) cannot be sent to a process \(",
     ):
         CheckedEnv(make_factory(config).make(), config.env).reset(
             make_factory(config).tasks("train", 0)[0]
@@ -239,7 +240,7 @@ def test_tasks_that_hang_are_one_line_beside_processes_too(monkeypatch):
     factory.config = factory.config.model_copy(update={"step_timeout_s": 0.3})
     with pytest.raises(
         UserError,
-        match=r"^a task of env\.name cannot be had: TimeoutError: no answer within 0\.3 s",
+        match=r"^a task of env\.name cannot be read: TimeoutError: no answer within 0\.3 s",
     ):
         train_tasks(factory, 0, 4, 0)
 

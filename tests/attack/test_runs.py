@@ -59,7 +59,7 @@ def test_an_update_that_is_over_is_saved_when_something_fails_then(
 
 
 MINE = r"\(environments\.py, line \d+\)"
-TASK = "a task of env.name cannot be had"
+TASK = "a task of env.name cannot be read"
 STOPS = [
     ("tasks that exit", f"{TASK}: SystemExit: broken {MINE}"),
     ("tasks that hang", f"{TASK}: TimeoutError: no answer within 0.5 s; .*env.step_timeout_s"),

@@ -181,7 +181,7 @@ def test_environment_data_that_are_not_there_are_one_line_everywhere(capfd):
         assert cli.main([*command, "--env.data", "/nowhere"]) == 2, command
         error = capfd.readouterr().err.splitlines()[-1]
         assert (
-            error.startswith("paw: env.data: /nowhere is no folder")
+            error.startswith("paw: env.data: /nowhere is not a folder")
             and "`paw data alfworld --download`" in error
         )
 

@@ -101,6 +101,31 @@ def test_a_choice_leaves_the_keys_of_the_one_before_it_behind(recipe):
     )
 
 
+def test_a_choice_keeps_the_keys_that_mean_the_same_to_both(recipe):
+    """Those with the same default. GiGPO's gamma is per turn, PPO's per token."""
+    gigpo = load(recipe(MODEL + '[advantage]\ntype = "gigpo"\nnorm_std = false\n'))
+    assert gigpo.advantage.settings()["gamma"] == 0.95
+    path = recipe(dump(gigpo), name="config")  # of a run: it holds every key
+    assert load(path, {"advantage.type": "ppo"}).advantage.settings()["gamma"] == 1.0
+    assert load(path, {"advantage.type": "grpo"}).advantage.settings()["norm_std"] is False
+
+    path = recipe(MODEL + '[advantage]\ntype = "gigpo"\ngamma = 0.9\n')
+    assert load(path, {"advantage.type": "ppo"}).advantage.settings()["gamma"] == 1.0
+    assert load(path, {"advantage.omega": "2"}).advantage.settings()["gamma"] == 0.9
+    config = load(path, {"advantage.type": "ppo", "advantage.gamma": "0.95"})
+    assert config.advantage.settings()["gamma"] == 0.95
+
+
+def test_a_choice_leaves_the_entries_of_tables_behind_too(recipe):
+    path = recipe(
+        MODEL + '[env]\nname = "openenv"\nurl = "http://a"\noptions = {difficulty = "hard"}\n'
+    )
+    assert load(path).env.options == {"difficulty": "hard"}
+    assert load(path, {"env.name": "alfworld"}).env.name == "alfworld"
+    config = load(path, {"env.name": "gymnasium", "env.kwargs": "{size = 5}"})
+    assert config.env.kwargs == {"size": 5}
+
+
 WRONG = [
     ("optim.lr", "-1", "optim.lr = -1: Input should be greater than 0"),
     ("optim.lr", "fast", "optim.lr = 'fast': Input should be a valid number"),

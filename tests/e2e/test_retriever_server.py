@@ -195,7 +195,7 @@ def test_a_server_that_cannot_start_says_why(paw_here, tmp_path):
             ["--corpus", "missing.jsonl"],
             "env.corpus = 'missing.jsonl': cannot be read: No such file or directory",
         ),
-        (["--retriever", "zerosearch"], "'zerosearch' is no index"),
+        (["--retriever", "zerosearch"], "'zerosearch' is not an index"),
         (["--port", "70000"], "--port 70000"),
     ):
         said = paw_here("serve", "retriever", "--port", 0, *words, code=2, cwd=tmp_path).stderr
@@ -221,7 +221,7 @@ def test_the_client_takes_both_forms_tries_again_and_names_who_misbehaves(monkey
         for status, body, reason, tries in (
             (500, b"internal\nerror", "status 500: internal error; `paw serve", 3),
             (404, b"not here", "status 404: not here", 1),
-            (200, b"<html>", "does not answer as a retriever .*<html>", 1),
+            (200, b"<html>", "does not answer like a retriever .*<html>", 1),
             (200, {"result": []}, "0 lists of hits for 1 queries", 1),
             (
                 200,

@@ -180,7 +180,7 @@ def test_bad_data_is_one_line(folder: Path):
     for place, message in (
         (folder / "json_2.1.1" / "valid_unseen", r"no split 'valid_unseen' \(it has: train\)"),
         (folder / "json_2.1.1", r"env\.data: .*/data holds no ALFWorld games"),
-        (folder, r"env\.data: .*/data is no folder .*paw data alfworld --download"),
+        (folder, r"env\.data: .*/data is not a folder .*paw data alfworld --download"),
     ):
         shutil.rmtree(place)
         refused(message)

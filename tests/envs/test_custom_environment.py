@@ -127,14 +127,16 @@ def test_a_task_that_cannot_be_had_later_is_one_line():
         configure(), type("Game", (Count,), {"tasks": lambda *_: Lazy(Count.tasks)})
     )
     with pytest.raises(
-        UserError, match=r"a task of env.name cannot be had: OSError: no share \(test_custom_"
+        UserError, match=r"a task of env.name cannot be read: OSError: no share \(test_custom_"
     ):
         train_tasks(factory, 0, 5, 0)
 
 
 def test_a_penalty_is_a_number():
     for value in ("ten", float("nan"), -1.0):
-        with pytest.raises(UserError, match=r"invalid_penalty is .*, which is no number from 0 on"):
+        with pytest.raises(
+            UserError, match=r"invalid_penalty is .*, which is not a number from 0 on"
+        ):
             make_factory(configure(), type("Game", (Count,), {"invalid_penalty": value}))
 
 
@@ -176,7 +178,7 @@ def test_the_adaptive_weight_needs_a_largest_return():
         factory = make_factory(configure(), type("Game", (Count,), {"reward_max": value}))
         with pytest.raises(
             UserError,
-            match=f"reward_max is {value!r}, which is no positive number.*--wm.weight 1.0$",
+            match=f"reward_max is {value!r}, which is not a positive number.*--wm.weight 1.0$",
         ):
             check_reward_max(factory, "mine.py:Game")
 

@@ -134,7 +134,7 @@ def test_one_that_hangs_costs_its_episode(tmp_path):
         (
             "CartPole-v1",
             {"module": ""},
-            r"env\.id = 'CartPole-v1': observations are Box.*the first must be Text",
+            r"env\.id = 'CartPole-v1': observations are Box.*observations must be Text",
         ),
         ("paw/Lettre-v0", {}, "it cannot be made: NameNotFound"),
         ("paw/Letter-v0", {"module": "nowhere.py"}, "env.module = 'nowhere.py': there is no file"),

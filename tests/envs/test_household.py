@@ -188,11 +188,11 @@ def test_a_damaged_file_is_one_clear_line(tmp_path):
         ({"pddl_problem": problem.replace("(atLocation", "(at")}, "no agent"),
         (
             {"pddl_problem": problem.replace("(inReceptacle", "(inReceptacle x")},
-            "has not two arguments",
+            "does not have two arguments",
         ),
         (
             {"pddl_problem": "(define (:init (a b)) (:goal (and (isSliced ?o))))"},
-            "none of ALFWorld's six",
+            "not one of ALFWorld's six",
         ),
     ):
         changed = content if isinstance(content, str) else json.dumps(data | content)

@@ -138,7 +138,7 @@ def test_what_is_wrong_with_a_set_is_one_line(tmp_path, monkeypatch):
         refused(good, eval_split="dev")
         == f"env.eval_split = 'dev': {where} has no such split, only train"
     )
-    assert refused(good, answer=None).endswith("compares with env.answer, which is none")
+    assert refused(good, answer=None).endswith("needs env.answer, which is none")
     assert refused(good, score="nmber").startswith("env.score = there is no 'nmber'")
     assert refused(tmp_path / "none.jsonl").endswith("none.jsonl': there is no such file or folder")
     assert refused(write(tmp_path / "a.parquet").rename(tmp_path / "a.txt")).endswith(
@@ -154,7 +154,7 @@ def test_what_is_wrong_with_a_set_is_one_line(tmp_path, monkeypatch):
     ):
         path = write(tmp_path / f"{i}.jsonl", [ROWS[0], {**ROWS[1], **row}])
         assert refused(path) == f"env.data = '{path}': train, row 2: {reason}"
-    assert "no regular expression" in refused(
+    assert "not a regular expression" in refused(
         write(tmp_path / "r.jsonl", [{**ROWS[0], "answer": "("}]), score="regex"
     )
     ends = [
@@ -163,7 +163,7 @@ def test_what_is_wrong_with_a_set_is_one_line(tmp_path, monkeypatch):
             "answer": "1",
         }
     ]
-    assert "the question is the user's" in refused(write(tmp_path / "ends.jsonl", ends))
+    assert "it must be the user's question" in refused(write(tmp_path / "ends.jsonl", ends))
     (tmp_path / "broken.jsonl").write_text('{"question": "1')
     assert refused(tmp_path / "broken.jsonl").startswith(
         f"env.data = '{tmp_path / 'broken.jsonl'}': "

@@ -292,12 +292,12 @@ def test_settings_that_do_not_go_together_and_fingerprints(tmp_path):
 
 def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
     from paw.agents import zerosearch
-    from paw.agents.endpoint import Reply
+    from paw.agents.endpoint import ChatCompletion
 
     class Writer:
         async def complete(self, prompt, **_):
             quality = "noisy" if "noisy" in prompt else "useful"
-            return Reply(f"Doc 1: {quality} words\nDoc 2: more", 0, 0)
+            return ChatCompletion(f"Doc 1: {quality} words\nDoc 2: more", 0, 0)
 
     monkeypatch.setattr(
         zerosearch, "make_simulator", lambda *config: zerosearch.Simulator(Writer(), *config)
@@ -422,7 +422,7 @@ def test_damaged_files_are_named(tmp_path):
     whole = parquet(path, ROWS).read_bytes()
     for content in (whole[:-20], GOOD, b"", whole[:4] + b"\xff" * 36 + whole[40:]):
         path.write_bytes(content)
-        assert "no whole parquet" in refused(path)
+        assert "not a complete parquet" in refused(path)
     assert "no column 'question'; it has golden_answers" in refused(
         parquet(path, [{"golden_answers": ["a"]}])
     )

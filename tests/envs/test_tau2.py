@@ -189,7 +189,7 @@ def test_no_tau2_or_another(path, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "path", [folder for folder in sys.path if folder != str(STAND_IN)])
         with pytest.raises(
-            UserError, match=r"needs tau2-bench of Sierra Research.*git clone .* && pip install -e"
+            UserError, match=r"needs Sierra Research.s tau2-bench.*git clone .* && pip install -e"
         ) as error:
             make_factory(config_of())
     assert ("this is 3.11" in str(error.value)) == (sys.version_info < (3, 12))

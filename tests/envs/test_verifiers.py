@@ -129,7 +129,7 @@ def test_what_breaks_or_hangs_costs_its_episode():
     groups, stats = rollouts.play_tasks(tasks, group_size=5, temperature=1.0, seed=0, stream="t")
     assert sorted(failure.partition(": ")[2] for failure in stats.failures) == [
         "EnvironmentFailure: guess: RuntimeError: the game broke",
-        "EnvironmentFailure: guess: nothing asked and no end within env.step_timeout_s = 2",
+        "EnvironmentFailure: guess: neither a request nor an end within env.step_timeout_s = 2",
         "TimeoutError: no answer within 2 s",
     ]
     (group,) = groups
@@ -246,7 +246,9 @@ def test_a_program_may_stream_and_write_text_in_parts():
     environment = CheckedEnv(InvertedEnv(play, config), config)
     assert environment.reset(Task("a", payload={"type": "text", "text": "or no?"})) == "Yes\nor no?"
     assert environment.step("\U0001f600\ud800").won
-    with pytest.raises(EnvironmentFailure, match="content of type image_url; only text is read"):
+    with pytest.raises(
+        EnvironmentFailure, match="content of type image_url; only text is supported"
+    ):
         environment.reset(Task("b", payload={"type": "image_url", "image_url": {"url": "data:,"}}))
     environment.close()
 
@@ -277,7 +279,7 @@ def test_a_mistake_is_one_line(path, tmp_path):
             make_factory(config_of(name, **env))
         assert "\n" not in str(error.value)
     with pytest.raises(
-        EnvironmentFailure, match=r"'user' is not to be trained: give it a client in env\.args"
+        EnvironmentFailure, match=r"'user' is not trained: give it a client in env\.args"
     ):
         start("sums", args={"id": "user-sim"})
 

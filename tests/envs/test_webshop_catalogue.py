@@ -238,8 +238,8 @@ SECOND = f"{ITEMS}, product 2 (B000000002): "
             {"items_ins_v2_1000": None},
             f"{ENTRIES} is missing (env.data with env.catalogue = 'small'",
         ),
-        ({"items_shuffle_1000": '[{"asin": "fr\udcff"}]'}, f"{ITEMS}: no UTF-8"),
-        ({"items_ins_v2_1000": '{"B1": "fr\udcff"}'}, f"{ENTRIES}: no UTF-8"),
+        ({"items_shuffle_1000": '[{"asin": "fr\udcff"}]'}, f"{ITEMS}: not UTF-8"),
+        ({"items_ins_v2_1000": '{"B1": "fr\udcff"}'}, f"{ENTRIES}: not UTF-8"),
     ],
 )
 def test_damage_is_named_in_one_line(

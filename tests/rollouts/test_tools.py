@@ -97,7 +97,7 @@ def test_a_broken_call_is_answered_and_nothing_is_played(reply, problem):
         ([{"name": "f", "parameters": {"default": {1}}}], "tool 'f' cannot be written as JSON"),
         (
             [{"name": "f", "parameters": {"type": "array"}}],
-            "its parameters are no JSON schema of an object",
+            "its parameters are not the JSON schema of an object",
         ),
         (
             [{"name": "f", "parameters": {"properties": {"x": {"type": "integr"}}}}],

@@ -113,7 +113,7 @@ def test_mistakes(tmp_path, capsys):
         ("search --generate 30", "and --out DIR to write to"),
         ("alfworld --out x", "--generate takes a number from 1 on"),
         ("alfworld --generate 0 --out x", "from 1 on"),
-        ("alfworld --dir /nonexistent", "is no folder"),
+        ("alfworld --dir /nonexistent", "is not a folder"),
         ("webshop --generate 3 --out x", "from 20 on"),
         (
             "search --generate 30 --out /dev/null/x",

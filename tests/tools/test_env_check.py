@@ -18,7 +18,7 @@ from paw import cli
 from paw.config.plugins import import_file
 from paw.config.sections import EnvConfig
 from paw.envs.conversation import Conversation
-from paw.envs.load import OwnFactory
+from paw.envs.load import UserFactory
 from paw.errors import UserError
 from paw.tools.env_check.env_calls import valid_call
 from paw.tools.env_check.env_check import RULES, check
@@ -61,7 +61,7 @@ def count(owner):
 
 def failed(given) -> dict[str, str]:
     env = EnvConfig(name="x.py:X", max_turns=6)
-    subject = Subject(lambda: OwnFactory(given, env, "env"), env)
+    subject = Subject(lambda: UserFactory(given, env, "env"), env)
     return {finding.rule: finding.seen for finding in check(subject) if not finding.ok}
 
 
@@ -331,7 +331,7 @@ def test_tools_are_called_and_those_that_are_not_are_named():
     env = EnvConfig(name="x.py:X", max_turns=8)
     found = {
         finding.rule: finding
-        for finding in check(Subject(lambda: OwnFactory(Shelf, env, "env"), env))
+        for finding in check(Subject(lambda: UserFactory(Shelf, env, "env"), env))
     }
     assert all(finding.ok for finding in found.values()), found
     assert found["tools"].seen == (

@@ -33,8 +33,8 @@ TEXTWORLD = "paw.envs.alfworld.textworld:TextworldHousehold"
 class AlfworldFactory(EnvFactory):
     """The games of env.data, or an endless supply of generated ones.
 
-    Raises UserError if env.data lacks something, if a split is set that is not generated, or if
-    textworld is needed but not installed.
+    Raises UserError if env.data lacks something, if a split is neither in env.data nor generated,
+    or if textworld is needed but not installed.
     """
 
     Config = AlfworldConfig
@@ -54,7 +54,7 @@ class AlfworldFactory(EnvFactory):
         self._kinds: list[TaskKind] | None = config.kinds
         """Kinds of generated games; None for all that the difficulty offers."""
         if set(config.kinds) == set(KINDS):
-            # All six are the default: it must not ask a difficulty for kinds that it lacks.
+            # All six are the default, which must not ask a difficulty for kinds that it lacks.
             self._kinds = None
         self._games_of_split = functools.cache(self._load_split)
         self._read = functools.lru_cache(KEPT_GAMES)(Game.load)
@@ -62,7 +62,7 @@ class AlfworldFactory(EnvFactory):
         self._check_splits()
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The games of a split. The warm-up's are generated, whatever is trained on.
+        """The games of a split. Those of the warm-up are always generated.
 
         Raises UserError if the split is unknown, missing or empty.
         """
@@ -85,7 +85,7 @@ class AlfworldFactory(EnvFactory):
         return AlfworldEnv(self.config)
 
     def fingerprint(self) -> str:
-        """Where the games come from and a hash of them; with textworld also its version."""
+        """Where the games come from and their hash; with textworld, its version too."""
         config = self.config
         engine = ""
         if config.backend == "textworld":
@@ -115,7 +115,7 @@ class AlfworldFactory(EnvFactory):
         if config.train_split != "train":
             raise UserError(
                 f"env.train_split = '{config.train_split}' needs env.data: "
-                "generated ones have 'train' only"
+                "generated games have only 'train'"
             )
         if config.eval_split != HELD_OUT:
             raise UserError(
@@ -195,7 +195,10 @@ class AlfworldEnv:
         return self.style.prompt(self.task, self._past, self._text, self._admissible)
 
     def step(self, response: str) -> Outcome:
-        """Play the action in `response`; the episode ends when won or after env.max_turns turns."""
+        """Play the action in `response`.
+
+        The episode ends when it is won, or after env.max_turns turns.
+        """
         assert self._household is not None, "step() before reset()"
         action, valid = self.style.parse_action(response, self._admissible)
         feedback = self._household.step(action)
@@ -211,7 +214,7 @@ class AlfworldEnv:
     def oracle(self) -> str:
         household = self._household
         if not isinstance(household, Household):
-            # The oracle reads hidden state, which textworld does not show: replay the episode here.
+            # The oracle reads the hidden state, which textworld does not show: replay the episode.
             household = Household(self._game)
             for _, action in self._past:
                 household.step(action)

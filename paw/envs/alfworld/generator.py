@@ -1,8 +1,8 @@
 """Generates household games in ALFWorld's own file format, each with a walkthrough that wins it.
 
 Everything is a pure function of the seed, the difficulty and the kinds of task. Each game belongs
-to exactly one split. A hash of its goal and scene decides which one; ids, numbers and wording are
-not hashed. A game that belongs to another split than the one asked for is drawn again.
+to exactly one split, decided by a hash of its goal and scene, without ids, numbers and wording. A
+game that belongs to a split other than the one asked for is drawn again.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _DOMAIN_OBJECTS = ("Knife", "ButterKnife")
 
 @dataclass(frozen=True)
 class Scene:
-    """Everything that was drawn for one game. Types and ids are CamelCase, as in game files."""
+    """Everything that was drawn for one game. Types and ids are in CamelCase, as in game files."""
 
     seed: int
     kind: str
@@ -43,7 +43,7 @@ class Scene:
     receptacles: tuple[tuple[str, str, str], ...]
     """(id, type, location) of each receptacle."""
     objects: tuple[tuple[str, str, int], ...]
-    """(id, type, index of the receptacle it is in) of each object."""
+    """(id, type, index of its receptacle) of each object."""
     start: str
     sentence: str
     floor_plan: int
@@ -79,9 +79,9 @@ def games(
 ) -> Iterator[Game]:
     """Games `start`, ..., `start + count - 1` of an endless seeded stream.
 
-    `difficulty` is a name of DIFFICULTIES, `kinds` are some of its kinds of task (default: all of
-    them). A tiny game may occur twice in a stream. Raises UserError if the difficulty does not
-    offer one of the `kinds`.
+    `difficulty` is a name in DIFFICULTIES, `kinds` are some of its kinds of task (default: all of
+    them). A tiny game may occur twice in a stream. Raises UserError if the difficulty lacks one of
+    the `kinds`.
     """
     level = DIFFICULTIES[difficulty]
     if kinds is None:
@@ -108,9 +108,9 @@ def games(
 def _draw_for_split(
     split: str, seed: int, index: int, difficulty: Difficulty, kinds: Sequence[str]
 ) -> Scene:
-    """Scene number `index` of the stream of `split` and `seed`: the first draw for this split."""
+    """Scene number `index` of a stream: the first draw that belongs to `split`."""
     for attempt in itertools.count():
-        # Hashed, so that the scenes of neighbouring numbers have nothing in common.
+        # Hashed, so that the scenes of adjacent numbers have nothing in common.
         key = json.dumps((split, seed, index, attempt)).encode()
         scene_seed = int.from_bytes(hashlib.sha256(key).digest()[:6], "big")
         scene = _draw(scene_seed, difficulty, kinds)
@@ -162,7 +162,7 @@ def _receptacle_types(
 ) -> list[str]:
     """The type of each receptacle in the room.
 
-    If the difficulty limits their number, those that the `kind` of task needs are kept first.
+    If the difficulty limits their number, those that the `kind` of task needs are kept.
     """
     types: list[str] = []
     for type_, (low, high) in room.receptacles.items():
@@ -195,7 +195,7 @@ def _goal(
         type_ for type_ in room.objects if ability is None or type_ in tables.ABILITIES[ability]
     ]
     object_type = rng.choice(suitable)
-    # Never the tool itself: the object would be there as soon as it was treated.
+    # Never the tool itself: the object would be there as soon as it is treated.
     targets = {receptacle_types[i] for i in _holders(receptacle_types, object_type)} - {tool}
     if not targets:
         return None
@@ -302,16 +302,18 @@ def _id(rng: random.Random, type_: str, used_ids: set[str]) -> str:
     For example "Mug_bar__plus_01_dot_65_bar_...". A basin is part of a sink, so its id begins with
     the sink's type.
     """
-    head, tail = type_, ""
+    head = type_
+    tail = ""
     if type_.endswith("Basin"):
-        head, tail = type_.removesuffix("Basin"), f"_bar_{type_}"
+        head = type_.removesuffix("Basin")
+        tail = f"_bar_{type_}"
     while True:
         position = ""
         for _ in range(3):
             centimetres = int(rng.random() * 800) - 400
             sign = "minus" if centimetres < 0 else "plus"
-            metres, rest = divmod(abs(centimetres), 100)
-            position += f"_bar__{sign}_{metres:02}_dot_{rest:02}"
+            metres, hundredths = divmod(abs(centimetres), 100)
+            position += f"_bar__{sign}_{metres:02}_dot_{hundredths:02}"
         id_ = f"{head}{position}{tail}"
         if id_ not in used_ids:
             used_ids.add(id_)
@@ -382,8 +384,8 @@ def _facts(scene: Scene) -> list[str]:
 def write(game: Game, folder: str | Path) -> Path:
     """Write a generated game under `folder`, a split's root; returns the path of its game.tw-pddl.
 
-    Folders are laid out as ALFWorld lays them out. Next to the game goes a traj_data.json with the
-    keys that alfworld's own environment and expert read.
+    The folders are named as in ALFWorld. Next to the game, there is a traj_data.json with the keys
+    that alfworld's own environment and expert read.
     """
     scene = game.scene
     assert isinstance(scene, Scene), f"{game.name} was not generated"

@@ -35,14 +35,14 @@ def find_root(data: Path, *, origin: str = "env.data") -> Path:
     for root in (data, data / FOLDER):
         if any((root / split).is_dir() for split in SPLITS):
             return root
-    problem = "holds no ALFWorld games" if data.is_dir() else "is no folder"
+    problem = "holds no ALFWorld games" if data.is_dir() else "is not a folder"
     raise UserError(
         f"{origin}: {data} {problem} (looked for {FOLDER}/{{{','.join(SPLITS)}}}); {FIX}"
     )
 
 
 def load_split(root: Path, split: str) -> Split:
-    """The games of one split, from the cached index or by a scan.
+    """The games of one split, from the cached index or from a scan.
 
     Raises UserError if the split is unknown, missing or empty.
     """
@@ -60,7 +60,7 @@ def load_split(root: Path, split: str) -> Split:
         index = ensure_cached(f"alfworld-{_stamp(folder)}", write_index)
         games, digest = json.loads((index / "index.json").read_text())
     except UserError:
-        # Either there are no games, which the scan reports, or there is no room for an index.
+        # Either there are no games, which the scan reports, or no space for an index.
         games, digest = _scan(root, split)
     return Split([(name, kind) for name, kind in games], digest)
 
@@ -76,7 +76,7 @@ def _stamp(folder: Path) -> str:
 
 
 def _scan(root: Path, split: str) -> Split:
-    """The games of a split, read from its folder, without those that alfworld's loader skips."""
+    """The games of a split, read from its folder, except those that alfworld's loader skips."""
     games = []
     digest = hashlib.sha256()
     kinds = {task_type: kind for kind, task_type in TASK_TYPES.items()}

@@ -1,5 +1,7 @@
-"""An oracle for household games. It reads the hidden state, so it never searches for an object:
-whoever imitates it has to guess where objects are.
+"""An oracle for household games.
+
+It reads the hidden state, so it never searches for an object: a model that imitates it has to guess
+where objects are.
 """
 
 from collections.abc import Sequence
@@ -9,11 +11,10 @@ from paw.envs.alfworld.problem import REQUIRED_STATE, Game
 
 
 def oracle(household: Household) -> str:
-    """The next command of a plan that wins from any state.
+    """The next command of a plan that wins from any state; "look" if the game is won or lost.
 
-    "look" if the game is won already or can no longer be won. Among equally good receptacles it
-    prefers one at the agent's location, so that a "go to" settles the next choice and the plan
-    cannot loop.
+    Among equally good receptacles it prefers one at the agent's location, so that a "go to" settles
+    the next choice and the plan cannot loop.
     """
     game = household.game
     held = household.held
@@ -21,15 +22,15 @@ def oracle(household: Household) -> str:
         return "look"
     if held is None:
         return _fetch(household)
-    if held not in game.candidates:  # of no use: put it down
-        holders = [r for r in game.location if household.can_hold(r, held)]
+    if held not in game.candidates:  # useless: put it down
+        holders = [place for place in game.location if household.can_hold(place, held)]
         return _move_to_nearest(household, holders)
     if game.kind == "look":
         return _use_lamp(household)
     if game.kind in REQUIRED_STATE and REQUIRED_STATE[game.kind] not in household.state_of(held):
         return _treat(household, held)
 
-    targets = [r for r in game.targets if household.can_hold(r, held)]
+    targets = [place for place in game.targets if household.can_hold(place, held)]
     if game.kind == "two" and targets:
         targets = [_fullest(household)]
     return _move_to_nearest(household, targets)
@@ -60,8 +61,7 @@ def _effort(household: Household, receptacle: str) -> tuple[bool, bool, str]:
 def _fetch(household: Household) -> str:
     """The next command on the way to take an object that can fulfil the goal.
 
-    One that is already clean, hot or cool, as the goal requires, comes before all others; then the
-    nearest one.
+    Objects that are already clean, hot or cool, as the goal requires, come first; then the nearest.
     """
     game = household.game
     required = REQUIRED_STATE.get(game.kind)
@@ -89,8 +89,8 @@ def _fetch(household: Household) -> str:
 def _fullest(household: Household) -> str:
     """The target in which to gather two objects: the one that holds most of them, else the nearest.
 
-    The agent's location does not count between two that hold an object each: the agent would go
-    back and forth between them.
+    Between two targets that hold one object each, the agent's location does not count: the agent
+    would go back and forth between them.
     """
 
     def rank(receptacle: str) -> tuple:
@@ -104,9 +104,13 @@ def _fullest(household: Household) -> str:
 
 
 def _treat(household: Household, held: str) -> str:
-    """Clean, heat or cool the object in hand. No door has to be opened for that."""
+    """The next command on the way to clean, heat or cool the object in hand.
+
+    No door has to be opened for that.
+    """
     game = household.game
-    tools = [r for r in game.location if game.receptacle_type.get(r) in game.tools[game.kind]]
+    tool_types = game.tools[game.kind]
+    tools = [place for place in game.location if game.receptacle_type.get(place) in tool_types]
     if not tools:
         return "look"
     tool = min(tools, key=lambda receptacle: _effort(household, receptacle))

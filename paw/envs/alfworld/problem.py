@@ -71,7 +71,7 @@ class Goal(NamedTuple):
 class Game:
     """What no action changes in a PDDL `problem`, and the state from which it starts; read-only.
 
-    Raises UserError if the problem is incomplete, or its goal is none of the six.
+    Raises UserError if the problem is incomplete, or its goal is not one of the six.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Game:
 
         # What no action changes.
         self.names = _names(facts)
-        """Id -> the name the player sees: "mug_bar__plus_01..." -> "mug 2"."""
+        """Id -> the name that the player sees: "mug_bar__plus_01..." -> "mug 2"."""
         self.location = dict(located)
         """Receptacle id -> location id, receptacles in sorted order."""
         self.at = _grouped(self.location.items())
@@ -199,12 +199,12 @@ class _Facts:
         self._game_name = game_name
 
     def pairs(self, predicate: str) -> list[tuple[str, str]]:
-        """The facts of a predicate of two arguments, sorted."""
+        """The facts of a predicate with two arguments, sorted."""
         try:
             return sorted((first, second) for first, second in self.arguments.get(predicate, ()))
         except ValueError:
             raise UserError(
-                f"game file {self._game_name}: a fact ({predicate} ...) has not two arguments"
+                f"game file {self._game_name}: a fact ({predicate} ...) does not have two arguments"
             ) from None
 
     def subjects(self, predicate: str) -> frozenset[str]:
@@ -233,7 +233,7 @@ def _parse_problem(problem: str, name: str) -> tuple[_Facts, Goal]:
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
-    """Second element -> the first elements that come with it, in order."""
+    """Second element -> the first elements paired with it, in order."""
     groups: dict[str, tuple[str, ...]] = {}
     for first, second in pairs:
         groups[second] = (*groups.get(second, ()), first)
@@ -241,14 +241,14 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
 
 
 def _names(facts: _Facts) -> dict[str, str]:
-    """Id -> the name the player sees, as alfworld.agents.utils.misc.Demangler gives them.
+    """Id -> the name that the player sees, as alfworld.agents.utils.misc.Demangler names it.
 
     The ids of a type are numbered in descending order: the last one is number 1. Ids without
-    "_bar_" (types, the agent) get no number but keep the space before it.
+    "_bar_" (types, the agent) get no number, but keep the space before it.
     """
     ids = set()
     for predicate, arguments in facts.arguments.items():
-        # No engine counts distances. The facts of "cancontain" are many, and only about types.
+        # No engine counts the ids of distances. "cancontain" has many facts, all about types.
         if predicate not in ("distance", "cancontain"):
             ids.update(*arguments)
 
@@ -277,7 +277,7 @@ def _parse_goal(text: str, name: str) -> Goal:
     held = re.search(r"\(holds\s+\?\w+\s+(\?\w+)\s*\)", text)
     lamp = re.search(r"\(istoggled\s+(\?\w+)\s*\)", text)
     unknown_goal = UserError(
-        f"game file {name}: its goal is none of ALFWorld's six task types ({', '.join(KINDS)})"
+        f"game file {name}: its goal is not one of ALFWorld's six task types ({', '.join(KINDS)})"
     )
     if "(issliced" in text or "(inreceptacleobject" in text:
         raise unknown_goal

@@ -1,4 +1,4 @@
-"""What the agent reads, and how its answer becomes an action: pure text, no game.
+"""What the agent reads, and how its response becomes an action: pure text, no game.
 
 `PaperStyle` is Figure 7 of the paper, character for character as the reference code (verl-agent)
 sends it, including the empty first and last lines and the blank after "tags.".
@@ -25,7 +25,7 @@ LATER_TURN = f"{HEAD} {TASK}{{task}}\n{LATER}{ACTIONS}"
 class PaperStyle(TaggedStyle):
     """Figure 7 of the paper.
 
-    With `history` 0 later turns keep their template, which states the task; the reference's do not.
+    With `history` 0, later turns keep their template, which states the task, unlike the reference.
     """
 
     unparsed = 30
@@ -52,7 +52,7 @@ class CompactStyle(LineStyle):
     """
 
     def prompt(self, task: str, past: Past, observation: str, admissible: Sequence[str]) -> str:
-        if TASK in observation:  # the opening text: the task has its own line, keep only the room
+        if TASK in observation:  # the opening text: keep only the room, the task has its own line
             observation = observation.partition(TASK)[0].removeprefix(WELCOME)
         actions = [("", _line(action)) for _, action in past]
         return self.fill([f"task: {task}"], actions, _line(observation), admissible)
@@ -65,5 +65,5 @@ Style = PaperStyle | CompactStyle
 
 
 def _line(text: str) -> str:
-    """`text` in one line, with single spaces."""
+    """`text` on one line, with single spaces."""
     return " ".join(text.split())

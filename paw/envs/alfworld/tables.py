@@ -38,7 +38,7 @@ class Room:
     receptacles: Mapping[str, tuple[int, int]]
     """Receptacle type -> least and greatest number of receptacles."""
     objects: tuple[str, ...]
-    """Object types that may lie about."""
+    """Types of the objects that may lie around."""
     kinds: tuple[str, ...]
     scenes: int
     """AI2-THOR numbers its floor plans by room: kitchens 1-30, living rooms 201-230, ..."""
@@ -59,9 +59,9 @@ class Difficulty:
     per_type: int | None = None
     """Greatest number of receptacles of one type."""
     objects: tuple[int, int] | None = None
-    """Least and greatest number of objects without the lamp; fewer if the room has no place."""
+    """Least and greatest number of objects besides the lamp; fewer if the room has no space."""
     copies: int = 3
-    """At most so many objects of one type. A two-object task always has its two."""
+    """Greatest number of objects of one type. A two-object task always has its two."""
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:

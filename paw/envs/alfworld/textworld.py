@@ -1,7 +1,7 @@
 """The real engine behind the interface of `Household`: textworld's PddlEnv with alfworld's names.
 
-It runs in a `paw.envs.workers.worker`: its planner library is global to a process and calls exit() on bad
-input.
+It runs in a `paw.envs.workers.worker`: its planner library is global to a process and calls exit()
+on bad input.
 """
 
 import importlib.util

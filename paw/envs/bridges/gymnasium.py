@@ -1,17 +1,17 @@
-"""Environments of gymnasium with observations of text, and with actions of text or one of a few."""
+"""gymnasium environments whose observations are text, and whose actions are text or a choice."""
 
 from typing import Any
 
 from paw.config import plugins
 from paw.envs.base import EnvFactory, Tasks, seeds
 from paw.envs.conversation import Conversation, Message, invalid, opening
-from paw.envs.settings import SpokenConfig
+from paw.envs.settings import ConversationConfig
 from paw.errors import UserError, clean, describe, needed
 from paw.types import Outcome, Task
 
 
-class GymnasiumConfig(SpokenConfig):
-    """An environment of gymnasium whose observations are text."""
+class GymnasiumConfig(ConversationConfig):
+    """A gymnasium environment whose observations are text."""
 
     name: str = "gymnasium"
     """Which environment."""
@@ -32,7 +32,7 @@ class GymnasiumFactory(EnvFactory):
 
     Config = GymnasiumConfig
     name = "gymnasium"
-    may_block = True  # it may: we do not know
+    may_block = True  # it may; we do not know
     runs_others_code = True
 
     def __init__(self, config: GymnasiumConfig) -> None:
@@ -46,7 +46,7 @@ class GymnasiumFactory(EnvFactory):
         if split == "warmup":
             raise UserError(
                 "model.path = 'quickstart': gymnasium has no oracle to imitate; "
-                "take an instruct model"
+                "use an instruct model"
             )
         return seeds(split, seed)
 
@@ -60,8 +60,8 @@ class GymnasiumFactory(EnvFactory):
 class GymnasiumEnv(Conversation):
     """One episode at a time.
 
-    The actions of a Discrete space are called as `get_action_meanings()` says, or by their numbers
-    if the environment has no such method.
+    The actions of a Discrete space are named by `get_action_meanings()`, or by their numbers if the
+    environment has no such method.
     """
 
     def __init__(self, config: GymnasiumConfig) -> None:
@@ -132,8 +132,8 @@ def _check_spaces(gymnasium: Any, env: Any, config: GymnasiumConfig) -> dict[str
     has_actions = bool(numbers) or isinstance(actions, gymnasium.spaces.Text)
     if not has_actions or not isinstance(observations, gymnasium.spaces.Text):
         raise UserError(
-            f"env.id = '{config.id}': observations are {clean(observations, 60)}, actions "
-            f"{clean(actions, 60)}; the first must be Text, the others Text or Discrete; wrap it"
+            f"env.id = '{config.id}': observations are {clean(observations, 60)}, actions are "
+            f"{clean(actions, 60)}; wrap it: observations must be Text, actions Text or Discrete"
         )
 
     names = [str(number) for number in numbers]

@@ -1,5 +1,6 @@
-"""Environments of OpenEnv (https://github.com/huggingface/OpenEnv), played over a server's
-WebSocket. Each connection is a session, which plays one episode. Written against openenv 0.10.0.
+"""OpenEnv environments (https://github.com/huggingface/OpenEnv), played over a server's WebSocket.
+
+Each connection is a session, which plays one episode. Written against openenv 0.10.0.
 
 The package itself is not used: it needs mcp 1 and vLLM needs mcp 2, so the two cannot be installed
 together. The protocol is
@@ -28,32 +29,32 @@ from paw.config.tool_sections import listed
 from paw.envs.base import Endless, EnvFactory, Sized, Tasks, seeds
 from paw.envs.checked import Strict, checked
 from paw.envs.conversation import Conversation, Message, invalid, opening
-from paw.envs.settings import SpokenConfig
+from paw.envs.settings import ConversationConfig
 from paw.errors import EnvironmentFailure, UserError, clean, describe, quietly
 from paw.io.http import MAX_BYTES, BadAnswer, Loop, bounded, import_httpx
 from paw.types import Outcome, Task, ToolCall
 
 CONNECT_S = 10.0
-"""Time limit of connecting to a server."""
+"""Time limit for connecting to a server."""
 RETRY_S = 5.0
-"""How long a session is asked for again while the server is away or full."""
+"""How long to go on asking for a session while the server is away or full."""
 CLOSE_S = 1.0
-"""Time limit of ending a session."""
+"""Time limit for ending a session."""
 START_S = 120.0
-"""Time limit of a container to answer."""
+"""Time limit for a new container to answer."""
 MOST_TASKS = 1_000_000
-"""A split of more tasks is not played in epochs: its tasks are drawn at random, without end."""
+"""A split with more tasks is not played in epochs: its tasks are drawn at random, endlessly."""
 COMMON = ("metadata", "done", "reward")
 """Fields that every action or observation may have."""
 WHOLE = "*"
-"""The value of env.action_field with which the model writes the whole action, as JSON."""
+"""Value of env.action_field with which the model writes the whole action, as JSON."""
 JsonObject = dict[str, Any]
 _watchers: list[subprocess.Popen[bytes]] = []
-"""The processes that remove our containers, kept because collecting one closes its pipe."""
+"""The processes that remove our containers; kept, because collecting one would close its pipe."""
 
 
-class OpenenvConfig(SpokenConfig):
-    """An environment of OpenEnv, on a server."""
+class OpenenvConfig(ConversationConfig):
+    """An OpenEnv environment, on a server."""
 
     name: str = "openenv"
     """Which environment."""
@@ -61,16 +62,16 @@ class OpenenvConfig(SpokenConfig):
     """Servers of the same environment, which share the episodes: one http:// or ws:// address, or a
     list."""
     image: str = ""
-    """Docker image to start in place of `url`; its container ends with the command."""
+    """Docker image to start instead of `url`; its container ends with the command."""
     action_field: str = ""
-    """Field of the action that gets the response, without its thought; unset, the only field of
-    text. If the field is of another type, the response is read as JSON. With "*" the response is
-    the whole action, as JSON."""
+    """Field of the action that gets the response, without its thought; unset, the only text field.
+    If the field has another type, the response is parsed as JSON. With "*", the response is the
+    whole action, as JSON."""
     observation_field: str = ""
-    """Field of the observation that is shown; unset, the only field of text or the one called
-    `text`, else all of it as JSON."""
+    """Field of the observation that is shown; unset, the only text field or the one called `text`,
+    otherwise the whole observation as JSON."""
     prompt_field: str = ""
-    """Field of the observation that is a turn's whole prompt; unset, the turns are a
+    """Field of the observation that holds a turn's whole prompt; unset, the turns are a
     conversation."""
     options: dict[str, bool | int | float | str] = {}
     """Further arguments of reset."""
@@ -79,14 +80,14 @@ class OpenenvConfig(SpokenConfig):
 
 
 class ServerMessage(Strict):
-    """What a server answers to a request."""
+    """A server's answer to a request."""
 
     type: str
     data: JsonObject = {}
 
 
 class StepResult(Strict):
-    """The data of a server's message of the type "observation"."""
+    """The data of a server's message of type "observation"."""
 
     observation: JsonObject
     reward: bool | float | None = None
@@ -102,7 +103,7 @@ class ServerInfo:
     observation: dict[str, str]
     """Field of an observation -> its type."""
     splits: dict[str, int | None]
-    """Split -> its number of tasks, None if endless. Empty if tasks are seeds only."""
+    """Split -> its number of tasks, None if endless. Empty if tasks are only seeds."""
 
 
 class ConnectionLost(EnvironmentFailure):
@@ -110,7 +111,7 @@ class ConnectionLost(EnvironmentFailure):
 
 
 class ServerFull(ConnectionLost):
-    """The server has no room for another session."""
+    """The server cannot accept another session."""
 
 
 class OpenenvFactory(EnvFactory):
@@ -150,13 +151,16 @@ class OpenenvFactory(EnvFactory):
         self.action_is_text = actions.get(self.action_field) == "text"
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The server's tasks, drawn at random if they are too many to go through; or an endless
-        supply of seeds if the server lists no tasks. Raises UserError if the split is empty.
+        """The server's tasks, or an endless supply of seeds if it lists none.
+
+        Tasks are drawn at random if there are too many for epochs.
+
+        Raises UserError if the split is empty.
         """
         if split == "warmup":
             raise UserError(
                 "model.path = 'quickstart': openenv has no oracle to warm it up on; "
-                "take an instruct model"
+                "use an instruct model"
             )
         if not self._server.splits:
             return seeds(split, seed)
@@ -206,7 +210,7 @@ class OpenenvFactory(EnvFactory):
             name = getattr(self.config, key)
             if name not in ("", WHOLE, *fields):
                 raise UserError(
-                    f"env.{key} = '{name}' is no field of {self._first_url}, "
+                    f"env.{key} = '{name}' is not a field of {self._first_url}, "
                     f"which has {_listed(fields)}"
                 )
 
@@ -255,8 +259,8 @@ class OpenenvEnv(Conversation):
     def begin(self, task: Task) -> list[Message]:
         """Reset a new session.
 
-        Raises EnvironmentFailure if there is none within RETRY_S, and UserError if the server has
-        no room for it.
+        Raises EnvironmentFailure if there is none within RETRY_S, and UserError if the server is
+        full.
         """
         self._reset_arguments = {**self.config.options, **task.payload}
         self._turns = 0
@@ -304,7 +308,7 @@ class OpenenvEnv(Conversation):
         for tool in result.observation.get("tools") or ():
             tools.append({"parameters": tool.pop("input_schema", None), **tool})
         if not tools:
-            raise UserError(f"{self._url}: its actions are calls of tools, and it lists none")
+            raise UserError(f"{self._url}: its actions are tool calls, but it lists no tools")
         return tools
 
     def _play(self, action: JsonObject, text: str) -> Outcome:
@@ -334,8 +338,10 @@ class OpenenvEnv(Conversation):
         )
 
     def _send_action(self, action: JsonObject) -> StepResult:
-        """The server's answer to `action`; if the connection was lost before the first action, an
-        equal session is started for it. Raises ValueError if the server refuses the action.
+        """The server's answer to `action`.
+
+        If the connection was lost before the first action, an equal session is started for it.
+        Raises ValueError if the server refuses the action.
         """
         try:
             return self._ask("step", action)
@@ -347,7 +353,7 @@ class OpenenvEnv(Conversation):
         return self._ask("step", action)
 
     def _look(self, result: StepResult) -> str:
-        """The observation as text, and keep the prompt it holds for `context`."""
+        """The observation as text. Keeps the prompt that it holds for `context`."""
         observation = result.observation
         fields = {name: value for name, value in observation.items() if name not in COMMON}
         fields = fields or observation.get("metadata") or {}
@@ -357,7 +363,7 @@ class OpenenvEnv(Conversation):
         return _as_text(fields.get(self._factory.shown_field, fields))
 
     def _start(self) -> StepResult:
-        """Reset a new session; retries for RETRY_S if there is no connection or no room."""
+        """Reset a new session; retries for RETRY_S while the server is away or full."""
         self.close()
         deadline = time.monotonic() + RETRY_S
         pause = 0.1
@@ -371,7 +377,7 @@ class OpenenvEnv(Conversation):
                 if is_last_try and isinstance(error, ServerFull):
                     raise UserError(
                         f"{error}; raise max_concurrent_envs there, give more servers (env.url "
-                        "takes a list) or play less at once (rollout.tasks, rollout.group_size)"
+                        "takes a list) or play fewer at once (rollout.tasks, rollout.group_size)"
                     ) from None
                 if is_last_try:
                     raise
@@ -392,24 +398,24 @@ class OpenenvEnv(Conversation):
             status: int = getattr(getattr(error, "response", None), "status_code", 0)
             if 400 <= status < 500:
                 raise UserError(
-                    f"{self._url}/ws: no sessions of OpenEnv there, but status {status}"
+                    f"{self._url}/ws: status {status} instead of an OpenEnv session"
                 ) from None
             raise ConnectionLost(f"{self._url}/ws: {describe(error)}") from None
         self._socket = socket
         finalizer = weakref.finalize(self, _end_session, socket)
-        finalizer.atexit = False  # when the process ends, the server sees the connections end
+        finalizer.atexit = False  # when the process ends, the server sees the connection end
         self.close = finalizer
 
     def _ask(self, kind: str, data: JsonObject) -> StepResult:
         """The server's answer to a request.
 
-        Raises ValueError if it does not take `data` as an action, ConnectionLost, ServerFull, and
-        EnvironmentFailure for every other error.
+        Raises ValueError if it does not accept `data` as an action, ConnectionLost, ServerFull, and
+        EnvironmentFailure for any other error.
         """
         errors = _websockets()[1]
         message = json.dumps({"type": kind, "data": data})
         try:
-            # If the server has closed the connection, its reason may still wait to be read.
+            # If the server has closed the connection, its reason may still be waiting to be read.
             with suppress(errors.ConnectionClosed):
                 self._socket.send(message)
             raw = self._socket.recv(self.config.step_timeout_s)
@@ -425,9 +431,9 @@ class OpenenvEnv(Conversation):
         if isinstance(raw, str):
             raw = raw.encode()
         try:
-            answer = checked(ServerMessage, raw, "no message of OpenEnv")
+            answer = checked(ServerMessage, raw, "not a message of OpenEnv")
             if answer.type == "observation":
-                return checked(StepResult, answer.data, "no observation of OpenEnv")
+                return checked(StepResult, answer.data, "not an observation of OpenEnv")
         except UserError as error:
             self._fail(f"{kind}: {error}")
         self._raise_error(kind, answer)
@@ -449,7 +455,7 @@ class OpenenvEnv(Conversation):
 
 
 def _end_session(socket: Any) -> None:
-    """Say goodbye and wait for the server's goodbye: it has closed the session then."""
+    """Say goodbye and wait for the server's goodbye, which comes when it has closed the session."""
     with quietly():
         socket.send('{"type": "close"}')
         socket.recv(CLOSE_S)
@@ -472,12 +478,16 @@ def _as_text(value: Any) -> str:
 
 
 def _fields(schema: JsonObject) -> dict[str, str]:
-    """Field -> type of a JSON schema, without COMMON and constants; strings are "text"."""
+    """Field of a JSON schema -> its type, without COMMON and constants; strings are "text"."""
     fields = {}
     for name, field in schema["properties"].items():
+        if name in COMMON or "const" in field:
+            continue
         types = [option.get("type") for option in (field, *field.get("anyOf", ()))]
-        if name not in COMMON and "const" not in field:
-            fields[name] = "text" if "string" in types else types[-1] or "object"
+        if "string" in types:
+            fields[name] = "text"
+        else:
+            fields[name] = types[-1] or "object"
     return fields
 
 
@@ -490,17 +500,17 @@ def _listed(fields: dict[str, str]) -> str:
 
 
 def _base(url: str) -> str:
-    """http(s)://HOST:PORT of an address in any of its forms."""
+    """The http(s)://HOST:PORT of an address, however it is written."""
     url = url.rstrip("/").removesuffix("/ws")
     return f"http{url[2:]}" if url.startswith("ws") else url
 
 
 def _ask_all(urls: list[str]) -> ServerInfo:
-    """The environment that all `urls` offer. Raises UserError if they differ, or if one fails."""
+    """The environment that all `urls` offer. Raises UserError if they differ or one fails."""
     servers = [ask_server(url) for url in urls]
     for url, server in zip(urls, servers, strict=True):
         if server != servers[0]:
-            raise UserError(f"env.url: {url} serves another environment than {urls[0]}")
+            raise UserError(f"env.url: {url} serves a different environment from {urls[0]}")
     return servers[0]
 
 
@@ -526,7 +536,7 @@ def ask_server(url: str) -> ServerInfo:
         httpx.InvalidURL,
     ) as error:
         raise UserError(
-            f"env.url = '{url}': that is no server of OpenEnv: {clean(error)}"
+            f"env.url = '{url}': that is not a server of OpenEnv: {clean(error)}"
         ) from None
     finally:
         loop.close()
@@ -578,7 +588,7 @@ def _websockets() -> tuple[Any, Any]:
 
 @functools.cache
 def container(image: str) -> str:
-    """URL of a new container of `image`, which is removed when this process ends, however it ends.
+    """The URL of a new container of `image`, which is removed however this process ends.
 
     Raises UserError if docker fails or the container does not answer within START_S.
     """
@@ -617,7 +627,7 @@ def container(image: str) -> str:
 
 def _remove_at_exit(container_id: str) -> None:
     """Start a process that removes the container once this process is gone."""
-    # It reads from a pipe until the end of this process closes the other end.
+    # It reads from a pipe, whose other end is closed when this process ends.
     watcher = subprocess.Popen(
         ["sh", "-c", 'read _; exec docker rm --force "$0"', container_id],
         stdin=subprocess.PIPE,

@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 ANSWER = "{answer}"
-AUTO, HELD_OUT = "auto", "held_out"
+AUTO = "auto"
+HELD_OUT = "held_out"
 EVALUATED = ("test", "validation", "valid", "dev")
 """Splits that env.eval_split = "auto" looks for, in this order."""
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
-"""Ending of a file -> the reader of `datasets`."""
+"""Suffix of a file -> the reader of `datasets`."""
 DATA = Only("env.data")
-"""Marks keys that are used only if env.data is set."""
+"""Marks keys that apply only if env.data is set."""
 GENERATED = Only("env.data", (None,))
-"""Marks keys that are used only if env.data is not set."""
+"""Marks keys that apply only if env.data is not set."""
 
 
 class QuestionsConfig(EnvConfig):
@@ -40,18 +41,18 @@ class QuestionsConfig(EnvConfig):
     name: str = "questions"
     """Which environment."""
     data: Path | None = None
-    """Name at the Hugging Face hub, a file (parquet, JSON lines, CSV) or a folder; unset, problems
+    """Name on the Hugging Face hub, a file (parquet, JSON lines, CSV) or a folder; unset, problems
     are generated."""
     subset: Annotated[str | None, DATA] = None
-    """Configuration of the data set if it has several: "main" of openai/gsm8k."""
+    """Configuration of the data set if it has several, such as "main" of openai/gsm8k."""
     eval_split: str = "auto"
-    """Split to evaluate on; auto takes test or validation, else every tenth row of env.train_split,
-    which are then held out of training."""
+    """Split to evaluate on; auto takes test or validation, otherwise every tenth row of
+    env.train_split, which is then held out of training."""
     question: Annotated[str, DATA] = "question"
-    """Column of questions: text, or messages {"role", "content"}. "a.b" is b within column a, here
-    and below."""
+    """Column of questions: text, or messages {"role", "content"}. Here and below, "a.b" is the
+    field b of column a."""
     answer: Annotated[str | None, DATA] = "answer"
-    """Column of right answers: text, a number, or a list in which each is right."""
+    """Column of right answers: text, a number, or a list of which each is right."""
     system: Annotated[str | None, DATA] = None
     """Column of system messages."""
     kind: Annotated[str | None, DATA] = None
@@ -61,11 +62,11 @@ class QuestionsConfig(EnvConfig):
     format: str = "<answer>{answer}</answer>"
     """How a response gives its answer. The last one counts."""
     score: str = "exact"
-    """exact: equal to a right answer, as SQuAD compares. number: the last number of both is equal.
+    """exact: equal to a right answer, as SQuAD compares. number: the last number in both is equal.
     regex: the right answer is a regular expression; one that takes more than a second of CPU time
     costs its episode. Or your own, "FILE.py:name": (answer, row) -> 0 to 1, or (that, feedback)."""
     max_turns: Count = 1
-    """Tries. After a wrong answer the model is told so, or gets the feedback of your own score."""
+    """Number of tries. After a wrong answer the model is told so, or gets your score's feedback."""
     reward: Positive = 1.0
     """Reward of a right answer, R_max."""
     operations: Annotated[int, Field(ge=1, le=4), GENERATED] = 4
@@ -77,15 +78,15 @@ class QuestionsConfig(EnvConfig):
     @classmethod
     def _holds_the_answer(cls, form: str) -> str:
         if form.count(ANSWER) != 1:
-            raise ValueError(f"it must hold {ANSWER} once, where the answer stands")
+            raise ValueError(f"it must contain {ANSWER} once, in place of the answer")
         return form
 
 
 class QuestionSet:
     """The splits that a configuration names.
 
-    `check(row)` raises ValueError for a row that cannot be asked. Raises UserError for such a row,
-    and if the set, a split or a column does not exist.
+    `check(row)` raises ValueError if a row cannot be asked. Raises UserError if there is such a
+    row, or if the set, a split or a column does not exist.
     """
 
     def __init__(self, config: QuestionsConfig, check: Callable[[Row], object]) -> None:
@@ -93,7 +94,7 @@ class QuestionSet:
         self._check = check
         self._origin = f"env.data = '{config.data}'"
         self._digests: dict[str, str] = {}
-        """Split that was checked -> hash of its rows."""
+        """Split whose rows were checked -> their hash."""
         self._splits = self._open()
 
         train_split = config.train_split
@@ -130,7 +131,7 @@ class QuestionSet:
         try:
             if path.is_file():
                 if path.suffix not in READERS:
-                    raise UserError(f"{self._origin}: the file is none of {', '.join(READERS)}")
+                    raise UserError(f"{self._origin}: the file must be one of {', '.join(READERS)}")
                 data = datasets.load_dataset(READERS[path.suffix], data_files=str(path))
             elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
                 data = datasets.load_from_disk(path)
@@ -156,7 +157,7 @@ class QuestionSet:
         return splits
 
     def _tasks(self, split: str, rows: "Dataset", indices: Sequence[int]) -> Sized:
-        """The rows at `indices` as tasks, each read when it is asked for."""
+        """The rows at `indices` as tasks, each read on demand."""
         kind_column = self._config.kind
         default_kind = Task.kind if means_all_kinds(split) else split
 
@@ -168,7 +169,7 @@ class QuestionSet:
         return Sized(task, len(indices))
 
     def _rows(self, split: str, key: str) -> "Dataset":
-        """The rows of a split, which env.`key` names, after its columns and rows were checked."""
+        """The rows of the split that env.`key` names, after checking its columns and rows."""
         if split not in self._splits:
             raise UserError(
                 f"env.{key} = '{split}': {self._origin} has no such split, "
@@ -177,7 +178,7 @@ class QuestionSet:
         rows = self._splits[split]
         self._check_columns(rows.column_names)
         if not len(rows):
-            raise UserError(f"{self._origin}: the split '{split}' holds no question")
+            raise UserError(f"{self._origin}: the split '{split}' holds no questions")
         if split not in self._digests:
             self._digests[split] = self._check_rows(split, rows)
         return rows
@@ -224,12 +225,13 @@ class QuestionSet:
 
 
 def value(row: Row, key: str) -> Any:
-    """What a row holds in the column `key`, or for "a.b" in the field b of column a.
+    """What a row holds in the column `key`; for "a.b", in the field b of column a.
 
     Raises ValueError if that is empty.
     """
     content: Any = row
-    for part in [key] if key in row else key.split("."):
+    path = [key] if key in row else key.split(".")
+    for part in path:
         content = content.get(part) if isinstance(content, Mapping) else None
     is_nan = content != content
     if content is None or is_nan or (isinstance(content, str | list) and not content):
@@ -255,7 +257,7 @@ def messages(row: Row, config: QuestionsConfig) -> list[dict[str, str]]:
     if last_role != "user":
         raise ValueError(
             f"the last message of '{config.question}' is of '{last_role}'; "
-            "the question is the user's"
+            "it must be the user's question"
         )
 
     conversation = []
@@ -269,7 +271,7 @@ def messages(row: Row, config: QuestionsConfig) -> list[dict[str, str]]:
 
 
 def _are_messages(question: Any) -> bool:
-    """Whether it is a list, not empty, of messages whose role and content are texts."""
+    """Whether it is a non-empty list of messages whose role and content are texts."""
     if not isinstance(question, list) or not question:
         return False
     for message in question:
@@ -289,7 +291,7 @@ def answers(row: Row, config: QuestionsConfig) -> list[str]:
     alternatives = content if isinstance(content, list) else [content]
     texts = [_text(alternative) for alternative in alternatives]
     if not all(text.strip() for text in texts):
-        raise ValueError(f"'{config.answer}' is {short_repr(content)}, which is no answer")
+        raise ValueError(f"'{config.answer}' is {short_repr(content)}, which is not an answer")
     return texts
 
 

@@ -30,11 +30,11 @@ from paw.types import Outcome, Task
 
 NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*)?\.?\d+(?:/\d+)?")
 BRACES = r"(?:[^{}]|{(?:[^{}]|{[^{}]*})*})*"
-"""Text with balanced braces, nested at most two deep."""
+"""Text with balanced braces, nested at most two levels deep."""
 FEW = 100
-"""So few possible answers are listed, and the quickstart's warm-up tries some of them at random."""
+"""Up to this many possible answers are listed; the quickstart's warm-up tries some at random."""
 SPLITS = {"test": range(1), "warmup": range(1, 4), "train": range(4, 10)}
-"""Split -> the last digits of the hash of a problem's text: no problem is in two splits."""
+"""Split -> the last digits of its problems' hashes: no problem is in two splits."""
 STEPS = ("one", "two", "three", "four")
 PEOPLE = [
     "Ada",
@@ -84,7 +84,7 @@ STORIES = {
         "{who} keeps one in every {k}.",
     ),
 }
-"""Operation -> sentences. If a sentence has {other}, the story goes on with what {other} has."""
+"""Operation -> sentences. After one with {other}, the story goes on with what {other} has."""
 
 
 def exact(answer: str, right: str) -> bool:
@@ -93,7 +93,7 @@ def exact(answer: str, right: str) -> bool:
 
 
 def number(answer: str, right: str) -> bool:
-    """Whether the last number in both is the same. Raises ValueError if `right` has no number.
+    """Whether the last numbers of both are equal. Raises ValueError if `right` has no number.
 
     >>> number("that makes $1,234.50", "12 * 100 + 34.5 = 1234.5")
     True
@@ -109,7 +109,7 @@ def number(answer: str, right: str) -> bool:
 def regex(answer: str, right: str) -> bool:
     """Whether the regular expression `right` matches the whole answer.
 
-    Raises EnvironmentFailure if that takes too long: the answer is neither right nor wrong then, so
+    Raises EnvironmentFailure if that takes too long: then the answer is neither right nor wrong, so
     the episode is dropped.
     """
     try:
@@ -126,7 +126,7 @@ def check_pattern(right: str) -> None:
     pattern_problem = limited.pattern_problem(right)
     if pattern_problem:
         raise ValueError(
-            f"the answer {short_repr(right)} is no regular expression: {pattern_problem}"
+            f"the answer {short_repr(right)} is not a regular expression: {pattern_problem}"
         )
 
 
@@ -156,7 +156,7 @@ class QuestionsFactory(EnvFactory):
             except UserError as error:
                 raise UserError(f"env.score = {error}") from None
         elif config.answer is None:
-            raise UserError(f"env.score = '{config.score}' compares with env.answer, which is none")
+            raise UserError(f"env.score = '{config.score}' needs env.answer, which is none")
 
         self._set: QuestionSet | None = None
         if config.data:
@@ -201,7 +201,7 @@ class QuestionsFactory(EnvFactory):
         return f"generated maths, {sizes} {digest}"
 
     def _check(self, row: Row) -> None:
-        """Raises ValueError if a row cannot be asked, or its answers cannot be compared with."""
+        """Raises ValueError if a row cannot be asked, or its right answers cannot be compared."""
         messages(row, self.config)
         for right in answers(row, self.config):
             if self.config.score == "regex":
@@ -225,7 +225,7 @@ class QuestionsFactory(EnvFactory):
         if not is_share or not isinstance(feedback, str):
             raise EnvironmentFailure(
                 f"env.score = '{self.config.score}' returned {short_repr(returned)}; it must be a "
-                "number from 0 to 1, or that and what is said to the answer"
+                "number from 0 to 1, or a pair of that and feedback, a text"
             )
         return float(score), feedback
 
@@ -257,7 +257,9 @@ class QuestionsEnv:
         return self.task
 
     def context(self) -> str | list[dict[str, str]]:
-        return list(self._messages) if len(self._messages) > 1 else self._messages[0]["content"]
+        if len(self._messages) == 1:
+            return self._messages[0]["content"]
+        return list(self._messages)
 
     def step(self, response: str) -> Outcome:
         """Answer the question.
@@ -293,7 +295,7 @@ class QuestionsEnv:
 
     def oracle(self) -> str:
         if self.config.score not in ("exact", "number"):
-            raise NoOracleError(f"env.score = '{self.config.score}' does not tell what is right")
+            raise NoOracleError(f"env.score = '{self.config.score}' does not say what is right")
         return self.format_action(answers(self._row, self.config)[0])
 
     def admissible_actions(self) -> list[str]:
@@ -311,7 +313,7 @@ class QuestionsEnv:
 
 
 def find_answer(response: str, form: str) -> str | None:
-    r"""The last answer that a response gives in the form `form`; None if there is none.
+    r"""The last answer that a response gives in the format `form`; None if there is none.
 
     >>> find_answer("so \\boxed{1}, no: \\boxed{\\frac{1}{2}}.", "\\boxed{{answer}}")
     '\\frac{1}{2}'
@@ -354,7 +356,7 @@ def _check_generated_split(split: str) -> None:
 
 
 def problem(split: str, seed: int, i: int, *, operations: int, largest: int) -> dict[str, str]:
-    """Problem number `i` of a split, a function of (split, seed, i), with the keys
+    """Problem number `i` of a split, which depends on the arguments alone. Its keys:
 
     - "question";
     - "answer", a whole number from 1 to `largest`, as are all intermediate results;

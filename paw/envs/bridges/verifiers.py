@@ -1,7 +1,7 @@
-"""Environments written with verifiers of Prime Intellect, version 0.4 or later.
+"""Environments written with Prime Intellect's verifiers, version 0.4 or later.
 
-An environment's package has a taskset, and may define how agents play a task of it. Tools,
-conversations and rewards are the package's own; the model that is trained plays its agents.
+An environment's package has a taskset, and may define how agents play one of its tasks. Tools,
+conversations and rewards are the package's own; the model in training plays its agents.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ __all__ = ["Chat"]
 LOCAL = ("localhost", "127.0.0.1", "::1")
 """Hosts that need no key."""
 START_S = 300.0
-"""Time limit of starting the tool servers that all episodes share."""
+"""Time limit for starting the tool servers that all episodes share."""
 
 
 class VerifiersFactory(EnvFactory):
@@ -51,7 +51,8 @@ class VerifiersFactory(EnvFactory):
 
     Config = VerifiersConfig
     name = "verifiers"
-    may_block = runs_others_code = True
+    may_block = True
+    runs_others_code = True
 
     def __init__(self, config: VerifiersConfig) -> None:
         self.config = config
@@ -67,23 +68,25 @@ class VerifiersFactory(EnvFactory):
         """Whether the taskset has the key `split`."""
         self._env: Any = self._call(lambda: vf.load_environment(self._resolve(config.train_split)))
         self._servers: Any = None
-        """The context of the tool servers, kept because they end when it is collected."""
+        """The context of the tool servers; kept, because they end when it is collected."""
         self._shared_tools: dict[str, Any] | None = None
-        """The tools of these servers, once they are started."""
+        """The tools of these servers; None until they are started."""
         self._tasks: dict[str, list[Task]] = {}
-        """The splits that are loaded."""
+        """Split -> its tasks, for the splits that are loaded."""
         for split in (config.train_split, config.eval_split):
             self._tasks[split] = self._load(split)
         keys = [[task.payload.key for task in tasks] for tasks in self._tasks.values()]
         self._digest = hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:16]
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The taskset's own split if it has the key `split`; else eval_split is every tenth task,
-        and every other split the rest."""
+        """The taskset's own split if it has the key `split`.
+
+        Otherwise, env.eval_split is every tenth task, and any other split is the rest.
+        """
         if split == "warmup":
             raise UserError(
-                "model.path = 'quickstart': verifiers has no oracle to warm it up; "
-                "take an instruct model"
+                "model.path = 'quickstart': verifiers has no oracle to warm it up on; "
+                "use an instruct model"
             )
         if split not in self._tasks:
             self._tasks[split] = self._load(split)
@@ -102,7 +105,7 @@ class VerifiersFactory(EnvFactory):
         return " ".join(parts)
 
     def _start_servers(self) -> dict[str, Any]:
-        """Start the tool servers that all episodes share, which verifiers ends with the process."""
+        """Start the tool servers that all episodes share; verifiers ends them with the process."""
         taskset = self._env.taskset
         self._servers = self._env.shared_tools()
         if not self._call(taskset.toolsets, taskset.config):
@@ -126,7 +129,7 @@ class VerifiersFactory(EnvFactory):
 
         Raises EnvironmentFailure if the episode broke.
         """
-        env = copy.copy(self._env)  # what serves an episode lives on that episode's loop
+        env = copy.copy(self._env)  # what serves an episode lives on that episode's event loop
         env.shared_tools = lambda: contextlib.nullcontext(self._shared_tools)
         client = vf.EvalClientConfig(base_url=url, api_key_var="PAW_ENDPOINT_KEY")
 
@@ -134,7 +137,7 @@ class VerifiersFactory(EnvFactory):
             agent = trace.agent
             if agent and not agent.trainable and agent.config.client == client:
                 raise UserError(
-                    f"the agent '{agent.name}' is not to be trained: give it a client in env.args"
+                    f"the agent '{agent.name}' is not trained: give it a client in env.args"
                 )
 
         async with env.serving():
@@ -152,7 +155,7 @@ class VerifiersFactory(EnvFactory):
     def _resolve(self, split: str) -> vf.EnvConfig:
         """The full configuration; agents without a harness of their own get `Chat`.
 
-        Raises UserError if the key of a model is missing that is not the trained one.
+        Raises UserError if the key of a model other than the trained one is missing.
         """
         package = self.config.id
         data = copy.deepcopy(self.config.args)
@@ -179,30 +182,31 @@ class VerifiersFactory(EnvFactory):
         return resolved
 
     def _agent_settings(self, default: Any, configured: dict[str, Any]) -> dict[str, Any]:
-        """The settings of an agent: what env.args has for it, completed by ours."""
+        """The settings of an agent: those in env.args, completed by ours."""
         settings = dict(configured)
-        usual_harness = vf.default_harness_id(self.config.id)
-        is_chat = default.harness.id == "null" if default.harness else usual_harness == "bash"
+        is_chat = vf.default_harness_id(self.config.id) == "bash"
+        if default.harness:
+            is_chat = default.harness.id == "null"
         if is_chat and "harness" not in configured:
             settings = {"harness": {"id": "paw"}, "runtime": {"type": "subprocess"}} | settings
         if default.max_turns is None:
             settings.setdefault("max_turns", self.config.max_turns)
         return settings
 
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What function(*args) returns, a function that runs the package's code.
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What function(*arguments) returns, for a function that runs the package's code.
 
-        Raises UserError if there is no such package, if it does not accept env.args, or for any
-        other error.
+        Raises UserError if there is no such package, if it does not accept env.args, or if anything
+        else fails.
         """
         try:
-            return function(*args)
+            return function(*arguments)
         except ValidationError as error:
             raise UserError(f"env.args of env.id = '{self.config.id}': {problem(error)}") from None
         except ModuleNotFoundError as error:
             raise UserError(
                 f"env.id = '{self.config.id}': {describe(error.__cause__ or error)}; "
-                "install its package, or give its folder in PYTHONPATH"
+                "install its package, or put its folder on PYTHONPATH"
             ) from None
         except OURS:
             raise
@@ -218,16 +222,19 @@ class VerifiersFactory(EnvFactory):
 
 class Chat(vf.Harness[vf.HarnessConfig]):
     """A conversation with MCP tools, as verifiers' own harness `null` plays it, but within this
-    process: there is no program to start.
+    process, without starting a program.
     """
 
-    APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
-    EXECUTES_CODE = NEEDS_CONTAINER = False
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
 
     async def launch(
         self, ctx, trace, runtime, endpoint, secret, mcp_urls, data
     ) -> vf.ProgramResult:
-        """Play until the model calls nothing, or until the endpoint refuses, which means that the
+        """Play until the model makes no call, or until the endpoint refuses, which means that the
         rollout was stopped or broke."""
         system, prompt = self.resolve_prompt(data)
         if isinstance(prompt, str):
@@ -286,7 +293,7 @@ async def _result_of_call(
 
 
 def _module(package: str) -> str:
-    """The module that verifiers imports for an id of the form OWNER/NAME@VERSION or shorter."""
+    """The module that verifiers imports for an id: OWNER/NAME@VERSION, or only a part of that."""
     return package.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
 
 

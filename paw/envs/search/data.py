@@ -1,6 +1,6 @@
-"""Questions from files: parquet as Search-R1 has it, or JSON lines; one file, or a folder of them.
+"""Questions from files: Search-R1's parquet or JSON lines; one file, or a folder of files.
 
-Only these columns are read: `question`, `golden_answers` (if that is empty,
+Only these columns are read: `question`, `golden_answers` (or, if that is empty,
 `reward_model.ground_truth.target`) and `data_source`, which a JSON line may lack.
 """
 
@@ -55,16 +55,16 @@ class Question:
     answers: tuple[str, ...]
     """Golden answers; any of them is right."""
     hops: tuple[str, ...] = ()
-    """Titles of the documents that answer it, in the order in which they are found (generated
-    questions only)."""
+    """Titles of the documents that answer it, in the order in which to search for them (only of
+    generated questions)."""
     world: int = 0
-    """Number of the generated world that it is about."""
+    """Number of the generated world to which it refers."""
     step: int | None = None
-    """Update in which it is asked, None outside of training: ZeroSearch's noise rises with it."""
+    """Update in which it is asked, None outside training: ZeroSearch's noise rises with it."""
 
 
 def candidates(data: Path, split: str) -> list[Path]:
-    """The files of a split: `data` itself if it is a file, else SPLIT.parquet and SPLIT.jsonl."""
+    """The files of a split that exist, among `data` itself, SPLIT.parquet and SPLIT.jsonl."""
     data = data.expanduser()
     paths = [data, *(data / f"{split}{suffix}" for suffix in SUFFIXES)]
     return [path for path in paths if path.is_file()]
@@ -86,7 +86,7 @@ def find_file(data: Path, split: str) -> Path:
 
 
 def load(path: Path) -> list[Task]:
-    """The questions of a file in order. Their kind is the data_source, or else the file's name.
+    """The questions of a file, in order. Their kind is the data_source, or else the file's name.
 
     Raises UserError, which names the line or row, if one is malformed.
     """
@@ -98,7 +98,7 @@ def load(path: Path) -> list[Task]:
         else:
             rows = [row for _, row in json_lines(path, Row, f"env.data: {path}")]
     if not rows:
-        raise UserError(f"env.data: {path} holds no question; {FIX}")
+        raise UserError(f"env.data: {path} holds no questions; {FIX}")
 
     tasks = []
     for i, row in enumerate(rows):
@@ -115,7 +115,7 @@ def digest(path: Path) -> str:
 
 
 def short_name(source: str) -> str:
-    """The name in `SETS` with which a data_source ends ("searchR1_nq"), else `source` itself."""
+    """The name in `SETS` with which a data_source ends ("searchR1_nq"), or else `source` itself."""
     tail = source.replace("/", "_").rpartition("_")[2].lower()
     return tail if tail in SETS else source
 
@@ -143,4 +143,6 @@ def _parquet(path: Path) -> Iterator[Row]:
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None):  # damage is reported without a number
             raise
-        raise UserError(f"env.data: {path} is no whole parquet file: {cause(error)}") from None
+        raise UserError(
+            f"env.data: {path} is not a complete parquet file: {cause(error)}"
+        ) from None

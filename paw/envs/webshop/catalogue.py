@@ -1,8 +1,8 @@
 """The shop's stock, shared by all sessions: products, the goals made from them, and the search.
 
 After WebShop's `load_products` (web_agent_site/engine/engine.py) and `get_goals` (goal.py there).
-Differences: prices and limits are drawn from a generator with the seed 233, which the reference
-uses to shuffle the goals; texts that are null are empty here.
+Differences: prices and limits are drawn from a generator with seed 233, which the reference uses
+only to shuffle the goals; texts that are null are empty here.
 """
 
 import functools
@@ -30,18 +30,18 @@ SEED = 233
 HITS = 50
 ITEMS, ENTRIES, HUMAN = generator.FILES
 CHUNK = 1 << 20
-"""Number of characters that are read at a time."""
+"""Number of characters read at a time."""
 LARGEST = 1 << 24
-"""Largest number of characters of one product; more is broken JSON."""
+"""Maximum number of characters of a product; more is broken JSON."""
 LIMITS = [10.0 * i for i in range(1, 100)]
 """Price limits, US dollars.
 
-A goal's limit is the larger of two drawn from the four next above the price of its product.
+A goal's limit is the larger of two that are drawn from the next four above its product's price.
 """
 
 
 class Item(Strict):
-    """What the shop shows of an element of the products file."""
+    """What the shop uses of an element of the products file."""
 
     asin: str
     name: str
@@ -93,7 +93,7 @@ class Entry(Strict):
     instruction_attributes: list[str] | None = None
 
 
-class Written(Strict):
+class HumanInstruction(Strict):
     """An instruction that a person wrote for a product."""
 
     instruction: str
@@ -107,7 +107,7 @@ class Catalogue:
     def __init__(self, products: list[Product], goals: list[Goal], digest: str, nouns: str) -> None:
         self.products = products
         self.goals = goals
-        """Shuffled: the first `n_test` are for evaluation, the others for training."""
+        """Shuffled: the first `n_test` are for evaluation, the others are for training."""
         self.digest = digest
         """Hash of the files, or of what was generated."""
         self.nouns = nouns
@@ -117,7 +117,7 @@ class Catalogue:
 
     @property
     def n_test(self) -> int:
-        """Number of goals for evaluation: 500 as in the reference, but at most about a quarter."""
+        """Number of goals for evaluation: 500 as in the reference, or a quarter of few goals."""
         if len(self.goals) >= 1000:
             return 500
         return len(self.goals) // 4 or 1
@@ -128,21 +128,23 @@ class Catalogue:
 
 
 def load(folder: Path, config: WebshopConfig) -> Catalogue:
-    """The user's copy of WebShop's files, of the size that env.catalogue names.
+    """The catalogue of the user's copy of WebShop's files, in the size that env.catalogue names.
 
     Raises UserError if a file is missing or broken.
     """
     need_rapidfuzz()
-    small = config.catalogue == "small"
-    items = folder / (ITEMS if small else "items_shuffle.json")
-    entries = folder / (ENTRIES if small else "items_ins_v2.json")
+    items = folder / "items_shuffle.json"
+    entries = folder / "items_ins_v2.json"
+    if config.catalogue == "small":
+        items = folder / ITEMS
+        entries = folder / ENTRIES
     human = folder / HUMAN if config.goals == "human" else None
     for path in (items, entries, human):
         if path and not path.is_file():
             raise UserError(
                 f"{path} is missing (env.data with env.catalogue = '{config.catalogue}', "
                 f"env.goals = '{config.goals}'); copy WebShop's data files there, "
-                "or --env.data none plays a generated shop"
+                "or play a generated shop with --env.data none"
             )
     digest = hashlib.sha256()
     attributes = _read_object(entries, digest)
@@ -202,7 +204,7 @@ def _stock(
         kind = "synthetic" if written is None else "human"
         raise UserError(
             f"{item_source}: {len(products)} products make {len(goals)} goals with "
-            f"env.goals = '{kind}'; at least 2 are needed, one of them to test with"
+            f"env.goals = '{kind}'; at least 2 are needed, one of them for evaluation"
         )
     random.Random(SEED).shuffle(goals)
     return Catalogue(products, goals, digest.hexdigest(), nouns)
@@ -217,16 +219,19 @@ def _clean(
 ) -> Iterator[Product]:
     """Products as the shop shows them.
 
-    Skips what the reference skips: no asin, a long asin, one seen before.
+    Skips what the reference skips: products without an asin, with a long one, or with one that
+    occurred before.
     """
-    seen = {"nan"}
+    used_asins = {"nan"}
     for number, raw in enumerate(items, 1):
         asin = str(raw.get("asin")) if isinstance(raw, dict) else ""
-        if len(asin) > 10 or asin in seen:
+        if len(asin) > 10 or asin in used_asins:
             continue
-        seen.add(asin)
+        used_asins.add(asin)
         item = checked(Item, raw, f"{source}, product {number} ({asin})")
         entry = checked(Entry, entries.get(asin, {}), f"{entry_source}, {asin}")
+        has_one_price = len(item.pricing) == 1
+        price = item.pricing[0] if has_one_price else rng.uniform(*item.pricing)
         yield Product(
             asin=asin,
             title=item.name,
@@ -238,20 +243,20 @@ def _clean(
             attributes=tuple(entry.attributes),
             options=item.customization_options,
             price_text=" to ".join(f"${price}" for price in item.pricing),
-            price=item.pricing[0] if len(item.pricing) == 1 else rng.uniform(*item.pricing),
+            price=price,
         )
 
 
-def _synthetic_goals(product: Product, raw: Any, rng: random.Random, where: str) -> Iterator[Goal]:
-    """A goal for each combination of a product's options, if it has an instruction.
+def _synthetic_goals(product: Product, raw: Any, rng: random.Random, origin: str) -> Iterator[Goal]:
+    """A goal for each combination of a product's options, all with the same price limit.
 
-    All share one price limit.
+    None if the product has no instruction.
     """
-    entry = checked(Entry, raw, where)
+    entry = checked(Entry, raw, origin)
     if entry.instruction is None:
         return
     if not entry.instruction_attributes:
-        raise UserError(f"{where}: an instruction without 'instruction_attributes'")
+        raise UserError(f"{origin}: an instruction without 'instruction_attributes'")
     limit, ending = _limit(product, rng)
     names = sorted(product.options)
     for values in itertools.product(*(product.options[name] for name in names)):
@@ -263,12 +268,12 @@ def _synthetic_goals(product: Product, raw: Any, rng: random.Random, where: str)
         )
 
 
-def _human_goals(product: Product, written: Any, rng: random.Random, where: str) -> Iterator[Goal]:
-    """A goal for each instruction that was written for a product, if it has attributes."""
-    for number, raw in enumerate(checked(list[Any], written, where), 1):
+def _human_goals(product: Product, written: Any, rng: random.Random, origin: str) -> Iterator[Goal]:
+    """A goal for each instruction with attributes that was written for a product."""
+    for number, raw in enumerate(checked(list[Any], written, origin), 1):
         if isinstance(raw, dict) and raw.get("instruction_attributes") == []:
             continue
-        entry = checked(Written, raw, f"{where}, instruction {number}")
+        entry = checked(HumanInstruction, raw, f"{origin}, instruction {number}")
         limit, ending = _limit(product, rng)
         options = {str(i): value for i, value in enumerate(entry.instruction_options)}
         instruction = entry.instruction.strip(".") + ending
@@ -277,15 +282,15 @@ def _human_goals(product: Product, written: Any, rng: random.Random, where: str)
 
 def _limit(product: Product, rng: random.Random) -> tuple[float, str]:
     """(price limit of a goal, what its instruction says about it)."""
-    above = [limit for limit in LIMITS if limit > product.price][:4]
-    if len(above) < 2:
+    candidates = [limit for limit in LIMITS if limit > product.price][:4]
+    if len(candidates) < 2:
         return math.inf, ""
-    limit = max(rng.sample(above, 2))
+    limit = max(rng.sample(candidates, 2))
     return limit, f", and price lower than {limit:.2f} dollars"
 
 
 def _text(product: Product) -> str:
-    """The text of a product that a search looks at."""
+    """The text of a product that is searched."""
     options = ", and ".join(
         f"{name}: {', '.join(values)}" for name, values in product.options.items()
     )
@@ -301,7 +306,7 @@ def read_array(path: Path, digest: Any) -> Iterator[Any]:
     `digest` is updated with all bytes.
     """
     decode = json.JSONDecoder().raw_decode
-    gap = re.compile(r"\s*\[\s*")  # before the first element; then what stands between two
+    gap = re.compile(r"\s*\[\s*")  # before the first element; later, between two elements
     text = ""
     position = 0
     number = 1
@@ -319,7 +324,7 @@ def read_array(path: Path, digest: Any) -> Iterator[Any]:
                         return
                     value, position = decode(text, position)
                 except json.JSONDecodeError as error:
-                    # The text that was read so far ends within this element: read on.
+                    # The text read so far ends within this element: read on.
                     chunk = file.read(CHUNK) if len(text) - position < LARGEST else ""
                     if not chunk:
                         problem = f"broken or cut short in product {number} ({error.msg})"
@@ -331,7 +336,7 @@ def read_array(path: Path, digest: Any) -> Iterator[Any]:
                     yield value
                     number += 1
     except UnicodeDecodeError:
-        raise UserError(f"{path}: no UTF-8; download it again") from None
+        raise UserError(f"{path}: not UTF-8; download it again") from None
 
 
 def _read_object(path: Path, digest: Any) -> dict[str, Any]:
@@ -344,4 +349,4 @@ def _read_object(path: Path, digest: Any) -> dict[str, Any]:
             f"{path}, line {error.lineno}: broken or cut short ({error.msg}); download it again"
         ) from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: no UTF-8; download it again") from None
+        raise UserError(f"{path}: not UTF-8; download it again") from None

@@ -1,4 +1,4 @@
-"""WebShop: which goals training, warm-up and evaluation play, and one episode of a goal.
+"""WebShop: which goals are played in training, warm-up and evaluation, and one episode of a goal.
 
 The first goals are for evaluation, drawn with replacement as in the reference code; the others are
 for training. The warm-up visits an endless sequence of generated shops.
@@ -39,7 +39,7 @@ class WebshopFactory(EnvFactory):
     def __init__(self, config: WebshopConfig) -> None:
         if config.train_split != "train":
             raise UserError(
-                f"env.train_split = '{config.train_split}': WebShop's goals to train on are 'train'"
+                f"env.train_split = '{config.train_split}': WebShop's split to train on is 'train'"
             )
         _check_held_out(config.eval_split)
         self.config = config
@@ -71,7 +71,7 @@ class WebshopFactory(EnvFactory):
         )
 
     def fingerprint(self) -> str:
-        """The catalogue's size and hash, and how goals and rewards are made."""
+        """The catalogue's kind and hash, and how goals and rewards are made."""
         stock = self.catalogue
         kind = self.config.catalogue if self.config.data else "generated"
         goals = f"{len(stock.goals)} {self.config.goals} goals"
@@ -91,7 +91,7 @@ class WebshopFactory(EnvFactory):
 
 
 class WebshopEnv:
-    """Plays one session at a time; `catalogue_of` gives the catalogue of a shop by its number."""
+    """Plays one session at a time; `catalogue_of` returns the catalogue of a shop by its number."""
 
     task: str = ""
 
@@ -150,9 +150,9 @@ class WebshopEnv:
         return self.format_action(next_action(self.session, self.style.queries(self.session)))
 
     def admissible_actions(self) -> list[str]:
-        """The actions `click[...]` that do something now.
+        """The actions `click[...]` that currently have an effect.
 
-        A `search[...]` with any words is possible on every page but not listed.
+        A `search[...]` with any words is possible on every page, but not listed.
         """
         return list(self._actions.values())
 
@@ -169,7 +169,7 @@ class WebshopEnv:
 def _check_held_out(split: str) -> None:
     if split != HELD_OUT:
         raise UserError(
-            f"env.eval_split = '{split}': WebShop's goals to evaluate on are '{HELD_OUT}'"
+            f"env.eval_split = '{split}': WebShop's split to evaluate on is '{HELD_OUT}'"
         )
 
 
@@ -177,10 +177,10 @@ def _check_held_out(split: str) -> None:
 
 
 def next_action(session: Session, queries: Sequence[str]) -> str:
-    """The buyer's next action: search with the best of `queries`, turn pages until the product is
-    listed, open it, choose its options and buy it.
+    """The buyer's next action.
 
-    If another product is open that has the full reward too, it buys that one.
+    The buyer searches with the best of `queries`, turns pages until the product is listed, opens
+    it, chooses its options and buys it; or another open product, if that has the full reward too.
     """
     goal = session.goal
     product = session.product
@@ -204,7 +204,7 @@ def next_action(session: Session, queries: Sequence[str]) -> str:
 
 
 def _towards(wanted: Product, session: Session) -> str:
-    """What to click on a page of results to come to the product."""
+    """What to click on a page of results in order to reach the product."""
     page = _page_of(wanted, session.hits)
     if page == session.page:
         return wanted.asin.lower()
@@ -224,7 +224,8 @@ def wanted_options(product: Product, goal: Goal) -> dict[str, str]:
     if wanted <= set(exact.values()):
         return exact
 
-    chosen: dict[str, str] = {}  # what people wrote may only be similar to a value
+    # What people wrote may be only similar to a value.
+    chosen: dict[str, str] = {}
     for name, offered in product.options.items():
         met = {value: options_met(goal, {**chosen, name: value}) for value in offered}
         best = max(offered, key=lambda value: met[value], default="")
@@ -234,7 +235,7 @@ def wanted_options(product: Product, goal: Goal) -> dict[str, str]:
 
 
 def _page_of(wanted: Product, hits: Sequence[Product]) -> int:
-    """Number of the results page that lists the product, from 1; NOT_FOUND if none does."""
+    """Number of the results page that lists the product, from 1; NOT_FOUND if there is none."""
     for i, product in enumerate(hits):
         if product.asin == wanted.asin:
             return i // PER_PAGE + 1

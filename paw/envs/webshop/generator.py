@@ -1,6 +1,6 @@
 """Generates a shop from a seed, in the schema of WebShop's three files; shop.toml has the wares.
 
-Products come in families with nearly the same title. Each variant lacks one thing that a buyer of
+Products come in families with almost the same title. Each variant lacks one thing that a buyer of
 the first product may want, so search results have to be read. A goal's own product always fits it.
 """
 
@@ -18,7 +18,7 @@ SHOP: dict[str, Any] = tomllib.loads(
 OPTIONS = {key: (name, values.split(", ")) for key, (name, values) in SHOP["options"].items()}
 FILES = ("items_shuffle_1000.json", "items_ins_v2_1000.json", "items_human_ins.json")
 DEARER = (50.0, 90.0)
-"""A variant's surcharge: above every price limit that its family's first can draw."""
+"""Range of a variant's surcharge: above any price limit that its family's first product may get."""
 
 
 class Ware(NamedTuple):
@@ -66,7 +66,7 @@ def records(products: int, seed: int = 0) -> tuple[list[Any], dict[str, Any], di
 
 
 def _asin(rng: random.Random, used: Collection[str]) -> str:
-    """A product number that is not used yet."""
+    """A product number that is not in use."""
     while True:
         asin = "B0" + "".join(rng.choices(string.ascii_uppercase + string.digits, k=8))
         if asin not in used:
@@ -74,7 +74,7 @@ def _asin(rng: random.Random, used: Collection[str]) -> str:
 
 
 def write(folder: Path, products: int = 3000, seed: int = 0) -> None:
-    """Write the three files under the names of the small ones, to look at or for other programs."""
+    """Write the three files under the names of the small ones, to read or for other programs."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in zip(FILES, records(products, seed), strict=True):
         (folder / name).write_text(
@@ -83,9 +83,9 @@ def write(folder: Path, products: int = 3000, seed: int = 0) -> None:
 
 
 def _family(rng: random.Random, ware: Ware) -> list[dict[str, Any]]:
-    """A product and up to three variants, each of which misses one thing.
+    """A product and up to three variants, each of which lacks one thing.
 
-    The order of draws fixes what is sold.
+    The order of the draws determines what is sold.
     """
     syllables = SHOP["syllables"].split()
     brand = rng.choice(syllables) + rng.choice(syllables) + rng.choice(SHOP["ends"].split())
@@ -125,8 +125,8 @@ def _family(rng: random.Random, ware: Ware) -> list[dict[str, Any]]:
 
 def _values(rng: random.Random, key: str, without: list[str] | None = None) -> list[str]:
     """Two to four values of an option, in the order of shop.toml."""
-    _, known = OPTIONS[key]
-    values = [value for value in known if value not in (without or ())]
+    _, all_values = OPTIONS[key]
+    values = [value for value in all_values if value not in (without or ())]
     count = min(len(values), rng.randint(2, 4))
     chosen = sorted(rng.sample(range(len(values)), count))
     return [values[i] for i in chosen]
@@ -141,14 +141,18 @@ def _product(
     options: dict[str, list[str]],
     price: float,
 ) -> dict[str, Any]:
-    """The records of one product: `item` and `entry` for the files, the rest for `_human`."""
+    """The records of a product: `item` and `entry` for the files, the others for `_human`."""
     attributes = [*adjectives, *features]
     shown = rng.choice(attributes)
     title = rng.choice(SHOP["titles"]).format(shown=shown, **words)
     hidden = rng.sample(attributes, len(attributes))
-    bullets = [rng.choice(SHOP["bullets"]).format(a=a.capitalize(), **words) for a in hidden]
+    bullets = []
+    for attribute in hidden:
+        template = rng.choice(SHOP["bullets"])
+        bullets.append(template.format(a=attribute.capitalize(), **words))
     spread = round(price + rng.uniform(2.0, 9.0), 2)
-    prices = f"${price:.2f}" if not options or rng.random() < 0.5 else f"${price:.2f}${spread:.2f}"
+    has_one_price = not options or rng.random() < 0.5
+    prices = f"${price:.2f}" if has_one_price else f"${price:.2f}${spread:.2f}"
     item = {
         "name": title.title().replace("'S", "'s"),
         "category": ware.category,
@@ -159,17 +163,7 @@ def _product(
         "small_description": [*bullets, rng.choice(SHOP["extras"]).format(**words)],
         "pricing": prices,
         "images": [""],
-        "customization_options": {
-            OPTIONS[key][0].title(): [
-                {
-                    "value": value,
-                    "price": round(price if i == 0 else rng.uniform(price, spread), 2),
-                    "image": None,
-                }
-                for i, value in enumerate(values)
-            ]
-            for key, values in options.items()
-        },
+        "customization_options": _customization(rng, options, price, spread),
     }
     wanted_adjectives = [adjectives[1]] if rng.random() < 0.7 else adjectives
     entry = {
@@ -188,6 +182,21 @@ def _product(
         "adjectives": wanted_adjectives,
         "feature": features[0],
     }
+
+
+def _customization(
+    rng: random.Random, options: dict[str, list[str]], price: float, highest_price: float
+) -> dict[str, list[dict[str, Any]]]:
+    """Name of each option -> its values; the first one costs `price`, the others up to
+    `highest_price`."""
+    customization = {}
+    for key, values in options.items():
+        choices = []
+        for i, value in enumerate(values):
+            value_price = price if i == 0 else rng.uniform(price, highest_price)
+            choices.append({"value": value, "price": round(value_price, 2), "image": None})
+        customization[OPTIONS[key][0].title()] = choices
+    return customization
 
 
 def _human(rng: random.Random, product: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +226,7 @@ def _human(rng: random.Random, product: dict[str, Any]) -> dict[str, Any]:
 
 
 def _article(adjective: str, *, noun: str) -> str:
-    """What comes before the adjective and the noun: "a ", "an ", or nothing before a plural."""
+    """What precedes the adjective and the noun: "a ", "an ", or nothing before a plural."""
     if noun.endswith("s"):
         return ""
     return "an " if adjective[0] in "aeiou" else "a "

@@ -1,7 +1,7 @@
-"""What a customer reads and how the answer becomes an action.
+"""What a customer reads, and how the response becomes an action.
 
 `PaperStyle` is Figure 8 of the paper, character for character as the reference code (verl-agent)
-sends it: the blanks at two line ends and the non-breaking hyphen of "e-commerce" included.
+sends it, including the blanks at line ends and the non-breaking hyphen of "e-commerce".
 """
 
 import functools
@@ -14,8 +14,8 @@ from paw.envs.webshop.generator import WARES
 from paw.envs.webshop.reward import Goal, Product
 from paw.envs.webshop.session import BACK, BUY, NEXT, PREVIOUS, Session
 
-# The blanks at line ends are the reference's: after "environment." (first turn alone), "are:" and
-# "tags.".
+# The blanks at line ends are the reference's: after "environment." (only in the first turn), "are:"
+# and "tags.".
 HEAD = "\nYou are an expert autonomous agent operating in the WebShop e\u2011commerce environment."
 TASK = "\nYour task is to: {task}.\n"
 ACTIONS = """\
@@ -31,13 +31,13 @@ Now it's your turn to take one action for the current step.
 FIRST_TURN = f"{HEAD} {TASK}Y{ACTIONS}"
 LATER_TURN = f"{HEAD}{TASK}{LATER}{ACTIONS}"
 LONGEST = 13_000
-"""A prompt of more characters is replaced by the first turn's template, which has no history."""
+"""A prompt with more characters is replaced by the first turn's template, which has no history."""
 
 
 class PaperStyle(TaggedStyle):
     """Figure 8 of the paper.
 
-    Without `history`, or if the prompt gets too long, the first turn's template is used.
+    With `history` 0, or if the prompt would be too long, the first turn's template is used.
     """
 
     unparsed = 20
@@ -49,7 +49,7 @@ class PaperStyle(TaggedStyle):
     def actions(self, session: Session) -> dict[str, str]:
         """Name of each action that can be played now -> the session's action.
 
-        Searches with words of the agent's choice are not listed.
+        Searches, whose words the agent chooses, are not listed.
         """
         actions = [f"click[{text}]" for text in session.clickables if text != "search"]
         return {action: action for action in actions}
@@ -67,7 +67,7 @@ class PaperStyle(TaggedStyle):
         return self.fill(FIRST_TURN, past, **values)
 
     def queries(self, session: Session) -> list[str]:
-        """What a buyer who knows the goal searches for, the shortest first."""
+        """What a buyer who knows the goal may search for, the shortest query first."""
         goal = session.goal
         product = goal.product
         with_wishes = " ".join([product.query, *goal.attributes, *goal.options.values()])
@@ -77,8 +77,8 @@ class PaperStyle(TaggedStyle):
 class CompactStyle(LineStyle):
     """A short prompt for small models: the goal as a list, the last actions, the page, the actions.
 
-    Names of several words are written as one ("easyAssemble"). The products of a page are lettered,
-    each with its attributes and whether it is too expensive.
+    Names of several words are written as one ("easyAssemble"). The products on a page are lettered,
+    each with its attributes, and "dear" if it is too expensive.
     """
 
     def observation(self, session: Session) -> str:
@@ -137,15 +137,18 @@ Style = PaperStyle | CompactStyle
 
 @functools.lru_cache(8)
 def _searches(catalogue: Catalogue) -> dict[str, str]:
-    """Each type of product in a shop, as one word -> the words that find all products of it."""
-    nouns = {ware.query: ware.nouns for ware in WARES}  # each title has one of these
+    """Each type of product in a shop, as one word -> the words that find all its products."""
+    nouns = {ware.query: ware.nouns for ware in WARES}  # each title contains one of them
     types = sorted({product.query for product in catalogue.products})
     return {_one_word(name): " ".join([name, *nouns.get(name, ())]) for name in types}
 
 
 def _brief(product: Product, goal: Goal) -> str:
-    attributes = _words(product.attributes)
-    return f"{attributes} dear" if product.price > goal.price_upper else attributes
+    """The product's attributes, and "dear" if it is above the goal's price limit."""
+    text = _words(product.attributes)
+    if product.price > goal.price_upper:
+        text += " dear"
+    return text
 
 
 def _words(names: Iterable[str]) -> str:
@@ -154,5 +157,5 @@ def _words(names: Iterable[str]) -> str:
 
 def _one_word(name: str) -> str:
     """ "easy assemble" -> "easyAssemble"."""
-    first, *further = name.split()
-    return first + "".join(word[0].upper() + word[1:] for word in further)
+    first, *others = name.split()
+    return first + "".join(word[0].upper() + word[1:] for word in others)

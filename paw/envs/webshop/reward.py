@@ -7,12 +7,12 @@
 Two texts match if their token set ratio, rounded, is above 85. A chosen option is compared as its
 base colour; so is a wanted one if a person wrote the goal. A synthetic goal's wanted option is
 compared as name and value together, such as "size large", unless the value is exactly a base
-colour: the reference passes the pair, and scores have to compare. Hence a value such as "standard",
-which counts as "tan" once chosen, meets no synthetic goal there or here.
+colour: the reference passes the pair, and scores must be comparable. Hence a value such as
+"standard", which counts as "tan" once chosen, meets no synthetic goal, neither there nor here.
 
 Difference: nouns come from spaCy's tagger, as in the reference, only if its model is installed.
-Titles are capitalised, so the tagger takes most adjectives for names and leaves out numbers and
-function words; the filter used without spaCy leaves out the same.
+Titles are capitalised, so the tagger takes most adjectives for names and excludes numbers and
+function words; the filter used without spaCy excludes the same.
 """
 
 import functools
@@ -39,8 +39,8 @@ _COLOURS = """
     camo cheetah christmas dark elephant heather leopard light multicolor rainbow skull tiger
 """
 COLOURS = sorted(_COLOURS.split())
-"""Base colours and patterns: the words that the reference's normalize.py knows, so that scores can
-be compared."""
+"""Base colours and patterns: the words in the reference's normalize.py, so that scores are
+comparable."""
 MODEL = "en_core_web_sm"
 WORD = re.compile(r"\b\d*[^\W\d_]\w*")
 """A word, with or without digits: "cord", "2pcs", "ht830v"."""
@@ -76,14 +76,14 @@ class Goal:
     """What a session has to buy."""
 
     product: Product
-    """The product that the goal was made from. Another one that fits is as good."""
+    """The product from which the goal was made. Another one that fits is as good."""
     instruction: str
-    """As the session shows it, with the price limit where it has one."""
+    """As the session shows it, with the price limit if there is one."""
     attributes: tuple[str, ...]
     options: dict[str, str]
     """Option name -> wanted value.
 
-    Human goals know values only: there the names are "0", "1", ...
+    Human goals have only values: their names are "0", "1", ...
     """
     price_upper: float
     """Largest price, US dollars; infinite without a limit."""
@@ -114,7 +114,7 @@ def options_met(goal: Goal, options: dict[str, str]) -> int:
 
 
 def type_reward(product: Product, goal: Goal, nouns: str) -> float:
-    """r_type: whether `product` is of the right kind, by query, category path and title's nouns."""
+    """r_type: whether `product` is of the right kind, by query, category path and title nouns."""
     wanted_nouns = title_nouns(goal.product.title, nouns)
     title_score = 0.2
     if wanted_nouns:
@@ -142,7 +142,7 @@ def base_colour(text: str) -> str:
 
 
 def _has(product: Product, attribute: str) -> bool:
-    if any(_match(own, attribute) for own in product.attributes):
+    if any(_match(text, attribute) for text in product.attributes):
         return True
     texts = (product.title, " ".join(product.bullets), product.description)
     return any(attribute in text.lower() for text in texts)
@@ -150,7 +150,7 @@ def _has(product: Product, attribute: str) -> bool:
 
 def _wanted(name: str, value: str) -> str:
     """The text that a chosen option has to match."""
-    if name.isdigit():  # of a human goal
+    if name.isdigit():  # a human goal
         return base_colour(value)
     return value if value in COLOURS else f"{name} {value}"
 
@@ -165,7 +165,7 @@ def _match(a: str, b: str) -> bool:
 
 
 LATIN_1 = dict.fromkeys(range(128, 256))
-"""Characters that thefuzz drops."""
+"""Characters that thefuzz, the reference's library, drops."""
 
 
 def choose_nouns(wanted: str) -> str:
@@ -179,12 +179,14 @@ def choose_nouns(wanted: str) -> str:
             f"env.nouns = 'spacy' needs spaCy and {MODEL}: pip install spacy, "
             f"then python -m spacy download {MODEL}"
         )
-    return "spacy" if wanted != "rules" and installed else "rules"
+    if wanted == "rules" or not installed:
+        return "rules"
+    return "spacy"
 
 
 @functools.lru_cache(1 << 16)
 def title_nouns(title: str, kind: str) -> tuple[str, ...]:
-    """Nouns of `title` in lower case, in order and with repeats, found by "spacy" or "rules"."""
+    """Nouns of `title` in lower case, in order and with repeats, found with "spacy" or "rules"."""
     if kind == "spacy":
         return tuple(
             word.text.lower() for word in _spacy()(title) if word.pos_ in ("NOUN", "PROPN")

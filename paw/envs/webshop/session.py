@@ -1,9 +1,9 @@
 """One visit to the shop: the pages, as text, and what each action does on them.
 
 Source: web_agent_site/envs/web_agent_text_env.py of WebShop (`step`, `get_available_actions`,
-`SimServer.receive`); its search commands for debugging are ordinary words here. A page is the
-visible parts of the reference's HTML, in order. An empty text leaves no part; one of blanks alone
-leaves an empty part, unless it breaks the line.
+`SimServer.receive`); its search commands for debugging are ordinary words here. A page consists of
+the visible parts of the reference's HTML, in order. An empty text leaves no part; a text of only
+blanks leaves an empty part, unless it has a line break.
 """
 
 import re
@@ -22,15 +22,23 @@ SUB_PAGES = ("Description", "Features", "Reviews")
 class Session:
     """A customer with a goal. The catalogue is only read: any number of sessions share it."""
 
-    parts: list[str]  # visible texts of the page, without the instruction above it
+    parts: list[str]
+    """Visible texts of the page, without the instruction above it."""
     clickables: list[str]
-    """Texts that a click may name, in lower case and the reference's order. "search" is one of them
-    but does nothing."""
-    hits: list[Product]  # found by the last search, best first
-    page: int  # of the results, from 1
-    product: Product | None  # the one looked at
-    sub_page: bool  # whether a sub-page of the product is open
-    options: dict[str, str]  # chosen for the product
+    """Texts that a click may name, in lower case and the reference's order.
+
+    "search" is one of them, but does nothing.
+    """
+    hits: list[Product]
+    """Products found by the last search, best first."""
+    page: int
+    """Number of the page of results, from 1."""
+    product: Product | None
+    """The product that is open."""
+    sub_page: bool
+    """Whether a sub-page of the product is open."""
+    options: dict[str, str]
+    """Name -> value of each option chosen for the product."""
 
     def __init__(self, catalogue: Catalogue, goal: Goal) -> None:
         self.catalogue = catalogue
@@ -66,13 +74,15 @@ class Session:
             self._click(argument)
 
     def _click(self, text: str) -> None:
-        # The reference's order: an option that is called like a button does what the button does.
+        # In the reference's order: an option named like a button does what the button does.
         product = self.product
         if text == BACK:
             self._open()
         elif product is None:
-            if text in (NEXT, PREVIOUS):
-                self._results(self.page + (1 if text == NEXT else -1))
+            if text == NEXT:
+                self._results(self.page + 1)
+            elif text == PREVIOUS:
+                self._results(self.page - 1)
             else:
                 self._item(self.catalogue.by_asin[text])
         elif text == BUY:
@@ -87,10 +97,10 @@ class Session:
             self._open_sub_page(product, text)
         else:
             names = [name for name, values in product.options.items() if text in values]
-            self.options[names[-1]] = text  # if two options have that value, the last one counts
+            self.options[names[-1]] = text  # if two options have this value, the last one counts
 
     def _open(self) -> None:
-        """Show the search page; nothing found, opened or chosen."""
+        """Show the search page, with nothing found, opened or chosen."""
         self.hits = []
         self.page = 1
         self.product = None

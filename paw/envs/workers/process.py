@@ -1,7 +1,7 @@
-"""One process of env.processes, seen from the trainer: requests to it, its answers, and its end.
+"""One process of env.processes as the trainer sees it: requests to it, its answers, and its end.
 
-Requests are pickles, because a task's payload may be any object of Python. Answers are plain data,
-one JSON object per line, and are checked here. The process runs `paw.rollouts.env_process`.
+Requests are pickles, because a task's payload may be any Python object. Answers are plain data, one
+JSON object per line, and are checked here. The process runs `paw.rollouts.env_process`.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from paw.types import Outcome, Reply, ToolCall
 WORKER = "paw.rollouts.env_process"
 """The module that a worker runs.
 
-Its guard is above this package, so nothing of it is imported here.
+It is in a room above this one, so it is not imported here.
 """
 START_TIMEOUT_S = 300.0
 """Time limit for a worker to start, import the environment and load its data."""
@@ -39,15 +39,15 @@ TICK_S = 0.2
 """How often a silent worker is checked."""
 MAX_ANSWER_BYTES = 1 << 26
 NOT_SENT = (
-    "env.processes: what {method}() takes cannot be sent to a process ({why}): make the payload of "
-    "tasks plain data or objects of classes that can be imported, or set env.processes = 0"
+    "env.processes: the arguments of {method}() cannot be sent to a process ({why}): make the "
+    "payload of tasks plain data or objects of importable classes, or set env.processes = 0"
 )
 AT_ONCE = 64
-"""Number of simultaneous calls of environments that block, in all workers together."""
+"""Number of simultaneous calls of blocking environments, in all workers together."""
 
 
-class ReplyFields(Strict):
-    """A `Reply` as JSON."""
+class OracleReply(Strict):
+    """An oracle's `Reply`, as JSON."""
 
     text: str
     content: str
@@ -80,7 +80,7 @@ class Answer(Strict):
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     """A conversation, in place of a text."""
-    reply: ReplyFields | None = None
+    reply: OracleReply | None = None
     actions: list[str] | None = None
     outcome: Outcome | None = None
     tools: list[dict[str, Any]] | None = None
@@ -89,7 +89,7 @@ class Answer(Strict):
     demonstrates: bool = True
     """Whether the environments have an oracle."""
     blocks: bool = False
-    """Whether several calls at once make sense."""
+    """Whether the environments may block, so that several calls at once make sense."""
     failure: Failure | None = None
 
 
@@ -109,7 +109,7 @@ class Start:
     config: str
     """The section [env] as JSON."""
     folder: Path
-    """The current folder when the factory was made, to which relative paths refer."""
+    """The current folder when the factory was made, to which paths are relative."""
 
 
 class Worker:
@@ -125,7 +125,7 @@ class Worker:
         self.environments = 0
         """Number of its environments."""
         self.lost = ""
-        """How it ended; "" while it runs."""
+        """How it ended; "" while it is running."""
         self._forgotten: deque[int] = deque()
         """Numbers of environments that are no longer used."""
         self._keys = itertools.count(1)
@@ -163,10 +163,10 @@ class Worker:
     def allow(self, at_once: int) -> None:
         """Allow up to `at_once` simultaneous calls."""
         with self._lock:
-            more = max(0, at_once - self._at_once)
-            self._at_once += more
-        if more:
-            self._places.release(more)
+            added = max(0, at_once - self._at_once)
+            self._at_once += added
+        if added:
+            self._places.release(added)
 
     def forget(self, environment: int) -> None:
         """Note that an environment is no longer used; the next call tells the worker."""
@@ -174,20 +174,22 @@ class Worker:
         self.environments -= 1
 
     def end(self) -> None:
-        """Ask it to close its environments and to end."""
+        """Ask it to close its environments and end."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def wait(self, seconds: float) -> None:
-        """Wait `seconds` for its end, then kill it."""
+        """Wait up to `seconds` for its end, then kill it."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._kill()
             self._thread.join(CLOSE_S)
 
     def _expect(self, key: int, timeout_s: float) -> Future[Answer]:
-        """The answer to call `key`, to come within `timeout_s`. Raises EnvironmentFailure if the
-        worker has ended."""
+        """The future answer to call `key`, which is due within `timeout_s`.
+
+        Raises EnvironmentFailure if the worker has ended.
+        """
         call = Call(Future(), timeout_s, time.monotonic() + timeout_s)
         with self._lock:
             if self.lost:
@@ -205,7 +207,7 @@ class Worker:
         try:
             self._process = self._launch()
             reason = self._listen(self._process)
-        except Exception as error:  # otherwise calls would wait for ever
+        except Exception as error:  # otherwise calls would wait forever
             reason = f"its process was given up: {describe(error)}"
         if self._process:
             self._kill()
@@ -228,14 +230,14 @@ class Worker:
                 env=os.environ | {"PYTHONPATH": module_path, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[self._theirs.fileno()],
-                # Signals of the terminal do not reach it, and all that it starts is killed with it.
+                # The terminal's signals do not reach it, and what it starts is killed with it.
                 start_new_session=True,
             )
 
     def _listen(self, process: subprocess.Popen[bytes]) -> str:
         """Pass its answers on until it ends, is late or sends nonsense; returns the reason."""
         received = bytearray()
-        looked = time.monotonic()
+        last_check = time.monotonic()
         readable = select.poll()
         readable.register(self._socket, select.POLLIN)
         while True:
@@ -258,10 +260,10 @@ class Worker:
                 return _ending(process)
 
             now = time.monotonic()
-            asleep = now - looked - TICK_S
-            looked = now
+            asleep = now - last_check - TICK_S
+            last_check = now
             with self._lock:
-                if asleep > 1.0:  # this process was stopped, or busy: nobody was late meanwhile
+                if asleep > 1.0:  # this process was stopped or busy: that does not count as late
                     for call in self._calls.values():
                         call.deadline += asleep
                 late = {key: call for key, call in self._calls.items() if now > call.deadline}
@@ -276,7 +278,7 @@ class Worker:
                 )
 
     def _deliver(self, answer: Answer) -> None:
-        """Give an answer to the call that waits for it. Raises UserError if there is none."""
+        """Pass an answer to the call that waits for it. Raises UserError if there is none."""
         with self._lock:
             call = self._calls.pop(answer.key, None)
         if call is None:
@@ -287,14 +289,14 @@ class Worker:
             call.answer.set_exception(_raised(answer.failure))
 
     def _kill(self) -> None:
-        """Kill it together with all processes that it has started."""
+        """Kill it, together with all processes that it has started."""
         if self._process and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has ended. Does not reap it, so its process id cannot be reused."""
+    """Whether it has ended. Does not reap it, so that its process id cannot be reused."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -313,7 +315,7 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
 
 
 def _raised(failure: Failure) -> Exception:
-    """The exception for a failure, of the same name, so that messages are as without processes."""
+    """The exception for a failure. It has the same name, so messages are as without processes."""
     if failure.ends_run:
         return UserError(failure.message)
     if failure.no_oracle:

@@ -2,9 +2,9 @@
 episodes, never the run.
 
 Tasks stay in the trainer. `make` and every method of an environment run in one of N workers, each
-with a share of the environments (`paw.envs.workers.process`). A worker that ends, or does not answer a call
-within env.step_timeout_s, is killed together with all that it has started. The episodes of its
-environments fail, and another worker takes its place.
+with a share of the environments (`paw.envs.workers.process`). A worker that ends, or does not
+answer a call within env.step_timeout_s, is killed together with everything that it has started. The
+episodes of its environments fail, and another worker takes its place.
 """
 
 import itertools
@@ -41,8 +41,8 @@ class ProcessFactory(EnvFactory):
         self._target = target
         self._count = config.processes
         self._timeout_s = config.step_timeout_s
-        # A worker returns one character more of a text that is too long: it is cut, and counted,
-        # in the trainer.
+        # Of a text that is too long, a worker returns one character more than allowed: the trainer
+        # cuts and counts it.
         max_text = min(config.max_text + 1, 2**31 - 1)
         worker_config = config.model_copy(
             update={"name": target, "processes": 0, "max_text": max_text}
@@ -83,13 +83,13 @@ class ProcessFactory(EnvFactory):
         return self._factory.fingerprint()
 
     def open(self) -> tuple[Worker, int]:
-        """Make an environment in the worker with the fewest: (worker, the environment's number)."""
+        """Make an environment in the worker with the fewest; returns (worker, its number there)."""
         with self._opening:
             for i, worker in enumerate(self._workers):
                 if worker.lost:
                     self._workers[i] = Worker(self._start, self._timeout_s)
                     self._replaced += 1
-            while len(self._workers) < self._count:  # all of them start at the same time
+            while len(self._workers) < self._count:  # they all start at the same time
                 self._workers.append(Worker(self._start, self._timeout_s))
             worker = min(self._workers, key=lambda worker: worker.environments)
             worker.environments += 1
@@ -113,14 +113,14 @@ def _end(workers: Sequence[Worker]) -> None:
 
 
 class RemoteEnv:
-    """An environment in a worker, with every member that one may have."""
+    """An environment in a worker, with every member that an environment may have."""
 
     def __init__(self, factory: ProcessFactory) -> None:
         self._factory = factory
         self._open()
         self.tools: list[dict[str, Any]] = []
         self.task: str | None = None
-        """The task in words, if the environment says it."""
+        """The task in words, if the environment has it."""
 
     def reset(self, task: Task) -> str:
         if self._worker.lost:  # it was lost in an earlier episode
@@ -143,15 +143,13 @@ class RemoteEnv:
         return _present(answer.outcome)
 
     def oracle(self) -> str:
-        answer = self._call("oracle")
-        return _present(answer.text) if answer.reply is None else answer.reply.to_reply()
+        return _response(self._call("oracle"))
 
     def admissible_actions(self) -> list[str]:
         return _present(self._call("admissible_actions").actions)
 
     def format_action(self, action: str) -> str:
-        answer = self._call("format_action", action)
-        return _present(answer.text) if answer.reply is None else answer.reply.to_reply()
+        return _response(self._call("format_action", action))
 
     def close(self) -> None:
         if not self._worker.lost:
@@ -163,6 +161,13 @@ class RemoteEnv:
 
     def _call(self, method: str, *arguments: Any) -> Answer:
         return self._worker.call(method, self._number, *arguments)
+
+
+def _response(answer: Answer) -> str:
+    """The response that an oracle or `format_action` returned: a text, or a Reply with calls."""
+    if answer.reply is not None:
+        return answer.reply.to_reply()
+    return _present(answer.text)
 
 
 def _present(value: T | None) -> T:

@@ -1,6 +1,6 @@
 """A text game in a child process: whatever goes wrong there costs one episode, never the run.
 
-Needed for TextWorld, whose C library holds one game per process and calls exit() on bad input.
+TextWorld needs this: its C library holds one game per process and calls exit() on bad input.
 Parent and child take turns: each request and each reply is one line with a JSON object, over pipes:
 
     {"start": {"path": ...}}  ->  {"text": ..., "admissible": [...], "won": false}
@@ -33,13 +33,13 @@ START_TIMEOUT_S = 120.0
 """Time limit for a child to start and import its game, which is slow on a busy machine."""
 MAX_REPLY_BYTES = 1 << 20
 MAX_COMMAND = 4096
-"""Characters of a command that are sent; no game has a command as long. A request then fits into
-the pipe's buffer, so that writing it cannot block."""
+"""Number of characters of a command that are sent; no game's commands are that long. So a request
+fits into the pipe's buffer, and writing it cannot block."""
 WATCHDOG_S = 1.0
-"""How often the child looks for its parent."""
+"""How often the child checks that its parent is alive."""
 
 
-class Reply(Strict):
+class ChildReply(Strict):
     """A line that the child writes."""
 
     text: str = ""
@@ -90,35 +90,35 @@ class Worker:
         self._child = subprocess.Popen(
             [sys.executable, "-m", __name__, self.factory],
             bufsize=0,
-            env=os.environ | {"PYTHONPATH": module_path},  # imports the modules that we would
+            env=os.environ | {"PYTHONPATH": module_path},  # it imports what we would import
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        # A finalizer also runs at the exit of the interpreter.
+        # A finalizer also runs when the interpreter exits.
         self._kill = weakref.finalize(self, _kill, self._child)
 
     def _ask(self, request: str, argument: Any) -> str:
-        """The text with which the game answers the request "start" or "step"."""
+        """The text with which the game answers a request, "start" or "step"."""
         if self._child is None:
             raise EnvironmentFailure(f"{request} without a running game")
         assert self._child.stdin is not None
         line = json.dumps({request: argument}).encode() + b"\n"
-        with contextlib.suppress(OSError):  # that the child is dead shows when it does not reply
+        with contextlib.suppress(OSError):  # a dead child is noticed when it does not reply
             self._child.stdin.write(line)
         reply = self._receive(request, self.timeout_s)
         self.admissible = reply.admissible
         self.won = reply.won
         return reply.text
 
-    def _receive(self, request: str, timeout_s: float) -> Reply:
+    def _receive(self, request: str, timeout_s: float) -> ChildReply:
         """The child's reply to a request.
 
         Ends the child and raises EnvironmentFailure if there is none, or if it is an error.
         """
         line = self._read_line(request, timeout_s)
         try:
-            reply = checked(Reply, line, f"answered {request}")
+            reply = checked(ChildReply, line, f"answered {request}")
         except UserError as error:
             self._fail(str(error))
         if reply.error:
@@ -172,7 +172,7 @@ def _serve(factory: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
-    # What a game prints must not get into the replies.
+    # What a game prints must not end up among the replies.
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     void = os.open(os.devnull, os.O_RDWR)

@@ -1,7 +1,9 @@
 """Search engines, and `make_retriever`, which makes the one that the configuration names."""
 
 from paw.envs.search.retrieval.base import Documents, Retriever
+from paw.envs.search.retrieval.bm25 import Bm25Retriever
 from paw.envs.search.retrieval.corpus import Corpus
+from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 
@@ -9,11 +11,9 @@ from paw.errors import UserError
 def make_retriever(config: SearchConfig, documents: Documents | None = None) -> Retriever:
     """The retriever that `env.retriever` names, over `env.corpus` or else over `documents`.
 
-    An index is built if there is none. Raises UserError if it has no documents.
+    An index is built if there is none. Raises UserError if there are no documents.
     """
     if config.retriever.startswith("http"):
-        from paw.envs.search.retrieval.remote import RemoteRetriever
-
         return RemoteRetriever(config.retriever, timeout_s=config.timeout_s)
     if config.corpus is not None:
         documents = Corpus(config.corpus)
@@ -22,9 +22,7 @@ def make_retriever(config: SearchConfig, documents: Documents | None = None) -> 
             f"env.retriever = '{config.retriever}' needs documents: name a file with --env.corpus"
         )
     if config.retriever == "dense":
-        from paw.envs.search.retrieval.dense import DenseRetriever
+        from paw.envs.search.retrieval.dense import DenseRetriever  # imports torch
 
         return DenseRetriever(documents, config.encoder)
-    from paw.envs.search.retrieval.bm25 import Bm25Retriever
-
     return Bm25Retriever(documents)

@@ -19,8 +19,8 @@ class Hit(NamedTuple):
 
 
 class Retriever(Protocol):
-    """A search engine that several threads may use at once."""
+    """A search engine, which several threads may use at once."""
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """For each query at most `topk` hits, best first."""
+        """At most `topk` hits for each query, best first."""
         ...

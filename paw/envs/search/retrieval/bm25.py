@@ -1,7 +1,8 @@
 """BM25 as Lucene scores it, on the library bm25s: k1 = 0.9, b = 0.4, Porter's stemmer and Lucene's
 English stop words.
 
-The index holds a score for every (word, document), so that a query adds up a few of its rows.
+The index holds a score for each pair of word and document, so that a query adds up a few of its
+rows.
 """
 
 import re
@@ -76,12 +77,12 @@ class Bm25:
         for part in entries:
             np.add.at(total, self._texts[part], self._scores[part])
 
-        # Only texts with a word are candidates; a text occurs once for each of its words, so the k
-        # best are among the k * words highest scores.
+        # Only texts with a word of the query are candidates. A text occurs once for each of these
+        # words, so the k best texts are among the k * words highest scores.
         candidates = np.concatenate([self._texts[part] for part in entries])
         scores = total[candidates]
-        most = k * len(entries)
-        threshold = np.partition(scores, -most)[-most] if most < len(scores) else 0
+        count = k * len(entries)
+        threshold = np.partition(scores, -count)[-count] if count < len(scores) else 0
         texts = np.unique(candidates[scores >= threshold])
         best = texts[np.argsort(-total[texts], kind="stable")[:k]]
         return list(zip(best.tolist(), total[best].tolist(), strict=True))
@@ -97,8 +98,8 @@ class Bm25:
 
 def _import_bm25s() -> tuple[Any, Iterable[str], Any]:
     """(the module bm25s, its English stop words, the class Stemmer)."""
-    # bm25s imports numba if it can. Here numba is not used, costs a second, and makes vLLM's start
-    # on a CPU fail.
+    # bm25s imports numba if it can. We do not need numba: it costs a second, and makes vLLM fail to
+    # start on a CPU.
     hide_numba = "numba" not in sys.modules
     if hide_numba:
         sys.modules["numba"] = None  # type: ignore[assignment]

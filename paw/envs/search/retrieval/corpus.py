@@ -1,7 +1,7 @@
 """A corpus: JSON lines {"id", "contents": "\"Title\"\ntext"}, read from the file one by one.
 
-All lines are checked when the file is first opened. The cache keeps the offsets of the lines, so
-that 14 GB open without delay afterwards.
+All lines are checked when the file is opened for the first time. The cache keeps the offsets of the
+lines, so that 14 GB open without delay afterwards.
 """
 
 import os
@@ -22,7 +22,7 @@ from paw.io.files import reading
 
 T = TypeVar("T")
 LINES_EVERY_S = 10.0
-"""Time between two lines of progress if there is no terminal."""
+"""Time between two lines of progress if stderr is not a terminal."""
 
 
 class Document(Strict):
@@ -66,24 +66,24 @@ class Corpus:
         lines = progress(lines, None, f"checking {self.path.name} ({size >> 20:,} MB)")
         starts = array("q", (offset for offset, _ in lines))
         if not starts:
-            raise UserError(f"env.corpus = '{self.path}': there is no document in it")
+            raise UserError(f"env.corpus = '{self.path}': it holds no documents")
         starts.append(size)
         np.save(folder / "starts.npy", np.frombuffer(starts, np.int64))
 
 
-def progress(items: Iterable[T], total: int | None, what: str) -> Iterator[T]:
-    """`items` unchanged, with a progress bar on stderr; if that is not a terminal, with a line now
-    and then."""
+def progress(items: Iterable[T], total: int | None, label: str) -> Iterator[T]:
+    """`items` unchanged, with a progress bar on stderr, or a line now and then if that is not a
+    terminal."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import track
 
-        yield from track(items, what, total, console=Console(stderr=True), transient=True)
+        yield from track(items, label, total, console=Console(stderr=True), transient=True)
         return
-    due = time.monotonic() + LINES_EVERY_S
+    next_line_at = time.monotonic() + LINES_EVERY_S
     for number, item in enumerate(items):
         yield item
-        if time.monotonic() > due:
+        if time.monotonic() > next_line_at:
             of_total = f" of {total:,}" if total else ""
-            to_stderr(f"{what}: {number + 1:,}{of_total}")
-            due = time.monotonic() + LINES_EVERY_S
+            to_stderr(f"{label}: {number + 1:,}{of_total}")
+            next_line_at = time.monotonic() + LINES_EVERY_S

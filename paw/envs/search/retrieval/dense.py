@@ -23,7 +23,7 @@ from paw.io.cache import cache_dir, stamp
 from paw.io.files import writing
 
 TOKENS = 256
-"""How many tokens of a text the encoder reads."""
+"""Number of tokens of a text that the encoder reads."""
 CHUNK = 1024
 """Number of documents that are encoded and written in one step."""
 SAME = 0.99
@@ -103,7 +103,7 @@ class DenseRetriever:
         return None
 
     def _read_flat_index(self, path: Path) -> np.ndarray:
-        """The vectors of a flat faiss index, memory-mapped; they live as long as the index."""
+        """The vectors of a flat faiss index, memory-mapped; valid as long as the index exists."""
         self._index = self._faiss.read_index(str(path), self._faiss.IO_FLAG_MMAP_IFC)
         count = self._index.ntotal
         width = self._index.d
@@ -126,7 +126,7 @@ class DenseRetriever:
         return self._encoder.encode(passages).numpy()
 
     def _write(self, path: Path, *, width: int) -> None:
-        """Write the vectors of all documents, of `width` numbers each, or continue to do so."""
+        """Write the vectors of all documents, `width` numbers each, or the rest of them."""
         partial = path.with_suffix(".part")
         with writing(partial, "; set PAW_CACHE"):
             path.parent.mkdir(parents=True, exist_ok=True)

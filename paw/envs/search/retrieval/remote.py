@@ -14,9 +14,9 @@ from paw.errors import UserError, clean
 from paw.io.http import BadAnswer, BlockingHttpClient
 
 TRIES = 3
-"""How often the first request is tried, and any request that the server answers with status 500."""
+"""Number of tries for the first request, and for any request that is answered with status 500."""
 PATIENT_TRIES = 10
-"""How often later requests are tried while the server is away: enough to outlast a restart of two
+"""Number of tries for later requests while the server is away: enough to outlast a restart of two
 minutes."""
 PAUSE_S = 0.5
 """Pause before the second try; it doubles with each try, up to 60 times as long."""
@@ -43,7 +43,7 @@ class Item(BaseModel):
 Items = Annotated[list[Item], FIRST_ERROR]
 
 
-class Answer(BaseModel):
+class SearchAnswer(BaseModel):
     """The body of an answer: a list of hits for each query."""
 
     result: Annotated[list[Items], FIRST_ERROR]
@@ -52,9 +52,10 @@ class Answer(BaseModel):
 class RemoteRetriever:
     """The server at `url`, with or without /retrieve at its end. Connections are kept open.
 
-    Raises UserError, which names the URL, if the server answers anything but hits, or not within
-    `timeout_s`. A request is tried again after a lost connection or a status 5xx: for two minutes
-    once the server has answered, but only TRIES times for the first request and for status 500.
+    Raises UserError, which names the URL, if the server answers with anything but hits, or not
+    within `timeout_s`. A request is tried again after a lost connection or a status 5xx: for two
+    minutes once the server has answered, but only TRIES times for the first request and for status
+    500.
     """
 
     def __init__(self, url: str, *, timeout_s: float):
@@ -70,14 +71,14 @@ class RemoteRetriever:
             return []
         text = self._ask({"queries": list(queries), "topk": topk, "return_scores": True})
         try:
-            result = Answer.model_validate_json(text).result
+            result = SearchAnswer.model_validate_json(text).result
             if len(result) != len(queries):
                 raise ValueError(f"{len(result)} lists of hits for {len(queries)} queries")
         except ValueError as error:
             reason = problem(error) if isinstance(error, ValidationError) else error
             answer = clean(text, 200)
             raise UserError(
-                f"{self._url}: it does not answer as a retriever ({clean(reason)}): {answer}"
+                f"{self._url}: it does not answer like a retriever ({clean(reason)}): {answer}"
             ) from None
 
         hits_of_queries = []

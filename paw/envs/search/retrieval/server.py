@@ -7,8 +7,8 @@
                     without return_scores: {"result": [[{"id", "contents"}, ...], ...]}
     GET /health     -> {"status": "ok", "documents": 21015324, "retriever": "bm25"}
 
-Every error is answered by {"error": "..."}: with status 4xx for a mistake of the client, 503 if the
-server has too much to do, and 500 if the search fails.
+Every error is answered with {"error": "..."}: with status 4xx for a mistake of the client, 503 if
+the server is overloaded, and 500 if the search fails.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from paw.errors import UserError
 from paw.io.serving import LimitedBodies, listen, make_server, run_server
 
 MAX_QUERIES = 1024
-"""Queries of one request."""
+"""Maximum number of queries in a request."""
 WORKERS = 4
-"""Requests that are searched for at once."""
+"""Number of requests that are searched for at once."""
 MAX_WAITING = 512
-"""Requests that are searched for or wait; further ones are refused."""
+"""Maximum number of requests that are searched for or wait; further ones are refused."""
 
 
 class Query(BaseModel):
@@ -61,7 +61,7 @@ class Query(BaseModel):
 def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> Any:
     """The FastAPI application.
 
-    Each request is one batch, searched for in a thread. Its body and its search may take
+    Each request is one batch, searched for in a thread. Reading its body and searching may take
     `config.timeout_s` each.
     """
     from fastapi import FastAPI, HTTPException, Request
@@ -78,7 +78,7 @@ def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> A
         content_type = request.headers.get("content-type", "").partition(";")[0]
         if content_type.strip().lower() != "application/json":
             raise HTTPException(
-                415, "the body is to be JSON: send the header Content-Type: application/json"
+                415, "the body must be JSON: send the header Content-Type: application/json"
             )
         try:
             return Query.model_validate_json(await request.body())
@@ -132,8 +132,8 @@ def serve(search: SearchConfig, *, host: str, port: int) -> int:
     try:
         if search.retriever not in ("bm25", "dense"):
             raise UserError(
-                f"paw serve retriever: '{search.retriever}' is no index; "
-                "there are --retriever bm25 and dense"
+                f"paw serve retriever: '{search.retriever}' is not an index; "
+                "use --retriever bm25 or dense"
             )
         listener, url = listen(host, port, "paw serve retriever")
         if search.corpus:
