@@ -55,6 +55,11 @@ CHECK_GAMES = 256
 """Games of a measurement."""
 CHECK_START = 10_000_000
 """Number of the first warm-up game for measuring; the model learns from those before it."""
+CHECK_BATCH_TOKENS = 2048
+"""Padded prompt tokens of one forward pass in a measurement: few enough for a processor's cache.
+
+The run's engine may be of another type, so none of its settings apply here.
+"""
 
 Report = Callable[[str], None]
 """Is called with each line of progress."""
@@ -132,9 +137,7 @@ def _train(
     temperature = config.rollout.temperature
     policy = Policy(lm)
     optimizers = _optimizers(lm, settings)
-    engine = TransformersEngine(
-        lm, end_ids=chat.end_ids, max_batch_tokens=config.engine.max_batch_tokens
-    )
+    engine = TransformersEngine(lm, end_ids=chat.end_ids, max_batch_tokens=CHECK_BATCH_TOKENS)
     batches = _batches(factory, chat, config)
 
     step = 0
