@@ -35,7 +35,7 @@ from paw.model.loading import load_policy, load_tokenizer
 from paw.model.policy import pick_device
 from paw.rollouts.text.chat import Chat
 from paw.rundir.record import code_commit
-from paw.tools.evaluate.player import EPISODES, open_player, resolve, tell
+from paw.tools.evaluate.player import EPISODES, open_player, report_failures, resolve
 from paw.tools.evaluate.recorded import read_episodes
 from paw.tools.evaluate.results import markdown
 from paw.tools.experiment.results import Record, percent, write
@@ -143,7 +143,7 @@ def measure(
     if not rollouts:
         with open_player(config, path) as player:
             groups, stats = player.training(0, tasks, EPISODES)
-        tell(stats.failures)
+        report_failures(stats.failures)
     chat = Chat(load_tokenizer(path), config.model.chat_template_kwargs)
     device = pick_device(config.model.device)
     dtype = with_dtype(config, pick_dtype(device)).model.dtype

@@ -45,7 +45,7 @@ def evaluate_model(config: Config, path: str) -> dict[str, Any]:
     """
     with open_player(config, path) as rollouts:
         groups, stats = rollouts.evaluation(EPISODES)
-        tell(stats.failures)
+        report_failures(stats.failures)
         source = rollouts.factory.fingerprint()
     metrics = success_metrics(groups, stats.failed)
     if stats.context_full:
@@ -106,7 +106,7 @@ def rollout(
     with open_player(config, path) as rollouts, ExitStack() as stack:
         file = _open_output(out, stack)
         groups, stats = rollouts.training(0, tasks, EPISODES)
-        tell(stats.failures)
+        report_failures(stats.failures)
         if file:
             _write_turns(groups, file)
     count = sum(len(group.trajectories) for group in groups)
@@ -199,7 +199,7 @@ def open_player(config: Config, path: str, factory: EnvFactory | None = None) ->
             yield rollouts
 
 
-def tell(failures: list[str]) -> None:
+def report_failures(failures: list[str]) -> None:
     """Print the failures of environments to stderr."""
     for failure in failures:
         to_stderr(f"environment failed: {failure}")
