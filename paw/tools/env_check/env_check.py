@@ -416,12 +416,14 @@ class Progress:
                 )
 
 
-def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Check an environment and print the findings.
 
     Returns 0 if all rules hold, 1 if one does not, 130 at Ctrl-C.
     """
-    config = load_played(args.recipe, {"env.name": args.env, **overrides}, {"env.data": "none"})
+    config = load_played(
+        options.recipe, {"env.name": options.env, **overrides}, {"env.data": "none"}
+    )
     subject = Subject(lambda: make_factory(config), config.env)
     findings: list[Finding] = []
     stopped = False
@@ -429,15 +431,15 @@ def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         try:
             for finding in findings_of(subject, start=progress.start):
                 findings.append(finding)
-                if not args.json:
+                if not options.json:
                     print(_line(finding), flush=True)
         except KeyboardInterrupt:
             stopped = True
 
     failed = sum(not finding.ok for finding in findings)
     speed = subject.steps / max(subject.seconds, 1e-9)
-    if args.json:
-        print(_json(args.env, findings, speed, stopped=stopped), flush=True)
+    if options.json:
+        print(_json(options.env, findings, speed, stopped=stopped), flush=True)
     else:
         print(_summary(len(findings), failed, speed, stopped=stopped), flush=True)
     if stopped:

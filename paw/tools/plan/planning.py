@@ -86,8 +86,8 @@ def plan(
 
     Returns the plan: `fits`, and `reasons()` why not; `config`, the settings that were found;
     `peak` and `host_total`, GiB of a GPU and of a host; `step_s` and `seconds` of an update. All of
-    it is predicted. Raises UserError for a recipe, key or value that cannot be used, and for a kind of
-    model that the plan does not know.
+    it is predicted. Raises UserError for a recipe, key or value that cannot be used, and for a kind
+    of model that the plan does not know.
     """
     name = None if model is None else str(model)
     search = _search(
