@@ -37,7 +37,7 @@ def export(
         push: also send it to the Hugging Face hub under this USER/NAME, as a private model.
         public: with `push`: if the model is new there, everybody can see it.
 
-    Raises UserError if `run` is not the directory of a run, or the checkpoint is missing or damaged.
+    Raises UserError if `run` is not a run's directory, or the checkpoint is missing or damaged.
     """
     folder = None if out is None else Path(out)
     return export_run(Path(run), checkpoint_name=checkpoint, out=folder, push=push, public=public)

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     With --trace, traces of one group are written too. --rollouts (a file of `paw rollout`) and
     --synthetic (random tokens, and random weights of the model's shape) need neither games nor
-    vLLM; the step then has no rollout.
+    vLLM; the step then does not include a rollout.
     """
     if options.repeats < 2:
         raise UserError(f"--repeats {options.repeats}: a spread needs at least 2")
@@ -249,9 +249,9 @@ def memory(run: Run, usage: dict[str, Record], phase: str) -> Iterator[None]:
         tokens.append(kwargs["input_ids"].numel())
 
     hook = run.policy.lm.get_decoder().register_forward_pre_hook(count_tokens, with_kwargs=True)
-    metered = _cuda_memory() if run.policy.device.type == "cuda" else _cpu_memory(run)
+    meter = _cuda_memory() if run.policy.device.type == "cuda" else _cpu_memory(run)
     try:
-        with metered as bytes_used:
+        with meter as bytes_used:
             yield
     finally:
         hook.remove()
@@ -303,7 +303,9 @@ def _cpu_memory(run: Run) -> Iterator[MemoryUse]:
     held = start + np.cumsum([0, *changes])
     durations = np.diff([event.start_ns() for event in events])
     use.peak = float(held.max())
-    use.mean = float(np.average(held[1:-1], weights=durations)) if durations.any() else float(start)
+    use.mean = float(start)
+    if durations.any():
+        use.mean = float(np.average(held[1:-1], weights=durations))
 
 
 def _bytes_held(run: Run) -> int:
@@ -376,11 +378,12 @@ def overhead(base: np.ndarray, other: np.ndarray) -> list[float]:
     """(median, low, high) over the repeats of how much more `other` is than `base`, in per cent.
 
     low and high are the 95 % bootstrap interval of the median, or the range if there are few
-    repeats. The ratio is taken within a repeat, as whatever else the machine does slows both
+    repeats. The ratio is taken within a repeat, because other work of the machine slows both
     variants.
     """
     ratios = other / base
-    low, high = ratios.min(), ratios.max()
+    low = ratios.min()
+    high = ratios.max()
     if len(ratios) >= ENOUGH:
         draws = np.random.default_rng(0).choice(ratios, size=(10_000, len(ratios)))
         low, high = np.percentile(np.median(draws, 1), [2.5, 97.5])

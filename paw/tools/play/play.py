@@ -21,7 +21,7 @@ from paw.rollouts.text.chat import context_text
 from paw.tools.evaluate.played import load_played
 from paw.types import Outcome, Task
 
-MOST_SHOWN = 100_000
+MAX_SHOWN = 100_000
 """Most characters shown of a text."""
 HELP = "Type an action or its number; 'prompt' shows what the agent reads, 'quit' leaves."
 
@@ -147,8 +147,8 @@ def _play_at_terminal(environment: CheckedEnv, task: Task) -> None:
 
 
 def _say(*texts: str) -> None:
-    """Print texts of an environment: with their line ends, nothing else that moves the cursor."""
-    print(*(clean(text, MOST_SHOWN, lines=True) for text in texts), sep="\n\n")
+    """Print texts of an environment, without control characters other than line ends."""
+    print(*(clean(text, MAX_SHOWN, lines=True) for text in texts), sep="\n\n")
 
 
 def _ending(outcome: Outcome, turns: int) -> str:
