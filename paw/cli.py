@@ -22,14 +22,14 @@ OVERRIDES = (
     "any key of the configuration can be set: --optim.lr 5e-4 --wm.enabled false "
     "(docs/keys.md has all keys)"
 )
-SHORT = {
+SHORT_OPTIONS = {
     "--agent": "agent.type",
     "--env": "env.name",
     "--endpoint": "endpoint.url",
     "--model": "endpoint.model",
 }
-"""Options that are short for a key."""
-OWN_MODEL = ("rwml", "plan", "doctor")
+"""Options that are short for a key of the configuration."""
+OWN_MODEL_OPTION = ("rwml", "plan", "doctor")
 """Commands with an option --model of their own."""
 COMMANDS = {
     "train": "train a recipe and write a run directory with a report",
@@ -60,7 +60,7 @@ VARIABLES = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     # torch's profiler does not print its stages.
     "KINETO_LOG_LEVEL": "99",
-    # OpenMP's threads would spin for long while they wait, and slow down a machine with other work.
+    # OpenMP's waiting threads would spin for long, and slow down a machine with other work.
     "GOMP_SPINCOUNT": "3000",
 }
 """Environment variables that are set before torch is loaded, unless they are set already."""
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
 def _set_variables() -> None:
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
-    # Less memory is lost to fragments. vLLM's sleeping allocator turns it off for its own pool.
+    # Loses less memory to fragments. vLLM's sleeping allocator turns it off for its own pool.
     allocator = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     if not any(name in os.environ for name in allocator):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -109,9 +109,9 @@ def _run(arguments: list[str]) -> int:
     if unknown_words:
         raise UserError(f"command line: {_unknown(unknown_words[0], takes_overrides)}")
 
-    # Only training keeps the handler of `paw.__main__`, which leaves at once, until it has begun.
-    others = (signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler)
-    if options.name != "train" and signal.getsignal(signal.SIGINT) not in others:
+    # The handler of `paw.__main__` leaves at once. Only training keeps it, until it has started.
+    usual_handlers = (signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler)
+    if options.name != "train" and signal.getsignal(signal.SIGINT) not in usual_handlers:
         signal.signal(signal.SIGINT, watcher.interrupt)
     try:
         return options.command(options, overrides)
@@ -193,12 +193,13 @@ def _split_overrides(arguments: list[str]) -> tuple[list[str], Overrides]:
     """
     others: list[str] = []
     overrides: Overrides = {}
-    has_own_model = bool(arguments) and arguments[0] in OWN_MODEL
+    has_own_model = bool(arguments) and arguments[0] in OWN_MODEL_OPTION
     remaining = iter(arguments)
     for argument in remaining:
         option, equals, value = argument.partition("=")
-        if option in SHORT and not (option == "--model" and has_own_model):
-            option = f"--{SHORT[option]}"
+        is_own_option = option == "--model" and has_own_model
+        if option in SHORT_OPTIONS and not is_own_option:
+            option = f"--{SHORT_OPTIONS[option]}"
         if not option.startswith("--") or "." not in option:
             others.append(argument)
             continue
