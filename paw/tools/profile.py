@@ -275,15 +275,15 @@ def _cuda_memory() -> Iterator[MemoryUse]:
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    use = MemoryUse()
+    memory_use = MemoryUse()
     try:
-        yield use
+        yield memory_use
         torch.cuda.synchronize()
     finally:
         done.set()
         watcher.join()
-    use.peak = torch.cuda.max_memory_allocated()
-    use.mean = float(np.mean(samples))
+    memory_use.peak = torch.cuda.max_memory_allocated()
+    memory_use.mean = float(np.mean(samples))
 
 
 @contextmanager
@@ -294,18 +294,18 @@ def _cpu_memory(run: Run) -> Iterator[MemoryUse]:
     """
     start = _bytes_held(run)
     profiler: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
-    use = MemoryUse()
+    memory_use = MemoryUse()
     with profiler:
-        yield use
+        yield memory_use
 
     events = sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())
     changes = [event.nbytes() if event.name() == "[memory]" else 0 for event in events]
-    held = start + np.cumsum([0, *changes])
+    bytes_held = start + np.cumsum([0, *changes])
     durations = np.diff([event.start_ns() for event in events])
-    use.peak = float(held.max())
-    use.mean = float(start)
+    memory_use.peak = float(bytes_held.max())
+    memory_use.mean = float(start)
     if durations.any():
-        use.mean = float(np.average(held[1:-1], weights=durations))
+        memory_use.mean = float(np.average(bytes_held[1:-1], weights=durations))
 
 
 def _bytes_held(run: Run) -> int:
@@ -397,7 +397,7 @@ def table(records: list[Record]) -> Table:
     """
     variants = _distinct(records, "variant")
     phases = _distinct(records, "phase")
-    step = "step" if "rollout" in phases else "after the rollout"
+    total_name = "step" if "rollout" in phases else "after the rollout"
     repeats = records[-1]["repeat"]
     spread = "95 % interval" if repeats >= ENOUGH else f"range of {repeats}"
     columns = [
@@ -407,9 +407,9 @@ def table(records: list[Record]) -> Table:
     printed = Table(*columns, box=SIMPLE)
 
     time_rows = [(f"{phase}, s", [phase], "seconds", "") for phase in phases]
-    time_rows.append((f"{step}, s", phases, "seconds", "+2.1 %"))
+    time_rows.append((f"{total_name}, s", phases, "seconds", "+2.1 %"))
     time_rows.append(("update, CPU s", ["update"], "cpu_seconds", ""))
-    time_rows.append((f"{step}, CPU s", phases, "cpu_seconds", ""))
+    time_rows.append((f"{total_name}, CPU s", phases, "cpu_seconds", ""))
     for label, row_phases, key, paper in time_rows:
         base, other = (pick(records, variant, row_phases, key) for variant in variants)
         added = ""
