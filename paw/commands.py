@@ -1,16 +1,21 @@
-"""The arguments of each command but `paw train`, and the function that runs it.
+"""The arguments of each command, and the function that runs it.
 
-Modules that run a command are imported when it runs: some take long to import.
+A module that runs a command is imported when the command runs: some import torch, which takes
+seconds. `paw --help` does not import this module.
 """
 
 import argparse
 import importlib
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from paw.config.recipe import load
+from paw.config.recipe import load, recipe_names
+from paw.envs import make_factory
+from paw.envs.alfworld.tables import DIFFICULTIES
 from paw.errors import to_stderr
+from paw.tools.experiment.runs import VARIANTS, parse_seeds
+from paw.tools.plan.fit import BASE
 
 Overrides = dict[str, str]
 Command = Callable[[argparse.Namespace, Overrides], int]
@@ -28,8 +33,49 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> Command:
 
 
 def _run_of(module: str) -> Command:
-    """The function `run(options, overrides)` of a module, imported when it is called."""
-    return lambda options, overrides: importlib.import_module(module).run(options, overrides)
+    """The function `run(options, overrides)` of a module, which is imported when it is called."""
+
+    def run(options: argparse.Namespace, overrides: Overrides) -> int:
+        return importlib.import_module(module).run(options, overrides)
+
+    return run
+
+
+def _train(parser: argparse.ArgumentParser) -> Command:
+    parser.epilog = f"{parser.epilog}\n\n{_train_epilog()}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("recipe", help=RECIPE)
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        default="",
+        metavar="CHECKPOINT",
+        help="continue this run (of the name's highest number), from its newest checkpoint "
+        "or from step_NNNNNN",
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="GPUs, or CPUs: a process each"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration, and stop"
+    )
+    return _run_of("paw.tools.train.start")
+
+
+def _train_epilog() -> str:
+    """How an environment of one's own is named, and the names of all recipes."""
+    names = textwrap.fill(
+        "  ".join(recipe_names()),
+        width=100,
+        initial_indent="  ",
+        subsequent_indent="  ",
+        break_on_hyphens=False,
+    )
+    return (
+        "an environment of your own: paw train own-environment --env.name FILE.py:Class\n\n"
+        f"recipes (docs/recipes.md says what each is for, --dry-run prints its keys):\n{names}"
+    )
 
 
 def _eval(parser: argparse.ArgumentParser) -> Command:
@@ -102,8 +148,6 @@ def _profile(parser: argparse.ArgumentParser) -> Command:
 
 
 def _plan(parser: argparse.ArgumentParser) -> Command:
-    from paw.tools.plan.fit import BASE
-
     parser.add_argument("recipe", nargs="?", help=f"{RECIPE} (with --model: {BASE})")
     parser.add_argument(
         "--model",
@@ -135,8 +179,6 @@ def _plan(parser: argparse.ArgumentParser) -> Command:
 
 
 def _experiment(parser: argparse.ArgumentParser) -> Command:
-    from paw.tools.experiment.runs import VARIANTS, parse_seeds
-
     parser.epilog = "any key of the configuration can be set for all variants: --run.updates 120"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("experiment", choices=["compare"], help="variants x seeds, with intervals")
@@ -171,6 +213,12 @@ def _experiment(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument(
         "--report-only", action="store_true", help="train nothing, use what is finished"
     )
+    _add_variants(parser)
+    return _run_of("paw.tools.experiment.compare")
+
+
+def _add_variants(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which variants are compared."""
     parser.add_argument(
         "--variants",
         default="grpo,paw,ce,constant,unselected",
@@ -198,7 +246,6 @@ def _experiment(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument(
         "--list", action="version", version=listing, help="print the named variants"
     )
-    return _run_of("paw.tools.experiment.compare")
 
 
 def _sft(parser: argparse.ArgumentParser) -> Command:
@@ -288,8 +335,6 @@ def _report(parser: argparse.ArgumentParser) -> Command:
 
 
 def _data(parser: argparse.ArgumentParser) -> Command:
-    from paw.envs.alfworld.tables import DIFFICULTIES
-
     parser.add_argument(
         "env",
         choices=["alfworld", "webshop", "search", "smollm2"],
@@ -358,7 +403,7 @@ def _serve(parser: argparse.ArgumentParser) -> Command:
         "--sessions", type=int, default=256, help="episodes at once (default: %(default)s)"
     )
     env.set_defaults(command=_run_of("paw.tools.play.serve_env"))
-    return _run_retriever
+    return _run_of("paw.tools.play.serve_retriever")
 
 
 def _export(parser: argparse.ArgumentParser) -> Command:
@@ -385,7 +430,7 @@ def _warmup(parser: argparse.ArgumentParser) -> Command:
 
 
 def _keys(parser: argparse.ArgumentParser) -> Command:
-    return _run_keys
+    return _run_of("paw.tools.reference")
 
 
 def _doctor(parser: argparse.ArgumentParser) -> Command:
@@ -403,10 +448,11 @@ def _doctor(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument(
         "--shape", metavar="VxD", help="with --kernels: time them at the size of this head"
     )
-    return _run_doctor
+    return _run_of("paw.tools.doctor.doctor")
 
 
 ADD_ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], Command]] = {
+    "train": _train,
     "eval": _eval,
     "rollout": _rollout,
     "profile": _profile,
@@ -443,40 +489,10 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run_retriever(options: argparse.Namespace, overrides: Overrides) -> int:
-    from paw.envs.search.retrieval.server import serve
-
-    keys = {"env.data": "none", "env.retriever": options.retriever}
-    if options.corpus:
-        keys["env.corpus"] = options.corpus
-    config: Any = load("search-grpo", keys | overrides)
-    return serve(config.env, host=options.host, port=options.port)
-
-
 def _run_warmup(options: argparse.Namespace, overrides: Overrides) -> int:
-    from paw.envs import make_factory
+    config = load(options.recipe, overrides)
+    factory = make_factory(config)
+    from paw.tools.warmup.warmup import ensure_warm_model  # loads torch; mistakes come before that
 
-    config = load(options.recipe, overrides)  # a mistake in it comes before torch is loaded
-    from paw.tools.warmup.warmup import ensure_warm_model
-
-    print(ensure_warm_model(config, make_factory(config), to_stderr))
+    print(ensure_warm_model(config, factory, to_stderr))
     return 0
-
-
-def _run_keys(options: argparse.Namespace, overrides: Overrides) -> int:
-    from paw.tools.reference import page
-
-    print(page())
-    return 0
-
-
-def _run_doctor(options: argparse.Namespace, overrides: Overrides) -> int:
-    from paw.tools.doctor import doctor
-
-    if options.kernels:
-        from paw.tools.doctor import kernels
-
-        return kernels.check(options.shape, options.model)
-    if options.model:
-        return doctor.run_model(options.model, as_json=options.json)
-    return doctor.run()

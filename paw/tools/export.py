@@ -35,9 +35,9 @@ def export(
         checkpoint: its name, such as "step_000050". Default: the newest that verifies.
         out: folder to write. Default: `hf` in the run's directory.
         push: also send it to the Hugging Face hub under this USER/NAME, as a private model.
-        public: with `push`: if the model is new there, everybody sees it.
+        public: with `push`: if the model is new there, everybody can see it.
 
-    Raises UserError if `run` is no run's directory, or the checkpoint is missing or damaged.
+    Raises UserError if `run` is not a run's directory, or the checkpoint is missing or damaged.
     """
     folder = None if out is None else Path(out)
     return export_run(Path(run), checkpoint_name=checkpoint, out=folder, push=push, public=public)
@@ -62,26 +62,22 @@ def export_run(
         hub.check_push(push)
     config = load_config(run / "config.toml")
     folder = run / "checkpoints"
-    chosen = folder / checkpoint_name if checkpoint_name else None
-    exists = chosen.is_dir() if chosen else any(folder.glob("step_*"))
-    if not exists:
-        wanted = f"checkpoint {checkpoint_name}" if checkpoint_name else "checkpoint"
-        raise UserError(f"{run}: no {wanted} to export; see {folder}")
+    _check_exists(run, checkpoint_name)
 
-    base = start_model(run, config)
-    policy = _start_policy(base, config, run)
+    start = start_model(run, config)
+    policy = _start_policy(start, config, run)
     read = partial(restore.load, like={"model": policy.named_parameters_once()})
-    if chosen:
-        tensors, state = read(chosen)
+    if checkpoint_name:
+        tensors, state = read(folder / checkpoint_name)
     else:
         newest = restore.read_newest(folder, read)
-        assert newest, "there is a checkpoint, see above"
+        assert newest, "there is a checkpoint, see _check_exists"
         _, (tensors, state) = newest
     policy.load(tensors["model"])
 
     written = exported_model.export(
         policy,
-        load_tokenizer(base),
+        load_tokenizer(start),
         out or run / "hf",
         dict(full_parameters(policy.lm, once=True)),
         config=config,
@@ -92,11 +88,24 @@ def export_run(
     return written
 
 
-def _start_policy(base: str, config: Config, run: Path) -> Policy:
+def _check_exists(run: Path, checkpoint_name: str | None) -> None:
+    """Raises UserError if the run has no checkpoint of this name, or without a name none at all."""
+    folder = run / "checkpoints"
+    if checkpoint_name:
+        exists = (folder / checkpoint_name).is_dir()
+        missing = f"checkpoint {checkpoint_name}"
+    else:
+        exists = any(folder.glob("step_*"))
+        missing = "checkpoint"
+    if not exists:
+        raise UserError(f"{run}: no {missing} to export; see {folder}")
+
+
+def _start_policy(start: str, config: Config, run: Path) -> Policy:
     """The run's policy with the weights of its start model, in host memory."""
     dtype = recorded_dtype(run) or training_dtype(config, torch.device("cpu"))
     config = with_dtype(config, dtype)
-    policy = load_policy(base, weights=weights_dtype(config), dtype=config.model.dtype)
+    policy = load_policy(start, weights=weights_dtype(config), dtype=config.model.dtype)
     if config.lora.rank:
         add_adapters(policy.lm, config.lora, seed=config.run.seed)
     return policy

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     With --trace, traces of one group are written too. --rollouts (a file of `paw rollout`) and
     --synthetic (random tokens, and random weights of the model's shape) need neither games nor
-    vLLM; the step then has no rollout.
+    vLLM; the step then does not include a rollout.
     """
     if options.repeats < 2:
         raise UserError(f"--repeats {options.repeats}: a spread needs at least 2")
@@ -249,9 +249,9 @@ def memory(run: Run, usage: dict[str, Record], phase: str) -> Iterator[None]:
         tokens.append(kwargs["input_ids"].numel())
 
     hook = run.policy.lm.get_decoder().register_forward_pre_hook(count_tokens, with_kwargs=True)
-    metered = _cuda_memory() if run.policy.device.type == "cuda" else _cpu_memory(run)
+    meter = _cuda_memory() if run.policy.device.type == "cuda" else _cpu_memory(run)
     try:
-        with metered as bytes_used:
+        with meter as bytes_used:
             yield
     finally:
         hook.remove()
@@ -275,15 +275,15 @@ def _cuda_memory() -> Iterator[MemoryUse]:
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    use = MemoryUse()
+    memory_use = MemoryUse()
     try:
-        yield use
+        yield memory_use
         torch.cuda.synchronize()
     finally:
         done.set()
         watcher.join()
-    use.peak = torch.cuda.max_memory_allocated()
-    use.mean = float(np.mean(samples))
+    memory_use.peak = torch.cuda.max_memory_allocated()
+    memory_use.mean = float(np.mean(samples))
 
 
 @contextmanager
@@ -294,16 +294,18 @@ def _cpu_memory(run: Run) -> Iterator[MemoryUse]:
     """
     start = _bytes_held(run)
     profiler: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
-    use = MemoryUse()
+    memory_use = MemoryUse()
     with profiler:
-        yield use
+        yield memory_use
 
     events = sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())
     changes = [event.nbytes() if event.name() == "[memory]" else 0 for event in events]
-    held = start + np.cumsum([0, *changes])
+    bytes_held = start + np.cumsum([0, *changes])
     durations = np.diff([event.start_ns() for event in events])
-    use.peak = float(held.max())
-    use.mean = float(np.average(held[1:-1], weights=durations)) if durations.any() else float(start)
+    memory_use.peak = float(bytes_held.max())
+    memory_use.mean = float(start)
+    if durations.any():
+        memory_use.mean = float(np.average(bytes_held[1:-1], weights=durations))
 
 
 def _bytes_held(run: Run) -> int:
@@ -376,11 +378,12 @@ def overhead(base: np.ndarray, other: np.ndarray) -> list[float]:
     """(median, low, high) over the repeats of how much more `other` is than `base`, in per cent.
 
     low and high are the 95 % bootstrap interval of the median, or the range if there are few
-    repeats. The ratio is taken within a repeat, as whatever else the machine does slows both
+    repeats. The ratio is taken within a repeat, because other work of the machine slows both
     variants.
     """
     ratios = other / base
-    low, high = ratios.min(), ratios.max()
+    low = ratios.min()
+    high = ratios.max()
     if len(ratios) >= ENOUGH:
         draws = np.random.default_rng(0).choice(ratios, size=(10_000, len(ratios)))
         low, high = np.percentile(np.median(draws, 1), [2.5, 97.5])
@@ -394,7 +397,7 @@ def table(records: list[Record]) -> Table:
     """
     variants = _distinct(records, "variant")
     phases = _distinct(records, "phase")
-    step = "step" if "rollout" in phases else "after the rollout"
+    total_name = "step" if "rollout" in phases else "after the rollout"
     repeats = records[-1]["repeat"]
     spread = "95 % interval" if repeats >= ENOUGH else f"range of {repeats}"
     columns = [
@@ -404,9 +407,9 @@ def table(records: list[Record]) -> Table:
     printed = Table(*columns, box=SIMPLE)
 
     time_rows = [(f"{phase}, s", [phase], "seconds", "") for phase in phases]
-    time_rows.append((f"{step}, s", phases, "seconds", "+2.1 %"))
+    time_rows.append((f"{total_name}, s", phases, "seconds", "+2.1 %"))
     time_rows.append(("update, CPU s", ["update"], "cpu_seconds", ""))
-    time_rows.append((f"{step}, CPU s", phases, "cpu_seconds", ""))
+    time_rows.append((f"{total_name}, CPU s", phases, "cpu_seconds", ""))
     for label, row_phases, key, paper in time_rows:
         base, other = (pick(records, variant, row_phases, key) for variant in variants)
         added = ""

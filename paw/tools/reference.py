@@ -3,6 +3,7 @@
 `paw train RECIPE --dry-run` prints it with a recipe's values, `paw keys` as the page docs/keys.md.
 """
 
+import argparse
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +22,12 @@ HEADING = """# Keys
 <!-- written by `paw keys > docs/keys.md` -->
 Every key of a recipe, and so of the command line: `[optim]` `lr = 5e-4`, or `--optim.lr 5e-4`.
 `paw train RECIPE --dry-run` prints them with the recipe's values."""
+
+
+def run(options: argparse.Namespace, _: object) -> int:
+    """Print the page; returns 0."""
+    print(page())
+    return 0
 
 
 def explain(config: Config) -> str:

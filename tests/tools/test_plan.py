@@ -11,7 +11,7 @@ import pytest
 from paw import cli
 from paw.config.recipe import load
 from paw.errors import UserError
-from paw.tools.plan.fit import FALLBACKS, changed, check_fits, check_machine, fit, get
+from paw.tools.plan.fit import FALLBACKS, Machine, changed, check_fits, check_machine, fit, get
 from paw.tools.plan.plan import HOST_S, Plan, Play
 from paw.tools.plan.plan_memory import HEAD_BUFFER
 from paw.tools.plan.shapes import SHAPES, Shape, from_config, shape_of
@@ -229,8 +229,8 @@ def test_a_server_divides_weights_and_heads_among_its_cards():
 )
 def test_servers_make_room_for_large_models_before_anything_else_is_learnt(model, gpus, hosts):
     config = changed(load("alfworld-gigpo-paw"), {"model.path": model})
-    machine = {"gpus": gpus, "gpu_gib": 80.0, "hosts": hosts}
-    tried = fit(config, shape_of(model), **machine)
+    machine = Machine(gpus=gpus, gpu_gib=80.0, hosts=hosts)
+    tried = fit(config, shape_of(model), machine)
     best = tried[-1][1]
     assert (
         not best.reasons()
@@ -242,7 +242,7 @@ def test_servers_make_room_for_large_models_before_anything_else_is_learnt(model
         0.01,
     ) and best.engine.cards >= best.engine.least_cards > 0
     assert "--engine.type server" in tried[-1][0]
-    assert not fit(config, shape_of(model), pinned=["engine.type"], **machine)[-1][1].served
+    assert not fit(config, shape_of(model), machine, pinned=["engine.type"])[-1][1].served
 
 
 def test_rollouts_ahead_overlap_and_the_longest_episode_ends_them():
@@ -390,7 +390,7 @@ def test_the_fallbacks_find_full_parameter_training_of_14b_on_one_card(tmp_path,
 
 def test_what_fits_is_left_alone_and_keys_on_the_command_line_stay(capsys):
     config = load("alfworld-gigpo-paw")
-    assert [label for label, _ in fit(config, shape_of(config.model.path), **CARD)] == [
+    assert [label for label, _ in fit(config, shape_of(config.model.path), Machine(**CARD))] == [
         "as configured"
     ]
     assert cli.main(["plan", "alfworld-gigpo-paw", "--gpus", "1x80GB"]) == 0
@@ -480,16 +480,15 @@ def test_the_plan_names_the_workload_that_it_assumes(capsys):
 
 def test_a_refusal_names_numbers_and_settings_that_pass():
     config, shape = changed(load("alfworld-gigpo-paw"), {"model.path": NAME}), shape_of(NAME)
+    machine = Machine(**CARD, host_gib=110.0)
     with pytest.raises(
         UserError, match=r"needs \d+\.\d GiB of a GPU, 80\.0 are usable \(weights 55\.0"
     ) as refusal:
-        check_fits(config, shape, **CARD, host_gib=110.0)
+        check_fits(config, shape, machine)
     assert "\n" not in str(refusal.value)
     words = str(refusal.value).partition("what fits: ")[2].partition(" (see")[0].split()
     advised = dict(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
-    check_fits(
-        load("alfworld-gigpo-paw", {"model.path": NAME} | advised), shape, **CARD, host_gib=110.0
-    )
+    check_fits(load("alfworld-gigpo-paw", {"model.path": NAME} | advised), shape, machine)
     assert advised.keys() <= {key for change in FALLBACKS for key in change} | {
         "engine.gpu_memory_utilization"
     }
@@ -499,7 +498,8 @@ def test_a_refusal_names_servers_where_a_run_can_start_them():
     config = changed(load("alfworld-gigpo-paw"), {"model.path": "Qwen/Qwen2.5-32B"})
     for hosts, started in ((1, True), (2, False)):
         with pytest.raises(UserError, match="does not fit") as refusal:
-            check_fits(config, SHAPES["Qwen2.5-32B"], gpus=16, gpu_gib=80.0, hosts=hosts)
+            machine = Machine(gpus=16, gpu_gib=80.0, hosts=hosts)
+            check_fits(config, SHAPES["Qwen2.5-32B"], machine)
         assert ("--engine.type server" in str(refusal.value)) == started
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,6 +108,33 @@ def test_demonstrations_are_expert_play_with_random_actions():
     assert any(turn.observation == "Nothing happens." for turn in first(0.3, stray_actions=0.1))
 
 
+def small_warm_up(max_steps):
+    """The configuration of a warm-up that takes seconds."""
+    size = {
+        "hidden_size": 32,
+        "layers": 1,
+        "intermediate_size": 48,
+        "batch_size": 16,
+        "max_steps": max_steps,
+    }
+    env = AlfworldConfig(**ENV.model_dump() | {"max_turns": 4})
+    limits = RolloutConfig(max_prompt_tokens=256, max_response_tokens=2)
+    model = ModelConfig(path="quickstart", dtype="float32")
+    return Config(model=model, env=env, rollout=limits, warmup=WarmupConfig(**size))
+
+
+def test_the_warm_up_needs_no_setting_of_the_runs_engine(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAW_CACHE", str(tmp_path))
+    monkeypatch.setattr("paw.tools.warmup.warmup.CORPUS_TURNS", 1000)
+    monkeypatch.setattr("paw.tools.warmup.warmup.CHECK_GAMES", 4)
+    other_engine = SimpleNamespace(type="other")
+    config = small_warm_up(max_steps=1).model_copy(update={"engine": other_engine})
+
+    folder = ensure_warm_model(config, make_factory(max_turns=4), lambda line: None)
+
+    assert json.loads((folder / "warmup.json").read_text())["steps"] == 1
+
+
 @pytest.mark.slow
 def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PAW_CACHE", str(tmp_path))
@@ -114,30 +142,17 @@ def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkey
     monkeypatch.setattr("paw.tools.warmup.warmup.CHECK_GAMES", 16)
     factory, said, folders = make_factory(max_turns=4), [], []
 
-    def config_of(max_steps):
-        size = {
-            "hidden_size": 32,
-            "layers": 1,
-            "intermediate_size": 48,
-            "batch_size": 16,
-            "max_steps": max_steps,
-        }
-        env = AlfworldConfig(**ENV.model_dump() | {"max_turns": 4})
-        limits = RolloutConfig(max_prompt_tokens=256, max_response_tokens=2)
-        model = ModelConfig(path="quickstart", dtype="float32")
-        return Config(model=model, env=env, rollout=limits, warmup=WarmupConfig(**size))
-
     def report(line):
         said.append(line)
         if len(said) == 1:  # another run of the same warm-up starts later and finishes first
-            folders.append(ensure_warm_model(config_of(40), factory, lambda line: None))
+            folders.append(ensure_warm_model(small_warm_up(40), factory, lambda line: None))
 
-    folders.append(ensure_warm_model(config_of(40), factory, report))
-    folder = ensure_warm_model(config_of(40), factory, said.append)
+    folders.append(ensure_warm_model(small_warm_up(40), factory, report))
+    folder = ensure_warm_model(small_warm_up(40), factory, said.append)
     assert folders == [folder, folder] and "cached" in said[-1]
     # Nothing unfinished stays behind.
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
-    start = ensure_warm_model(config_of(1), factory, said.append)
+    start = ensure_warm_model(small_warm_up(1), factory, said.append)
     assert start != folder
     loss, loss_at_start = (
         json.loads((f / "warmup.json").read_text())["loss"] for f in (folder, start)

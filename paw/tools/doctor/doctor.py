@@ -1,21 +1,18 @@
 """`paw doctor`: what is installed and what is missing.
 
-With --model PATH: whether the trainer computes the model's own log-probs, checked before any
-training.
+Torch may be missing too, so this module loads none. The checks that need it, of a model and of the
+kernels, are in modules of their own.
 """
 
+import argparse
 import importlib.util
-import json
 import platform
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
 
 from paw.config import plugins
 from paw.errors import UserError
-from paw.io.hub import check_hub
 from paw.rollouts.engines import find_engine
 from paw.rollouts.engines.base import Engine
 from paw.version import __version__
@@ -49,14 +46,27 @@ EXTRAS = {
 """Module -> (what it is for, what to install with pip)."""
 
 
-def run() -> int:
-    """Print what is installed.
+def run(options: argparse.Namespace, _: object) -> int:
+    """Check the kernels with --kernels, a model with --model, else the installation.
 
-    Returns 0 if training can start, 1 if something required is missing.
+    Returns 0 if all is well, 1 if something required is missing or wrong.
     """
+    if options.kernels:
+        from paw.tools.doctor import kernels  # loads torch
+
+        return kernels.check(options.shape, options.model)
+    if options.model:
+        from paw.tools.doctor import model  # loads torch
+
+        return model.run(options.model, as_json=options.json)
+    return _check_installation()
+
+
+def _check_installation() -> int:
+    """Print what is installed; returns 0 if training can start, 1 if a requirement is missing."""
     print(f"paw {__version__}, Python {platform.python_version()} ({sys.executable})")
     installed = metadata.packages_distributions()
-    ok = installed.keys() >= set(REQUIRED)
+    complete = installed.keys() >= set(REQUIRED)
     for name in REQUIRED:
         if name in installed:
             print(f"  ok       {name} {metadata.version(name)}")
@@ -69,10 +79,12 @@ def run() -> int:
             print(f"  -        {module}: {purpose}; pip install {package}")
     for name in plugins.names("engines"):
         print(_engine_line(name, installed))
-    if ok:
-        _print_device()
+    if complete:
+        from paw.tools.doctor.device import print_device  # loads torch, if it is there
+
+        print_device()
         print("ready: paw train quickstart")
-    return 0 if ok else 1
+    return 0 if complete else 1
 
 
 def _engine_line(name: str, installed: Mapping[str, list[str]]) -> str:
@@ -98,144 +110,3 @@ def _abilities(engine_type: type[Engine]) -> str:
     if engine_type.gives_versions:
         gives.append("the version of each token's weights")
     return f"{where}; gives {', '.join(gives)}"
-
-
-def _print_device() -> None:
-    import torch
-
-    from paw.model.attention import pick_attention
-    from paw.model.dtype import pick_dtype
-    from paw_kernels import best_backend, why_not_backend
-
-    if torch.cuda.is_available():
-        device = torch.device("cuda")
-        backends = ("triton", "cuda")
-        for i in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(i)
-            print(
-                f"  ok       GPU {i}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-            )
-    else:
-        device = torch.device("cpu")
-        backends = ("cpu",)
-        print(
-            "  -        no GPU seen by torch; training runs on the CPU with "
-            f"{torch.get_num_threads()} threads"
-        )
-
-    dtype_name = pick_dtype(device)
-    dtype = getattr(torch, dtype_name)
-    why = "" if dtype_name == "bfloat16" else " (this CPU has no instructions for bfloat16)"
-    print(f"  ok       model.dtype = 'auto' on {device.type}: {dtype_name}{why}")
-    print(f"  ok       attention on {device.type}: {pick_attention('auto', device, dtype)}")
-    print(f"  ok       head backend on {device.type}: {best_backend(device, dtype)}")
-    for backend in backends:
-        reason = why_not_backend(backend, device, dtype)
-        if reason:
-            print(f"  -        head backend {backend}: {reason}")
-
-
-def run_model(path: str, *, as_json: bool) -> int:
-    """Print the findings about a model. Returns 0 if it can be trained, else 1.
-
-    Raises UserError if there is none.
-    """
-    check_hub(path)
-    findings = inspect(path)
-    print(json.dumps(findings, indent=1) if as_json else "\n".join(_lines(findings)))
-    return 1 if findings["problems"] else 0
-
-
-def inspect(path: str) -> dict[str, Any]:
-    """The findings about a model, JSON-able.
-
-    Differences are the largest, in nats; None if they cannot be computed.
-    """
-    from paw.model.attention import pick_attention
-    from paw.model.check import check_model, check_path, number_of_experts
-    from paw.model.dtype import pick_dtype
-    from paw.model.loading import load_policy, load_tokenizer
-    from paw.model.policy import DTYPES, decoder_layers, pick_backend, pick_device
-    from paw.rollouts.engines.generation import check_sampling
-    from paw.rollouts.text.chat import Chat
-
-    device = pick_device("auto")
-    dtype = pick_dtype(device)
-    attention = pick_attention("auto", device, DTYPES[dtype])
-    backend = pick_backend("auto", device, dtype, path)
-    # bfloat16 on every device: a model that is inspected on a CPU may be trained on a GPU.
-    policy = load_policy(
-        path,
-        device=device,
-        check=False,
-        dtype="bfloat16",
-        attention=pick_attention("auto", device, DTYPES["bfloat16"]),
-        head_backend=pick_backend("auto", device, "bfloat16", path),
-    )
-    shape: Any = policy.lm.config.get_text_config()
-    layer_types = getattr(shape, "layer_types", None)
-    if not layer_types:
-        layer_types = ["full_attention"] * len(decoder_layers(policy.lm))
-    experts = number_of_experts(shape)
-    problems: list[str] = []
-
-    def attempt(check: Callable[[], Any]) -> Any:
-        """What `check` returns; a UserError is noted among the problems, and the result is None."""
-        try:
-            return check()
-        except UserError as error:
-            problems.append(str(error).removeprefix(f"model.path = '{path}': "))
-            return None
-
-    float32_difference = attempt(lambda: check_model(policy, path))
-    bfloat16_difference = None if problems else attempt(lambda: check_path(policy, path))
-    chat = attempt(lambda: Chat(load_tokenizer(path)))
-    try:
-        sampling = f"off by {check_sampling(policy.lm):.1e} nats"
-    except UserError as error:
-        sampling = str(error)
-    return {
-        "path": path,
-        "model_type": shape.model_type,
-        "parameters": policy.lm.num_parameters(),
-        "layers": dict(Counter(layer_types)),
-        "experts": experts,
-        "experts_per_token": getattr(shape, "num_experts_per_tok", None) if experts else None,
-        "device": device.type,
-        "dtype": dtype,
-        "attention": attention,
-        "head_backend": backend,
-        "vocabulary": policy.head_weight.shape[0],
-        "logit_scale": policy.transform.scale,
-        "logit_softcap": policy.transform.softcap,
-        "difference_float32": float32_difference,
-        "difference_bfloat16": bfloat16_difference,
-        "transformers_engine": sampling,
-        "chat_template": "usable" if chat else problems[-1],
-        "template_opens": chat.opened if chat else None,
-        "problems": problems,
-    }
-
-
-def _lines(findings: dict[str, Any]) -> list[str]:
-    """The findings for people, a line each, then problems and the verdict.
-
-    Empty findings are left out.
-    """
-    lines = []
-    for key, value in findings.items():
-        if value and key != "problems":
-            lines.append(f"  {key.replace('_', ' '):<21} {_text(value)}")
-    lines += [f"  PROBLEM               {problem}" for problem in findings["problems"]]
-    lines.append("cannot be trained as it is" if findings["problems"] else "can be trained")
-    return lines
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{count} {kind}" for kind, count in value.items())
-    if isinstance(value, float):
-        return f"{value:.1e} nats"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return value

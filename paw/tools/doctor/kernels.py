@@ -29,7 +29,7 @@ from paw_kernels._backend import implementation
 from paw_kernels.trial import largest_error, milliseconds
 
 LIMIT_S = 180.0
-"""Most seconds of a case, imports and compilation included."""
+"""Most seconds that a case may take, imports and compilation included."""
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTHS = (64, 896, 4096)
 """Hidden sizes D that are checked."""
@@ -39,7 +39,7 @@ ROWS = (512, 4096)
 
 @dataclass(frozen=True)
 class Case:
-    """One backend on one problem: n rows of width D against a vocabulary of V."""
+    """One backend on one problem: n rows of width D against a vocabulary of V words."""
 
     backend: str
     device: str
@@ -146,14 +146,16 @@ def head_size(shape: str | None, model: str | None) -> tuple[int, int] | None:
         return int(match[1]), int(match[2])
     if not model:
         return None
-    from paw.model.policy import head_shape
+    from paw.model.policy import (
+        head_shape,
+    )  # loads transformers, which the child processes do without
 
     check_hub(model)
     size = head_shape(model)
     if size is None:
         raise UserError(
             f"model.path = '{clean(model)}': "
-            "its config.json does not tell vocab_size and hidden_size"
+            "its config.json does not say vocab_size and hidden_size"
         )
     return size
 
@@ -163,10 +165,10 @@ def cases_to_check() -> tuple[list[Case], list[str]]:
 
     On a CPU Triton runs in its interpreter.
     """
-    main = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    main_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     processors = 0
-    if main.type == "cuda":
-        processors = torch.cuda.get_device_properties(main).multi_processor_count
+    if main_device.type == "cuda":
+        processors = torch.cuda.get_device_properties(main_device).multi_processor_count
     # (n, V): more than two tiles of 128 x 256 for each multiprocessor of a GPU, and more than two
     # of the interpreter's 16 x 32 for each of its 3 programs.
     sizes = {
@@ -178,10 +180,10 @@ def cases_to_check() -> tuple[list[Case], list[str]]:
     cases: list[Case] = []
     left_out = []
     for backend in BACKENDS:
-        device = torch.device("cpu") if backend == "cpu" else main
+        device = torch.device("cpu") if backend == "cpu" else main_device
         on_cpu = backend == "triton" and device.type == "cpu"
         if on_cpu and importlib.util.find_spec("triton"):
-            n, V = sizes["triton"]  # in its interpreter, for which any machine will do
+            n, V = sizes["triton"]  # in its interpreter, which runs on any machine
         else:
             why = why_not_backend(backend, device, torch.float32)
             if why:
@@ -255,27 +257,28 @@ def keep(answers: dict[Case, Answer]) -> None:
     key = _measured.key(torch.device(first.device))
 
     by_key: dict[str, Any] = {}
-    kept: list[Any] = []
+    other_sizes: list[Any] = []
     with suppress(OSError, ValueError, TypeError, KeyError):  # nothing of a broken file is kept
         by_key = dict(json.loads(path.read_text(encoding="utf-8")))
-        kept = [
+        other_sizes = [
             time for time in by_key.get(key, ()) if (time["V"], time["D"]) != (first.V, first.D)
         ]
-    new = []
+    measured = []
     for case, ms in times.items():
         time = _measured.Time(case.backend, case.dtype, case.V, case.D, case.n, ms, case.tiles)
-        new.append(time._asdict())
+        measured.append(time._asdict())
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps(by_key | {key: [*kept, *new]}, indent=1) + "\n")
+        by_key[key] = [*other_sizes, *measured]
+        write_file(path, json.dumps(by_key, indent=1) + "\n")
     except OSError as error:
         to_stderr(
             f"paw: cannot write {path}: {cause(error)}; "
             "`auto` will not know these times (set PAW_CACHE)"
         )
     else:
-        print(f"`auto` goes by the least of these times from now on: {path}")
+        print(f"from now on `auto` takes the quickest of these: {path}")
 
 
 def run(cases: list[Case], limit_s: float) -> Iterator[Answer]:
@@ -343,9 +346,11 @@ def attempt(case: Case) -> Answer:
     """
     device = torch.device(case.device)
     dtype = getattr(torch, case.dtype)
-    n, V = case.n, case.V
+    n = case.n
+    V = case.V
     if case.timed:  # the check needs no large problem, only the same remainder of V
-        n, V = 300, 512 + case.V % 256
+        n = 300
+        V = 512 + case.V % 256
     try:
         make_rows = implementation(case.backend)
         if case.tiles:

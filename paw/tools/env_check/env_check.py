@@ -67,8 +67,8 @@ class Finding(NamedTuple):
     seconds: float = 0.0
 
 
-# ---- The rules, in the order in which they are checked. Each has the name of its function. It
-# returns a remark, or raises Broken; whatever else it raises breaks the rule too.
+# ---- The rules, in the order in which they are checked. A rule has the name of its function, which
+# returns a remark, perhaps empty, or raises Broken. Any other exception breaks the rule too.
 
 
 def members(subject: Subject) -> str:
@@ -108,10 +108,10 @@ def tasks(subject: Subject) -> str:
             (subject.factory, "asked again"),
             (subject.make_factory(), "in a resumed run"),
         ):
-            again, _ = _first_tasks(factory, split)
-            if again != expected:
+            repeated, _ = _first_tasks(factory, split)
+            if repeated != expected:
                 raise Broken(
-                    f"tasks('{split}', 0), {when}: {difference(expected, again)}; "
+                    f"tasks('{split}', 0), {when}: {difference(expected, repeated)}; "
                     "derive them from the arguments alone"
                 )
     return ", ".join(sizes)
@@ -142,16 +142,19 @@ def outcomes(subject: Subject) -> str:
 
 
 def _outcomes(subject: Subject) -> list[Outcome]:
-    return [outcome for episode in subject.episodes for outcome in episode.outcomes]
+    outcomes = []
+    for episode in subject.episodes:
+        outcomes += episode.outcomes
+    return outcomes
 
 
 def task_ids(subject: Subject) -> str:
     eval_split = subject.env.eval_split
     evaluated = eval_tasks(subject.factory, eval_split, 0, 0)
     held_out = sorted(task.id for task in evaluated)
-    for one, two in itertools.pairwise(held_out):
-        if one == two:
-            raise Broken(f"two tasks of '{eval_split}' have the id {one!r}; make ids unique")
+    for task_id, next_id in itertools.pairwise(held_out):
+        if task_id == next_id:
+            raise Broken(f"two tasks of '{eval_split}' have the id {task_id!r}; make ids unique")
 
     training = train_tasks(subject.factory, 0, 64, 0, split=subject.env.train_split)
     learnt = {"training": training}
@@ -188,8 +191,8 @@ def starts_afresh(subject: Subject) -> str:
     fix = "in an environment that played before; reset() must forget that"
     with subject.new_environment() as environment:
         for episode in [*subject.episodes, *subject.episodes]:
-            again = subject.play(environment, episode.task, repeat(episode))
-            compare(episode, again, fix)
+            replayed = subject.play(environment, episode.task, repeat(episode))
+            compare(episode, replayed, fix)
     return ""
 
 
@@ -202,16 +205,16 @@ def group_shares_a_task(subject: Subject) -> str:
 def no_shared_state(subject: Subject) -> str:
     fix = "played in turns with another; keep state in self, not in the class or module"
     for pair in itertools.product(subject.episodes[:2], subject.episodes[2:]):
-        again = [Episode(episode.task) for episode in pair]
+        replayed = [Episode(episode.task) for episode in pair]
         with subject.new_environment() as first, subject.new_environment() as second:
             playing = [
-                subject.turns(first, again[0], repeat(pair[0])),
-                subject.turns(second, again[1], repeat(pair[1])),
+                subject.turns(first, replayed[0], repeat(pair[0])),
+                subject.turns(second, replayed[1], repeat(pair[1])),
             ]
             while playing:  # a turn of each, until both episodes have ended
                 playing = [turns for turns in playing if next(turns, None) is not None]
-        for old, new in zip(pair, again, strict=True):
-            compare(old, new, fix)
+        for episode, replay in zip(pair, replayed, strict=True):
+            compare(episode, replay, fix)
     return ""
 
 
@@ -238,7 +241,9 @@ def observations(subject: Subject) -> str:
                 )
     played = _outcomes(subject)
     empty = sum(not outcome.observation for outcome in played)
-    return f"{empty} of {len(played)} are empty: no target of the world model" if empty else ""
+    if empty:
+        return f"{empty} of {len(played)} are empty: no target of the world model"
+    return ""
 
 
 def rewards(subject: Subject) -> str:
@@ -381,7 +386,7 @@ def findings_of(subject: Subject, start: Callable[[str], object]) -> Iterator[Fi
 
 
 class Progress:
-    """Reports on stderr how far a rule is, every TELL_S seconds that it takes."""
+    """Reports on stderr every TELL_S seconds how far the check of a rule is."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -417,12 +422,14 @@ class Progress:
                 )
 
 
-def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Check an environment and print the findings.
 
     Returns 0 if all rules hold, 1 if one does not, 130 at Ctrl-C.
     """
-    config = load_played(args.recipe, {"env.name": args.env, **overrides}, {"env.data": "none"})
+    config = load_played(
+        options.recipe, {"env.name": options.env, **overrides}, {"env.data": "none"}
+    )
     subject = Subject(lambda: make_factory(config), config.env)
     findings: list[Finding] = []
     stopped = False
@@ -430,15 +437,15 @@ def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         try:
             for finding in findings_of(subject, start=progress.start):
                 findings.append(finding)
-                if not args.json:
+                if not options.json:
                     print(_line(finding), flush=True)
         except KeyboardInterrupt:
             stopped = True
 
     failed = sum(not finding.ok for finding in findings)
     speed = subject.steps / max(subject.seconds, 1e-9)
-    if args.json:
-        print(_json(args.env, findings, speed, stopped=stopped), flush=True)
+    if options.json:
+        print(_json(options.env, findings, speed, stopped=stopped), flush=True)
     else:
         print(_summary(len(findings), failed, speed, stopped=stopped), flush=True)
     if stopped:
@@ -468,11 +475,11 @@ def _line(finding: Finding) -> str:
 
 def _summary(checked: int, failed: int, speed: float, *, stopped: bool) -> str:
     """The last line of the output; `checked` and `failed` count rules."""
-    rest = f"; {speed:,.0f} steps/s"
+    remark = f"; {speed:,.0f} steps/s"
     if checked < len(RULES):
-        rest = f", {len(RULES) - checked} not checked"
+        remark = f", {len(RULES) - checked} not checked"
     if stopped:
-        return f"stopped: {failed} of {checked} rules failed{rest}"
+        return f"stopped: {failed} of {checked} rules failed{remark}"
     if failed:
-        return f"{failed} of {checked} rules failed{rest}"
-    return f"all {checked} rules hold{rest}"
+        return f"{failed} of {checked} rules failed{remark}"
+    return f"all {checked} rules hold{remark}"

@@ -1,6 +1,6 @@
 """Episodes of an environment under check, played and replayed.
 
-The same responses must have the same answers.
+The same responses must get the same answers.
 """
 
 import random
@@ -27,7 +27,7 @@ GARBAGE = [
     "</action></think><action><search><answer>",
     "\ud800 lone \udfff",
 ]
-
+"""Responses that are no action, such as models and attackers produce."""
 BROKEN_CALLS = [
     Reply.of("", ToolCall("no such tool", {}, "call00000")),
     Reply("<tool_call>{", "", (), "the call cannot be read"),
@@ -132,7 +132,7 @@ class Subject:
     def turns(
         self, environment: CheckedEnv, episode: Episode, player: Player, looks: int = 1
     ) -> Iterator[Episode]:
-        """Play `episode`, which is to be empty, and yield it after each turn."""
+        """Play `episode`, which must be empty, and yield it after each turn."""
         episode.first_observation = environment.reset(episode.task)
         while not (episode.outcomes and episode.outcomes[-1].done):
             turn = len(episode.outcomes)
@@ -156,27 +156,26 @@ class Subject:
         Raises Broken, with `fix`, if anything differs.
         """
         with self.new_environment() as environment:
-            again = self.play(environment, episode.task, repeat(episode), looks=looks)
-            compare(episode, again, fix)
+            replayed = self.play(environment, episode.task, repeat(episode), looks=looks)
+            compare(episode, replayed, fix)
 
 
-def compare(old: Episode, new: Episode, fix: str) -> None:
-    """Raise Broken, with `fix`, at the first difference; what only one of them has is left out."""
+def compare(episode: Episode, replayed: Episode, fix: str) -> None:
+    """Raise Broken, with `fix`, at the first difference; what only one of them has is ignored."""
     pairs: list[tuple[str, Any, Any]] = []
-    pairs.append(("reset()", old.first_observation, new.first_observation))
-    for turn, (old_outcome, new_outcome) in enumerate(
-        zip(old.outcomes, new.outcomes, strict=False)
-    ):
-        if turn < len(old.looks) and turn < len(new.looks):
+    pairs.append(("reset()", episode.first_observation, replayed.first_observation))
+    outcomes = zip(episode.outcomes, replayed.outcomes, strict=False)
+    for turn, (outcome, replayed_outcome) in enumerate(outcomes):
+        if turn < len(episode.looks) and turn < len(replayed.looks):
             name = f"the context or anchor of turn {turn}"
-            pairs.append((name, old.looks[turn], new.looks[turn]))
-        pairs.append((f"step() in turn {turn}", old_outcome, new_outcome))
-    if new.outcomes:
-        pairs.append(("the number of turns", len(old.outcomes), len(new.outcomes)))
+            pairs.append((name, episode.looks[turn], replayed.looks[turn]))
+        pairs.append((f"step() in turn {turn}", outcome, replayed_outcome))
+    if replayed.outcomes:
+        pairs.append(("the number of turns", len(episode.outcomes), len(replayed.outcomes)))
 
-    for name, old_value, new_value in pairs:
-        if old_value != new_value:
-            raise Broken(f"{name}: {difference(old_value, new_value)}; {fix}")
+    for name, value, replayed_value in pairs:
+        if value != replayed_value:
+            raise Broken(f"{name}: {difference(value, replayed_value)}; {fix}")
 
 
 def repeat(episode: Episode) -> Player:
@@ -232,15 +231,15 @@ def oracle_of(environment: CheckedEnv) -> str | None:
         return None
 
 
-def difference(one: object, two: object) -> str:
+def difference(value: object, later_value: object) -> str:
     """The reprs of both, from shortly before the first character that differs."""
-    first = repr(one)
-    second = repr(two)
-    same = 0
-    for first_character, second_character in zip(first, second, strict=False):
-        if first_character != second_character:
+    text = repr(value)
+    later_text = repr(later_value)
+    shared = 0
+    for character, later_character in zip(text, later_text, strict=False):
+        if character != later_character:
             break
-        same += 1
-    start = max(0, same - 30)
+        shared += 1
+    start = max(0, shared - 30)
     dots = "..." if start else ""
-    return f"{dots}{first[start : start + 80]} and then {dots}{second[start : start + 80]}"
+    return f"{dots}{text[start : start + 80]} and then {dots}{later_text[start : start + 80]}"

@@ -5,7 +5,8 @@ says what is evaluated, DIR/episodes.jsonl holds one finished episode a line, an
 results.md are computed from those. The same command again plays the episodes that are missing or
 could not be played.
 
-paw.tools.evaluate.player is imported where a local model plays: an endpoint needs no torch.
+paw.tools.evaluate.player, which loads torch, is imported only if a local model plays: an endpoint
+needs none.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from paw.config.keys import flatten
 from paw.config.recipe import check_passwords
 from paw.config.sections import Config
 from paw.envs import make_factory
-from paw.envs.base import check_kind, eval_tasks
+from paw.envs.base import EnvFactory, check_kind, eval_tasks
 from paw.errors import UserError, masked, to_stderr
 from paw.io.files import json_object, write_file
 from paw.processes import watcher
@@ -37,7 +38,7 @@ from paw.tools.evaluate.played import load_played
 from paw.types import Task, Trajectory
 
 GIVE_UP = 32
-"""Failed episodes in a row after which an evaluation ends: the endpoint seems to be gone."""
+"""Failed episodes in a row that end an evaluation: the endpoint seems to be gone."""
 SETTINGS = ("env.", "agent.", "eval.", "rollout.max_prompt_tokens", "rollout.max_response_tokens")
 """Prefixes of the keys that decide the outcome.
 
@@ -155,8 +156,8 @@ def _play_model(config: Config, path: str) -> Evaluation:
 class _Episodes:
     """The finished episodes of an evaluation.
 
-    `lines` has their lines by place among the tasks, at first those that `file` already holds. New
-    ones are also appended to `file`.
+    `lines` has their lines by place among the tasks, at first those that `file` already holds. A
+    new one is also appended to `file`.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class _Episodes:
 def _play_agent(
     config: Config, path: str | None, out: str | Path | None
 ) -> tuple[dict[str, Any], Path]:
-    """Play the tasks that the evaluation's folder does not hold yet; returns (results, folder)."""
+    """Play the tasks that are not in the evaluation's folder yet; returns (results, folder)."""
     check_passwords(config)
     if config.agent.type == "zerosearch":
         env = config.env.model_copy(update={"retriever": "zerosearch"})
@@ -216,18 +217,13 @@ def _play_agent(
     started = time.monotonic()
 
     with ExitStack() as stack:
-        endpoint = None
-        if not path:
-            endpoint = Endpoint(config.endpoint, template_options=config.model.chat_template_kwargs)
-            endpoint.check()
+        endpoint = None if path else _checked_endpoint(config)
         factory = make_factory(config)
-        tasks = eval_tasks(factory, config.env.eval_split, config.eval.games, config.eval.seed)
-        for task in tasks:
-            check_kind(task, factory)
+        tasks = _checked_tasks(factory, config)
 
-        about = {"model": model, "games": factory.fingerprint()}
-        about = masked(about | _updates(path) | _settings(config))
-        _open(stack, folder, about)
+        settings = {"model": model, "games": factory.fingerprint()}
+        settings = masked(settings | _updates(path) | _deciding_keys(config))
+        _open(stack, folder, settings)
         lines = _lines_of_tasks(_read(folder / "episodes.jsonl"), tasks, folder)
         episodes = _episodes_to_play(config, tasks, lines)
         if lines:
@@ -251,8 +247,23 @@ def _play_agent(
 
     _report_cut_prompts(episodes, config)
     seconds = time.monotonic() - started
-    summary = _write_results(folder, list(lines.values()), about, config, seconds=seconds)
+    summary = _write_results(folder, list(lines.values()), settings, config, seconds=seconds)
     return summary, folder
+
+
+def _checked_endpoint(config: Config) -> Endpoint:
+    """The endpoint, once it has answered. Raises UserError if it does not."""
+    endpoint = Endpoint(config.endpoint, template_options=config.model.chat_template_kwargs)
+    endpoint.check()
+    return endpoint
+
+
+def _checked_tasks(factory: EnvFactory, config: Config) -> list[Task]:
+    """The tasks to play. Raises UserError if one is of a kind that reports cannot name."""
+    tasks = eval_tasks(factory, config.env.eval_split, config.eval.games, config.eval.seed)
+    for task in tasks:
+        check_kind(task, factory)
+    return tasks
 
 
 @contextmanager
@@ -317,22 +328,22 @@ def _play_with_endpoint(
 
 
 def _report_cut_prompts(episodes: Sequence[Episode], config: Config) -> None:
-    cut = sum(episode.stats.prompts_truncated for episode in episodes)
-    if cut:
+    cut_prompts = sum(episode.stats.prompts_truncated for episode in episodes)
+    if cut_prompts:
         limit = config.rollout.max_prompt_tokens
-        to_stderr(f"{cut} prompts were cut to rollout.max_prompt_tokens = {limit}")
+        to_stderr(f"{cut_prompts} prompts were cut to rollout.max_prompt_tokens = {limit}")
 
 
 def _write_results(
     folder: Path,
     lines: list[dict[str, Any]],
-    about: dict[str, Any],
+    settings: dict[str, Any],
     config: Config,
     *,
     seconds: float,
 ) -> dict[str, Any]:
     """Write results.json and results.md, and report failures; returns the summary."""
-    summary = results.summarise(lines, about, config.endpoint, wall_s=seconds)
+    summary = results.summarise(lines, settings, config.endpoint, wall_s=seconds)
     write_file(folder / "results.json", json.dumps(summary, indent=1) + "\n")
     write_file(folder / "results.md", results.table(summary))
     failures = [line["failure"] for line in lines if line["failure"] is not None]
@@ -364,7 +375,7 @@ def _interrupting(rollouts: Rollouts) -> Iterator[None]:
         signal.signal(signal.SIGINT, previous_handler)
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def _deciding_keys(config: Config) -> dict[str, Any]:
     """The configuration's keys that decide the outcome, dotted, and their values."""
     settings = {}
     for key, value in flatten(config.model_dump(mode="json")).items():
@@ -377,13 +388,16 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _updates(path: str | None) -> dict[str, Any]:
-    """`updates`, how long a model that PaW exported was trained, from its card; else empty.
+    """`updates`, how long a model that PaW exported was trained, from its card; otherwise empty.
 
-    It tells models apart that were exported to the same folder, one after further training.
+    It tells apart models that were exported to the same folder, one of them after further training.
     """
-    card = Path(path, "README.md") if path else None
-    text = card.read_text(encoding="utf-8") if card and card.is_file() else ""
-    match = re.search(r": (\d+) updates of$", text, re.M)
+    if path is None:
+        return {}
+    card = Path(path, "README.md")
+    if not card.is_file():
+        return {}
+    match = re.search(r": (\d+) updates of$", card.read_text(encoding="utf-8"), re.M)
     return {"updates": int(match[1])} if match else {}
 
 
@@ -406,11 +420,11 @@ def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
             f"--out {folder}: {path.name} is not that of an evaluation; name another folder"
         )
     for key in (*settings, *stored):
-        old = stored.get(key)
-        new = settings.get(key)
-        if old != new and key != GROWS:
+        stored_value = stored.get(key)
+        value = settings.get(key)
+        if stored_value != value and key != GROWS:
             raise UserError(
-                f"{folder} holds an evaluation with {key} = {old!r}, not {new!r}; "
+                f"{folder} holds an evaluation with {key} = {stored_value!r}, not {value!r}; "
                 "name another folder with --out"
             )
     if stored[GROWS] != settings[GROWS]:
@@ -427,21 +441,21 @@ def _lines_of_tasks(
     `tasks` stay in the file, for when they are drawn again.
     """
     by_place: dict[int, dict[str, Any]] = {}
-    spare: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    unplaced: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
         place = line["place"]
         if place < len(tasks) and tasks[place].id == line["task"]:
             by_place[place] = line
         else:
-            spare[line["task"]].append(line)
+            unplaced[line["task"]].append(line)
     for place, task in enumerate(tasks):
-        if place not in by_place and spare[task.id]:
-            by_place[place] = spare[task.id].pop()
+        if place not in by_place and unplaced[task.id]:
+            by_place[place] = unplaced[task.id].pop()
 
-    left = sum(len(others) for others in spare.values())
-    if left:
+    ignored = sum(len(task_lines) for task_lines in unplaced.values())
+    if ignored:
         to_stderr(
-            f"{folder}: {left} episodes are not of these {len(tasks)} games; "
+            f"{folder}: {ignored} episodes are not of these {len(tasks)} games; "
             "they stay there and count nowhere"
         )
     return by_place
@@ -453,8 +467,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
     An incomplete last line is cut off the file. Raises UserError if a line is not an episode.
     """
     content = path.read_bytes() if path.exists() else b""
-    complete, _, torn = content.rpartition(b"\n")
-    if torn:
+    complete, _, incomplete_line = content.rpartition(b"\n")
+    if incomplete_line:
         to_stderr(f"{path}: the last line is incomplete, its episode is played again")
         with path.open("r+b") as file:
             file.truncate(len(complete) + 1 if complete else 0)
@@ -463,7 +477,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
             lines[line["place"], line["task"]] = line
-            line["failure"]  # has to be there
+            line["failure"]  # must be there
         except (ValueError, LookupError, TypeError):
             raise UserError(
                 f"{path}:{number}: this is not an episode; fix the line or remove it"

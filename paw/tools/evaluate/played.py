@@ -16,7 +16,7 @@ def load_played(
 ) -> Config:
     """The configuration of a recipe; if it is None, of the recipe <env.name>-grpo, if there is one.
 
-    `defaults` are overrides of less weight, each used only if the environment has its key. Raises
+    `defaults` yield to `overrides`, and each is used only if the environment has its key. Raises
     UserError if neither a recipe nor env.name is given.
     """
     if isinstance(recipe, Config):
@@ -29,14 +29,15 @@ def load_played(
         recipe = f"{name}-grpo"
         to_stderr(f"settings of the recipe {recipe}; --recipe names another")
 
-    flat: dict[str, Any] = {"model.path": "-"}
+    recipe_values: dict[str, Any] = {"model.path": "-"}
     origins: dict[str, str] = {}
     if recipe is not None:
-        flat, origins = read_recipe(str(recipe))
-    keys = keys_of(Config, layered(flat, {"env.name": name} if name else {}))
-    values = {key: text for key, text in (defaults or {}).items() if key in keys}
+        recipe_values, origins = read_recipe(str(recipe))
+    known_keys = keys_of(Config, layered(recipe_values, {"env.name": name} if name else {}))
+    values = {key: value for key, value in (defaults or {}).items() if key in known_keys}
     values |= overrides
     if name == "search" and str(values.get("env.data", "")).lower() == "none":
         # The recipe's retriever, E5, would be downloaded.
         values = {"env.retriever": "bm25"} | values
-    return override(flat, values, origin=str(recipe or "command line"), origins=origins)
+    origin = str(recipe or "command line")
+    return override(recipe_values, values, origin=origin, origins=origins)

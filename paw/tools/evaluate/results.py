@@ -20,16 +20,16 @@ COLUMNS = {
     "two": "Pick2",
 }
 """ALFWorld's task types in the order of the paper's Table 1, and their headings there."""
-MOST_CHARS = 10_000
+MAX_CHARS = 10_000
 """Most characters of a line: kinds of tasks and the games' name are texts of the environment."""
 SPENT = ("calls", "prompt_tokens", "completion_tokens", "cost", "seconds")
-"""Keys of what episodes cost, summed over all of them: those that failed were paid for too."""
+"""Keys of what an episode costs. Sums include episodes that failed: they were paid for too."""
 
 
 def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
     """The line of an ended episode in the file of episodes."""
     trajectory = episode.trajectory
-    last = episode.outcome
+    last_outcome = episode.outcome
     stats = episode.stats
     turns = []
     for trial, response, outcome in episode.steps:
@@ -41,13 +41,14 @@ def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
             "observation": outcome.observation,
             "reward": outcome.reward,
         })  # fmt: skip
+    won = last_outcome is not None and last_outcome.won
     cost = stats.prompt_tokens * prices.input_price + stats.response_tokens * prices.output_price
     return {
         "place": episode.index,
         "task": trajectory.task.id,
         "kind": trajectory.task.kind,
-        "success": last is not None and last.won and not episode.context_full,
-        "score": last.score if last else None,
+        "success": won and not episode.context_full,
+        "score": last_outcome.score if last_outcome else None,
         "steps": sum(turn["trial"] == episode.trials for turn in turns),
         "trials": episode.trials,
         "plans": episode.notes,
@@ -63,21 +64,25 @@ def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
 
 
 def summarise(
-    lines: Sequence[dict[str, Any]], about: dict[str, Any], prices: EndpointConfig, wall_s: float
+    lines: Sequence[dict[str, Any]],
+    settings: dict[str, Any],
+    prices: EndpointConfig,
+    wall_s: float,
 ) -> dict[str, Any]:
     """Success of the played episodes with its 95 % Wilson interval, and what they took.
 
-    Success is given overall and by kind of task. `wall_s` is the time of this run alone; `seconds`
-    in the result is the sum over all episodes, also of those that ran at the same time.
+    Success is given overall and by kind of task. `settings` are those in settings.json. `wall_s` is
+    the time of this run alone; `seconds` in the result is the sum over all episodes, even if they
+    ran at the same time.
     """
     played = [line for line in lines if line["failure"] is None]
     turns = [turn for line in played for turn in line["turns"]]
     summary: dict[str, Any] = {
-        "environment": about["env.name"],
-        "agent": about["agent.type"],
-        "model": about["model"],
-        "games": about["games"],
-        "temperature": about["eval.temperature"],
+        "environment": settings["env.name"],
+        "agent": settings["agent.type"],
+        "model": settings["model"],
+        "games": settings["games"],
+        "temperature": settings["eval.temperature"],
         "episodes": len(played),
     }
     summary |= success_of([line["success"] for line in played])
@@ -123,7 +128,7 @@ def table(summary: dict[str, Any]) -> str:
         lines.append(
             f"{summary['not_played']} episodes could not be played and count nowhere above"
         )
-    return "\n".join(clean(line, MOST_CHARS) for line in lines) + "\n"
+    return "\n".join(clean(line, MAX_CHARS) for line in lines) + "\n"
 
 
 def _cells(summary: dict[str, Any]) -> dict[str, float]:

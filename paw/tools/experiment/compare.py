@@ -1,4 +1,4 @@
-"""`paw experiment compare`: compare variants of a recipe over seeds, each with the first one.
+"""`paw experiment compare`: compare variants of a recipe with the first of them, over seeds.
 
 The tables and the figure have the form of PaW's Tables 1 to 4 and Figure 4.
 """
@@ -16,7 +16,7 @@ from paw.tools.experiment.runs import Overrides
 from paw.tools.report.rundir import Run
 
 REACHED = 0.1
-"""Training success from which a run counts as having taken off (Figure 4)."""
+"""A run has taken off once its training success exceeds this share (Figure 4)."""
 FACTS = ("commit", "paw", "torch", "device")
 """Keys of run.json that are columns of the CSV."""
 
@@ -97,7 +97,7 @@ def measure(variant: str, seed: int, run: Run) -> Record:
 def summarise(records: list[Record]) -> dict[str, dict[str, Any]]:
     """By variant: success before and after, area under the curve, paired differences to the first.
 
-    These are intervals over seeds.
+    Each is an interval over seeds.
     """
     summary: dict[str, dict[str, Any]] = {}
     baseline: dict[str, dict[int, float]] | None = None

@@ -15,7 +15,7 @@ from paw.tools.experiment.results import Interval, Record, interval
 from paw.tools.report.plots import MUTED, PALETTE, legend, look, name_bars, printable, styled
 
 PALE = "#b9c0c8"
-"""Colour of the curves that are not named."""
+"""Colour of the curves without a name."""
 Curve = dict[int, Interval]
 """The mean over seeds with its interval, by update."""
 
@@ -26,13 +26,16 @@ def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
     `records` are the lines of compare.csv, as measured or as read back.
     """
     prefix = "eval_"
-    steps = sorted(
-        {int(key.removeprefix(prefix)) for row in records for key in row if key.startswith(prefix)}
-    )
+    steps: set[int] = set()
+    for row in records:
+        for key in row:
+            if key.startswith(prefix):
+                steps.add(int(key.removeprefix(prefix)))
+
     curves: dict[str, Curve] = {row["variant"]: {} for row in records}
     for variant, curve in curves.items():
         rows = [row for row in records if row["variant"] == variant]
-        for step in steps:
+        for step in sorted(steps):
             values: list[Any] = [row.get(f"{prefix}{step}") for row in rows]
             if None not in values:
                 curve[step] = interval(values)
@@ -41,7 +44,7 @@ def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
 
 @styled
 def comparison(curves: Mapping[str, Curve], summary: Mapping[str, Any]) -> Figure:
-    """Success over the updates by variant; beside it each variant's paired difference to the first.
+    """Success over the updates by variant, beside each variant's paired difference to the first.
 
     Values are shares. With more than five variants, only the first two and those whose interval
     excludes zero have a colour. Bands are drawn for at most three coloured variants. If no variant
@@ -127,7 +130,7 @@ def draw(
 ) -> None:
     """Draw a mean over seeds, and with `band` its interval.
 
-    The band is cut off where no value can lie: below 0 if no mean is negative, and above 100 %.
+    The band is cut off at values that cannot be: below 0 if no mean is negative, and above 100 %.
     """
     colour, dash = look(index)
     means = [factor * point.mean for point in curve.values()]
@@ -146,21 +149,21 @@ def draw(
         return
 
     steps = []
-    low = []
-    high = []
+    lows = []
+    highs = []
     for step, point in curve.items():
         if point.low is not None:
             steps.append(step)
-            low.append(factor * point.low)
-            high.append(factor * (point.high or 0))
+            lows.append(factor * point.low)
+            highs.append(factor * (point.high or 0))
     if not steps:
         return
     floor = 0 if min(means) >= 0 else -np.inf
     ceiling = 100 if factor == 100 else np.inf
     axes.fill_between(
         steps,
-        np.clip(low, floor, None),
-        np.clip(high, None, ceiling),
+        np.clip(lows, floor, None),
+        np.clip(highs, None, ceiling),
         color=colour,
         alpha=0.1,
         linewidth=0,

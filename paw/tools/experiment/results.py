@@ -48,13 +48,13 @@ def interval(values: Sequence[float]) -> Interval:
     if n < 2:
         return Interval(mean, n)
     sd = stdev(values)
-    half = student(n - 1) * sd / math.sqrt(n)
-    return Interval(mean, n, sd, low=mean - half, high=mean + half)
+    half_width = student(n - 1) * sd / math.sqrt(n)
+    return Interval(mean, n, sd, low=mean - half_width, high=mean + half_width)
 
 
 @cache
 def student(freedom: int) -> float:
-    """t with P(|T| <= t) = 0.95 for a Student variable T of so many degrees of freedom.
+    """t with P(|T| <= t) = 0.95 for a Student variable T with `freedom` degrees of freedom.
 
     With t = sqrt(freedom) tan(a), the density of a is proportional to cos(a)^(freedom - 1), summed
     numerically here.

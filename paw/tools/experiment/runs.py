@@ -55,7 +55,7 @@ VARIANTS = {
     },
 }
 """Variants of a comparison by name: (what it changes in the recipe, a line on what it is)."""
-OWN = {"run.dir", "run.name", "run.seed", "warmup.seed"}
+SET_HERE = {"run.dir", "run.name", "run.seed", "warmup.seed"}
 """Keys that the experiment sets."""
 IGNORED = {"run.dir", "run.threads", "run.trackers", "run.save_every", "run.keep"}
 IGNORED |= {"tracking.project", "tracking.name", "tracking.tags"}
@@ -68,19 +68,20 @@ Runs = dict[str, dict[int, Run]]
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the experiment; `words` are the arguments of `paw`."""
+    """One run of the experiment."""
 
     variant: str
     seed: int
     directory: Path
     updates: int
     words: tuple[str, ...]
+    """The arguments of `paw`."""
 
     @property
     def finished(self) -> Run | None:
-        """The run if it has ended by itself after all its updates, otherwise None.
+        """The run if it has ended by itself after all its updates, perhaps without a report.
 
-        It may lack a report.
+        Otherwise None.
         """
         with suppress(UserError):  # not started
             run = load_run(self.directory)
@@ -153,7 +154,7 @@ def conduct(
     seeds: dict[str, list[int]],
     overrides: Overrides,
 ) -> Runs:
-    """Train what is missing, unless --report-only; returns the finished runs, variants in order.
+    """Train what is missing, unless --report-only; returns the finished runs, in order of variants.
 
     Raises UserError if a run cannot be planned or fails, or if the first variant has no finished
     run.
@@ -189,7 +190,7 @@ def plan(
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: give 1 or more")
     for key in overrides:
-        if key in OWN:
+        if key in SET_HERE:
             raise UserError(f"--{key}: the experiment sets it; see --seeds and --out")
         for variant, changes in variants.items():
             if key in changes:
@@ -199,7 +200,7 @@ def plan(
                 )
 
     jobs = []
-    for seed in sorted({seed for variant_seeds in seeds.values() for seed in variant_seeds}):
+    for seed in sorted(set().union(*seeds.values())):
         for variant in variants:
             if seed in seeds[variant]:
                 jobs.append(_job(options, variant, seed, overrides | variants[variant]))
@@ -209,7 +210,9 @@ def plan(
 def _job(options: argparse.Namespace, variant: str, seed: int, overrides: Overrides) -> Job:
     """The run of one variant and seed; `overrides` are the user's and the variant's."""
     directory = options.out / "runs" / f"{variant}-{seed}"
-    keys = {"run.threads": "1"} if options.jobs > 1 else {}
+    keys: Overrides = {}
+    if options.jobs > 1:
+        keys["run.threads"] = "1"
     keys |= overrides
     keys |= {"run.dir": str(directory.parent), "run.name": directory.name, "run.seed": str(seed)}
     config = load(options.recipe, keys)
@@ -229,15 +232,15 @@ def _job(options: argparse.Namespace, variant: str, seed: int, overrides: Overri
     return Job(variant, seed, directory, config.run.updates, tuple(words))
 
 
-def difference(path: Path, now: Config) -> str:
-    """The first key by which two configurations learn differently, and both values; or "".
+def difference(path: Path, config: Config) -> str:
+    """The first key by which a configuration learns differently than that of the file `path`.
 
-    `path` is the file of the one, `now` is the other.
+    In words, with both values; empty if there is none.
     """
-    current = masked(flatten(now))
-    for key, value in masked(flatten(load(path))).items():
-        if key not in IGNORED and value != current.get(key):
-            return f"{key} = {value!r}, not {current.get(key)!r}"
+    values = masked(flatten(config))
+    for key, file_value in masked(flatten(load(path))).items():
+        if key not in IGNORED and file_value != values.get(key):
+            return f"{key} = {file_value!r}, not {values.get(key)!r}"
     return ""
 
 
@@ -266,8 +269,8 @@ def train(jobs: Sequence[Job], *, at_once: int) -> None:
                 done += 1
                 seconds_per_run = (time.monotonic() - started) / (done - done_before)
                 minutes = seconds_per_run * (len(jobs) - done) / 60
-                left = f", about {minutes:.0f} min left" if minutes else ""
-                to_stderr(f"{done} of {len(jobs)} runs{left}")
+                remaining = f", about {minutes:.0f} min left" if minutes else ""
+                to_stderr(f"{done} of {len(jobs)} runs{remaining}")
     finally:
         processes.stop()
         pool.shutdown()
@@ -292,15 +295,15 @@ class _Processes:
         self.running.add(child)
         if self.stopping.is_set():  # `stop` was called after the check above, and missed this child
             child.terminate()
-        code = child.wait()
+        exit_code = child.wait()
         self.running.discard(child)
-        if code == 0 and job.finished:
+        if exit_code == 0 and job.finished:
             return
 
         self.stopping.set()
         for line in job.log.read_text(errors="replace").splitlines()[-10:]:
             to_stderr(line)
-        ending = f"failed (exit code {code})" if code else "was stopped"
+        ending = f"failed (exit code {exit_code})" if exit_code else "was stopped"
         raise UserError(
             f"run {job.directory} {ending}, see {job.log}; the same command goes on from here"
         )

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -47,30 +48,54 @@ COARSE = 20
 FINE = 100
 """The same, if nothing fits with coarse steps."""
 LARGEST_SHARE = 0.9
-
-
+"""Largest share of a card that the engine is given."""
 Tried = list[tuple[str, Plan]]
 """What was changed last, and the plan with all changes so far; the last one fits if any does."""
 
 
-def fit(config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any) -> Tried:
+@dataclass(frozen=True)
+class Machine:
+    """The cards to plan for."""
+
+    gpus: int
+    """All of them."""
+    gpu_gib: float
+    """Memory of each."""
+    host_gib: float | None = None
+    """Memory of a host; None: not limited."""
+    hosts: int = 1
+
+    def plan(self, config: Config, shape: Shape) -> Plan:
+        """The plan of a configuration for these cards."""
+        return Plan(
+            config,
+            shape,
+            gpus=self.gpus,
+            gpu_gib=self.gpu_gib,
+            host_gib=self.host_gib,
+            hosts=self.hosts,
+        )
+
+
+def fit(config: Config, shape: Shape, machine: Machine, *, pinned: Collection[str] = ()) -> Tried:
     """Try settings until some fit; `pinned` keys stay as they are.
 
     First come fallbacks that keep what is learnt, then servers, then a finer share of the card for
-    the engine, and last what changes what is learnt. `machine` are keyword arguments of `Plan`.
+    the engine, and last what changes what is learnt.
     """
-    tried = _with_fallbacks(config, shape, pinned=pinned, **machine)
+    tried = _with_fallbacks(config, shape, machine, pinned=pinned)
     if _keeps_learning(tried, config):
         return tried
-    for plan in with_servers(config, shape, pinned=pinned, **machine):
-        return [*tried, (words(plan.config, config), plan)]
+    quickest = with_servers(config, shape, machine, pinned=pinned)
+    if quickest:
+        return [*tried, (words(quickest.config, config), quickest)]
 
-    finer = _with_fallbacks(config, shape, steps=FINE, pinned=pinned, **machine)
+    finer = _with_fallbacks(config, shape, machine, steps=FINE, pinned=pinned)
     only_finer_fits = bool(tried[-1][1].reasons()) and not finer[-1][1].reasons()
     if _keeps_learning(finer, config) or only_finer_fits:
         return finer
     if tried[-1][1].reasons():
-        tried += with_adapters(config, shape, pinned=pinned, **machine)
+        tried += with_adapters(config, shape, machine, pinned=pinned)
     return tried
 
 
@@ -81,9 +106,9 @@ def _keeps_learning(tried: Tried, config: Config) -> bool:
 
 
 def with_adapters(
-    config: Config, shape: Shape, *, pinned: Collection[str] = (), **machine: Any
+    config: Config, shape: Shape, machine: Machine, *, pinned: Collection[str] = ()
 ) -> Tried:
-    """Adapters, with only those fallbacks that they still need, if that fits.
+    """The plan with adapters, and with only those fallbacks that it still needs, if that fits.
 
     The fallbacks that were tried without adapters are dropped: what they add may not fit a host's
     memory. Empty if nothing fits, or if a pinned key would have to change.
@@ -92,7 +117,7 @@ def with_adapters(
         return []
     try:
         adapted = changed(config, ADAPTERS)
-        tried = _with_fallbacks(adapted, shape, steps=FINE, pinned={*pinned, *ADAPTERS}, **machine)
+        tried = _with_fallbacks(adapted, shape, machine, steps=FINE, pinned={*pinned, *ADAPTERS})
     except UserError:  # what is trained takes no adapters
         return []
     best = tried[-1][1]
@@ -105,37 +130,41 @@ def _contradicts(config: Config, change: Change, pinned: Collection[str]) -> boo
 
 
 def with_servers(
-    config: Config, shape: Shape, *, ahead: int = 0, pinned: Collection[str] = (), **machine: Any
-) -> list[Plan]:
-    """The quickest plan that fits with servers on some of the cards, if any does.
+    config: Config,
+    shape: Shape,
+    machine: Machine,
+    *,
+    ahead: int = 0,
+    pinned: Collection[str] = (),
+) -> Plan | None:
+    """The quickest plan that fits with servers on some of the cards; None if none does.
 
     Servers get a quarter, half or three quarters of the cards. They have the smallest
     engine.tensor_parallel that holds the model, or twice or four times that.
     """
-    gpus = machine["gpus"]
-    on_host = -(-gpus // machine.get("hosts", 1))
     replaceable = find_engine(config.engine.type).replaceable
-    if gpus == 1 or not replaceable or set(pinned) & set(ENGINE):
-        return []
+    if machine.gpus == 1 or not replaceable or set(pinned) & set(ENGINE):
+        return None
 
-    one_server = Plan(_with_server_keys(config, 1, 1, ahead), shape, **machine)
+    one_server = machine.plan(_with_server_keys(config, 1, 1, ahead), shape)
+    cards_of_host = -(-machine.gpus // machine.hosts)
     least = one_server.engine.least_cards
     splits = set()
     for size in (least, 2 * least, 4 * least):
-        if not 0 < size <= on_host:
+        if not 0 < size <= cards_of_host:
             continue
         for quarters in (1, 2, 3):
-            count = quarters * gpus // 4 // size
+            count = quarters * machine.gpus // 4 // size
             if count:
                 splits.add((count, size))
 
     fitting = []
     for count, size in sorted(splits):
         with_keys = _with_server_keys(config, count, size, ahead)
-        tried = _with_fallbacks(with_keys, shape, pinned={*pinned, *ENGINE}, **machine)
+        tried = _with_fallbacks(with_keys, shape, machine, pinned={*pinned, *ENGINE})
         if _keeps_learning(tried, config):
             fitting.append(tried[-1][1])
-    return sorted(fitting, key=lambda plan: plan.step_s)[:1]
+    return min(fitting, key=lambda plan: plan.step_s, default=None)
 
 
 def _with_server_keys(config: Config, count: int, size: int, ahead: int) -> Config:
@@ -163,18 +192,18 @@ def words(config: Config, before: Config) -> str:
 def _with_fallbacks(
     config: Config,
     shape: Shape,
+    machine: Machine,
     *,
     steps: int = COARSE,
     pinned: Collection[str] = (),
-    **machine: Any,
 ) -> Tried:
     """Add fallbacks, each on top of those before, until something fits; drop those not needed."""
 
     def attempt(changes: Sequence[Change]) -> Plan:
-        plan = Plan(changed(config, *changes), shape, **machine)
+        plan = machine.plan(changed(config, *changes), shape)
         if SHARE in pinned:
             return plan
-        return _with_largest_share(plan, steps, **machine)
+        return _with_largest_share(plan, machine, steps)
 
     best = attempt([])
     applied: list[Change] = []
@@ -186,7 +215,7 @@ def _with_fallbacks(
             continue
         try:
             best, applied = _first_that_fits(attempt, [*applied, change])
-        except UserError:  # it does not apply, or needs a change to a pinned key
+        except UserError:  # the change does not apply, or needs another of a pinned key
             continue
         label = ", ".join(f"{key} = {value}" for key, value in change.items())
         tried.append((label, best))
@@ -203,9 +232,9 @@ Attempt = Callable[[Sequence[Change]], Plan]
 
 
 def _first_that_fits(attempt: Attempt, changes: list[Change]) -> tuple[Plan, list[Change]]:
-    """The plan with all changes, or the first that fits without one of those that take host memory.
+    """(a plan that fits, its changes): with all changes, or without one that takes host memory.
 
-    Without any that fits, the plan with all. Also returns its changes.
+    The first of these that fits; if none does, that with all changes.
     """
     options = [changes]
     for change in changes:
@@ -219,9 +248,9 @@ def _first_that_fits(attempt: Attempt, changes: list[Change]) -> tuple[Plan, lis
 
 
 def _drop_unneeded(attempt: Attempt, best: Plan, applied: list[Change]) -> Plan:
-    """The plan without the changes that it fits without.
+    """The plan without those changes that it does not need to fit.
 
-    A change is kept if the plan is slower without it, unless it learns more then.
+    A change is kept if the plan would be slower without it, unless that plan learns more.
     """
     for change in reversed(applied):
         fewer = _without(applied, change)
@@ -234,7 +263,7 @@ def _drop_unneeded(attempt: Attempt, best: Plan, applied: list[Change]) -> Plan:
     return best
 
 
-def _with_largest_share(plan: Plan, steps: int, **machine: Any) -> Plan:
+def _with_largest_share(plan: Plan, machine: Machine, steps: int) -> Plan:
     """The plan with the largest share of the card that the engine can have beside the trainer.
 
     The share is a multiple of 1 / `steps`. Returns the plan itself if it fits as it is, or if no
@@ -242,16 +271,20 @@ def _with_largest_share(plan: Plan, steps: int, **machine: Any) -> Plan:
     """
     if not plan.engine_type.sized_by_share or not plan.reasons():
         return plan
-    rollout = plan.phases["rollout"]
-    beside = sum(size for part, size in rollout.items() if part not in ("engine", "KV cache"))
-    room = (USABLE * plan.gpu_gib - beside) / plan.gpu_gib
+    trainer_gib = 0
+    for part, size in plan.phases["rollout"].items():
+        if part not in ("engine", "KV cache"):
+            trainer_gib += size
+    room = (USABLE * plan.gpu_gib - trainer_gib) / plan.gpu_gib
     share = min(LARGEST_SHARE, math.floor(steps * room) / steps)
     if share <= 0:
         return plan
-    other = Plan(changed(plan.config, {SHARE: share}), plan.shape, **machine)
-    fits_card = sum(other.phases["rollout"].values()) <= USABLE * other.gpu_gib
-    fits_cache = other.kv_tokens >= other.kv_needed()
-    return other if fits_card and fits_cache else plan
+    shared = machine.plan(changed(plan.config, {SHARE: share}), plan.shape)
+    fits_card = sum(shared.phases["rollout"].values()) <= USABLE * shared.gpu_gib
+    fits_cache = shared.kv_tokens >= shared.kv_needed()
+    if fits_card and fits_cache:
+        return shared
+    return plan
 
 
 def _without(changes: list[Change], dropped: Change) -> list[Change]:
@@ -293,10 +326,10 @@ def changed(config: Config, *changes: Change) -> Config:
 
 
 def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: int) -> None:
-    """`check_fits` for this host, with `on_host` of `gpus` ranks. Servers have other cards.
+    """`check_fits` for this host, which has `on_host` of `gpus` ranks. Servers have other cards.
 
-    On CPUs (`gpu_gib` is None) weights, gradients and moments have to fit. A model that is made on
-    the spot, or of a kind that the plan does not know, passes.
+    On CPUs (`gpu_gib` is None) weights, gradients and moments must fit. A model that is made on the
+    spot passes, and so does one of a kind that the plan does not know.
     """
     if config.model.path == "quickstart":
         return
@@ -305,15 +338,17 @@ def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: 
     except UserError:
         return
     host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    machine: Any = {
-        "gpus": gpus + config.engine.gpus,
-        "host_gib": host_gib,
-        "hosts": -(-gpus // on_host),
-    }
+    machine = Machine(
+        gpus=gpus + config.engine.gpus,
+        gpu_gib=host_gib if gpu_gib is None else gpu_gib,
+        host_gib=host_gib,
+        hosts=-(-gpus // on_host),
+    )
     if gpu_gib is not None:
-        return check_fits(config, shape, gpu_gib=gpu_gib, **machine)
+        check_fits(config, shape, machine)
+        return
 
-    components = Plan(config, shape, gpu_gib=host_gib, **machine).phases["update"]
+    components = machine.plan(config, shape).phases["update"]
     needed = ("weights", "critic", "gradients", "optimizer")
     need = on_host * sum(components.get(part, 0.0) for part in needed)
     if need > host_gib:
@@ -324,18 +359,17 @@ def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: 
         )
 
 
-def check_fits(config: Config, shape: Shape, **machine: Any) -> None:
-    """Raises UserError if the configuration cannot fit, even on the whole card with one sequence of
-    KV cache.
+def check_fits(config: Config, shape: Shape, machine: Machine) -> None:
+    """Raises UserError if the configuration cannot fit.
 
-    The message has the plan's numbers, and the nearest settings that fit, to paste.
+    That is, not even on the whole card and with a KV cache of one sequence. The message has the
+    plan's numbers, and the nearest settings that fit, to paste.
     """
-    reasons = Plan(config, shape, **machine).reasons(usable=1.0, rows=1)
+    reasons = machine.plan(config, shape).reasons(usable=1.0, rows=1)
     if not reasons:
         return
-    several_hosts = machine.get("hosts", 1) > 1
-    pinned = ENGINE if several_hosts else ()  # a run on several machines starts no servers
-    best = fit(config, shape, pinned=pinned, **machine)[-1][1]
+    pinned = ENGINE if machine.hosts > 1 else ()  # a run on several machines starts no servers
+    best = fit(config, shape, machine, pinned=pinned)[-1][1]
     advice = "nothing tried fits; use more GPUs or a smaller model"
     if not best.reasons():
         advice = f"what fits: {words(best.config, config)}"

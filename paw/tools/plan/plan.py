@@ -1,13 +1,12 @@
 """Predicts by arithmetic the memory and the seconds of an update. Loads no torch.
 
 Every constant is published (others' runs, with the source), measured (by us, on a CPU) or assumed.
-SOURCES says which for each component. `bench/trainer/plan_pages.py` compares the times of training with
-published runs (docs/memory.md).
+SOURCES says which for each component. `bench/trainer/plan_pages.py` compares the times of training
+with published runs (docs/memory.md).
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from paw.config.sections import Config
 from paw.tools.plan.plan_memory import ENGINE_ROWS, GIB, USABLE, Memory
@@ -108,7 +107,7 @@ class Play:
     """Of all ranks."""
     turns: float
     """Of an episode, on average."""
-    most: int
+    longest: int
     """Turns of the longest episode."""
     prompt: float
     """Tokens of a turn's prompt, on average; likewise `response`."""
@@ -133,7 +132,7 @@ class Play:
         return cls(
             episodes=limits.tasks * limits.group_size,
             turns=(1 - WON) * max_turns + WON * (max_turns + 1) / 2,
-            most=max_turns,
+            longest=max_turns,
             prompt=PROMPT[0] * limits.max_prompt_tokens,
             response=median * math.exp(sigma**2 / 2) * limits.max_response_tokens,
             observation=observation,
@@ -144,10 +143,17 @@ class Plan(Memory):
     """Predicts the memory, in GiB, and the time of an update."""
 
     def __init__(
-        self, config: Config, shape: Shape, *, play: Play | None = None, **machine: Any
+        self,
+        config: Config,
+        shape: Shape,
+        *,
+        gpus: int,
+        gpu_gib: float,
+        host_gib: float | None = None,
+        hosts: int = 1,
+        play: Play | None = None,
     ) -> None:
-        """`machine` are the keyword arguments of `Memory`."""
-        super().__init__(config, shape, **machine)
+        super().__init__(config, shape, gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib, hosts=hosts)
         nearest_size = min(CARDS, key=lambda size: abs(size - self.gpu_gib))
         self.flops, memory_rate, link_rate = CARDS[nearest_size]
         self.bandwidth = REACHED * memory_rate
@@ -220,17 +226,17 @@ class Plan(Memory):
         engine = self.engine
         if not engine.decodes:
             return 0.0
-        size = engine.cards
+        cards = engine.cards
 
         together = min(play.episodes / engine.engines, SEQUENCES, engine.cache_tokens / play.length)
         together = max(1.0, together)
-        read = (self.c * s.parameters + together * play.length * s.kv_bytes) / size
-        reduce = 2 * s.layers * REDUCE_S if size > 1 else 0
-        step = max(read / self.bandwidth + reduce, engine.least_step_s)
+        read_bytes = (self.c * s.parameters + together * play.length * s.kv_bytes) / cards
+        reduce_s = 2 * s.layers * REDUCE_S if cards > 1 else 0
+        token_s = max(read_bytes / self.bandwidth + reduce_s, engine.least_step_s)
 
         turns = play.episodes * play.turns / engine.engines
-        prefill = turns * play.prompt * self._body() / (self.flops * MFU * size)
-        return prefill + max(turns / together, play.most) * play.response * step
+        prefill_s = turns * play.prompt * self._body() / (self.flops * MFU * cards)
+        return prefill_s + max(turns / together, play.longest) * play.response * token_s
 
     def _training(self) -> dict[str, float]:
         config = self.config
@@ -257,20 +263,22 @@ class Plan(Memory):
         scored = self._scores_policy() + (config.policy.kl_coef > 0)
         epochs = config.optim.epochs
         steps = max(1, round(play.episodes * play.turns / config.optim.minibatch_samples)) * epochs
-        state = 2 * self.optimizer / (PCIE if config.optim.offload else self.bandwidth)
+        state_s = 2 * self.optimizer / (PCIE if config.optim.offload else self.bandwidth)
         # Weights and gradients, read and written.
-        moved = 4 * self.stored / self.shards / self.bandwidth
-        saved = self.saved / PCIE if self.copied else self.on_host * self.saved / FILES
+        weights_s = 4 * self.stored / self.shards / self.bandwidth
+        checkpoint_s = self.on_host * self.saved / FILES
+        if self.copied:
+            checkpoint_s = self.saved / PCIE
 
         scoring_s = (policy_forward * scored + critic_forward) / rate
         learning_s = max(learning / rate, micro_batches * (2 * gather + reduce))
         return {
             "score": max(scoring_s, scored * micro_batches * gather),
             "update": epochs * (learning_s + offloaded),
-            "step": steps * (STEP_S + state + moved),
+            "step": steps * (STEP_S + state_s + weights_s),
             "sync": self._sync(),
             "host": self.N * turns * tokens * HOST_S,
-            "checkpoint": saved / config.run.save_every if config.run.save_every else 0.0,
+            "checkpoint": checkpoint_s / config.run.save_every if config.run.save_every else 0.0,
         }
 
     def _scores_policy(self) -> bool:
@@ -298,8 +306,8 @@ class Plan(Memory):
 
     def _sync(self) -> float:
         """Seconds to send the weights to the engines."""
-        size = self.engine.sent_bytes
-        if size is None:
-            size = self.c * self.shape.parameters
+        sent_bytes = self.engine.sent_bytes
+        if sent_bytes is None:
+            sent_bytes = self.c * self.shape.parameters
         rate = {"memory": PCIE, "nccl": NCCL, "files": FILES}[self.engine.sent_by]
-        return size / rate
+        return sent_bytes / rate

@@ -5,8 +5,8 @@ The memory is that of a GPU, of a server's GPU and of a host.
 Sizes are those of one GPU out of N, or of one host. T: tokens of a micro-batch. c: bytes of an
 element in the forward pass. w: bytes of an element of a stored weight. All formulas are upper
 bounds: the gradients of an earlier micro-batch are present, and every token is a target.
-`bench/trainer/memory.py` compares update and step with simulated ones (docs/memory.md). The rest are stated
-assumptions.
+`bench/trainer/memory.py` compares update and step with simulated ones (docs/memory.md). The rest
+are stated assumptions.
 """
 
 from paw.config.sections import Config
@@ -45,10 +45,10 @@ PLAIN_STATE = 12
 
 
 class Memory:
-    """Predicts the memory, in GiB, that `config` needs.
+    """Predicts the memory that `config` needs.
 
     The run has `gpus` cards of `gpu_gib` in `hosts` machines, each with `host_gib` (None: not
-    limited).
+    limited). Predictions (`phases`, `host`, `peak`, `host_total`) are in GiB, other sizes in bytes.
 
     Servers that the run starts take their cards from `gpus`; those of engine.urls have cards of
     their own. Raises UserError if the servers leave no card to train on.
@@ -87,28 +87,11 @@ class Memory:
         # float32.
         self.w = self.c if self.flash or self.lora.rank else 4
         self.weight_bytes = self.w * shape.parameters
-        # With one GPU and float32 weights a layer has `c`-byte copies while it runs. With several
-        # GPUs the copies come from FSDP's gathering.
-        self.casts = self.w != self.c and self.N == 1
-        self.copy = self.c * shape.layer if self.casts else 0
-
         self.trained_parameters = self._trained_parameters()
+        self.critic_parameters = self._critic_parameters()
+
         self.engine_type = find_engine(config.engine.type)
         self.engine = plan_engine(self._planned_run())
-        self.critic_parameters = self._critic_parameters()
-        self.critic = self.w * self.critic_parameters / self.shards
-        # With LoRA the reference is the policy without its adapters.
-        has_reference = config.policy.kl_coef and not self.lora.rank
-        self.reference = self.weight_bytes / self.shards if has_reference else 0
-
-        self.state = (config.optim.master_bits - 16) / 8 + FLASH_MOMENTS if self.flash else 8
-        """Bytes of one parameter's optimizer state."""
-        self.optimizer = self._optimizer_bytes()
-        all_trained = self.trained_parameters + self.critic_parameters
-        self.stored = (4 if self.lora.rank else self.w) * all_trained
-        """Bytes of all trained weights as they are stored; adapters in float32."""
-        self.saved = self.stored / self.shards + self.optimizer
-        """Bytes of a rank's weights and optimizer state, which it writes into a checkpoint."""
 
         self.copied = False
         """Whether a checkpoint is copied to host memory at once, not part by part; see `_host`."""
@@ -130,7 +113,9 @@ class Memory:
     @property
     def kv_tokens(self) -> float:
         """Tokens that an engine's KV cache holds; infinite if it grows as needed."""
-        return self.engine.cache_tokens if self.engine.cache_is_fixed else float("inf")
+        if self.engine.cache_is_fixed:
+            return self.engine.cache_tokens
+        return float("inf")
 
     def kv_needed(self, rows: int = ENGINE_ROWS) -> int:
         """Tokens of `rows` sequences of full length."""
@@ -153,6 +138,60 @@ class Memory:
             cache_wanted=self.kv_needed(),
         )
 
+    # --- sizes in bytes
+
+    @property
+    def casts(self) -> bool:
+        """Whether a layer has `c`-byte copies of its weights while it runs.
+
+        It has with one GPU and float32 weights; with several the copies come from FSDP's gathering.
+        """
+        return self.w != self.c and self.N == 1
+
+    @property
+    def copy(self) -> int:
+        """Those copies, of one layer."""
+        return self.c * self.shape.layer if self.casts else 0
+
+    @property
+    def critic(self) -> float:
+        """A rank's share of the critic's weights."""
+        return self.w * self.critic_parameters / self.shards
+
+    @property
+    def reference(self) -> float:
+        """A rank's share of the reference model. With LoRA it is the policy without adapters."""
+        if self.config.policy.kl_coef and not self.lora.rank:
+            return self.weight_bytes / self.shards
+        return 0
+
+    @property
+    def state(self) -> float:
+        """The optimizer's state of one parameter."""
+        if self.flash:
+            return (self.config.optim.master_bits - 16) / 8 + FLASH_MOMENTS
+        return 8
+
+    @property
+    def optimizer(self) -> float:
+        """A rank's share of the optimizer's state."""
+        total = self.state * (self.trained_parameters + self.critic_parameters)
+        if self.flash:
+            models = 2 if self.critic_parameters > 0 else 1
+            total += (PLAIN_STATE - self.state) * self.shape.vectors * models
+        return total / self.shards
+
+    @property
+    def stored(self) -> int:
+        """All trained weights as they are stored; adapters in float32."""
+        all_trained = self.trained_parameters + self.critic_parameters
+        return (4 if self.lora.rank else self.w) * all_trained
+
+    @property
+    def saved(self) -> float:
+        """A rank's weights and optimizer state, which it writes into a checkpoint."""
+        return self.stored / self.shards + self.optimizer
+
     # --- the formulas, in bytes
 
     def _trained_parameters(self) -> int:
@@ -173,13 +212,6 @@ class Memory:
         vocabulary_head = 0 if self.shape.tied else self.shape.embedding
         return self.shape.parameters - vocabulary_head + self.shape.hidden + 1
 
-    def _optimizer_bytes(self) -> float:
-        total = self.state * (self.trained_parameters + self.critic_parameters)
-        if self.flash:
-            models = 2 if self.critic_parameters > 0 else 1
-            total += (PLAIN_STATE - self.state) * self.shape.vectors * models
-        return total / self.shards
-
     def _gradients(self) -> float:
         """In the dtype of the trained weights; those of adapters in float32.
 
@@ -193,7 +225,10 @@ class Memory:
         """What one decoder layer keeps for its backward pass."""
         s = self.shape
         c = self.c
-        D, Q, K, F = s.hidden, s.queries, s.keys, s.intermediate
+        D = s.hidden
+        Q = s.queries
+        K = s.keys
+        F = s.intermediate
 
         # Each norm: its float32 input, x / rms, and its output as the linear layers read it.
         scaled = 0 if self.lora.rank else c  # only a norm that is trained needs x / rms
@@ -305,7 +340,8 @@ class Memory:
         training = resident | {"gradients": self._gradients()}
         # On one GPU an offloaded reference is moved to the card; on several it comes layer by
         # layer.
-        scoring = weights | {"reference": 0 if offloaded_reference and several else self.reference}
+        comes_by_layer = offloaded_reference and several
+        scoring = weights | {"reference": 0 if comes_by_layer else self.reference}
 
         awake = {
             "engine": self.engine.weights,
@@ -341,6 +377,7 @@ class Memory:
         n = self.on_host
         several = self.N > 1
         offloads_reference = config.policy.offload_reference
+        copies_reference = several or offloads_reference
 
         processes = {"processes": HOST_PROCESS * n}
         offloaded_reference = self.reference * n * (PINNED if several else 1)
@@ -352,12 +389,12 @@ class Memory:
         activations = PINNED * self._kept() * n if config.model.offload_activations else 0
         loaded = {
             "weights": self.weight_bytes,
-            "reference": self.reference * n if several or offloads_reference else 0,
+            "reference": self.reference * n if copies_reference else 0,
             "critic": self.critic * n if several else 0,
         }
 
         # A rank's weights and optimizer state are copied if half of the free memory holds them,
-        # else part by part.
+        # otherwise part by part.
         free = (self.host_gib or 0) * GIB - sum(resident.values())
         self.copied = n * self.saved <= free / 2
         part = min(CHECKPOINT_PART, self.saved) + self.c * self.shape.embedding / self.shards

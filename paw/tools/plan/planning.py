@@ -22,6 +22,7 @@ from paw.tools.plan.fit import (
     ENGINE,
     FALLBACKS,
     SHARE,
+    Machine,
     Tried,
     as_set,
     changed,
@@ -38,12 +39,14 @@ from paw.tools.plan.shapes import Shape, shape_of
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Print the plan. Returns 0 if something fits, else 1."""
-    machine: dict[str, Any] = {
-        "gpus": options.gpus,
-        "host_gib": options.host_gib,
-        "hosts": options.hosts,
-    }
-    search = _search(options.recipe, overrides, model=options.model, **machine)
+    search = _search(
+        options.recipe,
+        overrides,
+        model=options.model,
+        gpus=options.gpus,
+        host_gib=options.host_gib,
+        hosts=options.hosts,
+    )
     best = search.best
     if options.out and not best.reasons():
         _write(options.out, best)
@@ -55,8 +58,8 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         print(json.dumps(summary(best, quicker, adapters), indent=1))
     else:
         Console().print(*tables(search.tried))
-        other = "" if options.recipe else " (another: paw plan RECIPE --model NAME)"
-        assumed = f"workload of {options.recipe or BASE}{other}: {workload(best)}"
+        hint = "" if options.recipe else " (another: paw plan RECIPE --model NAME)"
+        assumed = f"workload of {options.recipe or BASE}{hint}: {workload(best)}"
         print("", assumed, *lines(best, quicker, adapters), sep="\n")
     return 1 if best.reasons() else 0
 
@@ -83,8 +86,8 @@ def plan(
 
     Returns the plan: `fits`, and `reasons()` why not; `config`, the settings that were found;
     `peak` and `host_total`, GiB of a GPU and of a host; `step_s` and `seconds` of an update. All of
-    it is predicted. Raises UserError for a recipe, key or value that does not go, and for a kind of
-    model that the plan does not know.
+    it is predicted. Raises UserError for a recipe, key or value that cannot be used, and for a kind
+    of model that the plan does not know.
     """
     name = None if model is None else str(model)
     search = _search(
@@ -94,10 +97,11 @@ def plan(
 
 
 class Search(NamedTuple):
+    """What was searched for, and every plan that was tried."""
+
     config: Config
     shape: Shape
-    machine: dict[str, Any]
-    """Keyword arguments of `Plan`: gpus, gpu_gib, host_gib, hosts."""
+    machine: Machine
     tried: Tried
 
     @property
@@ -128,6 +132,7 @@ def _search(
         raise UserError(f"command line: --gpus '{gpus}': write it like 1x80GB or 8x80GB")
     if not 1 <= hosts <= int(cards[1]):
         raise UserError(f"command line: --hosts {hosts}: from 1 to the {cards[1]} cards of --gpus")
+
     changes: dict[str, Any] = {}
     if not recipe:
         changes["model.checkpointing"] = "none"
@@ -136,36 +141,33 @@ def _search(
         changes["model.path"] = model
     config = load(recipe or BASE, changes)
     shape = shape_of(config.model.path)
-    machine = {
-        "gpus": int(cards[1]),
-        "gpu_gib": float(cards[2]),
-        "host_gib": host_gib,
-        "hosts": hosts,
-    }
-    tried = fit(config, shape, pinned=overrides.keys(), **machine)
+    machine = Machine(gpus=int(cards[1]), gpu_gib=float(cards[2]), host_gib=host_gib, hosts=hosts)
+    tried = fit(config, shape, machine, pinned=overrides.keys())
     return Search(config, shape, machine, tried)
 
 
 def _quicker_ahead(search: Search, pinned: Collection[str]) -> list[Plan]:
     """Plans that are quicker because servers play episodes ahead."""
     best = search.best
+    machine = search.machine
     if best.config.engine.gpus and not set(ENGINE) & set(pinned):
-        others = [Plan(changed(best.config, {"rollout.ahead": 1}), search.shape, **search.machine)]
+        ahead = machine.plan(changed(best.config, {"rollout.ahead": 1}), search.shape)
     else:
-        others = with_servers(best.config, search.shape, ahead=1, pinned=pinned, **search.machine)
-    return [plan for plan in others if plan.step_s < best.step_s]
+        ahead = with_servers(best.config, search.shape, machine, ahead=1, pinned=pinned)
+    if ahead and ahead.step_s < best.step_s:
+        return [ahead]
+    return []
 
 
 def _offer_adapters(search: Search, pinned: Collection[str]) -> str:
-    """Options with which adapters would fit, if nothing else does and a pinned key rules them out.
+    """Options with which adapters would fit, if nothing else does; a pinned key rules them out.
 
-    Otherwise "".
+    Otherwise an empty text.
     """
     if not search.best.reasons() or "lora.rank" in pinned:
         return ""
-    tried = with_adapters(
-        search.config, search.shape, pinned={*pinned} - {*ADAPTERS}, **search.machine
-    )
+    pinned_others = {*pinned} - {*ADAPTERS}
+    tried = with_adapters(search.config, search.shape, search.machine, pinned=pinned_others)
     return tried[-1][0] if tried else ""
 
 
@@ -175,7 +177,7 @@ def workload(plan: Plan) -> str:
     play = plan.play
     return (
         f"{limits.tasks} tasks x {limits.group_size} episodes,"
-        f" of {play.most} turns at most ({play.turns:.0f} on average),"
+        f" of {play.longest} turns at most ({play.turns:.0f} on average),"
         f" prompts of {limits.max_prompt_tokens:,} tokens at most ({play.prompt:.0f}),"
         f" responses of {limits.max_response_tokens:,} ({play.response:.0f});"
         f" KV cache of {ENGINE_ROWS} sequences of full length at least"
@@ -185,7 +187,7 @@ def workload(plan: Plan) -> str:
 def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Iterator[str]:
     """The plan in a few lines.
 
-    Also what would be quicker with episodes played ahead, and the options with which `adapters`
+    `quicker` are plans with episodes played ahead, `adapters` the options with which adapters would
     fit if nothing else does.
     """
     engine = best.engine
@@ -218,7 +220,7 @@ def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Itera
             "on several machines start servers by hand:"
             " --engine.servers 0 --engine.urls '[...]' (docs/scale.md)"
         )
-    yield "All of this is a prediction: nothing of it was run on a GPU."
+    yield "All of this is a prediction: none of it was run on a GPU."
 
 
 def _servers_cards(plan: Plan) -> str:

@@ -14,7 +14,7 @@ from paw.io.hub import check_hub
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder like Qwen's or Llama's.
+    """The sizes of a decoder like Qwen's or Llama's.
 
     It has RMSNorm, grouped-query attention, SwiGLU, and a tied or separate head. With `experts`,
     each layer has that many MLPs and a router; a token goes through `active` of them.
@@ -155,10 +155,10 @@ SHAPES = {
 
 
 def shape_of(model: str | Path) -> Shape:
-    """The shape of a model: of a folder, a name in the table, or a model on the hub.
+    """The shape of a model: a folder, a name in the table, or a model on the hub.
 
-    A name is like "Qwen/Qwen2.5-7B-Instruct".
-    Raises UserError if the model is none of these, or its shape cannot be read.
+    A name is like "Qwen/Qwen2.5-7B-Instruct". Raises UserError if the model is none of these, or
+    its shape cannot be read.
     """
     path = Path(model).expanduser() / "config.json"
     if path.is_file():
@@ -178,7 +178,7 @@ def shape_of(model: str | Path) -> Shape:
         )
     check_hub(str(model))
     try:
-        from transformers import AutoConfig
+        from transformers import AutoConfig  # slow, and only a model on the hub needs it
 
         settings = AutoConfig.from_pretrained(str(model), trust_remote_code=False).to_dict()
     except Exception as error:
@@ -195,9 +195,9 @@ def from_config(settings: dict[str, Any], *, origin: str) -> Shape:
     Raises UserError if the model type is unknown, a key is missing, or only some layers have
     experts.
     """
-    kind = settings.get("model_type", "")
-    if kind not in KINDS:
-        raise UserError(f"{origin}: the plan knows {', '.join(KINDS)}, this is '{kind}'")
+    model_type = settings.get("model_type", "")
+    if model_type not in KINDS:
+        raise UserError(f"{origin}: the plan knows {', '.join(KINDS)}, this is '{model_type}'")
     if settings.get("mlp_only_layers") or settings.get("decoder_sparse_step", 1) != 1:
         raise UserError(
             f"{origin}: the plan knows experts in every layer or none, here mlp_only_layers says "
@@ -205,7 +205,7 @@ def from_config(settings: dict[str, Any], *, origin: str) -> Shape:
         )
 
     experts = 0
-    if KINDS[kind]:
+    if KINDS[model_type]:
         experts = settings.get("num_experts") or settings.get("num_local_experts") or 0
     try:
         heads = settings["num_attention_heads"]
@@ -215,12 +215,14 @@ def from_config(settings: dict[str, Any], *, origin: str) -> Shape:
             "tie_word_embeddings": False,
         }
         values |= {key: value for key, value in settings.items() if value}
-        if kind == "qwen3_moe":
+        if model_type == "qwen3_moe":
             values["intermediate_size"] = settings["moe_intermediate_size"]
         fields: dict[str, Any] = {name: values[key] for name, key in KEYS.items()}
         fields["experts"] = experts
         if experts:
             fields["active"] = settings["num_experts_per_tok"]
-        return Shape(**fields, qkv_bias=kind == "qwen2", qk_norm=kind.startswith("qwen3"))
+        fields["qkv_bias"] = model_type == "qwen2"
+        fields["qk_norm"] = model_type.startswith("qwen3")
+        return Shape(**fields)
     except KeyError as error:
         raise UserError(f"{origin}: {error} is missing") from None

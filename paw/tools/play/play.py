@@ -21,17 +21,19 @@ from paw.rollouts.text.chat import context_text
 from paw.tools.evaluate.played import load_played
 from paw.types import Outcome, Task
 
-MOST_SHOWN = 100_000
+MAX_SHOWN = 100_000
 """Most characters shown of a text."""
 HELP = "Type an action or its number; 'prompt' shows what the agent reads, 'quit' leaves."
 
 
-def run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Play one game; returns the exit status, 1 if the environment broke."""
-    config = load_played(args.recipe, {"env.name": args.env, **overrides}, {"env.data": "none"})
+    config = load_played(
+        options.recipe, {"env.name": options.env, **overrides}, {"env.data": "none"}
+    )
     factory = make_factory(config)
-    task = eval_tasks(factory, config.env.eval_split, 1, args.seed)[0]
-    play = _play_json if args.json else _play_at_terminal
+    task = eval_tasks(factory, config.env.eval_split, 1, options.seed)[0]
+    play = _play_json if options.json else _play_at_terminal
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # bytes that are not text are an invalid action
     try:
@@ -145,8 +147,8 @@ def _play_at_terminal(environment: CheckedEnv, task: Task) -> None:
 
 
 def _say(*texts: str) -> None:
-    """Print texts of an environment: with their line ends, nothing else that moves the cursor."""
-    print(*(clean(text, MOST_SHOWN, lines=True) for text in texts), sep="\n\n")
+    """Print texts of an environment, without control characters other than line ends."""
+    print(*(clean(text, MAX_SHOWN, lines=True) for text in texts), sep="\n\n")
 
 
 def _ending(outcome: Outcome, turns: int) -> str:

@@ -17,6 +17,66 @@ from paw.rollouts.guard import CheckedEnv, make_threads
 from paw.tools.evaluate.played import load_played
 
 
+class Session:
+    """The environment of one client: made at the first reset, and again after a failure."""
+
+    def __init__(self, factory: EnvFactory, config: EnvConfig) -> None:
+        self.factory = factory
+        self.config = config
+        self.environment: CheckedEnv | None = None
+
+    def start(self, split: str, seed: int, index: int | None) -> dict[str, Any]:
+        """Start a task; returns the fields of the first observation.
+
+        It is task `index` of those of `split` and `seed`; without an index, number `seed` of those
+        of seed 0.
+        """
+        with read_tasks(self.factory, split, 0 if index is None else seed) as tasks:
+            if index is None:
+                index = seed % (size(tasks) or 2**63)
+            task = tasks[index]
+        if self.environment is None:
+            self.environment = CheckedEnv(self.factory.make(), self.config)
+        observation = self.environment.reset(task)
+        return _fields(self.environment, observation, done=False)
+
+    def play(self, environment: CheckedEnv, text: str) -> dict[str, Any]:
+        """Play a turn; returns the fields of its observation."""
+        response = text
+        if text.strip() in environment.admissible_actions():
+            response = environment.format_action(text.strip())
+        outcome = environment.step(response)
+        return _fields(environment, outcome.observation, done=outcome.done) | {
+            "reward": outcome.reward,
+            "won": outcome.won,
+            "valid": outcome.valid,
+            "score": outcome.score,
+        }
+
+    def count_tasks(self, split: str) -> int | None:
+        """The number of tasks of a split; None if they do not end."""
+        with read_tasks(self.factory, split, 0) as tasks:
+            return size(tasks)
+
+    def close(self) -> None:
+        if self.environment:
+            with quietly():
+                self.environment.close()
+
+
+def _fields(environment: CheckedEnv, observation: str, *, done: bool) -> dict[str, Any]:
+    """The observation with the prompt and the actions of the next turn; empty ones at the end."""
+    prompt = ""
+    actions: list[str] = []
+    if not done:
+        context = environment.context()
+        if not isinstance(context, str):
+            context = "\n\n".join(message["content"] for message in context)
+        prompt = context
+        actions = environment.admissible_actions()
+    return {"text": observation, "prompt": prompt, "admissible_actions": actions, "done": done}
+
+
 def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
     """The FastAPI application, for up to `sessions` episodes at the same time.
 
@@ -53,13 +113,13 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
         score: float | None = None
 
     class PawEnvironment(Environment[PawAction, PawObservation, State]):
-        # A session. Its environment is made at the first reset, and again after a failure.
+        # OpenEnv's view of a session.
 
         SUPPORTS_CONCURRENT_SESSIONS = True
 
         def __init__(self) -> None:
             super().__init__()
-            self._guarded: CheckedEnv | None = None
+            self._session = Session(factory, config)
             self._state = State()
 
         @property
@@ -74,65 +134,18 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
             index: int | None = None,
             **_: Any,
         ) -> Any:
-            """Start a task: number `index` of those of `split` and `seed`.
-
-            Without an index it is number `seed` of those of seed 0.
-            """
             self._state = State(episode_id=episode_id)
             self._check_split(split)
-            return await self._run(lambda: self._start(split, seed or 0, index))
-
-        def _start(self, split: str, seed: int, index: int | None) -> PawObservation:
-            """What `reset_async` does in a thread."""
-            with read_tasks(factory, split, 0 if index is None else seed) as tasks:
-                if index is None:
-                    index = seed % (size(tasks) or 2**63)
-                task = tasks[index]
-            if self._guarded is None:
-                self._guarded = CheckedEnv(factory.make(), config)
-            observation = self._guarded.reset(task)
-            return self._observe(self._guarded, observation)
+            return await self._observe(lambda: self._session.start(split, seed or 0, index))
 
         async def step_async(
             self, action: PawAction, timeout_s: float | None = None, **_: Any
         ) -> Any:
-            environment = self._guarded
+            environment = self._session.environment
             if environment is None:
                 raise ValueError("there is no episode; reset first")
             self._state.step_count += 1
-            return await self._run(lambda: self._play(environment, action.text))
-
-        def _play(self, environment: CheckedEnv, text: str) -> PawObservation:
-            """What `step_async` does in a thread."""
-            response = text
-            if text.strip() in environment.admissible_actions():
-                response = environment.format_action(text.strip())
-            outcome = environment.step(response)
-            return self._observe(
-                environment,
-                outcome.observation,
-                reward=outcome.reward,
-                done=outcome.done,
-                won=outcome.won,
-                valid=outcome.valid,
-                score=outcome.score,
-            )
-
-        def _observe(
-            self, environment: CheckedEnv, text: str, *, done: bool = False, **outcome: Any
-        ) -> PawObservation:
-            """The observation `text` with the prompt and the actions of the next turn."""
-            prompt = ""
-            actions: list[str] = []
-            if not done:
-                context = environment.context()
-                if not isinstance(context, str):
-                    context = "\n\n".join(message["content"] for message in context)
-                prompt = context
-                actions = environment.admissible_actions()
-            return PawObservation(
-                text=text, prompt=prompt, admissible_actions=actions, done=done, **outcome
-            )
+            return await self._observe(lambda: self._session.play(environment, action.text))
 
         def reset(self, *args: Any, **kwargs: Any) -> Any:
             return asyncio.run(self.reset_async(*args, **kwargs))
@@ -141,17 +154,14 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
             return asyncio.run(self.step_async(*args, **kwargs))
 
         def close(self) -> None:
-            if self._guarded:
-                with quietly():
-                    self._guarded.close()
+            self._session.close()
 
         def list_splits(self) -> list[str]:
             return splits
 
         def num_tasks(self, split: str) -> int:
             self._check_split(split)
-            with read_tasks(factory, split, 0) as tasks:
-                count = size(tasks)
+            count = self._session.count_tasks(split)
             if count is None:
                 raise HTTPException(501, f"the tasks of '{split}' do not end")
             return count
@@ -160,12 +170,12 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
             if split not in splits:
                 raise HTTPException(404, f"there is no split '{split}', but {', '.join(splits)}")
 
-        async def _run(self, call: Callable[[], PawObservation]) -> PawObservation:
+        async def _observe(self, call: Callable[[], dict[str, Any]]) -> PawObservation:
             """Run a call in a thread. If it fails, the next reset makes another environment."""
             try:
-                return await threads.run(call)
+                return PawObservation(**await threads.run(call))
             except BaseException:
-                self._guarded = None
+                self._session.environment = None
                 raise
 
     app = create_fastapi_app(

@@ -1,4 +1,4 @@
-"""The report's figures. Each is drawn once, saved as PNG on white and inlined as SVG that follows the page's colours.
+"""The report's figures: drawn once, saved as PNG on white, inlined as SVG in the page's colours.
 
 The colours are those of Okabe and Ito, which all kinds of colour vision can tell apart; several
 runs also differ in dash pattern.
@@ -82,7 +82,7 @@ styled = matplotlib.rc_context(STYLE)
 
 @styled
 def learning_curve(runs: Sequence[Run], size: Size, *, kind: str | None = None) -> Figure | None:
-    """Success on evaluation games with its 95 % Wilson interval; a single run also shows its training games.
+    """Success on evaluation games with its 95 % Wilson interval.
 
     A single run also shows its training games. With `kind`, success in tasks of that kind, without
     interval and legend. None if no run has evaluated them.
@@ -133,7 +133,7 @@ def _training_curve(axes: Axes, series: Series, *, thin: float) -> None:
 def _interval_band(
     axes: Axes, run: Run, steps: list[int], *, color: str, alpha: float
 ) -> list[int]:
-    """Draw the interval of the evaluations as a band; returns those of the steps that have an interval."""
+    """Draw the interval of the evaluations as a band; returns the steps that have an interval."""
     lows = run.metrics.get("eval/ci_low", {})
     highs = run.metrics.get("eval/ci_high", {})
     band_steps = [step for step in steps if step in lows and step in highs]
@@ -145,7 +145,7 @@ def _interval_band(
 
 @styled
 def success_by_kind(runs: Sequence[Run], size: Size) -> Figure | None:
-    """Bars by task type: the first and the last evaluation of a single run, or the last evaluation of each run.
+    """Bars by task type: first and last evaluation of a single run, or the last of each run.
 
     None if no task type was evaluated.
     """
@@ -153,7 +153,7 @@ def success_by_kind(runs: Sequence[Run], size: Size) -> Figure | None:
     if not kinds:
         return None
 
-    bars = []  # of a task type: (label, colour, function from a metric's key to its value)
+    bars = []  # (label, colour, function from a metric's key to its value)
     if len(runs) == 1:
         bars.append(("first evaluation", SKY, runs[0].first))
         bars.append(("last evaluation", BLUE, runs[0].last))
@@ -184,7 +184,7 @@ def success_by_kind(runs: Sequence[Run], size: Size) -> Figure | None:
 def metric(
     runs: Sequence[Run], key: str, label: str, size: Size, *, percent: bool = False
 ) -> Figure | None:
-    """One metric over the updates: single values thin, the moving mean thick; of several runs only the means.
+    """One metric over the updates: the moving mean, and under it single values as a thin line.
 
     Only the means if there are several runs. None if no run has the metric.
     """
@@ -220,7 +220,7 @@ def metric(
 
 @styled
 def phase_times(runs: Sequence[Run], size: Size) -> Figure | None:
-    """Seconds per update by phase: over the updates for a single run, or the mean of each of several runs.
+    """Seconds per update by phase: over the updates of a single run, or the mean of each run.
 
     None if no phase was timed.
     """
@@ -277,7 +277,7 @@ def _phase_times_of_runs(axes: Axes, runs: Sequence[Run], phases: Sequence[str])
 
 @styled
 def to_svg(figure: Figure, name: str, description: str) -> str:
-    """The figure as an `<svg>` element for an HTML page, with the page's colours and without outside references.
+    """The figure as an `<svg>` element in the page's colours, without outside references.
 
     `name` keeps the ids of several figures apart. `description`, already escaped, is the text for
     screen readers.
@@ -302,7 +302,10 @@ def _axes(size: Size) -> tuple[Figure, Axes]:
 def _smoothed(
     axes: Axes, series: Series, factor: float, *, thin: float, color: str, **line: Any
 ) -> None:
-    """Draw the centred moving mean times `factor`, and under it the values themselves with the opacity `thin`."""
+    """Draw the centred moving mean times `factor`.
+
+    The values themselves are drawn under it as a thin line of the opacity `thin`, unless that is 0.
+    """
     steps, values = series
     window = _window(series)
     if window > 1 and thin:
@@ -355,4 +358,4 @@ def look(index: int) -> tuple[str, Any]:
 
 
 printable = partial(clean, limit=28)
-"""A text that comes from elsewhere as a label: cleaned, and at most 28 characters."""
+"""A text from elsewhere as a label: cleaned, and at most 28 characters."""

@@ -1,8 +1,8 @@
-"""`paw report`: one HTML page that shows what a run learnt, at what cost, and what it did; or compares several runs.
+"""`paw report`: an HTML page that shows what a run learnt and did, and at what cost.
 
-The page is self-contained: inline CSS and SVG, no script, nothing fetched. A content security
-policy enforces that, as part of the text comes from environments and models. The template,
-report.html.j2, escapes all text.
+Given several runs, it compares them. The page is self-contained: inline CSS and SVG, no script,
+nothing fetched. A content security policy enforces that, as part of the text comes from
+environments and models. The template, report.html.j2, escapes all text.
 """
 
 import argparse
@@ -52,15 +52,17 @@ SIZES = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
 """Units of a number of parameters, the largest first."""
 LEADS = {
     "Policy": "Moving means over the updates; thin lines, where shown, are the single updates.",
-    "World model": "Predicting the next observation, on the turns where the policy was least certain.",
+    "World model": (
+        "Predicting the next observation, on the turns where the policy was least certain."
+    ),
     "Cost": "Where the time went.",
 }
 """The sections with charts, and the sentence above them."""
 
 
-def run(args: argparse.Namespace, _: object) -> int:
+def run(options: argparse.Namespace, _: object) -> int:
     """Write the report, and print the path of its page."""
-    print(write_report(*args.run_dir, out=args.out))
+    print(write_report(*options.run_dir, out=options.out))
     return 0
 
 
@@ -88,15 +90,14 @@ def _page(runs: Sequence[Run], plots_dir: Path) -> str:
     run = runs[0]
     single = len(runs) == 1
     title = run.name if single else f"{len(runs)} runs compared"
-    masks_tokens = (
-        run.config.get("wm.enabled", True) and run.config.get("wm.loss", "cmae") == "cmae"
-    )
+    has_world_model = run.config.get("wm.enabled", True)
+    masks_tokens = has_world_model and run.config.get("wm.loss", "cmae") == "cmae"
     episodes = []
     if single:
         episodes = [shown_episode(sample) for sample in pick_episodes(run.samples)]
 
     folder = Path(__file__).parent
-    pages = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
         autoescape=True,
         trim_blocks=True,
@@ -104,12 +105,12 @@ def _page(runs: Sequence[Run], plots_dir: Path) -> str:
         undefined=jinja2.StrictUndefined,
         finalize=_printable,
     )
-    pages.filters["value"] = _value
-    pages.filters["duration"] = _duration
-    pages.filters["summary_line"] = _summary_line
-    pages.filters["clip"] = clip
-    pages.filters["total"] = _total
-    return pages.get_template("report.html.j2").render(
+    templates.filters["value"] = _value
+    templates.filters["duration"] = _duration
+    templates.filters["summary_line"] = _summary_line
+    templates.filters["clip"] = clip
+    templates.filters["total"] = _total
+    return templates.get_template("report.html.j2").render(
         title=title,
         css=(folder / "report.css").read_text(encoding="utf-8"),
         run=run,
@@ -142,7 +143,10 @@ Gallery = tuple[str, str, str, list[dict[str, Any]]]
 
 
 def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[Gallery]:
-    """The sections of figures, one at a time; every figure for which there is data is drawn, and saved as PNG too."""
+    """The sections of figures, one at a time.
+
+    Every figure for which there is data is drawn, and also saved as PNG.
+    """
     single = len(runs) == 1
 
     learning = _saved_figures(
@@ -152,9 +156,9 @@ def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[Gallery]:
     )
     yield "Learning", "", "pair-wide", learning
 
-    lead = (
-        "Evaluations in blue, training games in orange." if single else "Evaluations of each run."
-    )
+    lead = "Evaluations of each run."
+    if single:
+        lead = "Evaluations in blue, training games in orange."
     yield "Task types", lead, "", _saved_figures(plots_dir, *_kind_curves(runs))
 
     for section, lead in LEADS.items():
@@ -164,7 +168,10 @@ def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[Gallery]:
 def _saved_figures(
     plots_dir: Path, *named_figures: tuple[str, str, Figure | None], aside: str = "", note: str = ""
 ) -> list[dict[str, Any]]:
-    """Save the figures, each (file name, title, figure or None for no data); returns them for the template."""
+    """Save the figures as PNG; returns them for the template.
+
+    Each is (file name, title, figure or None for no data).
+    """
     saved = []
     for name, title, figure in named_figures:
         if not figure:
@@ -314,9 +321,9 @@ def _end(info: dict[str, Any]) -> str:
     ended = info.get("ended")
     if not isinstance(ended, dict):
         return ""
-    why = clean(ended.get("why") or "")
-    how = clean(ended.get("how") or "")
-    return f"{how}: {why}" if why else how
+    outcome = clean(ended.get("how") or "")
+    reason = clean(ended.get("why") or "")
+    return f"{outcome}: {reason}" if reason else outcome
 
 
 def _times(resumed: Any) -> str:
@@ -353,19 +360,20 @@ def _duration(seconds: object) -> str:
     """Seconds as hours, minutes and seconds; empty for anything but a positive number."""
     if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         return ""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remaining_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes} min"
     if minutes:
-        return f"{minutes} min {rest} s"
-    return f"{rest} s"
+        return f"{minutes} min {remaining_seconds} s"
+    return f"{remaining_seconds} s"
 
 
 def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Up to PER_END samples of the first sampled update and as many of the last, of the same tasks if possible.
+    """Up to PER_END samples of the first sampled update, and as many of the last.
 
-    The page opens with the first of the last update: "open" is true for that one.
+    They are of the same tasks if possible. The page opens with the first of the last update: "open"
+    is true for that one.
     """
     complete = []
     for sample in samples:
@@ -383,17 +391,20 @@ def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def shown_episode(sample: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows of a line of samples.jsonl, of which anything may be missing or of another type."""
+    """What the page shows of a line of samples.jsonl.
+
+    Any part of the line may be missing or have another type.
+    """
     turns = [turn for turn in sample["turns"] if isinstance(turn, dict)]
     shown_turns: list[dict[str, Any]] = []
-    size = 0
+    characters = 0
     for turn in turns:
-        if size > EPISODE_CHARS:
+        if characters > EPISODE_CHARS:
             break
         shown = _shown_turn(turn)
         shown_turns.append(shown)
-        size += sum(len(text) for text, _ in shown["tokens"]) + 50 * len(shown["tokens"])
-        size += sum(len(clip(shown[key])) for key in ("prompt", "response", "action"))
+        characters += sum(len(text) for text, _ in shown["tokens"]) + 50 * len(shown["tokens"])
+        characters += sum(len(clip(shown[key])) for key in ("prompt", "response", "action"))
 
     total = sample["length"] if type(sample.get("length")) is int else len(turns)
     defaults = {"task": "", "kind": "", "won": None, "return": None}
@@ -401,7 +412,7 @@ def shown_episode(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown_turn(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn for the template: its texts, the observation in shaded tokens, and the model's prediction."""
+    """A turn for the template: texts, the observation in shaded tokens, the model's prediction."""
     shown: dict[str, Any] = {}
     for key in ("prompt", "action", "response", "observation"):
         shown[key] = str(turn.get(key) or "")
@@ -422,7 +433,7 @@ def _shown_turn(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compared(predicted: str, observation: str) -> Iterator[tuple[str, bool]]:
-    """The model's greedy prediction in pieces: (text, whether it differs from the real observation)."""
+    """The model's greedy prediction in pieces: (text, whether the real observation differs)."""
     predicted_words = _words(predicted)
     matcher = difflib.SequenceMatcher(None, predicted_words, _words(observation), autojunk=False)
     for tag, low, high, _, _ in matcher.get_opcodes():
@@ -439,7 +450,7 @@ def _shaded(
     observation: str, tokens: Any, probabilities: Any
 ) -> Iterator[tuple[str, float | None]]:
     """The observation in pieces: (text, its probability if it is a token that has one)."""
-    end = 0  # of what has been yielded of the observation
+    end = 0  # of the part of the observation that has been yielded
     if isinstance(tokens, list) and isinstance(probabilities, list):
         for token, probability in zip(tokens[:MAX_TOKENS], probabilities, strict=False):
             text = str(token).replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
@@ -458,9 +469,9 @@ def _shaded(
             is_probability = type(probability) in (int, float) and 0 <= probability <= 1
             yield text, probability if is_probability else None
 
-    rest = observation[end:]
-    if rest:
-        yield clip(rest), None
+    remainder = observation[end:]
+    if remainder:
+        yield clip(remainder), None
 
 
 def clip(text: object) -> str:

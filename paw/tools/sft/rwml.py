@@ -2,7 +2,7 @@
 
 That RL is `paw train` with a next-state recipe. Held-out triplets (envs/next_state.py) are neither
 fine-tuned on nor filtered. The filter drops the triplets that its copy of the model was fine-tuned
-on: how easy those are is not known.
+on, as it cannot tell how easy those are.
 """
 
 import argparse
@@ -109,7 +109,8 @@ def _triplets_of_episode(episode: Trajectory) -> Iterator[Triplet]:
 def filter_easy(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Drop most of the easy triplets, and plot the rates of right predictions.
 
-    Easy are those that a copy of the model, fine-tuned on a few triplets, predicts nearly always.
+    A triplet is easy if a copy of the model, fine-tuned on a few triplets, predicts it nearly
+    always.
     """
     out = options.out
     config, path, factory = _prepare(options, overrides)
@@ -170,9 +171,9 @@ def _predict_others(
 
 
 def easy_level(rates: Sequence[float], *, share: float, attempts: int) -> float:
-    """The level of easy triplets: about a `share` of the `rates` is at or above it.
+    """The level from which triplets are easy: about a `share` of the `rates` is at or above it.
 
-    Of the multiples of 1 / attempts it is the one that comes nearest to that.
+    It is the multiple of 1 / attempts that comes nearest to that.
 
     >>> easy_level([1.0, 1.0, 0.9, 0.5, 0.2, 0.0], share=0.3, attempts=10)
     1.0
@@ -189,7 +190,7 @@ def easy_level(rates: Sequence[float], *, share: float, attempts: int) -> float:
 def supervise(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Fine-tune on a share of the training triplets and export the model.
 
-    If the share is rwml.sft_share, they are the triplets that the filter's copy is fine-tuned on.
+    With rwml.sft_share as the share, they are those that the filter's copy is fine-tuned on.
     """
     share = options.share
     if not 0.0 < share <= 1.0:
@@ -227,7 +228,7 @@ def _prepare(
 ) -> tuple[Config, str, NextStateFactory]:
     """(configuration, model path, factory of the triplets).
 
-    Answers to imitate hold no thoughts: env.think is off.
+    env.think is off, as the answers to imitate contain no thoughts.
     """
     if options.model is None:
         raise UserError(f"paw rwml {options.stage}: say which model learns with --model")

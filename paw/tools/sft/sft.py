@@ -1,9 +1,9 @@
 """`paw sft`: supervised fine-tuning on expert play or on recorded episodes.
 
-The warm-up (`paw warmup`) and RWML (`paw rwml`) use its training step too. The loss is on the
-answer. `lm_weight` adds next-token prediction on the rest of the sequence: the prompt, and the
-observation that follows. Checkpoints are kept in OUT/checkpoints, from which the same command
-resumes.
+Its training step is also that of the warm-up (`paw warmup`) and of RWML (`paw rwml`). The loss is
+on the answer. `sft.lm_weight` adds next-token prediction on the rest of the sequence: the prompt,
+and the observation that follows. Checkpoints are kept in OUT/checkpoints, from which the same
+command resumes.
 """
 
 import argparse
@@ -28,11 +28,7 @@ from paw.checkpoint.train_state import optimizer_tensors
 from paw.config.sections import Config, OptimConfig
 from paw.config.tool_sections import SftConfig
 from paw.envs import make_factory
-from paw.errors import (
-    UserError,
-    short_repr,
-    to_stderr,
-)
+from paw.errors import UserError, short_repr, to_stderr
 from paw.model.attention import pick_attention
 from paw.model.check import longest_row
 from paw.model.dtype import training_dtype, with_dtype
@@ -78,10 +74,7 @@ def fine_tune(
         add_adapters(policy.lm, config.lora, seed=config.run.seed)
     optimizer = make_optimizer(policy.parameters(), optim)
     progress = _Progress(policy, optimizer, out, digest=_digest(rows, config, settings, optim))
-    batches = []
-    for epoch in range(settings.epochs):
-        seed = config.run.seed * 1_000_003 + epoch
-        batches += minibatches(rows, size=optim.minibatch_samples, seed=seed)
+    batches = _batches(rows, optim, epochs=settings.epochs, run_seed=config.run.seed)
     total = len(batches)
     done = progress.resume(total)
     log = _ProgressLog(first=done, total=total)
@@ -106,11 +99,22 @@ def fine_tune(
             log.step(done, loss, always=stop.requested)
             if stop.requested and done < total:
                 progress.save(done)
-                kept = "the same command goes on from there" if out else "nothing was written"
-                raise UserError(f"stopped by {stop.name} after step {done} of {total}: {kept}")
+                outcome = "the same command goes on from there" if out else "nothing was written"
+                raise UserError(f"stopped by {stop.name} after step {done} of {total}: {outcome}")
             if settings.save_every and done % settings.save_every == 0 and done < total:
                 progress.save(done)
     return done
+
+
+def _batches(
+    rows: Sequence[Sample], optim: OptimConfig, *, epochs: int, run_seed: int
+) -> list[list[Sample]]:
+    """The mini-batches of all epochs; each epoch has its own order of the rows."""
+    batches: list[list[Sample]] = []
+    for epoch in range(epochs):
+        seed = run_seed * 1_000_003 + epoch
+        batches += minibatches(rows, size=optim.minibatch_samples, seed=seed)
+    return batches
 
 
 class _ProgressLog:
@@ -129,11 +133,13 @@ class _ProgressLog:
         if now - self.reported <= LOG_S and done < self.total and not always:
             return
         self.reported = now
-        left = ""
+        remaining = ""
         if done < self.total:
             seconds_per_step = (now - self.started) / (done - self.first)
-            left = f", {seconds_per_step * (self.total - done):.0f} s left"
-        to_stderr(f"fine-tuning: step {done} of {self.total}, loss {loss:.3f} nats a token{left}")
+            remaining = f", {seconds_per_step * (self.total - done):.0f} s left"
+        to_stderr(
+            f"fine-tuning: step {done} of {self.total}, loss {loss:.3f} nats a token{remaining}"
+        )
 
 
 def _digest(rows: Sequence[Sample], config: Config, settings: SftConfig, optim: OptimConfig) -> str:
@@ -216,7 +222,7 @@ def load_learner(config: Config, path: str) -> Policy:
 def export_tuned(
     policy: Policy, tokenizer: Any, out: Path, config: Config, *, steps: int, on: str
 ) -> Path:
-    """Write the model and its card to `out`; returns the folder."""
+    """Write the model and its card, which says what it was tuned `on`; returns the folder."""
     out.parent.mkdir(parents=True, exist_ok=True)
     weights = dict(full_parameters(policy.lm, once=True))
     return export(
@@ -263,18 +269,22 @@ def sft(
     else:
         rows = _expert_play(chat, config)
         source = f"expert play of {config.env.name}"
-    tokens = sum(len(row.prompt_ids + row.response_ids + row.observation_ids) for row in rows)
-    dtype = training_dtype(config, pick_device(config.model.device))
-    to_stderr(
-        f"fine-tuning: {len(rows):,} turns of {source}, {tokens:,} tokens, "
-        f"{config.sft.epochs} epochs, in {dtype}"
-    )
+    _announce(rows, source, config)
 
     policy = load_learner(config, path)
     steps = fine_tune(policy, rows, config, config.sft, out=folder)
     written = export_tuned(policy, tokenizer, folder, config, steps=steps, on=source)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return written
+
+
+def _announce(rows: Sequence[Sample], source: str, config: Config) -> None:
+    tokens = sum(len(row.prompt_ids + row.response_ids + row.observation_ids) for row in rows)
+    dtype = training_dtype(config, pick_device(config.model.device))
+    to_stderr(
+        f"fine-tuning: {len(rows):,} turns of {source}, {tokens:,} tokens, "
+        f"{config.sft.epochs} epochs, in {dtype}"
+    )
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -309,8 +319,8 @@ def _expert_play(chat: Chat, config: Config) -> list[Sample]:
 def _recorded(path: Path, chat: Chat, config: Config) -> list[Sample]:
     """The valid turns of a file's episodes; with sft.won only those of won episodes.
 
-    A turn keeps its token ids if they decode to its text with this tokenizer; else its text is
-    encoded. Raises UserError if there is no such turn.
+    A turn keeps its token ids if they decode to its text with this tokenizer; otherwise its text is
+    encoded again. Raises UserError if there is no such turn.
     """
     rows = []
     for group in read_episodes(path):

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 LINE = {metric.name: metric.progress for metric in METRICS if metric.progress}
 """Metric -> its format on the line of an update."""
 TROUBLE = {metric.name: metric.trouble for metric in METRICS if metric.trouble}
-"""Metric -> its format on that line, where it is shown unless it is 0."""
+"""Metric -> its format on that line, on which it is shown unless it is 0."""
 MAX_EPISODES = 3
-"""Most episodes of an evaluation that become samples, which are for reading."""
+"""Most episodes of an evaluation that become samples."""
 MAX_TURNS = 20
 """Turns of an episode in a sample."""
 
@@ -40,7 +40,7 @@ class Progress:
         self._last = 0.0
         """Monotonic time of the newest line."""
         self._seconds: deque[float] = deque(maxlen=10)
-        """What the newest updates of this session took."""
+        """Seconds that the newest updates of this session took."""
 
     def on_start(self, run: "Run") -> None:
         """Start the clock of the first update."""
@@ -90,7 +90,7 @@ def _is_finite(value: Any) -> bool:
 class Samples:
     """Writes a few episodes of each evaluation to samples.jsonl.
 
-    With each turn goes the model's greedy prediction of the next observation, and the probability
+    Each turn comes with the model's greedy prediction of the next observation, and the probability
     of each token of the real one (teacher-forced). All ranks compute them.
     """
 
@@ -148,8 +148,8 @@ def sample_episode(run: "Run", episode: Trajectory) -> dict[str, Any]:
 def _submit_predictions(run: "Run", contexts: list[list[int]], targets: list[list[int]]) -> None:
     """Ask the engine for a greedy prediction of each target that is not empty.
 
-    Turn i has the key -1 - i. A request beyond the engine's limit, which is made for prompt and
-    response, has no prediction.
+    Turn i has the key -1 - i. The engine's limit is made for prompt and response: a request that
+    exceeds it gets no prediction.
     """
     for i, (context, target) in enumerate(zip(contexts, targets, strict=True)):
         if target:

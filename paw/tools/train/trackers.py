@@ -2,7 +2,7 @@
 
 Each uses tracking.project, name and tags. A resumed run continues the same run of the tracker,
 whose id is kept in the run directory. Updates that are repeated after a resume are not sent again:
-the tracker keeps the values that it has (TensorBoard replaces them).
+the tracker keeps the values that it has. TensorBoard gets them again and replaces its own.
 """
 
 import importlib.util
@@ -59,13 +59,13 @@ class Tracker(ABC):
         if not run.ranks.first:
             return
         self._file = run.directory / f"{self.package}_id.txt"
-        words = self._file.read_text().split() if self._file.exists() else []
-        previous_id = words[0] if words else ""
+        remembered = self._file.read_text().split() if self._file.exists() else []
+        previous_id = remembered[0] if remembered else ""
         config = masked(run.config.model_dump(mode="json"))
         self._id, self._log, self._close = self.open(run, config, previous_id)
 
-        continues = self._id == previous_id and len(words) > 1
-        self._last = int(words[1]) if continues else -1
+        continues = self._id == previous_id and len(remembered) > 1
+        self._last = int(remembered[1]) if continues else -1
         self._remember()
 
     def on_update(self, run: "Run", metrics: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ class Mlflow(Tracker):
 
     def open(self, run: "Run", config: dict[str, Any], previous_id: str) -> Opened:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        # Without files it would use a data base, which needs more than mlflow-skinny.
+        # Instead of files it would use a database, which needs more than mlflow-skinny.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric

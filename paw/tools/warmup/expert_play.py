@@ -7,14 +7,7 @@ from typing import Any, NamedTuple
 
 from paw.config.sections import Config, EnvConfig
 from paw.envs.base import EnvFactory, admissible_responses, train_tasks
-from paw.errors import (
-    OURS,
-    EnvironmentFailure,
-    NoOracleError,
-    UserError,
-    describe,
-    quietly,
-)
+from paw.errors import OURS, EnvironmentFailure, NoOracleError, UserError, describe, quietly
 from paw.rollouts.continuation import add_result
 from paw.rollouts.guard import CheckedEnv, make_threads
 from paw.rollouts.text.chat import Chat, Context
@@ -22,7 +15,7 @@ from paw.rollouts.text.marks import conversation
 from paw.types import Outcome, Reply, Sample, Task, Turn
 
 MAX_FAILED = 100
-"""Games in a row that may fail before their first turn; more of them end expert play."""
+"""Most games in a row that may fail before their first turn; one more ends expert play."""
 
 
 class Demonstration(NamedTuple):
@@ -46,7 +39,7 @@ def demonstrations(
     stray_actions: float = 0.0,
     split: str = "warmup",
 ) -> Iterator[Demonstration]:
-    """The turns of an expert that plays the games of a split, without end.
+    """Yield the turns of an expert that plays the games of a split, without end.
 
     `random_actions` and `stray_actions` are the shares of turns with another action than the
     expert's: any admissible one, or one that was admissible in the turn before and often has no
@@ -55,8 +48,7 @@ def demonstrations(
     """
     player = _ExpertPlayer(factory, env, random.Random(seed), random_actions, stray_actions)
     failed_in_a_row = 0
-    batches = (train_tasks(factory, n, 64, seed, split=split) for n in itertools.count())
-    for task in itertools.chain.from_iterable(batches):
+    for task in _tasks_without_end(factory, seed=seed, split=split):
         done = False
         previous_choices: list[str] | None = None
         while not done:
@@ -80,6 +72,11 @@ def demonstrations(
             yield turn
             previous_choices = turn.choices
             failed_in_a_row = 0
+
+
+def _tasks_without_end(factory: EnvFactory, *, seed: int, split: str) -> Iterator[Task]:
+    for batch in itertools.count():
+        yield from train_tasks(factory, batch, 64, seed, split=split)
 
 
 class _ExpertPlayer:
@@ -128,7 +125,7 @@ class _ExpertPlayer:
 
     def drop_environment(self) -> None:
         """Close the environment; the next turn is played in another one."""
-        # If it hangs, closing it would hang too.
+        # If a call hangs, closing would hang too.
         if self.environment and not self.threads.given_up:
             with quietly():
                 self.threads.call(self.environment.close)
@@ -181,5 +178,5 @@ def example(
 
 
 def separator_ids(turn: Turn, chat: Chat) -> list[int]:
-    """The tokens between a turn's response and its observation: its own, or else the template's."""
+    """The tokens between a turn's response and its observation, else those of the chat template."""
     return chat.separator_ids if turn.separator_ids is None else turn.separator_ids

@@ -31,9 +31,9 @@ CHAT_TEMPLATE = (
 ENTITY = r" ?[a-z]+ \d+"
 """Pattern of a numbered thing, "mug 1"."""
 LABEL = r"\n?[a-z]+:"
-"""Pattern of what opens a section of the prompt, "task:"."""
+"""Pattern of the start of a section of the prompt, "task:"."""
 WORD = r" ?[A-Za-z']+| ?\d+|\s|[^\sA-Za-z\d]"
-"""Pattern of a word, a number, a space or a sign: whatever is left."""
+"""Pattern of whatever remains: a word, a number, a space or a sign."""
 
 
 def phrases(observations: Iterable[str]) -> list[str]:
@@ -57,7 +57,7 @@ def build_tokenizer(
 
     `actions` are whole lines, each with the line break before it, that must become one token each.
     """
-    # The order matters: of several patterns that match at a place, the first is taken.
+    # The order matters: if several patterns match at a position, the first one is taken.
     patterns = []
     verbs = sorted({re.escape(action.split()[0]) for action in actions})
     if verbs:

@@ -31,8 +31,8 @@ def step(
 ) -> float:
     """Take one optimizer step; returns the answers' loss, in nats.
 
-    That is the mean negative log-likelihood of answer tokens. The gradient is that of the answers'
-    loss plus `lm_weight` times the mean over the other tokens.
+    It is the mean negative log-likelihood of the answer tokens. The gradient is that of this loss
+    plus `lm_weight` times the mean over the other tokens.
 
     Args:
         clip: largest norm of the gradient.
@@ -84,8 +84,8 @@ def _weighted_rows(
 ) -> list[_WeightedRow]:
     """Cut the rows into context and target tokens.
 
-    With `answers_only` the targets are the answers, else all tokens but the first, which follows
-    nothing and so is not predicted.
+    With `answers_only` the targets are the answers; otherwise all tokens but the first, which
+    nothing precedes and so nothing predicts.
     """
     continuations = []
     for row in rows:
@@ -101,10 +101,14 @@ def _weighted_rows(
     weighted_rows = []
     for row, continuation in zip(rows, continuations, strict=True):
         answer = row.response_ids
-        if answers_only:
-            context, before, after = row.prompt_ids, [], []
-        else:
-            context, before, after = row.prompt_ids[:1], row.prompt_ids[1:], continuation
+        context = row.prompt_ids
+        before: list[int] = []
+        after: list[int] = []
+        if not answers_only:
+            context = row.prompt_ids[:1]
+            before = row.prompt_ids[1:]
+            after = continuation
+
         sample = Sample(
             group=0,
             trajectory=0,

@@ -2,7 +2,7 @@
 
 The demonstrations are fresh games of the warm-up stream, which shares none with RL or evaluation.
 The expert takes a random action now and then, so that the model sees states off the expert's path.
-These actions stay in the labels: so the policy starts with the entropy that RL needs to explore.
+These actions stay in the labels, so the policy starts with the entropy that RL needs to explore.
 """
 
 import hashlib
@@ -25,7 +25,6 @@ from paw.config.sections import Config, WarmupConfig
 from paw.envs.base import EnvFactory, warmup_tasks
 from paw.io.cache import cache_dir, ensure_cached
 from paw.model.policy import Policy
-from paw.rollouts.engines.settings import TransformersConfig
 from paw.rollouts.engines.transformers import TransformersEngine
 from paw.rollouts.episode import plain
 from paw.rollouts.scheduler import Rollouts
@@ -43,7 +42,7 @@ CORPUS_TURNS = 12_000
 CORPUS_STRAYS = 0.05
 """Share of stray actions in those turns: the tokenizer needs words for the answers to them, too."""
 OVERSHOOT = 0.2
-"""Success above warmup.stop_success from which a warning is given: little is left to learn."""
+"""Success this far above warmup.stop_success leaves little to learn, and gives a warning."""
 LR_STEPS = 40
 """Steps over which the learning rate rises to warmup.lr."""
 MUON_LR = 2.0
@@ -56,13 +55,18 @@ CHECK_GAMES = 256
 """Games of a measurement."""
 CHECK_START = 10_000_000
 """Number of the first warm-up game for measuring; the model learns from those before it."""
+CHECK_BATCH_TOKENS = 2048
+"""Padded prompt tokens of one forward pass in a measurement: few enough for a processor's cache.
+
+The run's engine may be of another type, so none of its settings apply here.
+"""
 
 Report = Callable[[str], None]
-"""Is called with each line of progress."""
+"""Called with each line of progress."""
 
 
 def ensure_warm_model(config: Config, factory: EnvFactory, report: Report) -> Path:
-    """Folder of the quickstart model for this configuration. It is made now unless it is cached."""
+    """The folder of the quickstart model for this configuration, made now unless it is cached."""
     recipe = {
         "code": [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in MADE_BY],
         "warmup": config.warmup.model_dump(mode="json"),
@@ -131,32 +135,13 @@ def _train(
     """Train the model until it wins warmup.stop_success of its games, or for warmup.max_steps."""
     settings = config.warmup
     temperature = config.rollout.temperature
-    policy = Policy(lm)
-    optimizers = _optimizers(lm, settings)
-    engine_settings = config.engine
-    if not isinstance(engine_settings, TransformersConfig):  # the run has another engine
-        engine_settings = TransformersConfig()
-    engine = TransformersEngine(
-        lm, end_ids=chat.end_ids, max_batch_tokens=engine_settings.max_batch_tokens
-    )
-    batches = _batches(factory, chat, config)
+    engine = TransformersEngine(lm, end_ids=chat.end_ids, max_batch_tokens=CHECK_BATCH_TOKENS)
 
     step = 0
     loss = 0.0
     success = 0.0
     with closing(Rollouts(factory, engine, chat, config, agent=plain)) as rollouts:
-        for step in range(1, settings.max_steps + 1):
-            loss = train_step(
-                policy,
-                optimizers,
-                next(batches),
-                lr=settings.lr * min(1.0, step / LR_STEPS),
-                lm_weight=settings.lm_weight,
-                observations=settings.observations,
-                by_row=True,
-                packing=None,
-            )
-
+        for step, loss in _optimizer_steps(lm, chat, config, factory):
             progress = f"warm-up: step {step}, loss {loss:.3f}"
             if not _is_measured(step, settings):
                 if step % CHECK_EVERY == 0:
@@ -179,6 +164,28 @@ def _train(
         f"warmup.stop_success = {settings.stop_success}; going on with it"
     )
     return _Trained(step, loss, success)
+
+
+def _optimizer_steps(
+    lm: Qwen3ForCausalLM, chat: Chat, config: Config, factory: EnvFactory
+) -> Iterator[tuple[int, float]]:
+    """Take warmup.max_steps optimizer steps; yields (step, its loss) after each, counted from 1."""
+    settings = config.warmup
+    policy = Policy(lm)
+    optimizers = _optimizers(lm, settings)
+    batches = _batches(factory, chat, config)
+    for step in range(1, settings.max_steps + 1):
+        loss = train_step(
+            policy,
+            optimizers,
+            next(batches),
+            lr=settings.lr * min(1.0, step / LR_STEPS),
+            lm_weight=settings.lm_weight,
+            observations=settings.observations,
+            by_row=True,
+            packing=None,
+        )
+        yield step, loss
 
 
 def _is_measured(step: int, settings: WarmupConfig) -> bool:
@@ -232,8 +239,8 @@ def _optimizers(lm: nn.Module, settings: WarmupConfig) -> list[torch.optim.Optim
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but in float32.
 
-    torch's own iterates in bfloat16, which many processors only emulate: that takes nearly half of
-    the time of a warm-up step there. All matrices of a shape are updated at once.
+    torch's own iterates in bfloat16, which many processors only emulate: there it takes nearly half
+    the time of a warm-up step. All matrices of a shape are updated at once.
     """
 
     @torch.no_grad()
@@ -270,7 +277,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _orthogonal(matrices: Tensor) -> Tensor:
-    """About the nearest matrices with orthonormal rows, by the Newton-Schulz iteration of Muon.
+    """Approximately the nearest matrices with orthonormal rows, by Muon's Newton-Schulz iteration.
 
     `matrices` is [n, rows, columns], rows <= columns.
     """
@@ -283,7 +290,7 @@ def _orthogonal(matrices: Tensor) -> Tensor:
 
 
 def _batches(factory: EnvFactory, chat: Chat, config: Config) -> Iterator[list[Sample]]:
-    """Yield batches without end, in each of them rows of similar lengths."""
+    """Yield batches without end; the rows of a batch have similar lengths."""
     settings = config.warmup
     turns = demonstrations(
         factory, config.env, seed=settings.seed, random_actions=settings.random_actions
