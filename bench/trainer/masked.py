@@ -58,7 +58,7 @@ def main() -> None:
         trainer.train(config)
 
     write(RESULTS / "masked_cpu.csv", watch.table)
-    quarter = len(watch.table) // 4
+    quarter = max(1, len(watch.table) // 4)
     show(watch.table[:quarter])
     show(watch.table[-quarter:])
 
