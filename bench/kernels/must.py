@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT
-from bench.kernels.plot import BOTH, HEAD, STATISTICS, Rows, read
+from bench.kernels.plot import BOTH, HEAD, STATISTICS, Rows, matches, read
 from bench.kernels.problem import HEADS
 from bench.kernels.roofline import (
     BEST,
@@ -148,11 +148,6 @@ def reference_musts() -> list[Must]:
 
 
 # --- what a GPU's or a CPU's rows say
-
-
-def matches(row: dict[str, str], columns: dict[str, str]) -> bool:
-    """Whether the row has these values in these columns."""
-    return all(row[name] == value for name, value in columns.items())
 
 
 def best(

@@ -100,16 +100,17 @@ def by_tokens(rows: Rows, name: str, share: str = "1.0") -> Rows:
 
     Without the rows that were known to be dead before the forward.
     """
-    chosen = [
-        row
-        for row in rows
-        if row["head"] == HEAD
-        and row["implementation"] == name
-        and row["mode"] == BOTH
-        and row["live"] == share
-        and row["dead"] != "known"
-    ]
+    columns = {"head": HEAD, "implementation": name, "mode": BOTH, "live": share}
+    chosen = []
+    for row in rows:
+        if row["dead"] != "known" and matches(row, columns):
+            chosen.append(row)
     return sorted(chosen, key=lambda row: int(row["T"]))
+
+
+def matches(row: dict[str, str], columns: dict[str, str]) -> bool:
+    """Whether the row has these values in these columns."""
+    return all(row[name] == value for name, value in columns.items())
 
 
 def best_of_ours(rows: Rows) -> str:
@@ -290,13 +291,11 @@ def live(measured: Rows, predicted: Rows) -> Figure:
     for rows in measured_last(measured, predicted):
         ours = best_of_ours(rows)
         for T, colour in (("4096", "#E69F00"), ("32768", OURS)):
-            ms_by_share = {
-                float(row["live"]): float(row["ms"])
-                for row in rows
-                if (row["head"], row["T"], row["mode"]) == (HEAD, T, BOTH)
-                and row["implementation"] == ours
-                and row["dead"] != "known"
-            }
+            columns = {"head": HEAD, "T": T, "mode": BOTH, "implementation": ours}
+            ms_by_share = {}
+            for row in rows:
+                if row["dead"] != "known" and matches(row, columns):
+                    ms_by_share[float(row["live"])] = float(row["ms"])
             if 1.0 not in ms_by_share:
                 continue
             xs = sorted(ms_by_share)
@@ -382,14 +381,11 @@ def cpu_groups(rows: Rows) -> list[Bars]:
 
     for head in dict.fromkeys(row["head"] for row in rows if row["mode"] == BOTH):
         of_head = [row for row in rows if row["head"] == head]
-        both = [
-            row
-            for row in of_head
-            if row["mode"] == BOTH
-            and row["dead"] != "known"
-            and row["ms"]
-            and (row["live"] == "1.0" or row["implementation"].startswith("paw[cpu"))
-        ]
+        both = []
+        for row in of_head:
+            is_shown = row["live"] == "1.0" or row["implementation"].startswith("paw[cpu")
+            if row["mode"] == BOTH and row["dead"] != "known" and row["ms"] and is_shown:
+                both.append(row)
         statistics = [row for row in of_head if row["mode"] == STATISTICS]
         shape = f"T {both[0]['T']}, D {both[0]['D']}, V {int(both[0]['V']):,}"
         groups.append(make_bars(both, f"{BOTH}, {shape}"))
@@ -410,8 +406,9 @@ def tiles(before: Rows, now: Rows) -> Figure:
     for place, row in enumerate(before):
         old = int(row["tile"])
         new = now_by_key[tuple(row[name] for name in key)]
-        axes.barh(place - 0.19, old, 0.36, color="#BBBBBB", label="before" if not place else None)
-        axes.barh(place + 0.19, new, 0.36, color=OURS, label="now" if not place else None)
+        is_first = place == 0  # a label for all bars of a colour
+        axes.barh(place - 0.19, old, 0.36, color="#BBBBBB", label="before" if is_first else None)
+        axes.barh(place + 0.19, new, 0.36, color=OURS, label="now" if is_first else None)
         change = f"{new / old - 1:.0%}".replace("-", "\N{MINUS SIGN}")
         axes.text(new, place + 0.19, f" {new:,} ({change})", va="center", fontsize=8)
         name = f"{row['arch']}, D {row['D']},\nV {int(row['V']):,}"

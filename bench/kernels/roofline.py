@@ -93,9 +93,8 @@ class Term(NamedTuple):
     def ms(self, on: Machine) -> float:
         rate = on.fused if self.tiles else 1.0
         arithmetic = self.flops / (on.tflops * 1e9 * rate)
-        arithmetic += (
-            self.tiles * TILE_INSTRUCTIONS * TILE_WARPS / (SCHEDULERS * on.issue * GHZ * 1e6)
-        )
+        instructions = self.tiles * TILE_INSTRUCTIONS * TILE_WARPS
+        arithmetic += instructions / (SCHEDULERS * on.issue * GHZ * 1e6)
         read = self.read / (on.gb_s * 1e6)
         written = self.written / (on.gb_s * 1e6)
         waiting = self.waits * on.wait_us / 1e3
@@ -178,9 +177,8 @@ def paw(
             Term("wait", waits=1, launches=CHUNK_LAUNCHES),  # for the number of live rows
             Term("gradient", read=2 * L * V + statistics * L, written=2 * L * V),
             Term("d_hidden", flops=2 * L * D * V, read=2 * (L * V + V * D), written=2 * L * D),
-            Term(
-                "copies", read=4 * L * D, written=4 * L * D
-            ),  # live rows gathered, their gradients scattered
+            # Live rows are gathered, their gradients scattered.
+            Term("copies", read=4 * L * D, written=4 * L * D),
             Term(
                 "d_weight", flops=2 * L * D * V, read=2 * (L * V + L * D), written=dw_bytes * V * D
             ),
@@ -275,7 +273,6 @@ def paw_memory(T: int, D: int, V: int) -> dict[str, float]:
 
 
 # --- every case
-# -------------------------------------------------------------------------------------------------------
 
 TERMS = ("logits", "merge", "wait", "gradient", "d_hidden", "d_weight", "copies", "cast")
 CASE_COLUMNS = ("head", "T", "D", "V", "live", "dead", "implementation", "mode")

@@ -156,9 +156,7 @@ def measure(
     samples = to_samples(
         groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0
     )
-    turns = [
-        turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns
-    ]
+    turns = [turn for group in groups for episode in group.trajectories for turn in episode.turns]
     noise: list[list[bool]] = []  # of each sample's observation tokens
     for sample, turn in zip(samples, turns, strict=True):
         sample.wm_weight = 1.0
@@ -241,25 +239,28 @@ def report(lines: list[Record], rho: float, q: float) -> str:
     shares = []
     for line in lines:
         if line["loss"] == "ce":  # the columns of a class are the same for every loss
-            size = [line["tokens"], percent(line["token_share"])]
-            classes.append(
-                [
-                    line["stage"],
-                    line["class"],
-                    *size,
-                    f"{line['mean_p']:.3g}",
-                    percent(line["live"]),
-                ]
-            )
+            cells = [
+                line["stage"],
+                line["class"],
+                line["tokens"],
+                percent(line["token_share"]),
+                f"{line['mean_p']:.3g}",
+                percent(line["live"]),
+            ]
+            classes.append(cells)
         if line["class"] == "noise":
-            values = [percent(line["by_logp"]), percent(line["by_logits"])]
-            shares.append([line["stage"], line["loss"], *values, None])
-    return "\n".join([
-        markdown(["model", "class", "tokens", "% of tokens", "mean p", f"% with p <= {rho:g}"], classes),
-        "\nPer cent of the gradient on noise:\n",
-        markdown(["model", "loss", "by dL/dlog p", "by dL/dlogits", "paper, WebShop"], shares),
-        f"\ngce with q = {q:g}. The paper: arXiv 2606.02388, Figure 2c; its values are in no public text we found.",
-    ])  # fmt: skip
+            by_logp = percent(line["by_logp"])
+            by_logits = percent(line["by_logits"])
+            shares.append([line["stage"], line["loss"], by_logp, by_logits, None])
+    class_columns = ["model", "class", "tokens", "% of tokens", "mean p", f"% with p <= {rho:g}"]
+    share_columns = ["model", "loss", "by dL/dlog p", "by dL/dlogits", "paper, WebShop"]
+    return f"""{markdown(class_columns, classes)}
+
+Per cent of the gradient on noise:
+
+{markdown(share_columns, shares)}
+
+gce with q = {q:g}. The paper: arXiv 2606.02388, Figure 2c; its values are in no public text we found."""
 
 
 @styled

@@ -66,7 +66,7 @@ class Tree:
 
 
 def tree(rows: Sequence[list[int]]) -> Tree:
-    """The trie of rows: in sorted order each shares most with the one before."""
+    """The trie of rows. In sorted order, each row shares most with the one before it."""
     ids: list[int] = []
     positions: list[int] = []
     spans: dict[int, tuple[int, int, Tensor]] = {}
