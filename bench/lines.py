@@ -43,7 +43,8 @@ HIDDEN = {
 
 
 def core_files(folder: Path) -> list[Path]:
-    """The files that an update of `paw train` on docs/example_environment.py imports; model and run go to `folder`."""
+    """The files that an update of `paw train` on docs/example_environment.py imports; model and run
+    go to `folder`."""
     sys.path.append(str(ROOT / "tests" / "support"))  # which conftest.py imports from
     write_tiny_llm = runpy.run_path(str(ROOT / "tests" / "conftest.py"))["write_tiny_llm"]
     settings = {

@@ -43,7 +43,8 @@ def processor_seconds(*words: str) -> float:
 
 
 def household_steps() -> float:
-    """Steps a second, the best of REPEATS, reading the admissible commands and the win flag after each."""
+    """Steps a second, the best of REPEATS, reading the admissible commands and the win flag after
+    each."""
     rng = random.Random(0)
     episodes = [play(seed, rng) for seed in range(HOUSEHOLDS)]
 

@@ -26,7 +26,8 @@ MATMUL_ROWS = 4096
 FORWARD = "forward"
 BOTH = "forward + backward"
 STATISTICS = "statistics + backward"
-"""Log-probabilities and entropies by a function of their own, and the gradient of the log-probabilities."""
+"""Log-probabilities and entropies by a function of their own, and the gradient of the
+log-probabilities."""
 Row = dict[str, object]
 """Columns of the table, by name."""
 
@@ -202,7 +203,8 @@ class Prepared:
     call: Callable[[Tensor], object]
     inputs: list[Tensor]
     live: int
-    """Number of rows in the gradient products: those with a gradient, or all if the implementation cannot skip any."""
+    """Number of rows in the gradient products: those with a gradient, or all if the implementation
+    cannot skip any."""
     row: Row
 
     def timed(self, measured: Times, matmuls: dict[str, float]) -> Row:
@@ -331,7 +333,8 @@ def _copy(device: torch.device, seconds: float) -> Row:
 
 
 def _row_statistics(name: str, rows: int, V: int, device: torch.device, seconds: float) -> Row:
-    """logp and entropy of given float32 logits [rows, V]: the row operation of csrc/ against plain torch."""
+    """logp and entropy of given float32 logits [rows, V]: the row operation of csrc/ against plain
+    torch."""
     z, target = row_problem(rows, V, device)
     call = plain_row_statistics
     if name == "torch_compile":

@@ -160,7 +160,8 @@ def run_group(
     device: torch.device,
     seconds: float,
 ) -> None:
-    """Measure the chosen cases of a group and the matmuls that they share; `show` gets the row of each case."""
+    """Measure the chosen cases of a group and the matmuls that they share; `show` gets the row of
+    each case."""
     if any(case.name == "torch_compile" for case in chosen):
         torch.compiler.reset()  # it compiles for one shape at a time and gives up after eight
 
@@ -187,7 +188,8 @@ def compare(
     device: torch.device,
     seconds: float,
 ) -> None:
-    """Time cases on the same inputs in turns. No tensor outlives the call, so the next has all the memory."""
+    """Time cases on the same inputs in turns. No tensor outlives the call, so the next has all the
+    memory."""
     problem = problem_of(compared[0], dtype, device)
     ready: list[Prepared] = []
     for case in compared:

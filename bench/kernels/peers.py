@@ -79,7 +79,8 @@ def torch_linear_ce(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def liger_triton(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Liger's default; chunks of about T D / V rows, accumulator of dW in the dtype of the weight."""
+    """Liger's default; chunks of about T D / V rows, accumulator of dW in the dtype of the
+    weight."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target)[0]
@@ -116,7 +117,7 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def quack(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Chunks of 4,096 rows; on Hopper its scaled-exponential pipeline where V is a multiple of 128."""
+    """Chunks of 4,096 rows; on Hopper its scaled-exponential pipeline if V is a multiple of 128."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     return chunked_linear_cross_entropy(hidden, weight, target)

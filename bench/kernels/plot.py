@@ -202,7 +202,8 @@ def label_ends(axes: Axes, ends: list[End], gap: float = 0.05) -> None:
 
 
 def limits(axes: Axes, values: list[float], ticks: list[float]) -> None:
-    """A logarithmic axis around the values, with plain numbers at those of `ticks` that it shows."""
+    """A logarithmic axis around the values, with plain numbers at those of `ticks` that it
+    shows."""
     low = min(values) / 1.3
     high = max(values) * 1.3
     shown = [tick for tick in ticks if low <= tick <= high]
@@ -320,7 +321,8 @@ def live(measured: Rows, predicted: Rows) -> Figure:
 
 
 def cpu(rows: Rows) -> Figure:
-    """Bars: the row operation, then forward + backward of each shape that more than one implementation ran."""
+    """Bars: the row operation, then forward + backward of each shape that more than one
+    implementation ran."""
     groups = [group for group in cpu_groups(rows) if len(group.names) > 1]
     heights = [len(group.names) for group in groups]
     # One under the other, so that a telephone shows them at a size that can be read.

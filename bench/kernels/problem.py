@@ -75,7 +75,8 @@ class Problem:
 
     @cached_property
     def plain(self) -> "Errors":
-        """The errors of plain torch in the dtype of the inputs, on the checked rows: the yardstick of `passes`."""
+        """The errors of plain torch in the dtype of the inputs, on the checked rows: the yardstick
+        of `passes`."""
         index = self.checked
         x = self.hidden[index].requires_grad_()
         w = self.weight.detach().requires_grad_()
@@ -287,7 +288,8 @@ def relative(value: Tensor, true: Tensor) -> float:
 
 
 def passes(measured: Errors, plain: Errors) -> bool:
-    """Whether every error is at most twice that of plain torch, plus 1e-4: the bar of QuACK's own tests."""
+    """Whether every error is at most twice that of plain torch, plus 1e-4: the bar of QuACK's own
+    tests."""
     for name in ("logp", "d_hidden", "d_weight"):
         error = getattr(measured, name)
         if error is not None and not error <= 2 * getattr(plain, name) + 1e-4:

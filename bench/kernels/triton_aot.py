@@ -177,7 +177,8 @@ def launches(
 def resources(
     kernel: Any, arguments: tuple, options: dict[str, Any], capability: int
 ) -> dict[str, Any]:
-    """Compiles a kernel as a launch would: what its machine code takes and which instructions it holds."""
+    """Compiles a kernel as a launch would: what its machine code takes and which instructions it
+    holds."""
     values = dict(zip(kernel.arg_names, arguments, strict=False))
     settings = {}
     for name, value in options.items():
@@ -200,7 +201,8 @@ def resources(
 
 
 def specialised(kernel: Any, values: dict[str, Any]) -> ASTSource:
-    """The kernel with the types, constants and divisibilities that a launch with these values has."""
+    """The kernel with the types, constants and divisibilities that a launch with these values
+    has."""
     types: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int], Any] = {}
@@ -243,7 +245,8 @@ def machine_code(cubin: bytes) -> dict[str, int | None]:
 
 
 def shortest_loop(code: list[tuple[int, str]], through: str) -> int | None:
-    """Instructions of the shortest way from the first of that name back to it, None if there is none.
+    """Instructions of the shortest way from the first of that name back to it, None if there is
+    none.
 
     In the forward kernel: a warp's work on a tile that holds no target and is not the last, with
     one step of depth.
@@ -281,7 +284,8 @@ def successors(code: list[tuple[int, str]]) -> list[list[int]]:
 
 
 def instructions(asm: dict[str, Any]) -> dict[str, int]:
-    """Counts in the PTX and, for layout conversions (trips through shared memory), in Triton's own form."""
+    """Counts in the PTX and, for layout conversions (trips through shared memory), in Triton's own
+    form."""
     patterns = {
         "wgmma": r"wgmma\.mma_async",
         "tcgen05": r"tcgen05\.mma",

@@ -124,7 +124,8 @@ def show_ratio(rows: list[dict[str, Any]]) -> None:
 
 
 def phase_seconds(metrics: Path) -> dict[str, float]:
-    """The median seconds of each phase over the updates of a run, without the first FILL and the last."""
+    """The median seconds of each phase over the updates of a run, without the first FILL and the
+    last."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     updates = lines[1 + FILL : -1]  # the first line is the evaluation before training
     return {phase: median(line[f"time/{phase}"] for line in updates) for phase in PHASES}
@@ -148,7 +149,8 @@ def make_late_rollouts(run: runs.Run) -> LateRollouts:
 
 
 def learn(seeds: list[int]) -> None:
-    """Trains quickstart-long with episodes that are one update old; a seed whose run is finished is read only."""
+    """Trains quickstart-long with episodes that are one update old; a seed whose run is finished is
+    read only."""
     runs.Run.make_rollouts = make_late_rollouts  # type: ignore[method-assign]
     rows = []
     for seed in seeds:

@@ -170,7 +170,8 @@ def play(
     size: int,
     mode: str,
 ) -> tuple[list[Group], dict[str, Any]]:
-    """Plays every task once from an empty prefix cache, `size` members each; groups and measurements."""
+    """Plays every task once from an empty prefix cache, `size` members each; groups and
+    measurements."""
     engine.sync(lm.named_parameters(remove_duplicate=False), version=0)
     everybody = factory.made if mode == "reference" else ()
     meter = Meter(engine, chat, everybody, lock_step=mode != "continuous")

@@ -70,7 +70,8 @@ def make_chat(words: int) -> Chat:
 
 
 class SimulatedFactory:
-    """Environments of random words; the n-th that is made plays episodes of the n-th length that `seed` draws."""
+    """Environments of random words; the n-th that is made plays episodes of the n-th length that
+    `seed` draws."""
 
     name = "simulated"
     reward_max = 1.0
@@ -141,7 +142,8 @@ class SimulatedEnvironment:
 
 
 class Meter(Engine):
-    """An engine that gives every request its own length, around `median` tokens, and records its batches.
+    """An engine that gives every request its own length, around `median` tokens, and records its
+    batches.
 
     In `lock_step` each step works until no request is left, so that episodes wait for each other's
     turn. `everybody`, the environments of such a play: each step also samples a response for those

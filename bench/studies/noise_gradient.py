@@ -43,7 +43,8 @@ from paw.tools.report.plots import PALETTE, legend, styled
 from paw.tools.train.preparation import start_model
 
 Rule = Callable[[str, str, str], list[tuple[int, int]]]
-"""(prompt, action, observation) -> the characters [start, end) of the observation that are noise."""
+"""(prompt, action, observation) -> the characters [start, end) of the observation that are
+noise."""
 SLOPES: dict[str, Callable[[float, float, float], float]] = {
     "ce": lambda p, rho, q: 1.0,
     "gce": lambda p, rho, q: p**q,
@@ -66,12 +67,14 @@ class Token(NamedTuple):
 
 
 def household(prompt: str, action: str, observation: str) -> list[tuple[int, int]]:
-    """What lies in a place: the list after "you see", unless the prompt already shows that place with that list."""
+    """What lies in a place: the list after "you see", unless the prompt already shows that place
+    with that list."""
     return [match.span(1) for match in LISTED.finditer(observation) if match[0] not in prompt]
 
 
 def webshop(prompt: str, action: str, observation: str) -> list[tuple[int, int]]:
-    """ASIN codes and product titles with their brands: the part after a code (results) or before a price (product)."""
+    """ASIN codes and product titles with their brands: the part after a code (results) or before a
+    price (product)."""
     spans = [match.span() for match in ASIN.finditer(observation)]
     parts = observation.split(SEPARATOR)
     start = 0
@@ -89,7 +92,8 @@ RULES: dict[str, Rule] = {"alfworld": household, "webshop": webshop}
 
 
 def noise_gradient(options: argparse.Namespace, overrides: dict[str, str]) -> None:
-    """Measure the models, pooled by stage; write noise.csv, noise.md and noise.png, print the table."""
+    """Measure the models, pooled by stage; write noise.csv, noise.md and noise.png, print the
+    table."""
     if options.tasks < 1:
         raise UserError(f"--tasks {options.tasks}: play at least 1")
     if options.rollouts and len(options.models) > 1:
@@ -131,14 +135,16 @@ def find_rule(name: str) -> Rule:
 
 
 def noisy(tokens: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
-    """Whether each token (its characters [start, end)) overlaps a span; one such character makes it all a guess."""
+    """Whether each token (its characters [start, end)) overlaps a span; one such character makes it
+    all a guess."""
     return [any(start < last and first < end for first, last in spans) for start, end in tokens]
 
 
 def measure(
     path: str, config: Config, rule: Rule, tasks: int, rollouts: Path | None
 ) -> list[Token]:
-    """Every observation token of the model's episodes, or of those in a file, at the temperature of training."""
+    """Every observation token of the model's episodes, or of those in a file, at the temperature of
+    training."""
     groups = []
     if not rollouts:
         with open_player(config, path) as player:

@@ -53,7 +53,8 @@ def grpo(
 
 
 def mean_probabilities(run: Any, samples: Sequence[Sample]) -> dict[int, float]:
-    """By trajectory: the mean probability of its observation tokens; the last turn has none as a target."""
+    """By trajectory: the mean probability of its observation tokens; the last turn has none as a
+    target."""
     predictions = [as_response(sample) for sample in samples if sample.observation_ids]
     rated = log_probs(
         run.policy, predictions, temperature=1.0, budget=run.config.optim.micro_batch_tokens
@@ -69,7 +70,8 @@ def mean_probabilities(run: Any, samples: Sequence[Sample]) -> dict[int, float]:
 
 
 def as_response(sample: Sample) -> Sample:
-    """A sample whose response is the observation, so that log-probs of responses are those of observations."""
+    """A sample whose response is the observation, so that log-probs of responses are those of
+    observations."""
     return replace(
         sample,
         prompt_ids=sample.prompt_ids + sample.response_ids + sample.separator_ids,

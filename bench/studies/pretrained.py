@@ -252,7 +252,8 @@ def add_norms(parts: Parts, norms: dict[str, GradientNorms], *, learns: bool) ->
 
 
 def select(rated: list[RatedTurn]) -> None:
-    """Marks the share ALPHA of turns with the highest entropy, and those that both entropies select."""
+    """Marks the share ALPHA of turns with the highest entropy, and those that both entropies
+    select."""
     count = math.ceil(ALPHA * len(rated) - 1e-9)
     order = sorted(range(len(rated)), key=lambda i: -rated[i].entropy)
     sampled_order = sorted(range(len(rated)), key=lambda i: -rated[i].sampled_entropy)
@@ -293,7 +294,8 @@ def add_episode(parts: Parts, turns: list[RatedTurn]) -> None:
 
 
 def intervals(parts: Parts) -> dict[str, tuple[float, float, float, int]]:
-    """Of each measure: the ratio of sums, its 95 % bootstrap interval, and the number of episodes or groups."""
+    """Of each measure: the ratio of sums, its 95 % bootstrap interval, and the number of episodes
+    or groups."""
     rng = np.random.default_rng(0)
     result = {}
     for name, fractions in parts.items():

@@ -64,7 +64,8 @@ def main() -> None:
 
 
 class Watch:
-    """Stands in for three functions of the trainer, which it calls, and counts observations on the way."""
+    """Stands in for three functions of the trainer, which it calls, and counts observations on the
+    way."""
 
     def __init__(self, recipe: str, rho: float) -> None:
         self.recipe = recipe

@@ -49,7 +49,8 @@ ROW = 2048
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the living storages that operators returned or `track` was given, and their largest sum so far.
+    """Bytes of the living storages that operators returned or `track` was given, and their largest
+    sum so far.
 
     Works inside FakeTensorMode and over real tensors. FSDP frees a storage by resizing it, which is
     not an operator, so `resize_` is patched.
@@ -200,7 +201,8 @@ def make_rows(tokens: int) -> list[Sample]:
 def run_updates(
     policy: Policy, config: Config, live: Any, *, place: Callable[[Tensor], Tensor]
 ) -> Peaks:
-    """Two optimizer steps of two micro-batches each, as `train.optimize` makes them; peaks of the second.
+    """Two optimizer steps of two micro-batches each, as `train.optimize` makes them; peaks of the
+    second.
 
     `live` has reset_peak(), peak and live, in bytes. `place` puts a tensor on the model's device.
     """
@@ -246,7 +248,8 @@ def make_batch(config: Config) -> tuple[Any, Any]:
 
 
 def make_step(policy: Policy, config: Config) -> Any:
-    """The optimizer of the configuration as a GPU has it, or what stands in for flash-adamw on a CPU."""
+    """The optimizer of the configuration as a GPU has it, or what stands in for flash-adamw on a
+    CPU."""
     if config.optim.name == "flash-adamw" and policy.device.type != "cuda":
         return FlashState(policy, config)
     optimizer: Any = make_optimizer(policy.parameters(), config.optim)
@@ -275,7 +278,8 @@ def simulate(config: Config, shape: Shape, world: int = 1, *, attention: str = "
 
 @contextmanager
 def _without_values() -> Iterator[None]:
-    """Does with real tensors what needs values (the bounds of rows, the mesh of ranks); leaves out sending weights."""
+    """Does with real tensors what needs values (the bounds of rows, the mesh of ranks); leaves out
+    sending weights."""
 
     def with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -314,7 +318,8 @@ def _with_tensors(item: Any, place: Callable[[Tensor], Tensor]) -> Any:
 
 
 class FlashState:
-    """Stands in for flash-adamw, whose kernels need a GPU: the tensors of its state, without the arithmetic."""
+    """Stands in for flash-adamw, whose kernels need a GPU: the tensors of its state, without the
+    arithmetic."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
         # Imports Triton, whose kernels a test may want interpreted.
@@ -363,7 +368,8 @@ class CudaPeaks:
 
 
 def real_peak(config: Config, shape: Shape) -> float:
-    """GiB at the peak of `run_updates` with data on the CPU, from the allocator's own events in torch's profiler."""
+    """GiB at the peak of `run_updates` with data on the CPU, from the allocator's own events in
+    torch's profiler."""
     policy = make_policy(config, shape, attention="sdpa")
     policy = policy.to_empty(device="cpu")
     _fill(policy)

@@ -57,7 +57,8 @@ Row = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Tree:
-    """A trie of rows, flat: row i adds the tokens [start, end) and attends to `path`, its whole row."""
+    """A trie of rows, flat: row i adds the tokens [start, end) and attends to `path`, its whole
+    row."""
 
     input_ids: list[int]
     positions: list[int]
@@ -172,7 +173,8 @@ def make_group(chat: Any, style: str, members: int, same: float, rng: random.Ran
 
 
 def run(policy: Policy, rows: Sequence[Row], *, shared: bool) -> dict[str, float]:
-    """Forward and backward of the body for a fixed function of the hidden states that predict responses.
+    """Forward and backward of the body for a fixed function of the hidden states that predict
+    responses.
 
     With `shared` as one trie, else in packed rows. Both give the same value and gradient.
     """
@@ -206,7 +208,8 @@ def run(policy: Policy, rows: Sequence[Row], *, shared: bool) -> dict[str, float
 
 
 def hidden_of_tree(policy: Policy, sequences: list[list[int]]) -> tuple[Tensor, list[Tensor]]:
-    """Hidden states [n, D] of a trie's tokens, and for each sequence the positions of its tokens."""
+    """Hidden states [n, D] of a trie's tokens, and for each sequence the positions of its
+    tokens."""
     trie = tree(sequences)
     decoder: Any = policy.lm.get_decoder()
     out = decoder(

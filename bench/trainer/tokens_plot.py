@@ -90,7 +90,8 @@ def prefixes(figure: Figure) -> None:
 
 
 def known(figure: Figure) -> None:
-    """Selected observations that are masked as a whole, and those that the update before already told of."""
+    """Selected observations that are masked as a whole, and those that the rule predicts from the
+    update before."""
     axes: Axes = figure.subplots()
     rows = read(RESULTS / "masked_cpu.csv")
     updates = [int(row["update"]) for row in rows]
