@@ -92,7 +92,9 @@ def test_gigpo_with_exact_anchors_by_hand():
     assert gigpo(rows, gamma=0.5, norm_std=False) == pytest.approx(mean)
     half = [3.2 + 0.5, 3.2 + 0, 3.2 + 2, -4.8 - 0.5, -4.8 - 2]
     assert gigpo(rows, gamma=0.5, norm_std=False, omega=0.5) == pytest.approx(half)
-    win, loss, root = 3.2 / 19.2**0.5, -4.8 / 19.2**0.5, 0.5**0.5
+    win = 3.2 / 19.2**0.5
+    loss = -4.8 / 19.2**0.5
+    root = 0.5**0.5
     assert gigpo(rows, gamma=0.5, eps=0.0) == pytest.approx(
         [win + root, win + 0, win + 1, loss - root, loss - 1]
     )
@@ -104,7 +106,9 @@ def test_gigpo_with_similar_anchors_by_hand():
     Rows are compared with the first anchor of a cluster: c joins where b came first, and is alone
     where a did.
     """
-    a, b, c = ("abcdefghij", 0.0), ("abcdefghiX", 6.0), ("abcdefghYX", 9.0)
+    a = ("abcdefghij", 0.0)
+    b = ("abcdefghiX", 6.0)
+    c = ("abcdefghYX", 9.0)
     like = partial(gigpo, norm_std=False, similarity=0.9)
     # Scores 0, 6, 9, mean 5. Clusters {0, 6} and {9}, then {6, 0, 9}.
     assert like(played([a], [b], [c])) == pytest.approx([-5 - 3, 1 + 3, 4 + 0])
@@ -151,10 +155,10 @@ def test_all_cases_match_the_reference_code(column):
         assert step_returns(rows, gamma=case["gamma"]) == pytest.approx(
             [r["step_return"] for r in case["rows"]]
         )
-        got = advantages(
+        result = advantages(
             rows, **COLUMNS[column], **({"gamma": case["gamma"]} if "gigpo" in column else {})
         )
-        assert got == pytest.approx(case["expected"][column], rel=1e-4, abs=1e-4)
+        assert result == pytest.approx(case["expected"][column], rel=1e-4, abs=1e-4)
 
 
 def test_groups_do_not_mix():
@@ -173,14 +177,15 @@ def test_a_group_that_differs_by_penalties_alone_can_be_dropped():
     """There a penalty of 0.1 reaches full scale."""
     failed = [make_row(0, t, 0, penalty=0.1 * (t == 2), anchor="s") for t in range(3)]
     mixed = [make_row(1, 3 + t, 0, episode_return=r, anchor="s") for t, r in enumerate([0.0, 10.0])]
-    kept = advantages(failed + mixed)
-    assert kept[2] == pytest.approx(-1.1547, abs=1e-3)
-    assert drop_penalty_only(failed + mixed, kept) == [0.0, 0.0, 0.0, *kept[3:]]
+    undropped = advantages(failed + mixed)
+    assert undropped[2] == pytest.approx(-1.1547, abs=1e-3)
+    assert drop_penalty_only(failed + mixed, undropped) == [0.0, 0.0, 0.0, *undropped[3:]]
 
 
 def test_edges():
     equal = [make_row(0, t, 0, episode_return=9.9, anchor="s") for t in range(7)]
     for name in ("grpo", "rloo", "gigpo"):
-        assert advantages([], name) == [] and advantages(equal, name) == [0.0] * 7
+        assert advantages([], name) == []
+        assert advantages(equal, name) == [0.0] * 7
     assert grpo([make_row(0, 0, 0, episode_return=3.0)]) == pytest.approx([3.0], abs=1e-5)
     assert rloo([make_row(0, 0, 0, episode_return=3.0)]) == [3.0]

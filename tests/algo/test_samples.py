@@ -1,4 +1,5 @@
-"""Trajectories become samples, one a turn; turns that continue one another share a sequence and learn the same."""
+"""Trajectories become samples, one a turn; turns that continue one another share a sequence and
+learn the same."""
 
 import random
 from dataclasses import replace
@@ -13,7 +14,9 @@ from paw.algo.token_sums import token_sums
 from paw.model.policy import Policy
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
-END, SEPARATOR, REPLY = [5], [7, 8], [9, 6]
+END = [5]
+SEPARATOR = [7, 8]
+REPLY = [9, 6]
 CPU = torch.device("cpu")
 
 
@@ -55,8 +58,10 @@ def test_one_sample_a_turn_in_order_with_the_engines_own_ids_and_the_return_less
     places = [(sample.group, sample.trajectory, sample.step) for sample in samples]
     assert places == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 2, 0), (1, 2, 1), (1, 2, 2)]
     for sample, turn in zip(samples, turns, strict=True):
-        assert (sample.prompt_ids, sample.response_ids) == (turn.prompt_ids, turn.response_ids)
-        assert (sample.sampled_logp, sample.sampled_entropy) == (turn.sampled_logp, turn.entropy)
+        assert sample.prompt_ids == turn.prompt_ids
+        assert sample.response_ids == turn.response_ids
+        assert sample.sampled_logp == turn.sampled_logp
+        assert sample.sampled_entropy == turn.entropy
         assert sample.anchor == turn.anchor
     assert [s.score for s in samples] == [10.0, 10.0, -0.1, 0.0, 0.0, -0.1]
     assert [s.episode_return for s in samples] == [10.0, 10.0, 0.0, 0.0, 0.0, 0.0]
@@ -67,13 +72,14 @@ def test_one_sample_a_turn_in_order_with_the_engines_own_ids_and_the_return_less
 
 def test_an_empty_observation_and_no_world_model_give_neither_target_nor_separator():
     samples = samples_of(make_groups())
-    assert (
-        samples[0].observation_ids == [ord(c) for c in "you see a mug"]
-        and samples[0].separator_ids == SEPARATOR
-    )
-    assert (samples[1].observation_ids, samples[1].separator_ids) == ([], [])
+    assert samples[0].observation_ids == [ord(c) for c in "you see a mug"]
+    assert samples[0].separator_ids == SEPARATOR
+    assert samples[1].observation_ids == []
+    assert samples[1].separator_ids == []
     for sample in samples_of(make_groups(), encode=None):
-        assert not sample.observation_ids and not sample.separator_ids and sample.wm_weight == 0.0
+        assert not sample.observation_ids
+        assert not sample.separator_ids
+        assert sample.wm_weight == 0.0
 
 
 def test_collate_as_documented():
@@ -85,7 +91,8 @@ def test_collate_as_documented():
         [selected, replace(selected, wm_weight=0.0)], [[0], [1]], with_observation=True, device=CPU
     )
     assert batch.input_ids.tolist() == [1, 5, 6, 7, 2, 1, 8, 9, 1, 5, 6, 7, 2]
-    assert batch.lengths == [8, 5] and batch.target.tolist() == [7, 2, 8, 9, 7, 2]
+    assert batch.lengths == [8, 5]
+    assert batch.target.tolist() == [7, 2, 8, 9, 7, 2]
     assert batch.position.tolist() == [2, 3, 5, 6, 10, 11]
     assert batch.observation.tolist() == [False, False, True, True, False, False]
 
@@ -96,7 +103,8 @@ def conversation(*, turns=5, seed=0, mangled=(), cut=()):
     `mangled` turns see another text than they return; responses of `cut` turns have no end token,
     which stands before the user's message.
     """
-    rng, groups = random.Random(seed), []
+    rng = random.Random(seed)
+    groups = []
 
     def ids(n):
         return [rng.randrange(10, VOCAB) for _ in range(n)]
@@ -104,9 +112,11 @@ def conversation(*, turns=5, seed=0, mangled=(), cut=()):
     for g in range(3):
         group = Group(Task(str(g), "pick"), [])
         for member in range(2):
-            prompt, played = ids(4), []
+            prompt = ids(4)
+            played = []
             for t in range(turns):
-                response, observation = ids(rng.randint(1, 4)), ids(5) if t < turns - 1 else []
+                response = ids(rng.randint(1, 4))
+                observation = ids(5) if t < turns - 1 else []
                 reward = 10.0 * (t == turns - 1 and member == 0)
                 turn = make_turn(
                     t, observation=" ".join(map(str, observation)), reward=reward, valid=t != 1
@@ -138,23 +148,23 @@ def test_turns_in_one_sequence_learn_as_they_do_one_by_one(wm, norm):
     policy = tiny_policy()
     samples = prepared(policy, conversation(), wm=wm)
     alone = [replace(sample, continues=False) for sample in samples]
-    assert (
-        len(sequences(samples, with_observation=wm)) == 6
-        and len(sequences(alone, with_observation=wm)) == 30
-    )
+    assert len(sequences(samples, with_observation=wm)) == 6
+    assert len(sequences(alone, with_observation=wm)) == 30
     policy.double()  # the body: its rounding depends on what a sequence is batched with
     objective = Objective(norm=norm, kl_coef=0.1, entropy_coef=0.01, rho=0.05)
-    one, many = (
-        packed(policy, s, objective, update_samples=40, with_observation=wm)
-        for s in (samples, alone)
+    joined, separate = (
+        packed(policy, rows, objective, update_samples=40, with_observation=wm)
+        for rows in (samples, alone)
     )
-    assert one[0] == pytest.approx(many[0], rel=1e-6) and relative(one[1], many[1]) < 1e-6
-    assert one[1].norm() > 0
-    by_one, by_many = (log_probs(policy, s, temperature=0.7, budget=60) for s in (samples, alone))
-    for i, (logp, entropy) in by_many.items():
-        assert by_one[i][0] == pytest.approx(logp, abs=1e-6) and by_one[i][1] == pytest.approx(
-            entropy, abs=1e-6
-        )
+    assert joined[0] == pytest.approx(separate[0], rel=1e-6)
+    assert relative(joined[1], separate[1]) < 1e-6
+    assert joined[1].norm() > 0
+    scores_joined, scores_alone = (
+        log_probs(policy, rows, temperature=0.7, budget=60) for rows in (samples, alone)
+    )
+    for i, (logp, entropy) in scores_alone.items():
+        assert scores_joined[i][0] == pytest.approx(logp, abs=1e-6)
+        assert scores_joined[i][1] == pytest.approx(entropy, abs=1e-6)
 
 
 def test_a_conversation_takes_less_than_half_the_tokens_and_the_world_model_adds_none():
@@ -164,15 +174,16 @@ def test_a_conversation_takes_less_than_half_the_tokens_and_the_world_model_adds
     joined, joined_wm, plain = (
         sum(
             sum(batch.lengths)
-            for batch in micro_batches(of, budget=10**6, with_observation=wm, device=CPU)
+            for batch in micro_batches(rows, budget=10**6, with_observation=wm, device=CPU)
         )
-        for of, wm in ((samples, False), (samples, True), (alone, False))
+        for rows, wm in ((samples, False), (samples, True), (alone, False))
     )
     assert joined == joined_wm < plain / 2
 
 
 def test_a_target_that_is_not_in_the_next_prompt_is_appended():
-    """Turn 2's observation reads otherwise in the prompt: where it is a target, the sequence ends behind it."""
+    """Turn 2's observation is different in the next prompt: if it is a target, the sequence ends
+    after it."""
     policy = tiny_policy()
     samples = prepared(policy, conversation(mangled={2}), wm=True)
     for sample in samples:
@@ -183,9 +194,8 @@ def test_a_target_that_is_not_in_the_next_prompt_is_appended():
     objective = Objective(wm="ce")
     loss, gradient = packed(policy, samples, objective, update_samples=30)
     expected, expected_gradient, *_ = dense(policy, samples, objective, update_samples=30)
-    assert (
-        loss == pytest.approx(expected, rel=1e-5) and relative(gradient, expected_gradient) < 1e-5
-    )
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert relative(gradient, expected_gradient) < 1e-5
 
 
 OBJECTIVES = {
@@ -194,35 +204,38 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.parametrize("of", OBJECTIVES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(of, dtype):
+def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(name, dtype):
     """Cut answers share their sequence with what follows; loss and gradient are those of each row
     alone, and those of full logits in float64. Only response tokens count as such."""
-    policy, objective = Policy(make_lm(), dtype=dtype), OBJECTIVES[of]
+    policy = Policy(make_lm(), dtype=dtype)
+    objective = OBJECTIVES[name]
     samples = prepared(policy, conversation(cut={0, 1, 3}), wm=True)
     alone = [replace(sample, continues=False) for sample in samples]
-    assert (
-        len(sequences(samples, with_observation=True)) == 6
-        and len(sequences(alone, with_observation=True)) == 30
-    )
+    assert len(sequences(samples, with_observation=True)) == 6
+    assert len(sequences(alone, with_observation=True)) == 30
     assert {sample.step for sample in samples if sample.separator_ids[:1] == END} == {0, 1, 3}
     expected, exact, *_ = dense(policy, samples, objective, update_samples=30)
-    one, many = (packed(policy, s, objective, update_samples=30) for s in (samples, alone))
-    error, usual = (relative(gradient, exact) for _, gradient in (one, many))
+    joined, separate = (
+        packed(policy, rows, objective, update_samples=30) for rows in (samples, alone)
+    )
+    error, usual_error = (relative(gradient, exact) for _, gradient in (joined, separate))
     if dtype == "float32":
-        assert error < 1e-5 and one[0] == pytest.approx(expected, rel=1e-5)
+        assert error < 1e-5
+        assert joined[0] == pytest.approx(expected, rel=1e-5)
     else:
-        assert error < 2 * usual + 1e-4 and one[0] == pytest.approx(
-            expected, abs=2 * abs(many[0] - expected) + 1e-3
-        )
+        assert error < 2 * usual_error + 1e-4
+        assert joined[0] == pytest.approx(expected, abs=2 * abs(separate[0] - expected) + 1e-3)
 
     (batch,) = micro_batches(samples, budget=10**6, with_observation=True, device=CPU)
     out, tokens = objective.forward(policy, batch, samples, 30)
     policy_loss, wm_loss = objective.terms
     sums = token_sums(out, tokens, policy=policy_loss, wm=wm_loss)
     assert sums["response_tokens"] == sum(len(sample.response_ids) for sample in samples)
-    assert sums["observation_tokens"] == sum(len(s.observation_ids) for s in samples if s.wm_weight)
+    assert sums["observation_tokens"] == sum(
+        len(rows.observation_ids) for rows in samples if rows.wm_weight
+    )
     scored = log_probs(policy, samples, temperature=1.0, budget=10**6)
     assert [len(logp) for logp, _ in scored.values()] == [
         len(sample.response_ids) for sample in samples

@@ -1,4 +1,4 @@
-"""bench/trainer/update.py: an update of samples of one's own, with the world model and without."""
+"""bench/trainer/update.py: an update of given samples, with and without the world model."""
 
 import importlib
 import sys
@@ -31,4 +31,5 @@ def test_an_update_with_the_world_model_has_another_gradient(tiny_llm, tmp_path,
     assert without["loss"] == pytest.approx(with_paw["loss"], abs=1e-6)
     assert without["grad_norm"] != pytest.approx(with_paw["grad_norm"], rel=1e-5)
     parts = [with_paw[f"{part}_s"] for part in ("body", "head", "optimizer")]
-    assert all(seconds > 0 for seconds in parts) and sum(parts) <= with_paw["seconds"]
+    assert all(seconds > 0 for seconds in parts)
+    assert sum(parts) <= with_paw["seconds"]

@@ -1,4 +1,5 @@
-"""README.md and docs: each number that was measured is what the files of bench/results say, rounded as it stands there.
+"""README.md and docs: each number that was measured is what the files of bench/results say, rounded
+as it stands there.
 
 For each page a function yields pieces of its text, made from the data. Each must be on the page,
 whatever its line breaks. And in a section that cites such a file, every number with a decimal point
@@ -40,7 +41,8 @@ def typed(text: str) -> Any:
 
 
 def exact(rows: Rows, key: str = "success", games: str = "games") -> Rows:
-    """The rows with shares as the fractions of games that they are, which the file has rounded to four places."""
+    """The rows with shares as the fractions of games that they are, which the file has rounded to
+    four places."""
     return [row | {key: round(row[key] * row[games]) / row[games]} for row in rows]
 
 
@@ -450,7 +452,8 @@ def pretrained() -> Iterator[str]:
 
 
 def gradient_ratios(run: str) -> tuple[float, float]:
-    """Mean norm of the world model's gradient over the policy's, of the first and of the last ten updates."""
+    """Mean norm of the world model's gradient over the policy's, of the first and of the last ten
+    updates."""
     policy = []
     world = []
     for row in read("experiment_grad_norms", run=run):
@@ -620,7 +623,8 @@ def profile_rows(name: str) -> Rows:
 
 
 def profiled(name: str) -> tuple[Rows, str, str]:
-    """(lines of `paw profile`, what PaW adds to the tokens of an update, and to the time of a step)."""
+    """(lines of `paw profile`, what PaW adds to the tokens of an update, and to the time of a
+    step)."""
     rows = profile_rows(name)
     added = added_time(rows, distinct(rows, "phase"), "seconds")
     return rows, added_tokens(rows), added
@@ -755,7 +759,8 @@ def scale() -> Iterator[str]:
 
 
 def exchange_costs(way: str) -> tuple[float, float, float]:
-    """The most of both ranks: processor seconds, GiB above the process's own at the peak and at the end."""
+    """The most of both ranks: processor seconds, GiB above the process's own at the peak and at the
+    end."""
     rows = read("exchange_cpu", way=way)
     peak = max(row["peak_gib"] - row["base_gib"] for row in rows)
     end = max(row["end_gib"] - row["base_gib"] for row in rows)
@@ -801,7 +806,8 @@ range 0.02 instead of 0.1; filter's 10 %; Qwen2.5's shape; qwen2.5-1.5b; qwen2.5
 arXiv 2605.24517; arXiv 2607.21273; arXiv 2609.20715; hurts at 0.05 and 0.3; TRL 1.16;
 twice the speed at 0.6 of the memory; PaW within 2 % of GRPO; passes the 1.25
 """
-"""What stands in those sections and was not measured there: settings, versions, limits, the paper's numbers."""
+"""What stands in those sections and was not measured there: settings, versions, limits, the paper's
+numbers."""
 
 
 def normal(text: str) -> str:
@@ -810,7 +816,8 @@ def normal(text: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_each_measured_number_is_what_its_file_says(page):
-    """And none is left out: of a section with such numbers, what has a decimal point or a per cent sign."""
+    """And none is left out: of a section with such numbers, what has a decimal point or a per cent
+    sign."""
     text = (ROOT / page).read_text(encoding="utf-8")
     pieces = [normal(piece) for piece in PAGES[page]()]
     missing = [piece for piece in pieces if piece not in normal(text)]

@@ -1,4 +1,4 @@
-"""Rules of the house that no linter has, over every file of paw/ and kernels/; what is installed, and by what.
+"""Rules that no linter has, for every file of paw/ and kernels/, and what each extra must install.
 
 Who may import what: import-linter's contracts in pyproject.toml. What runs code from files: ruff's
 S rules there.
@@ -40,7 +40,7 @@ CONSTRAINTS = [
 ELSEWHERE = {"openenv", "vllm", "bench"}
 """Extras that the tests on a CPU do without, or have in a virtual environment of its own."""
 NOT_OURS = {"paw", "paw_kernels", "triton", "flash_attn", "spacy", "tau2", "loguru"}
-"""Imported where they are there: brought by torch's GPU builds, installed apart, or tau2's own."""
+"""Imported if they are installed: brought by torch's GPU builds, installed apart, or tau2's own."""
 PARTS = {
     "pydantic_core": "pydantic", "starlette": "fastapi", "markupsafe": "jinja2", "huggingface_hub": "transformers",
     "websockets": "openenv",
@@ -60,21 +60,22 @@ def calls(text: str) -> list[ast.Call]:
 
 
 def trusting(text: str) -> list[int]:
-    """Lines that let a model's folder run code, or let transformers ask on standard input whether it may."""
-    found = []
+    """Lines that let a model's folder run code, or let transformers ask on standard input whether
+    it may."""
+    lines = []
     for call in calls(text):
         options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         default = "True" if ast.unparse(call.func).endswith(".from_pretrained") else "False"
         if options.get("trust_remote_code", default) != "False":
-            found.append(call.lineno)
-    return found
+            lines.append(call.lineno)
+    return lines
 
 
 def test_no_model_folder_runs_code():
-    assert (
-        trusting("f(trust_remote_code=True)") == trusting("AutoModel.from_pretrained(path)") == [1]
-    )
-    assert {name: lines for name, text in TEXTS.items() if (lines := trusting(text))} == {}
+    assert trusting("f(trust_remote_code=True)") == [1]
+    assert trusting("AutoModel.from_pretrained(path)") == [1]
+    for name, text in TEXTS.items():
+        assert trusting(text) == [], name
 
 
 def test_a_library_of_an_extra_is_imported_late_and_named_where_it_is_missing():
@@ -93,23 +94,23 @@ def test_a_library_of_an_extra_is_imported_late_and_named_where_it_is_missing():
             if isinstance(call.func, ast.Name) and call.func.id == "needed":
                 module, _, extra = map(ast.unparse, call.args)
                 library = ast.literal_eval(module).partition(".")[0]
-                known = LAZY | {"datasets": "data", "flashoptim": "flash"}
-                assert known[library] == ast.literal_eval(extra), f"{name}: {module}"
+                extras = LAZY | {"datasets": "data", "flashoptim": "flash"}
+                assert extras[library] == ast.literal_eval(extra), f"{name}: {module}"
 
 
 def test_the_kernels_folder_is_no_package():
-    """As one it would hide the Hugging Face package of that name from transformers."""
+    """If it were one, it would hide the Hugging Face package of that name from transformers."""
     assert "kernels/__init__.py" not in TEXTS
 
 
 def loaded_after(modules: list[str]) -> set[str]:
     """Top-level packages in a fresh interpreter that imported `modules`."""
     code = f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\nprint(*sys.modules)"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr
-    return {module.split(".")[0] for module in done.stdout.split()}
+    assert result.returncode == 0, result.stderr
+    return {module.split(".")[0] for module in result.stdout.split()}
 
 
 def test_the_command_line_and_environments_start_without_torch():
@@ -126,7 +127,8 @@ IN_PLACE = {"paw/io/files.py", "paw/checkpoint/files.py", "paw/checkpoint/export
 
 
 def test_a_runs_files_are_written_whole():
-    """By paw.io.files.write_file: what is written in place is cut where the disk fills up or the power goes."""
+    """With paw.io.files.write_file: a file written in place is cut off if the disk fills up or the
+    power fails."""
     for name in TEXTS.keys() - IN_PLACE:
         if name.startswith(("paw/run", "paw/rundir/", "paw/checkpoint/", "paw/model/")):
             called = {
@@ -139,7 +141,9 @@ def test_a_runs_files_are_written_whole():
 
 def test_dependencies_have_bounds_and_constraints_a_version_within_them():
     """No address, no path, no local version such as +cpu: another machine installs from it too."""
-    for requirement in (requirement for wanted in WANTED.values() for requirement in wanted):
+    for requirement in (
+        requirement for requirements in WANTED.values() for requirement in requirements
+    ):
         assert {part.operator for part in requirement.specifier} & {"<", "<=", "==", "~="}, str(
             requirement
         )
@@ -148,7 +152,9 @@ def test_dependencies_have_bounds_and_constraints_a_version_within_them():
         canonicalize_name(name): version
         for name, version in (line.split("==") for line in CONSTRAINTS)
     }
-    assert len(pinned) == len(CONSTRAINTS) > 100 and "triton" not in pinned
+    assert len(CONSTRAINTS) > 100
+    assert len(pinned) == len(CONSTRAINTS)
+    assert "triton" not in pinned
     for extra in WANTED.keys() - ELSEWHERE:
         for requirement in WANTED[extra]:
             version = pinned[canonicalize_name(requirement.name)]
@@ -161,7 +167,9 @@ def test_what_is_imported_is_a_dependency():
     """Not only something that a dependency brings along today."""
     provided = packages_distributions()
     named = {
-        canonicalize_name(requirement.name) for wanted in WANTED.values() for requirement in wanted
+        canonicalize_name(requirement.name)
+        for requirements in WANTED.values()
+        for requirement in requirements
     }
     for path, text in TEXTS.items():
         for node in ast.walk(ast.parse(text)):
@@ -180,28 +188,35 @@ def test_what_is_imported_is_a_dependency():
 
 def test_what_is_in_the_way_of_the_first_run_is_named(tmp_path):
     def make(*words, version=0):
-        """`make train` with a Python that only writes down what it is asked to do: (exit code, stderr, that)."""
-        fake, log = tmp_path / "python", tmp_path / "log"
+        """`make train` with a Python that only writes down what it is asked to do: (exit code,
+        stderr, that)."""
+        fake = tmp_path / "python"
+        log = tmp_path / "log"
         fake.write_text(RECORDER.format(log=log, version=version))
         fake.chmod(0o755)
         path = os.pathsep.join(
-            p for p in os.environ["PATH"].split(os.pathsep) if not Path(p, "nvidia-smi").exists()
+            folder
+            for folder in os.environ["PATH"].split(os.pathsep)
+            if not Path(folder, "nvidia-smi").exists()
         )
         command = ["make", "-C", ROOT, "train", f"PYTHON={fake}", f"VENV={tmp_path / 'venv'}"]
-        done = subprocess.run(
+        result = subprocess.run(
             [*command, *words], capture_output=True, text=True, env={**os.environ, "PATH": path}
         )
-        return done.returncode, done.stderr, log.read_text()
+        return result.returncode, result.stderr, log.read_text()
 
-    code, said, log = make(version=1)
-    assert code and "paw needs Python 3.11 or later" in said and "PYTHON=python3.11" in said
-    assert "pip" not in log and not (tmp_path / "venv").exists()
+    code, errors, log = make(version=1)
+    assert code
+    assert "paw needs Python 3.11 or later" in errors
+    assert "PYTHON=python3.11" in errors
+    assert "pip" not in log
+    assert not (tmp_path / "venv").exists()
     index = "TORCH_INDEX=https://download.pytorch.org/whl/cpu"
-    code, said, log = make()
-    assert code == 0 and index in said and "--index-url" not in log
-    code, said, log = make("-B", index)
-    assert (
-        code == 0
-        and "TORCH_INDEX" not in said
-        and "--index-url https://download.pytorch.org/whl/cpu torch" in log
-    )
+    code, errors, log = make()
+    assert code == 0
+    assert index in errors
+    assert "--index-url" not in log
+    code, errors, log = make("-B", index)
+    assert code == 0
+    assert "TORCH_INDEX" not in errors
+    assert "--index-url https://download.pytorch.org/whl/cpu torch" in log
