@@ -143,10 +143,7 @@ def make_problem(
     alive = order[:L].sort().values
     dead = order[L:]
 
-    # The target's logit of a dead row is log V + 8: p of about 0.99 against V - 1 others near 0.
-    direction = weight[target[dead]].float()
-    norm_squared = direction.square().sum(1, keepdim=True)
-    hidden[dead] += ((math.log(V) + 8) * direction / norm_squared).to(dtype)
+    point_at_targets(hidden, weight, target, dead)
     log_sum = log_sums(hidden, weight)
     logp = target_logits(hidden, weight, target) - log_sum
     if (logp[dead].exp() < 2 * RHO).any() or (logp[alive].exp() > RHO / 2).any():
@@ -179,6 +176,17 @@ def make_problem(
         checked=checked,
         words=words,
     )
+
+
+def point_at_targets(hidden: Tensor, weight: Tensor, target: Tensor, dead: Tensor) -> None:
+    """Adds to the hidden states of `dead` what makes their targets' logits log V + 8.
+
+    That is a p of about 0.99 against V - 1 others near 0.
+    """
+    direction = weight[target[dead]].float()
+    norm_squared = direction.square().sum(1, keepdim=True)
+    logit = math.log(weight.shape[0]) + 8
+    hidden[dead] += (logit * direction / norm_squared).to(hidden.dtype)
 
 
 def log_sums(hidden: Tensor, weight: Tensor) -> Tensor:
