@@ -59,11 +59,21 @@ def test_the_worked_example():
 
 def played(*trajectories):
     """Rows of one group; each trajectory is pairs of anchor and reward."""
-    return [
-        make_row(0, t, step, reward=reward, episode_return=sum(r for _, r in turns), anchor=anchor)
-        for t, turns in enumerate(trajectories)
-        for step, (anchor, reward) in enumerate(turns)
-    ]
+    rows = []
+    for trajectory, turns in enumerate(trajectories):
+        episode_return = sum(reward for _, reward in turns)
+        for step, (anchor, reward) in enumerate(turns):
+            rows.append(
+                make_row(
+                    0,
+                    trajectory,
+                    step,
+                    reward=reward,
+                    episode_return=episode_return,
+                    anchor=anchor,
+                )
+            )
+    return rows
 
 
 def test_a_long_win_and_a_short_failure_by_hand():
@@ -128,6 +138,25 @@ COLUMNS = {
 }
 
 
+def rows_of(case):
+    """The rows of a case; its groups and trajectories have names, ours are numbered."""
+    groups: dict[str, int] = {}
+    trajectories: dict[str, int] = {}
+    rows = []
+    for line in case["rows"]:
+        row = make_row(
+            groups.setdefault(line["group"], len(groups)),
+            trajectories.setdefault(line["trajectory"], len(trajectories)),
+            line["step"],
+            reward=line["reward"],
+            episode_return=line["episode_return"],
+            penalty=case["penalty"] * line["invalid"],
+            anchor=line["anchor"],
+        )
+        rows.append(row)
+    return rows
+
+
 @pytest.mark.skipif(
     not PARITY.exists(), reason="parity data of the reference code is not on this machine"
 )
@@ -136,28 +165,13 @@ def test_all_cases_match_the_reference_code(column):
     cases = json.loads(PARITY.read_text())
     assert len(cases) == 31
     for case in cases:
-        groups = {name: i for i, name in enumerate(dict.fromkeys(r["group"] for r in case["rows"]))}
-        trajectories = {
-            name: i for i, name in enumerate(dict.fromkeys(r["trajectory"] for r in case["rows"]))
-        }
-        rows = [
-            make_row(
-                groups[r["group"]],
-                trajectories[r["trajectory"]],
-                r["step"],
-                reward=r["reward"],
-                episode_return=r["episode_return"],
-                penalty=case["penalty"] * r["invalid"],
-                anchor=r["anchor"],
-            )
-            for r in case["rows"]
-        ]
-        assert step_returns(rows, gamma=case["gamma"]) == pytest.approx(
-            [r["step_return"] for r in case["rows"]]
-        )
-        result = advantages(
-            rows, **COLUMNS[column], **({"gamma": case["gamma"]} if "gigpo" in column else {})
-        )
+        rows = rows_of(case)
+        expected_returns = [line["step_return"] for line in case["rows"]]
+        assert step_returns(rows, gamma=case["gamma"]) == pytest.approx(expected_returns)
+        settings = dict(COLUMNS[column])
+        if "gigpo" in column:
+            settings["gamma"] = case["gamma"]
+        result = advantages(rows, **settings)
         assert result == pytest.approx(case["expected"][column], rel=1e-4, abs=1e-4)
 
 

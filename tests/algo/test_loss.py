@@ -103,100 +103,97 @@ def test_a_ratio_truncated_at_c_flows_below_it_whatever_the_advantages_sign():
 def test_log_probs_are_those_of_full_logits(policy, rows):
     scored = log_probs(policy, rows, temperature=0.7, budget=60).values()
     for row, (logp, entropy) in zip(rows, scored, strict=True):
-        first = len(row.prompt_ids) - 1
         with torch.no_grad():
-            logps = token_logps(policy.lm, row, temperature=0.7)[
-                first : first + len(row.response_ids)
-            ]
-        assert logp == pytest.approx(
-            [float(logps[t, i]) for t, i in enumerate(row.response_ids)], abs=1e-5
-        )
+            logps = token_logps(policy.lm, row, temperature=0.7)
+        logps = logps[len(row.prompt_ids) - 1 :][: len(row.response_ids)]
+        expected = [float(logps[t, token]) for t, token in enumerate(row.response_ids)]
+        assert logp == pytest.approx(expected, abs=1e-5)
         assert entropy == pytest.approx(float((-logps.exp() * logps).sum(-1).mean()), abs=1e-5)
 
 
 def test_an_empty_response_has_no_log_prob_and_no_entropy(policy, rows):
-    nothing = [rows[0], replace(rows[1], response_ids=[]), rows[2]]
-    scored = log_probs(policy, nothing, temperature=0.7, budget=10**6)
-    alone = log_probs(policy, [rows[0]], temperature=0.7, budget=10**6)
+    with_empty = [rows[0], replace(rows[1], response_ids=[]), rows[2]]
+    scored = log_probs(policy, with_empty, temperature=0.7, budget=10**6)
     assert scored[1] == ([], 0.0)
-    assert scored[0][1] == pytest.approx(alone[0][1], abs=1e-5)
+    _, entropy = scored[0]
+    _, entropy_alone = log_probs(policy, [rows[0]], temperature=0.7, budget=10**6)[0]
+    assert entropy == pytest.approx(entropy_alone, abs=1e-5)
 
 
 @pytest.mark.parametrize("norm", ["token", "group", "verl"])
 def test_no_way_of_cutting_the_batch_changes_the_gradient(policy, rows, norm):
-    """Micro-batches, the order of samples, ranks' shares, leaving out what has no gradient."""
+    """Micro-batches, the order of samples, ranks' shares."""
     objective = replace(FULL, norm=norm, verl_samples=5)
-    whole = packed(policy, rows, objective, update_samples=40)
-    cuts = [
-        packed(policy, rows, objective, update_samples=40, budget=budget) for budget in (1, 40, 100)
-    ]
-    shares = [
-        packed(policy, rows, objective, update_samples=40, budget=60, share=(rank, 3))
-        for rank in range(3)
-    ]
-    cuts.append(tuple(map(sum, zip(*shares, strict=True))))
+    expected, expected_gradient = packed(policy, rows, objective, update_samples=40)
+    cuts = []
+    for budget in (1, 40, 100):
+        cuts.append(packed(policy, rows, objective, update_samples=40, budget=budget))
     if norm != "verl":
-        cuts.append(
-            packed(
-                policy,
-                random.Random(1).sample(rows, len(rows)),
-                objective,
-                update_samples=40,
-                budget=100,
-            )
+        shuffled = random.Random(1).sample(rows, len(rows))
+        cuts.append(packed(policy, shuffled, objective, update_samples=40, budget=100))
+    loss_of_ranks = 0.0
+    gradient_of_ranks = torch.zeros_like(expected_gradient)
+    for rank in range(3):
+        loss, gradient = packed(
+            policy, rows, objective, update_samples=40, budget=60, share=(rank, 3)
         )
+        loss_of_ranks += loss
+        gradient_of_ranks += gradient
+    cuts.append((loss_of_ranks, gradient_of_ranks))
     for loss, gradient in cuts:
-        assert loss == pytest.approx(whole[0], rel=1e-6)
-        assert relative(gradient, whole[1]) < 1e-6
-    plain = replace(OBJECTIVES["paper"], norm=norm, verl_samples=5)
-    assert 0 < sum(map(plain.dead, rows)) < len(rows)
-    with_dead_rows = packed(policy, rows, plain, update_samples=40, budget=100)
-    by_token = packed(policy, rows, replace(plain, norm="token"), update_samples=40)[1]
-    assert norm == "token" or relative(by_token, with_dead_rows[1]) > 1e-2  # it can tell
-    skipped = packed(policy, rows, plain, update_samples=40, budget=100, skip=plain.dead)
-    assert skipped[0] == pytest.approx(with_dead_rows[0], rel=1e-6)
-    assert relative(skipped[1], with_dead_rows[1]) < 1e-6
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert relative(gradient, expected_gradient) < 1e-6
+
+
+@pytest.mark.parametrize("norm", ["token", "group", "verl"])
+def test_leaving_out_rows_without_a_gradient_changes_nothing(policy, rows, norm):
+    objective = replace(OBJECTIVES["paper"], norm=norm, verl_samples=5)
+    assert 0 < sum(map(objective.dead, rows)) < len(rows)
+    expected, expected_gradient = packed(policy, rows, objective, update_samples=40, budget=100)
+    loss, gradient = packed(
+        policy, rows, objective, update_samples=40, budget=100, skip=objective.dead
+    )
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert relative(gradient, expected_gradient) < 1e-6
+    if norm != "token":  # a wrong mean would be seen
+        _, by_token = packed(policy, rows, replace(objective, norm="token"), update_samples=40)
+        assert relative(by_token, expected_gradient) > 1e-2
 
 
 def test_observations_of_unselected_rows_do_not_change_the_gradient(policy, rows):
-    without = [
-        row if row.wm_weight else replace(row, separator_ids=[], observation_ids=[]) for row in rows
-    ]
-    assert (
-        sum(
-            len(result.observation_ids) - len(result_without.observation_ids)
-            for result, result_without in zip(rows, without, strict=True)
-        )
-        > 0
-    )
-    result = packed(policy, rows, FULL, update_samples=40)
-    result_without = packed(policy, without, FULL, update_samples=40)
-    assert result[0] == result_without[0]
-    assert torch.equal(result[1], result_without[1])
+    without = []
+    for row in rows:
+        if not row.wm_weight:
+            row = replace(row, separator_ids=[], observation_ids=[])
+        without.append(row)
+    assert without != rows
+    loss, gradient = packed(policy, rows, FULL, update_samples=40)
+    loss_without, gradient_without = packed(policy, without, FULL, update_samples=40)
+    assert loss == loss_without
+    assert torch.equal(gradient, gradient_without)
 
 
 def test_the_world_term_leaves_the_policy_term_alone(policy, rows):
     """The gradient is the sum of both; without weights it is the policy's, bit for bit."""
     objective = OBJECTIVES["paper"]
-    joint = packed(policy, rows, objective, update_samples=40)[1]
     no_weight = [replace(row, wm_weight=0.0) for row in rows]
-    alone = packed(policy, no_weight, objective, update_samples=40)[1]
-    world = packed(
-        policy, [replace(row, advantage=0.0) for row in rows], objective, update_samples=40
-    )[1]
-    assert world.norm() > 1e-3 * alone.norm()
-    assert relative(alone + world, joint) < 1e-6
-    disabled = packed(policy, no_weight, objective, update_samples=40, with_observation=False)[1]
-    assert torch.equal(disabled, alone)
+    no_advantage = [replace(row, advantage=0.0) for row in rows]
+    _, joint = packed(policy, rows, objective, update_samples=40)
+    _, acting = packed(policy, no_weight, objective, update_samples=40)
+    _, world = packed(policy, no_advantage, objective, update_samples=40)
+    assert world.norm() > 1e-3 * acting.norm()
+    assert relative(acting + world, joint) < 1e-6
+    _, disabled = packed(policy, no_weight, objective, update_samples=40, with_observation=False)
+    assert torch.equal(disabled, acting)
 
 
 def test_on_policy_the_loss_is_minus_the_mean_advantage(policy, rows):
     """Ratio 1: the loss of every token is -A; nothing is clipped, KL to itself is 0."""
     on_policy = [replace(row, wm_weight=0.0) for row in rows]
-    for row, (logp, _) in zip(
-        on_policy, log_probs(policy, on_policy, temperature=1.0, budget=10**6).values(), strict=True
-    ):
-        row.old_logp = row.ref_logp = logp
+    scored = log_probs(policy, on_policy, temperature=1.0, budget=10**6).values()
+    for row, (logp, _) in zip(on_policy, scored, strict=True):
+        row.old_logp = logp
+        row.ref_logp = logp
     objective = Objective(kl_coef=0.1)
     each_alone = [[i] for i in range(len(on_policy))]
     batch = collate(on_policy, each_alone, with_observation=False, device=CPU)
@@ -218,11 +215,12 @@ def test_mini_batches_sum_to_the_whole_update(rows, norm):
 
     def split(part):
         """Gradients of the policy's and of the world model's term."""
-        acting = packed(policy, part, objective, update_samples=len(rows), with_observation=False)[
-            1
-        ]
         observing = [replace(row, advantage=0.0) for row in part]
-        return acting, packed(policy, observing, objective, update_samples=len(rows))[1]
+        _, acting = packed(
+            policy, part, objective, update_samples=len(rows), with_observation=False
+        )
+        _, world = packed(policy, observing, objective, update_samples=len(rows))
+        return acting, world
 
     acting, world = split(rows)
     tokens = sum(len(row.response_ids) for row in rows)
@@ -233,7 +231,8 @@ def test_mini_batches_sum_to_the_whole_update(rows, norm):
             acting_part, world_part = split(part)
             share = len(part) / len(rows)
             length = sum(len(row.response_ids) for row in part)
-            acting_sum += acting_part * (length / tokens if norm == "token" else share)
+            acting_share = length / tokens if norm == "token" else share
+            acting_sum += acting_part * acting_share
             world_sum += world_part * share
         assert relative(acting_sum, acting) < 1e-6
         assert relative(world_sum, world) < 1e-6
@@ -266,22 +265,21 @@ def test_the_shares_of_tokens_that_the_sampler_s_ratio_caps_and_masks(policy, ro
     cap = 1.1
     low = 0.8
     high = 1.2
-    rows = [
-        replace(row, sampled_logp=[old + 0.15 * (i % 5 - 2) for i, old in enumerate(row.old_logp)])
-        for row in rows
-    ]
-    batch = collate(rows, [[i] for i in range(len(rows))], with_observation=True, device=CPU)
-    out, tokens = objective.forward(policy, batch, rows, len(rows))
+    shifted = []
+    ratios = []
+    for row in rows:
+        sampled_logp = [old_logp + 0.15 * (i % 5 - 2) for i, old_logp in enumerate(row.old_logp)]
+        shifted.append(replace(row, sampled_logp=sampled_logp))
+        for old_logp, sampled in zip(row.old_logp, sampled_logp, strict=True):
+            ratios.append(math.exp(old_logp - sampled))
+    each_alone = [[i] for i in range(len(rows))]
+    batch = collate(shifted, each_alone, with_observation=True, device=CPU)
+    out, tokens = objective.forward(policy, batch, shifted, len(shifted))
     policy_loss, wm_loss = objective.terms
     sums = token_sums(out, tokens, policy=policy_loss, wm=wm_loss, tis_cap=cap, is_mask=(low, high))
     shares = token_metrics(sums, steps=1)
-    ratios = [
-        math.exp(a - b) for row in rows for a, b in zip(row.old_logp, row.sampled_logp, strict=True)
-    ]
-    capped, masked = (
-        sum(f(ratio) for ratio in ratios)
-        for f in (lambda ratio: ratio > cap, lambda ratio: not low <= ratio <= high)
-    )
+    capped = sum(ratio > cap for ratio in ratios)
+    masked = sum(not low <= ratio <= high for ratio in ratios)
     assert 0 < capped < len(ratios)
     assert 0 < masked < len(ratios)
     assert shares["policy/tis_capped_frac"] == pytest.approx(capped / len(ratios))

@@ -152,33 +152,34 @@ def test_turns_in_one_sequence_learn_as_they_do_one_by_one(wm, norm):
     assert len(sequences(alone, with_observation=wm)) == 30
     policy.double()  # the body: its rounding depends on what a sequence is batched with
     objective = Objective(norm=norm, kl_coef=0.1, entropy_coef=0.01, rho=0.05)
-    joined, separate = (
-        packed(policy, rows, objective, update_samples=40, with_observation=wm)
-        for rows in (samples, alone)
+    loss, gradient = packed(policy, samples, objective, update_samples=40, with_observation=wm)
+    loss_alone, gradient_alone = packed(
+        policy, alone, objective, update_samples=40, with_observation=wm
     )
-    assert joined[0] == pytest.approx(separate[0], rel=1e-6)
-    assert relative(joined[1], separate[1]) < 1e-6
-    assert joined[1].norm() > 0
-    scores_joined, scores_alone = (
-        log_probs(policy, rows, temperature=0.7, budget=60) for rows in (samples, alone)
-    )
-    for i, (logp, entropy) in scores_alone.items():
-        assert scores_joined[i][0] == pytest.approx(logp, abs=1e-6)
-        assert scores_joined[i][1] == pytest.approx(entropy, abs=1e-6)
+    assert loss == pytest.approx(loss_alone, rel=1e-6)
+    assert relative(gradient, gradient_alone) < 1e-6
+    assert gradient.norm() > 0
+    scored = log_probs(policy, samples, temperature=0.7, budget=60)
+    for i, (logp_alone, entropy_alone) in log_probs(
+        policy, alone, temperature=0.7, budget=60
+    ).items():
+        logp, entropy = scored[i]
+        assert logp == pytest.approx(logp_alone, abs=1e-6)
+        assert entropy == pytest.approx(entropy_alone, abs=1e-6)
 
 
 def test_a_conversation_takes_less_than_half_the_tokens_and_the_world_model_adds_none():
     samples = prepared(tiny_policy(), conversation(), wm=True)
     alone = [replace(sample, continues=False) for sample in samples]
     assert any(sample.wm_weight for sample in samples)
-    joined, joined_wm, plain = (
-        sum(
-            sum(batch.lengths)
-            for batch in micro_batches(rows, budget=10**6, with_observation=wm, device=CPU)
-        )
-        for rows, wm in ((samples, False), (samples, True), (alone, False))
-    )
-    assert joined == joined_wm < plain / 2
+
+    def tokens(rows, *, wm):
+        batches = micro_batches(rows, budget=10**6, with_observation=wm, device=CPU)
+        return sum(sum(batch.lengths) for batch in batches)
+
+    joined = tokens(samples, wm=False)
+    assert joined < tokens(alone, wm=False) / 2
+    assert tokens(samples, wm=True) == joined
 
 
 def test_a_target_that_is_not_in_the_next_prompt_is_appended():
@@ -216,30 +217,27 @@ def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(name, dtype):
     assert len(sequences(samples, with_observation=True)) == 6
     assert len(sequences(alone, with_observation=True)) == 30
     assert {sample.step for sample in samples if sample.separator_ids[:1] == END} == {0, 1, 3}
-    expected, exact, *_ = dense(policy, samples, objective, update_samples=30)
-    joined, separate = (
-        packed(policy, rows, objective, update_samples=30) for rows in (samples, alone)
-    )
-    error, usual_error = (relative(gradient, exact) for _, gradient in (joined, separate))
+    expected, expected_gradient, *_ = dense(policy, samples, objective, update_samples=30)
+    loss, gradient = packed(policy, samples, objective, update_samples=30)
+    loss_alone, gradient_alone = packed(policy, alone, objective, update_samples=30)
+    error = relative(gradient, expected_gradient)
     if dtype == "float32":
         assert error < 1e-5
-        assert joined[0] == pytest.approx(expected, rel=1e-5)
+        assert loss == pytest.approx(expected, rel=1e-5)
     else:
-        assert error < 2 * usual_error + 1e-4
-        assert joined[0] == pytest.approx(expected, abs=2 * abs(separate[0] - expected) + 1e-3)
+        assert error < 2 * relative(gradient_alone, expected_gradient) + 1e-4
+        assert loss == pytest.approx(expected, abs=2 * abs(loss_alone - expected) + 1e-3)
 
     (batch,) = micro_batches(samples, budget=10**6, with_observation=True, device=CPU)
     out, tokens = objective.forward(policy, batch, samples, 30)
     policy_loss, wm_loss = objective.terms
     sums = token_sums(out, tokens, policy=policy_loss, wm=wm_loss)
     assert sums["response_tokens"] == sum(len(sample.response_ids) for sample in samples)
-    assert sums["observation_tokens"] == sum(
-        len(rows.observation_ids) for rows in samples if rows.wm_weight
-    )
-    scored = log_probs(policy, samples, temperature=1.0, budget=10**6)
-    assert [len(logp) for logp, _ in scored.values()] == [
-        len(sample.response_ids) for sample in samples
-    ]
+    selected = [sample for sample in samples if sample.wm_weight]
+    assert sums["observation_tokens"] == sum(len(sample.observation_ids) for sample in selected)
+    scored = log_probs(policy, samples, temperature=1.0, budget=10**6).values()
+    for sample, (logp, _) in zip(samples, scored, strict=True):
+        assert len(logp) == len(sample.response_ids)
 
 
 def test_minibatches_keep_sequences_together_and_ranks_share_them():

@@ -82,20 +82,18 @@ def test_a_library_of_an_extra_is_imported_late_and_named_where_it_is_missing():
     libraries = "|".join(LAZY)
     inside_vllm = {"paw/rollouts/engines/entropy.py"}  # vLLM alone imports it
     for name, text in TEXTS.items():
-        assert name in inside_vllm or not re.search(
-            rf"^(?:from|import) (?:{libraries})\b", text, re.M
-        ), name
+        at_top = re.search(rf"^(?:from|import) (?:{libraries})\b", text, re.M)
+        assert name in inside_vllm or not at_top, name
         for library in set(re.findall(rf"^ +(?:from|import) ({libraries})\b", text, re.M)):
-            named = [
-                f"paw-trainer[{extra}]" in text for extra in (LAZY[library], BRINGS.get(library))
-            ]
-            assert any(named), f"{name}: a UserError must name the extra of {library}"
+            extras = (LAZY[library], BRINGS.get(library))
+            named = any(f"paw-trainer[{extra}]" in text for extra in extras)
+            assert named, f"{name}: a UserError must name the extra of {library}"
         for call in calls(text):
             if isinstance(call.func, ast.Name) and call.func.id == "needed":
                 module, _, extra = map(ast.unparse, call.args)
                 library = ast.literal_eval(module).partition(".")[0]
-                extras = LAZY | {"datasets": "data", "flashoptim": "flash"}
-                assert extras[library] == ast.literal_eval(extra), f"{name}: {module}"
+                extra_of = LAZY | {"datasets": "data", "flashoptim": "flash"}
+                assert extra_of[library] == ast.literal_eval(extra), f"{name}: {module}"
 
 
 def test_the_kernels_folder_is_no_package():
@@ -131,27 +129,22 @@ def test_a_runs_files_are_written_whole():
     power fails."""
     for name in TEXTS.keys() - IN_PLACE:
         if name.startswith(("paw/run", "paw/rundir/", "paw/checkpoint/", "paw/model/")):
-            called = {
-                call.func.attr
-                for call in calls(TEXTS[name])
-                if isinstance(call.func, ast.Attribute)
-            }
-            assert not {"write_text", "write_bytes", "savefig"} & called, name
+            for call in calls(TEXTS[name]):
+                if isinstance(call.func, ast.Attribute):
+                    assert call.func.attr not in ("write_text", "write_bytes", "savefig"), name
 
 
 def test_dependencies_have_bounds_and_constraints_a_version_within_them():
     """No address, no path, no local version such as +cpu: another machine installs from it too."""
-    for requirement in (
-        requirement for requirements in WANTED.values() for requirement in requirements
-    ):
-        assert {part.operator for part in requirement.specifier} & {"<", "<=", "==", "~="}, str(
-            requirement
-        )
-    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in CONSTRAINTS)
-    pinned = {
-        canonicalize_name(name): version
-        for name, version in (line.split("==") for line in CONSTRAINTS)
-    }
+    for requirements in WANTED.values():
+        for requirement in requirements:
+            operators = {part.operator for part in requirement.specifier}
+            assert operators & {"<", "<=", "==", "~="}, str(requirement)
+    pinned = {}
+    for line in CONSTRAINTS:
+        assert re.fullmatch(r"[\w.-]+==[\w.]+", line)
+        name, version = line.split("==")
+        pinned[canonicalize_name(name)] = version
     assert len(CONSTRAINTS) > 100
     assert len(pinned) == len(CONSTRAINTS)
     assert "triton" not in pinned
@@ -166,24 +159,24 @@ def test_dependencies_have_bounds_and_constraints_a_version_within_them():
 def test_what_is_imported_is_a_dependency():
     """Not only something that a dependency brings along today."""
     provided = packages_distributions()
-    named = {
-        canonicalize_name(requirement.name)
-        for requirements in WANTED.values()
-        for requirement in requirements
-    }
+    named = set()
+    for requirements in WANTED.values():
+        named |= {canonicalize_name(requirement.name) for requirement in requirements}
     for path, text in TEXTS.items():
-        for node in ast.walk(ast.parse(text)):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += (
-                [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            )
-            for module in (
-                {module.split(".")[0] for module in modules}
-                - NOT_OURS
-                - set(sys.stdlib_module_names)
-            ):
-                packages = [PARTS.get(module, module), *provided.get(module, [])]
-                assert named & set(map(canonicalize_name, packages)), f"{path}: {module}"
+        for module in imported(text) - NOT_OURS - set(sys.stdlib_module_names):
+            packages = [PARTS.get(module, module), *provided.get(module, [])]
+            assert named & set(map(canonicalize_name, packages)), f"{path}: {module}"
+
+
+def imported(text: str) -> set[str]:
+    """Top-level packages that a file imports anywhere, except by relative imports."""
+    modules = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules.append(node.module or "")
+    return {module.split(".")[0] for module in modules}
 
 
 def test_what_is_in_the_way_of_the_first_run_is_named(tmp_path):
