@@ -149,9 +149,9 @@ class _TiledLogProbs(torch.autograd.Function):
                 z = (x @ weight[columns].t()).float()
                 new_top = torch.maximum(top, z.amax(1))
                 shrink = (top - new_top).exp()
-                e = (z - new_top[:, None]).exp()
-                total = total * shrink + e.sum(1)
-                dot = dot * shrink + (e * z).sum(1)
+                exponentials = (z - new_top[:, None]).exp()
+                total = total * shrink + exponentials.sum(1)
+                dot = dot * shrink + (exponentials * z).sum(1)
                 top = new_top
                 inside, column = _within(y, columns)
                 at_target += z.gather(1, column[:, None]).squeeze(1) * inside
@@ -170,13 +170,13 @@ class _TiledLogProbs(torch.autograd.Function):
         for rows in _blocks(hidden.shape[0], TOKENS):
             x = hidden[rows]
             y = target[rows]
-            g = grad[rows]
+            upstream = grad[rows]
             for columns in _blocks(weight.shape[0], VOCABULARY):
                 w = weight[columns]
                 p = ((x @ w.t()).float() - log_sum[rows, None]).exp()
                 inside, column = _within(y, columns)
-                dz = -g[:, None] * p
-                dz.scatter_add_(1, column[:, None], (g * inside)[:, None])
+                dz = -upstream[:, None] * p
+                dz.scatter_add_(1, column[:, None], (upstream * inside)[:, None])
                 dz = dz.to(x.dtype)
                 d_hidden[rows] += dz @ w
                 d_weight[columns] += dz.t() @ x

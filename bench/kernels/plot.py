@@ -48,8 +48,8 @@ def draw(path: Path, folder: Path) -> list[Path]:
     """Draws what the table has data for; returns the pictures."""
     rows = read(path)
     if "tile" in rows[0]:
-        before = read(path.with_name("triton_aot_before.csv"))
-        return [save(tiles(before, rows), folder / "kernels_tile.png")]
+        rows_before = read(path.with_name("triton_aot_before.csv"))
+        return [save(tiles(rows_before, rows), folder / "kernels_tile.png")]
 
     timed = [row for row in rows if row.get("ms")]
     measured = [row for row in timed if row["kind"] == "measured"]
@@ -206,9 +206,9 @@ def limits(axes: Axes, values: list[float], ticks: list[float]) -> None:
     shows."""
     low = min(values) / 1.3
     high = max(values) * 1.3
-    shown = [tick for tick in ticks if low <= tick <= high]
+    visible_ticks = [tick for tick in ticks if low <= tick <= high]
     axes.set(yscale="log", ylim=(low, high))
-    axes.set_yticks(shown, [f"{tick:g}" for tick in shown])
+    axes.set_yticks(visible_ticks, [f"{tick:g}" for tick in visible_ticks])
     axes.yaxis.set_minor_locator(NullLocator())
 
 
@@ -395,19 +395,19 @@ def cpu_groups(rows: Rows) -> list[Bars]:
     return groups
 
 
-def tiles(before: Rows, now: Rows) -> Figure:
+def tiles(rows_before: Rows, rows_now: Rows) -> Figure:
     """Instructions that a warp spends on a tile, in both versions of the forward kernel."""
     key = ("triton", "arch", "dtype", "kernel", "V", "D", "bias", "gradients", "softcap")
-    now_by_key = {}
-    for row in now:
+    tiles_now = {}
+    for row in rows_now:
         if row["table"] == "yes" and row["tile"]:
-            now_by_key[tuple(row[name] for name in key)] = int(row["tile"])
+            tiles_now[tuple(row[name] for name in key)] = int(row["tile"])
 
     figure, axes = plt.subplots(figsize=(4.6, 4.8), dpi=150, layout="constrained")
     names = []
-    for place, row in enumerate(before):
+    for place, row in enumerate(rows_before):
         old = int(row["tile"])
-        new = now_by_key[tuple(row[name] for name in key)]
+        new = tiles_now[tuple(row[name] for name in key)]
         is_first = place == 0  # a label for all bars of a colour
         axes.barh(place - 0.19, old, 0.36, color="#BBBBBB", label="before" if is_first else None)
         axes.barh(place + 0.19, new, 0.36, color=OURS, label="now" if is_first else None)
@@ -425,5 +425,7 @@ def tiles(before: Rows, now: Rows) -> Figure:
     )
     axes.legend(loc="lower right", frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"Compiled by Triton {before[0]['triton']}, not run", loc="left", fontsize=9)
+    axes.set_title(
+        f"Compiled by Triton {rows_before[0]['triton']}, not run", loc="left", fontsize=9
+    )
     return figure

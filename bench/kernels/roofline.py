@@ -93,31 +93,31 @@ class Term(NamedTuple):
     """Tiles of a fused matmul on the multiprocessor that has the most of them."""
     launches: int = 0
 
-    def ms(self, on: Machine) -> float:
-        rate = on.fused if self.tiles else 1.0
-        arithmetic = self.flops / (on.tflops * 1e9 * rate)
+    def ms(self, machine: Machine) -> float:
+        rate = machine.fused if self.tiles else 1.0
+        arithmetic = self.flops / (machine.tflops * 1e9 * rate)
         instructions = self.tiles * TILE_INSTRUCTIONS * TILE_WARPS
-        arithmetic += instructions / (SCHEDULERS * on.issue * GHZ * 1e6)
-        read = self.read / (on.gb_s * 1e6)
-        written = self.written / (on.gb_s * 1e6)
-        waiting = self.waits * on.wait_us / 1e3
-        if self.flops and not on.overlap:
+        arithmetic += instructions / (SCHEDULERS * machine.issue * GHZ * 1e6)
+        read = self.read / (machine.gb_s * 1e6)
+        written = self.written / (machine.gb_s * 1e6)
+        waiting = self.waits * machine.wait_us / 1e3
+        if self.flops and not machine.overlap:
             return max(arithmetic, read) + written + waiting
         return max(arithmetic, read + written) + waiting
 
 
-def total(terms: list[Term], on: Machine) -> float:
+def total(terms: list[Term], machine: Machine) -> float:
     """Milliseconds of the GPU, or of the host if those are more."""
-    gpu_ms = sum(term.ms(on) for term in terms)
-    host_ms = sum(term.launches for term in terms) * on.launch_us / 1e3
+    gpu_ms = sum(term.ms(machine) for term in terms)
+    host_ms = sum(term.launches for term in terms) * machine.launch_us / 1e3
     return max(gpu_ms, host_ms)
 
 
 def matmul_bound(
-    T: int, D: int, V: int, live: float, on: Machine = BEST, *, backward: bool = True
+    T: int, D: int, V: int, live: float, machine: Machine = BEST, *, backward: bool = True
 ) -> float:
     """Milliseconds of the bare 1 + 2 live passes."""
-    return 2 * T * D * V * (1 + 2 * live * backward) / (on.tflops * 1e9)
+    return 2 * T * D * V * (1 + 2 * live * backward) / (machine.tflops * 1e9)
 
 
 def ceil_div(n: int, divisor: int) -> int:

@@ -76,7 +76,7 @@ def measure(way: str, tokens: int) -> None:
     played = episodes(tasks[ranks.rank :: RANKS], ranks.rank), RolloutStats()
     turns = turns_of(played)
     count = sum(len(turn.prompt_ids) + len(turn.response_ids) for turn in turns)
-    last = turns[-1].sampled_logp
+    last_logp = turns[-1].sampled_logp
     del turns
 
     ranks.gather(0)  # a common start
@@ -88,7 +88,7 @@ def measure(way: str, tokens: int) -> None:
 
     del played
     gc.collect()
-    assert turns_of(parts[ranks.rank])[-1].sampled_logp == last
+    assert turns_of(parts[ranks.rank])[-1].sampled_logp == last_logp
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     row = {
         "way": way,

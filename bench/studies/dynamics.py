@@ -65,12 +65,12 @@ def dynamics(folders: list[Path], out: Path) -> None:
     and last means."""
     groups = read(folders)
     logged = {key for group in groups.values() for run in group for key in run.metrics}
-    shown = {key: label for key, label in CURVES.items() if key in logged}
-    if not shown:
+    logged_curves = {key: label for key, label in CURVES.items() if key in logged}
+    if not logged_curves:
         raise UserError(f"{folders[0]}: none of its metrics is a training curve")
     panels: dict[str, dict[str, Curve]] = {}
     rows = []
-    for key, label in shown.items():
+    for key, label in logged_curves.items():
         window = 1 if key.startswith("eval/") else WINDOW
         row = [label]
         panels[label] = {}
@@ -83,9 +83,11 @@ def dynamics(folders: list[Path], out: Path) -> None:
     records = []
     for name, group in groups.items():
         for run in group:
-            for step in sorted({step for key in shown for step in run.metrics.get(key, {})}):
+            for step in sorted(
+                {step for key in logged_curves for step in run.metrics.get(key, {})}
+            ):
                 record = {"group": name, "run": run.name, "update": step}
-                for key in shown:
+                for key in logged_curves:
                     record[key] = run.at(key, step)
                 records.append(record)
 

@@ -78,9 +78,9 @@ def webshop(prompt: str, action: str, observation: str) -> list[tuple[int, int]]
     spans = [match.span() for match in ASIN.finditer(observation)]
     parts = observation.split(SEPARATOR)
     start = 0
-    for before, part, after in zip(["", *parts], parts, [*parts[1:], ""], strict=False):
-        follows_code = ASIN.fullmatch(before.strip("'"))
-        precedes_price = after.strip("'").lower().startswith("price:")
+    for previous, part, following in zip(["", *parts], parts, [*parts[1:], ""], strict=False):
+        follows_code = ASIN.fullmatch(previous.strip("'"))
+        precedes_price = following.strip("'").lower().startswith("price:")
         if follows_code or precedes_price:
             spans.append((start, start + len(part)))
         start += len(part) + len(SEPARATOR)
@@ -137,7 +137,10 @@ def find_rule(name: str) -> Rule:
 def noisy(tokens: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
     """Whether each token (its characters [start, end)) overlaps a span; one such character makes it
     all a guess."""
-    return [any(start < last and first < end for first, last in spans) for start, end in tokens]
+    return [
+        any(start < span_end and span_start < end for span_start, span_end in spans)
+        for start, end in tokens
+    ]
 
 
 def measure(

@@ -65,9 +65,9 @@ def make_models(folder: Path, model: Path, triplets: Path) -> None:
         kept: ("filter", triplets, *learner),
         folder / "wm-sft": ("sft", triplets, *learner, "--rwml.sft_epochs", 2),
     }
-    for made, words in commands.items():
-        if not made.exists():
-            (folder / f"{made.stem}.log").write_text(paw("rwml", *words, "--out", made))
+    for target, words in commands.items():
+        if not target.exists():
+            (folder / f"{target.stem}.log").write_text(paw("rwml", *words, "--out", target))
     if not (folder / "run" / "report.html").exists():
         settings = {
             "env.triplets": kept,

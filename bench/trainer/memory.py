@@ -146,9 +146,9 @@ def renew_page(rows: list[dict[str, Any]]) -> None:
     """Puts the table into docs/memory.md."""
     begin, end = "<!-- python bench/trainer/memory.py -->", "<!-- end -->"
     page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
-    PAGE.write_text(f"{before}{begin}\n\n{table(rows)}\n\n{end}{after}", encoding="utf-8")
+    text_before, _, rest = page.partition(begin)
+    _, _, text_after = rest.partition(end)
+    PAGE.write_text(f"{text_before}{begin}\n\n{table(rows)}\n\n{end}{text_after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

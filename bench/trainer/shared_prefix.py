@@ -113,14 +113,14 @@ def tree_attention(
         if start == end:
             continue
         n, m = end - start, len(path)
-        whole = n == m
+        is_first = n == m
         causal = torch.ones(n, m, dtype=torch.bool).tril(m - n)
         out[:, :, start:end] = scaled_dot_product_attention(
             query[:, :, start:end],
             key[:, :, path],
             value[:, :, path],
-            attn_mask=None if whole else causal,
-            is_causal=whole,
+            attn_mask=None if is_first else causal,
+            is_causal=is_first,
             scale=scaling,
             enable_gqa=True,
         )

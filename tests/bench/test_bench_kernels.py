@@ -92,14 +92,14 @@ def test_ours_and_the_peers_have_the_reference_s_value_and_gradients(name, live,
     h = p.hidden.requires_grad_()
     w = p.weight.requires_grad_()
     loss, logp = run.both(h, w)
-    loss_and_reference = None if run.want is None else (loss.detach(), run.want)
+    loss_and_reference = None if run.expected is None else (loss.detach(), run.expected)
     gradients = list(torch.autograd.grad(loss, (h, w)))
     errors = problem.errors(p, run.slope, loss=loss_and_reference, logp=logp, gradients=gradients)
     assert problem.passes(errors, p.plain)
     assert (errors.loss or 0) < (1e-6 if name == "paw[auto]" else 1e-4)
     if any(peer.name == name and peer.is_cross_entropy for peer in WITHOUT_A_COMPILER):
         torch.testing.assert_close(
-            run.want, -p.logp[p.live if dead == "known" else slice(None)].mean()
+            run.expected, -p.logp[p.live if dead == "known" else slice(None)].mean()
         )
 
 

@@ -313,7 +313,11 @@ def test_what_follows_a_rollout():
     assert modes[1] == pytest.approx((modes[0] + modes[2]) / 2)
     assert seconds(model__compile=True)["update"] == pytest.approx(0.86 * base["update"])
     assert seconds(optim__minibatch_samples=128)["step"] == pytest.approx(2 * base["step"], rel=0.1)
-    # Cut into small micro-batches, gathers over the network take longer than the arithmetic.
+
+
+def test_gathers_over_the_network_take_longer_than_small_micro_batches():
+    shape = shape_of(NAME)
+    cards = {"gpus": 8, "gpu_gib": 80.0}
     small = low_memory(optim__micro_batch_tokens=1024)
     one_host, two_hosts = (Plan(small, shape, hosts=hosts, **cards) for hosts in (1, 2))
     copies = Plan(changed(small, {"model.shard": "node"}), shape, hosts=2, **cards)
