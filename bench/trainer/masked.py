@@ -58,9 +58,7 @@ def main() -> None:
         trainer.train(config)
 
     write(RESULTS / "masked_cpu.csv", watch.table)
-    quarter = max(1, len(watch.table) // 4)
-    show(watch.table[:quarter])
-    show(watch.table[-quarter:])
+    show_ends(watch.table)
 
 
 class Watch:
@@ -126,6 +124,13 @@ class Watch:
                 skipped += len(sample.prompt_ids) + len(sample.response_ids)
             self._counts["skipped"] += skipped
         self._current.setdefault(observation, []).append(masked)
+
+
+def show_ends(table: list[dict[str, Any]]) -> None:
+    """Prints the shares over the first and the last quarter of the updates, at least one update."""
+    quarter = max(1, len(table) // 4)
+    show(table[:quarter])
+    show(table[-quarter:])
 
 
 def show(rows: list[dict[str, Any]]) -> None:
