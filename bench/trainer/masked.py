@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, write
-from paw import trainer
+from paw import train, trainer
 from paw.algo import loss as losses
 from paw.config.recipe import load
 from paw.rundir.record import code_commit
@@ -55,7 +55,7 @@ def main() -> None:
         trainer.optimize = watch.optimize
         losses.token_batch = watch.token_batch
         losses.joint_loss = watch.joint_loss
-        trainer.train(config)
+        train(config)
 
     write(RESULTS / "masked_cpu.csv", watch.table)
     show_ends(watch.table)
