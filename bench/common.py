@@ -1,4 +1,4 @@
-"""What the benchmarks share: where results lie and how they are written, the `paw` command, the machine's name."""
+"""What the benchmarks share: the folder of results, reading and writing them, the `paw` command, the machine's name."""
 
 import csv
 import json
@@ -6,7 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """A CSV with the columns of all rows, in the order in which they first come."""
+    """Writes a CSV with the columns of all rows, in the order in which they first appear."""
     columns = dict.fromkeys(key for row in rows for key in row)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
@@ -24,8 +24,21 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def flags(options: Mapping[str, object]) -> list[object]:
+    """Settings as words of a command line.
+
+    >>> flags({"run.seed": 1, "run.dir": "runs"})
+    ['--run.seed', 1, '--run.dir', 'runs']
+    """
+    words: list[object] = []
+    for key, value in options.items():
+        words += [f"--{key}", value]
+    return words
 
 
 def paw(*words: object) -> str:
@@ -60,10 +73,10 @@ def commit(*measured: str) -> str:
 
 
 def cpu_name() -> str:
-    """The processor's model name; its architecture if the system does not tell the name."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
+    """The processor's model name, or its architecture if the system does not give the name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.split(":")[1].strip()
     return platform.machine()

@@ -1,8 +1,8 @@
-"""`make lines`: how long the house is. Lines of files, and beside them those that hold code (no
-blanks, comments, docstrings), of the core, of each package, of tests and benchmarks.
+"""`make lines`: how long the core, each package, the tests and the benchmarks are.
 
-The core is what `paw train` imports on a CPU for an environment of one's own: counted by running
-it.
+Prints the lines of their files, and beside them those that hold code (no blanks, comments,
+docstrings). The core is what `paw train` imports on a CPU for an environment of your own; it is
+found by running it.
 """
 
 import ast
@@ -17,7 +17,10 @@ import tokenize
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.common import ROOT, flags
+
 TRAIN = """
 import atexit, json, sys
 def report():
@@ -40,20 +43,26 @@ HIDDEN = {
 
 
 def core_files(folder: Path) -> list[Path]:
-    """What one update of `paw train` on docs/example_environment.py imports; `folder` is for its model and its run."""
+    """The files that an update of `paw train` on docs/example_environment.py imports; model and run
+    go to `folder`."""
     sys.path.append(str(ROOT / "tests" / "support"))  # which conftest.py imports from
     write_tiny_llm = runpy.run_path(str(ROOT / "tests" / "conftest.py"))["write_tiny_llm"]
     settings = {
-        "env.name": f"{ROOT / 'docs' / 'example_environment.py'}:Guess", "model.path": write_tiny_llm(folder / "model"),
-        "model.device": "cpu", "run.dir": folder, "run.updates": 1, "rollout.tasks": 2, "rollout.group_size": 2,
+        "env.name": f"{ROOT / 'docs' / 'example_environment.py'}:Guess",
+        "model.path": write_tiny_llm(folder / "model"),
+        "model.device": "cpu",
+        "run.dir": folder,
+        "run.updates": 1,
+        "rollout.tasks": 2,
+        "rollout.group_size": 2,
         "eval.games": 2,
-    }  # fmt: skip
-    words = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    }
     out = folder / "files.json"
+    words = [str(word) for word in flags(settings)]
     command = [sys.executable, "-c", TRAIN, "train", "quickstart", *words, str(out)]
+    import_path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL
+        command, env=os.environ | {"PYTHONPATH": import_path}, check=True, stdout=subprocess.DEVNULL
     )
     return [Path(name) for name in json.loads(out.read_text())]
 
@@ -84,34 +93,37 @@ def code_lines(text: str) -> int:
     return len(numbers)
 
 
+def python_files(*folders: str) -> list[Path]:
+    """The Python files of folders, without builds."""
+    files: list[Path] = []
+    for folder in folders:
+        files += [path for path in (ROOT / folder).rglob("*.py") if "build" not in path.parts]
+    return files
+
+
+def show(name: str, files: Iterable[Path]) -> None:
+    """Prints a line of the table."""
+    files = list(files)
+    total, code = lines(files)
+    print(f"{name:<28}{len(files):>6}{total:>8,}{code:>8,}")
+
+
 def main() -> None:
-    def files(*folders: str) -> list[Path]:
-        return [
-            path
-            for folder in folders
-            for path in (ROOT / folder).rglob("*.py")
-            if "build" not in path.parts
-        ]
-
-    def show(name: str, paths: Iterable[Path]) -> None:
-        paths = list(paths)
-        total, code = lines(paths)
-        print(f"{name:<28}{len(paths):>6}{total:>8,}{code:>8,}")
-
     print(f"{'':<28}{'files':>6}{'lines':>8}{'code':>8}")
     with tempfile.TemporaryDirectory() as folder:
         show("core, as imported", core_files(Path(folder)))
-    everything = files("paw", "kernels")
-    show("paw and kernels", everything)
-    for package in sorted({path.parent for path in everything}):
+    files = python_files("paw", "kernels")
+    show("paw and kernels", files)
+    for package in sorted({path.parent for path in files}):
         show(f"  {package.relative_to(ROOT)}", package.glob("*.py"))
-    show("tests", files("tests"))
-    show("bench", files("bench"))
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in everything}
+    show("tests", python_files("tests"))
+    show("bench", python_files("bench"))
+
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     longest = max(lengths, key=lambda path: lengths[path])
-    middle = sorted(lengths.values())[len(lengths) // 2]
+    median = sorted(lengths.values())[len(lengths) // 2]
     name = longest.relative_to(ROOT)
-    print(f"the longest file is {name} with {lengths[longest]}, the median {middle}")
+    print(f"the longest file is {name} with {lengths[longest]}, the median {median}")
 
 
 if __name__ == "__main__":

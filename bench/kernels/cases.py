@@ -26,7 +26,8 @@ MATMUL_ROWS = 4096
 FORWARD = "forward"
 BOTH = "forward + backward"
 STATISTICS = "statistics + backward"
-"""Log-probabilities and entropies by a function of their own, and the gradient of the log-probabilities."""
+"""Log-probabilities and entropies by a function of their own, and the gradient of the
+log-probabilities."""
 Row = dict[str, object]
 """Columns of the table, by name."""
 
@@ -85,24 +86,26 @@ def groups(device: torch.device, quick: bool) -> list[Group]:
 
 def cases(group: Group, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """Every case of a group that can run on this device."""
-    ours = [f"paw[{name}]" for name in BACKENDS if why_not_backend(name, device, dtype) is None]
-    theirs = [peer.name for peer in PEERS if peer.why_not(device) is None]
-    for name in (*ours, *theirs):
+    our_names = [
+        f"paw[{name}]" for name in BACKENDS if why_not_backend(name, device, dtype) is None
+    ]
+    peer_names = [peer.name for peer in PEERS if peer.why_not(device) is None]
+    for name in (*our_names, *peer_names):
         yield Case(group, live=1.0, dead="", name=name, mode=FORWARD)
         yield Case(group, live=1.0, dead="", name=name, mode=BOTH)
     if device.type == "cpu":
-        for name in (*ours, "naive", "torch_compile"):
+        for name in (*our_names, "naive", "torch_compile"):
             yield Case(group, live=1.0, dead="", name=name, mode=STATISTICS)
 
     # Dense work takes the same time whatever the rows are, so peers are timed only if that is
     # cheap.
     large = device.type == "cpu" and group.V > 100_000
-    peers_if_found = theirs if group.T <= 8192 and not large else []
-    peers_if_known = theirs if group.T in (512, 2048, 4096, 32_768) else []
+    peers_if_found = peer_names if group.T <= 8192 and not large else []
+    peers_if_known = peer_names if group.T in (512, 2048, 4096, 32_768) else []
     for live in (0.4, 0.1):
-        for name in (*ours, *peers_if_found):
+        for name in (*our_names, *peers_if_found):
             yield Case(group, live=live, dead="found", name=name, mode=BOTH)
-        for name in (*ours, *peers_if_known):
+        for name in (*our_names, *peers_if_known):
             yield Case(group, live=live, dead="known", name=name, mode=BOTH)
 
 
@@ -114,7 +117,7 @@ class Implementation:
     """The same of the forward pass alone, which may be another function."""
     slope: Tensor
     """[T] float64: dL/dlogp of each row of `both`."""
-    want: Tensor | None
+    expected: Tensor | None
     """What the loss should be, float64; None if it is not compared."""
     version: str = ""
 
@@ -137,7 +140,9 @@ def _statistics_implementation(case: Case, problem: Problem) -> Implementation:
         return -logp.mean(), logp.detach()
 
     slope = slope_of_mean(problem)
-    return Implementation(both=both, forward=both, slope=slope, want=(slope * problem.logp).sum())
+    return Implementation(
+        both=both, forward=both, slope=slope, expected=(slope * problem.logp).sum()
+    )
 
 
 def _paw_implementation(case: Case, problem: Problem, index: Tensor | None) -> Implementation:
@@ -157,7 +162,7 @@ def _paw_implementation(case: Case, problem: Problem, index: Tensor | None) -> I
         return None, token_stats(hidden, weight, problem.target, backend=backend).logp
 
     return Implementation(
-        both=fused, forward=statistics, slope=slope_of_rows(problem), want=loss_of_rows(problem)
+        both=fused, forward=statistics, slope=slope_of_rows(problem), expected=loss_of_rows(problem)
     )
 
 
@@ -172,8 +177,10 @@ def _peer_implementation(case: Case, problem: Problem, index: Tensor | None) -> 
         return loss.mean(), -loss.detach() if per_row else None
 
     slope = slope_of_mean(problem, index)
-    want = (slope * problem.logp).sum() if peer.is_cross_entropy else None
-    return Implementation(both=run, forward=run, slope=slope, want=want, version=peer.version())
+    expected = (slope * problem.logp).sum() if peer.is_cross_entropy else None
+    return Implementation(
+        both=run, forward=run, slope=slope, expected=expected, version=peer.version()
+    )
 
 
 def _backend(name: str) -> str:
@@ -202,7 +209,8 @@ class Prepared:
     call: Callable[[Tensor], object]
     inputs: list[Tensor]
     live: int
-    """Number of rows in the gradient products: those with a gradient, or all if the implementation cannot skip any."""
+    """Number of rows in the gradient products: those with a gradient, or all if the implementation
+    cannot skip any."""
     row: Row
 
     def timed(self, measured: Times, matmuls: dict[str, float]) -> Row:
@@ -239,7 +247,7 @@ def prepare(case: Case, problem: Problem) -> Prepared:
         return loss.detach(), logp, list(torch.autograd.grad(loss, (hidden, weight)))
 
     loss, logp, gradients = call(inputs[0])
-    compared = None if loss is None or run.want is None else (loss, run.want)
+    compared = None if loss is None or run.expected is None else (loss, run.expected)
     case_errors = errors(problem, run.slope, loss=compared, logp=logp, gradients=gradients)
 
     del loss, logp, gradients  # their memory would count as held before the call
@@ -331,7 +339,8 @@ def _copy(device: torch.device, seconds: float) -> Row:
 
 
 def _row_statistics(name: str, rows: int, V: int, device: torch.device, seconds: float) -> Row:
-    """logp and entropy of given float32 logits [rows, V]: the row operation of csrc/ against plain torch."""
+    """logp and entropy of given float32 logits [rows, V]: the row operation of csrc/ against plain
+    torch."""
     z, target = row_problem(rows, V, device)
     call = plain_row_statistics
     if name == "torch_compile":
@@ -340,7 +349,9 @@ def _row_statistics(name: str, rows: int, V: int, device: torch.device, seconds:
         call = native_row_statistics
 
     pairs = zip(call(z, target), plain_row_statistics(z.double(), target), strict=True)
-    error = max((got.double() - want).abs().amax().item() for got, want in pairs)
+    error = max(
+        (statistic.double() - expected).abs().amax().item() for statistic, expected in pairs
+    )
     measured = times(lambda z: call(z, target), [z], seconds)
     return {**timing(measured, moved=z.nbytes), "error_logp": f"{error:.2e}"}
 

@@ -52,23 +52,23 @@ from bench.kernels.measure import in_turns
 from bench.kernels.problem import Problem, make_problem
 
 Result = TypeVar("Result")
-COLUMNS = (
-    *("kind", "date", "commit", "device", "threads", "load", "python", "torch", "triton", "cuda"),
-    *("head", "T", "D", "V", "dtype", "live", "dead", "implementation", "version", "mode"),
-    *(
-        "ms",
-        "ms_low",
-        "ms_high",
-        "runs",
-        "tflops",
-        "bound_ms",
-        "share",
-        "gb_s",
-        "peak_mib",
-        "beside_dw_mib",
-    ),
-    *("error_loss", "error_logp", "error_d_hidden", "error_d_weight", "passes", "error"),
+MACHINE_COLUMNS = (
+    "kind",
+    "date",
+    "commit",
+    "device",
+    "threads",
+    "load",
+    "python",
+    "torch",
+    "triton",
+    "cuda",
 )
+CASE_COLUMNS = ("head", "T", "D", "V", "dtype", "live", "dead", "implementation", "version", "mode")
+TIME_COLUMNS = ("ms", "ms_low", "ms_high", "runs", "tflops", "bound_ms", "share", "gb_s")
+MEMORY_COLUMNS = ("peak_mib", "beside_dw_mib")
+ERROR_COLUMNS = ("error_loss", "error_logp", "error_d_hidden", "error_d_weight", "passes", "error")
+COLUMNS = MACHINE_COLUMNS + CASE_COLUMNS + TIME_COLUMNS + MEMORY_COLUMNS + ERROR_COLUMNS
 KEY = ("head", "T", "live", "dead", "implementation", "mode")
 
 
@@ -99,43 +99,29 @@ class Table:
 def run(options: argparse.Namespace, device: torch.device) -> Path:
     """Measure the cases that the options choose; returns the CSV file."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    about = environment(device)
-    named = [
-        case.label()
-        for group in groups(device, options.quick)
-        for case in cases(group, device, dtype)
-    ]
-    named += [
-        f"{columns['mode']} {columns['implementation']}"
-        for columns, _ in without_matmul(device, 0.0)
-    ]
-    if not any(all(word in name for word in options.only) for name in named):
-        raise SystemExit(
-            f"--only {' '.join(options.only)}: no case has all of that in its name, as in '{named[0]}'"
-        )
-    name = "cpu" if device.type == "cpu" else str(about["device"]).lower().replace(" ", "_")
-    table = Table(options.out or RESULTS / f"kernels_{name}.csv", about, keep=options.resume)
+    common = environment(device)
+    check_only(options, device, dtype)
+    name = "cpu" if device.type == "cpu" else str(common["device"]).lower().replace(" ", "_")
+    table = Table(options.out or RESULTS / f"kernels_{name}.csv", common, keep=options.resume)
     seconds = options.seconds or (0.2 if options.quick else 0.5)
 
     def wanted(label: str, columns: Row) -> bool:
         return all(word in label for word in options.only) and not table.has(columns)
 
-    plan = {
-        group: [
-            case for case in cases(group, device, dtype) if wanted(case.label(), case.columns())
-        ]
-        for group in groups(device, options.quick)
-    }
+    plan: dict[Group, list[Case]] = {}
+    for group in groups(device, options.quick):
+        of_group = cases(group, device, dtype)
+        plan[group] = [case for case in of_group if wanted(case.label(), case.columns())]
     total = sum(len(chosen) for chosen in plan.values())
     numbers = count(1)
-    print(f"{about['device']}, torch {about['torch']}: {total} cases -> {table.path}", flush=True)
+    print(f"{common['device']}, torch {common['torch']}: {total} cases -> {table.path}", flush=True)
 
     def show(case: Case, row: Row) -> None:
         table.add({**case.columns(), "dtype": dtype_name(dtype), **row})
         print(f"[{next(numbers)}/{total}] {case.label()}: {describe(row)}", flush=True)
 
     for columns, measurement in without_matmul(device, seconds):
-        label = f"{columns['mode']} {columns['implementation']}"
+        label = label_without_matmul(columns)
         if wanted(label, columns):
             row = {**columns, **attempt(measurement, device)}
             table.add(row)
@@ -145,6 +131,23 @@ def run(options: argparse.Namespace, device: torch.device) -> Path:
         if chosen:
             run_group(group, chosen, table, show, dtype=dtype, device=device, seconds=seconds)
     return table.path
+
+
+def check_only(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
+    """Exits with a message if no case has all words of --only in its name."""
+    labels = []
+    for group in groups(device, options.quick):
+        labels += [case.label() for case in cases(group, device, dtype)]
+    for columns, _ in without_matmul(device, 0.0):
+        labels.append(label_without_matmul(columns))
+    if not any(all(word in label for word in options.only) for label in labels):
+        raise SystemExit(
+            f"--only {' '.join(options.only)}: no case has all of that in its name, as in '{labels[0]}'"
+        )
+
+
+def label_without_matmul(columns: Row) -> str:
+    return f"{columns['mode']} {columns['implementation']}"
 
 
 def run_group(
@@ -157,7 +160,8 @@ def run_group(
     device: torch.device,
     seconds: float,
 ) -> None:
-    """Measure the chosen cases of a group and the matmuls that they share; `show` gets the row of each case."""
+    """Measure the chosen cases of a group and the matmuls that they share; `show` gets the row of
+    each case."""
     if any(case.name == "torch_compile" for case in chosen):
         torch.compiler.reset()  # it compiles for one shape at a time and gives up after eight
 
@@ -184,7 +188,8 @@ def compare(
     device: torch.device,
     seconds: float,
 ) -> None:
-    """Time cases on the same inputs in turns. No tensor outlives the call, so the next has all the memory."""
+    """Time cases on the same inputs in turns. No tensor outlives the call, so the next has all the
+    memory."""
     problem = problem_of(compared[0], dtype, device)
     ready: list[Prepared] = []
     for case in compared:
@@ -230,9 +235,7 @@ def free(device: torch.device) -> None:
 
 
 def environment(device: torch.device) -> Row:
-    triton = [
-        distribution.version for distribution in importlib.metadata.distributions(name="triton")
-    ]
+    triton = list(importlib.metadata.distributions(name="triton"))
     return {
         "kind": "measured",
         "date": datetime.date.today().isoformat(),
@@ -242,7 +245,7 @@ def environment(device: torch.device) -> Row:
         "load": f"{os.getloadavg()[0]:.1f}",  # at the start: above 1 or so, do not trust the times of a CPU
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton[0] if triton else "",
+        "triton": triton[0].version if triton else "",
         "cuda": torch.version.cuda or "",
     }
 

@@ -29,7 +29,8 @@ class Times(NamedTuple):
 
 
 def copies(tensor: Tensor) -> list[Tensor]:
-    """Enough copies that a call never finds its input in the GPU's cache; one if the tensor would not fit anyway."""
+    """Enough copies that a call never finds its input in the GPU's cache; one if the tensor would
+    not fit anyway."""
     cache_bytes = 0
     if tensor.is_cuda:
         cache_bytes = torch.cuda.get_device_properties(tensor.device).L2_cache_size
@@ -39,7 +40,8 @@ def copies(tensor: Tensor) -> list[Tensor]:
 
 
 def times(call: Call, inputs: Sequence[Tensor], seconds: float) -> Times:
-    """Times of as many calls as fit into `seconds`, 3 to 200, after a warm-up; of one call if it takes 5 s.
+    """Times of as many calls as fit into `seconds`, 3 to 200, after a warm-up; of one call if it
+    takes 5 s.
 
     The calls take the inputs in turn.
     """
@@ -47,7 +49,8 @@ def times(call: Call, inputs: Sequence[Tensor], seconds: float) -> Times:
 
 
 def in_turns(calls: Sequence[tuple[Call, Sequence[Tensor]]], seconds: float) -> list[Times]:
-    """`times` of each call, taken in `TURNS` turns: a drifting clock or a neighbour's load then affects all alike."""
+    """`times` of each call, taken in `TURNS` turns: a drifting clock or a neighbour's load then
+    affects all alike."""
     samples: list[list[float]] = []
     calls_per_turn: list[int] = []
     for call, inputs in calls:

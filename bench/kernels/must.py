@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT
-from bench.kernels.plot import BOTH, HEAD, STATISTICS, Rows, read
+from bench.kernels.plot import BOTH, HEAD, STATISTICS, Rows, matches, read
 from bench.kernels.problem import HEADS
 from bench.kernels.roofline import (
     BEST,
@@ -30,7 +30,8 @@ from bench.kernels.roofline import (
 DOCS = ROOT / "docs" / "kernels.md"
 BEGIN, END = "<!-- python bench/kernels/must.py -->", "<!-- end -->"
 QUACK_MS = 17.33
-"""Forward + backward at the reference point on an H200, printed in Liger-Kernel 0.8.5's Hopper kernel."""
+"""Forward + backward at the reference point on an H200, printed in Liger-Kernel 0.8.5's Hopper
+kernel."""
 REFERENCE_MS = 18.0
 """The limit at the reference point, f = 1."""
 
@@ -150,15 +151,11 @@ def reference_musts() -> list[Must]:
 # --- what a GPU's or a CPU's rows say
 
 
-def matches(row: dict[str, str], columns: dict[str, str]) -> bool:
-    """Whether the row has these values in these columns."""
-    return all(row[name] == value for name, value in columns.items())
-
-
 def best(
     rows: Rows, head: str, T: int, live: float, column: str, *, largest: bool = False
 ) -> float | None:
-    """The smallest (or largest) value of our backends, forward + backward, if the forward finds the dead rows.
+    """The smallest (or largest) value of our backends, forward + backward, if the forward finds the
+    dead rows.
 
     None if no row that passes is there.
     """
@@ -247,7 +244,8 @@ def measured_rows() -> tuple[Rows, Rows]:
 
 
 def gap() -> str:
-    """Where the time above the bare matmuls goes on the best machine, and how slow the fused matmul may be."""
+    """Where the time above the bare matmuls goes on the best machine, and how slow the fused matmul
+    may be."""
     terms = paw(*REFERENCE, 1.0)
     flops_per_ms = BEST.tflops * 1e9
 
@@ -311,7 +309,8 @@ def cpu_markdown() -> str:
 
 
 def both_modes(rows: Rows) -> Rows:
-    """The timed rows of forward + backward and of statistics + backward, without those whose dead rows are known."""
+    """The timed rows of forward + backward and of statistics + backward, without those whose dead
+    rows are known."""
     return [
         row
         for row in rows

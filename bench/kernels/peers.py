@@ -79,7 +79,8 @@ def torch_linear_ce(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def liger_triton(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Liger's default; chunks of about T D / V rows, accumulator of dW in the dtype of the weight."""
+    """Liger's default; chunks of about T D / V rows, accumulator of dW in the dtype of the
+    weight."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target)[0]
@@ -116,7 +117,7 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def quack(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Chunks of 4,096 rows; on Hopper its scaled-exponential pipeline where V is a multiple of 128."""
+    """Chunks of 4,096 rows; on Hopper its scaled-exponential pipeline if V is a multiple of 128."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     return chunked_linear_cross_entropy(hidden, weight, target)
@@ -148,9 +149,9 @@ class _TiledLogProbs(torch.autograd.Function):
                 z = (x @ weight[columns].t()).float()
                 new_top = torch.maximum(top, z.amax(1))
                 shrink = (top - new_top).exp()
-                e = (z - new_top[:, None]).exp()
-                total = total * shrink + e.sum(1)
-                dot = dot * shrink + (e * z).sum(1)
+                exponentials = (z - new_top[:, None]).exp()
+                total = total * shrink + exponentials.sum(1)
+                dot = dot * shrink + (exponentials * z).sum(1)
                 top = new_top
                 inside, column = _within(y, columns)
                 at_target += z.gather(1, column[:, None]).squeeze(1) * inside
@@ -169,13 +170,13 @@ class _TiledLogProbs(torch.autograd.Function):
         for rows in _blocks(hidden.shape[0], TOKENS):
             x = hidden[rows]
             y = target[rows]
-            g = grad[rows]
+            upstream = grad[rows]
             for columns in _blocks(weight.shape[0], VOCABULARY):
                 w = weight[columns]
                 p = ((x @ w.t()).float() - log_sum[rows, None]).exp()
                 inside, column = _within(y, columns)
-                dz = -g[:, None] * p
-                dz.scatter_add_(1, column[:, None], (g * inside)[:, None])
+                dz = -upstream[:, None] * p
+                dz.scatter_add_(1, column[:, None], (upstream * inside)[:, None])
                 dz = dz.to(x.dtype)
                 d_hidden[rows] += dz @ w
                 d_weight[columns] += dz.t() @ x

@@ -48,8 +48,8 @@ def draw(path: Path, folder: Path) -> list[Path]:
     """Draws what the table has data for; returns the pictures."""
     rows = read(path)
     if "tile" in rows[0]:
-        before = read(path.with_name("triton_aot_before.csv"))
-        return [save(tiles(before, rows), folder / "kernels_tile.png")]
+        rows_before = read(path.with_name("triton_aot_before.csv"))
+        return [save(tiles(rows_before, rows), folder / "kernels_tile.png")]
 
     timed = [row for row in rows if row.get("ms")]
     measured = [row for row in timed if row["kind"] == "measured"]
@@ -100,16 +100,17 @@ def by_tokens(rows: Rows, name: str, share: str = "1.0") -> Rows:
 
     Without the rows that were known to be dead before the forward.
     """
-    chosen = [
-        row
-        for row in rows
-        if row["head"] == HEAD
-        and row["implementation"] == name
-        and row["mode"] == BOTH
-        and row["live"] == share
-        and row["dead"] != "known"
-    ]
+    columns = {"head": HEAD, "implementation": name, "mode": BOTH, "live": share}
+    chosen = []
+    for row in rows:
+        if row["dead"] != "known" and matches(row, columns):
+            chosen.append(row)
     return sorted(chosen, key=lambda row: int(row["T"]))
+
+
+def matches(row: dict[str, str], columns: dict[str, str]) -> bool:
+    """Whether the row has these values in these columns."""
+    return all(row[name] == value for name, value in columns.items())
 
 
 def best_of_ours(rows: Rows) -> str:
@@ -201,12 +202,13 @@ def label_ends(axes: Axes, ends: list[End], gap: float = 0.05) -> None:
 
 
 def limits(axes: Axes, values: list[float], ticks: list[float]) -> None:
-    """A logarithmic axis around the values, with plain numbers at those of `ticks` that it shows."""
+    """A logarithmic axis around the values, with plain numbers at those of `ticks` that it
+    shows."""
     low = min(values) / 1.3
     high = max(values) * 1.3
-    shown = [tick for tick in ticks if low <= tick <= high]
+    visible_ticks = [tick for tick in ticks if low <= tick <= high]
     axes.set(yscale="log", ylim=(low, high))
-    axes.set_yticks(shown, [f"{tick:g}" for tick in shown])
+    axes.set_yticks(visible_ticks, [f"{tick:g}" for tick in visible_ticks])
     axes.yaxis.set_minor_locator(NullLocator())
 
 
@@ -290,13 +292,11 @@ def live(measured: Rows, predicted: Rows) -> Figure:
     for rows in measured_last(measured, predicted):
         ours = best_of_ours(rows)
         for T, colour in (("4096", "#E69F00"), ("32768", OURS)):
-            ms_by_share = {
-                float(row["live"]): float(row["ms"])
-                for row in rows
-                if (row["head"], row["T"], row["mode"]) == (HEAD, T, BOTH)
-                and row["implementation"] == ours
-                and row["dead"] != "known"
-            }
+            columns = {"head": HEAD, "T": T, "mode": BOTH, "implementation": ours}
+            ms_by_share = {}
+            for row in rows:
+                if row["dead"] != "known" and matches(row, columns):
+                    ms_by_share[float(row["live"])] = float(row["ms"])
             if 1.0 not in ms_by_share:
                 continue
             xs = sorted(ms_by_share)
@@ -321,7 +321,8 @@ def live(measured: Rows, predicted: Rows) -> Figure:
 
 
 def cpu(rows: Rows) -> Figure:
-    """Bars: the row operation, then forward + backward of each shape that more than one implementation ran."""
+    """Bars: the row operation, then forward + backward of each shape that more than one
+    implementation ran."""
     groups = [group for group in cpu_groups(rows) if len(group.names) > 1]
     heights = [len(group.names) for group in groups]
     # One under the other, so that a telephone shows them at a size that can be read.
@@ -382,14 +383,11 @@ def cpu_groups(rows: Rows) -> list[Bars]:
 
     for head in dict.fromkeys(row["head"] for row in rows if row["mode"] == BOTH):
         of_head = [row for row in rows if row["head"] == head]
-        both = [
-            row
-            for row in of_head
-            if row["mode"] == BOTH
-            and row["dead"] != "known"
-            and row["ms"]
-            and (row["live"] == "1.0" or row["implementation"].startswith("paw[cpu"))
-        ]
+        both = []
+        for row in of_head:
+            is_shown = row["live"] == "1.0" or row["implementation"].startswith("paw[cpu")
+            if row["mode"] == BOTH and row["dead"] != "known" and row["ms"] and is_shown:
+                both.append(row)
         statistics = [row for row in of_head if row["mode"] == STATISTICS]
         shape = f"T {both[0]['T']}, D {both[0]['D']}, V {int(both[0]['V']):,}"
         groups.append(make_bars(both, f"{BOTH}, {shape}"))
@@ -397,21 +395,22 @@ def cpu_groups(rows: Rows) -> list[Bars]:
     return groups
 
 
-def tiles(before: Rows, now: Rows) -> Figure:
+def tiles(rows_before: Rows, rows_now: Rows) -> Figure:
     """Instructions that a warp spends on a tile, in both versions of the forward kernel."""
     key = ("triton", "arch", "dtype", "kernel", "V", "D", "bias", "gradients", "softcap")
-    now_by_key = {}
-    for row in now:
+    tiles_now = {}
+    for row in rows_now:
         if row["table"] == "yes" and row["tile"]:
-            now_by_key[tuple(row[name] for name in key)] = int(row["tile"])
+            tiles_now[tuple(row[name] for name in key)] = int(row["tile"])
 
     figure, axes = plt.subplots(figsize=(4.6, 4.8), dpi=150, layout="constrained")
     names = []
-    for place, row in enumerate(before):
+    for place, row in enumerate(rows_before):
         old = int(row["tile"])
-        new = now_by_key[tuple(row[name] for name in key)]
-        axes.barh(place - 0.19, old, 0.36, color="#BBBBBB", label="before" if not place else None)
-        axes.barh(place + 0.19, new, 0.36, color=OURS, label="now" if not place else None)
+        new = tiles_now[tuple(row[name] for name in key)]
+        is_first = place == 0  # a label for all bars of a colour
+        axes.barh(place - 0.19, old, 0.36, color="#BBBBBB", label="before" if is_first else None)
+        axes.barh(place + 0.19, new, 0.36, color=OURS, label="now" if is_first else None)
         change = f"{new / old - 1:.0%}".replace("-", "\N{MINUS SIGN}")
         axes.text(new, place + 0.19, f" {new:,} ({change})", va="center", fontsize=8)
         name = f"{row['arch']}, D {row['D']},\nV {int(row['V']):,}"
@@ -426,5 +425,7 @@ def tiles(before: Rows, now: Rows) -> Figure:
     )
     axes.legend(loc="lower right", frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"Compiled by Triton {before[0]['triton']}, not run", loc="left", fontsize=9)
+    axes.set_title(
+        f"Compiled by Triton {rows_before[0]['triton']}, not run", loc="left", fontsize=9
+    )
     return figure

@@ -1,9 +1,9 @@
 """Head problems with a chosen share of live rows, and what they should give in float64.
 
 How a row dies after the forward: its hidden state points at its target's row of the weight, so p >
-rho, and CMAE masks it. Nothing but the forward can tell. Live rows are actions (advantage +1 or -1,
-on policy) and observations with p near 1/V, in turn. Every row enters the forward; where death is
-known before, the live rows alone are gathered.
+rho, and CMAE masks it. Only the forward can tell. Live rows are actions (advantage +1 or -1, on
+policy) and observations with p near 1/V, in turn. Every row enters the forward, unless it is known
+before which rows are dead: then only the live ones are gathered.
 """
 
 import math
@@ -46,8 +46,9 @@ HEADS = {  # name: (D, V)
 RHO = 0.2
 CHECKED = 64
 """Rows of hidden and rows of the weight whose gradients are compared with float64."""
-_ROWS, _COLUMNS = 8192, 16_384
-"""The size of one float64 tile of logits: 1 GiB."""
+_ROWS = 8192
+_COLUMNS = 16_384
+"""Of one float64 tile of logits: 1 GiB."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Problem:
 
     @cached_property
     def plain(self) -> "Errors":
-        """The errors of plain torch in the dtype of the inputs, on the checked rows: the yardstick of `passes`."""
+        """The errors of plain torch in the dtype of the inputs, on the checked rows: the yardstick
+        of `passes`."""
         index = self.checked
         x = self.hidden[index].requires_grad_()
         w = self.weight.detach().requires_grad_()
@@ -130,21 +132,18 @@ def make_problem(
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
-    def some(count: int, total: int) -> Tensor:
+    def choose(count: int, total: int) -> Tensor:
         return torch.randperm(total, generator=generator, device=device)[:count]
 
     weight = randn(V, D).mul_(D**-0.5)
     hidden = randn(T, D)
     target = torch.randint(V, (T,), generator=generator, device=device)
     L = round(live * T)
-    order = some(T, T)
+    order = choose(T, T)
     alive = order[:L].sort().values
     dead = order[L:]
 
-    # The target's logit of a dead row is log V + 8: p of about 0.99 against V - 1 others near 0.
-    direction = weight[target[dead]].float()
-    norm_squared = direction.square().sum(1, keepdim=True)
-    hidden[dead] += ((math.log(V) + 8) * direction / norm_squared).to(dtype)
+    point_at_targets(hidden, weight, target, dead)
     log_sum = log_sums(hidden, weight)
     logp = target_logits(hidden, weight, target) - log_sum
     if (logp[dead].exp() < 2 * RHO).any() or (logp[alive].exp() > RHO / 2).any():
@@ -163,8 +162,8 @@ def make_problem(
     half = CHECKED // 2
     checked = dead[:half]
     if L:
-        checked = torch.cat((alive[some(min(half, L), L)], checked))
-    words = torch.cat((target[alive[:half]], some(half, V))).unique()
+        checked = torch.cat((alive[choose(min(half, L), L)], checked))
+    words = torch.cat((target[alive[:half]], choose(half, V))).unique()
     return Problem(
         hidden=hidden,
         weight=weight,
@@ -177,6 +176,17 @@ def make_problem(
         checked=checked,
         words=words,
     )
+
+
+def point_at_targets(hidden: Tensor, weight: Tensor, target: Tensor, dead: Tensor) -> None:
+    """Adds to the hidden states of `dead` what makes their targets' logits log V + 8.
+
+    That is a p of about 0.99 against V - 1 others near 0.
+    """
+    direction = weight[target[dead]].float()
+    norm_squared = direction.square().sum(1, keepdim=True)
+    logit = math.log(weight.shape[0]) + 8
+    hidden[dead] += (logit * direction / norm_squared).to(hidden.dtype)
 
 
 def log_sums(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -264,18 +274,21 @@ def errors(
     `loss` is (its value, the true one); `logp` of all rows, or of the live ones if they are known;
     `gradients` are those of hidden [T, D] and weight [V, D], or none.
     """
-    loss_error = logp_error = d_hidden_error = d_weight_error = None
+    result = Errors()
     if loss is not None:
         value, true = loss
-        loss_error = (value.double() - true).abs().item()
+        result = replace(result, loss=(value.double() - true).abs().item())
     if logp is not None and logp.numel():
         true_logp = problem.logp[problem.live] if problem.known else problem.logp
-        logp_error = (logp.double() - true_logp).abs().amax().item()
+        result = replace(result, logp=(logp.double() - true_logp).abs().amax().item())
     if gradients:
         for_hidden, for_weight = gradients
-        d_hidden_error = relative(for_hidden[problem.checked], d_hidden(problem, a))
-        d_weight_error = relative(for_weight[problem.words], d_weight(problem, a))
-    return Errors(loss_error, logp_error, d_hidden_error, d_weight_error)
+        result = replace(
+            result,
+            d_hidden=relative(for_hidden[problem.checked], d_hidden(problem, a)),
+            d_weight=relative(for_weight[problem.words], d_weight(problem, a)),
+        )
+    return result
 
 
 def relative(value: Tensor, true: Tensor) -> float:
@@ -283,7 +296,8 @@ def relative(value: Tensor, true: Tensor) -> float:
 
 
 def passes(measured: Errors, plain: Errors) -> bool:
-    """Whether every error is at most twice that of plain torch, plus 1e-4: the bar of QuACK's own tests."""
+    """Whether every error is at most twice that of plain torch, plus 1e-4: the bar of QuACK's own
+    tests."""
     for name in ("logp", "d_hidden", "d_weight"):
         error = getattr(measured, name)
         if error is not None and not error <= 2 * getattr(plain, name) + 1e-4:

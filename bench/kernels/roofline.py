@@ -41,7 +41,8 @@ TILE_ROWS, TILE_COLS = 128, 256
 TILE_BYTES = 16
 """Statistics that a row leaves in each tile of the vocabulary."""
 TILE_INSTRUCTIONS = 1307
-"""Of each warp on a tile, beside its products: bench/results/triton_aot.csv, sm_90, bfloat16, 128,256 x 4,096."""
+"""Of each warp on a tile, beside its products: bench/results/triton_aot.csv, sm_90, bfloat16,
+128,256 x 4,096."""
 TILE_WARPS = 8
 SCHEDULERS = 4
 """Warp schedulers of a multiprocessor of an H100 or H200."""
@@ -50,7 +51,8 @@ PROCESSORS = 132
 GHZ = 1.755
 """Clock of an H100 or H200 under load."""
 LAUNCHES = 20
-"""Operations of torch in a call, beside those of its chunks: at most what tests/kernels/test_token_loss.py allows."""
+"""Operations of torch in a call, beside those of its chunks: at most what
+tests/kernels/test_token_loss.py allows."""
 CHUNK_LAUNCHES = 140
 """The same in each chunk, a PPO and world-model loss included."""
 GIB = 2**30
@@ -67,7 +69,8 @@ class Machine:
     issue: float = 1.0
     """Instructions that each scheduler starts a cycle during such an epilogue."""
     overlap: bool = True
-    """Bytes of a matmul hide behind its arithmetic; False: what its epilogue writes and re-reads does not."""
+    """Bytes of a matmul hide behind its arithmetic; False: what its epilogue writes and re-reads
+    does not."""
     wait_us: float = 50.0
     """Idle time at each point where the host waits for a number, up to the next large kernel."""
     launch_us: float = 5.0
@@ -90,32 +93,31 @@ class Term(NamedTuple):
     """Tiles of a fused matmul on the multiprocessor that has the most of them."""
     launches: int = 0
 
-    def ms(self, on: Machine) -> float:
-        rate = on.fused if self.tiles else 1.0
-        arithmetic = self.flops / (on.tflops * 1e9 * rate)
-        arithmetic += (
-            self.tiles * TILE_INSTRUCTIONS * TILE_WARPS / (SCHEDULERS * on.issue * GHZ * 1e6)
-        )
-        read = self.read / (on.gb_s * 1e6)
-        written = self.written / (on.gb_s * 1e6)
-        waiting = self.waits * on.wait_us / 1e3
-        if self.flops and not on.overlap:
+    def ms(self, machine: Machine) -> float:
+        rate = machine.fused if self.tiles else 1.0
+        arithmetic = self.flops / (machine.tflops * 1e9 * rate)
+        instructions = self.tiles * TILE_INSTRUCTIONS * TILE_WARPS
+        arithmetic += instructions / (SCHEDULERS * machine.issue * GHZ * 1e6)
+        read = self.read / (machine.gb_s * 1e6)
+        written = self.written / (machine.gb_s * 1e6)
+        waiting = self.waits * machine.wait_us / 1e3
+        if self.flops and not machine.overlap:
             return max(arithmetic, read) + written + waiting
         return max(arithmetic, read + written) + waiting
 
 
-def total(terms: list[Term], on: Machine) -> float:
+def total(terms: list[Term], machine: Machine) -> float:
     """Milliseconds of the GPU, or of the host if those are more."""
-    gpu_ms = sum(term.ms(on) for term in terms)
-    host_ms = sum(term.launches for term in terms) * on.launch_us / 1e3
+    gpu_ms = sum(term.ms(machine) for term in terms)
+    host_ms = sum(term.launches for term in terms) * machine.launch_us / 1e3
     return max(gpu_ms, host_ms)
 
 
 def matmul_bound(
-    T: int, D: int, V: int, live: float, on: Machine = BEST, *, backward: bool = True
+    T: int, D: int, V: int, live: float, machine: Machine = BEST, *, backward: bool = True
 ) -> float:
     """Milliseconds of the bare 1 + 2 live passes."""
-    return 2 * T * D * V * (1 + 2 * live * backward) / (on.tflops * 1e9)
+    return 2 * T * D * V * (1 + 2 * live * backward) / (machine.tflops * 1e9)
 
 
 def ceil_div(n: int, divisor: int) -> int:
@@ -144,7 +146,8 @@ def chunk_rows(T: int, D: int, V: int, *, backward: bool = True) -> int:
 def paw(
     T: int, D: int, V: int, live: float, *, backward: bool = True, known: bool = False
 ) -> list[Term]:
-    """The FS path in bf16: `live` of the T rows have a gradient; with `known` only they enter the forward."""
+    """The FS path in bf16: `live` of the T rows have a gradient; with `known` only they enter the
+    forward."""
     forward_rows = round(live * T) if known else T
     share = 1.0 if known else live  # of the forward's rows: those with a gradient
     sizes = chunks(forward_rows, chunk_rows(forward_rows, D, V, backward=backward))
@@ -178,9 +181,8 @@ def paw(
             Term("wait", waits=1, launches=CHUNK_LAUNCHES),  # for the number of live rows
             Term("gradient", read=2 * L * V + statistics * L, written=2 * L * V),
             Term("d_hidden", flops=2 * L * D * V, read=2 * (L * V + V * D), written=2 * L * D),
-            Term(
-                "copies", read=4 * L * D, written=4 * L * D
-            ),  # live rows gathered, their gradients scattered
+            # Live rows are gathered, their gradients scattered.
+            Term("copies", read=4 * L * D, written=4 * L * D),
             Term(
                 "d_weight", flops=2 * L * D * V, read=2 * (L * V + L * D), written=dw_bytes * V * D
             ),
@@ -218,7 +220,8 @@ PEERS = {
     "cut_cross_entropy": PeerModel(True, 0, 0, 2, False),
     "prime_rl_style": PeerModel(True, 8192, 100, 2, False),
 }
-"""Read from their sources (see bench/kernels/peers.py); a floor, since their kernels need not reach these rates."""
+"""Read from their sources (see bench/kernels/peers.py); a floor, since their kernels need not reach
+these rates."""
 
 
 def peer(name: str, T: int, D: int, V: int) -> list[Term]:
@@ -275,7 +278,6 @@ def paw_memory(T: int, D: int, V: int) -> dict[str, float]:
 
 
 # --- every case
-# -------------------------------------------------------------------------------------------------------
 
 TERMS = ("logits", "merge", "wait", "gradient", "d_hidden", "d_weight", "copies", "cast")
 CASE_COLUMNS = ("head", "T", "D", "V", "live", "dead", "implementation", "mode")
@@ -325,7 +327,8 @@ def paw_case(head: str, T: int, *, live: float, dead: str, backward: bool) -> di
 
 
 def case(columns: tuple, terms: list[Term], bound: float) -> dict[str, object]:
-    """The row of a case: `columns` are the values of CASE_COLUMNS, `bound` the milliseconds of the bare matmuls."""
+    """The row of a case: `columns` are the values of CASE_COLUMNS, `bound` the milliseconds of the
+    bare matmuls."""
     best = total(terms, BEST)
     cautious = total(terms, CAUTIOUS)
     row: dict[str, object] = dict(zip(CASE_COLUMNS, columns, strict=True))

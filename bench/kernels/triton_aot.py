@@ -48,7 +48,7 @@ QWEN = {"V": 151_936, "D": 2048, "bias": True}
 """Half a tile of columns is left over; the gradient with entropy."""
 GEMMA = {"V": 256_000, "D": 2304, "softcap": 30.0, "n": 2048}
 """Gemma 2 2B, with a soft cap."""
-SMALL = {"V": 151_936, "D": 64, "bias": True}
+SHALLOW = {"V": 151_936, "D": 64, "bias": True}
 """One step of depth: without a loop over it the compiler may pipeline the tiles instead."""
 FLOAT32 = {"dtype": "float32", "n": 2048}
 CASES = {
@@ -57,16 +57,16 @@ CASES = {
         {},
         {"gradients": False},
         QWEN,
-        SMALL,
+        SHALLOW,
         FLOAT32,
         {"dtype": "float16"},
         {"D": 4095},
         GEMMA,
     ],
-    "sm_100": [{}, {"gradients": False}, QWEN, SMALL, {"D": 64}, FLOAT32, GEMMA],
+    "sm_100": [{}, {"gradients": False}, QWEN, SHALLOW, {"D": 64}, FLOAT32, GEMMA],
     "other": [{}, FLOAT32],
 }
-"""By architecture; D = 4095 rules tensor descriptors out."""
+"""By architecture. D = 4095 rules tensor descriptors out."""
 CAPABILITY = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "other": 89}
 
 
@@ -82,18 +82,10 @@ def main() -> None:
         for row in tabled():
             print(json.dumps(row), flush=True)
         return
-    rows = [{"table": "yes", **row} for row in tabled()]
-    for arch, number in CAPABILITY.items():
-        for tiles in _triton.candidates(divmod(number, 10))[1:]:
-            rows += [
-                {"table": "no", **row}
-                for row in compiled(arch, tiles, {}, kernels=("forward_kernel",))
-            ]
-    if CSV.exists():  # of other versions of Triton
-        with CSV.open(newline="", encoding="utf-8") as file:
-            rows = [
-                row for row in csv.DictReader(file) if row["triton"] != triton.__version__
-            ] + rows
+
+    rows = rows_of_other_versions()
+    rows += [{"table": "yes", **row} for row in tabled()]
+    rows += [{"table": "no", **row} for row in candidates()]
     with CSV.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[-1])
         writer.writeheader()
@@ -101,31 +93,50 @@ def main() -> None:
     print(f"{CSV}: {len(rows)} kernels")
 
 
+def rows_of_other_versions() -> list[dict[str, Any]]:
+    """What the table holds of other versions of Triton."""
+    if not CSV.exists():
+        return []
+    with CSV.open(newline="", encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if row["triton"] != triton.__version__]
+
+
 def tabled() -> Iterator[dict[str, Any]]:
     """Every kernel of every case, with the configuration that the table gives it."""
     for arch, cases in CASES.items():
         for case in cases:
-            size = {**SIZES, **case}
-            weight = torch.empty(
-                size["V"], size["D"], dtype=getattr(torch, size["dtype"]), device="meta"
-            )
-            yield from compiled(arch, _triton.tiles_for(weight, size["softcap"], arch), case)
+            size = SIZES | case
+            dtype = getattr(torch, size["dtype"])
+            weight = torch.empty(size["V"], size["D"], dtype=dtype, device="meta")
+            tiles = _triton.tiles_for(weight, size["softcap"], arch)
+            yield from compiled(arch, tiles, size)
+
+
+def candidates() -> Iterator[dict[str, Any]]:
+    """The forward kernel of Llama's size with the configurations that the table does not use."""
+    for arch, capability in CAPABILITY.items():
+        for tiles in _triton.candidates(divmod(capability, 10))[1:]:
+            yield from compiled(arch, tiles, SIZES, only="forward_kernel")
 
 
 def compiled(
-    arch: str, tiles: Tiles, case: dict[str, Any], kernels: tuple[str, ...] | None = None
+    arch: str, tiles: Tiles, size: dict[str, Any], *, only: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    about = {"triton": triton.__version__, "arch": arch, **SIZES, **case}
-    for kernel, arguments, options in launches(tiles, **{**SIZES, **case}):
-        if kernels is None or kernel.__name__ in kernels:
-            forward = kernel.__name__ == "forward_kernel"
-            how = {f: value if forward else "" for f, value in tiles._asdict().items()}
-            yield {
-                **about,
-                "kernel": kernel.__name__,
-                **how,
-                **resources(kernel, arguments, options, CAPABILITY[arch]),
-            }
+    """A row for each kernel that a chunk of that size launches, or for the one named `only`."""
+    for kernel, arguments, options in launches(tiles, **size):
+        name = kernel.__name__
+        if only and name != only:
+            continue
+        # The other kernels have no tiles to choose.
+        columns = tiles._asdict() if name == "forward_kernel" else dict.fromkeys(tiles._fields, "")
+        yield {
+            "triton": triton.__version__,
+            "arch": arch,
+            **size,
+            "kernel": name,
+            **columns,
+            **resources(kernel, arguments, options, CAPABILITY[arch]),
+        }
 
 
 def launches(
@@ -139,21 +150,25 @@ def launches(
     gradients: bool,
     softcap: float | None,
 ) -> list[tuple[Any, tuple, dict[str, Any]]]:
-    """(kernel, arguments, options) of one chunk of n rows."""
+    """(kernel, arguments, options) of each launch of one chunk of n rows."""
     recorded = []
+
+    def record(kernel: Any, programs: Any, *arguments: Any, **options: Any) -> None:
+        recorded.append((kernel, arguments, options))
+
+    weight_dtype = getattr(torch, dtype)
     launch = _triton._launch
-    _triton._launch = lambda kernel, programs, *arguments, **options: recorded.append(
-        (kernel, arguments, options)
-    )
+    _triton._launch = record
     try:
         with torch.device("meta"):
-            of = {"dtype": getattr(torch, dtype)}
-            weight, offset = torch.empty(V, D, **of), torch.empty(V, **of) if bias else None
+            weight = torch.empty(V, D, dtype=weight_dtype)
+            offset = torch.empty(V, dtype=weight_dtype) if bias else None
             rows = TritonRows(Head(weight, offset, 0.7, softcap), n, gradients, tiles)
-            target, value = torch.empty(n, dtype=torch.int64), torch.empty(n)
-            rows.forward(torch.empty(n, D, **of), target)
+            target = torch.empty(n, dtype=torch.int64)
+            slope = torch.empty(n)
+            rows.forward(torch.empty(n, D, dtype=weight_dtype), target)
             if gradients:
-                rows.gradient(target, target, value, value if bias else None)
+                rows.gradient(target, target, slope, slope if bias else None)
     finally:
         _triton._launch = launch
     return recorded
@@ -162,17 +177,39 @@ def launches(
 def resources(
     kernel: Any, arguments: tuple, options: dict[str, Any], capability: int
 ) -> dict[str, Any]:
-    """Compiles as a launch would; what the machine code takes and which instructions it holds."""
-    given = dict(zip(kernel.arg_names, arguments, strict=False)) | {
-        k: options[k] for k in options if k.isupper()
-    }
-    settings = {k: v for k, v in options.items() if not k.isupper()}
-    types, constants, attributes = {}, {}, {}
-    for i, parameter in enumerate(kernel.params):
-        value = given[parameter.name]
-        if parameter.is_constexpr:
-            kind, hint = "constexpr", None
+    """Compiles a kernel as a launch would: what its machine code takes and which instructions it
+    holds."""
+    values = dict(zip(kernel.arg_names, arguments, strict=False))
+    settings = {}
+    for name, value in options.items():
+        # Upper-case options are the kernel's constants, the others are the compiler's.
+        if name.isupper():
+            values[name] = value
         else:
+            settings[name] = value
+
+    result = triton.compile(
+        specialised(kernel, values),
+        target=GPUTarget("cuda", capability, 32),
+        options={**settings, "enable_fp_fusion": True},
+    )
+    return {
+        **machine_code(result.asm["cubin"]),
+        **instructions(result.asm),
+        "shared": result.metadata.shared,
+    }
+
+
+def specialised(kernel: Any, values: dict[str, Any]) -> ASTSource:
+    """The kernel with the types, constants and divisibilities that a launch with these values
+    has."""
+    types: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], Any] = {}
+    for i, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        kind, hint = "constexpr", None
+        if not parameter.is_constexpr:
             specialise = not parameter.do_not_specialize
             kind, hint = native_specialize_impl(CUDABackend, value, False, specialise, specialise)
         types[parameter.name] = kind
@@ -180,64 +217,75 @@ def resources(
             constants[parameter.name] = value
         elif hint == "D":
             attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature=types, constexprs=constants, attrs=attributes)
-    target = GPUTarget("cuda", capability, 32)
-    made = triton.compile(source, target=target, options={**settings, "enable_fp_fusion": True})
-    return {
-        **machine_code(made.asm["cubin"]),
-        **instructions(made.asm),
-        "shared": made.metadata.shared,
-    }
+    return ASTSource(kernel, signature=types, constexprs=constants, attrs=attributes)
 
 
 @cache  # cases share kernels
 def machine_code(cubin: bytes) -> dict[str, int | None]:
+    """Registers, stack, spills and instructions of a kernel, as cuobjdump lists them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [TOOLS / "cuobjdump", "-res-usage", "-sass", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", told)}
-    code = [
-        (int(at, 16), text)
-        for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", told, re.MULTILINE)
-    ]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = {}
+    for name, count in re.findall(r"\b(REG|STACK):(\d+)", listing):
+        usage[name] = int(count)
+    code = []
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", listing, re.MULTILINE)
+    for address, text in lines:
+        code.append((int(address, 16), text))
     return {
-        "registers": found["REG"],
-        "stack": found["STACK"],
-        "spills": len(re.findall(r"\b(?:LDL|STL)\b", told)),
+        "registers": usage["REG"],
+        "stack": usage["STACK"],
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", listing)),
         "instructions": len(code),
         "tile": shortest_loop(code, "MUFU.EX2"),
     }
 
 
 def shortest_loop(code: list[tuple[int, str]], through: str) -> int | None:
-    """Instructions of the shortest way from the first of that name back to it, None if there is none.
+    """Instructions of the shortest way from the first of that name back to it, None if there is
+    none.
 
-    In the forward kernel a warp's work on a tile that holds no target and is not the last, with one
-    step of depth.
+    In the forward kernel: a warp's work on a tile that holds no target and is not the last, with
+    one step of depth.
     """
-    place = {at: i for i, (at, _) in enumerate(code)}
-    nexts: list[list[int]] = []
-    for i, (_, text) in enumerate(code):
-        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
-        falls = not re.match(r"BRA\S* 0x|EXIT", text) and i + 1 < len(code)
-        nexts.append([i + 1] * falls + ([place[int(jump[1], 16)]] if jump else []))
     start = next((i for i, (_, text) in enumerate(code) if through in text), None)
     if start is None:
         return None
-    seen, edge = {start}, {start}
+
+    nexts = successors(code)
+    reached = {start}
+    frontier = {start}
     for steps in range(1, len(code) + 1):
-        edge = {j for i in edge for j in nexts[i]}
-        if start in edge:
+        frontier = {following for i in frontier for following in nexts[i]}
+        if start in frontier:
             return steps
-        edge -= seen
-        seen |= edge
+        frontier -= reached
+        reached |= frontier
     return None
 
 
+def successors(code: list[tuple[int, str]]) -> list[list[int]]:
+    """The instructions that may follow each one: the next, the target of its branch, or both."""
+    index_of = {address: i for i, (address, _) in enumerate(code)}
+    nexts = []
+    for i, (_, text) in enumerate(code):
+        following = []
+        ends_here = re.match(r"BRA\S* 0x|EXIT", text)
+        if not ends_here and i + 1 < len(code):
+            following.append(i + 1)
+        branch = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if branch:
+            following.append(index_of[int(branch[1], 16)])
+        nexts.append(following)
+    return nexts
+
+
 def instructions(asm: dict[str, Any]) -> dict[str, int]:
-    """Counts in the PTX and, for layout conversions (trips through shared memory), in Triton's own form."""
+    """Counts in the PTX and, for layout conversions (trips through shared memory), in Triton's own
+    form."""
     patterns = {
         "wgmma": r"wgmma\.mma_async",
         "tcgen05": r"tcgen05\.mma",

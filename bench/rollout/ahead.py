@@ -1,13 +1,13 @@
-"""What rollouts that run ahead of training save: the same updates with rollout.ahead = 0 and 1, over one vLLM server.
+"""What rollouts that run ahead of training save: the same updates with rollout.ahead 0 and 1, over one vLLM server.
 
     python bench/rollout/ahead.py [--updates 8] [--repeats 3] [overrides of `paw train quickstart`]
     python bench/rollout/ahead.py --learn 0 1 2
 
 Trainer and server have a core each. The model has seen one step of the quickstart's warm-up, so
-that it does not end its responses: OPTIONS make an update take about as long as its episodes do.
-The server is started once; runs take turns. Writes bench/results/ahead_cpu.csv, the median seconds
-of each run's updates and of their phases (but the first two and the last, when the pipeline fills
-and empties), and prints the ratio of the medians.
+that it does not end its responses: with OPTIONS an update takes about as long as its episodes do.
+The server is started once; runs take turns. Writes bench/results/ahead_cpu.csv: for each run, the
+median seconds of an update and of its phases, without the first two updates and the last, in which
+the pipeline fills and empties. Prints the ratio of the medians.
 
 The second command trains the quickstart with seeds 0, 1 and 2 on episodes that are all one update
 old, the oldest that rollout.ahead = 1 allows, and writes bench/results/ahead_learning.csv; the same
@@ -27,19 +27,26 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.common import RESULTS, ROOT, cpu_name, paw, write
+from bench.common import RESULTS, ROOT, cpu_name, flags, paw, write
 from paw import run as runs
 from paw import train
 from paw.config.recipe import load
 from paw.rollouts.base import RolloutResult
 from paw.rollouts.engines.servers import Servers, vllm_command
 from paw.rollouts.scheduler import Rollouts
-from paw.tools.report.rundir import load_run
+from paw.tools.report.rundir import Run, load_run
 
 FILL = 2
+"""Updates in which the pipeline fills."""
 MODEL = {"warmup.max_steps": 1, "warmup.hidden_size": 128}
-OPTIONS = {"rollout.tasks": 8, "rollout.group_size": 4, "env.max_turns": 6, "rollout.max_response_tokens": 48,
-           "eval.every": 0, "eval.games": 1}  # fmt: skip
+OPTIONS = {
+    "rollout.tasks": 8,
+    "rollout.group_size": 4,
+    "env.max_turns": 6,
+    "rollout.max_response_tokens": 48,
+    "eval.every": 0,
+    "eval.games": 1,
+}
 PHASES = ("rollout", "score", "update", "sync")
 
 
@@ -58,83 +65,94 @@ def main() -> None:
 
 def compare_speed(updates: int, repeats: int, overrides: list[str]) -> None:
     """Trains with ahead = 0 and 1 in turn, the server on one core and the trainer on another."""
-    model = Path(paw("warmup", "quickstart", *words(MODEL)).splitlines()[-1])
+    model = Path(paw("warmup", "quickstart", *flags(MODEL)).splitlines()[-1])
     os.environ["OMP_NUM_THREADS"] = "1"
-    limits = load("quickstart").rollout
-    context = limits.max_prompt_tokens + OPTIONS["rollout.max_response_tokens"]
+    max_prompt = load("quickstart").rollout.max_prompt_tokens
+    context = max_prompt + OPTIONS["rollout.max_response_tokens"]
     command = vllm_command(model, max_model_len=context, dtype="float32", on_cpu=True, entropy=True)
     rows = []
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
         server_core, trainer_core = sorted(os.sched_getaffinity(0))[:2]
         os.sched_setaffinity(0, {server_core})  # the server inherits it
-        servers = Servers(command, [[]], Path(name))
+        servers = Servers(command, [[]], folder)
         os.sched_setaffinity(0, {trainer_core})
         try:
             servers.wait()
-            common = words({
+            settings = OPTIONS | {
                 "model.path": model,
-                "run.dir": name,
+                "run.dir": folder,
                 "run.threads": 1,
                 "run.updates": updates,
                 "engine.type": "server",
                 "engine.urls": json.dumps(servers.urls),
-                **OPTIONS,
-            }) + overrides  # fmt: skip
+            }
             for number in range(2 * repeats):
-                ahead = number % 2
-                own = words({"rollout.ahead": ahead, "run.name": f"run-{number}"})
-                paw("train", "quickstart", *common, *own)
-                seconds = phase_seconds(Path(name) / f"run-{number}" / "metrics.jsonl")
-                row = {"ahead": ahead, "repeat": number // 2, "seconds": sum(seconds.values())}
-                row = {key: round(value, 3) for key, value in (row | seconds).items()}
+                repeat, ahead = divmod(number, 2)
+                name = f"run-{number}"
+                paw(
+                    "train",
+                    "quickstart",
+                    *flags(settings),
+                    *overrides,
+                    *flags({"rollout.ahead": ahead, "run.name": name}),
+                )
+                seconds = phase_seconds(folder / name / "metrics.jsonl")
+                row = {
+                    "ahead": ahead,
+                    "repeat": repeat,
+                    "seconds": sum(seconds.values()),
+                    **seconds,
+                }
+                row = {key: round(value, 3) for key, value in row.items()}
                 print(*(f"{key} {value:g}" for key, value in row.items()), flush=True)
                 rows.append(row | {"cpu": cpu_name(), "torch": torch.__version__})
         finally:
             servers.close()
     write(RESULTS / "ahead_cpu.csv", rows)
+    show_ratio(rows)
 
-    without = median(row["seconds"] for row in rows if row["ahead"] == 0)
-    with_one = median(row["seconds"] for row in rows if row["ahead"] == 1)
+
+def show_ratio(rows: list[dict[str, Any]]) -> None:
+    """Prints the median seconds of an update with ahead = 0 and 1."""
+    without_s = median(row["seconds"] for row in rows if row["ahead"] == 0)
+    ahead_s = median(row["seconds"] for row in rows if row["ahead"] == 1)
     print(
-        f"an update takes {without:.2f} s with ahead = 0 and {with_one:.2f} s with 1:"
-        f" {without / with_one:.2f} times the speed"
+        f"an update takes {without_s:.2f} s with ahead = 0 and {ahead_s:.2f} s with 1:"
+        f" {without_s / ahead_s:.2f} times the speed"
     )
 
 
 def phase_seconds(metrics: Path) -> dict[str, float]:
-    """Medians over the updates of a run, less the first FILL and the last, of the seconds of each phase."""
+    """The median seconds of each phase over the updates of a run, without the first FILL and the
+    last."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     updates = lines[1 + FILL : -1]  # the first line is the evaluation before training
     return {phase: median(line[f"time/{phase}"] for line in updates) for phase in PHASES}
 
 
-def words(options: dict[str, Any]) -> list[Any]:
-    """Options as words of a command line."""
-    flat = []
-    for key, value in options.items():
-        flat += [f"--{key}", value]
-    return flat
-
-
-class Late(Rollouts):
+class LateRollouts(Rollouts):
     """Plays each update's episodes with the weights of the update before."""
 
     waiting: RolloutResult | None = None
     """The episodes of the next update."""
 
     def training(self, step: int, count: int, progress: Any = None) -> RolloutResult:
-        played = self.waiting or super().training(step, count, progress)
+        result = self.waiting or super().training(step, count, progress)
         self.waiting = None
         self.waiting = super().training(step + 1, count, progress)
-        return played
+        return result
+
+
+def make_late_rollouts(run: runs.Run) -> LateRollouts:
+    return LateRollouts(run.factory, run.engine, run.chat, run.config, run.ranks)
 
 
 def learn(seeds: list[int]) -> None:
-    """Trains quickstart-long with episodes that are one update old; what a folder holds is not made again."""
+    """Trains quickstart-long with episodes that are one update old; a seed whose run is finished is
+    read only."""
+    runs.Run.make_rollouts = make_late_rollouts  # type: ignore[method-assign]
     rows = []
-    runs.Run.make_rollouts = lambda run: Late(
-        run.factory, run.engine, run.chat, run.config, run.ranks
-    )  # type: ignore[method-assign]
     for seed in seeds:
         folder = ROOT / "runs" / "late" / f"seed-{seed}"
         if not (folder / "report.html").exists():
@@ -146,18 +164,26 @@ def learn(seeds: list[int]) -> None:
                 "model.path": model,
             }
             train(load("quickstart-long", overrides))
-        run = load_run(folder)
-        steps, _ = run.series("eval/success")
-        for step in steps:
-            row = {"seed": seed, "update": step}
-            for name in ("success", "ci_low", "ci_high", "games"):
-                row[name] = round(run.at(f"eval/{name}", step) or 0.0, 4)
-            row["torch"] = run.info["torch"]
-            row["device"] = run.info["device"]
-            row["head"] = run.info["backend"]
-            rows.append(row)
-        print(f"seed {seed}: {rows[-7]['success']:.1%} -> {rows[-1]['success']:.1%}", flush=True)
+        of_seed = evaluations(seed, load_run(folder))
+        before, after = of_seed[0]["success"], of_seed[-1]["success"]
+        print(f"seed {seed}: {before:.1%} -> {after:.1%}", flush=True)
+        rows += of_seed
     write(RESULTS / "ahead_learning.csv", rows)
+
+
+def evaluations(seed: int, run: Run) -> list[dict[str, Any]]:
+    """A row for each evaluation of a run."""
+    rows = []
+    steps, _ = run.series("eval/success")
+    for step in steps:
+        row: dict[str, Any] = {"seed": seed, "update": step}
+        for name in ("success", "ci_low", "ci_high", "games"):
+            row[name] = round(run.at(f"eval/{name}", step) or 0.0, 4)
+        row["torch"] = run.info["torch"]
+        row["device"] = run.info["device"]
+        row["head"] = run.info["backend"]
+        rows.append(row)
+    return rows
 
 
 if __name__ == "__main__":

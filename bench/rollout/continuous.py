@@ -10,7 +10,7 @@ A model is a shape with random weights (default: that of the quickstart) or a fo
 Modes, interleaved in one run, each repeat with other episodes (bench/rollout/simulation.py):
 `reference` is the lock-step of the reference code, which also generates for finished episodes until
 the last one ends; `lock-step` generates for live ones; `continuous` is what training does. Exit
-code 1 when tokens differ from those of the repeat's first play, or log-probs by more than rounding;
+code 1 if tokens differ from those of the repeat's first play, or log-probs by more than rounding;
 in bfloat16 they may, and the table says on how many turns.
 
 Writes bench/results/rollout_<cpu|gpu>.csv and docs/rollout_<cpu|gpu>.png. A step of the engine is
@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.common import RESULTS, ROOT, commit, cpu_name, read, write
 from bench.rollout.plot import draw, markdown
 from bench.rollout.simulation import (
-    MOST_PROMPT,
-    MOST_RESPONSE,
+    MAX_PROMPT,
+    MAX_RESPONSE,
     SHAPES,
     Meter,
     SimulatedFactory,
@@ -57,14 +57,14 @@ CASE = ("device", "model", "dtype", "envs", "group", "env_ms")
 SHOWN = ("engine_steps", "env_steps", "wall_s", "cpu_s", "env_steps_s", "cached_frac", "same_turns")
 """Columns that are printed."""
 MEASURED = tuple(
-    f"paw/rollouts/{name}.py" for name in ("scheduler", "episode", "chat", "engines/vllm")
+    f"paw/rollouts/{name}.py" for name in ("scheduler", "episode", "text/chat", "engines/vllm")
 )
 BINS = 60
 ROUNDING = 1e-5
 """Nats: float32 kernels may sum in an order that depends on the size of the batch."""
 CONFIG = Config(
     model=ModelConfig(path="-"),
-    rollout=RolloutConfig(max_prompt_tokens=MOST_PROMPT, max_response_tokens=MOST_RESPONSE),
+    rollout=RolloutConfig(max_prompt_tokens=MAX_PROMPT, max_response_tokens=MAX_RESPONSE),
 )
 
 
@@ -85,18 +85,21 @@ def main() -> int:
     rows = run(options, gpu=gpu)
 
     table = RESULTS / f"rollout_{'gpu' if gpu else 'cpu'}.csv"
-    others = []  # rows of other cases
+    other_cases: list[dict[str, Any]] = []
     if table.exists():
         case = [str(rows[0][name]) for name in CASE]
-        others = [row for row in read(table) if [row[name] for name in CASE] != case]
-    write(table, [*others, *rows])
+        for row in read(table):
+            if [row[name] for name in CASE] != case:
+                other_cases.append(row)
+    write(table, [*other_cases, *rows])
     print(markdown(table))
     print(draw(table, ROOT / "docs" / f"{table.stem}.png"))
 
-    same = all(
-        row["same_turns"] == row["env_steps"] and row["logp_difference"] < ROUNDING for row in rows
-    )
-    return 0 if same or gpu else 1
+    all_same = True
+    for row in rows:
+        if row["same_turns"] != row["env_steps"] or row["logp_difference"] >= ROUNDING:
+            all_same = False
+    return 0 if all_same or gpu else 1
 
 
 def run(options: argparse.Namespace, *, gpu: bool) -> list[dict[str, Any]]:
@@ -116,17 +119,18 @@ def run(options: argparse.Namespace, *, gpu: bool) -> list[dict[str, Any]]:
         "parameters": sum(parameter.numel() for parameter in lm.parameters()),
         **{name: getattr(options, name) for name in ("dtype", "envs", "group", "env_ms")},
     }
-    warm_up = SimulatedFactory(words, most_turns=2)
+    warm_up = SimulatedFactory(words, max_turns=2)
     play(engine, lm, chat, warm_up, options.envs, options.group, "continuous")
     rows = []
     for repeat in range(options.repeats):
-        first = None
+        first_groups = None
         for place in range(3):
             mode = MODES[(place + repeat) % 3]
             factory = SimulatedFactory(words, seed=repeat, env_ms=options.env_ms)
             groups, measured = play(engine, lm, chat, factory, options.envs, options.group, mode)
-            first = first or groups
-            row = common | {"mode": mode, "repeat": repeat} | measured | difference(first, groups)
+            first_groups = first_groups or groups
+            differences = difference(first_groups, groups)
+            row = common | {"mode": mode, "repeat": repeat} | measured | differences
             print(f"{mode:>10} {repeat}:", *(f"{name} {row[name]:g}" for name in SHOWN), flush=True)
             rows.append(row)
     engine.close()
@@ -134,21 +138,26 @@ def run(options: argparse.Namespace, *, gpu: bool) -> list[dict[str, Any]]:
 
 
 def make_engine(model: str, dtype: str, *, gpu: bool) -> tuple[VllmEngine, Any]:
-    """The engine that training uses, and the weights it is to get."""
+    """The engine that training uses, and the model whose weights it gets."""
     device = "cuda" if gpu else "cpu"
     torch.manual_seed(0)
     if model in SHAPES:
         with torch.device(device):
             lm = AutoModelForCausalLM.from_config(SHAPES[model], dtype=getattr(torch, dtype))
     else:
-        options = {"trust_remote_code": False, "dtype": getattr(torch, dtype)}
-        lm = AutoModelForCausalLM.from_pretrained(model, **options).to(device)
+        lm = AutoModelForCausalLM.from_pretrained(
+            model, trust_remote_code=False, dtype=getattr(torch, dtype)
+        )
+        lm = lm.to(device)
     lm.config.architectures = [type(lm).__name__]
     with tempfile.TemporaryDirectory() as folder:
         lm.config.save_pretrained(folder)
-        # Without end tokens: a response is as long as its request says.
-        length = MOST_PROMPT + MOST_RESPONSE
-        engine = VllmEngine(folder, end_ids=[], max_model_len=length, dtype=dtype)
+        engine = VllmEngine(
+            folder,
+            end_ids=[],  # a response is as long as its request says
+            max_model_len=MAX_PROMPT + MAX_RESPONSE,
+            dtype=dtype,
+        )
     return engine, lm
 
 
@@ -161,11 +170,11 @@ def play(
     size: int,
     mode: str,
 ) -> tuple[list[Group], dict[str, Any]]:
-    """Plays every task once from an empty prefix cache, `size` members each; groups and measurements."""
+    """Plays every task once from an empty prefix cache, `size` members each; groups and
+    measurements."""
     engine.sync(lm.named_parameters(remove_duplicate=False), version=0)
-    meter = Meter(
-        engine, chat, factory.made if mode == "reference" else (), lock_step=mode != "continuous"
-    )
+    everybody = factory.made if mode == "reference" else ()
+    meter = Meter(engine, chat, everybody, lock_step=mode != "continuous")
     rollouts = Rollouts(factory, meter, chat, CONFIG)
     gc.collect()
     tasks = factory.tasks(envs // size)
@@ -174,18 +183,18 @@ def play(
     groups, stats = rollouts.play_tasks(
         tasks, group_size=size, temperature=1.0, seed=factory.seed, stream=""
     )
-    wall = time.perf_counter() - start
-    cpu = time.process_time() - cpu_start
+    wall_s = time.perf_counter() - start
+    cpu_s = time.process_time() - cpu_start
 
     turns = len(turns_of(groups))
     sizes = meter.batches
     return groups, {
         "engine_steps": len(sizes),
         "env_steps": turns,
-        "wall_s": round(wall, 3),
-        "cpu_s": round(cpu, 3),
-        "env_steps_s": round(turns / wall, 2),
-        "tokens_s": round(stats.response_tokens / wall, 1),
+        "wall_s": round(wall_s, 3),
+        "cpu_s": round(cpu_s, 3),
+        "env_steps_s": round(turns / wall_s, 2),
+        "tokens_s": round(stats.response_tokens / wall_s, 1),
         "tokens": stats.response_tokens,
         "tokens_generated": meter.generated,
         "batch": round(float(np.mean(sizes)), 2),
@@ -196,23 +205,24 @@ def play(
 
 
 def turns_of(groups: list[Group]) -> list[Turn]:
-    return [
-        turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns
-    ]
+    turns = []
+    for group in groups:
+        for trajectory in group.trajectories:
+            turns += trajectory.turns
+    return turns
 
 
 def difference(first: list[Group], other: list[Group]) -> dict[str, float]:
     """Turns with the same tokens, and the largest difference of log-probs among them, nats."""
-    pairs = zip(turns_of(first), turns_of(other), strict=True)
     same_turns = 0
-    largest = 0.0
-    for one, another in pairs:
-        if one.response_ids != another.response_ids:
+    logp_difference = 0.0
+    for turn, other_turn in zip(turns_of(first), turns_of(other), strict=True):
+        if turn.response_ids != other_turn.response_ids:
             continue
         same_turns += 1
-        for x, y in zip(one.sampled_logp, another.sampled_logp, strict=True):
-            largest = max(largest, abs(x - y))
-    return {"same_turns": same_turns, "logp_difference": largest}
+        for logp, other_logp in zip(turn.sampled_logp, other_turn.sampled_logp, strict=True):
+            logp_difference = max(logp_difference, abs(logp - other_logp))
+    return {"same_turns": same_turns, "logp_difference": logp_difference}
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What it costs two ranks to tell each other an update's episodes: rows of tokens as arrays, or everything as JSON.
+"""What it costs two ranks to exchange an update's episodes: rows of tokens as arrays, or everything as JSON.
 
     python bench/rollout/exchange.py [--tokens 10000000]
 
 Random rows of the sizes that ALFWorld has under the paper's limits: prompts of 450 tokens,
 responses of 100, observations of 20, 50 turns an episode, 4 characters a token in texts. Two
-processes over gloo, which end after each of the two ways. Writes bench/results/exchange_cpu.csv: of
-each rank the seconds from a common start, by the clock and of a processor, and GiB of the process
-without any episode, at most, and in the end with everybody's episodes.
+processes over gloo, new ones for each of the two ways. Writes bench/results/exchange_cpu.csv: for
+each rank the seconds from a common start, by the clock and of a processor, and the GiB of the
+process: without any episode, at most, and at the end with the episodes of both.
 """
 
 import argparse
@@ -35,8 +35,10 @@ RANKS = 2
 MEMBERS = 8
 """Episodes of a task."""
 TURNS = 50
-PROMPT, RESPONSE, OBSERVATION = 450, 100, 20
-"""Mean tokens."""
+PROMPT = 450
+"""Mean tokens, here and in the next two."""
+RESPONSE = 100
+OBSERVATION = 20
 WAYS = ("json", "arrays")
 
 
@@ -54,18 +56,9 @@ def main() -> None:
     versions = {"cpu": cpu_name(), "python": platform.python_version(), "torch": torch.__version__}
     rows = []
     for way in WAYS:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={RANKS}",
-            __file__,
-            "--way",
-            way,
-            "--tokens",
-            str(options.tokens),
-        ]
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
+        arguments = ("--way", way, "--tokens", str(options.tokens))
+        command = [sys.executable, *torchrun, __file__, *arguments]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         of_ranks = [json.loads(line) for line in output.splitlines()]
         of_ranks.sort(key=lambda row: row["rank"])
@@ -83,7 +76,7 @@ def measure(way: str, tokens: int) -> None:
     played = episodes(tasks[ranks.rank :: RANKS], ranks.rank), RolloutStats()
     turns = turns_of(played)
     count = sum(len(turn.prompt_ids) + len(turn.response_ids) for turn in turns)
-    last = turns[-1].sampled_logp
+    last_logp = turns[-1].sampled_logp
     del turns
 
     ranks.gather(0)  # a common start
@@ -95,7 +88,7 @@ def measure(way: str, tokens: int) -> None:
 
     del played
     gc.collect()
-    assert turns_of(parts[ranks.rank])[-1].sampled_logp == last
+    assert turns_of(parts[ranks.rank])[-1].sampled_logp == last_logp
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     row = {
         "way": way,
@@ -148,9 +141,11 @@ def episodes(tasks: list[Task], seed: int) -> list[Group]:
 
 def turns_of(played: RolloutResult) -> list[Turn]:
     groups, _ = played
-    return [
-        turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns
-    ]
+    turns = []
+    for group in groups:
+        for trajectory in group.trajectories:
+            turns += trajectory.turns
+    return turns
 
 
 def resident_gib() -> float:

@@ -1,15 +1,22 @@
-"""The table and the plot of docs/rollout.md from a file of bench/rollout/continuous.py."""
+"""The table and the plot of docs/rollout.md from a file of bench/rollout/continuous.py.
 
+    python bench/rollout/plot.py        # docs/rollout_cpu.png again; nothing is measured
+
+Prints the table, too.
+"""
+
+import sys
 from pathlib import Path
 from statistics import median
 
 import matplotlib
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from bench.common import read
+from bench.common import RESULTS, ROOT, read
 
 COLOURS = {"reference": "#999999", "lock-step": "#E69F00", "continuous": "#0072B2"}  # Okabe-Ito
 Rows = list[dict[str, str]]
@@ -30,8 +37,16 @@ def cases(rows: Rows) -> dict[str, Rows]:
     return by_case
 
 
-def numbers(rows: Rows, mode: str, name: str) -> list[float]:
-    return [float(row[name]) for row in rows if row["mode"] == mode]
+def values_of(rows: Rows, mode: str, column: str) -> list[float]:
+    """A measure in one mode, play by play."""
+    return [float(row[column]) for row in rows if row["mode"] == mode]
+
+
+def ratios(rows: Rows, mode: str, column: str) -> list[float]:
+    """A measure in that mode over that of continuous, play by play."""
+    compared = values_of(rows, mode, column)
+    continuous = values_of(rows, "continuous", column)
+    return [value / base for value, base in zip(compared, continuous, strict=True)]
 
 
 def markdown(table: Path) -> str:
@@ -45,25 +60,31 @@ def markdown(table: Path) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for case, rows in cases(read(table)).items():
-        cells = [case, str(len(numbers(rows, "continuous", "repeat")))]
-        for name in ("engine_steps", "env_steps_s"):
-            medians = [median(numbers(rows, mode, name)) for mode in COLOURS]
-            cells.append(" / ".join(f"{value:,.0f}" for value in medians))
-        for name in ("engine_steps", "wall_s", "cpu_s"):
-            over_lock_step = ratios(rows, "lock-step", name)
-            spread = ""
-            if len(over_lock_step) > 1:
-                spread = f" ({min(over_lock_step):.2f} .. {max(over_lock_step):.2f})"
-            over_reference = median(ratios(rows, "reference", name))
-            cells.append(f"{median(over_lock_step):.2f}{spread}, {over_reference:.2f}")
+        plays = len(values_of(rows, "continuous", "repeat"))
+        cells = [case, str(plays)]
+        for column in ("engine_steps", "env_steps_s"):
+            cells.append(medians_cell(rows, column))
+        for column in ("engine_steps", "wall_s", "cpu_s"):
+            cells.append(ratios_cell(rows, column))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def ratios(rows: Rows, mode: str, name: str) -> list[float]:
-    """A measure in that mode over that of continuous, play by play."""
-    continuous = numbers(rows, "continuous", name)
-    return [a / b for a, b in zip(numbers(rows, mode, name), continuous, strict=True)]
+def medians_cell(rows: Rows, column: str) -> str:
+    """The median of a measure in each mode."""
+    medians = [median(values_of(rows, mode, column)) for mode in COLOURS]
+    return " / ".join(f"{value:,.0f}" for value in medians)
+
+
+def ratios_cell(rows: Rows, column: str) -> str:
+    """ "median (worst .. best)" over lock-step, then the median over reference."""
+    over_lock_step = ratios(rows, "lock-step", column)
+    over_reference = ratios(rows, "reference", column)
+
+    cell = f"{median(over_lock_step):.2f}"
+    if len(over_lock_step) > 1:
+        cell += f" ({min(over_lock_step):.2f} .. {max(over_lock_step):.2f})"
+    return f"{cell}, {median(over_reference):.2f}"
 
 
 def draw(table: Path, picture: Path) -> Path:
@@ -73,20 +94,25 @@ def draw(table: Path, picture: Path) -> Path:
     """
     rows = read(table)
     by_case = cases(rows)
+    first_case = next(iter(by_case))
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(9.6, 3.6), dpi=150, layout="constrained", width_ratios=(3, 2)
     )
-    first = rows[0]
-    figure.suptitle(
-        f"{first['device']}, {first['threads']} threads, vLLM {first['vllm']}", fontsize=10
-    )
-    draw_batches(left, *next(iter(by_case.items())))
+    figure.suptitle(title(rows[0]), fontsize=10)
+    draw_batches(left, first_case, by_case[first_case])
     draw_speeds(right, by_case)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
+
     figure.savefig(picture)
     plt.close(figure)
     return picture
+
+
+def title(row: dict[str, str]) -> str:
+    """The device, how many threads ran on it, and the engine's version."""
+    threads = "1 thread" if row["threads"] == "1" else f"{row['threads']} threads"
+    return f"{row['device']}, {threads}, vLLM {row['vllm']}"
 
 
 def draw_batches(axes: Axes, case: str, rows: Rows) -> None:
@@ -112,10 +138,33 @@ def draw_batches(axes: Axes, case: str, rows: Rows) -> None:
 def draw_speeds(axes: Axes, by_case: dict[str, Rows]) -> None:
     """Environment steps a second of each case and mode."""
     for place, (mode, colour) in enumerate(COLOURS.items()):
-        medians = [median(numbers(rows, mode, "env_steps_s") or [0.0]) for rows in by_case.values()]
+        medians = []
+        for rows in by_case.values():
+            speeds = values_of(rows, mode, "env_steps_s")
+            medians.append(median(speeds) if speeds else 0.0)
         positions = [x + 0.27 * (place - 1) for x in range(len(by_case))]
         bars = axes.bar(positions, medians, 0.25, color=colour)
         axes.bar_label(bars, [f"{value:.0f}" for value in medians], fontsize=7, padding=2)
-    names = [case.replace(", ", ",\n") for case in by_case]
-    axes.set_xticks(range(len(by_case)), names, fontsize=7)
+    labels = [wrapped(case) for case in by_case]
+    axes.set_xticks(range(len(by_case)), labels, fontsize=7)
     axes.set_title("Environment steps a second (median)", loc="left", fontsize=9)
+
+
+def wrapped(case: str) -> str:
+    """A case on two lines if it says how long a step of the environment takes.
+
+    >>> wrapped("quickstart, 16, 20 ms a step")
+    'quickstart, 16,\\n20 ms a step'
+    """
+    model, environments, *rest = case.split(", ")
+    return ",\n".join([f"{model}, {environments}", *rest])
+
+
+def main() -> None:
+    table = RESULTS / "rollout_cpu.csv"
+    print(markdown(table))
+    print(draw(table, ROOT / "docs" / "rollout_cpu.png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,15 +4,14 @@
 
 Writes bench/results/retriever_cpu.csv. `index` reads, checks and indexes a JSONL file; `reopen`
 opens what that left in the cache. `process` searches for `batch` queries a call; `http` is a real
-`paw serve retriever` with 16 client threads, which share its processors, one query a request.
-cpu_s: processor time of this process (http: of the clients alone). recall3: share of questions
-whose document (of two, the first) is among three found.
+`paw serve retriever` with 16 client threads, one query a request, on the same processors. cpu_s:
+processor time of this process (http: of the clients alone). recall3: share of questions of whose
+two documents the first is among the three found.
 """
 
 import argparse
 import datetime
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -22,6 +21,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, commit, cpu_name, write
+from paw.envs.search.data import Question
 from paw.envs.search.retrieval import make_retriever
 from paw.envs.search.retrieval.base import Retriever
 from paw.envs.search.retrieval.remote import RemoteRetriever
@@ -48,111 +49,142 @@ def main() -> None:
     parser.add_argument("--bm25", type=int, default=20_000, help="documents (default: %(default)s)")
     parser.add_argument("--dense", type=int, default=1_000, help="documents (default: %(default)s)")
     options = parser.parse_args()
-    made = commit("paw/envs/search/retrieval", "paw/envs/search/embedding.py")
-    about = {"date": datetime.date.today().isoformat(), "commit": made, "device": cpu_name()}
-    about |= {
+    common = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit("paw/envs/search/retrieval", "paw/envs/search/embedding.py"),
+        "device": cpu_name(),
         "threads": torch.get_num_threads(),
-        "load": f"{os.getloadavg()[0]:.1f}",
-    }  # above 1: distrust the times
-    about |= {"python": platform.python_version()}
-    about |= {
-        name: importlib.metadata.version(name)
-        for name in ("bm25s", "faiss-cpu", "torch", "uvicorn")
+        "load": f"{os.getloadavg()[0]:.1f}",  # above 1: distrust the times
+        "python": platform.python_version(),
     }
-    rows: list[dict[str, Any]] = []
-    for name, documents in vars(options).items():
+    for package in ("bm25s", "faiss-cpu", "torch", "uvicorn"):
+        common[package] = importlib.metadata.version(package)
+
+    rows = []
+    for name, documents in (("bm25", options.bm25), ("dense", options.dense)):
         with tempfile.TemporaryDirectory() as folder:
             os.environ["PAW_CACHE"] = f"{folder}/cache"
-            rows += [about | row for row in measure(name, documents, Path(folder) / "corpus.jsonl")]
+            measured = measure(name, World(documents), Path(folder) / "corpus.jsonl")
+        for columns in measured:
+            rows.append(common | columns)
     write(RESULTS / "retriever_cpu.csv", rows)
 
 
-def measure(name: str, documents: int, corpus: Path) -> list[dict[str, Any]]:
-    world = World(documents)
-    corpus.write_text(
-        "".join(json.dumps({"id": i, "contents": text}) + "\n" for i, text in world.documents)
-    )
-    questions = [question for _, question in world.questions[:2000]]
+@dataclass(frozen=True)
+class Work:
+    """What was done, and what it took."""
+
+    count: int
+    """Documents or queries."""
+    wall_s: float
+    cpu_s: float
+
+
+class Stopwatch:
+    """The clock and the processor time of this process, from now on."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.cpu_start = time.process_time()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+    def stop(self, count: int) -> Work:
+        return Work(count, wall_s=self.seconds, cpu_s=time.process_time() - self.cpu_start)
+
+
+def measure(name: str, world: World, corpus: Path) -> list[dict[str, Any]]:
+    """The rows of a retriever, which indexes the world's documents in `corpus`."""
+    with corpus.open("w") as file:
+        for i, text in world.documents:
+            file.write(json.dumps({"id": i, "contents": text}) + "\n")
     config = SearchConfig.model_validate({"retriever": name, "corpus": corpus})
-    encoder = config.encoder if name == "dense" else ""
-    rows: list[dict[str, Any]] = []
+    common = {
+        "retriever": name,
+        "encoder": config.encoder if name == "dense" else "",
+        "documents": len(world.documents),
+    }
+    rows = []
 
-    def note(
-        case: str, batch: int, count: int, seconds: float, cpu: float, recall: float | str = ""
-    ) -> None:
-        rows.append(
-            {
-                "retriever": name,
-                "encoder": encoder,
-                "documents": documents,
-                "case": case,
-                "batch": batch,
-            }
-        )
-        rows[-1] |= {"count": count, "wall_s": round(seconds, 3), "cpu_s": round(cpu, 3)}
-        rows[-1] |= {"a_second": round(count / seconds, 1), "recall3": recall}
-        print(*rows[-1].values(), flush=True)
+    def add_row(case: str, batch: int, work: Work, recall: float | str = "") -> None:
+        row = common | {
+            "case": case,
+            "batch": batch,
+            "count": work.count,
+            "wall_s": round(work.wall_s, 3),
+            "cpu_s": round(work.cpu_s, 3),
+            "a_second": round(work.count / work.wall_s, 1),
+            "recall3": recall,
+        }
+        print(*row.values(), flush=True)
+        rows.append(row)
 
-    make_retriever(
-        SearchConfig.model_validate({"retriever": name, "encoder": config.encoder}), [("0", "warm")]
-    )
-    retriever: Retriever | None = None
-    for case in ("index", "reopen"):  # imports are not counted, loading the encoder is
-        start, cpu = time.perf_counter(), time.process_time()
+    load_libraries(name, config)
+    for case in ("index", "reopen"):  # loading the encoder counts, importing libraries does not
+        stopwatch = Stopwatch()
         retriever = make_retriever(config)
-        note(case, 0, documents, time.perf_counter() - start, time.process_time() - cpu)
-    assert retriever is not None
+        add_row(case, 0, stopwatch.stop(len(world.documents)))
+
+    questions = [question for _, question in world.questions[:2000]]
     texts = [question.text for question in questions]
-    titles = [f'"{question.hops[0]}"\n' for question in questions]
-    found = retriever.search(texts, 3)
-    right = [
-        any(hit.contents.startswith(title) for hit in hits)
-        for hits, title in zip(found, titles, strict=True)
-    ]
+    recall = recall_at_3(retriever, questions)
     for batch in (1, 64):
-        note(
-            "process",
-            batch,
-            *timed(retriever, texts, batch),
-            recall=round(sum(right) / len(right), 4),
-        )
-    command = [
-        sys.executable,
-        "-m",
-        "paw",
-        "serve",
-        "retriever",
-        "--corpus",
-        str(corpus),
-        "--retriever",
-        name,
-    ]
-    server = subprocess.Popen(
-        [*command, "--port", "0"], stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
+        add_row("process", batch, search_for_a_while(retriever, texts, batch), recall)
+    add_row("http", 1, search_over_http(name, corpus, texts))
+    return rows
+
+
+def load_libraries(name: str, config: SearchConfig) -> None:
+    """Imports what a retriever needs, by indexing one document."""
+    settings = SearchConfig.model_validate({"retriever": name, "encoder": config.encoder})
+    make_retriever(settings, [("0", "warm")])
+
+
+def recall_at_3(retriever: Retriever, questions: list[Question]) -> float:
+    """The share of questions whose first document is among three found."""
+    results = retriever.search([question.text for question in questions], 3)
+    right = 0
+    for question, hits in zip(questions, results, strict=True):
+        title = f'"{question.hops[0]}"\n'
+        right += any(hit.contents.startswith(title) for hit in hits)
+    return round(right / len(questions), 4)
+
+
+def search_over_http(name: str, corpus: Path, texts: list[str]) -> Work:
+    """Starts `paw serve retriever` and searches with CLIENTS threads."""
+    arguments = ("--corpus", str(corpus), "--retriever", name, "--port", "0")
+    command = [sys.executable, "-m", "paw", "serve", "retriever", *arguments]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert server.stderr is not None
     url = re.match(r"(http://\S+): ", server.stderr.readline())
     assert url is not None
     client = RemoteRetriever(url[1], timeout_s=60)
-    start, cpu = time.perf_counter(), time.process_time()
+
+    def search(number: int) -> int:
+        return search_for_a_while(client, texts[number::CLIENTS], batch=1).count
+
+    stopwatch = Stopwatch()
     with ThreadPoolExecutor(CLIENTS) as pool:
-        done = list(
-            pool.map(lambda part: timed(client, texts[part::CLIENTS], 1)[0], range(CLIENTS))
-        )
-    note("http", 1, sum(done), time.perf_counter() - start, time.process_time() - cpu)
+        counts = list(pool.map(search, range(CLIENTS)))
+    work = stopwatch.stop(sum(counts))
     server.terminate()
     server.wait()
-    return rows
+    return work
 
 
-def timed(retriever: Retriever, texts: list[str], batch: int) -> tuple[int, float, float]:
-    """Queries searched for, three hits each; seconds and processor seconds."""
-    start, cpu, count = time.perf_counter(), time.process_time(), 0
-    for at in itertools.cycle(range(0, len(texts) - batch + 1, batch)):
-        count += len(retriever.search(texts[at : at + batch], 3))
-        if (seconds := time.perf_counter() - start) > SECONDS:
-            return count, seconds, time.process_time() - cpu
-    raise AssertionError("without end")
+def search_for_a_while(retriever: Retriever, texts: list[str], batch: int) -> Work:
+    """Searches for three hits of each query, `batch` queries a call, for at least SECONDS."""
+    stopwatch = Stopwatch()
+    count = 0
+    start = 0
+    while stopwatch.seconds <= SECONDS:
+        if start + batch > len(texts):
+            start = 0
+        count += len(retriever.search(texts[start : start + batch], 3))
+        start += batch
+    return stopwatch.stop(count)
 
 
 if __name__ == "__main__":

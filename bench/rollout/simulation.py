@@ -18,7 +18,13 @@ from paw.rollouts.episode import derive_seed
 from paw.rollouts.text.chat import Chat
 from paw.types import Outcome, Task
 
-SHARED, HISTORY, MOST_RESPONSE, MOST_PROMPT, MOST_TURNS = 160, 60, 200, 448, 50
+TASK_TOKENS = 160
+"""Tokens of a task, which all prompts of its group begin with."""
+HISTORY_TOKENS = 60
+"""Tokens of a past response that a prompt repeats."""
+MAX_PROMPT = 448
+MAX_RESPONSE = 200
+MAX_TURNS = 50
 TEMPLATE = "<user> {% for m in messages %}{{ m['content'] }} <assistant> {% endfor %}"
 
 
@@ -47,58 +53,74 @@ SHAPES = {
 
 
 def make_chat(words: int) -> Chat:
-    """One token a word, so that lengths are what they are meant to be."""
-    vocabulary = {"<user>": 0, "<assistant>": 1, "<end>": 2} | {f"w{i}": i for i in range(3, words)}
+    """A chat with one token a word, so that lengths are what they are meant to be."""
+    vocabulary = {"<user>": 0, "<assistant>": 1, "<end>": 2}
+    for i in range(3, words):
+        vocabulary[f"w{i}"] = i
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = dict(
-        eos_token="<end>", unk_token="<end>", additional_special_tokens=["<user>", "<assistant>"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=TEMPLATE,
+        eos_token="<end>",
+        unk_token="<end>",
+        additional_special_tokens=["<user>", "<assistant>"],
     )
-    return Chat(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, **names))
+    return Chat(tokenizer)
 
 
 class SimulatedFactory:
-    """Environments of random words; the n-th that is made plays episodes of the n-th length that `seed` draws."""
+    """Environments of random words; the n-th that is made plays episodes of the n-th length that
+    `seed` draws."""
 
-    name, reward_max, invalid_penalty, runs_others_code = "simulated", 1.0, 0.0, True
+    name = "simulated"
+    reward_max = 1.0
+    invalid_penalty = 0.0
+    runs_others_code = True
 
     def __init__(
-        self, words: int, *, seed: int = 0, env_ms: float = 0.0, most_turns: int = MOST_TURNS
+        self, words: int, *, seed: int = 0, env_ms: float = 0.0, max_turns: int = MAX_TURNS
     ):
-        self.words, self.seed, self.seconds, self.most_turns = words, seed, env_ms / 1e3, most_turns
+        self.words = words
+        self.seed = seed
+        self.seconds = env_ms / 1e3
+        self.max_turns = max_turns
         self.may_block = env_ms > 0
         self.made: list[SimulatedEnvironment] = []
 
     def tasks(self, count: int) -> list[Task]:
-        return [Task(f"task {i}", "simulated", self.text(SHARED, 1, i)) for i in range(count)]
+        return [Task(f"task {i}", "simulated", self.text(TASK_TOKENS, 1, i)) for i in range(count)]
 
     def text(self, length: int, *place: int) -> str:
-        return " ".join(f"w{i}" for i in self.random(*place).integers(3, self.words, length))
+        """Random words, always the same ones at a place."""
+        numbers = self.random(*place).integers(3, self.words, length)
+        return " ".join(f"w{number}" for number in numbers)
 
     def random(self, *place: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, *place])
 
     def make(self) -> "SimulatedEnvironment":
-        self.made.append(SimulatedEnvironment(self, len(self.made)))
-        return self.made[-1]
+        environment = SimulatedEnvironment(self, number=len(self.made))
+        self.made.append(environment)
+        return environment
 
 
 class SimulatedEnvironment:
     """Shows the task, the last two responses and an observation of 40 to 120 words."""
 
     def __init__(self, factory: SimulatedFactory, number: int):
-        self.factory, self.number = factory, number
+        self.factory = factory
+        self.number = number
         rng = factory.random(2, number)
-        turns = (
-            MOST_TURNS
-            if rng.random() < 0.35
-            else int(np.clip(5 + rng.gamma(2.2, 6), 5, MOST_TURNS))
-        )
-        self.turns = min(turns, factory.most_turns)
-        self.seen = rng.integers(40, 121, MOST_TURNS + 1).tolist()
+        turns = MAX_TURNS
+        if rng.random() >= 0.35:
+            turns = int(np.clip(5 + rng.gamma(2.2, 6), 5, MAX_TURNS))
+        self.turns = min(turns, factory.max_turns)
+        self.observation_lengths = rng.integers(40, 121, MAX_TURNS + 1).tolist()
 
     def reset(self, task: Task) -> str:
-        self.task, self.responses = task, []
+        self.task = task
+        self.responses: list[str] = []
         return task.payload
 
     @property
@@ -106,12 +128,12 @@ class SimulatedEnvironment:
         return len(self.responses) == self.turns
 
     def context(self) -> str:
-        past = [" ".join(response.split()[:HISTORY]) for response in self.responses[-2:]]
+        past = [" ".join(response.split()[:HISTORY_TOKENS]) for response in self.responses[-2:]]
         return " ".join([self.task.payload, *past, self.anchor()])
 
     def anchor(self) -> str:
         turn = len(self.responses)
-        return self.factory.text(self.seen[turn], 3, self.number, turn)
+        return self.factory.text(self.observation_lengths[turn], 3, self.number, turn)
 
     def step(self, response: str) -> Outcome:
         time.sleep(self.factory.seconds)
@@ -120,10 +142,11 @@ class SimulatedEnvironment:
 
 
 class Meter(Engine):
-    """An engine that gives every request its own length, around `median` tokens, and notes what runs when.
+    """An engine that gives every request its own length, around `median` tokens, and records its
+    batches.
 
-    In `lock_step` each step works until nothing is left, so that episodes wait for each other's
-    turn. With `everybody`, the environments of such a play, each turn also samples one for those
+    In `lock_step` each step works until no request is left, so that episodes wait for each other's
+    turn. `everybody`, the environments of such a play: each step also samples a response for those
     whose episodes are over and throws it away, as the reference code does.
     """
 
@@ -136,26 +159,28 @@ class Meter(Engine):
         lock_step: bool = False,
         median: float = 55,
     ):
-        self.engine, self.chat, self.everybody, self.median = engine, chat, everybody, median
+        self.engine = engine
+        self.chat = chat
+        self.everybody = everybody
+        self.median = median
         self.continuous = not lock_step
         self.batches: list[int] = []
         """Requests in the batch of every engine step."""
         self.generated = 0
+        """Tokens of all responses, those thrown away included."""
 
     def submit(self, request: Request) -> None:
         rng = np.random.default_rng(request.seed)
-        length = int(
-            np.clip(self.median * rng.lognormal(0, 0.65), self.median / 5.5, MOST_RESPONSE)
-        )
-        self.generated += length
-        self.engine.submit(replace(request, max_tokens=length))
+        length = self.median * rng.lognormal(0, 0.65)
+        max_tokens = int(np.clip(length, self.median / 5.5, MAX_RESPONSE))
+        self.generated += max_tokens
+        self.engine.submit(replace(request, max_tokens=max_tokens))
 
     def step(self) -> list[Completion]:
         for environment in self.everybody:
             if environment.done:
-                prompt_ids = self.chat.prompt_ids(environment.context())
-                draw = derive_seed("finished", environment.number, len(self.batches))
-                self.submit(Request(-1 - environment.number, prompt_ids, draw, 1.0, MOST_RESPONSE))
+                self._submit_for_finished(environment)
+
         completions: list[Completion] = []
         while self.engine.pending:
             self.batches.append(self.engine.pending)
@@ -163,3 +188,14 @@ class Meter(Engine):
             if self.continuous:
                 break
         return [completion for completion in completions if completion.key >= 0]
+
+    def _submit_for_finished(self, environment: SimulatedEnvironment) -> None:
+        """One more turn of an episode that is over; its negative key says to throw it away."""
+        request = Request(
+            key=-1 - environment.number,
+            prompt_ids=self.chat.prompt_ids(environment.context()),
+            seed=derive_seed("finished", environment.number, len(self.batches)),
+            temperature=1.0,
+            max_tokens=MAX_RESPONSE,
+        )
+        self.submit(request)

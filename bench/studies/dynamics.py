@@ -43,7 +43,8 @@ WINDOW = 10
 
 
 def average(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
-    """The curve over seeds, each seed smoothed by a moving mean before; at the updates that all seeds have."""
+    """The curve over seeds, each seed smoothed by a moving mean before; at the updates that all
+    seeds have."""
     smoothed: list[dict[int, float]] = []
     for run in runs:
         steps, values = run.series(key)
@@ -60,15 +61,16 @@ def average(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
 
 
 def dynamics(folders: list[Path], out: Path) -> None:
-    """Write dynamics.{csv,png,md}: a line for each run and update; a panel for each metric; first and last means."""
+    """Write dynamics.{csv,png,md}: a line for each run and update; a panel for each metric; first
+    and last means."""
     groups = read(folders)
     logged = {key for group in groups.values() for run in group for key in run.metrics}
-    shown = {key: label for key, label in CURVES.items() if key in logged}
-    if not shown:
+    logged_curves = {key: label for key, label in CURVES.items() if key in logged}
+    if not logged_curves:
         raise UserError(f"{folders[0]}: none of its metrics is a training curve")
     panels: dict[str, dict[str, Curve]] = {}
     rows = []
-    for key, label in shown.items():
+    for key, label in logged_curves.items():
         window = 1 if key.startswith("eval/") else WINDOW
         row = [label]
         panels[label] = {}
@@ -81,9 +83,11 @@ def dynamics(folders: list[Path], out: Path) -> None:
     records = []
     for name, group in groups.items():
         for run in group:
-            for step in sorted({step for key in shown for step in run.metrics.get(key, {})}):
+            for step in sorted(
+                {step for key in logged_curves for step in run.metrics.get(key, {})}
+            ):
                 record = {"group": name, "run": run.name, "update": step}
-                for key in shown:
+                for key in logged_curves:
                     record[key] = run.at(key, step)
                 records.append(record)
 
@@ -104,7 +108,8 @@ def factor_of(label: str) -> int:
 
 
 def first_to_last(runs: Sequence[Run], key: str, window: int, factor: int) -> str:
-    """ "first -> last": the mean over runs of the first and of the last `window` values; "-" without a run."""
+    """ "first -> last": the mean over runs of the first and of the last `window` values; "-"
+    without a run."""
     if not runs:
         return "-"
     first = fmean([run.first(key, window) or 0.0 for run in runs])

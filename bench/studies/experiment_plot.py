@@ -1,4 +1,4 @@
-"""docs/experiment_compare.png, experiment_sparse.png and noise_gradient.png anew from their files in bench/results.
+"""Draws docs/experiment_compare.png, experiment_sparse.png and noise_gradient.png again from bench/results.
 
 python bench/studies/experiment_plot.py
 """
@@ -14,14 +14,21 @@ from bench.studies.noise_gradient import on_noise
 from paw.tools.experiment.compare import summarise
 from paw.tools.experiment.figures import comparison, evaluations
 
-TEXT = ("variant", "stage", "class", "loss", "commit", "paw", "torch", "device")
+TEXT_COLUMNS = ("variant", "stage", "class", "loss", "commit", "paw", "torch", "device")
 
 
 def records(name: str) -> list[dict[str, Any]]:
-    lines = read(RESULTS / f"{name}.csv")
-    return [
-        {k: v if k in TEXT else float(v) if v else None for k, v in line.items()} for line in lines
-    ]
+    """The rows of a result: numbers except in TEXT_COLUMNS, None for an empty cell."""
+    result = []
+    for row in read(RESULTS / f"{name}.csv"):
+        record: dict[str, Any] = {}
+        for column, cell in row.items():
+            if column in TEXT_COLUMNS:
+                record[column] = cell
+            else:
+                record[column] = float(cell) if cell else None
+        result.append(record)
+    return result
 
 
 def main() -> None:

@@ -44,7 +44,8 @@ from paw.tools.report.plots import PALETTE, legend, styled
 from paw.tools.train.preparation import start_model
 
 Rule = Callable[[str, str, str], list[tuple[int, int]]]
-"""(prompt, action, observation) -> the characters [start, end) of the observation that are noise."""
+"""(prompt, action, observation) -> the characters [start, end) of the observation that are
+noise."""
 SLOPES: dict[str, Callable[[float, float, float], float]] = {
     "ce": lambda p, rho, q: 1.0,
     "gce": lambda p, rho, q: p**q,
@@ -67,18 +68,20 @@ class Token(NamedTuple):
 
 
 def household(prompt: str, action: str, observation: str) -> list[tuple[int, int]]:
-    """What lies in a place: the list after "you see", unless the prompt already shows that place with that list."""
+    """What lies in a place: the list after "you see", unless the prompt already shows that place
+    with that list."""
     return [match.span(1) for match in LISTED.finditer(observation) if match[0] not in prompt]
 
 
 def webshop(prompt: str, action: str, observation: str) -> list[tuple[int, int]]:
-    """ASIN codes and product titles with their brands: the part after a code (results) or before a price (product)."""
+    """ASIN codes and product titles with their brands: the part after a code (results) or before a
+    price (product)."""
     spans = [match.span() for match in ASIN.finditer(observation)]
     parts = observation.split(SEPARATOR)
     start = 0
-    for before, part, after in zip(["", *parts], parts, [*parts[1:], ""], strict=False):
-        follows_code = ASIN.fullmatch(before.strip("'"))
-        precedes_price = after.strip("'").lower().startswith("price:")
+    for previous, part, following in zip(["", *parts], parts, [*parts[1:], ""], strict=False):
+        follows_code = ASIN.fullmatch(previous.strip("'"))
+        precedes_price = following.strip("'").lower().startswith("price:")
         if follows_code or precedes_price:
             spans.append((start, start + len(part)))
         start += len(part) + len(SEPARATOR)
@@ -90,7 +93,8 @@ RULES: dict[str, Rule] = {"alfworld": household, "webshop": webshop}
 
 
 def noise_gradient(options: argparse.Namespace, overrides: dict[str, str]) -> None:
-    """Measure the models, pooled by stage; write noise.csv, noise.md and noise.png, print the table."""
+    """Measure the models, pooled by stage; write noise.csv, noise.md and noise.png, print the
+    table."""
     if options.tasks < 1:
         raise UserError(f"--tasks {options.tasks}: play at least 1")
     if options.rollouts and len(options.models) > 1:
@@ -132,14 +136,19 @@ def find_rule(name: str) -> Rule:
 
 
 def noisy(tokens: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
-    """Whether each token (its characters [start, end)) overlaps a span; one such character makes it all a guess."""
-    return [any(start < last and first < end for first, last in spans) for start, end in tokens]
+    """Whether each token (its characters [start, end)) overlaps a span; one such character makes it
+    all a guess."""
+    return [
+        any(start < span_end and span_start < end for span_start, span_end in spans)
+        for start, end in tokens
+    ]
 
 
 def measure(
     path: str, config: Config, rule: Rule, tasks: int, rollouts: Path | None
 ) -> list[Token]:
-    """Every observation token of the model's episodes, or of those in a file, at the temperature of training."""
+    """Every observation token of the model's episodes, or of those in a file, at the temperature of
+    training."""
     groups = []
     if not rollouts:
         with open_player(config, path) as player:
@@ -157,9 +166,7 @@ def measure(
     samples = to_samples(
         groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0
     )
-    turns = [
-        turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns
-    ]
+    turns = [turn for group in groups for episode in group.trajectories for turn in episode.turns]
     noise: list[list[bool]] = []  # of each sample's observation tokens
     for sample, turn in zip(samples, turns, strict=True):
         sample.wm_weight = 1.0
@@ -241,25 +248,28 @@ def report(lines: list[Record], rho: float, q: float) -> str:
     shares = []
     for line in lines:
         if line["loss"] == "ce":  # the columns of a class are the same for every loss
-            size = [line["tokens"], percent(line["token_share"])]
-            classes.append(
-                [
-                    line["stage"],
-                    line["class"],
-                    *size,
-                    f"{line['mean_p']:.3g}",
-                    percent(line["live"]),
-                ]
-            )
+            cells = [
+                line["stage"],
+                line["class"],
+                line["tokens"],
+                percent(line["token_share"]),
+                f"{line['mean_p']:.3g}",
+                percent(line["live"]),
+            ]
+            classes.append(cells)
         if line["class"] == "noise":
-            values = [percent(line["by_logp"]), percent(line["by_logits"])]
-            shares.append([line["stage"], line["loss"], *values, None])
-    return "\n".join([
-        markdown(["model", "class", "tokens", "% of tokens", "mean p", f"% with p <= {rho:g}"], classes),
-        "\nPer cent of the gradient on noise:\n",
-        markdown(["model", "loss", "by dL/dlog p", "by dL/dlogits", "paper, WebShop"], shares),
-        f"\ngce with q = {q:g}. The paper: arXiv 2606.02388, Figure 2c; its values are in no public text we found.",
-    ])  # fmt: skip
+            by_logp = percent(line["by_logp"])
+            by_logits = percent(line["by_logits"])
+            shares.append([line["stage"], line["loss"], by_logp, by_logits, None])
+    class_columns = ["model", "class", "tokens", "% of tokens", "mean p", f"% with p <= {rho:g}"]
+    share_columns = ["model", "loss", "by dL/dlog p", "by dL/dlogits", "paper, WebShop"]
+    return f"""{markdown(class_columns, classes)}
+
+Per cent of the gradient on noise:
+
+{markdown(share_columns, shares)}
+
+gce with q = {q:g}. The paper: arXiv 2606.02388, Figure 2c; its values are in no public text we found."""
 
 
 @styled

@@ -1,4 +1,4 @@
-"""Prediction as a reward in place of a loss: what an episode predicted well adds to its score (arXiv 2607.21273).
+"""Prediction as a reward instead of a loss: an episode scores more if it was predicted well (arXiv 2607.21273).
 
     paw experiment compare miniature --variants grpo --seeds 10 --variant "predict: wm.enabled=true
         wm.weight=0 advantage.type=bench/studies/prediction_reward.py:grpo
@@ -24,7 +24,7 @@ _runs: list[Any] = []
 
 
 class Prediction:
-    """Remembers the run: an advantage estimator sees samples alone."""
+    """Keeps the run for `grpo`, since an advantage estimator is given samples only."""
 
     def on_start(self, run: Any) -> None:
         _runs[:] = [run]
@@ -37,33 +37,42 @@ def grpo(
     stat: advantages.Stat = "trajectories",
     eps: float = 0.05,
 ) -> list[float]:
-    """GRPO over scores that hold prediction too.
+    """GRPO over scores that include prediction.
 
     bonus: Weight of the mean probability of an episode's observation tokens.
     stat: Mean and standard deviation over all turns of the group, or over one score a trajectory.
     eps: Added to the standard deviation.
     """
     (run,) = _runs
-    groups: dict[int, list[Sample]] = {}
+    predicted = mean_probabilities(run, samples)
+    scored = []
     for sample in samples:
-        groups.setdefault(sample.trajectory, []).append(sample)
-    bonuses = _predicted(run, samples)
-    scored = [
-        replace(sample, score=sample.score + bonus * bonuses[sample.trajectory])
-        for sample in samples
-    ]
+        score = sample.score + bonus * predicted[sample.trajectory]
+        scored.append(replace(sample, score=score))
     return advantages.grpo(scored, stat=stat, eps=eps)
 
 
-def _predicted(run: Any, samples: Sequence[Sample]) -> dict[int, float]:
-    """Mean probability of the observation tokens of each trajectory, the target of the last turn left out."""
-    asked = [
-        replace(sample, prompt_ids=sample.prompt_ids + sample.response_ids + sample.separator_ids,
-                response_ids=sample.observation_ids, continues=False)
-        for sample in samples if sample.observation_ids
-    ]  # fmt: skip
-    found: dict[int, list[float]] = {sample.trajectory: [] for sample in samples}
-    scored = log_probs(run.policy, asked, run.packing, temperature=1.0)
-    for i, (logp, _) in scored.items():
-        found[asked[i].trajectory] += [math.exp(value) for value in logp]
-    return {trajectory: fmean(values) if values else 0.0 for trajectory, values in found.items()}
+def mean_probabilities(run: Any, samples: Sequence[Sample]) -> dict[int, float]:
+    """By trajectory: the mean probability of its observation tokens; the last turn has none as a
+    target."""
+    predictions = [as_response(sample) for sample in samples if sample.observation_ids]
+    rated = log_probs(run.policy, predictions, run.packing, temperature=1.0)
+
+    probabilities: dict[int, list[float]] = {sample.trajectory: [] for sample in samples}
+    for i, (logp, _) in rated.items():
+        trajectory = predictions[i].trajectory
+        probabilities[trajectory] += [math.exp(value) for value in logp]
+    return {
+        trajectory: fmean(values) if values else 0.0 for trajectory, values in probabilities.items()
+    }
+
+
+def as_response(sample: Sample) -> Sample:
+    """A sample whose response is the observation, so that log-probs of responses are those of
+    observations."""
+    return replace(
+        sample,
+        prompt_ids=sample.prompt_ids + sample.response_ids + sample.separator_ids,
+        response_ids=sample.observation_ids,
+        continues=False,
+    )

@@ -4,27 +4,29 @@
 
 Writes bench/results/smollm2.csv. The model is fine-tuned on 192 turns of expert play of small
 generated household games and plays 32 episodes of others; both models are measured on TURNS turns
-of each, evenly. `head` and `hidden`: norms of a loss's gradient in the head's weights, and in the
-hidden states it reads, summed over groups, over another's. Rewards are penalties for invalid
-actions too, as in the reference code; no sample is left out or weighed (lambda 1). Intervals are
-bootstrapped over episodes, those of norms over groups. What the folder holds already is not made
-again.
+of each episode, spread evenly. `head` and `hidden`: norms of a loss's gradient in the head's
+weights, and in the hidden states that the head reads, summed over groups, over another loss's.
+Rewards include penalties for invalid actions, as in the reference code; no sample is left out or
+weighted (lambda 1). Intervals are bootstrapped over episodes, those of norms over groups. What the
+folder already holds is not made again.
 """
 
 import argparse
 import math
 import sys
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.common import RESULTS, ROOT, paw, write
+from bench.common import RESULTS, ROOT, flags, paw, write
 from bench.studies.noise_gradient import SLOPES, household, noisy
 from paw.algo import advantages
 from paw.algo.loss import ce, cmae, joint, ppo, token_batch
@@ -32,26 +34,64 @@ from paw.algo.packing import Packing
 from paw.algo.samples import micro_batches, to_samples
 from paw.config.recipe import load
 from paw.model.loading import load_policy, load_tokenizer
+from paw.model.policy import Policy
 from paw.rollouts.text.chat import Chat
 from paw.rundir.record import code_commit
 from paw.tools.evaluate.recorded import read_episodes
+from paw.types import Group, Sample
 from paw_kernels import token_loss, token_stats
 
-PLAY = (
-    "--recipe",
-    "quickstart",
-    "--run.threads",
-    1,
-    "--rollout.max_response_tokens",
-    16,
-    "--env.max_turns",
-    10,
-)
-SFT = ("--sft.turns", 192, "--sft.lr", 1e-4, "--optim.minibatch_samples", 8, "--optim.micro_batch_tokens", 1600,
-       "--optim.warmup_updates", 3)  # fmt: skip
-TURNS, ALPHA, RHO, Q, DRAWS = 3, 0.5, 0.2, 0.7, 10_000
+SFT = {
+    "recipe": "quickstart",
+    "run.threads": 1,
+    "sft.turns": 192,
+    "sft.lr": 1e-4,
+    "optim.minibatch_samples": 8,
+    "optim.micro_batch_tokens": 1600,
+    "optim.warmup_updates": 3,
+}
+PLAY = {
+    "recipe": "quickstart",
+    "run.threads": 1,
+    "run.seed": 1,
+    "rollout.max_response_tokens": 16,
+    "rollout.group_size": 4,
+    "env.max_turns": 10,
+    "tasks": 8,
+}
+TURNS = 3
+ALPHA = 0.5
+RHO = 0.2
+Q = 0.7
+DRAWS = 10_000
 Parts = dict[str, list[tuple[float, float]]]
 """By measure, (what is counted, what it is a share of) of each episode or group."""
+
+
+@dataclass
+class RatedTurn:
+    """A turn under the measured model."""
+
+    sample: Sample
+    noise: list[bool]
+    """Of each observation token."""
+    entropy: float
+    """Mean over the response, of the whole distribution."""
+    sampled_entropy: float
+    """The same, estimated by the tokens that were sampled."""
+    p: np.ndarray
+    """Probability of each observation token, [tokens]."""
+    spread: np.ndarray
+    """||e_y - softmax(z)|| of each observation token, [tokens]."""
+    selected: bool = False
+    """By the entropy of the whole distribution."""
+    selected_by_both: bool = False
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    head: float
+    hidden: float
 
 
 def zero(logp: Any, entropy: Any, batch: Any) -> Any:
@@ -68,143 +108,206 @@ LOSSES = {
 def measure(path: Path, episodes: Path) -> tuple[Parts, int]:
     """The parts of every measure, and how many observation tokens there were."""
     torch.set_num_threads(1)
-    config, policy, chat = (
-        load("quickstart", {"model.path": str(path)}),
-        load_policy(path),
-        Chat(load_tokenizer(path)),
-    )
+    config = load("quickstart", {"model.path": str(path)})
+    policy = load_policy(path)
+    chat = Chat(load_tokenizer(path))
     groups = read_episodes(episodes, vocabulary=len(policy.head_weight))
-    limit = config.wm.max_tokens
-    encode = partial(chat.observation_ids, max_tokens=limit)
-    every = to_samples(
-        groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.1
-    )
-    turns = [turn for group in groups for episode in group.trajectories for turn in episode.turns]
-    for sample, advantage in zip(every, advantages.grpo(every), strict=True):
-        sample.advantage = advantage
-    last = {sample.trajectory: sample.step for sample in every}
-    steps = {i: {(n + 1) * k // TURNS for k in range(TURNS)} for i, n in last.items()}
-    pairs = [
-        (s, t)
-        for s, t in zip(every, turns, strict=True)
-        if s.step in steps[s.trajectory] and s.observation_ids
-    ]
-    samples, turns = [sample for sample, _ in pairs], [turn for _, turn in pairs]
-    noise = []
-    for turn in turns:
-        text = turn.outcome.observation
-        noise.append(
-            noisy(
-                chat.observation_spans(text, limit),
-                household(turn.prompt, turn.outcome.action, text),
-            )
-        )
-    parts, told = defaultdict(list), list[dict[str, Any]]()
+    samples, noise = choose_turns(groups, chat, max_tokens=config.wm.max_tokens)
     head = policy.head_weight.detach().requires_grad_()
+
+    parts: Parts = defaultdict(list)
+    rated: list[RatedTurn] = []
     for group in sorted({sample.group for sample in samples}):
         places = [i for i, sample in enumerate(samples) if sample.group == group]
-        own = [samples[i] for i in places]
-        squares, sums = (
-            dict.fromkeys(LOSSES, 0.0),
-            {name: torch.zeros_like(head) for name in LOSSES},
+        of_group = [samples[i] for i in places]
+        turns, norms = measure_group(policy, head, of_group, [noise[i] for i in places])
+        rated += turns
+        add_norms(parts, norms, learns=any(sample.advantage for sample in of_group))
+
+    select(rated)
+    for episode in sorted({turn.sample.trajectory for turn in rated}):
+        add_episode(parts, [turn for turn in rated if turn.sample.trajectory == episode])
+    for group in groups:
+        for trajectory in group.trajectories:
+            valid = sum(turn.outcome.valid for turn in trajectory.turns)
+            parts["valid actions"].append((valid, len(trajectory.turns)))
+            parts["episodes won"].append((trajectory.won, 1))
+    return dict(parts), sum(len(turn.p) for turn in rated)
+
+
+def choose_turns(
+    groups: list[Group], chat: Chat, *, max_tokens: int
+) -> tuple[list[Sample], list[list[bool]]]:
+    """TURNS samples of each episode that have an observation, and which of its tokens are noise."""
+    encode = partial(chat.observation_ids, max_tokens=max_tokens)
+    samples = to_samples(
+        groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.1
+    )
+    for sample, advantage in zip(samples, advantages.grpo(samples), strict=True):
+        sample.advantage = advantage
+    turns = [turn for group in groups for episode in group.trajectories for turn in episode.turns]
+    last_step = {sample.trajectory: sample.step for sample in samples}
+
+    chosen = []
+    noise = []
+    for sample, turn in zip(samples, turns, strict=True):
+        length = last_step[sample.trajectory] + 1
+        steps = {length * k // TURNS for k in range(TURNS)}
+        if sample.step not in steps or not sample.observation_ids:
+            continue
+        observation = turn.outcome.observation
+        token_spans = chat.observation_spans(observation, max_tokens)
+        noise_spans = household(turn.prompt, turn.outcome.action, observation)
+        chosen.append(sample)
+        noise.append(noisy(token_spans, noise_spans))
+    return chosen, noise
+
+
+def measure_group(
+    policy: Policy, head: Tensor, samples: list[Sample], noise: list[list[bool]]
+) -> tuple[list[RatedTurn], dict[str, GradientNorms]]:
+    """The turns of a group, and the norms of each loss's gradient over all of them."""
+    for sample in samples:
+        sample.wm_weight = 1.0 / len(samples)
+    rated: list[RatedTurn] = []
+    hidden_squares = dict.fromkeys(LOSSES, 0.0)
+    head_gradients = {name: torch.zeros_like(head) for name in LOSSES}
+    for batch in micro_batches(
+        samples, Packing(budget=2048), with_observation=True, device=policy.device
+    ):
+        with torch.no_grad():
+            hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position]
+            rated += rate(policy, head, hidden, batch, samples, noise)
+
+        tokens = token_batch(batch, samples, update_samples=len(samples))
+        for name, loss in LOSSES.items():
+            leaf = hidden.clone().requires_grad_()
+            head.grad = None
+            out = token_loss(leaf, head, batch.target, loss, tokens, **policy.head_options(1.0))
+            out.loss.backward()
+            assert leaf.grad is not None
+            assert head.grad is not None
+            hidden_squares[name] += float(leaf.grad.square().sum())
+            head_gradients[name] += head.grad
+
+    norms = {}
+    for name in LOSSES:
+        head_norm = float(head_gradients[name].norm())
+        norms[name] = GradientNorms(head=head_norm, hidden=hidden_squares[name] ** 0.5)
+    return rated, norms
+
+
+def rate(
+    policy: Policy,
+    head: Tensor,
+    hidden: Tensor,
+    batch: Any,
+    samples: list[Sample],
+    noise: list[list[bool]],
+) -> list[RatedTurn]:
+    """The turns of a micro-batch; sets the log-probs of their samples' responses."""
+    stats = token_stats(hidden, head, batch.target, **policy.head_options(1.0))
+    spread = spreads(hidden[batch.observation], batch.target[batch.observation, None], head)
+    rated = []
+    start = 0
+    observation_start = 0
+    for i in batch.indices:
+        sample = samples[i]
+        response_end = start + len(sample.response_ids)
+        end = response_end + len(sample.observation_ids)
+        observation_end = observation_start + len(sample.observation_ids)
+
+        response_logp = stats.logp[start:response_end].tolist()
+        sample.old_logp = response_logp
+        sample.sampled_logp = response_logp
+        turn = RatedTurn(
+            sample,
+            noise[i],
+            entropy=float(stats.entropy[start:response_end].mean()),
+            sampled_entropy=-float(np.mean(response_logp)),
+            p=np.exp(stats.logp[response_end:end].tolist()),
+            spread=spread[observation_start:observation_end].numpy(),
         )
-        for sample in own:
-            sample.wm_weight = 1.0 / len(own)
-        for batch in micro_batches(
-            own, Packing(budget=2048), with_observation=True, device=policy.device
-        ):
-            with torch.no_grad():
-                read = policy.hidden(batch.input_ids, batch.lengths)[batch.position]
-                stats = token_stats(read, head, batch.target, **policy.head_options(1.0))
-                logits = (
-                    read[batch.observation].split(256),
-                    batch.target[batch.observation, None].split(256),
-                )
-                spread = torch.cat([(x @ head.T).softmax(-1).scatter_add(1, y, -torch.ones(y.shape)).norm(dim=1)
-                                    for x, y in zip(*logits, strict=True)])  # fmt: skip
-            start, seen = 0, 0
-            for i in batch.indices:
-                n, m = len(own[i].response_ids), len(own[i].observation_ids)
-                logp, start = stats.logp[start : start + n + m].tolist(), start + n + m
-                entropy = float(stats.entropy[start - n - m : start - m].mean())
-                own[i].old_logp = own[i].sampled_logp = logp[:n]
-                of: dict[str, Any] = {
-                    "full": entropy,
-                    "sampled": -float(np.mean(logp[:n])),
-                    "p": np.exp(logp[n:]),
-                }
-                told.append(
-                    {
-                        **of,
-                        "sample": own[i],
-                        "noise": noise[places[i]],
-                        "spread": spread[seen : seen + m].numpy(),
-                    }
-                )
-                seen += m
-            tokens = token_batch(batch, own, update_samples=len(own))
-            for name, loss in LOSSES.items():
-                hidden, head.grad = read.clone().requires_grad_(), None
-                token_loss(
-                    hidden, head, batch.target, loss, tokens, **policy.head_options(1.0)
-                ).loss.backward()
-                assert hidden.grad is not None and head.grad is not None
-                squares[name] += float(hidden.grad.square().sum())
-                sums[name] += head.grad
-        if any(sample.advantage for sample in own):
-            for name in ("ce", "cmae"):
-                parts[f"{name}/policy by head"].append(
-                    (float(sums[name].norm()), float(sums["policy"].norm()))
-                )
-                parts[f"{name}/policy by hidden"].append(
-                    (squares[name] ** 0.5, squares["policy"] ** 0.5)
-                )
-        parts["ce/cmae by head"].append((float(sums["ce"].norm()), float(sums["cmae"].norm())))
-    count = math.ceil(ALPHA * len(told) - 1e-9)
-    ranks = {
-        key: sorted(range(len(told)), key=[-of[key] for of in told].__getitem__)
-        for key in ("full", "sampled")
-    }
-    for i, of in enumerate(told):
-        full, sampled = (i in ranks[key][:count] for key in ("full", "sampled"))
-        of |= {"selected": full, "both": full and sampled}
-    for episode in sorted({of["sample"].trajectory for of in told}):
-        own = [of for of in told if of["sample"].trajectory == episode]
-        p, is_noise, spread = (
-            np.concatenate([of[key] for of in own]) for key in ("p", "noise", "spread")
-        )
-        parts["tokens on noise"].append((is_noise.sum(), len(p)))
-        parts["masked"].append(((p > RHO).sum(), len(p)))
-        acting = sum(len(of["sample"].response_ids) * bool(of["sample"].advantage) for of in own)
-        live = acting + sum((of["p"] <= RHO).sum() for of in own if of["selected"])
-        total = sum(len(of["sample"].response_ids) + of["selected"] * len(of["p"]) for of in own)
-        parts["live"].append((live, total))
-        parts["selected by both"].append(
-            (sum(of["both"] for of in own), sum(of["selected"] for of in own))
-        )
-        for name, slope in SLOPES.items():
-            for key, size in (("log p", np.ones_like(p)), ("logits", spread)):
-                pull = np.array([slope(float(x), RHO, Q) for x in p]) * size
-                parts[f"{name} gradient on noise by {key}"].append(
-                    (pull[is_noise].sum(), pull.sum())
-                )
-    for episode in (episode for group in groups for episode in group.trajectories):
-        parts["valid actions"].append(
-            (sum(turn.outcome.valid for turn in episode.turns), len(episode.turns))
-        )
-        parts["episodes won"].append((episode.won, 1))
-    return dict(parts), sum(len(of["p"]) for of in told)
+        rated.append(turn)
+        start = end
+        observation_start = observation_end
+    return rated
+
+
+def spreads(hidden: Tensor, target: Tensor, head: Tensor) -> Tensor:
+    """||e_y - softmax(z)|| [T] of hidden states [T, H] and targets y [T, 1]."""
+    parts = []
+    # Few rows of [V] at a time.
+    for x, y in zip(hidden.split(256), target.split(256), strict=True):
+        p = (x @ head.T).softmax(-1)
+        parts.append(p.scatter_add(1, y, -torch.ones(y.shape)).norm(dim=1))
+    return torch.cat(parts)
+
+
+def add_norms(parts: Parts, norms: dict[str, GradientNorms], *, learns: bool) -> None:
+    """Adds the norms of a group's gradients; the policy has one only if the group learns."""
+    if learns:
+        policy = norms["policy"]
+        for name in ("ce", "cmae"):
+            parts[f"{name}/policy by head"].append((norms[name].head, policy.head))
+            parts[f"{name}/policy by hidden"].append((norms[name].hidden, policy.hidden))
+    parts["ce/cmae by head"].append((norms["ce"].head, norms["cmae"].head))
+
+
+def select(rated: list[RatedTurn]) -> None:
+    """Marks the share ALPHA of turns with the highest entropy, and those that both entropies
+    select."""
+    count = math.ceil(ALPHA * len(rated) - 1e-9)
+    order = sorted(range(len(rated)), key=lambda i: -rated[i].entropy)
+    sampled_order = sorted(range(len(rated)), key=lambda i: -rated[i].sampled_entropy)
+    for i in order[:count]:
+        rated[i].selected = True
+        rated[i].selected_by_both = i in sampled_order[:count]
+
+
+def add_episode(parts: Parts, turns: list[RatedTurn]) -> None:
+    """Adds what is counted over the chosen turns of an episode."""
+    p = np.concatenate([turn.p for turn in turns])
+    spread = np.concatenate([turn.spread for turn in turns])
+    is_noise = np.concatenate([turn.noise for turn in turns])
+    parts["tokens on noise"].append((is_noise.sum(), len(p)))
+    parts["masked"].append(((p > RHO).sum(), len(p)))
+
+    live = 0
+    total = 0
+    for turn in turns:
+        response = len(turn.sample.response_ids)
+        live += response * bool(turn.sample.advantage)
+        total += response
+        if turn.selected:
+            live += (turn.p <= RHO).sum()
+            total += len(turn.p)
+    parts["live"].append((live, total))
+
+    selected = sum(turn.selected for turn in turns)
+    selected_by_both = sum(turn.selected_by_both for turn in turns)
+    parts["selected by both"].append((selected_by_both, selected))
+
+    for name, slope in SLOPES.items():
+        slopes = np.array([slope(float(value), RHO, Q) for value in p])
+        for key, size in (("log p", np.ones_like(p)), ("logits", spread)):
+            gradient = slopes * size
+            of_noise = gradient[is_noise].sum()
+            parts[f"{name} gradient on noise by {key}"].append((of_noise, gradient.sum()))
 
 
 def intervals(parts: Parts) -> dict[str, tuple[float, float, float, int]]:
-    """Of each measure the ratio of sums, its 95 % bootstrap interval and the number of episodes or groups."""
-    found, rng = {}, np.random.default_rng(0)
-    for name, of in parts.items():
-        pairs = np.array(of, dtype=float)
+    """Of each measure: the ratio of sums, its 95 % bootstrap interval, and the number of episodes
+    or groups."""
+    rng = np.random.default_rng(0)
+    result = {}
+    for name, fractions in parts.items():
+        pairs = np.array(fractions, dtype=float)
         drawn = pairs[rng.integers(len(pairs), size=(DRAWS, len(pairs)))].sum(1)
         low, high = np.nanpercentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
-        found[name] = (pairs[:, 0].sum() / pairs[:, 1].sum(), low, high, len(pairs))
-    return found
+        ratio = pairs[:, 0].sum() / pairs[:, 1].sum()
+        result[name] = (ratio, low, high, len(pairs))
+    return result
 
 
 def main() -> None:
@@ -214,38 +317,32 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "smollm2")
     folder = parser.parse_args().folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    start, tuned, episodes = (folder / name for name in ("start", "tuned", "episodes.jsonl"))
+    start = folder / "start"
+    tuned = folder / "tuned"
+    episodes = folder / "episodes.jsonl"
     if not (tuned / "config.json").exists():
         paw("data", "smollm2", "--out", start)
-        paw("sft", start, "--recipe", "quickstart", "--run.threads", 1, *SFT, "--out", tuned)
+        paw("sft", start, *flags(SFT), "--out", tuned)
     if not episodes.exists():
-        paw(
-            "rollout",
-            tuned,
-            *PLAY,
-            "--run.seed",
-            1,
-            "--tasks",
-            8,
-            "--rollout.group_size",
-            4,
-            "--out",
-            episodes,
-        )
+        paw("rollout", tuned, *flags(PLAY), "--out", episodes)
+
     rows = []
     for stage, path in (("start", start), ("fine-tuned", tuned)):
         parts, tokens = measure(path, episodes)
-        about = {"torch": torch.__version__, "device": "cpu", "commit": code_commit() or ""}
         for name, (value, low, high, units) in intervals(parts).items():
-            numbers = {
+            row = {
+                "stage": stage,
+                "measure": name,
                 "value": f"{value:.4g}",
                 "low": f"{low:.4g}",
                 "high": f"{high:.4g}",
                 "units": units,
+                "observation_tokens": tokens,
+                "torch": torch.__version__,
+                "device": "cpu",
+                "commit": code_commit() or "",
             }
-            rows.append(
-                {"stage": stage, "measure": name, **numbers, "observation_tokens": tokens, **about}
-            )
+            rows.append(row)
     write(RESULTS / "smollm2.csv", rows)
 
 

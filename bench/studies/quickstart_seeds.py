@@ -5,8 +5,8 @@
 
 The second command writes the minutes of a run that had the machine to itself (`make train`) to
 quickstart_alone.csv. The first writes bench/results/quickstart.csv (one line an evaluation, with
-device and versions), quickstart_t04.csv (the same games before and after at the paper's temperature
-of 0.4) and docs/learning_curve.png; of the other recipe quickstart_long.csv and
+device and versions), quickstart_t04.csv (the same games before and after training, at the paper's
+temperature of 0.4) and docs/learning_curve.png; for the other recipe quickstart_long.csv and
 quickstart_long_t04.csv. Seeds that already have a finished run there are read, not trained again.
 """
 
@@ -22,7 +22,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import PercentFormatter
 
-from bench.common import RESULTS, ROOT, evaluate, paw, write
+from bench.common import RESULTS, ROOT, evaluate, flags, paw, write
 from paw.errors import UserError, to_stderr
 from paw.tools.report.plots import PALETTE, styled
 from paw.tools.report.rundir import Run, load_run
@@ -42,40 +42,56 @@ def main() -> None:
     if options.alone:
         write(RESULTS / "quickstart_alone.csv", [minutes(load_run(options.alone))])
         return
-    rows, cooler = [], []
+    rows = []
+    rows_t04 = []
     for seed in options.seeds:
         folder = options.runs / f"seed-{seed}"
         if not (folder / "report.html").exists():
-            where = ("--run.dir", options.runs, "--run.name", folder.name)
-            paw(
-                "train",
-                options.recipe,
-                "--gpus",
-                2,
-                *where,
-                "--run.seed",
-                seed,
-                "--warmup.seed",
-                seed,
-            )
+            train(options.recipe, seed, folder)
         run = load_run(folder)
-        about = described(run)
-        evaluated = [{"seed": seed, "update": step} for step in run.series("eval/success")[0]]
-        for row in evaluated:
-            for name in ("success", "ci_low", "ci_high", "games"):
-                row[name] = round(run.at(f"eval/{name}", row["update"]) or 0.0, 4)
-            row |= about
-        for when, model in (("before", run.info["start"]), ("after", folder / "hf")):
-            success = evaluate(model, "--recipe", folder / "config.toml", "--eval.temperature", 0.4)
-            cooler.append({"seed": seed, "when": when, **success, **about})
-        first, last = evaluated[0]["success"], evaluated[-1]["success"]
-        print(f"seed {seed}: {first:.1%} -> {last:.1%} ({last - first:+.1%})")
-        rows += evaluated
+        of_seed = evaluations(seed, run)
+        rows += of_seed
+        rows_t04 += evaluations_t04(seed, run, folder)
+
+        before, after = of_seed[0]["success"], of_seed[-1]["success"]
+        print(f"seed {seed}: {before:.1%} -> {after:.1%} ({after - before:+.1%})")
     name = options.recipe.replace("-", "_")
     write(RESULTS / f"{name}.csv", rows)
-    write(RESULTS / f"{name}_t04.csv", cooler)
+    write(RESULTS / f"{name}_t04.csv", rows_t04)
     if name == "quickstart":
         draw(rows)
+
+
+def train(recipe: str, seed: int, folder: Path) -> None:
+    """Trains on two processes, with a model and warm-up of that seed."""
+    settings = {
+        "run.dir": folder.parent,
+        "run.name": folder.name,
+        "run.seed": seed,
+        "warmup.seed": seed,
+    }
+    paw("train", recipe, "--gpus", 2, *flags(settings))
+
+
+def evaluations(seed: int, run: Run) -> list[dict[str, Any]]:
+    """A row for each evaluation during the run."""
+    rows = []
+    steps, _ = run.series("eval/success")
+    for step in steps:
+        row: dict[str, Any] = {"seed": seed, "update": step}
+        for name in ("success", "ci_low", "ci_high", "games"):
+            row[name] = round(run.at(f"eval/{name}", step) or 0.0, 4)
+        rows.append(row | versions(run))
+    return rows
+
+
+def evaluations_t04(seed: int, run: Run, folder: Path) -> list[dict[str, Any]]:
+    """Rows for the start model and the trained one at a temperature of 0.4."""
+    rows = []
+    for when, model in (("before", run.info["start"]), ("after", folder / "hf")):
+        success = evaluate(model, "--recipe", folder / "config.toml", "--eval.temperature", 0.4)
+        rows.append({"seed": seed, "when": when, **success, **versions(run)})
+    return rows
 
 
 def minutes(run: Run) -> dict[str, Any]:
@@ -83,11 +99,11 @@ def minutes(run: Run) -> dict[str, Any]:
     warmup_s = run.info["warmup_s"]
     total_s = warmup_s + run.info["wall_s"]
     row = {"minutes": round(total_s / 60, 1), "warm-up": round(warmup_s / 60, 1)}
-    return row | described(run)
+    return row | versions(run)
 
 
-def described(run: Run) -> dict[str, str]:
-    """What a run was made with."""
+def versions(run: Run) -> dict[str, str]:
+    """Code, device and head that a run was made with."""
     return {
         "commit": run.info["commit"],
         "paw": run.info["paw"],
@@ -98,9 +114,11 @@ def described(run: Run) -> dict[str, str]:
 
 
 @styled
-def draw(rows: list[dict]) -> None:
+def draw(rows: list[dict[str, Any]]) -> None:
+    """Success over updates with its interval, a curve for each seed."""
     figure, axes = plt.subplots(figsize=(6.4, 3.6), dpi=150, layout="constrained")
-    for colour, seed in zip(PALETTE, sorted({row["seed"] for row in rows}), strict=False):
+    seeds = sorted({row["seed"] for row in rows})
+    for colour, seed in zip(PALETTE, seeds, strict=False):
         of_seed = [row for row in rows if row["seed"] == seed]
         updates = [row["update"] for row in of_seed]
         low = [row["ci_low"] for row in of_seed]

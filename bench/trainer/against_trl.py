@@ -4,10 +4,10 @@
     PYTHONPATH=trl python bench/trainer/against_trl.py        # --dtype bfloat16, --style conversations, --rounds 3
 
 Each side is a process of its own; they take turns, so that what else the machine does meets both.
-Every call adds its rounds to bench/results/trainer_vs_trl_cpu.csv (--fresh begins it anew), a step
-at a time, and draws docs/trainer_vs_trl.png. A process's first step is not measured. On a GPU the
-same command writes trainer_vs_trl_gpu.csv; that has not been run yet. Ends with code 1 where the
-sides' losses or norms of the gradient differ.
+Every call adds its rounds to bench/results/trainer_vs_trl_cpu.csv (--fresh first drops those of the
+same model, dtype and style), a step at a time, and draws docs/trainer_vs_trl.png. A process's first
+step is not measured. On a GPU the same command writes trainer_vs_trl_gpu.csv; that has not been run
+yet. Exits with 1 if the sides' losses or norms of the gradient differ.
 
 TRL is as its GRPOTrainer runs it: its collation, `training_step`, clipping and AdamW, without
 gradient checkpointing, with its fused head, without a log-prob pass of its own (old log-probs are
@@ -25,7 +25,7 @@ import multiprocessing
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -148,35 +148,10 @@ def trl(
     """TRL's step as a function of the side's name, and its meter."""
     sys.modules["vllm"] = None  # type: ignore[assignment]  # not used here, and a minute to import
     import trl.trainer.utils as internals
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
-
-    class Fed(GRPOTrainer):
-        """Takes batches as they are, in place of sampling them."""
-
-        def _prepare_inputs(self, generation_batch: Any) -> Any:
-            return generation_batch
 
     cpu = not torch.cuda.is_available()
     meter = update.Meter(torch.device("cpu" if cpu else "cuda"))
-    config = GRPOConfig(
-        output_dir=folder, use_cpu=cpu, per_device_train_batch_size=MICRO, num_generations=SEQUENCES, beta=0.0,
-        gradient_accumulation_steps=SEQUENCES // MICRO, gradient_checkpointing=False, bf16=dtype == "bfloat16",
-        learning_rate=0.0, loss_type="dapo", report_to=[], use_liger_kernel=liger, disable_tqdm=True,
-        torch_compile=compiled,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    data = Dataset.from_dict({"prompt": ["-"] * SEQUENCES})
-    run = Fed(
-        model,
-        lambda completions, **_: [0.0] * len(completions),
-        config,
-        data,
-        processing_class=tokenizer,
-    )
-    run.current_gradient_accumulation_steps = SEQUENCES // MICRO
+    run = make_grpo_trainer(folder, dtype, cpu=cpu, liger=liger, compiled=compiled)
     optimizer = update.warm(run.create_optimizer())
     model = run.accelerator.prepare(run.model)
     if liger:
@@ -191,29 +166,9 @@ def trl(
     meter.watch(run.accelerator, "clip_grad_norm_", "optimizer")
     meter.watch(optimizer, "step", "optimizer")
 
-    device = run.args.device
-
     def padded(rows: list[list[int]], side: str) -> torch.Tensor:
         tensors = [torch.tensor(row) for row in rows]
-        return internals.pad(tensors, padding_value=0, padding_side=side).to(device)
-
-    def batch(part: list[list[Sample]], total: int) -> dict[str, Any]:
-        """Episodes as `_generate_and_score_completions` leaves them: tools' text is masked out of the loss."""
-        prompts = [episode[0].prompt_ids for episode in part]
-        completions = []
-        for episode, prompt in zip(part, prompts, strict=True):
-            row = episode[-1].prompt_ids + episode[-1].response_ids
-            completions.append(row[len(prompt) :])
-        advantages = [episode[0].advantage for episode in part]
-        return {
-            "prompt_ids": padded(prompts, "left"),
-            "prompt_mask": padded([[1] * len(prompt) for prompt in prompts], "left"),
-            "completion_ids": padded(completions, "right"),
-            "completion_mask": padded([[1] * len(row) for row in completions], "right"),
-            "tool_mask": padded([response_mask(episode) for episode in part], "right"),
-            "advantages": torch.tensor(advantages, device=device),
-            "num_items_in_batch": torch.tensor(total, device=device),
-        }
+        return internals.pad(tensors, padding_value=0, padding_side=side).to(run.args.device)
 
     def step(side: str) -> dict[str, float]:
         internals._use_triton = lambda device: not cpu or "completions" in side
@@ -221,13 +176,79 @@ def trl(
         loss = 0.0
         for start in range(0, SEQUENCES, MICRO):
             part = episodes(samples)[start : start + MICRO]
-            loss += float(run.training_step(model, batch(part, total), total))
+            batch = trl_batch(part, total, padded)
+            loss += float(run.training_step(model, batch, total))
         norm = float(run.accelerator.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         model.zero_grad()
         return {"loss": loss, "grad_norm": norm}
 
     yield step, meter
+
+
+def make_grpo_trainer(folder: str, dtype: str, *, cpu: bool, liger: bool, compiled: bool) -> Any:
+    """TRL's trainer, to which batches are given as they are, instead of sampling them."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Fed(GRPOTrainer):
+        def _prepare_inputs(self, generation_batch: Any) -> Any:
+            return generation_batch
+
+    config = GRPOConfig(
+        output_dir=folder,
+        use_cpu=cpu,
+        per_device_train_batch_size=MICRO,
+        num_generations=SEQUENCES,
+        beta=0.0,
+        gradient_accumulation_steps=SEQUENCES // MICRO,
+        gradient_checkpointing=False,
+        bf16=dtype == "bfloat16",
+        learning_rate=0.0,
+        loss_type="dapo",
+        report_to=[],
+        use_liger_kernel=liger,
+        disable_tqdm=True,
+        torch_compile=compiled,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    run = Fed(
+        model,
+        lambda completions, **_: [0.0] * len(completions),
+        config,
+        Dataset.from_dict({"prompt": ["-"] * SEQUENCES}),
+        processing_class=tokenizer,
+    )
+    run.current_gradient_accumulation_steps = SEQUENCES // MICRO
+    return run
+
+
+def trl_batch(
+    part: list[list[Sample]], total: int, padded: Callable[[list[list[int]], str], torch.Tensor]
+) -> dict[str, Any]:
+    """Episodes as `_generate_and_score_completions` leaves them: tools' text is masked out of the
+    loss.
+
+    `total`: response tokens of the update. `padded(rows, side)` makes a tensor of rows.
+    """
+    prompts = [episode[0].prompt_ids for episode in part]
+    completions = []
+    for episode, prompt in zip(part, prompts, strict=True):
+        row = episode[-1].prompt_ids + episode[-1].response_ids
+        completions.append(row[len(prompt) :])
+    prompt_ids = padded(prompts, "left")
+    advantages = [episode[0].advantage for episode in part]
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": padded([[1] * len(prompt) for prompt in prompts], "left"),
+        "completion_ids": padded(completions, "right"),
+        "completion_mask": padded([[1] * len(row) for row in completions], "right"),
+        "tool_mask": padded([response_mask(episode) for episode in part], "right"),
+        "advantages": torch.tensor(advantages, device=prompt_ids.device),
+        "num_items_in_batch": torch.tensor(total, device=prompt_ids.device),
+    }
 
 
 def response_mask(episode: list[Sample]) -> list[int]:
@@ -298,19 +319,20 @@ def main() -> int:
     rows: list[dict[str, Any]] = [*read(path)] if path.exists() else []
     if options.fresh:
         rows = [row for row in rows if not case.items() <= row.items()]
-    folder = update.make_folder(options.model, ROOT / "runs" / "bench" / options.model)
-    common = {
-        "date": str(datetime.now(UTC).date()),
-        "device": torch.cuda.get_device_name() if gpu else cpu_name(),
-        "threads": options.threads,
-        "commit": code_commit(),
-        "sequences": SEQUENCES,
-        "tokens": sum(row_lengths(make_samples(options.style))),
-    }
-    for package in ("torch", "transformers", "trl"):
-        if find_spec(package):
-            common[package] = version(package)
+    measure(options, path, case, rows)
 
+    of_case = [row for row in rows if case.items() <= row.items()]
+    if not gpu and (options.dtype, options.style) == ("float32", "turns"):
+        draw(of_case, ROOT / "docs" / "trainer_vs_trl.png")
+    return compare(of_case, TOLERANCE[options.dtype])
+
+
+def measure(
+    options: argparse.Namespace, path: Path, case: dict[str, str], rows: list[dict[str, Any]]
+) -> None:
+    """Adds rounds of the case to `rows`, and writes the file after each step."""
+    folder = update.make_folder(options.model, ROOT / "runs" / "bench" / options.model)
+    common = conditions(options)
     pipes = start_workers(options, folder)
     sides = [side for side in options.sides if worker_of(side) in pipes]
     rounds = [int(row["round"]) for row in rows if case.items() <= row.items()]
@@ -325,10 +347,22 @@ def main() -> int:
             write(path, rows)
             print(side, measured, flush=True)
 
-    of_case = [row for row in rows if case.items() <= row.items()]
-    if not gpu and (options.dtype, options.style) == ("float32", "turns"):
-        draw(of_case, ROOT / "docs" / "trainer_vs_trl.png")
-    return compare(of_case, TOLERANCE[options.dtype])
+
+def conditions(options: argparse.Namespace) -> dict[str, Any]:
+    """Columns of every row: the device, the versions and the size of the update."""
+    gpu = torch.cuda.is_available()
+    columns = {
+        "date": str(datetime.now(UTC).date()),
+        "device": torch.cuda.get_device_name() if gpu else cpu_name(),
+        "threads": options.threads,
+        "commit": code_commit(),
+        "sequences": SEQUENCES,
+        "tokens": sum(row_lengths(make_samples(options.style))),
+    }
+    for package in ("torch", "transformers", "trl"):
+        if find_spec(package):
+            columns[package] = version(package)
+    return columns
 
 
 def worker_of(side: str) -> str:
@@ -337,7 +371,8 @@ def worker_of(side: str) -> str:
 
 
 def start_workers(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Starts the processes of the sides; returns the pipe of each that runs here, prints why others do not."""
+    """Starts the processes of the sides; returns the pipe of each that runs here, prints why others
+    do not."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Any] = {}
 
@@ -411,7 +446,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def compare(rows: list[dict[str, Any]], tolerance: float) -> int:
-    """Prints the table; returns the exit code, 1 if TRL's loss or gradient is not this trainer's."""
+    """Prints the table; returns the exit code, 1 if TRL's loss or gradient is not this
+    trainer's."""
     print(table(rows))
     base = next((row for row in rows if row["side"] == SIDES[0]), rows[0])
     for row in rows:
@@ -424,7 +460,8 @@ def compare(rows: list[dict[str, Any]], tolerance: float) -> int:
 
 @styled
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Seconds of a step by part, and peak memory, of each side; readable at the width of a phone."""
+    """Seconds of a step by part, and peak memory, of each side; readable at the width of a
+    phone."""
     by_side = medians(rows)
     sides = sorted(by_side, key=lambda side: side == "TRL")  # what only a CPU runs comes last
     sides.reverse()  # bars are drawn from the bottom

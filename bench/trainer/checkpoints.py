@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 bench/trainer/checkpoints.py
 
-`gathered`: rank 0 gathers and writes everything, as it was once; `shards`: each rank writes what it
-holds; `background`: the same in a thread, from copies. waits_s: seconds that rank 0 cannot train
-for it; there_s: until the checkpoint has its name; what training loses to the thread is in neither.
-Writes bench/results/checkpoints_cpu.csv.
+`gathered`: rank 0 gathers and writes everything, as the trainer once did; `shards`: each rank
+writes what it holds; `background`: the same in a thread, from copies. waits_s: seconds in which
+rank 0 cannot train; there_s: seconds until the checkpoint has its name. What training loses to the
+thread is in neither. Writes bench/results/checkpoints_cpu.csv.
 """
 
 import datetime
@@ -14,11 +14,13 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
+from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -37,44 +39,44 @@ from paw.guards import UpdateGuard
 from paw.model.attention import decoder_layers
 from paw.model.policy import Policy
 
-WAYS, REPEATS = ("gathered", "shards", "background"), 3
+WAYS = ("gathered", "shards", "background")
+REPEATS = 3
 SHAPE: dict[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 3072,
     "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
     "vocab_size": 32_000,
 }
 
 
 def main() -> None:
-    ranks, rows = DistributedRanks.join(*read_variables(2), torch.device("cpu")), []
-    policy = Policy(
-        Qwen2ForCausalLM(Qwen2Config(**SHAPE, num_attention_heads=12, num_key_value_heads=12))
-    )
-    ranks.shard(policy, torch.float32, layers=decoder_layers(policy))
-    optimizer = torch.optim.AdamW(policy.parameters())
-    for parameter in policy.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    learner = Learner("", policy, optimizer, UpdateGuard(1))
-    about = {
+    rank, world_size, on_host = read_variables(episodes=2)
+    ranks = DistributedRanks.join(rank, world_size, on_host, torch.device("cpu"))
+    learner = make_learner(ranks)
+    common = {
         "date": datetime.date.today().isoformat(),
         "commit": commit("paw/checkpoint"),
         "device": cpu_name(),
+        "torch": torch.__version__,
+        "safetensors": safetensors.__version__,
+        "ranks": 2,
+        "load": f"{os.getloadavg()[0]:.1f}",
+        "parameters": learner.policy.lm.num_parameters(),
     }
-    about |= {"torch": torch.__version__, "safetensors": safetensors.__version__, "ranks": 2}
-    about |= {"load": f"{os.getloadavg()[0]:.1f}", "parameters": policy.lm.num_parameters()}
     folder = Path(ranks.broadcast_from_rank0(tempfile.mkdtemp, str))
+    rows = []
     for repeat in range(REPEATS):
         for way in WAYS:
-            ranks.gather(0)
-            found = (
-                gathered(learner, ranks, folder)
-                if way == "gathered"
-                else sharded(learner, ranks, folder, way)
-            )
-            size = sum(path.stat().st_size for path in folder.glob("step_000001/*")) / 2**30
-            rows.append(about | {"way": way, "repeat": repeat, "gib": round(size, 2)} | found)
+            ranks.gather(0)  # a common start
+            if way == "gathered":
+                seconds = save_gathered(learner, ranks, folder)
+            else:
+                seconds = save_shards(learner, ranks, folder, background=way == "background")
+            size = sum(path.stat().st_size for path in folder.glob("step_000001/*"))
+            columns = {"way": way, "repeat": repeat, "gib": round(size / 2**30, 2)}
+            rows.append(common | columns | seconds)
             ranks.gather(0)
             shutil.rmtree(folder, ignore_errors=True)
     if ranks.first:
@@ -82,40 +84,62 @@ def main() -> None:
     os._exit(0)
 
 
-def gathered(learner: Learner, ranks: Ranks, folder: Path) -> dict[str, float]:
-    began, named = time.perf_counter(), learner.parameters.items()
-    parts = {"model": named, "optimizer": optimizer_tensors(learner.optimizer, named)}
-    whole = {
-        stem: ((name, full_tensor(tensor.detach())) for name, tensor in of)
-        for stem, of in parts.items()
+def make_learner(ranks: DistributedRanks) -> Learner:
+    """A sharded policy whose optimizer has made a step."""
+    policy = Policy(Qwen2ForCausalLM(Qwen2Config(**SHAPE)))
+    ranks.shard(policy, torch.float32, layers=decoder_layers(policy))
+    optimizer = torch.optim.AdamW(policy.parameters())
+    for parameter in policy.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return Learner("", policy, optimizer, UpdateGuard(1))
+
+
+def save_gathered(learner: Learner, ranks: Ranks, folder: Path) -> dict[str, float]:
+    start = time.perf_counter()
+    parameters = learner.parameters.items()
+    files = {
+        "model": full_tensors(parameters),
+        "optimizer": full_tensors(optimizer_tensors(learner.optimizer, parameters)),
     }
     if ranks.first:
-        checkpoint.save(folder, 1, whole, {})
+        checkpoint.save(folder, 1, files, {})
     else:
-        sum(len(name) for pairs in whole.values() for name, _ in pairs)
+        for tensors in files.values():
+            for _ in tensors:
+                pass  # takes part in gathering this tensor
     ranks.gather(0)
-    return dict.fromkeys(("waits_s", "there_s"), round(time.perf_counter() - began, 3))
+    seconds = round(time.perf_counter() - start, 3)
+    return {"waits_s": seconds, "there_s": seconds}
 
 
-def sharded(learner: Learner, ranks: Ranks, folder: Path, way: str) -> dict[str, Any]:
-    began = time.perf_counter()
+def full_tensors(shards: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Gathers one tensor at a time, when it is read."""
+    for name, tensor in shards:
+        yield name, full_tensor(tensor.detach())
+
+
+def save_shards(
+    learner: Learner, ranks: Ranks, folder: Path, *, background: bool
+) -> dict[str, float]:
+    start = time.perf_counter()
     saving = start_saving(
         [learner],
         ranks,
         step=1,
         folder=folder,
         random_states=capture_random_states(),
-        background=way == "background",
+        background=background,
     )
-    begun = time.perf_counter()
+    trains_again = time.perf_counter()
     while not all(ranks.gather(saving.done)):
         time.sleep(0.1)
-    through = time.perf_counter()
+    written = time.perf_counter()
     saving.publish(1)
-    there = time.perf_counter()
+    published = time.perf_counter()
     return {
-        "waits_s": round(begun - began + there - through, 3),
-        "there_s": round(there - began, 3),
+        "waits_s": round(trains_again - start + published - written, 3),
+        "there_s": round(published - start, 3),
     }
 
 

@@ -1,4 +1,4 @@
-"""Tokens that scoring and update of an update run through: the paper's prompts against conversations with tools.
+"""Tokens that the scoring pass and the update run through: the paper's prompts against conversations with tools.
 
     python bench/trainer/conversations.py          # bench/results/conversations.csv
     python bench/trainer/conversations.py --time   # bench/results/conversations_time_cpu.csv
@@ -72,9 +72,8 @@ class Script:
 
     def step(self) -> list[Completion]:
         queue, self._queue = self._queue, []
-        return [
-            Completion(request.key, self.ids, [-1.0] * len(self.ids), None) for request in queue
-        ]
+        logp = [-1.0] * len(self.ids)
+        return [Completion(request.key, self.ids, logp, entropy=None) for request in queue]
 
 
 def make_chat() -> Chat:
@@ -82,9 +81,8 @@ def make_chat() -> Chat:
     assert package and package.submodule_search_locations
     (gguf,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    tokenizer.chat_template = runpy.run_path(str(ROOT / "tests" / "support" / "templates.py"))[
-        "QWEN25_TEMPLATE"
-    ]
+    templates = runpy.run_path(str(ROOT / "tests" / "support" / "templates.py"))
+    tokenizer.chat_template = templates["QWEN25_TEMPLATE"]
     return Chat(tokenizer, tool_parser="transformers")
 
 
@@ -128,11 +126,12 @@ def play(chat: Chat, name: str, style: str) -> list[Any]:
     groups = []
     # One task at a time: the engine has one response.
     for task in eval_tasks(factory, config.env.eval_split, QUESTIONS, 0):
-        played, stats = rollouts.play_tasks(
+        [group], stats = rollouts.play_tasks(
             [task], group_size=1, temperature=1.0, seed=0, stream="bench"
         )
-        assert not stats.failures and played[0].trajectories[0].won, stats.failures
-        groups += played
+        assert not stats.failures, stats.failures
+        assert group.trajectories[0].won
+        groups.append(group)
     rollouts.close()
     samples = to_samples(
         groups,
@@ -141,7 +140,7 @@ def play(chat: Chat, name: str, style: str) -> list[Any]:
         invalid_penalty=0.0,
     )
     for sample in samples:
-        sample.wm_weight = 1.0 * bool(sample.observation_ids)
+        sample.wm_weight = float(bool(sample.observation_ids))
     return samples
 
 
@@ -165,7 +164,7 @@ def added(samples: list[Any]) -> float:
     with_paw = tokens(samples, with_observation=True)
 
     for sample in samples:
-        sample.wm_weight = 1.0 * bool(sample.observation_ids)
+        sample.wm_weight = float(bool(sample.observation_ids))
     return round(100 * (with_paw / without - 1), 2)
 
 
@@ -225,7 +224,8 @@ def counted(chat: Chat) -> list[dict[str, Any]]:
         for style in ("paper", "chat"):
             samples = play(chat, name, style)
             # The paper's prompts have a row a turn. Turns come last: they cut the conversations.
-            for layout in ("episodes", "turns") if style == "chat" else ("turns",):
+            layouts = ("episodes", "turns") if style == "chat" else ("turns",)
+            for layout in layouts:
                 for sample in samples:
                     sample.continues &= layout == "episodes"
                 row = {

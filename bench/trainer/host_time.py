@@ -1,4 +1,4 @@
-"""What an update costs on a CPU core beside the model: tokenising prompts, advantages, selection, packing.
+"""What an update costs on a CPU core besides the model: tokenising prompts, advantages, selection, packing.
 
     python bench/trainer/host_time.py [--repeats 5]
 
@@ -87,7 +87,9 @@ def main() -> None:
     text = "".join(texts)
     tokenizer = make_tokenizer(texts)
     groups = make_groups(play, rng)
-    prompt_count = sum(len(t.turns) for group in groups for t in group.trajectories)
+    prompt_count = 0
+    for group in groups:
+        prompt_count += sum(len(trajectory.turns) for trajectory in group.trajectories)
     starts = [rng.randrange(len(text) - 4000) for _ in range(prompt_count)]
     characters_per_token = len(text) / len(tokenizer.encode(text))
     size = round(play.prompt * characters_per_token)

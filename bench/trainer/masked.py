@@ -1,14 +1,14 @@
-"""How many of the selected observations the world model knows already, so that they need not run through the body.
+"""How many of the selected observations the world model already knows, so that they need not run through the body.
 
     python bench/trainer/masked.py [--recipe quickstart] [--updates 60] [--model DIR]
 
 Writes bench/results/masked_cpu.csv.
 
 Trains with PaW and counts in each update, of the selected samples: those whose observation is
-masked in every token (p > rho), which only the pass itself tells; those that a rule can know before
+masked in every token (p > rho), which is known only after the pass; those that a rule knows before
 it, because the same observation was masked in all its places in the update before; and of these the
-ones where the rule is wrong. `skipped`: the tokens that the rule would take out of the update:
-separator and observation, and the whole row where it has no advantage either.
+ones about which the rule is wrong. `skipped`: the tokens that the rule would take out of the
+update: separator and observation, and the whole row if it has no advantage either.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, write
-from paw import trainer
+from paw import train, trainer
 from paw.algo import loss as losses
 from paw.config.recipe import load
 from paw.rundir.record import code_commit
@@ -38,7 +38,7 @@ def main() -> None:
     )
     parser.add_argument("--recipe", default="quickstart")
     parser.add_argument("--updates", type=int, default=60)
-    parser.add_argument("--model", help="where to start, in place of the recipe's warm-up")
+    parser.add_argument("--model", help="the start model, instead of the recipe's warm-up")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         keys = {
@@ -55,26 +55,25 @@ def main() -> None:
         trainer.optimize = watch.optimize
         losses.token_batch = watch.token_batch
         losses.joint_loss = watch.joint_loss
-        trainer.train(config)
+        train(config)
 
     write(RESULTS / "masked_cpu.csv", watch.table)
-    quarter = len(watch.table) // 4
-    show(watch.table[:quarter])
-    show(watch.table[-quarter:])
+    show_ends(watch.table)
 
 
 class Watch:
-    """Stands in for three functions of the trainer, which it calls, and counts observations on the way."""
+    """Stands in for three functions of the trainer, which it calls, and counts observations on the
+    way."""
 
     def __init__(self, recipe: str, rho: float) -> None:
         self.recipe = recipe
         self.rho = rho
         self.table: list[dict[str, Any]] = []
-        """A row an update."""
+        """A row for each update."""
         self._counts = dict.fromkeys(COUNTS, 0)
         self._minibatch: Sequence[Sample] = ()
         self._previous: MaskedAt = {}
-        """Of the update before."""
+        """What was masked in the update before."""
         self._current: MaskedAt = {}
         self._optimize = trainer.optimize
         self._token_batch = losses.token_batch
@@ -127,13 +126,23 @@ class Watch:
         self._current.setdefault(observation, []).append(masked)
 
 
+def show_ends(table: list[dict[str, Any]]) -> None:
+    """Prints the shares over the first and the last quarter of the updates, at least one update."""
+    quarter = max(1, len(table) // 4)
+    show(table[:quarter])
+    show(table[-quarter:])
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     """Prints the shares over some updates."""
     total = {key: sum(row[key] for row in rows) for key in COUNTS}
-    shares = {key: f"{total[key] / total['selected']:.1%}" for key in ("masked", "ruled", "wrong")}
+    shares = {}
+    for key in ("masked", "ruled", "wrong"):
+        shares[key] = f"{total[key] / total['selected']:.1%}"
+    skipped = total["skipped"] / total["tokens"]
     print(
         f"updates {rows[0]['update']} to {rows[-1]['update']}: {total['selected']:,} selected,"
-        f" {shares}, tokens of the update {total['skipped'] / total['tokens']:.1%}"
+        f" {shares}, tokens of the update {skipped:.1%}"
     )
 
 

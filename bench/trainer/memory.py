@@ -1,4 +1,4 @@
-"""The plan's memory against a simulated update, and against the card where one is there.
+"""The plan's memory against a simulated update, and against the card if there is one.
 
     python bench/trainer/memory.py                  # simulate every case
     python bench/trainer/memory.py --device cuda    # and run the real step of what fits on this card
@@ -74,11 +74,13 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        name = row["optimizer"] + (", offloaded" if row["offload"] == "True" else "")
+        optimizer = row["optimizer"]
+        if row["offload"] == "True":
+            optimizer += ", offloaded"
         cells = [
             row["model"],
             row["gpus"],
-            name,
+            optimizer,
             row["checkpointing"],
             f"{int(row['tokens']):,}",
             row["plan_gib"],
@@ -97,9 +99,11 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: run the real step as well"
     )
-    card = parser.parse_args().device == "cuda"
-    name = torch.cuda.get_device_name() if card else f"CPU ({platform.machine()}), simulation"
-    size = torch.cuda.get_device_properties(0).total_memory / GIB if card else 0.0
+    device = f"CPU ({platform.machine()}), simulation"
+    card_gib = 0.0
+    if parser.parse_args().device == "cuda":
+        device = torch.cuda.get_device_name()
+        card_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     rows = []
     for model, world, optimizer, checkpointing, tokens in CASES:
         config = make_config(model, world, optimizer, checkpointing, tokens)
@@ -109,12 +113,12 @@ def main() -> None:
         plan_gib = max(plan.values())
         simulated_gib = max(simulation.update, simulation.step)
         measured_gib = ""
-        if world == 1 and plan_gib < USABLE * size:
+        if world == 1 and plan_gib < USABLE * card_gib:
             real = measured(config, shape)
             measured_gib = f"{max(real.update, real.step):.2f}"
         row = {
             "date": datetime.now(UTC).date(),
-            "device": name,
+            "device": device,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "model": model,
@@ -135,11 +139,16 @@ def main() -> None:
         print(*row.values(), flush=True)
         rows.append({key: str(value) for key, value in row.items()})
     write(RESULTS / "memory_plan.csv", rows)
+    renew_page(rows)
+
+
+def renew_page(rows: list[dict[str, Any]]) -> None:
+    """Puts the table into docs/memory.md."""
     begin, end = "<!-- python bench/trainer/memory.py -->", "<!-- end -->"
     page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
-    PAGE.write_text(f"{before}{begin}\n\n{table(rows)}\n\n{end}{after}", encoding="utf-8")
+    text_before, _, rest = page.partition(begin)
+    _, _, text_after = rest.partition(end)
+    PAGE.write_text(f"{text_before}{begin}\n\n{table(rows)}\n\n{end}{text_after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ kernels; here it is the tensors of its state.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -49,17 +49,21 @@ ROW = 2048
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages alive that operators returned (or `track` was told of), and the largest sum so far.
+    """Bytes of the living storages that operators returned or `track` was given, and their largest
+    sum so far.
 
-    Seen from inside FakeTensorMode or over real tensors. FSDP frees by resizing, which no operator
-    tells: patched.
+    Works inside FakeTensorMode and over real tensors. FSDP frees a storage by resizing it, which is
+    not an operator, so `resize_` is patched.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self.live = 0
+        self.peak = 0
         self._sizes: dict[int, tuple[Any, int]] = {}
+        """By a storage's address: a weak reference to it, which is to be kept, and its bytes."""
         self._head: set[int] = set()
+        """Addresses of the gradients that the head's operator returned."""
 
     def track(self, tensor: Any) -> None:
         if isinstance(tensor, DTensor):
@@ -67,15 +71,16 @@ class LiveBytes(TorchDispatchMode):
         if not isinstance(tensor, Tensor):
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._sizes:
+        address = storage._cdata
+        if address not in self._sizes:
 
-            def gone(_: Any) -> None:
-                self.live -= self._sizes.pop(key)[1]
-                self._head.discard(key)  # the next storage may have the same address
+            def on_free(_: Any) -> None:
+                _, size = self._sizes.pop(address)
+                self.live -= size
+                self._head.discard(address)  # the next storage may have the same address
 
-            self._sizes[key] = (weakref.ref(storage, gone), 0)
-        self._resized(storage)
+            self._sizes[address] = (weakref.ref(storage, on_free), 0)
+        self._update_size(storage)
 
     def reset_peak(self) -> None:
         self.peak = self.live
@@ -84,52 +89,59 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None
     ) -> Any:
         if func is torch.ops.aten.mul.Tensor and args[0].untyped_storage()._cdata in self._head:
-            # Backward multiplies fake gradients by the loss's, which has no value; real ones not by
-            # 1.
+            # Backward multiplies the head's gradients by the gradient of the loss, unless that is
+            # 1. With data it is; a fake one has no value, so the product would be counted.
             return args[0]
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        outputs = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(outputs):
             self.track(leaf)
         if func is torch.ops.paw_kernels.token_loss.default:
             hidden, weight = args[:2]
-            self._head = {d.untyped_storage()._cdata for d in out[5:8]}
-            if hidden.dtype == torch.bfloat16:
-                memory = paw_memory(*hidden.shape, weight.shape[0])
-                results = sum(d.untyped_storage().size() for d in out[5:8])
-                self.peak = max(
-                    self.peak, self.live - results + round((memory["peak"] + memory["total"]) * GIB)
-                )
-        return out
+            self._count_head(hidden, weight, gradients=outputs[5:8])
+        return outputs
+
+    def _count_head(self, hidden: Tensor, weight: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Raises the peak to what the fused head takes while it runs, its results included."""
+        storages = [gradient.untyped_storage() for gradient in gradients]
+        self._head = {storage._cdata for storage in storages}
+        if hidden.dtype != torch.bfloat16:
+            return
+        memory = paw_memory(*hidden.shape, weight.shape[0])
+        head_bytes = round((memory["peak"] + memory["total"]) * GIB)
+        result_bytes = sum(storage.size() for storage in storages)
+        self.peak = max(self.peak, self.live - result_bytes + head_bytes)
 
     def __enter__(self) -> "LiveBytes":
         resize = torch.UntypedStorage.resize_
 
-        def resized(storage: Any, size: int) -> Any:
+        def resize_and_count(storage: Any, size: int) -> Any:
             result = resize(storage, size)
             if storage._cdata in self._sizes:
-                self._resized(storage)
+                self._update_size(storage)
             return result
 
         self._undo: Callable[[], None] = lambda: setattr(torch.UntypedStorage, "resize_", resize)
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign]
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._undo()
         super().__exit__(*exception)
 
-    def _resized(self, storage: Any) -> None:
-        ref, before = self._sizes[storage._cdata]
-        self._sizes[storage._cdata] = ref, storage.size()
-        self.live += storage.size() - before
+    def _update_size(self, storage: Any) -> None:
+        reference, size_before = self._sizes[storage._cdata]
+        self._sizes[storage._cdata] = (reference, storage.size())
+        self.live += storage.size() - size_before
         self.peak = max(self.peak, self.live)
 
 
 class FakeRanks(DistributedRanks):
-    """Rank 0 among `world` that are not there."""
+    """Rank 0 of `world` ranks, of which no other exists."""
 
     def __init__(self, world: int) -> None:
-        self.rank, self.world_size, self._device = 0, world, torch.device("cpu")
+        self.rank = 0
+        self.world_size = world
+        self._device = torch.device("cpu")
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
 
     def close(self) -> None:
@@ -138,11 +150,14 @@ class FakeRanks(DistributedRanks):
 
 @dataclass(frozen=True)
 class Peaks:
-    """GiB: the largest sum in forward and backward passes, in the optimizer's step, and what is alive after it."""
+    """Bytes of living tensors, in GiB."""
 
     update: float
+    """The most during forward and backward passes."""
     step: float
+    """The most during the optimizer's step."""
     after: float
+    """After the step."""
 
 
 def make_policy(
@@ -164,57 +179,88 @@ def make_policy(
 
 
 def make_rows(tokens: int) -> list[Sample]:
-    """Rows of ROW tokens, or one of what there is."""
+    """Rows of ROW tokens, or a single one of all tokens if there are fewer."""
     length = min(ROW, tokens)
-    logp = [0.0] * (length - 1)
-    known = {"sampled_logp": logp, "old_logp": logp, "ref_logp": logp}
-    return [Sample(0, i, 0, [0], [1] * (length - 1), **known) for i in range(tokens // length)]
+    response_ids = [1] * (length - 1)
+    logp = [0.0] * len(response_ids)
+    return [
+        Sample(
+            group=0,
+            trajectory=i,
+            step=0,
+            prompt_ids=[0],
+            response_ids=response_ids,
+            sampled_logp=logp,
+            old_logp=logp,
+            ref_logp=logp,
+        )
+        for i in range(tokens // length)
+    ]
 
 
 def run_updates(
     policy: Policy, config: Config, live: Any, *, place: Callable[[Tensor], Tensor]
 ) -> Peaks:
-    """Two optimizer steps of two micro-batches each, as `train.optimize` makes them; peaks of the second.
+    """Two optimizer steps of two micro-batches each, as `train.optimize` makes them; peaks of the
+    second.
 
-    `live` has reset_peak(), peak and live, in bytes.
+    `live` has reset_peak(), peak and live, in bytes. `place` puts a tensor on the model's device.
     """
-    rows = make_rows(config.optim.micro_batch_tokens)
-    kl_coef, entropy_coef = config.policy.kl_coef, config.policy.entropy_coef
-    loss = losses.joint(losses.ppo, losses.ce, kl_coef=kl_coef, entropy_coef=entropy_coef)
-    with unset_fake_temporarily():
-        batch = collate(
-            rows,
-            [[i] for i in range(len(rows))],
-            with_observation=False,
-            device=torch.device("cpu"),
-        )
-        tokens = losses.token_batch(batch, rows, update_samples=len(rows), reference=kl_coef > 0)
-    batch, tokens = _placed(batch, place), _placed(tokens, place)
-    flash = config.optim.name == "flash-adamw" and policy.device.type != "cuda"
-    optimizer: Any = (
-        FlashState(policy, config) if flash else make_optimizer(policy.parameters(), config.optim)
+    batch, tokens = make_batch(config)
+    batch = _with_tensors(batch, place)
+    tokens = _with_tensors(tokens, place)
+    loss = losses.joint(
+        losses.ppo,
+        losses.ce,
+        kl_coef=config.policy.kl_coef,
+        entropy_coef=config.policy.entropy_coef,
     )
-    if config.optim.name == "adamw":
-        # As make_optimizer has it on a GPU.
-        optimizer.param_groups[0].update(fused=True, foreach=False)
-    update = step = 0
+    optimizer = make_step(policy, config)
+
+    update_peak = 0
+    step_peak = 0
     for _ in range(2):
         live.reset_peak()
         for _ in range(2):
             out = losses.joint_loss(policy, batch, tokens, loss, temperature=1.0)
             out.loss.backward()
             del out
-        update = live.peak
+        update_peak = live.peak
+
         live.reset_peak()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), config.optim.grad_clip)
         optimizer.step()
-        step = live.peak
+        step_peak = live.peak
         optimizer.zero_grad(set_to_none=True)
-    return Peaks(update / GIB, step / GIB, live.live / GIB)
+    return Peaks(update=update_peak / GIB, step=step_peak / GIB, after=live.live / GIB)
+
+
+def make_batch(config: Config) -> tuple[Any, Any]:
+    """A full micro-batch of the configuration and the columns of its tokens, with data."""
+    rows = make_rows(config.optim.micro_batch_tokens)
+    each_alone = [[i] for i in range(len(rows))]
+    with unset_fake_temporarily():
+        batch = collate(rows, each_alone, with_observation=False, device=torch.device("cpu"))
+        tokens = losses.token_batch(
+            batch, rows, update_samples=len(rows), reference=config.policy.kl_coef > 0
+        )
+    return batch, tokens
+
+
+def make_step(policy: Policy, config: Config) -> Any:
+    """The optimizer of the configuration as a GPU has it, or what stands in for flash-adamw on a
+    CPU."""
+    if config.optim.name == "flash-adamw" and policy.device.type != "cuda":
+        return FlashState(policy, config)
+    optimizer: Any = make_optimizer(policy.parameters(), config.optim)
+    if config.optim.name == "adamw":
+        # As make_optimizer has it on a GPU.
+        optimizer.param_groups[0].update(fused=True, foreach=False)
+    return optimizer
 
 
 def simulate(config: Config, shape: Shape, world: int = 1, *, attention: str = "varlen") -> Peaks:
-    """Peaks of rank 0 among `world` fake ranks."""
+    """Peaks of rank 0 of `world` fake ranks."""
     ranks = FakeRanks(world) if world > 1 else Ranks()
     policy = make_policy(config, shape, attention=attention)
     live = LiveBytes()
@@ -232,68 +278,79 @@ def simulate(config: Config, shape: Shape, world: int = 1, *, attention: str = "
 
 @contextmanager
 def _without_values() -> Iterator[None]:
-    """What needs values is done with real tensors (rows' bounds, the mesh of ranks) or left out (sending weights)."""
+    """Does with real tensors what needs values (the bounds of rows, the mesh of ranks); leaves out
+    sending weights."""
 
-    def really(function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             with unset_fake_temporarily():
                 return function(*args, **options)
 
         return call
 
-    def scattered(tensor: Tensor, mesh: Any, placements: Any) -> Any:
+    def first_part(tensor: Tensor, mesh: Any, placements: Any) -> Any:
         part = tensor.tensor_split(mesh.size())[0]
         return DTensor.from_local(part, mesh, placements, run_check=False)
 
     replaced = {
-        (model_module, "pack_rows"): really(model_module.pack_rows),
-        (ranks_module, "init_device_mesh"): really(ranks_module.init_device_mesh),
-        (ranks_module, "distribute_tensor"): scattered,
+        (model_module, "pack_rows"): with_real_tensors(model_module.pack_rows),
+        (ranks_module, "init_device_mesh"): with_real_tensors(ranks_module.init_device_mesh),
+        (ranks_module, "distribute_tensor"): first_part,
     }
-    before = {place: getattr(*place) for place in replaced}
-    for place, function in replaced.items():
-        setattr(*place, function)
+    originals = {(module, name): getattr(module, name) for module, name in replaced}
+    for (module, name), function in replaced.items():
+        setattr(module, name, function)
     try:
         yield
     finally:
-        for place, function in before.items():
-            setattr(*place, function)
+        for (module, name), function in originals.items():
+            setattr(module, name, function)
 
 
-def _placed(item: Any, place: Callable[[Tensor], Tensor]) -> Any:
-    """A dataclass with its tensors replaced."""
-    values = {field.name: getattr(item, field.name) for field in fields(item)}
-    return replace(
-        item, **{name: place(value) for name, value in values.items() if isinstance(value, Tensor)}
-    )
+def _with_tensors(item: Any, place: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a dataclass with `place` of each of its tensors."""
+    placed = {}
+    for field in fields(item):
+        value = getattr(item, field.name)
+        if isinstance(value, Tensor):
+            placed[field.name] = place(value)
+    return replace(item, **placed)
 
 
 class FlashState:
-    """In place of flash-adamw, whose kernels need a GPU: the tensors of its state, without the arithmetic."""
+    """Stands in for flash-adamw, whose kernels need a GPU: the tensors of its state, without the
+    arithmetic."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
-        from paw.model.flash import (
-            in_groups,
-        )  # imports Triton, whose kernels a test may want interpreted
+        # Imports Triton, whose kernels a test may want interpreted.
+        from paw.model.flash import in_groups
 
         self._in_groups = in_groups
         self._parameters = list(policy.parameters())
-        self._bits = torch.int16 if config.optim.master_bits == 32 else torch.int8
+        self._correction_dtype = torch.int16 if config.optim.master_bits == 32 else torch.int8
         self._offload = config.optim.offload
         self._state: list[list[Tensor]] = []
 
     def step(self) -> None:
-        kept = bool(self._state)
+        if self._state:
+            return
         for parameter in self._parameters:
-            p = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if (self._offload or not kept) and not self._in_groups(parameter):
-                self._state.append([torch.empty_like(p, dtype=torch.float32) for _ in range(3)])
-            elif self._offload or not kept:
-                scales = [p.new_empty(-(-p.numel() // 32), dtype=torch.float16) for _ in range(2)]
-                moments = [torch.empty_like(p, dtype=dtype) for dtype in (torch.int8, torch.uint8)]
-                self._state.append([torch.empty_like(p, dtype=self._bits), *moments, *scales])
+            self._state.append(self._state_of(parameter))
             if self._offload:
                 self._state.clear()  # back in host memory
+
+    def _state_of(self, parameter: Tensor) -> list[Tensor]:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not self._in_groups(parameter):
+            return [torch.empty_like(local, dtype=torch.float32) for _ in range(3)]
+        groups = -(-local.numel() // 32)
+        return [
+            local.new_empty(groups, dtype=torch.float16),
+            local.new_empty(groups, dtype=torch.float16),
+            torch.empty_like(local, dtype=torch.int8),
+            torch.empty_like(local, dtype=torch.uint8),
+            torch.empty_like(local, dtype=self._correction_dtype),
+        ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in self._parameters:
@@ -311,8 +368,10 @@ class CudaPeaks:
 
 
 def real_peak(config: Config, shape: Shape) -> float:
-    """GiB at the peak of `run_updates` with data on the CPU, from the allocator's own events in torch's profiler."""
-    policy = make_policy(config, shape, attention="sdpa").to_empty(device="cpu")
+    """GiB at the peak of `run_updates` with data on the CPU, from the allocator's own events in
+    torch's profiler."""
+    policy = make_policy(config, shape, attention="sdpa")
+    policy = policy.to_empty(device="cpu")
     _fill(policy)
     weights = sum(p.untyped_storage().size() for p in policy.parameters())
     with torch.profiler.profile(
@@ -321,10 +380,13 @@ def real_peak(config: Config, shape: Shape) -> float:
         run_updates(policy, config, LiveBytes(), place=lambda tensor: tensor)
     results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     events = [event for event in results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
+    events.sort(key=lambda event: event.start_ns())
+
+    allocated = 0
+    peak = 0
+    for event in events:
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
     return (weights + peak) / GIB
 
 
@@ -332,9 +394,8 @@ def measured(config: Config, shape: Shape) -> Peaks:
     """Peaks of the real step on this card, attention and head by their fastest kernels."""
     device = torch.device("cuda")
     kernel = pick_attention("auto", device, DTYPES[config.model.dtype])
-    policy = make_policy(config, shape, attention=kernel, head_backend="auto").to_empty(
-        device=device
-    )
+    policy = make_policy(config, shape, attention=kernel, head_backend="auto")
+    policy = policy.to_empty(device=device)
     policy.device = device
     policy.lm.tie_weights()
     _fill(policy)

@@ -57,7 +57,8 @@ Row = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Tree:
-    """A trie of rows, flat: row i adds the tokens [start, end) and attends to `path`, its whole row."""
+    """A trie of rows, flat: row i adds the tokens [start, end) and attends to `path`, its whole
+    row."""
 
     input_ids: list[int]
     positions: list[int]
@@ -66,7 +67,7 @@ class Tree:
 
 
 def tree(rows: Sequence[list[int]]) -> Tree:
-    """The trie of rows: in sorted order each shares most with the one before."""
+    """The trie of rows. In sorted order, each row shares most with the one before it."""
     ids: list[int] = []
     positions: list[int] = []
     spans: dict[int, tuple[int, int, Tensor]] = {}
@@ -112,14 +113,14 @@ def tree_attention(
         if start == end:
             continue
         n, m = end - start, len(path)
-        whole = n == m
+        is_first = n == m
         causal = torch.ones(n, m, dtype=torch.bool).tril(m - n)
         out[:, :, start:end] = scaled_dot_product_attention(
             query[:, :, start:end],
             key[:, :, path],
             value[:, :, path],
-            attn_mask=None if whole else causal,
-            is_causal=whole,
+            attn_mask=None if is_first else causal,
+            is_causal=is_first,
             scale=scaling,
             enable_gqa=True,
         )
@@ -172,7 +173,8 @@ def make_group(chat: Any, style: str, members: int, same: float, rng: random.Ran
 
 
 def run(policy: Policy, rows: Sequence[Row], *, shared: bool) -> dict[str, float]:
-    """Forward and backward of the body for a fixed function of the hidden states that predict responses.
+    """Forward and backward of the body for a fixed function of the hidden states that predict
+    responses.
 
     With `shared` as one trie, else in packed rows. Both give the same value and gradient.
     """
@@ -208,7 +210,8 @@ def run(policy: Policy, rows: Sequence[Row], *, shared: bool) -> dict[str, float
 
 
 def hidden_of_tree(policy: Policy, sequences: list[list[int]]) -> tuple[Tensor, list[Tensor]]:
-    """Hidden states [n, D] of a trie's tokens, and for each sequence the positions of its tokens."""
+    """Hidden states [n, D] of a trie's tokens, and for each sequence the positions of its
+    tokens."""
     trie = tree(sequences)
     decoder: Any = policy.lm.get_decoder()
     out = decoder(

@@ -1,4 +1,4 @@
-"""The plots of docs/profile.md and docs/rollout.md on tokens that need not be run, from bench/results.
+"""Draws the plots of docs/profile.md and docs/rollout.md on tokens that need not be run, from bench/results.
 
 python bench/trainer/tokens_plot.py        # docs/tokens_{conversations,prefixes,known}.png; nothing is measured
 """
@@ -27,21 +27,26 @@ WINDOW = 5
 
 def conversations(figure: Figure) -> None:
     """Tokens of an update with each layout of the same episodes, and what PaW adds to them."""
-    rows = {
-        (row["environment"], row["style"], row["rows"]): row
-        for row in read(RESULTS / "conversations.csv")
-    }
+    rows = {}
+    for row in read(RESULTS / "conversations.csv"):
+        rows[row["environment"], row["style"], row["rows"]] = row
     for axes, name in zip(figure.subplots(2, 1, sharex=True), ("search", "tau2"), strict=True):
         of_layouts = [rows[name, *layout] for layout in LAYOUTS]
-        per_cent = [float(row["paw"]) for row in of_layouts]
-        without = [int(row["scoring"]) / 1000 for row in of_layouts]
-        added = [tokens * more / 100 for tokens, more in zip(without, per_cent, strict=True)]
+        without = []
+        added = []
+        labels = []
+        for row in of_layouts:
+            thousands = int(row["scoring"]) / 1000
+            added_percent = float(row["paw"])
+            without.append(thousands)
+            added.append(thousands * added_percent / 100)
+            labels.append(f" {without[-1] + added[-1]:.0f}k (+{added_percent:.1f} %)")
+
         names = list(LAYOUTS.values())
         axes.barh(names, without, 0.62, color=BLUE, label="without the world model")
         axes.barh(names, added, 0.62, without, color=VERMILLION, label="added by PaW")
-        for place, more in enumerate(per_cent):
-            total = without[place] + added[place]
-            axes.text(total, place, f" {total:.0f}k (+{more:.1f} %)", va="center", color=INK)
+        for place, label in enumerate(labels):
+            axes.text(without[place] + added[place], place, label, va="center", color=INK)
         axes.set(title=f"{name}, {of_layouts[0]['episodes']} episodes", xlim=(0, 140))
         axes.invert_yaxis()
         axes.grid(visible=False)
@@ -54,10 +59,14 @@ def prefixes(figure: Figure) -> None:
     axes: Axes = figure.subplots()
     rows = [row for row in read(RESULTS / "shared_prefix_cpu.csv") if row["style"] == "paper"]
     for members, colour in ((8, SKY), (5, BLUE)):
-        chosen = [row for row in rows if int(row["members"]) == members]
-        fewer = [int(row["packed_tokens"]) / int(row["trie_tokens"]) for row in chosen]
+        same = []
+        fewer = []
+        for row in rows:
+            if int(row["members"]) == members:
+                same.append(float(row["same"]))
+                fewer.append(int(row["packed_tokens"]) / int(row["trie_tokens"]))
         axes.plot(
-            [float(row["same"]) for row in chosen],
+            same,
             fewer,
             marker="o",
             color=colour,
@@ -81,7 +90,8 @@ def prefixes(figure: Figure) -> None:
 
 
 def known(figure: Figure) -> None:
-    """Selected observations that are masked as a whole, and those that the update before tells of."""
+    """Selected observations that are masked as a whole, and those that the rule predicts from the
+    update before."""
     axes: Axes = figure.subplots()
     rows = read(RESULTS / "masked_cpu.csv")
     updates = [int(row["update"]) for row in rows]
@@ -91,7 +101,9 @@ def known(figure: Figure) -> None:
         ("wrong", "of these wrongly", VERMILLION),
     ):
         shares = [100 * int(row[key]) / int(row["selected"]) for row in rows]
-        smooth = [mean(shares[max(0, at - WINDOW + 1) : at + 1]) for at in range(len(shares))]
+        smooth = []
+        for end in range(1, len(shares) + 1):
+            smooth.append(mean(shares[max(0, end - WINDOW) : end]))
         axes.plot(updates, smooth, color=colour, label=label)
     axes.set(
         xlabel=f"Update of the quickstart (mean of {WINDOW})",

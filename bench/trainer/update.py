@@ -1,4 +1,4 @@
-"""The trainer's own update, `paw.learn.optimize`, on samples of one's own: seconds of each part, peak memory.
+"""The trainer's own update, `paw.learn.optimize`, on given samples: seconds of each part, peak memory.
 
 The learning rate is 0: AdamW does all its work and every update sees the same weights. Weights are
 random, of a shape that `paw.tools.plan.shapes` knows; nothing is downloaded.

@@ -59,11 +59,21 @@ def test_the_worked_example():
 
 def played(*trajectories):
     """Rows of one group; each trajectory is pairs of anchor and reward."""
-    return [
-        make_row(0, t, step, reward=reward, episode_return=sum(r for _, r in turns), anchor=anchor)
-        for t, turns in enumerate(trajectories)
-        for step, (anchor, reward) in enumerate(turns)
-    ]
+    rows = []
+    for trajectory, turns in enumerate(trajectories):
+        episode_return = sum(reward for _, reward in turns)
+        for step, (anchor, reward) in enumerate(turns):
+            rows.append(
+                make_row(
+                    0,
+                    trajectory,
+                    step,
+                    reward=reward,
+                    episode_return=episode_return,
+                    anchor=anchor,
+                )
+            )
+    return rows
 
 
 def test_a_long_win_and_a_short_failure_by_hand():
@@ -92,7 +102,9 @@ def test_gigpo_with_exact_anchors_by_hand():
     assert gigpo(rows, gamma=0.5, norm_std=False) == pytest.approx(mean)
     half = [3.2 + 0.5, 3.2 + 0, 3.2 + 2, -4.8 - 0.5, -4.8 - 2]
     assert gigpo(rows, gamma=0.5, norm_std=False, omega=0.5) == pytest.approx(half)
-    win, loss, root = 3.2 / 19.2**0.5, -4.8 / 19.2**0.5, 0.5**0.5
+    win = 3.2 / 19.2**0.5
+    loss = -4.8 / 19.2**0.5
+    root = 0.5**0.5
     assert gigpo(rows, gamma=0.5, eps=0.0) == pytest.approx(
         [win + root, win + 0, win + 1, loss - root, loss - 1]
     )
@@ -104,7 +116,9 @@ def test_gigpo_with_similar_anchors_by_hand():
     Rows are compared with the first anchor of a cluster: c joins where b came first, and is alone
     where a did.
     """
-    a, b, c = ("abcdefghij", 0.0), ("abcdefghiX", 6.0), ("abcdefghYX", 9.0)
+    a = ("abcdefghij", 0.0)
+    b = ("abcdefghiX", 6.0)
+    c = ("abcdefghYX", 9.0)
     like = partial(gigpo, norm_std=False, similarity=0.9)
     # Scores 0, 6, 9, mean 5. Clusters {0, 6} and {9}, then {6, 0, 9}.
     assert like(played([a], [b], [c])) == pytest.approx([-5 - 3, 1 + 3, 4 + 0])
@@ -124,6 +138,25 @@ COLUMNS = {
 }
 
 
+def rows_of(case):
+    """The rows of a case; its groups and trajectories have names, ours are numbered."""
+    groups: dict[str, int] = {}
+    trajectories: dict[str, int] = {}
+    rows = []
+    for line in case["rows"]:
+        row = make_row(
+            groups.setdefault(line["group"], len(groups)),
+            trajectories.setdefault(line["trajectory"], len(trajectories)),
+            line["step"],
+            reward=line["reward"],
+            episode_return=line["episode_return"],
+            penalty=case["penalty"] * line["invalid"],
+            anchor=line["anchor"],
+        )
+        rows.append(row)
+    return rows
+
+
 @pytest.mark.skipif(
     not PARITY.exists(), reason="parity data of the reference code is not on this machine"
 )
@@ -132,29 +165,14 @@ def test_all_cases_match_the_reference_code(column):
     cases = json.loads(PARITY.read_text())
     assert len(cases) == 31
     for case in cases:
-        groups = {name: i for i, name in enumerate(dict.fromkeys(r["group"] for r in case["rows"]))}
-        trajectories = {
-            name: i for i, name in enumerate(dict.fromkeys(r["trajectory"] for r in case["rows"]))
-        }
-        rows = [
-            make_row(
-                groups[r["group"]],
-                trajectories[r["trajectory"]],
-                r["step"],
-                reward=r["reward"],
-                episode_return=r["episode_return"],
-                penalty=case["penalty"] * r["invalid"],
-                anchor=r["anchor"],
-            )
-            for r in case["rows"]
-        ]
-        assert step_returns(rows, gamma=case["gamma"]) == pytest.approx(
-            [r["step_return"] for r in case["rows"]]
-        )
-        got = advantages(
-            rows, **COLUMNS[column], **({"gamma": case["gamma"]} if "gigpo" in column else {})
-        )
-        assert got == pytest.approx(case["expected"][column], rel=1e-4, abs=1e-4)
+        rows = rows_of(case)
+        expected_returns = [line["step_return"] for line in case["rows"]]
+        assert step_returns(rows, gamma=case["gamma"]) == pytest.approx(expected_returns)
+        settings = dict(COLUMNS[column])
+        if "gigpo" in column:
+            settings["gamma"] = case["gamma"]
+        result = advantages(rows, **settings)
+        assert result == pytest.approx(case["expected"][column], rel=1e-4, abs=1e-4)
 
 
 def test_groups_do_not_mix():
@@ -173,14 +191,15 @@ def test_a_group_that_differs_by_penalties_alone_can_be_dropped():
     """There a penalty of 0.1 reaches full scale."""
     failed = [make_row(0, t, 0, penalty=0.1 * (t == 2), anchor="s") for t in range(3)]
     mixed = [make_row(1, 3 + t, 0, episode_return=r, anchor="s") for t, r in enumerate([0.0, 10.0])]
-    kept = advantages(failed + mixed)
-    assert kept[2] == pytest.approx(-1.1547, abs=1e-3)
-    assert drop_penalty_only(failed + mixed, kept) == [0.0, 0.0, 0.0, *kept[3:]]
+    undropped = advantages(failed + mixed)
+    assert undropped[2] == pytest.approx(-1.1547, abs=1e-3)
+    assert drop_penalty_only(failed + mixed, undropped) == [0.0, 0.0, 0.0, *undropped[3:]]
 
 
 def test_edges():
     equal = [make_row(0, t, 0, episode_return=9.9, anchor="s") for t in range(7)]
     for name in ("grpo", "rloo", "gigpo"):
-        assert advantages([], name) == [] and advantages(equal, name) == [0.0] * 7
+        assert advantages([], name) == []
+        assert advantages(equal, name) == [0.0] * 7
     assert grpo([make_row(0, 0, 0, episode_return=3.0)]) == pytest.approx([3.0], abs=1e-5)
     assert rloo([make_row(0, 0, 0, episode_return=3.0)]) == [3.0]

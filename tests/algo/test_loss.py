@@ -1,4 +1,5 @@
-"""The joint loss against full logits in float64, and that no way of cutting the batch changes its gradient."""
+"""The joint loss against full logits in float64, and that no way of cutting the batch changes its
+gradient."""
 
 import math
 import random
@@ -53,7 +54,8 @@ def rows(policy):
 def test_loss_and_gradient_are_those_of_full_logits(name):
     objective = OBJECTIVES[name]
     policy = tiny_policy("qwen2-tied" if objective.wm == "cmae" else "llama")
-    rng, rows = random.Random(5), make_rows(policy, reference=True)
+    rng = random.Random(5)
+    rows = make_rows(policy, reference=True)
     if name == "kl and entropy":  # PPO's advantages, one a token
         rows = [
             replace(row, token_advantage=[rng.gauss(0, 1) for _ in row.response_ids])
@@ -63,27 +65,26 @@ def test_loss_and_gradient_are_those_of_full_logits(name):
     expected, expected_gradient, masked, live = dense(policy, rows, objective, update_samples=40)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert relative(gradient, expected_gradient) < 1e-5
-    assert live > 20 and (masked > 2) is (objective.wm == "cmae")
+    assert live > 20
+    assert (masked > 2) is (objective.wm == "cmae")
 
 
 @pytest.mark.parametrize("name", ["ppo", "cmae", "mae", "ce", "gce", "tis"])
 def test_gradcheck_of_every_loss(name):
     """Away from the kinks of clip and mask."""
-    g = torch.Generator().manual_seed(0)
-    logp = (-3 * torch.rand(50, generator=g, dtype=torch.float64)).requires_grad_()
-    entropy, observation = (
-        torch.rand(50, generator=g, dtype=torch.float64),
-        torch.zeros(50, dtype=torch.bool),
+    generator = torch.Generator().manual_seed(0)
+    logp = (-3 * torch.rand(50, generator=generator, dtype=torch.float64)).requires_grad_()
+    entropy = torch.rand(50, generator=generator, dtype=torch.float64)
+    observation = torch.zeros(50, dtype=torch.bool)
+    advantage = torch.randn(50, generator=generator).double()
+    old_logp = logp.detach() + torch.randn(50, generator=generator).double()
+    batch = losses.TokenBatch(
+        torch.ones(50), observation, advantage, old_logp, old_logp, old_logp + 0.1
     )
-    advantage, old = (
-        torch.randn(50, generator=g).double(),
-        logp.detach() + torch.randn(50, generator=g).double(),
-    )
-    batch = losses.TokenBatch(torch.ones(50), observation, advantage, old, old, old + 0.1)
     settings = {"tis_cap": 2.0} if name == "tis" else {}
-    of = getattr(losses, name)
-    assert torch.autograd.gradcheck(lambda logp: of(logp, entropy, batch, **settings), logp)
-    joint = losses.joint(lambda *of_tokens: of(*of_tokens, **settings), losses.ce, kl_coef=0.3)
+    loss = getattr(losses, name)
+    assert torch.autograd.gradcheck(lambda logp: loss(logp, entropy, batch, **settings), logp)
+    joint = losses.joint(lambda *of_tokens: loss(*of_tokens, **settings), losses.ce, kl_coef=0.3)
     assert torch.autograd.gradcheck(
         lambda logp, entropy: joint(logp, entropy, batch), (logp, entropy.requires_grad_())
     )
@@ -92,7 +93,8 @@ def test_gradcheck_of_every_loss(name):
 def test_a_ratio_truncated_at_c_flows_below_it_whatever_the_advantages_sign():
     """J = A min(r, 2): the objective of old_logp = "engine" with tis_cap = 2."""
     ratio = torch.tensor([0.01, 0.5, 1.9, 2.1, 9.0]).repeat(2)
-    advantage, zero = torch.tensor([1.0] * 5 + [-1.0] * 5), torch.zeros(10)
+    advantage = torch.tensor([1.0] * 5 + [-1.0] * 5)
+    zero = torch.zeros(10)
     batch = losses.TokenBatch(torch.ones(10), zero.bool(), advantage, zero, zero)
     logp = ratio.log().requires_grad_()
     out = losses.tis(logp, zero, batch, tis_cap=2.0)
@@ -104,132 +106,139 @@ def test_a_ratio_truncated_at_c_flows_below_it_whatever_the_advantages_sign():
 def test_log_probs_are_those_of_full_logits(policy, rows):
     scored = log_probs(policy, rows, Packing(budget=60), temperature=0.7).values()
     for row, (logp, entropy) in zip(rows, scored, strict=True):
-        at = len(row.prompt_ids) - 1
         with torch.no_grad():
-            logps = token_logps(policy.lm, row, temperature=0.7)[at : at + len(row.response_ids)]
-        assert logp == pytest.approx(
-            [float(logps[t, i]) for t, i in enumerate(row.response_ids)], abs=1e-5
-        )
+            logps = token_logps(policy.lm, row, temperature=0.7)
+        logps = logps[len(row.prompt_ids) - 1 :][: len(row.response_ids)]
+        expected = [float(logps[t, token]) for t, token in enumerate(row.response_ids)]
+        assert logp == pytest.approx(expected, abs=1e-5)
         assert entropy == pytest.approx(float((-logps.exp() * logps).sum(-1).mean()), abs=1e-5)
 
 
 def test_an_empty_response_has_no_log_prob_and_no_entropy(policy, rows):
-    nothing = [rows[0], replace(rows[1], response_ids=[]), rows[2]]
-    scored = log_probs(policy, nothing, Packing(budget=10**6), temperature=0.7)
-    alone = log_probs(policy, [rows[0]], Packing(budget=10**6), temperature=0.7)
-    assert scored[1] == ([], 0.0) and scored[0][1] == pytest.approx(alone[0][1], abs=1e-5)
+    with_empty = [rows[0], replace(rows[1], response_ids=[]), rows[2]]
+    scored = log_probs(policy, with_empty, Packing(budget=10**6), temperature=0.7)
+    assert scored[1] == ([], 0.0)
+    _, entropy = scored[0]
+    _, entropy_alone = log_probs(policy, [rows[0]], Packing(budget=10**6), temperature=0.7)[0]
+    assert entropy == pytest.approx(entropy_alone, abs=1e-5)
 
 
 @pytest.mark.parametrize("norm", ["token", "group", "verl"])
 def test_no_way_of_cutting_the_batch_changes_the_gradient(policy, rows, norm):
-    """Micro-batches, the order of samples, ranks' shares, leaving out what has no gradient."""
+    """Micro-batches, the order of samples, ranks' shares."""
     objective = replace(FULL, norm=norm, verl_samples=5)
-    whole = packed(policy, rows, objective, update_samples=40)
-    cuts = [
-        packed(policy, rows, objective, update_samples=40, budget=budget) for budget in (1, 40, 100)
-    ]
-    shares = [
-        packed(policy, rows, objective, update_samples=40, budget=60, share=(rank, 3))
-        for rank in range(3)
-    ]
-    cuts.append(tuple(map(sum, zip(*shares, strict=True))))
+    expected, expected_gradient = packed(policy, rows, objective, update_samples=40)
+    cuts = []
+    for budget in (1, 40, 100):
+        cuts.append(packed(policy, rows, objective, update_samples=40, budget=budget))
     if norm != "verl":
-        cuts.append(
-            packed(
-                policy,
-                random.Random(1).sample(rows, len(rows)),
-                objective,
-                update_samples=40,
-                budget=100,
-            )
+        shuffled = random.Random(1).sample(rows, len(rows))
+        cuts.append(packed(policy, shuffled, objective, update_samples=40, budget=100))
+    loss_of_ranks = 0.0
+    gradient_of_ranks = torch.zeros_like(expected_gradient)
+    for rank in range(3):
+        loss, gradient = packed(
+            policy, rows, objective, update_samples=40, budget=60, share=(rank, 3)
         )
+        loss_of_ranks += loss
+        gradient_of_ranks += gradient
+    cuts.append((loss_of_ranks, gradient_of_ranks))
     for loss, gradient in cuts:
-        assert loss == pytest.approx(whole[0], rel=1e-6)
-        assert relative(gradient, whole[1]) < 1e-6
-    plain = replace(OBJECTIVES["paper"], norm=norm, verl_samples=5)
-    assert 0 < sum(map(plain.dead, rows)) < len(rows)
-    kept = packed(policy, rows, plain, update_samples=40, budget=100)
-    by_token = packed(policy, rows, replace(plain, norm="token"), update_samples=40)[1]
-    assert norm == "token" or relative(by_token, kept[1]) > 1e-2  # it can tell
-    skipped = packed(policy, rows, plain, update_samples=40, budget=100, skip=plain.dead)
-    assert skipped[0] == pytest.approx(kept[0], rel=1e-6) and relative(skipped[1], kept[1]) < 1e-6
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert relative(gradient, expected_gradient) < 1e-6
+
+
+@pytest.mark.parametrize("norm", ["token", "group", "verl"])
+def test_leaving_out_rows_without_a_gradient_changes_nothing(policy, rows, norm):
+    objective = replace(OBJECTIVES["paper"], norm=norm, verl_samples=5)
+    assert 0 < sum(map(objective.dead, rows)) < len(rows)
+    expected, expected_gradient = packed(policy, rows, objective, update_samples=40, budget=100)
+    loss, gradient = packed(
+        policy, rows, objective, update_samples=40, budget=100, skip=objective.dead
+    )
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert relative(gradient, expected_gradient) < 1e-6
+    if norm != "token":  # a wrong mean would be seen
+        _, by_token = packed(policy, rows, replace(objective, norm="token"), update_samples=40)
+        assert relative(by_token, expected_gradient) > 1e-2
 
 
 def test_observations_of_unselected_rows_do_not_change_the_gradient(policy, rows):
-    without = [
-        row if row.wm_weight else replace(row, separator_ids=[], observation_ids=[]) for row in rows
-    ]
-    assert (
-        sum(
-            len(a.observation_ids) - len(b.observation_ids)
-            for a, b in zip(rows, without, strict=True)
-        )
-        > 0
-    )
-    a, b = (
-        packed(policy, rows, FULL, update_samples=40),
-        packed(policy, without, FULL, update_samples=40),
-    )
-    assert a[0] == b[0] and torch.equal(a[1], b[1])
+    without = []
+    for row in rows:
+        if not row.wm_weight:
+            row = replace(row, separator_ids=[], observation_ids=[])
+        without.append(row)
+    assert without != rows
+    loss, gradient = packed(policy, rows, FULL, update_samples=40)
+    loss_without, gradient_without = packed(policy, without, FULL, update_samples=40)
+    assert loss == loss_without
+    assert torch.equal(gradient, gradient_without)
 
 
 def test_the_world_term_leaves_the_policy_term_alone(policy, rows):
     """The gradient is the sum of both; without weights it is the policy's, bit for bit."""
     objective = OBJECTIVES["paper"]
-    joint = packed(policy, rows, objective, update_samples=40)[1]
     no_weight = [replace(row, wm_weight=0.0) for row in rows]
-    alone = packed(policy, no_weight, objective, update_samples=40)[1]
-    world = packed(
-        policy, [replace(row, advantage=0.0) for row in rows], objective, update_samples=40
-    )[1]
-    assert world.norm() > 1e-3 * alone.norm() and relative(alone + world, joint) < 1e-6
-    disabled = packed(policy, no_weight, objective, update_samples=40, with_observation=False)[1]
-    assert torch.equal(disabled, alone)
+    no_advantage = [replace(row, advantage=0.0) for row in rows]
+    _, joint = packed(policy, rows, objective, update_samples=40)
+    _, acting = packed(policy, no_weight, objective, update_samples=40)
+    _, world = packed(policy, no_advantage, objective, update_samples=40)
+    assert world.norm() > 1e-3 * acting.norm()
+    assert relative(acting + world, joint) < 1e-6
+    _, disabled = packed(policy, no_weight, objective, update_samples=40, with_observation=False)
+    assert torch.equal(disabled, acting)
 
 
 def test_on_policy_the_loss_is_minus_the_mean_advantage(policy, rows):
     """Ratio 1: the loss of every token is -A; nothing is clipped, KL to itself is 0."""
-    fresh = [replace(row, wm_weight=0.0) for row in rows]
-    for row, (logp, _) in zip(
-        fresh,
-        log_probs(policy, fresh, Packing(budget=10**6), temperature=1.0).values(),
-        strict=True,
-    ):
-        row.old_logp = row.ref_logp = logp
-    objective, every = Objective(kl_coef=0.1), [[i] for i in range(len(fresh))]
-    batch = collate(fresh, every, with_observation=False, device=CPU)
-    out, tokens = objective.forward(policy, batch, fresh, len(fresh))
-    n = sum(len(row.response_ids) for row in fresh)
-    mean = sum(row.advantage * len(row.response_ids) for row in fresh) / n
+    on_policy = [replace(row, wm_weight=0.0) for row in rows]
+    scored = log_probs(policy, on_policy, Packing(budget=10**6), temperature=1.0).values()
+    for row, (logp, _) in zip(on_policy, scored, strict=True):
+        row.old_logp = logp
+        row.ref_logp = logp
+    objective = Objective(kl_coef=0.1)
+    each_alone = [[i] for i in range(len(on_policy))]
+    batch = collate(on_policy, each_alone, with_observation=False, device=CPU)
+    out, tokens = objective.forward(policy, batch, on_policy, len(on_policy))
+    response_tokens = sum(len(row.response_ids) for row in on_policy)
+    mean = sum(row.advantage * len(row.response_ids) for row in on_policy) / response_tokens
     assert float(out.loss.detach()) == pytest.approx(-mean, abs=1e-5)
     policy_loss, wm_loss = objective.terms
     sums = token_sums(out, tokens, policy=policy_loss, wm=wm_loss)
-    assert sums["clipped"] == 0 and abs(sums["kl"]) < 1e-6
+    assert sums["clipped"] == 0
+    assert abs(sums["kl"]) < 1e-6
 
 
 @pytest.mark.parametrize("norm", ["token", "sample", "group"])
 def test_mini_batches_sum_to_the_whole_update(rows, norm):
     """The world term weighted by rows, the policy term too, unless it is a mean over tokens."""
-    objective, policy = replace(OBJECTIVES["paper"], norm=norm), tiny_policy().double()
+    objective = replace(OBJECTIVES["paper"], norm=norm)
+    policy = tiny_policy().double()
 
     def split(part):
         """Gradients of the policy's and of the world model's term."""
-        acting = packed(policy, part, objective, update_samples=len(rows), with_observation=False)[
-            1
-        ]
         observing = [replace(row, advantage=0.0) for row in part]
-        return acting, packed(policy, observing, objective, update_samples=len(rows))[1]
+        _, acting = packed(
+            policy, part, objective, update_samples=len(rows), with_observation=False
+        )
+        _, world = packed(policy, observing, objective, update_samples=len(rows))
+        return acting, world
 
     acting, world = split(rows)
     tokens = sum(len(row.response_ids) for row in rows)
     for size in (1, 3, 8):
-        acting_sum, world_sum = torch.zeros_like(acting), torch.zeros_like(world)
+        acting_sum = torch.zeros_like(acting)
+        world_sum = torch.zeros_like(world)
         for part in minibatches(rows, size=size, seed=0):
-            ours, theirs = split(part)
-            share, length = len(part) / len(rows), sum(len(row.response_ids) for row in part)
-            acting_sum += ours * (length / tokens if norm == "token" else share)
-            world_sum += theirs * share
-        assert relative(acting_sum, acting) < 1e-6 and relative(world_sum, world) < 1e-6
+            acting_part, world_part = split(part)
+            share = len(part) / len(rows)
+            length = sum(len(row.response_ids) for row in part)
+            acting_share = length / tokens if norm == "token" else share
+            acting_sum += acting_part * acting_share
+            world_sum += world_part * share
+        assert relative(acting_sum, acting) < 1e-6
+        assert relative(world_sum, world) < 1e-6
 
 
 def test_an_appended_observation_changes_no_action_log_prob_by_a_single_bit(policy):
@@ -255,27 +264,31 @@ def test_an_appended_observation_changes_no_action_log_prob_by_a_single_bit(poli
 
 
 def test_the_shares_of_tokens_that_the_sampler_s_ratio_caps_and_masks(policy, rows):
-    objective, cap, (low, high) = Objective(), 1.1, (0.8, 1.2)
-    rows = [
-        replace(row, sampled_logp=[old + 0.15 * (i % 5 - 2) for i, old in enumerate(row.old_logp)])
-        for row in rows
-    ]
-    batch = collate(rows, [[i] for i in range(len(rows))], with_observation=True, device=CPU)
-    out, tokens = objective.forward(policy, batch, rows, len(rows))
+    objective = Objective()
+    cap = 1.1
+    low = 0.8
+    high = 1.2
+    shifted = []
+    ratios = []
+    for row in rows:
+        sampled_logp = [old_logp + 0.15 * (i % 5 - 2) for i, old_logp in enumerate(row.old_logp)]
+        shifted.append(replace(row, sampled_logp=sampled_logp))
+        for old_logp, sampled in zip(row.old_logp, sampled_logp, strict=True):
+            ratios.append(math.exp(old_logp - sampled))
+    each_alone = [[i] for i in range(len(rows))]
+    batch = collate(shifted, each_alone, with_observation=True, device=CPU)
+    out, tokens = objective.forward(policy, batch, shifted, len(shifted))
     policy_loss, wm_loss = objective.terms
     sums = token_sums(
         out, tokens, policy=policy_loss, wm=wm_loss, tis_cap=cap, ratio_bounds=(low, high)
     )
-    found = token_metrics(sums, steps=1)
-    ratios = [
-        math.exp(a - b) for row in rows for a, b in zip(row.old_logp, row.sampled_logp, strict=True)
-    ]
-    capped, masked = (
-        sum(f(r) for r in ratios) for f in (lambda r: r > cap, lambda r: not low <= r <= high)
-    )
-    assert 0 < capped < len(ratios) and 0 < masked < len(ratios)
-    assert found["policy/tis_capped_frac"] == pytest.approx(capped / len(ratios))
-    assert found["policy/is_masked_frac"] == pytest.approx(masked / len(ratios))
+    shares = token_metrics(sums, steps=1)
+    capped = sum(ratio > cap for ratio in ratios)
+    masked = sum(not low <= ratio <= high for ratio in ratios)
+    assert 0 < capped < len(ratios)
+    assert 0 < masked < len(ratios)
+    assert shares["policy/tis_capped_frac"] == pytest.approx(capped / len(ratios))
+    assert shares["policy/is_masked_frac"] == pytest.approx(masked / len(ratios))
 
 
 def token_sums_of(policy, rows, objective, budget=10**6):
@@ -297,12 +310,11 @@ def test_metrics_of_micro_batches_are_those_of_one(policy, rows):
     assert whole["policy/loss"] + whole["wm/loss"] == pytest.approx(
         packed(policy, rows, FULL, update_samples=40)[0]
     )
-    assert (
-        0 < whole["policy/clip_frac"] < 1
-        and 0 < whole["wm/masked_frac"] < 1
-        and 0 < whole["optim/gradient_frac"] < 1
-    )
-    assert 0 < whole["policy/entropy"] < torch.tensor(float(VOCAB)).log() and whole["policy/kl"] > 0
+    assert 0 < whole["policy/clip_frac"] < 1
+    assert 0 < whole["wm/masked_frac"] < 1
+    assert 0 < whole["optim/gradient_frac"] < 1
+    assert 0 < whole["policy/entropy"] < torch.tensor(float(VOCAB)).log()
+    assert whole["policy/kl"] > 0
 
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
@@ -348,8 +360,8 @@ def test_every_mean_over_tokens_is_of_sums_that_are_counted(policy, rows):
 )
 def test_what_was_not_measured_is_absent(policy, rows, changed, absent):
     """And means over nothing: no entropy of 0 that a collapse warning would take for real."""
-    every = metrics(policy, rows, FULL, 10**6).keys()
-    assert every - metrics(policy, rows, replace(FULL, **changed), 10**6).keys() == {absent}
+    names = metrics(policy, rows, FULL, 10**6).keys()
+    assert names - metrics(policy, rows, replace(FULL, **changed), 10**6).keys() == {absent}
     assert token_metrics({}, steps=2) == {"policy/loss": 0.0}
     no_tokens = dict.fromkeys(token_sums_of(policy, rows, FULL), 0.0)
     assert token_metrics(no_tokens, steps=2) == {"policy/loss": 0.0}

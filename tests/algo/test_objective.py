@@ -1,4 +1,5 @@
-"""PaW Eq. (11) from the groups of an update to its gradient, against the equation written out once more."""
+"""PaW Eq. (11) from the groups of an update to its gradient, against the equation written out once
+more."""
 
 import copy
 import math
@@ -12,7 +13,10 @@ from joint import VOCAB, Objective, fill, gradients, packed, relative, tiny_poli
 from paw.algo.samples import to_samples
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
-REWARD_MAX, PENALTY, ALPHA, RHO = 10.0, 0.1, 0.6, 0.05
+REWARD_MAX = 10.0
+PENALTY = 0.1
+ALPHA = 0.6
+RHO = 0.05
 SEPARATOR = [5, 9]
 RETURNS = [[10.0, 0.0, 0.0], [0.0, 0.0, 0.0], [10.0, 10.0, 0.0, 0.0], [10.0, 10.0, 10.0]]
 """Of each trajectory, by group: lambda 2/3, 1, 1/2 and 0."""
@@ -22,8 +26,8 @@ def play(seed=0):
     """Groups of random episodes; some turns invalid, some observations empty."""
     rng = random.Random(seed)
 
-    def ids(least, most):
-        return [rng.randrange(VOCAB) for _ in range(rng.randint(least, most))]
+    def ids(low, limit):
+        return [rng.randrange(VOCAB) for _ in range(rng.randint(low, limit))]
 
     def turn(reward, done):
         response = ids(1, 5)
@@ -44,12 +48,12 @@ def play(seed=0):
         )
 
     groups = []
-    for g, returns in enumerate(RETURNS):
-        task = Task(str(g), "pick")
+    for number, returns in enumerate(RETURNS):
+        task = Task(str(number), "pick")
         trajectories = []
-        for member, won in enumerate(returns):
+        for member, episode_return in enumerate(returns):
             n = rng.randint(1, 4)
-            turns = [turn(won if t == n - 1 else 0.0, t == n - 1) for t in range(n)]
+            turns = [turn(episode_return if t == n - 1 else 0.0, t == n - 1) for t in range(n)]
             trajectories.append(Trajectory(task, member, turns))
         groups.append(Group(task, trajectories))
     return groups
@@ -66,47 +70,61 @@ def equation_11(policy, groups, old_logps, norm):
     tokens.
     """
     lm = copy.deepcopy(policy.lm).double()
-    turns, tokens = (
-        [],
-        sum(len(t.response_ids) for g in groups for e in g.trajectories for t in e.turns),
-    )
+    rated = []
     total = torch.zeros((), dtype=torch.float64)
-    for g, group in enumerate(groups):
-        played = [(e, t) for e in group.trajectories for t in e.turns]
+    tokens = sum(len(turn.response_ids) for group in groups for _, turn in turns_of(group))
+    for number, group in enumerate(groups):
+        played = turns_of(group)
         if norm == "group":
             tokens = len(groups) * sum(len(turn.response_ids) for _, turn in played)
-        scores = [e.episode_return - (0 if t.outcome.valid else PENALTY) for e, t in played]
-        mean, std = statistics.mean(scores), statistics.stdev(scores)
+        scores = []
+        for episode, turn in played:
+            scores.append(episode.episode_return - (0 if turn.outcome.valid else PENALTY))
+        mean = statistics.mean(scores)
+        std = statistics.stdev(scores)
         for score, (_, turn) in zip(scores, played, strict=True):
             target = encode(turn.outcome.observation)
             ids = turn.prompt_ids + turn.response_ids + SEPARATOR + target
             logps = lm(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
-            at = logps[len(turn.prompt_ids) - 1 :][: len(turn.response_ids)]
-            advantage, old = (score - mean) / (std + 1e-6), old_logps[len(turns)]
+            of_response = logps[len(turn.prompt_ids) - 1 :][: len(turn.response_ids)]
+            of_target = logps[len(ids) - len(target) - 1 :]
+
+            advantage = (score - mean) / (std + 1e-6)
+            old_logp = old_logps[len(rated)]
             for t, token in enumerate(turn.response_ids):
-                ratio = (at[t, token] - old[t]).exp()
+                ratio = (of_response[t, token] - old_logp[t]).exp()
                 term = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-                total = total - (term if advantage > 0 else term.clamp(min=3 * advantage)) / tokens
-            p = [
-                each[token].exp()
-                for each, token in zip(logps[len(ids) - len(target) - 1 :], target, strict=False)
-            ]
-            turns.append((g, -(at.exp() * at).sum(-1).mean().item(), p))
-    candidates = sorted((turn for turn in turns if turn[2]), key=lambda turn: -turn[1])
+                if advantage <= 0:
+                    term = term.clamp(min=3 * advantage)
+                total = total - term / tokens
+            entropy = -(of_response.exp() * of_response).sum(-1).mean().item()
+            p = [of_target[t, token].exp() for t, token in enumerate(target)]
+            rated.append((number, entropy, p))
+
+    candidates = [turn for turn in rated if turn[2]]
+    candidates.sort(key=lambda turn: -turn[1])
     chosen = candidates[: math.ceil(ALPHA * len(candidates))]
-    for g, _, p in chosen:
-        cmae = sum(
-            (1 - x for x in p if x <= RHO), start=torch.zeros((), dtype=torch.float64)
-        ) / len(p)
-        weight = 1 - statistics.mean(RETURNS[g]) / REWARD_MAX
-        total = total + weight * cmae / sum(other[0] == g for other in chosen) / len(groups)
+    for number, _, p in chosen:
+        cmae = torch.zeros((), dtype=torch.float64)
+        for probability in p:
+            if probability <= RHO:
+                cmae = cmae + (1 - probability)
+        weight = 1 - statistics.mean(RETURNS[number]) / REWARD_MAX
+        of_group = sum(other == number for other, _, _ in chosen)
+        total = total + weight * (cmae / len(p)) / of_group / len(groups)
     total.backward()
     return total.item(), gradients(lm)
 
 
+def turns_of(group):
+    """(episode, turn) of every turn of a group."""
+    return [(episode, turn) for episode in group.trajectories for turn in episode.turns]
+
+
 @pytest.mark.parametrize(("norm", "family"), [("token", "llama"), ("group", "qwen2-tied")])
 def test_an_update_in_one_step_is_equation_11(norm, family):
-    policy, groups = tiny_policy(family), play()
+    policy = tiny_policy(family)
+    groups = play()
     rows = to_samples(
         groups, separator_ids=SEPARATOR, encode_observation=encode, invalid_penalty=PENALTY
     )

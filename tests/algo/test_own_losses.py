@@ -1,4 +1,5 @@
-"""Losses and an estimator of one's own: the examples of docs/algorithm.md train, checked and fused like ours."""
+"""Custom losses and estimators: the examples of docs/algorithm.md train, checked and fused like the
+built-in ones."""
 
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "algorithm.md"
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory):
+def page_file(tmp_path_factory):
     """The page's examples, in a file."""
     file = tmp_path_factory.mktemp("own") / "own.py"
     parts = PAGE.read_text(encoding="utf-8").split("```python\n")[1:]
@@ -27,26 +28,35 @@ def own(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_examples_of_the_page_train(start, own, tmp_path):  # noqa: F811
-    """One update each way: with ours by another name the same, with one's own another."""
+def test_the_examples_of_the_page_train(start, page_file, tmp_path):  # noqa: F811
+    """One update each way: the same with a built-in loss by its path, another one with a custom
+    loss."""
 
     def weights(**settings):
         config = make_config(start, tmp_path / str(len(list(tmp_path.iterdir()))), **settings)
-        found, _, metrics = run_updates(config, 1)
-        assert metrics[-1]["wm/loss"] > 0 and metrics[-1]["optim/grad_norm"] > 0
-        return torch.cat([value.flatten() for value in found[-1].values()])
+        weights_by_update, _, metrics = run_updates(config, 1)
+        assert metrics[-1]["wm/loss"] > 0
+        assert metrics[-1]["optim/grad_norm"] > 0
+        return torch.cat([value.flatten() for value in weights_by_update[-1].values()])
 
     plain = weights()
     assert torch.equal(
         weights(policy_loss="paw.algo.loss:ppo", wm_loss="paw.algo.loss:cmae"), plain
     )
     assert torch.equal(weights(advantage_type="paw.algo.advantages:grpo"), plain)
-    sharp = weights(policy_loss=f"{own}:soft_clip", policy_width=0.1, wm_loss=f"{own}:focal")
+    sharp = weights(
+        policy_loss=f"{page_file}:soft_clip", policy_width=0.1, wm_loss=f"{page_file}:focal"
+    )
     assert not torch.equal(sharp, plain)
     assert not torch.equal(
-        weights(policy_loss=f"{own}:soft_clip", policy_width=0.3, wm_loss=f"{own}:focal"), sharp
+        weights(
+            policy_loss=f"{page_file}:soft_clip", policy_width=0.3, wm_loss=f"{page_file}:focal"
+        ),
+        sharp,
     )
-    assert not torch.equal(weights(advantage_type=f"{own}:robust", advantage_floor=0.1), plain)
+    assert not torch.equal(
+        weights(advantage_type=f"{page_file}:robust", advantage_floor=0.1), plain
+    )
 
 
 ESTIMATORS = """
@@ -100,16 +110,23 @@ def test_an_estimator_that_needs_no_groups_trains_on_one_episode_a_task(start, t
         ({"wm_gamma": 1.0}, "unknown key"),
     ],
 )
-def test_a_name_or_a_setting_that_is_not_there_is_one_line(start, own, tmp_path, settings, message):  # noqa: F811
-    settings = {key: str(value).replace("OWN", str(own)) for key, value in settings.items()}
+def test_a_name_or_a_setting_that_is_not_there_is_one_line(
+    start,  # noqa: F811
+    page_file,
+    tmp_path,
+    settings,
+    message,
+):
+    settings = {key: str(value).replace("OWN", str(page_file)) for key, value in settings.items()}
     with pytest.raises(UserError, match=message) as error:
         make_config(start, tmp_path, **settings)
     assert "\n" not in str(error.value)
 
 
-def test_the_gradient_is_that_of_autograd_through_the_statistics(own):
+def test_the_gradient_is_that_of_autograd_through_the_statistics(page_file):
     """Fused, against token_stats and autograd, for ours and for the page's."""
-    module, policy = import_file(str(own), ""), tiny_policy()
+    module = import_file(str(page_file), "")
+    policy = tiny_policy()
     rows = make_rows(policy, reference=True)
     batch = collate(
         rows, [[i] for i in range(len(rows))], with_observation=True, device=torch.device("cpu")
@@ -125,7 +142,8 @@ def test_the_gradient_is_that_of_autograd_through_the_statistics(own):
         hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position]
         stats = token_stats(hidden, policy.head_weight, batch.target, **policy.head_options(0.7))
         loss(*stats, tokens).sum().backward()
-        assert relative(fused, gradients(policy)) < 1e-5 and fused.norm() > 0
+        assert relative(fused, gradients(policy)) < 1e-5
+        assert fused.norm() > 0
 
 
 @pytest.mark.parametrize(
@@ -175,4 +193,5 @@ def test_a_loss_of_entropy_alone_trains(start, tmp_path):  # noqa: F811
     _, _, metrics = run_updates(
         make_config(start, tmp_path, policy_loss=f"{tmp_path / 'own.py'}:sharpen"), 1
     )
-    assert metrics[-1]["optim/grad_norm"] > 0 and metrics[-1]["policy/loss"] > 0
+    assert metrics[-1]["optim/grad_norm"] > 0
+    assert metrics[-1]["policy/loss"] > 0

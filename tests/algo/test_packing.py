@@ -61,8 +61,10 @@ def test_a_row_beyond_the_budget_stands_alone():
 
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_batches_are_full_and_their_work_is_balanced(multiple):
-    """At the sizes of the paper's ALFWorld rows; what counts is the work of ranks that wait for each other."""
-    draw, quadratic = random.Random(0), 3.3e-5  # Qwen2.5-1.5B
+    """At the sizes of the paper's ALFWorld rows. Ranks wait for each other, so their work must be
+    about equal."""
+    draw = random.Random(0)
+    quadratic = 3.3e-5  # Qwen2.5-1.5B
     lengths = [int(min(2560, draw.lognormvariate(6.9, 0.5))) for _ in range(256)]
     batches = balanced_batches(lengths, budget=16384, multiple=multiple, quadratic=quadratic)
     assert len(batches) == -(-sum(lengths) // 16384 // multiple) * multiple

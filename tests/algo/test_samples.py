@@ -1,4 +1,5 @@
-"""Trajectories become samples, one a turn; turns that continue one another share a sequence and learn the same."""
+"""Trajectories become samples, one a turn; turns that continue one another share a sequence and
+learn the same."""
 
 import random
 from dataclasses import replace
@@ -14,7 +15,9 @@ from paw.algo.token_sums import token_sums
 from paw.model.policy import Policy
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
-END, SEPARATOR, REPLY = [5], [7, 8], [9, 6]
+END = [5]
+SEPARATOR = [7, 8]
+REPLY = [9, 6]
 CPU = torch.device("cpu")
 
 
@@ -56,8 +59,10 @@ def test_one_sample_a_turn_in_order_with_the_engines_own_ids_and_the_return_less
     places = [(sample.group, sample.trajectory, sample.step) for sample in samples]
     assert places == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 2, 0), (1, 2, 1), (1, 2, 2)]
     for sample, turn in zip(samples, turns, strict=True):
-        assert (sample.prompt_ids, sample.response_ids) == (turn.prompt_ids, turn.response_ids)
-        assert (sample.sampled_logp, sample.sampled_entropy) == (turn.sampled_logp, turn.entropy)
+        assert sample.prompt_ids == turn.prompt_ids
+        assert sample.response_ids == turn.response_ids
+        assert sample.sampled_logp == turn.sampled_logp
+        assert sample.sampled_entropy == turn.entropy
         assert sample.anchor == turn.anchor
     assert [s.score for s in samples] == [10.0, 10.0, -0.1, 0.0, 0.0, -0.1]
     assert [s.episode_return for s in samples] == [10.0, 10.0, 0.0, 0.0, 0.0, 0.0]
@@ -68,13 +73,14 @@ def test_one_sample_a_turn_in_order_with_the_engines_own_ids_and_the_return_less
 
 def test_an_empty_observation_and_no_world_model_give_neither_target_nor_separator():
     samples = samples_of(make_groups())
-    assert (
-        samples[0].observation_ids == [ord(c) for c in "you see a mug"]
-        and samples[0].separator_ids == SEPARATOR
-    )
-    assert (samples[1].observation_ids, samples[1].separator_ids) == ([], [])
+    assert samples[0].observation_ids == [ord(c) for c in "you see a mug"]
+    assert samples[0].separator_ids == SEPARATOR
+    assert samples[1].observation_ids == []
+    assert samples[1].separator_ids == []
     for sample in samples_of(make_groups(), encode=None):
-        assert not sample.observation_ids and not sample.separator_ids and sample.wm_weight == 0.0
+        assert not sample.observation_ids
+        assert not sample.separator_ids
+        assert sample.wm_weight == 0.0
 
 
 def test_collate_as_documented():
@@ -86,7 +92,8 @@ def test_collate_as_documented():
         [selected, replace(selected, wm_weight=0.0)], [[0], [1]], with_observation=True, device=CPU
     )
     assert batch.input_ids.tolist() == [1, 5, 6, 7, 2, 1, 8, 9, 1, 5, 6, 7, 2]
-    assert batch.lengths == [8, 5] and batch.target.tolist() == [7, 2, 8, 9, 7, 2]
+    assert batch.lengths == [8, 5]
+    assert batch.target.tolist() == [7, 2, 8, 9, 7, 2]
     assert batch.position.tolist() == [2, 3, 5, 6, 10, 11]
     assert batch.observation.tolist() == [False, False, True, True, False, False]
 
@@ -97,7 +104,8 @@ def conversation(*, turns=5, seed=0, mangled=(), cut=()):
     `mangled` turns see another text than they return; responses of `cut` turns have no end token,
     which stands before the user's message.
     """
-    rng, groups = random.Random(seed), []
+    rng = random.Random(seed)
+    groups = []
 
     def ids(n):
         return [rng.randrange(10, VOCAB) for _ in range(n)]
@@ -105,9 +113,11 @@ def conversation(*, turns=5, seed=0, mangled=(), cut=()):
     for g in range(3):
         group = Group(Task(str(g), "pick"), [])
         for member in range(2):
-            prompt, played = ids(4), []
+            prompt = ids(4)
+            played = []
             for t in range(turns):
-                response, observation = ids(rng.randint(1, 4)), ids(5) if t < turns - 1 else []
+                response = ids(rng.randint(1, 4))
+                observation = ids(5) if t < turns - 1 else []
                 reward = 10.0 * (t == turns - 1 and member == 0)
                 turn = make_turn(
                     t, observation=" ".join(map(str, observation)), reward=reward, valid=t != 1
@@ -139,43 +149,43 @@ def test_turns_in_one_sequence_learn_as_they_do_one_by_one(wm, norm):
     policy = tiny_policy()
     samples = prepared(policy, conversation(), wm=wm)
     alone = [replace(sample, continues=False) for sample in samples]
-    assert (
-        len(sequences(samples, with_observation=wm)) == 6
-        and len(sequences(alone, with_observation=wm)) == 30
-    )
+    assert len(sequences(samples, with_observation=wm)) == 6
+    assert len(sequences(alone, with_observation=wm)) == 30
     policy.double()  # the body: its rounding depends on what a sequence is batched with
     objective = Objective(norm=norm, kl_coef=0.1, entropy_coef=0.01, rho=0.05)
-    one, many = (
-        packed(policy, s, objective, update_samples=40, with_observation=wm)
-        for s in (samples, alone)
+    loss, gradient = packed(policy, samples, objective, update_samples=40, with_observation=wm)
+    loss_alone, gradient_alone = packed(
+        policy, alone, objective, update_samples=40, with_observation=wm
     )
-    assert one[0] == pytest.approx(many[0], rel=1e-6) and relative(one[1], many[1]) < 1e-6
-    assert one[1].norm() > 0
-    by_one, by_many = (
-        log_probs(policy, s, Packing(budget=60), temperature=0.7) for s in (samples, alone)
-    )
-    for i, (logp, entropy) in by_many.items():
-        assert by_one[i][0] == pytest.approx(logp, abs=1e-6) and by_one[i][1] == pytest.approx(
-            entropy, abs=1e-6
-        )
+    assert loss == pytest.approx(loss_alone, rel=1e-6)
+    assert relative(gradient, gradient_alone) < 1e-6
+    assert gradient.norm() > 0
+    scored = log_probs(policy, samples, Packing(budget=60), temperature=0.7)
+    for i, (logp_alone, entropy_alone) in log_probs(
+        policy, alone, Packing(budget=60), temperature=0.7
+    ).items():
+        logp, entropy = scored[i]
+        assert logp == pytest.approx(logp_alone, abs=1e-6)
+        assert entropy == pytest.approx(entropy_alone, abs=1e-6)
 
 
 def test_a_conversation_takes_less_than_half_the_tokens_and_the_world_model_adds_none():
     samples = prepared(tiny_policy(), conversation(), wm=True)
     alone = [replace(sample, continues=False) for sample in samples]
     assert any(sample.wm_weight for sample in samples)
-    joined, joined_wm, plain = (
-        sum(
-            sum(batch.lengths)
-            for batch in micro_batches(of, Packing(budget=10**6), with_observation=wm, device=CPU)
-        )
-        for of, wm in ((samples, False), (samples, True), (alone, False))
-    )
-    assert joined == joined_wm < plain / 2
+
+    def tokens(rows, *, wm):
+        batches = micro_batches(rows, Packing(budget=10**6), with_observation=wm, device=CPU)
+        return sum(sum(batch.lengths) for batch in batches)
+
+    joined = tokens(samples, wm=False)
+    assert joined < tokens(alone, wm=False) / 2
+    assert tokens(samples, wm=True) == joined
 
 
 def test_a_target_that_is_not_in_the_next_prompt_is_appended():
-    """Turn 2's observation reads otherwise in the prompt: where it is a target, the sequence ends behind it."""
+    """Turn 2's observation is different in the next prompt: if it is a target, the sequence ends
+    after it."""
     policy = tiny_policy()
     samples = prepared(policy, conversation(mangled={2}), wm=True)
     for sample in samples:
@@ -186,9 +196,8 @@ def test_a_target_that_is_not_in_the_next_prompt_is_appended():
     objective = Objective(wm="ce")
     loss, gradient = packed(policy, samples, objective, update_samples=30)
     expected, expected_gradient, *_ = dense(policy, samples, objective, update_samples=30)
-    assert (
-        loss == pytest.approx(expected, rel=1e-5) and relative(gradient, expected_gradient) < 1e-5
-    )
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert relative(gradient, expected_gradient) < 1e-5
 
 
 OBJECTIVES = {
@@ -197,39 +206,39 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.parametrize("of", OBJECTIVES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(of, dtype):
+def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(name, dtype):
     """Cut answers share their sequence with what follows; loss and gradient are those of each row
     alone, and those of full logits in float64. Only response tokens count as such."""
-    policy, objective = Policy(make_lm(), dtype=dtype), OBJECTIVES[of]
+    policy = Policy(make_lm(), dtype=dtype)
+    objective = OBJECTIVES[name]
     samples = prepared(policy, conversation(cut={0, 1, 3}), wm=True)
     alone = [replace(sample, continues=False) for sample in samples]
-    assert (
-        len(sequences(samples, with_observation=True)) == 6
-        and len(sequences(alone, with_observation=True)) == 30
-    )
+    assert len(sequences(samples, with_observation=True)) == 6
+    assert len(sequences(alone, with_observation=True)) == 30
     assert {sample.step for sample in samples if sample.separator_ids[:1] == END} == {0, 1, 3}
-    expected, exact, *_ = dense(policy, samples, objective, update_samples=30)
-    one, many = (packed(policy, s, objective, update_samples=30) for s in (samples, alone))
-    error, usual = (relative(gradient, exact) for _, gradient in (one, many))
+    expected, expected_gradient, *_ = dense(policy, samples, objective, update_samples=30)
+    loss, gradient = packed(policy, samples, objective, update_samples=30)
+    loss_alone, gradient_alone = packed(policy, alone, objective, update_samples=30)
+    error = relative(gradient, expected_gradient)
     if dtype == "float32":
-        assert error < 1e-5 and one[0] == pytest.approx(expected, rel=1e-5)
+        assert error < 1e-5
+        assert loss == pytest.approx(expected, rel=1e-5)
     else:
-        assert error < 2 * usual + 1e-4 and one[0] == pytest.approx(
-            expected, abs=2 * abs(many[0] - expected) + 1e-3
-        )
+        assert error < 2 * relative(gradient_alone, expected_gradient) + 1e-4
+        assert loss == pytest.approx(expected, abs=2 * abs(loss_alone - expected) + 1e-3)
 
     (batch,) = micro_batches(samples, Packing(budget=10**6), with_observation=True, device=CPU)
     out, tokens = objective.forward(policy, batch, samples, 30)
     policy_loss, wm_loss = objective.terms
     sums = token_sums(out, tokens, policy=policy_loss, wm=wm_loss)
     assert sums["response_tokens"] == sum(len(sample.response_ids) for sample in samples)
-    assert sums["observation_tokens"] == sum(len(s.observation_ids) for s in samples if s.wm_weight)
-    scored = log_probs(policy, samples, Packing(budget=10**6), temperature=1.0)
-    assert [len(logp) for logp, _ in scored.values()] == [
-        len(sample.response_ids) for sample in samples
-    ]
+    selected = [sample for sample in samples if sample.wm_weight]
+    assert sums["observation_tokens"] == sum(len(sample.observation_ids) for sample in selected)
+    scored = log_probs(policy, samples, Packing(budget=10**6), temperature=1.0).values()
+    for sample, (logp, _) in zip(samples, scored, strict=True):
+        assert len(logp) == len(sample.response_ids)
 
 
 def test_minibatches_keep_sequences_together_and_ranks_share_them():

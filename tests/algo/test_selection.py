@@ -23,13 +23,16 @@ def make_row(group, trajectory, entropy, *, episode_return=0.0, penalty=0.0, tar
 
 @st.composite
 def updates(draw):
-    """Rows of up to 5 groups of up to 4 trajectories; few distinct entropies, so that ties occur."""
-    rows, trajectory = [], 0
+    """Rows of up to 5 groups of up to 4 trajectories; few distinct entropies, so that ties
+    occur."""
+    rows = []
+    trajectory = 0
     for group in range(draw(st.integers(0, 5))):
         for _ in range(draw(st.integers(1, 4))):
             episode_return = draw(st.sampled_from([0.0, 5.0, 10.0, 12.0, -3.0]))
             for _ in range(draw(st.integers(1, 4))):
-                entropy, target = draw(st.sampled_from([0.0, 0.1, 0.5, 2.0])), draw(st.booleans())
+                entropy = draw(st.sampled_from([0.0, 0.1, 0.5, 2.0]))
+                target = draw(st.booleans())
                 rows.append(
                     make_row(
                         group, trajectory, entropy, episode_return=episode_return, target=target
@@ -50,20 +53,25 @@ def test_the_most_uncertain_rows_with_a_target_are_selected(rows, alpha, extra_g
     n_groups = len(present) + extra_groups
     out = select(rows, alpha=alpha, weight="adaptive", reward_max=10.0, n_groups=n_groups)
     candidates = [i for i, row in enumerate(rows) if row.observation_ids]
-    chosen = [i for i, on in enumerate(out.selected) if on]
+    chosen = [i for i, is_selected in enumerate(out.selected) if is_selected]
     assert len(chosen) == math.ceil(round(alpha * len(candidates), 6))
     assert set(chosen) <= set(candidates)
     left_out = set(candidates) - set(chosen)
     for i in chosen:
         assert all((rows[i].entropy, -i) > (rows[j].entropy, -j) for j in left_out)
     # The selected rows of a group carry lambda_g / G together (PaW Eq. (11)).
-    assert len(out.lambdas) == len(present) and all(0 <= value <= 1 for value in out.lambdas)
+    assert len(out.lambdas) == len(present)
+    assert all(0 <= value <= 1 for value in out.lambdas)
     for group, value in zip(present, out.lambdas, strict=True):
-        mine = [i for i in chosen if rows[i].group == group]
-        assert len({out.weights[i] for i in mine}) <= 1
-        if mine:
-            assert sum(out.weights[i] for i in mine) == pytest.approx(value / n_groups)
-    assert all(w == 0 for w, on in zip(out.weights, out.selected, strict=True) if not on)
+        chosen_of_group = [i for i in chosen if rows[i].group == group]
+        assert len({out.weights[i] for i in chosen_of_group}) <= 1
+        if chosen_of_group:
+            assert sum(out.weights[i] for i in chosen_of_group) == pytest.approx(value / n_groups)
+    assert all(
+        weight == 0
+        for weight, is_selected in zip(out.weights, out.selected, strict=True)
+        if not is_selected
+    )
 
 
 def test_lambda_counts_each_trajectory_once_ignores_penalties_and_may_be_constant():
@@ -71,9 +79,11 @@ def test_lambda_counts_each_trajectory_once_ignores_penalties_and_may_be_constan
         make_row(0, 1, 1.0, penalty=0.1) for _ in range(9)
     ]
     out = select(rows, alpha=1.0, weight="adaptive", reward_max=10.0, n_groups=1)
-    assert out.lambdas == [0.5] and out.weights == pytest.approx([0.05] * 10)
+    assert out.lambdas == [0.5]
+    assert out.weights == pytest.approx([0.05] * 10)
     out = select(rows, alpha=1.0, weight=0.3, reward_max=10.0, n_groups=2)
-    assert out.lambdas == [0.3] and out.weights == pytest.approx([0.015] * 10)
+    assert out.lambdas == [0.3]
+    assert out.weights == pytest.approx([0.015] * 10)
 
 
 def test_ties_go_to_the_lower_index_and_rounding_adds_no_row():
@@ -85,10 +95,13 @@ def test_ties_go_to_the_lower_index_and_rounding_adds_no_row():
 def test_a_group_without_failures_has_no_weight_and_rows_without_a_target_take_no_place():
     rows = [make_row(0, 0, 1.0, episode_return=10.0), make_row(1, 1, 0.5)]
     out = select(rows, alpha=1.0, weight="adaptive", reward_max=10.0, n_groups=2)
-    assert (out.lambdas, out.weights, out.selected) == ([0.0, 1.0], [0.0, 0.5], [True, True])
+    assert out.lambdas == [0.0, 1.0]
+    assert out.weights == [0.0, 0.5]
+    assert out.selected == [True, True]
     rows = [make_row(0, 0, 9.0, target=False), make_row(0, 0, 1.0), make_row(0, 0, 2.0)]
     out = select(rows, alpha=0.5, weight=1.0, reward_max=1.0, n_groups=1)
-    assert out.selected == [False, False, True] and out.weights == [0.0, 0.0, 1.0]
+    assert out.selected == [False, False, True]
+    assert out.weights == [0.0, 0.0, 1.0]
 
 
 def test_with_dedup_of_equal_rows_only_the_first_takes_part():

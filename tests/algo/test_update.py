@@ -1,4 +1,5 @@
-"""Whole updates of the trainer: without a world model they are GRPO and nothing else, bit for bit."""
+"""Whole updates of the trainer: without a world model they are GRPO and nothing else, bit for
+bit."""
 
 import copy
 import math
@@ -33,7 +34,11 @@ from paw.trainer import optimize, prepare, update
 from paw.types import Sample
 from paw_kernels import token_loss, token_stats
 
-LR, CLIP, EPS, BUDGET, MINIBATCH = 3e-3, 0.2, 1e-6, 2048, 32
+LR = 3e-3
+CLIP = 0.2
+EPS = 1e-6
+BUDGET = 2048
+MINIBATCH = 32
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +93,21 @@ def run_updates(config, count):
         for _ in range(count):
             update(run, rollouts)
             weights.append(
-                {name: p.detach().clone() for name, p in run.policy.named_parameters_once().items()}
+                {
+                    name: parameter.detach().clone()
+                    for name, parameter in run.policy.named_parameters_once().items()
+                }
             )
         return weights, rollouts.history, list(run.log.history)
 
 
 def vanilla_grpo(start, count):
-    """GRPO as the textbook has it: the same kernels and batches, no selection or observation in sight."""
-    policy, tokenizer = load_policy(start), load_tokenizer(start)
-    chat, factory = Chat(tokenizer), make_factory()
+    """GRPO as the textbook has it: the same kernels and batches, no selection or observation in
+    sight."""
+    policy = load_policy(start)
+    tokenizer = load_tokenizer(start)
+    chat = Chat(tokenizer)
+    factory = make_factory()
     engine = TransformersEngine(policy.lm, end_ids=chat.end_ids)
     rollouts = Rollouts(factory, engine, chat, make_config(start, start))
     optimizer = torch.optim.AdamW(
@@ -108,52 +119,62 @@ def vanilla_grpo(start, count):
         groups, _ = rollouts.play_tasks(
             tasks, group_size=4, temperature=1.0, seed=0, stream=f"train/{step}"
         )
-        samples = []
-        for group in groups:
-            turns = [(e.episode_return, t) for e in group.trajectories for t in e.turns]
-            scores = [total - (0.0 if turn.outcome.valid else 0.1) for total, turn in turns]
-            mean, std = statistics.mean(scores), statistics.stdev(scores)
-            for (_, turn), score in zip(turns, scores, strict=True):
-                samples.append(
-                    Sample(
-                        0,
-                        0,
-                        0,
-                        turn.prompt_ids,
-                        turn.response_ids,
-                        advantage=(score - mean) / (std + EPS),
-                    )
-                )
-        with torch.no_grad():
-            for batch in batches(samples):
-                hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position]
-                logp = token_stats(hidden, policy.head_weight, batch.target).logp.tolist()
-                for sample in (samples[i] for i in batch.indices):
-                    n = len(sample.response_ids)
-                    sample.old_logp, logp = logp[:n], logp[n:]
+        samples = [sample for group in groups for sample in vanilla_samples(group)]
+        score_vanilla(policy, samples)
         random.Random(31 * step).shuffle(samples)
         parts = max(1, round(len(samples) / MINIBATCH))
-        for first, last in pairwise([len(samples) * i // parts for i in range(parts + 1)]):
-            minibatch = samples[first:last]
-            weight = 1.0 / sum(len(sample.response_ids) for sample in minibatch)
-            live = [sample for sample in minibatch if sample.advantage != 0.0]
-            for batch in batches(live):
-                of_tokens = [
-                    (live[i].advantage, old) for i in batch.indices for old in live[i].old_logp
-                ]
-                advantage, old = torch.tensor(of_tokens).unbind(1)
-                tokens = TokenBatch(
-                    torch.full_like(old, weight), advantage.isnan(), advantage, old, old
-                )
-                hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position]
-                loss = joint(partial(ppo, clip_low=CLIP, clip_high=CLIP), ce)
-                token_loss(hidden, policy.head_weight, batch.target, loss, tokens).loss.backward()
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        for begin, end in pairwise([len(samples) * i // parts for i in range(parts + 1)]):
+            vanilla_step(policy, optimizer, samples[begin:end])
         engine.sync([], version=step + 1)
         weights.append({name: p.detach().clone() for name, p in policy.lm.named_parameters()})
     return weights
+
+
+def vanilla_samples(group):
+    """The turns of a group with GRPO's advantages."""
+    turns = []
+    scores = []
+    for episode in group.trajectories:
+        for turn in episode.turns:
+            turns.append(turn)
+            scores.append(episode.episode_return - (0.0 if turn.outcome.valid else 0.1))
+    mean = statistics.mean(scores)
+    std = statistics.stdev(scores)
+    samples = []
+    for turn, score in zip(turns, scores, strict=True):
+        advantage = (score - mean) / (std + EPS)
+        samples.append(Sample(0, 0, 0, turn.prompt_ids, turn.response_ids, advantage=advantage))
+    return samples
+
+
+def score_vanilla(policy, samples):
+    with torch.no_grad():
+        for batch in batches(samples):
+            hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position]
+            logp = token_stats(hidden, policy.head_weight, batch.target).logp.tolist()
+            for sample in (samples[i] for i in batch.indices):
+                length = len(sample.response_ids)
+                sample.old_logp = logp[:length]
+                logp = logp[length:]
+
+
+def vanilla_step(policy, optimizer, minibatch):
+    weight = 1.0 / sum(len(sample.response_ids) for sample in minibatch)
+    live = [sample for sample in minibatch if sample.advantage != 0.0]
+    loss = joint(partial(ppo, clip_low=CLIP, clip_high=CLIP), ce)
+    for batch in batches(live):
+        columns = []
+        for i in batch.indices:
+            columns += [(live[i].advantage, old_logp) for old_logp in live[i].old_logp]
+        advantage, old_logp = torch.tensor(columns).unbind(1)
+        tokens = TokenBatch(
+            torch.full_like(old_logp, weight), advantage.isnan(), advantage, old_logp, old_logp
+        )
+        hidden = policy.hidden(batch.input_ids, batch.lengths)[batch.position]
+        token_loss(hidden, policy.head_weight, batch.target, loss, tokens).loss.backward()
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def batches(samples):
@@ -164,18 +185,22 @@ def batches(samples):
 def test_without_world_model_an_update_is_vanilla_grpo_bit_for_bit(start, tmp_path):
     trained, _, metrics = run_updates(make_config(start, tmp_path, wm_enabled=False), 3)
     expected = vanilla_grpo(start, 3)
-    for ours, theirs in zip(trained, expected, strict=True):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for weights, expected_weights in zip(trained, expected, strict=True):
+        assert weights.keys() == expected_weights.keys()
+        assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
     initial = load_policy(start).named_parameters_once()
-    assert any(not torch.equal(trained[0][name], p) for name, p in initial.items())
+    assert any(not torch.equal(trained[0][name], parameter) for name, parameter in initial.items())
     assert not any(key.startswith("wm/") for line in metrics for key in line)
 
 
 def test_the_world_model_trains_without_changing_the_first_rollouts_and_with_weight_zero_nothing(
     start, tmp_path
 ):
-    (off, groups_off, _), (zero, groups_zero, _), (on, groups_on, metrics) = (
+    (
+        (weights_off, groups_off, _),
+        (weights_zero, groups_zero, _),
+        (weights_on, groups_on, metrics),
+    ) = (
         run_updates(make_config(start, tmp_path / name, **changes), 2)
         for name, changes in {
             "off": {"wm_enabled": False},
@@ -184,10 +209,16 @@ def test_the_world_model_trains_without_changing_the_first_rollouts_and_with_wei
         }.items()
     )
     assert groups_off == groups_zero
-    assert all(torch.equal(off[-1][name], zero[-1][name]) for name in off[-1])
-    assert groups_off[0] == groups_on[0] and groups_off[1] != groups_on[1]
-    assert any(not torch.equal(off[0][name], on[0][name]) for name in off[0])
-    assert metrics[-1]["wm/loss"] > 0 and 0.7 < metrics[-1]["wm/selected_frac"] <= 0.8
+    assert all(
+        torch.equal(weights_off[-1][name], weights_zero[-1][name]) for name in weights_off[-1]
+    )
+    assert groups_off[0] == groups_on[0]
+    assert groups_off[1] != groups_on[1]
+    assert any(
+        not torch.equal(weights_off[0][name], weights_on[0][name]) for name in weights_off[0]
+    )
+    assert metrics[-1]["wm/loss"] > 0
+    assert 0.7 < metrics[-1]["wm/selected_frac"] <= 0.8
 
 
 def test_kl_to_the_start_model_is_zero_on_the_first_update_and_grows(start, tmp_path):
@@ -206,12 +237,14 @@ def test_an_update_whose_steps_are_all_skipped_has_no_gradient_norm(start, tmp_p
         rows = prepare(run, groups)
         next(run.policy.parameters()).register_hook(lambda gradient: math.nan * gradient)
         metrics = optimize(run, rows)
-    assert metrics["optim/skipped"] == 1 and "optim/grad_norm" not in metrics
+    assert metrics["optim/skipped"] == 1
+    assert "optim/grad_norm" not in metrics
 
 
 @pytest.mark.parametrize("wm_enabled", [True, False])
 def test_stale_weights_are_seen_without_a_scoring_pass(start, tmp_path, wm_enabled):
-    """An engine with weights of its own, whose sync does nothing: no optimizer step is made from what it samples."""
+    """An engine with weights of its own, whose sync does nothing: no optimizer step is made from
+    what it samples."""
     config = make_config(start, tmp_path, policy_old_logp="engine", wm_enabled=wm_enabled)
     with open_run(config) as run:
         rollouts = Rollouts(run.factory, run.engine, run.chat, config)
@@ -239,15 +272,17 @@ def test_stale_weights_are_seen_without_a_scoring_pass(start, tmp_path, wm_enabl
                     torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
                 )
         push_weights(run.policy.lm, run.engine, version=1)
-        before = {
-            name: p.detach().clone() for name, p in run.policy.named_parameters_once().items()
+        weights_before = {
+            name: parameter.detach().clone()
+            for name, parameter in run.policy.named_parameters_once().items()
         }
         with pytest.raises(
             StaleWeightsError, match="the engine does not hold the weights it was sent"
         ):
             update(run, Rollouts(run.factory, run.engine, run.chat, config))
         assert all(
-            torch.equal(p, before[name]) for name, p in run.policy.named_parameters_once().items()
+            torch.equal(parameter, weights_before[name])
+            for name, parameter in run.policy.named_parameters_once().items()
         )
 
 
@@ -256,15 +291,16 @@ class TwoServers(TransformersEngine):
 
     def __init__(self, *args, wrong, **options):
         super().__init__(*args, **options)
-        self.urls, self.wrong = ["http://a", "http://b"], wrong
+        self.urls = ["http://a", "http://b"]
+        self.wrong = wrong
 
     def step(self):
-        found = []
+        completions = []
         for completion in super().step():
             url = self.urls[completion.key % len(self.urls)]
             logp = [value - (url in self.wrong) for value in completion.logp]
-            found.append(replace(completion, server=url, logp=logp))
-        return found
+            completions.append(replace(completion, server=url, logp=logp))
+        return completions
 
     def exclude(self, servers):
         self.urls = [url for url in self.urls if url not in servers] or self.urls
@@ -281,13 +317,12 @@ def test_a_server_of_other_weights_is_left_out_and_the_update_played_again(
         run.engine = TwoServers(run.policy.lm, end_ids=run.chat.end_ids, wrong=["http://b"])
         push_weights(run.policy.lm, run.engine, version=0)
         update(run, Rollouts(run.factory, run.engine, run.chat, config))
-        assert run.step == 1 and run.log.history[-1]["health/sampler_mismatch"] < 1e-4
-        told = capsys.readouterr().out
-        assert (
-            "more than 0.5 nats on 100% of" in told
-            and "http://b left out" in told
-            and "http://a" not in told
-        )
+        assert run.step == 1
+        assert run.log.history[-1]["health/sampler_mismatch"] < 1e-4
+        output = capsys.readouterr().out
+        assert "more than 0.5 nats on 100% of" in output
+        assert "http://b left out" in output
+        assert "http://a" not in output
         run.engine.wrong = ["http://a"]
         with pytest.raises(StaleWeightsError, match="http://a"):
             update(run, Rollouts(run.factory, run.engine, run.chat, config))
@@ -343,8 +378,8 @@ def test_truncated_importance_sampling_on_policy_is_the_plain_update(start, tmp_
     truncated, _, metrics = run_updates(make_config(start, tmp_path / "tis", **options), 1)
     initial = load_policy(start).named_parameters_once()
     for name, ours in truncated[-1].items():
-        way = (plain[-1][name] - initial[name]).norm()
-        assert (ours - plain[-1][name]).norm() < 1e-2 * way
+        distance = (plain[-1][name] - initial[name]).norm()
+        assert (ours - plain[-1][name]).norm() < 1e-2 * distance
     assert metrics[0]["policy/clip_frac"] == 0
 
 
@@ -363,8 +398,12 @@ def test_an_update_is_the_same_however_it_is_computed(start, tmp_path):
     """But for the order of sums. Beside this: cuts of the batch in test_loss, numbers of ranks in
     tests/distributed, engines in tests/e2e/test_vllm_engine."""
 
+    def weights(run):
+        parts = [parameter.detach().flatten().double() for parameter in run.policy.parameters()]
+        return torch.cat(parts)
+
     def step(rollouts=Rollouts, **changes):
-        """The way of the weights in one optimizer step (mini-batches are drawn by position)."""
+        """How the weights move in one optimizer step (mini-batches are drawn by position)."""
         # Cross-entropy: of a fresh model's observations p is nearly 0, and so is the gradient of
         # any other loss.
         plain = {
@@ -373,19 +412,15 @@ def test_an_update_is_the_same_however_it_is_computed(start, tmp_path):
             "optim_weight_decay": 0.0,
             "wm_loss": "ce",
         }
-        with open_run(
-            make_config(start, tmp_path / str(len(list(tmp_path.iterdir()))), **plain | changes)
-        ) as run:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        with open_run(make_config(start, folder, **plain | changes)) as run:
             for group in run.optimizer.param_groups:
-                group["eps"] = (
-                    1.0  # Adam's first step is lr * g / (|g| + eps): proportional to the gradient
-                )
+                # Adam's first step is lr * g / (|g| + eps): proportional to the gradient.
+                group["eps"] = 1.0
             push_weights(run.policy.lm, run.engine, version=0)
-            before = torch.cat([p.detach().flatten().double() for p in run.policy.parameters()])
+            weights_before = weights(run)
             update(run, rollouts(run.factory, run.engine, run.chat, run.config))
-            return (
-                torch.cat([p.detach().flatten().double() for p in run.policy.parameters()]) - before
-            )
+            return weights(run) - weights_before
 
     expected = step()
     for changes in (

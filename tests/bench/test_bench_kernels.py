@@ -1,4 +1,5 @@
-"""The benchmark's inputs have the live share they claim, its reference is right, and it survives a peer that fails."""
+"""The benchmark's inputs have the live share they claim, its reference is right, and it survives a
+peer that fails."""
 
 import argparse
 import csv
@@ -65,14 +66,13 @@ def test_a_wrong_gradient_does_not_pass():
     slope = problem.slope_of_rows(p)
     right = problem.Errors(logp=0.0, d_hidden=0.0, d_weight=0.0)
     assert problem.passes(right, p.plain)
-    h, w = torch.zeros_like(p.hidden), torch.zeros_like(p.weight)
-    h[p.checked], w[p.words] = (
-        problem.d_hidden(p, 1.01 * slope).float(),
-        problem.d_weight(p, slope).float(),
-    )
-    found = problem.errors(p, slope, loss=None, logp=None, gradients=[h, w])
-    assert not problem.passes(found, p.plain)
-    assert found.d_weight < 1e-6
+    h = torch.zeros_like(p.hidden)
+    w = torch.zeros_like(p.weight)
+    h[p.checked] = problem.d_hidden(p, 1.01 * slope).float()
+    w[p.words] = problem.d_weight(p, slope).float()
+    found_errors = problem.errors(p, slope, loss=None, logp=None, gradients=[h, w])
+    assert not problem.passes(found_errors, p.plain)
+    assert found_errors.d_weight < 1e-6
 
 
 OURS = [
@@ -89,16 +89,17 @@ def test_ours_and_the_peers_have_the_reference_s_value_and_gradients(name, live,
     run = cases.implementation(
         cases.Case(cases.Group("tiny", 96, 128, 9000), live, dead, name, cases.BOTH), p
     )
-    h, w = p.hidden.requires_grad_(), p.weight.requires_grad_()
+    h = p.hidden.requires_grad_()
+    w = p.weight.requires_grad_()
     loss, logp = run.both(h, w)
-    wanted = None if run.want is None else (loss.detach(), run.want)
+    loss_and_reference = None if run.expected is None else (loss.detach(), run.expected)
     gradients = list(torch.autograd.grad(loss, (h, w)))
-    found = problem.errors(p, run.slope, loss=wanted, logp=logp, gradients=gradients)
-    assert problem.passes(found, p.plain)
-    assert (found.loss or 0) < (1e-6 if name == "paw[auto]" else 1e-4)
+    errors = problem.errors(p, run.slope, loss=loss_and_reference, logp=logp, gradients=gradients)
+    assert problem.passes(errors, p.plain)
+    assert (errors.loss or 0) < (1e-6 if name == "paw[auto]" else 1e-4)
     if any(peer.name == name and peer.is_cross_entropy for peer in WITHOUT_A_COMPILER):
         torch.testing.assert_close(
-            run.want, -p.logp[p.live if dead == "known" else slice(None)].mean()
+            run.expected, -p.logp[p.live if dead == "known" else slice(None)].mean()
         )
 
 
@@ -122,33 +123,34 @@ def test_a_failing_peer_is_a_row_and_a_resumed_run_measures_what_is_missing(
         raise RuntimeError("no kernel image\nis available")
 
     def measured(**changed):
-        how = {"quick": True, "seconds": 0.01, "only": ["tiny"], "resume": False} | changed
-        compare.run(argparse.Namespace(**how, out=tmp_path / "k.csv"), CPU)
+        options = {"quick": True, "seconds": 0.01, "only": ["tiny"], "resume": False} | changed
+        compare.run(argparse.Namespace(**options, out=tmp_path / "k.csv"), CPU)
         return list(csv.DictReader((tmp_path / "k.csv").open(encoding="utf-8")))
 
     # What it generates code for is torch's own business.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    ours = next(peer for peer in peers.PEERS if peer.name == "naive")
-    monkeypatch.setattr(cases, "PEERS", [replace(ours, name="broken", loss=failing), ours])
+    naive = next(peer for peer in peers.PEERS if peer.name == "naive")
+    monkeypatch.setattr(cases, "PEERS", [replace(naive, name="broken", loss=failing), naive])
     monkeypatch.setattr(
         compare, "groups", lambda device, quick: [cases.Group("tiny", 64, 128, 150)]
     )
     first = measured(only=["tiny", "naive"])
     rows = measured(resume=True)
     assert rows[: len(first)] == first
-    others, broken = (
-        [r for r in rows if (r["implementation"] == "broken") is which] for which in (False, True)
-    )
-    assert "naive" not in {r["implementation"] for r in rows[len(first) :]}
-    assert {r["implementation"] for r in others} >= {"naive", "paw[torch]"}
+    broken = [row for row in rows if row["implementation"] == "broken"]
+    others = [row for row in rows if row["implementation"] != "broken"]
+    assert "naive" not in {row["implementation"] for row in rows[len(first) :]}
+    assert {row["implementation"] for row in others} >= {"naive", "paw[torch]"}
     assert rows.index(broken[0]) < rows.index(others[-1])  # the run goes on
-    assert {r["error"] for r in broken} == {"RuntimeError: no kernel image"}
-    for r in others:
-        assert not r["error"] and r["torch"] == torch.__version__
-        assert float(r["ms_low"]) <= float(r["ms"]) <= float(r["ms_high"])
-        assert r["implementation"] == "matmul" or r["passes"] == "yes"
+    assert {row["error"] for row in broken} == {"RuntimeError: no kernel image"}
+    for row in others:
+        assert not row["error"]
+        assert row["torch"] == torch.__version__
+        assert float(row["ms_low"]) <= float(row["ms"]) <= float(row["ms_high"])
+        assert row["implementation"] == "matmul" or row["passes"] == "yes"
     assert "no kernel image" in capsys.readouterr().out
-    assert [p.stat().st_size > 10_000 for p in plot.draw(tmp_path / "k.csv", tmp_path)] == [True]
+    (picture,) = plot.draw(tmp_path / "k.csv", tmp_path)
+    assert picture.stat().st_size > 10_000
 
 
 def test_a_comparison_leaves_no_tensor_to_the_next(monkeypatch):
@@ -177,7 +179,8 @@ def test_a_comparison_leaves_no_tensor_to_the_next(monkeypatch):
         device=CPU,
         seconds=0.01,
     )
-    assert len(weights) == 2 and len(rows) == 4
+    assert len(weights) == 2
+    assert len(rows) == 4
     assert all(weight() is None for weight in weights)
 
 
@@ -185,22 +188,25 @@ def test_a_comparison_leaves_no_tensor_to_the_next(monkeypatch):
 def test_plots_of_a_gpu_need_no_particular_case(only, tmp_path):
     roofline.write(tmp_path / "kernels_predicted.csv")
     rows = [
-        r
-        for r in plot.read(tmp_path / "kernels_predicted.csv")
-        if only in f"{r['implementation']} f {r['live']}"
+        row
+        for row in plot.read(tmp_path / "kernels_predicted.csv")
+        if only in f"{row['implementation']} f {row['live']}"
     ]
     with (tmp_path / "k.csv").open("w", encoding="utf-8") as file:
         table = csv.DictWriter(file, [*rows[0], "device", "cuda"])
         table.writeheader()
         table.writerows(
-            {**r, "kind": "measured", "device": "test data", "cuda": "13.0"} for r in rows
+            {**row, "kind": "measured", "device": "test data", "cuda": "13.0"} for row in rows
         )
     assert len(plot.draw(tmp_path / "k.csv", tmp_path)) == 3
 
 
 def test_the_model_matches_a_case_by_hand():
     machine = replace(roofline.BEST, tflops=500.0, gb_s=2000.0, wait_us=10.0)
-    T, D, V, live = 4096, 1024, 102_400, 0.5
+    T = 4096
+    D = 1024
+    V = 102_400
+    live = 0.5
     gemm = 2 * T * D * V / 500e12
     epilogue = 97 * 1307 * 8 / (4 * 1.755e9)  # 32 x 400 tiles on 132 multiprocessors
     # 400 tiles of the vocabulary, 16 bytes of statistics each; e and dL/dz of half of the rows in
@@ -231,16 +237,17 @@ def test_the_model_cuts_the_chunks_of_the_triton_backend(T, backward, monkeypatc
 def test_predictions_grow_with_the_live_share_and_never_beat_the_matmuls():
     for machine in (roofline.BEST, roofline.CAUTIOUS):
         times = [
-            roofline.total(roofline.paw(*roofline.REFERENCE, f), machine) for f in (0, 0.1, 0.4, 1)
+            roofline.total(roofline.paw(*roofline.REFERENCE, share), machine)
+            for share in (0, 0.1, 0.4, 1)
         ]
-        bounds = [roofline.matmul_bound(*roofline.REFERENCE, f) for f in (0, 0.1, 0.4, 1)]
+        bounds = [roofline.matmul_bound(*roofline.REFERENCE, share) for share in (0, 0.1, 0.4, 1)]
         assert times == sorted(times)
         assert all(time > bound for time, bound in zip(times, bounds, strict=True))
-        others = [
+        peer_times = [
             roofline.total(roofline.peer(name, *roofline.REFERENCE), machine)
             for name in roofline.PEERS
         ]
-        assert min(others) > bounds[-1]
+        assert min(peer_times) > bounds[-1]
     for row in roofline.predictions():
         assert float(row["ms_cautious"]) >= float(row["ms"])
         parts = sum(float(row[f"{name}_ms"]) for name in roofline.TERMS)
@@ -254,8 +261,8 @@ def test_the_committed_predictions_are_those_of_the_model(tmp_path):
     assert (tmp_path / "predicted.csv").read_text() == roofline.PREDICTED.read_text()
 
 
-def gpu_row(ms, live=1.0, dead="", name="paw[triton]", **more):
-    where = {
+def gpu_row(ms, live=1.0, dead="", name="paw[triton]", **changes):
+    columns = {
         "head": must.HEAD,
         "T": str(roofline.REFERENCE[0]),
         "live": str(live),
@@ -263,12 +270,12 @@ def gpu_row(ms, live=1.0, dead="", name="paw[triton]", **more):
         "mode": must.BOTH,
     }
     return {
-        **where,
+        **columns,
         "implementation": name,
         "ms": str(ms),
         "share": "0.95",
         "passes": "yes",
-        **more,
+        **changes,
     }
 
 
@@ -278,8 +285,8 @@ def test_the_measured_column_reads_the_tables():
         *(gpu_row(10.2, 0.4, "found"), gpu_row(7.0, 0.4, "known")),
         *(gpu_row(17.5, 0.4, "found", "quack"), gpu_row(30.0, 0.4, "found", "naive")),
     ]
-    found = [row.measured(gpu, []) for row in must.table()[:4]]
-    assert found == pytest.approx([17.0, 10.2 / 17.0, 10.2 / 17.5, 0.95])
+    measured = [row.measured(gpu, []) for row in must.table()[:4]]
+    assert measured == pytest.approx([17.0, 10.2 / 17.0, 10.2 / 17.5, 0.95])
     assert "| 17.00: met |" in must.table()[0].line(gpu, [])
     assert "open" in must.table()[0].line([], [])
 

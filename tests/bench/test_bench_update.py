@@ -1,4 +1,5 @@
-"""bench/trainer/update.py: an update of samples of one's own, with the world model and without."""
+"""bench/trainer/: an update of given samples, with and without the world model; what a short run
+prints."""
 
 import importlib
 import sys
@@ -31,4 +32,15 @@ def test_an_update_with_the_world_model_has_another_gradient(tiny_llm, tmp_path,
     assert without["loss"] == pytest.approx(with_paw["loss"], abs=1e-6)
     assert without["grad_norm"] != pytest.approx(with_paw["grad_norm"], rel=1e-5)
     parts = [with_paw[f"{part}_s"] for part in ("body", "head", "optimizer")]
-    assert all(seconds > 0 for seconds in parts) and sum(parts) <= with_paw["seconds"]
+    assert all(seconds > 0 for seconds in parts)
+    assert sum(parts) <= with_paw["seconds"]
+
+
+def test_the_masked_observations_of_a_single_update_are_shown(capsys):
+    masked = importlib.import_module("bench.trainer.masked")
+    counts = dict.fromkeys(masked.COUNTS, 1) | {"tokens": 20, "selected": 4, "skipped": 5}
+    masked.show_ends([{"update": 1, **counts}])
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == last
+    assert first.startswith("updates 1 to 1: 4 selected, {'masked': '25.0%', ")
+    assert first.endswith("tokens of the update 25.0%")

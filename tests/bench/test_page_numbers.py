@@ -1,8 +1,9 @@
-"""README.md and docs: each number that was measured is what the files of bench/results say, rounded as it stands there.
+"""README.md and docs: each number that was measured is what the files of bench/results say, rounded
+as it stands there.
 
-A function a page yields pieces of its text, made from the data. Each must be on the page, whatever
-its line breaks; and in a section that cites such a file no number with a decimal point or a per
-cent sign may be left that is in no piece.
+For each page a function yields pieces of its text, made from the data. Each must be on the page,
+whatever its line breaks. And in a section that cites such a file, every number with a decimal point
+or a per cent sign must be in a piece.
 """
 
 import importlib
@@ -20,18 +21,16 @@ from paw.tools.profile import memory_gib, overhead, pick
 ROOT = Path(__file__).parents[2]
 common = importlib.import_module("bench.common")
 Rows = list[dict[str, Any]]
-MODES = ("lock-step", "continuous")
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
-def read(name: str, **where: str) -> Rows:
-    """The lines of a file in which these columns have these values; numbers as float, empty cells as None."""
-    lines = common.read(common.RESULTS / f"{name}.csv")
-    return [
-        {key: typed(value) for key, value in row.items()}
-        for row in lines
-        if where.items() <= row.items()
-    ]
+def read(name: str, **cells: str) -> Rows:
+    """The lines of a file that have these cells; numbers as float, empty cells as None."""
+    rows = []
+    for line in common.read(common.RESULTS / f"{name}.csv"):
+        if cells.items() <= line.items():
+            rows.append({column: typed(text) for column, text in line.items()})
+    return rows
 
 
 def typed(text: str) -> Any:
@@ -42,13 +41,24 @@ def typed(text: str) -> Any:
 
 
 def exact(rows: Rows, key: str = "success", games: str = "games") -> Rows:
-    """The rows with shares as the fractions of games that they are, which the file has rounded to four places."""
+    """The rows with shares as the fractions of games that they are, which the file has rounded to
+    four places."""
     return [row | {key: round(row[key] * row[games]) / row[games]} for row in rows]
 
 
-def one(rows: Rows, key: str, **where: Any) -> Any:
-    (found,) = [row[key] for row in rows if where.items() <= row.items()]
-    return found
+def one(rows: Rows, column: str, **cells: Any) -> Any:
+    """The column of the only row that has these cells."""
+    (value,) = [row[column] for row in rows if cells.items() <= row.items()]
+    return value
+
+
+def values(rows: Rows, column: str) -> list[Any]:
+    return [row[column] for row in rows]
+
+
+def distinct(rows: Rows, column: str) -> list[Any]:
+    """The values of a column, each once, in the order of the rows."""
+    return list(dict.fromkeys(values(rows, column)))
 
 
 def per_cent(value: float, digits: int = 1) -> str:
@@ -60,17 +70,28 @@ def short(value: float) -> str:
     return f"{value:.3f}".removeprefix("0")
 
 
+def table_line(*cells: Any) -> str:
+    """A line of a Markdown table; an empty cell is one space."""
+    line = "|"
+    for cell in cells:
+        line += f" {cell} |" if cell != "" else " |"
+    return line
+
+
 def by_seed(rows: Rows, variant: str, key: str) -> dict[float, float]:
-    return {
-        row["seed"]: row[key] for row in rows if row["variant"] == variant and row[key] is not None
-    }
+    values_of_seeds = {}
+    for row in rows:
+        if row["variant"] == variant and row[key] is not None:
+            values_of_seeds[row["seed"]] = row[key]
+    return values_of_seeds
 
 
 def differences(name: str, variant: str, key: str = "after") -> Interval:
     rows = read(name)
-    found = paired(by_seed(rows, "grpo", key), by_seed(rows, variant, key))  # type: ignore[arg-type]
-    assert found
-    return found
+    grpo = by_seed(rows, "grpo", key)
+    difference = paired(grpo, by_seed(rows, variant, key))  # type: ignore[arg-type]
+    assert difference
+    return difference
 
 
 def less(name: str, variant: str, key: str = "after") -> str:
@@ -84,8 +105,12 @@ def mean(name: str, variant: str, key: str) -> str:
 def cooler(name: str) -> list[tuple[float, float]]:
     """Success of a quickstart's seeds at temperature 0.4, before and after training."""
     rows = exact(read(f"{name}_t04"))
-    return [(one(rows, "success", seed=seed, when="before"), one(rows, "success", seed=seed, when="after"))
-            for seed in sorted({row["seed"] for row in rows})]  # fmt: skip
+    pairs = []
+    for seed in sorted(distinct(rows, "seed")):
+        before = one(rows, "success", seed=seed, when="before")
+        after = one(rows, "success", seed=seed, when="after")
+        pairs.append((before, after))
+    return pairs
 
 
 def trl_steps(
@@ -98,159 +123,218 @@ def trl_steps(
     return versus.table(rows), versus.medians(rows)
 
 
-def against_trl(found: dict[str, dict[str, float]], base: str = "GRPO") -> tuple[float, float]:
+def against_trl(medians: dict[str, dict[str, float]], base: str = "GRPO") -> tuple[float, float]:
     """How many times as fast as TRL, and at what share of its memory."""
-    trl = found["TRL"]
+    trl = medians["TRL"]
     return trl[f"seconds / {base}"], 1 / trl[f"peak_gib / {base}"]
 
 
 def readme() -> Iterator[str]:
-    curves, long = exact(read("quickstart")), exact(read("quickstart_long"))
-    for seed, (before, after) in enumerate(cooler("quickstart")):
-        first, last = (one(curves, "success", seed=seed, update=update) for update in (0, 100))
-        yield f"| {seed} | {per_cent(first)} -> {per_cent(last)} % | {per_cent(before)} -> {per_cent(after)} % |"
-    assert {row["head"] for row in curves} == {"cpu"}
-    gains = [after - before for before, after in cooler("quickstart")]
+    yield from readme_quickstart()
+    games = less("experiment_compare", "paw")
+    questions = less("experiment_search", "paw")
+    yield f"gives {games} points, and {questions} on search questions"
+    yield from readme_trl()
+
+    rows, tokens, time = profiled("profile_cpu")
+    yield f"GRPO + PaW trains on {tokens} tokens in an update, and a step, its rollout included, takes {time} of GRPO's"
+    first = rows[0]
+    conditions = f"{first['turns']:,.0f} turns; {first['device']}, torch {first['torch']}, PaW {first['paw']}"
+    yield f"({conditions}, {rows[-1]['repeat']} repeats; "
+    _, tokens, time = profiled("profile_cpu_synthetic")
+    yield f"At ALFWorld's sizes it is {tokens} tokens and, without the rollout, {time} of the time"
+
+    rows = read("rollout_cpu", envs="16", env_ms="0.0")
+    for model in distinct(rows, "model"):
+        of_model = [row for row in rows if row["model"] == model]
+        assert lock_step_ratio(of_model, "engine_steps") == pytest.approx(2.0, abs=0.05)
+        faster = lock_step_ratio(of_model, "wall_s")
+        yield f"half the engine steps, {faster:.1f} times the speed"
+
+
+def readme_quickstart() -> Iterator[str]:
+    curves = exact(read("quickstart"))
+    pairs = cooler("quickstart")
+    for seed, (before, after) in enumerate(pairs):
+        first = one(curves, "success", seed=seed, update=0)
+        last = one(curves, "success", seed=seed, update=100)
+        training = f"{per_cent(first)} -> {per_cent(last)} %"
+        yield f"| {seed} | {training} | {per_cent(before)} -> {per_cent(after)} % |"
+    assert distinct(curves, "head") == ["cpu"]
+    gains = [after - before for before, after in pairs]
     yield f"and gains {per_cent(min(gains), 0)} to {per_cent(max(gains), 0)} points"
-    reached = [row["success"] for row in long if row["update"] == 240]
+    reached = [row["success"] for row in exact(read("quickstart_long")) if row["update"] == 240]
     yield f"reaches {per_cent(min(reached))} to {per_cent(max(reached))} %"
     (alone,) = read("quickstart_alone")
     yield f"it took {alone['minutes']:.1f} minutes"
     yield f"{alone['warm-up']:.1f} of them for the warm-up"
-    games, questions = (less(f"experiment_{name}", "paw") for name in ("compare", "search"))
-    yield f"gives {games} points, and {questions} on search questions"
-    ratios = {}
-    for dtype in ("bfloat16", "float32"):
-        medians = trl_steps(dtype)[1]
-        for side in ("TRL, completions only", "TRL"):
-            ratios[dtype, side] = [
-                medians[side][f"{key} / GRPO"] for key in ("seconds", "peak_gib")
-            ]
-    time, memory = ratios["bfloat16", "TRL, completions only"]
-    yield f"TRL needs {time:.2f} times the time and {memory:.2f} times the memory of PaW in bfloat16"
-    time, memory = ratios["float32", "TRL, completions only"]
-    yield f"and {time:.2f} and {memory:.2f} times in float32"
-    numbers = (*ratios["bfloat16", "TRL"], *ratios["float32", "TRL"])
-    yield "it is {:.2f} and {:.2f} times in bfloat16, {:.2f} and {:.2f} in float32".format(*numbers)
-    rows, tokens, time = profiled("profile_cpu")
-    yield f"GRPO + PaW trains on {tokens} tokens in an update, and a step, its rollout included, takes {time} of GRPO's"
-    about = [rows[0][key] for key in ("turns", "device", "torch", "paw")]
-    yield (
-        "({:,.0f} turns; {}, torch {}, PaW {}, ".format(*about) + f"{rows[-1]['repeat']} repeats; "
-    )
-    _, tokens, time = profiled("profile_cpu_synthetic")
-    yield f"At ALFWorld's sizes it is {tokens} tokens and, without the rollout, {time} of the time"
-    over = read("rollout_cpu", envs="16", env_ms="0.0")
-    for model in {row["model"] for row in over}:
-        steps, wall = ([[one(over, key, model=model, mode=mode, repeat=r) for r in range(5)] for mode in MODES]
-                       for key in ("engine_steps", "wall_s"))  # fmt: skip
-        fewer, faster = (
-            median(a / b for a, b in zip(*pair, strict=True)) for pair in (steps, wall)
-        )
-        assert fewer == pytest.approx(2.0, abs=0.05)
-        yield f"half the engine steps, {faster:.1f} times the speed"
+
+
+def readme_trl() -> Iterator[str]:
+    _, bf16 = trl_steps("bfloat16")
+    _, float32 = trl_steps("float32")
+
+    def ratios(medians: dict[str, dict[str, float]], side: str) -> tuple[str, str]:
+        of_side = medians[side]
+        return f"{of_side['seconds / GRPO']:.2f}", f"{of_side['peak_gib / GRPO']:.2f}"
+
+    time, memory = ratios(bf16, "TRL, completions only")
+    yield f"TRL needs {time} times the time and {memory} times the memory of PaW in bfloat16"
+    time, memory = ratios(float32, "TRL, completions only")
+    yield f"and {time} and {memory} times in float32"
+    time, memory = ratios(bf16, "TRL")
+    time32, memory32 = ratios(float32, "TRL")
+    yield f"it is {time} and {memory} times in bfloat16, {time32} and {memory32} in float32"
+
+
+def lock_step_ratio(rows: Rows, column: str) -> float:
+    """The median over five plays of lock-step's measure over continuous's."""
+    ratios = []
+    for repeat in range(5):
+        lock_step = one(rows, column, mode="lock-step", repeat=repeat)
+        continuous = one(rows, column, mode="continuous", repeat=repeat)
+        ratios.append(lock_step / continuous)
+    return median(ratios)
 
 
 def quickstart() -> Iterator[str]:
     for name in ("quickstart", "quickstart_long"):
         curves = exact(read(name))
-        for seed in sorted({row["seed"] for row in curves}):
-            mine = " | ".join(f"{row['success']:.3f}" for row in curves if row["seed"] == seed)
-            yield f"| {seed:.0f} | {mine} |"
+        for seed in sorted(distinct(curves, "seed")):
+            of_seed = [f"{row['success']:.3f}" for row in curves if row["seed"] == seed]
+            yield table_line(f"{seed:.0f}", *of_seed)
         gains = [per_cent(after - before, 0) for before, after in cooler(name)]
         ends = [f"{short(before)} -> {short(after)}" for before, after in cooler(name)]
         yield f"the same games give {', '.join(ends[:-1])} and {ends[-1]}"
         yield f"a gain of {', '.join(gains[:-1])} and {gains[-1]} points"
-        if name == "quickstart":
-            (alone,) = read("quickstart_alone")
-            yield f"took {alone['minutes']:.1f} minutes alone on two cores"
-            yield f"of which {alone['warm-up']:.1f}"
-            pairs = [[row["success"] for row in curves if row["seed"] == seed and row["update"] in (0, 100)]
-                      for seed in sorted({row["seed"] for row in curves})]  # fmt: skip
-            yield f"a gain of {per_cent(fmean(after - before for before, after in pairs))} points in the mean"
-        else:
+        if name == "quickstart_long":
             yield f"is .20 | 0-3 | {', '.join(ends)} (240)"
-    ends = [
-        (row["setting"], row["success_before_t04"], row["success_after_t04"])
-        for row in read("quickstart_prototype")
-    ]
-    warm = {name.removeprefix("warm-up only, "): f"{after:.2f}"[1:] for name, _, after in ends}
-    for setting in ("GRPO, head size 16", "GRPO + PaW, head size 32"):
-        yield "3 seeds: " + ", ".join(
-            f"{short(a)} -> {short(b)}" for name, a, b in ends if name == setting
+            continue
+        (alone,) = read("quickstart_alone")
+        yield f"took {alone['minutes']:.1f} minutes alone on two cores"
+        yield f"of which {alone['warm-up']:.1f}"
+        gain = fmean(
+            one(curves, "success", seed=seed, update=100)
+            - one(curves, "success", seed=seed, update=0)
+            for seed in distinct(curves, "seed")
         )
-    yield f"Qwen3 {warm['Qwen3']}, Qwen2 {warm['Qwen2']}, Llama with biases {warm['Llama with attention biases']}"
+        yield f"a gain of {per_cent(gain)} points in the mean"
+    yield from prototypes()
     for row in read("quickstart_search"):
-        told = (
-            f"{short(row['success_before'])} -> {short(row['success_after'])}"
-            if row["success_after"]
-            else ""
-        )
-        told += f" after {row['after_update']:.0f}" if row["after_update"] not in (None, 80) else ""
-        trained = f"{short(row['train_first10'])} {short(row['train_last10'])}"
-        trained += f" after {row['updates']:.0f}" if row["updates"] != 80 else ""
-        yield f"| {row['seed']:.0f} | {told} | {trained} |".replace("|  |", "| |")
+        yield search_setting(row)
     (single,) = [row for row in read("quickstart_search") if "one check" in row["setting"]]
     assert round(10 * single["mixed_first10"]) == 5
     yield f"succeeded in {per_cent(single['train_first10'], 0)} % of episodes with half the groups mixed"
 
 
+def prototypes() -> Iterator[str]:
+    rows = read("quickstart_prototype")
+    for setting in ("GRPO, head size 16", "GRPO + PaW, head size 32"):
+        ends = []
+        for row in rows:
+            if row["setting"] == setting:
+                before = short(row["success_before_t04"])
+                ends.append(f"{before} -> {short(row['success_after_t04'])}")
+        yield f"3 seeds: {', '.join(ends)}"
+
+    def warm_up(model: str) -> str:
+        after = one(rows, "success_after_t04", setting=f"warm-up only, {model}")
+        return f"{after:.2f}"[1:]
+
+    llama = warm_up("Llama with attention biases")
+    yield f"Qwen3 {warm_up('Qwen3')}, Qwen2 {warm_up('Qwen2')}, Llama with biases {llama}"
+
+
+def search_setting(row: dict[str, Any]) -> str:
+    """The line of a setting that was tried for the quickstart."""
+    evaluated = ""
+    if row["success_after"]:
+        evaluated = f"{short(row['success_before'])} -> {short(row['success_after'])}"
+    if row["after_update"] not in (None, 80):
+        evaluated += f" after {row['after_update']:.0f}"
+    trained = f"{short(row['train_first10'])} {short(row['train_last10'])}"
+    if row["updates"] != 80:
+        trained += f" after {row['updates']:.0f}"
+    return table_line(f"{row['seed']:.0f}", evaluated, trained)
+
+
 def experiments() -> Iterator[str]:
-    name = "experiment_compare"
-    rows = read(name)
-    seeds = {
-        variant: len(by_seed(rows, variant, "after"))
-        for variant in {row["variant"] for row in rows}
-    }
+    yield from compared_variants()
+    yield from printed_by_the_paper()
+    yield from compared_at_t04()
+    yield from compared_additions()
+    yield from search_questions()
+    yield from noise_shares()
+    yield from sparse_wins()
+    yield from pretrained()
+    yield from replications()
+
+
+COMPARE = "experiment_compare"
+
+
+def compared_variants() -> Iterator[str]:
+    rows = read(COMPARE)
     labels = {
         "paw": "GRPO + PaW",
         "ce": "PaW with cross-entropy",
         "constant": "PaW, constant lambda 1",
+        "unselected": "PaW without selection (alpha 1)",
     }
-    labels |= {"unselected": "PaW without selection (alpha 1)"}
-    yield f"| GRPO | {seeds['grpo']} | {mean(name, 'grpo', 'after')} | | | |"
+    grpo_seeds = len(by_seed(rows, "grpo", "after"))
+    yield table_line("GRPO", grpo_seeds, mean(COMPARE, "grpo", "after"), "", "", "")
     for variant, label in labels.items():
-        difference = differences(name, variant)
-        cells = [
+        difference = differences(COMPARE, variant)
+        yield table_line(
             label,
-            seeds[variant],
-            mean(name, variant, "after"),
-            less(name, variant),
-            less(name, variant, "area"),
-        ]
-        yield f"| {' | '.join(map(str, cells))} | {'hurts' if (difference.high or 0) < 0 else 'not shown'} |"
-    table = [row for row in rows if row["variant"] in ("grpo", *labels)]
-    yield f"All start at {per_cent(fmean(row['before'] for row in table), 0)} %"
-    took = sum(row["minutes"] for row in table)
-    yield f"The {len(table)} runs and {WORDS[seeds['grpo']]} warm-ups took {took:.0f} minutes of a core"
+            len(by_seed(rows, variant, "after")),
+            mean(COMPARE, variant, "after"),
+            less(COMPARE, variant),
+            less(COMPARE, variant, "area"),
+            "hurts" if (difference.high or 0) < 0 else "not shown",
+        )
+    in_table = [row for row in rows if row["variant"] in ("grpo", *labels)]
+    yield f"All start at {per_cent(fmean(values(in_table, 'before')), 0)} %"
+    minutes = sum(values(in_table, "minutes"))
+    yield f"The {len(in_table)} runs and {WORDS[grpo_seeds]} warm-ups took {minutes:.0f} minutes of a core"
 
-    printed, llama = PAPER["alfworld"]["Qwen2.5-1.5B"], PAPER["webshop"]["Llama-3.2-3B"]
-    yield f"ALFWorld: {printed['constant']} with a constant lambda of 1, {printed['paw']} with the adaptive one"
-    yield f"(ALFWorld {printed['grpo']} -> {printed['paw']} with GRPO on Qwen2.5-1.5B)"
+
+def printed_by_the_paper() -> Iterator[str]:
+    qwen = PAPER["alfworld"]["Qwen2.5-1.5B"]
+    llama = PAPER["webshop"]["Llama-3.2-3B"]
+    yield f"ALFWorld: {qwen['constant']} with a constant lambda of 1, {qwen['paw']} with the adaptive one"
+    yield f"(ALFWorld {qwen['grpo']} -> {qwen['paw']} with GRPO on Qwen2.5-1.5B)"
     yield f"Llama 3.2 on WebShop ({llama['grpo']} -> {llama['paw']})"
-    (early, late), (fresh, settled) = (
-        gradient_ratios(run) for run in ("ce-clipped-0", "balanced-0")
-    )
-    yield f"its gradient is {early:.1f} times the policy's in the first ten updates and {late:.1f} times in the last"
-    yield f"where CMAE's is {per_cent(fresh, 0)} % and {per_cent(settled, 0)} %"
-    yield f"a fraction of the policy's ({per_cent(fresh, 0)} % in the miniature's"
+    ce_first, ce_last = gradient_ratios("ce-clipped-0")
+    cmae_first, cmae_last = gradient_ratios("balanced-0")
+    ce = f"{ce_first:.1f} times the policy's in the first ten updates and {ce_last:.1f} times in the last"
+    yield f"its gradient is {ce}"
+    yield f"where CMAE's is {per_cent(cmae_first, 0)} % and {per_cent(cmae_last, 0)} %"
+    yield f"a fraction of the policy's ({per_cent(cmae_first, 0)} % in the miniature's"
 
-    t04 = read("experiment_t04")
-    success = {variant: by_seed(t04, variant, "success") for variant in ("grpo", "paw", "ce")}
-    grpo, paw = (per_cent(fmean(success[variant].values())) for variant in ("grpo", "paw"))
-    gap, few = (less("experiment_t04", variant, "success") for variant in ("paw", "ce"))
-    yield f"win {grpo} % (GRPO) and {paw} % (PaW) of games: {gap}, {len(success['paw'])} seeds"
-    yield f"on its first four seeds {few}"
-    assert sorted(success["ce"]) == [0, 1, 2, 3]
 
-    def shares(variant: str, key: str = "gradient_frac") -> float:
+def compared_at_t04() -> Iterator[str]:
+    rows = read("experiment_t04")
+    paw_success = by_seed(rows, "paw", "success")
+    grpo = per_cent(fmean(by_seed(rows, "grpo", "success").values()))
+    paw = per_cent(fmean(paw_success.values()))
+    gap = less("experiment_t04", "paw", "success")
+    yield f"win {grpo} % (GRPO) and {paw} % (PaW) of games: {gap}, {len(paw_success)} seeds"
+    yield f"on its first four seeds {less('experiment_t04', 'ce', 'success')}"
+    assert sorted(by_seed(rows, "ce", "success")) == [0, 1, 2, 3]
+
+
+def compared_additions() -> Iterator[str]:
+    rows = read(COMPARE)
+
+    def share(variant: str, key: str = "gradient_frac") -> float:
         return fmean(by_seed(rows, variant, key).values())
 
-    masked = per_cent(shares("paw", "masked_frac"), 0)
-    yield f"{shares('paw'):.2f} with CMAE (a mean over the run; {masked} % of observation tokens are masked)"
-    yield f"{shares('unselected'):.2f} without selection, {shares('ce'):.2f} with cross-entropy"
-    yield f"{shares('grpo'):.3f} of GRPO's response tokens"
-    for variant, label in {
+    masked = per_cent(share("paw", "masked_frac"), 0)
+    yield f"{share('paw'):.2f} with CMAE (a mean over the run; {masked} % of observation tokens are masked)"
+    yield f"{share('unselected'):.2f} without selection, {share('ce'):.2f} with cross-entropy"
+    yield f"{share('grpo'):.3f} of GRPO's response tokens"
+    labels = {
         "mae": "MAE without the mask",
         "gce": "generalised cross-entropy, q 0.7",
         "scaled": "CMAE ten times as large (`wm.scale = 10`)",
@@ -258,48 +342,67 @@ def experiments() -> Iterator[str]:
         "clipped": 'both gradients clipped apart (`optim.clip = "separate"`)',
         "ce-clipped": "the same with cross-entropy",
         "horizon": "two further turns predicted (`wm.horizon = 2`)",
-    }.items():
-        yield f"| {label} | {seeds[variant]} | {less(name, variant)} | {shares(variant):.2f} |"
+    }
+    for variant, label in labels.items():
+        seeds = len(by_seed(rows, variant, "after"))
+        yield table_line(label, seeds, less(COMPARE, variant), f"{share(variant):.2f}")
 
-    search = "experiment_search"
-    yield from against_grpo(search, {"paw": "GRPO + PaW"})
-    found = read(search)
-    yield f"paired; {sum(row['minutes'] for row in found):.0f} minutes of a core"
-    yield f"{per_cent(fmean(by_seed(found, 'paw', 'masked_frac').values()), 0)} % of observation tokens"
 
-    stages = [
-        read("noise_gradient", **{"class": "noise", "stage": stage})
-        for stage in ("start", "trained")
-    ]
-    yield f"on noise, which is {' to '.join(per_cent(lines[0]['token_share'], 0) for lines in stages)} % of tokens"
-    for loss, label in {
+def search_questions() -> Iterator[str]:
+    yield from against_grpo("experiment_search", {"paw": "GRPO + PaW"})
+    rows = read("experiment_search")
+    yield f"paired; {sum(values(rows, 'minutes')):.0f} minutes of a core"
+    masked = fmean(by_seed(rows, "paw", "masked_frac").values())
+    yield f"{per_cent(masked, 0)} % of observation tokens"
+
+
+def noise_shares() -> Iterator[str]:
+    noise = read("noise_gradient", **{"class": "noise"})
+    start = [row for row in noise if row["stage"] == "start"]
+    trained = [row for row in noise if row["stage"] == "trained"]
+    tokens_start = per_cent(start[0]["token_share"], 0)
+    tokens_trained = per_cent(trained[0]["token_share"], 0)
+    yield f"on noise, which is {tokens_start} to {tokens_trained} % of tokens"
+    labels = {
         "ce": "cross-entropy",
         "gce": "generalised cross-entropy, q 0.7",
         "mae": "MAE, before the mask",
         "cmae": "CMAE, after it",
-    }.items():
-        cells = [
-            [per_cent(one(lines, key, loss=loss)) for lines in stages]
-            for key in ("by_logp", "by_logits")
-        ]
-        yield f"| {label} | {' | '.join(map(' -> '.join, cells))} |"
+    }
+    for loss, label in labels.items():
+        cells = []
+        for key in ("by_logp", "by_logits"):
+            first = per_cent(one(start, key, loss=loss))
+            cells.append(f"{first} -> {per_cent(one(trained, key, loss=loss))}")
+        yield table_line(label, *cells)
 
-    sparse = read("experiment_sparse")
-    for variant, label in {
+
+def sparse_wins() -> Iterator[str]:
+    rows = read("experiment_sparse")
+    labels = {
         "grpo": "GRPO",
         "paw": "GRPO + PaW",
         "drop": 'GRPO with `advantage.penalty_only = "drop"`',
-    }.items():
-        keys = ("before", "after", "updates_with_success")
-        before, after, share = (
-            per_cent(fmean(by_seed(sparse, variant, key).values())) for key in keys
-        )
+    }
+    for variant, label in labels.items():
+        cells = [label]
+        for key in ("before", "after"):
+            cells.append(per_cent(fmean(by_seed(rows, variant, key).values())))
         gap = differences("experiment_sparse", variant)
-        told = "" if variant == "grpo" else f"{points(gap, sign=True)} " if gap.mean else "0.0 "
-        yield f"| {label} | {before} | {after} | {told}| {share} % |"
-    yield from pretrained()
+        if variant == "grpo":
+            cells.append("")
+        elif gap.mean:
+            cells.append(points(gap, sign=True) or "")
+        else:
+            cells.append("0.0")
+        share = fmean(by_seed(rows, variant, "updates_with_success").values())
+        yield table_line(*cells, f"{per_cent(share)} %")
+
+
+def replications() -> Iterator[str]:
     labels = {"paw": "GRPO + PaW", "predict": "prediction as a reward"}
-    labels |= {f"echo-{weight}": f"ECHO, weight {weight}" for weight in ("0.05", "0.1", "0.3")}
+    for weight in ("0.05", "0.1", "0.3"):
+        labels[f"echo-{weight}"] = f"ECHO, weight {weight}"
     labels["actions-only"] = "no observation loss in the warm-up, GRPO"
     yield from against_grpo("experiment_replications", labels)
     name = "experiment_replications_miniature"
@@ -309,16 +412,16 @@ def experiments() -> Iterator[str]:
 
 def against_grpo(name: str, labels: dict[str, str]) -> Iterator[str]:
     """The lines of a table of ten seeds: before, after, less GRPO."""
-    yield f"| GRPO | {mean(name, 'grpo', 'before')} | {mean(name, 'grpo', 'after')} | |"
+    yield table_line("GRPO", mean(name, "grpo", "before"), mean(name, "grpo", "after"), "")
     for variant, label in labels.items():
         assert len(by_seed(read(name), variant, "after")) == 10
-        yield f"| {label} | {mean(name, variant, 'before')} | {mean(name, variant, 'after')} | {less(name, variant)} |"
+        before = mean(name, variant, "before")
+        yield table_line(label, before, mean(name, variant, "after"), less(name, variant))
 
 
 def pretrained() -> Iterator[str]:
     rows = read("smollm2")
-    found = {(row["stage"], row["measure"]): row for row in rows}
-    stages = ("start", "fine-tuned")
+    by_measure = {(row["stage"], row["measure"]): row for row in rows}
 
     def cell(row: dict[str, Any], form: Any) -> str:
         return f"{form(row['value'])} [{form(row['low'])}, {form(row['high'])}]"
@@ -338,260 +441,348 @@ def pretrained() -> Iterator[str]:
         "cmae/policy by head": "CMAE over the policy's",
     }.items():
         form = (lambda value: f"{value:.2g}") if " by head" in measure else share
-        yield f"| {label} | {' | '.join(cell(found[stage, measure], form) for stage in stages)} |"
-    valid, won = (found["fine-tuned", name] for name in ("valid actions", "episodes won"))
-    noise = found["start", "tokens on noise"]
+        start = cell(by_measure["start", measure], form)
+        yield table_line(label, start, cell(by_measure["fine-tuned", measure], form))
+    valid = by_measure["fine-tuned", "valid actions"]
+    won = by_measure["fine-tuned", "episodes won"]
+    noise = by_measure["start", "tokens on noise"]
     yield f"{share(valid['value'])} % of the actions that it then samples are valid"
     yield f"{round(won['value'] * won['units'])} of its {won['units']:.0f} episodes"
     yield f"{noise['observation_tokens']:,.0f} observation tokens, {share(noise['value'])} % of them noise"
 
 
 def gradient_ratios(run: str) -> tuple[float, float]:
-    """Mean norm of the world model's gradient over the policy's, of the first and of the last ten updates."""
-    mine = [row for row in read("experiment_grad_norms", run=run) if row["policy/grad_norm"]]
-    policy = [row["policy/grad_norm"] for row in mine]
-    world = [row["wm/grad_norm"] / (row["wm/factor"] or 1) for row in mine]
+    """Mean norm of the world model's gradient over the policy's, of the first and of the last ten
+    updates."""
+    policy = []
+    world = []
+    for row in read("experiment_grad_norms", run=run):
+        if row["policy/grad_norm"]:
+            policy.append(row["policy/grad_norm"])
+            world.append(row["wm/grad_norm"] / (row["wm/factor"] or 1))
     return fmean(world[:10]) / fmean(policy[:10]), fmean(world[-10:]) / fmean(policy[-10:])
 
 
 def environments() -> Iterator[str]:
-    search, (shop,) = read("experiment_search", variant="paw"), read("experiment_webshop")
-    before, after = (per_cent(fmean(row[key] for row in search)) for key in ("before", "after"))
+    search = read("experiment_search", variant="paw")
+    (shop,) = read("experiment_webshop")
+    before = per_cent(fmean(values(search, "before")))
+    after = per_cent(fmean(values(search, "after")))
     yield f"{before} to {after} % of {search[0]['games']:.0f} questions"
     # "in a minute", "ten seeds".
-    assert len(search) == 10 and 0.5 <= fmean(row["minutes"] for row in search) <= 1
+    assert len(search) == 10
+    assert 0.5 <= fmean(row["minutes"] for row in search) <= 1
     yield f"{per_cent(shop['before'])} to {per_cent(shop['after'])} % of {shop['games']:.0f} purchases"
     yield f"in {shop['minutes']:.0f} (one seed"
-    assert shop["seed"] == 0 and shop["games"] == search[0]["games"] == 256
+    assert shop["seed"] == 0
+    assert shop["games"] == search[0]["games"] == 256
 
 
 def rollout() -> Iterator[str]:
-    of = {"turns": "a turn", "episodes": "an episode"}
-    for name, told in (("search", "of both passes on search"), ("tau2", "on tau2's stand-in")):
-        rows = read("conversations", environment=name)
-        paper, merged, alone = (row["scoring"] + row["update"] for row in rows)
-        for row in rows:
-            counts = f"{row['episodes']:.0f}, {row['turns']:.0f} | {row['scoring']:,.0f} | {row['update']:,.0f} |"
-            label = "the paper's prompts" if row["style"] == "paper" else "a conversation"
-            yield f"| {name} | {label}, a row {of[row['rows']]} | {counts}"
-        assert merged < paper < alone
-        yield f"{per_cent(1 - merged / paper, 0)} % {told}"
-        yield f"{alone / merged:.1f} times the tokens on {name}"
-    for name in ("search", "tau2"):
-        turns, episodes = (
-            [row["cpu_s"] for row in read("conversations_time_cpu", environment=name, rows=rows)]
-            for rows in of
-        )
-        yield f"{median(a / b for a, b in zip(turns, episodes, strict=True)):.1f} times the processor seconds on {name}"
+    yield from conversation_tokens()
     for row in read("shared_prefix_cpu"):
         fewer = f"{row['packed_tokens'] / row['trie_tokens']:.2f}"
         faster = f"{row['faster']:.2f}" if row["faster"] else ""
-        yield f"| {row['style']} | {row['members']:.0f} | {row['same']:.1f} | {fewer} | {faster} |".replace(
-            "|  |", "| |"
-        )
+        members = f"{row['members']:.0f}"
+        yield table_line(row["style"], members, f"{row['same']:.1f}", fewer, faster)
     yield importlib.import_module("bench.rollout.plot").markdown(common.RESULTS / "rollout_cpu.csv")
-    hits = [row["cached_frac"] for row in read("rollout_cpu")]
+    rows = read("rollout_cpu")
+    hits = values(rows, "cached_frac")
     yield f"prompt tokens ({per_cent(min(hits), 0)} to {per_cent(max(hits), 0)} %)"
-    assert {row["logp_difference"] for row in read("rollout_cpu")} == {0.0}
-    before, after = (read("rollout_schedulers_cpu", scheduler=name) for name in ("before", "after"))
-    times = [f"{min(row['cpu_s'] for row in rows):.1f} to {max(row['cpu_s'] for row in rows):.1f} s"
-             for rows in (before, after)]  # fmt: skip
-    yield f"{times[0]} of processor time a play before and {times[1]} after"
-    apart = max(
-        abs(x["engine_steps"] / y["engine_steps"] - 1) for x, y in zip(before, after, strict=True)
-    )
-    yield f"engine steps within {per_cent(apart)} % of each other"
+    assert distinct(rows, "logp_difference") == [0.0]
+
+    before = read("rollout_schedulers_cpu", scheduler="before")
+    after = read("rollout_schedulers_cpu", scheduler="after")
+    times_before = spread(values(before, "cpu_s"))
+    yield f"{times_before} of processor time a play before and {spread(values(after, 'cpu_s'))} after"
+    largest = 0.0
+    for old_row, new_row in zip(before, after, strict=True):
+        largest = max(largest, abs(old_row["engine_steps"] / new_row["engine_steps"] - 1))
+    yield f"engine steps within {per_cent(largest)} % of each other"
+
+
+def spread(seconds: list[float]) -> str:
+    return f"{min(seconds):.1f} to {max(seconds):.1f} s"
+
+
+LAYOUTS = {"turns": "a turn", "episodes": "an episode"}
+
+
+def conversation_tokens() -> Iterator[str]:
+    for name, passes in (("search", "of both passes on search"), ("tau2", "on tau2's stand-in")):
+        rows = read("conversations", environment=name)
+        for row in rows:
+            layout = f"{style_of(row)}, a row {LAYOUTS[row['rows']]}"
+            episodes = f"{row['episodes']:.0f}, {row['turns']:.0f}"
+            yield table_line(
+                name, layout, episodes, f"{row['scoring']:,.0f}", f"{row['update']:,.0f}"
+            )
+        paper, merged, separate = (row["scoring"] + row["update"] for row in rows)
+        assert merged < paper < separate
+        yield f"{per_cent(1 - merged / paper, 0)} % {passes}"
+        yield f"{separate / merged:.1f} times the tokens on {name}"
+    for name in ("search", "tau2"):
+        turns = values(read("conversations_time_cpu", environment=name, rows="turns"), "cpu_s")
+        episodes = values(
+            read("conversations_time_cpu", environment=name, rows="episodes"), "cpu_s"
+        )
+        ratio = median(a / b for a, b in zip(turns, episodes, strict=True))
+        yield f"{ratio:.1f} times the processor seconds on {name}"
+
+
+def style_of(row: dict[str, Any]) -> str:
+    return "the paper's prompts" if row["style"] == "paper" else "a conversation"
 
 
 def rwml() -> Iterator[str]:
     rows = read("rwml_quickstart")
     for kind in ("next_state", "task"):
         rows = exact(rows, f"{kind}_success", f"{kind}_games")
-    for model, label in {
+    labels = {
         "warm-up": "warm-up: plays, was never asked for next states",
         "start": "start: fine-tuned on 449 triplets",
         "rwml": "RWML: 60 updates of 16 x 8 from start, a third of an epoch of the filtered triplets",
         "wm-sft": "WM-SFT: all 4,493 training triplets, twice",
-    }.items():
-        cells = []
+    }
+    for model, label in labels.items():
+        cells = [label]
         for kind in ("next_state", "task"):
-            share, low, high = (
-                per_cent(one(rows, f"{kind}_{key}", model=model))
-                for key in ("success", "ci_low", "ci_high")
-            )
+            share = per_cent(one(rows, f"{kind}_success", model=model))
+            low = per_cent(one(rows, f"{kind}_ci_low", model=model))
+            high = per_cent(one(rows, f"{kind}_ci_high", model=model))
             cells.append(share if share == "0.0" else f"{share} ({low} to {high})")
-        yield f"| {label} | {cells[0]} | {cells[1]} |"
-    gain = one(rows, "next_state_success", model="rwml") - one(
-        rows, "next_state_success", model="start"
-    )
+        yield table_line(*cells)
+    start = one(rows, "next_state_success", model="start")
+    gain = one(rows, "next_state_success", model="rwml") - start
     yield f"over its start by {per_cent(gain)} points"
+
     text = (common.RESULTS / "rwml_filter.txt").read_text(encoding="utf-8")
-    keys = r"on (\d+) triplets; predicted (\d+) .*right ([\d.]+)%.*: ([\d.]+)%.*kept (\d+)"
-    tuned, others, right, easy, kept = re.search(keys, text, re.DOTALL).groups()  # type: ignore[union-attr]
-    yield f"{int(others):,} triplets predicted 10 times each, right {right} % of the time; {easy} % easy"
+    numbers = r"on (\d+) triplets; predicted (\d+) .*right ([\d.]+)%.*: ([\d.]+)%.*kept (\d+)"
+    match = re.search(numbers, text, re.DOTALL)
+    assert match
+    tuned, predicted, right, easy, kept = match.groups()
+    yield f"{int(predicted):,} triplets predicted 10 times each, right {right} % of the time; {easy} % easy"
     yield f"{int(kept):,} kept"
-    assert tuned == "449" and int(tuned) + int(others) == 4493
+    assert tuned == "449"
+    assert int(tuned) + int(predicted) == 4493
 
 
 def memory() -> Iterator[str]:
-    yield importlib.import_module("bench.trainer.memory").table(
-        common.read(common.RESULTS / "memory_plan.csv")
-    )
+    rows = common.read(common.RESULTS / "memory_plan.csv")
+    yield importlib.import_module("bench.trainer.memory").table(rows)
 
 
 def reliability() -> Iterator[str]:
     rows = read("checkpoints_cpu")
     yield f"a model of {rows[0]['parameters'] / 1e6:.0f} million parameters ({rows[0]['gib']:.1f} GiB on the disk)"
-    waits = {
-        way: median(row["waits_s"] for row in rows if row["way"] == way)
-        for way in {row["way"] for row in rows}
-    }
+    waits = {}
+    for way in distinct(rows, "way"):
+        waits[way] = median(row["waits_s"] for row in rows if row["way"] == way)
     yield f"waits {waits['gathered']:.1f} s for a checkpoint that rank 0 gathers and writes"
     yield f"{waits['shards']:.1f} s where each rank writes its own; {waits['background']:.1f} s where that is done"
 
 
 def retriever() -> Iterator[str]:
-    def cells(case: str, batch: str = "0") -> list[tuple[str, str]]:
-        """(Seconds by the clock, of a processor) of BM25 and dense retrieval; of one query where there is a batch."""
-        found = []
-        for name in ("bm25", "dense"):
-            (row,) = read("retriever_cpu", retriever=name, case=case, batch=batch)
-            wall, cpu = (
-                row[key] / (row["count"] if batch != "0" else 1) for key in ("wall_s", "cpu_s")
-            )
-            unit, scale = ("ms", 1000) if wall < 0.1 else ("s", 1)
-            found.append(
-                tuple(f"{scale * value:#.2g}".rstrip(".") + f" {unit}" for value in (wall, cpu))
-            )
-        return found
-
-    bm25, dense = cells("index")
-    yield f"| index | {bm25[0]} ({bm25[1]} of a processor) | {dense[0]} ({dense[1]}) |"
-    yield f"| open again | {' | '.join(wall for wall, _ in cells('reopen'))} |"
+    bm25_wall, bm25_cpu = retrieval_times("bm25", "index")
+    dense_wall, dense_cpu = retrieval_times("dense", "index")
+    yield f"| index | {bm25_wall} ({bm25_cpu} of a processor) | {dense_wall} ({dense_cpu}) |"
+    bm25_wall, _ = retrieval_times("bm25", "reopen")
+    dense_wall, _ = retrieval_times("dense", "reopen")
+    yield table_line("open again", bm25_wall, dense_wall)
     for label, batch in (("a query, alone", "1"), ("a query, 64 a call", "64")):
-        yield f"| {label} | {' | '.join(f'{wall} ({cpu})' for wall, cpu in cells('process', batch))} |"
-    rates = [
-        one(read("retriever_cpu"), "a_second", retriever=name, case="http")
-        for name in ("bm25", "dense")
-    ]
-    yield f"| queries/s over HTTP, 16 clients | {rates[0]:.0f} | {rates[1]:.0f} |"
+        bm25_wall, bm25_cpu = retrieval_times("bm25", "process", batch)
+        dense_wall, dense_cpu = retrieval_times("dense", "process", batch)
+        yield table_line(label, f"{bm25_wall} ({bm25_cpu})", f"{dense_wall} ({dense_cpu})")
+    rows = read("retriever_cpu", case="http")
+    bm25 = one(rows, "a_second", retriever="bm25")
+    dense = one(rows, "a_second", retriever="dense")
+    yield table_line("queries/s over HTTP, 16 clients", f"{bm25:.0f}", f"{dense:.0f}")
+
+
+def retrieval_times(name: str, case: str, batch: str = "0") -> tuple[str, str]:
+    """(Time by the clock, of a processor) of a case; of one query if there is a batch."""
+    (row,) = read("retriever_cpu", retriever=name, case=case, batch=batch)
+    count = row["count"] if batch != "0" else 1
+    wall_s = row["wall_s"] / count
+    cpu_s = row["cpu_s"] / count
+    unit, scale = ("ms", 1000) if wall_s < 0.1 else ("s", 1)
+
+    def shown(seconds: float) -> str:
+        return f"{scale * seconds:#.2g}".rstrip(".") + f" {unit}"
+
+    return shown(wall_s), shown(cpu_s)
+
+
+def profile_rows(name: str) -> Rows:
+    """The lines of `paw profile` as it made them."""
+    rows = []
+    for row in read(name):
+        measured = {key: 0.0 if value is None else value for key, value in row.items()}
+        rows.append(measured | {"repeat": int(row["repeat"])})
+    return rows
 
 
 def profiled(name: str) -> tuple[Rows, str, str]:
-    """(lines of `paw profile`, what PaW adds to the tokens of an update, and to the time of a step)."""
-    rows = [
-        {k: 0.0 if v is None else v for k, v in row.items()} | {"repeat": int(row["repeat"])}
-        for row in read(name)
-    ]
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
-    phases = list(dict.fromkeys(row["phase"] for row in rows))
-    grpo, paw = (pick(rows, variant, ["update"], "tokens")[0] for variant in variants)
-    point, low, high = overhead(*(pick(rows, variant, phases, "seconds") for variant in variants))
-    return rows, f"{100 * paw / grpo - 100:+.1f} %", f"{point:+.1f} % [{low:.1f}, {high:.1f}]"
+    """(lines of `paw profile`, what PaW adds to the tokens of an update, and to the time of a
+    step)."""
+    rows = profile_rows(name)
+    added = added_time(rows, distinct(rows, "phase"), "seconds")
+    return rows, added_tokens(rows), added
+
+
+def added_tokens(rows: Rows) -> str:
+    grpo, paw = distinct(rows, "variant")
+    grpo_tokens = pick(rows, grpo, ["update"], "tokens")[0]
+    paw_tokens = pick(rows, paw, ["update"], "tokens")[0]
+    return f"{100 * paw_tokens / grpo_tokens - 100:+.1f} %"
+
+
+def added_time(rows: Rows, phases: list[str], key: str) -> str:
+    grpo, paw = distinct(rows, "variant")
+    grpo_seconds = pick(rows, grpo, phases, key)
+    point, low, high = overhead(grpo_seconds, pick(rows, paw, phases, key))
+    return f"{point:+.1f} % [{low:.1f}, {high:.1f}]"
 
 
 def profile() -> Iterator[str]:
-    for name, label in (
-        ("profile_cpu", "quickstart, {:,.0f} turns"),
-        ("profile_cpu_synthetic", "ALFWorld's sizes, random 0.2 M model, {:.0f} turns"),
-    ):
-        rows = [
-            {k: 0.0 if v is None else v for k, v in row.items()} | {"repeat": int(row["repeat"])}
-            for row in read(name)
-        ]
-        arms, phases = (
-            list(dict.fromkeys(row[key] for row in rows)) for key in ("variant", "phase")
-        )
-        without = "" if "rollout" in phases else " (no rollout)"
+    rows = profile_rows("profile_cpu")
+    yield profile_line(rows, f"quickstart, {rows[0]['turns']:,.0f} turns", "")
+    rows = profile_rows("profile_cpu_synthetic")
+    label = f"ALFWorld's sizes, random 0.2 M model, {rows[0]['turns']:.0f} turns"
+    yield profile_line(rows, label, " (no rollout)")
+    in_update = added_time(rows, ["update"], "cpu_seconds")
+    yield f"at {in_update.partition(' %')[0][1:]} % of the update"
 
-        def added(phases: list[str], key: str, arms=arms, rows=rows) -> str:
-            point, low, high = overhead(*(pick(rows, arm, phases, key) for arm in arms))
-            return f"{point:+.1f} % [{low:.1f}, {high:.1f}]"
-
-        tokens = [pick(rows, arm, ["update"], "tokens")[0] for arm in arms]
-        peaks = [memory_gib(rows, arm)[0] for arm in arms]
-        cells = [label.format(rows[0]["turns"]), f"{100 * tokens[1] / tokens[0] - 100:+.1f} %"]
-        cells += [added(["update"], "cpu_seconds"), added(phases, "cpu_seconds") + without]
-        cells += [added(phases, "seconds") + without, f"{100 * peaks[1] / peaks[0] - 100:+.1f} %"]
-        yield f"| {' | '.join(cells)} |"
-        if without:
-            yield f"at {cells[2].partition(' %')[0][1:]} % of the update"
     for row in read("conversations"):
-        style = "the paper's prompts" if row["style"] == "paper" else "a conversation"
-        each = "a turn" if row["rows"] == "turns" else "an episode"
-        yield f"| {row['environment']} | {style}, a row {each} | {row['paw']:+.1f} % |"
-    late = read("masked_cpu")[-15:]
-    masked, ruled, wrong, skipped = (
-        sum(row[key] for row in late) / sum(row[of] for row in late)
-        for key, of in zip(
-            ("masked", "ruled", "wrong", "skipped"),
-            ("selected", "selected", "ruled", "tokens"),
-            strict=True,
-        )
+        layout = f"{style_of(row)}, a row {LAYOUTS[row['rows']]}"
+        yield table_line(row["environment"], layout, f"{row['paw']:+.1f} %")
+    yield from masked_observations()
+    yield from against_trl_in_detail()
+    yield from conversation_sizes()
+
+
+def profile_line(rows: Rows, label: str, remark: str) -> str:
+    """A line of the table; `remark` says what the phases leave out."""
+    phases = distinct(rows, "phase")
+    assert ("rollout" in phases) == (remark == "")
+    grpo, paw = distinct(rows, "variant")
+    grpo_gib = memory_gib(rows, grpo)[0]
+    paw_gib = memory_gib(rows, paw)[0]
+    return table_line(
+        label,
+        added_tokens(rows),
+        added_time(rows, ["update"], "cpu_seconds"),
+        added_time(rows, phases, "cpu_seconds") + remark,
+        added_time(rows, phases, "seconds") + remark,
+        f"{100 * paw_gib / grpo_gib - 100:+.1f} %",
     )
-    yield f"{per_cent(masked, 0)} % of the selected observations are masked as a whole"
-    yield f"rule takes {per_cent(ruled, 0)} %, of which {per_cent(wrong, 0)} % should have stayed"
-    yield f"{per_cent(skipped)} % of the update's tokens"
-    cases = [trl_steps(), trl_steps("bfloat16"), trl_steps(style="conversations")]
-    yield from (table for table, _ in cases)
-    turns, bf16, conversations = (found for _, found in cases)
-    for found, words in (
-        (bf16, "{:.2f} times PaW's time and {:.2f} times its memory"),
-        (turns, "{:.2f} and {:.2f} in float32"),
-    ):
-        trl = found["TRL, completions only"]
-        yield words.format(trl["seconds / GRPO"], trl["peak_gib / GRPO"])
-    yield "in bfloat16 {:.2f} times the speed at {:.2f}".format(*against_trl(bf16))
-    yield "float32 {:.2f} times at {:.2f}, and {:.2f} times at {:.2f} with `model.compile`".format(
-        *against_trl(turns), *against_trl(turns, "GRPO, compiled")
-    )
-    yield f"{per_cent(turns['GRPO']['body_s'] / turns['GRPO']['seconds'], 0)} % of the step are the body"
-    assert turns["GRPO"]["body_s"] > turns["TRL"]["seconds"] / 2
-    ratios = (
-        turns["GRPO + PaW"]["seconds / GRPO"],
-        turns["GRPO + PaW, compiled"]["seconds / GRPO, compiled"],
-    )
-    yield "float32: {:+.1f} %, compiled {:+.1f} %".format(*(100 * ratio - 100 for ratio in ratios))
-    yield f"In the conversations {100 * conversations['GRPO + PaW']['seconds / GRPO'] - 100:+.1f} %"
+
+
+def masked_observations() -> Iterator[str]:
+    last = read("masked_cpu")[-15:]
+    total = {}
+    for key in ("selected", "masked", "ruled", "wrong", "skipped", "tokens"):
+        total[key] = sum(values(last, key))
+    masked = per_cent(total["masked"] / total["selected"], 0)
+    ruled = per_cent(total["ruled"] / total["selected"], 0)
+    wrong = per_cent(total["wrong"] / total["ruled"], 0)
+    yield f"{masked} % of the selected observations are masked as a whole"
+    yield f"rule takes {ruled} %, of which {wrong} % should have stayed"
+    yield f"{per_cent(total['skipped'] / total['tokens'])} % of the update's tokens"
+
+
+def against_trl_in_detail() -> Iterator[str]:
+    turns_table, turns = trl_steps()
+    bf16_table, bf16 = trl_steps("bfloat16")
+    conversations_table, conversations = trl_steps(style="conversations")
+    yield turns_table
+    yield bf16_table
+    yield conversations_table
+
+    trl = bf16["TRL, completions only"]
+    time, memory = trl["seconds / GRPO"], trl["peak_gib / GRPO"]
+    yield f"{time:.2f} times PaW's time and {memory:.2f} times its memory"
+    trl = turns["TRL, completions only"]
+    time, memory = trl["seconds / GRPO"], trl["peak_gib / GRPO"]
+    yield f"{time:.2f} and {memory:.2f} in float32"
+
+    speed, memory = against_trl(bf16)
+    yield f"in bfloat16 {speed:.2f} times the speed at {memory:.2f}"
+    speed, memory = against_trl(turns)
+    compiled_speed, compiled_memory = against_trl(turns, "GRPO, compiled")
+    compiled = f"{compiled_speed:.2f} times at {compiled_memory:.2f} with `model.compile`"
+    yield f"float32 {speed:.2f} times at {memory:.2f}, and {compiled}"
+
+    body = turns["GRPO"]["body_s"]
+    yield f"{per_cent(body / turns['GRPO']['seconds'], 0)} % of the step are the body"
+    assert body > turns["TRL"]["seconds"] / 2
+    added = 100 * turns["GRPO + PaW"]["seconds / GRPO"] - 100
+    added_compiled = 100 * turns["GRPO + PaW, compiled"]["seconds / GRPO, compiled"] - 100
+    yield f"float32: {added:+.1f} %, compiled {added_compiled:+.1f} %"
+    added = 100 * conversations["GRPO + PaW"]["seconds / GRPO"] - 100
+    yield f"In the conversations {added:+.1f} %"
+
+
+def conversation_sizes() -> Iterator[str]:
     versus = importlib.import_module("bench.trainer.against_trl")
     samples = versus.make_samples("conversations")
-    last = sum(
-        len(its[-1].separator_ids + its[-1].observation_ids) for its in versus.episodes(samples)
-    )
-    rows = [
-        sum(len(getattr(sample, key)) for sample in samples)
-        for key in ("observation_ids", "response_ids")
-    ]
-    more = per_cent(last / sum(versus.row_lengths(samples))), per_cent(rows[0] / rows[1], 0)
-    yield "{} % more tokens, and observations add {} %".format(*more)
+    appended = 0
+    for episode in versus.episodes(samples):
+        appended += len(episode[-1].separator_ids) + len(episode[-1].observation_ids)
+    observations = sum(len(sample.observation_ids) for sample in samples)
+    responses = sum(len(sample.response_ids) for sample in samples)
+    more_tokens = per_cent(appended / sum(versus.row_lengths(samples)))
+    more_targets = per_cent(observations / responses, 0)
+    yield f"{more_tokens} % more tokens, and observations add {more_targets} %"
 
 
 def scale() -> Iterator[str]:
-    rows = {way: read("exchange_cpu", way=way) for way in ("arrays", "json")}
-    (tokens,) = {row["tokens"] for way in rows for row in rows[way]}
+    rows = read("exchange_cpu")
+    (tokens,) = distinct(rows, "tokens")
     yield f"{tokens / 1e6:.0f} million tokens"
-    for way, told in (("arrays", "{:.1f} s, {:.1f} GiB at most and {:.1f} in the end"),
-                      ("json", "{:.1f} s, {:.1f} and {:.1f} GiB")):  # fmt: skip
-        sizes = (
-            max(row[key] - row["base_gib"] for row in rows[way]) for key in ("peak_gib", "end_gib")
-        )
-        yield told.format(max(row["cpu_s"] for row in rows[way]), *sizes)
-    keys = ("seconds", "rollout", "update")
-    zero, ahead = (
-        {key: median(row[key] for row in read("ahead_cpu", ahead=of)) for key in keys}
-        for of in "01"
-    )
-    faster = zero["seconds"] / ahead["seconds"]
-    yield f"takes {zero['seconds']:.1f} s with 0 and {ahead['seconds']:.1f} s with 1: {faster:.1f} times the speed"
-    yield f"episodes take {zero['rollout']:.1f} s and the optimizer's part {zero['update']:.1f} s"
-    late, now = ({row["seed"]: row["success"] for row in exact(read(name, update="240")) if row["seed"] < 3}
-                 for name in ("ahead_learning", "quickstart_long"))  # fmt: skip
-    for told, of in (
-        ("quickstart-long`](quickstart.md) to {} % of the unseen games", late),
-        ("itself to {} %", now),
-    ):
-        yield told.format("{}, {} and {}".format(*map(per_cent, of.values())))
-    yield f"a difference of {points(paired(now, late), sign=True)} points"
+    seconds, peak, end = exchange_costs("arrays")
+    yield f"{seconds:.1f} s, {peak:.1f} GiB at most and {end:.1f} in the end"
+    seconds, peak, end = exchange_costs("json")
+    yield f"{seconds:.1f} s, {peak:.1f} and {end:.1f} GiB"
+
+    in_turn = median_row(read("ahead_cpu", ahead="0"))
+    ahead = median_row(read("ahead_cpu", ahead="1"))
+    faster = in_turn["seconds"] / ahead["seconds"]
+    yield f"takes {in_turn['seconds']:.1f} s with 0 and {ahead['seconds']:.1f} s with 1: {faster:.1f} times the speed"
+    yield f"episodes take {in_turn['rollout']:.1f} s and the optimizer's part {in_turn['update']:.1f} s"
+
+    late = success_after("ahead_learning")
+    current = success_after("quickstart_long")
+    yield f"quickstart-long`](quickstart.md) to {listed(late)} % of the unseen games"
+    yield f"itself to {listed(current)} %"
+    yield f"a difference of {points(paired(current, late), sign=True)} points"
+
+
+def exchange_costs(way: str) -> tuple[float, float, float]:
+    """The most of both ranks: processor seconds, GiB above the process's own at the peak and at the
+    end."""
+    rows = read("exchange_cpu", way=way)
+    peak = max(row["peak_gib"] - row["base_gib"] for row in rows)
+    end = max(row["end_gib"] - row["base_gib"] for row in rows)
+    return max(values(rows, "cpu_s")), peak, end
+
+
+def median_row(rows: Rows) -> dict[str, float]:
+    return {key: median(values(rows, key)) for key in ("seconds", "rollout", "update")}
+
+
+def success_after(name: str) -> dict[float, float]:
+    """Success after 240 updates with the seeds 0, 1 and 2."""
+    success = {}
+    for row in exact(read(name, update="240")):
+        if row["seed"] < 3:
+            success[row["seed"]] = row["success"]
+    return success
+
+
+def listed(success: dict[float, float]) -> str:
+    first, second, third = map(per_cent, success.values())
+    return f"{first}, {second} and {third}"
 
 
 PAGES = {
@@ -615,7 +806,8 @@ range 0.02 instead of 0.1; filter's 10 %; Qwen2.5's shape; qwen2.5-1.5b; qwen2.5
 arXiv 2605.24517; arXiv 2607.21273; arXiv 2609.20715; hurts at 0.05 and 0.3; TRL 1.16;
 twice the speed at 0.6 of the memory; PaW within 2 % of GRPO; passes the 1.25
 """
-"""What stands in those sections and was not measured there: settings, versions, limits, the paper's numbers."""
+"""What stands in those sections and was not measured there: settings, versions, limits, the paper's
+numbers."""
 
 
 def normal(text: str) -> str:
@@ -624,44 +816,48 @@ def normal(text: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_each_measured_number_is_what_its_file_says(page):
-    """And none is left out: of a section with such numbers, what has a decimal point or a per cent sign."""
-    text, pieces = (ROOT / page).read_text(encoding="utf-8"), list(map(normal, PAGES[page]()))
+    """And none is left out: of a section with such numbers, what has a decimal point or a per cent
+    sign."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    pieces = [normal(piece) for piece in PAGES[page]()]
     missing = [piece for piece in pieces if piece not in normal(text)]
     assert not missing, f"{page} does not say:\n" + "\n".join(missing)
-    text = re.sub(r"```.*?```|^ {4}.*?$", "", text, flags=re.DOTALL | re.MULTILINE)
-    sections = map(normal, re.split(r"^#+ ", text, flags=re.MULTILINE))
-    cited = [
-        part
-        for part in sections
-        if "bench/results" in part or any(piece in part for piece in pieces)
-    ]
-    for known in [*pieces, *normal(SETTINGS).split("; ")]:
-        cited = [section.replace(known, "") for section in cited]
-    left = [
-        found
-        for section in cited
-        for found in re.findall(r".{,30}(?:[0-9]+[.][0-9]+|[0-9]+ ?%).{,20}", section)
-    ]
-    assert not left, f"{page}: not recomputed from bench/results:\n" + "\n".join(left)
+
+    known = [*pieces, *normal(SETTINGS).split("; ")]
+    remaining = []
+    for section in sections(text):
+        if "bench/results" in section or any(piece in section for piece in pieces):
+            for piece in known:
+                section = section.replace(piece, "")
+            remaining += re.findall(r".{,30}(?:[0-9]+[.][0-9]+|[0-9]+ ?%).{,20}", section)
+    assert not remaining, f"{page}: not recomputed from bench/results:\n" + "\n".join(remaining)
+
+
+def sections(text: str) -> list[str]:
+    """The sections of a page, without its blocks of code."""
+    prose = re.sub(r"```.*?```|^ {4}.*?$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [normal(section) for section in re.split(r"^#+ ", prose, flags=re.MULTILINE)]
 
 
 def test_what_the_compiler_makes_of_a_tile_is_what_its_files_say():
-    text, place = (
-        normal((ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")),
-        ("arch", "V", "D", "gradients"),
-    )
-    tabled = read(
+    text = normal((ROOT / "docs" / "kernels.md").read_text(encoding="utf-8"))
+    columns = ("arch", "V", "D", "gradients")
+    rows = read(
         "triton_aot", table="yes", triton="3.9.0", kernel="forward_kernel", dtype="bfloat16"
     )
-    now = {tuple(map(row.get, place)): row for row in tabled if not row["softcap"]}
+    now = {}
+    for row in rows:
+        if not row["softcap"]:
+            now[tuple(row[column] for column in columns)] = row
+
     before = read("triton_aot_before")
     assert len(before) == 10
-    for row in before:
-        to, size = now[tuple(map(row.get, place))], f"{row['V']:,.0f} x {row['D']:,.0f}"
-        what = (
-            size
-            + ", bias" * (row["bias"] == "True")
-            + ", no gradients" * (row["gradients"] == "False")
-        )
-        tile, spills = ([f"{of[key]:,.0f}" for of in (row, to)] for key in ("tile", "spills"))
-        assert f"| {row['arch']} | {what} | {' | '.join(tile + spills)} |" in text
+    for old_row in before:
+        new_row = now[tuple(old_row[column] for column in columns)]
+        size = f"{old_row['V']:,.0f} x {old_row['D']:,.0f}"
+        if old_row["bias"] == "True":
+            size += ", bias"
+        if old_row["gradients"] == "False":
+            size += ", no gradients"
+        counts = [old_row["tile"], new_row["tile"], old_row["spills"], new_row["spills"]]
+        assert table_line(old_row["arch"], size, *(f"{count:,.0f}" for count in counts)) in text

@@ -36,7 +36,8 @@ PRODUCT = "'Back to Search' [SEP] '< Prev' [SEP] 'color' [SEP] 'red' [SEP] 'Acme
 
 
 def test_what_nobody_can_predict_is_noise(tmp_path):
-    """In a household what lies in a place, unless the prompt shows it already; in a shop codes and titles."""
+    """In a household what lies in a place, unless the prompt shows it already; in a shop codes and
+    titles."""
     file = tmp_path / "mine.py"
     file.write_text("def digits(prompt, action, observation):\n    return [(0, 3)]\n")
     for name, observation, expected in (
@@ -63,8 +64,10 @@ def test_what_nobody_can_predict_is_noise(tmp_path):
             observation[start:end]
             for start, end in noise_gradient.find_rule(name)(PROMPT, "", observation)
         ] == expected
-    known = r"no noise rule 'search': there are alfworld, webshop, or give --rule FILE\.py:FUNCTION"
-    with pytest.raises(UserError, match=known):
+    message = (
+        r"no noise rule 'search': there are alfworld, webshop, or give --rule FILE\.py:FUNCTION"
+    )
+    with pytest.raises(UserError, match=message):
         noise_gradient.find_rule("search")
     tokens = [(0, 3), (3, 7), (7, 9), (9, 9), (9, 12)]  # one character makes a token noise
     assert noise_gradient.noisy(tokens, [(5, 8), (11, 40)]) == [False, True, True, False, True]
@@ -79,13 +82,11 @@ def test_shares_by_hand():
     lines = {
         (line["class"], line["loss"]): line for line in noise_gradient.table(tokens, rho=0.2, q=0.5)
     }
-    one = lines["noise", "ce"]
-    assert (one["tokens"], one["token_share"], one["mean_p"], one["live"]) == (
-        1,
-        pytest.approx(1 / 3),
-        0.25,
-        0.0,
-    )
+    line_of_ce = lines["noise", "ce"]
+    assert line_of_ce["tokens"] == 1
+    assert line_of_ce["token_share"] == pytest.approx(1 / 3)
+    assert line_of_ce["mean_p"] == 0.25
+    assert line_of_ce["live"] == 0.0
     by_hand = {  # slopes 1, 1, 1; roots .5, .4, .8; p; p under .2
         "ce": (1 / 3, 1 / 1.75),
         "gce": (0.5 / 1.7, 0.5 / (0.5 + 0.2 + 0.2)),
@@ -96,23 +97,20 @@ def test_shares_by_hand():
         for key, share in zip(("by_logp", "by_logits"), shares, strict=True):
             assert lines["noise", loss][key] == pytest.approx(share)
             assert lines["rest", loss][key] == pytest.approx(1 - share)
-    assert (lines["rest", "mae"]["mean_p"], lines["rest", "mae"]["live"]) == (
-        pytest.approx(0.4),
-        0.5,
-    )
+    assert lines["rest", "mae"]["mean_p"] == pytest.approx(0.4)
+    assert lines["rest", "mae"]["live"] == 0.5
     with pytest.raises(UserError, match="no token of class 'noise' among 2"):
         noise_gradient.table(tokens[1:], rho=0.2, q=0.5)
 
 
 def test_tokens_carry_their_probability_and_the_norm_of_their_error(tiny_llm, tmp_path):
     folder = tiny_llm(tmp_path / "llm", kind="qwen3")
-    chat, lm = (
-        Chat(AutoTokenizer.from_pretrained(folder)),
-        AutoModelForCausalLM.from_pretrained(folder),
-    )
+    chat = Chat(AutoTokenizer.from_pretrained(folder))
+    lm = AutoModelForCausalLM.from_pretrained(folder)
     texts = ["You arrive at shelf 1. On the shelf 1, you see a mug 1.", "", "Nothing happens."]
     ids = chat.prompt_ids("go"), chat.response_ids("look")
-    path, expected = tmp_path / "rollouts.jsonl", []
+    path = tmp_path / "rollouts.jsonl"
+    expected = []
     with path.open("w") as file:
         for i, text in enumerate(texts):
             turn = Turn(
@@ -124,28 +122,32 @@ def test_tokens_carry_their_probability_and_the_norm_of_their_error(tiny_llm, tm
             )
     config = load("quickstart", {"rollout.temperature": "0.7", "wm.max_tokens": "50"})
     # Batches have an order of their own.
-    got = sorted(noise_gradient.measure(str(folder), config, noise_gradient.household, 1, path))
+    measured = sorted(
+        noise_gradient.measure(str(folder), config, noise_gradient.household, 1, path)
+    )
     for text in texts:
         target = chat.observation_ids(text, 50)
-        before = [*ids[0], *ids[1], *chat.separator_ids]
+        prefix = [*ids[0], *ids[1], *chat.separator_ids]
         with torch.no_grad():
             p = (
-                (lm(torch.tensor([before + target])).logits[0, len(before) - 1 : -1] / 0.7)
+                (lm(torch.tensor([prefix + target])).logits[0, len(prefix) - 1 : -1] / 0.7)
                 .double()
                 .softmax(-1)
             )
-        for at, token, (_, end) in zip(p, target, chat.observation_spans(text, 50), strict=False):
-            error = at - torch.nn.functional.one_hot(torch.tensor(token), len(at))
+        for p_at, token, (_, end) in zip(p, target, chat.observation_spans(text, 50), strict=False):
+            error = p_at - torch.nn.functional.one_hot(torch.tensor(token), len(p_at))
             expected.append(
                 (
                     "a mug" in text and end > text.find("a mug"),
-                    at[token].item(),
+                    p_at[token].item(),
                     error.norm().item(),
                 )
             )
-    assert len(got) == len(expected) > 60 and {token.noise for token in got} == {True, False}
-    for token, want in zip(got, sorted(expected), strict=True):
-        assert token == pytest.approx(want, abs=1e-5)
+    assert len(expected) > 60
+    assert len(measured) == len(expected)
+    assert {token.noise for token in measured} == {True, False}
+    for token, expected_token in zip(measured, sorted(expected), strict=True):
+        assert token == pytest.approx(expected_token, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -153,7 +155,8 @@ def test_a_run_is_measured_at_its_start_and_after_training(
     quick_run, paw_env, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("PAW_CACHE", paw_env["PAW_CACHE"])
-    noise, curves = tmp_path / "noise", tmp_path / "curves"
+    noise = tmp_path / "noise"
+    curves = tmp_path / "curves"
     noise_gradient.main(
         [
             str(quick_run),
@@ -181,12 +184,10 @@ def test_a_run_is_measured_at_its_start_and_after_training(
     dynamics.main([str(quick_run), str(study.parent), "--out", str(curves)])
     with (curves / "dynamics.csv").open() as file:
         assert [row["update"] for row in csv.DictReader(file)] == ["0", "1", "2"] * 3
-    told = capsys.readouterr().out
-    assert (
-        (noise / "noise.md").read_text() in told
-        and "|  | first (3) |" in told
-        and "| lambda | " in told
-    )
+    output = capsys.readouterr().out
+    assert (noise / "noise.md").read_text() in output
+    assert "|  | first (3) |" in output
+    assert "| lambda | " in output
     for figure in (noise / "noise.png", curves / "dynamics.png"):
         assert figure.read_bytes().startswith(b"\x89PNG")
 
@@ -205,19 +206,20 @@ def test_mistakes_are_told_before_anything_loads(capsys):
 
 
 def test_prediction_as_a_reward_adds_to_the_score_what_an_episode_predicted():
-    """Two episodes of one outcome: GRPO tells them apart by the probability of their observations alone."""
+    """Two episodes of one outcome: only the probability of their observations tells GRPO which is
+    better."""
     run = SimpleNamespace(policy=tiny_policy(), config=load("miniature"))
     prediction.Prediction().on_start(run)
-    seen = [[4, 5], [6, 7, 8]]
+    observations = [[4, 5], [6, 7, 8]]
     samples = [
         Sample(0, i, 0, [1, 2], [3], separator_ids=[9], observation_ids=ids)
-        for i, ids in enumerate(seen)
+        for i, ids in enumerate(observations)
     ]
-    alone = [Sample(0, i, 0, [1, 2, 3, 9], ids) for i, ids in enumerate(seen)]
+    alone = [Sample(0, i, 0, [1, 2, 3, 9], ids) for i, ids in enumerate(observations)]
     logp = log_probs(run.policy, alone, Packing(budget=64), temperature=1.0)
     first, second = (fmean(map(math.exp, logp[i][0])) for i in range(2))
-    found = prediction.grpo(samples, bonus=2.0, eps=0.0)
-    assert found == pytest.approx(
+    advantages = prediction.grpo(samples, bonus=2.0, eps=0.0)
+    assert advantages == pytest.approx(
         [math.copysign(2**-0.5, first - second), math.copysign(2**-0.5, second - first)]
     )
     half = prediction.grpo(samples, bonus=2.0, eps=1.0)[0]

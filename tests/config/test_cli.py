@@ -22,8 +22,11 @@ def mistake(capfd, *words) -> str:
     """The one line on stderr of a command that exits with 2."""
     assert cli.main(list(map(str, words))) == 2
     out, err = capfd.readouterr()
-    assert err.startswith("paw: ") and err.endswith("\n") and err.count("\n") == 1
-    assert "Traceback" not in err and not out
+    assert err.startswith("paw: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    assert not out
     return err
 
 
@@ -38,7 +41,8 @@ def make_run(folder, name):
 
 
 def test_what_needs_no_torch_loads_none(paw_env, tmp_path):
-    """Help of every command, and mistakes that are found without a model; the allocator is set up before torch."""
+    """Help of every command, and mistakes that are found without a model; the allocator is set up
+    before torch."""
     code = f"""
 import contextlib, io, os, sys
 from paw.cli import main
@@ -58,13 +62,13 @@ print(os.environ["PYTORCH_ALLOC_CONF"], *(m for m in {HEAVY} if m in sys.modules
     env = {name: value for name, value in paw_env.items() if "ALLOC_CONF" not in name} | {
         "HF_HUB_OFFLINE": "1"
     }
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env
     )
-    assert (
-        done.returncode == 0 and done.stdout == f"paw {__version__}\nexpandable_segments:True\n"
-    ), done.stderr
-    assert done.stderr.count("\n") == 5 and done.stderr.count("it is not in the hub's cache") == 2
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"paw {__version__}\nexpandable_segments:True\n", result.stderr
+    assert result.stderr.count("\n") == 5
+    assert result.stderr.count("it is not in the hub's cache") == 2
 
 
 def test_help_loads_nothing_but_the_standard_library(paw_env):
@@ -78,16 +82,19 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
 print(*{name.partition(".")[0] for name in sys.modules if name not in before} - sys.stdlib_module_names - {"paw"})
 print(*(name for name in sys.modules if name.startswith("paw.")))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=paw_env)
-    loaded, ours = done.stdout.splitlines()
-    assert not loaded and {*ours.split()} == {
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=paw_env
+    )
+    loaded, our_modules = result.stdout.splitlines()
+    assert not loaded, result.stderr
+    assert {*our_modules.split()} == {
         "paw.cli",
         "paw.errors",
         "paw.processes",
         "paw.processes.lifeline",
         "paw.processes.watcher",
         "paw.version",
-    }, done.stderr
+    }, result.stderr
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -111,7 +118,8 @@ def test_a_dry_run_prints_the_resolved_recipe_and_explains_each_key(capsys, tmp_
         lines = printed.splitlines()
         for key, (field, needs) in known_keys(config).items():
             explained = f"# {meaning(field)}" in lines
-            assert explained == (not needs) and field.description, key
+            assert explained == (not needs), key
+            assert field.description, key
     assert (
         "# similarity is not set"
         in printed_by(capsys, "train", "alfworld-gigpo", "--dry-run").splitlines()
@@ -180,10 +188,8 @@ def test_environment_data_that_are_not_there_are_one_line_everywhere(capfd):
     for command in (TRAIN, ["play", "alfworld"], ["env", "check", "alfworld"]):
         assert cli.main([*command, "--env.data", "/nowhere"]) == 2, command
         error = capfd.readouterr().err.splitlines()[-1]
-        assert (
-            error.startswith("paw: env.data: /nowhere is not a folder")
-            and "`paw data alfworld --download`" in error
-        )
+        assert error.startswith("paw: env.data: /nowhere is not a folder")
+        assert "`paw data alfworld --download`" in error
 
 
 def test_a_high_rate_of_a_pretrained_model_is_warned_of(capsys):
@@ -205,43 +211,39 @@ def test_a_chosen_checkpoint_must_be_there(capfd, tmp_path):
     make_run(tmp_path, "quickstart")
     (tmp_path / "quickstart" / "checkpoints" / "step_000040").mkdir(parents=True)
     error = mistake(capfd, *TRAIN, "--run.dir", tmp_path, "--resume", "step_000100")
-    assert "--resume step_000100: no such checkpoint in" in error and error.endswith(
-        "there are: step_000040\n"
-    )
+    assert "--resume step_000100: no such checkpoint in" in error
+    assert error.endswith("there are: step_000040\n")
 
 
 @pytest.mark.slow
 def test_a_mistake_in_a_process_of_its_own(paw):
-    done = paw(*TRAIN, {"optim.lrr": 1}, code=2)
-    assert done.stdout == ""
-    assert done.stderr == "paw: command line: unknown key '--optim.lrr'; did you mean 'optim.lr'?\n"
+    result = paw(*TRAIN, {"optim.lrr": 1}, code=2)
+    assert result.stdout == ""
+    assert (
+        result.stderr == "paw: command line: unknown key '--optim.lrr'; did you mean 'optim.lr'?\n"
+    )
 
 
 def test_doctor_says_what_is_here_and_inspects_a_model(paw_here, tiny_llm, tmp_path):
-    done = paw_here("doctor")
-    assert (
-        done.stdout.startswith(f"paw {__version__}, Python ") and "  ok       torch " in done.stdout
-    )
-    assert done.stdout.endswith("ready: paw train quickstart\n")
+    result = paw_here("doctor")
+    assert result.stdout.startswith(f"paw {__version__}, Python ")
+    assert "  ok       torch " in result.stdout
+    assert result.stdout.endswith("ready: paw train quickstart\n")
     model = tiny_llm(tmp_path / "m", "qwen3")
-    done = paw_here("doctor", "--model", model)
+    result = paw_here("doctor", "--model", model)
     assert re.search(
-        r"difference float32 +\d\S+ nats\n +difference bfloat16 +\d\S+ nats\n", done.stdout
+        r"difference float32 +\d\S+ nats\n +difference bfloat16 +\d\S+ nats\n", result.stdout
     )
-    assert "chat template         usable" in done.stdout and done.stdout.endswith(
-        "can be trained\n"
-    )
-    found = json.loads(paw_here("doctor", "--model", model, "--json").stdout)
-    assert (
-        found["difference_float32"] < 1e-5
-        and found["layers"] == {"full_attention": 2}
-        and not found["problems"]
-    )
+    assert "chat template         usable" in result.stdout
+    assert result.stdout.endswith("can be trained\n")
+    report = json.loads(paw_here("doctor", "--model", model, "--json").stdout)
+    assert report["difference_float32"] < 1e-5
+    assert report["layers"] == {"full_attention": 2}
+    assert not report["problems"]
     (model / "chat_template.jinja").unlink()
-    done = paw_here("doctor", "--model", model, code=1)
-    assert "has no chat template" in done.stdout and done.stdout.endswith(
-        "cannot be trained as it is\n"
-    )
+    result = paw_here("doctor", "--model", model, code=1)
+    assert "has no chat template" in result.stdout
+    assert result.stdout.endswith("cannot be trained as it is\n")
     assert (
         "there is no such folder" in paw_here("doctor", "--model", tmp_path / "none", code=2).stderr
     )

@@ -1,4 +1,5 @@
-"""Recipes, overrides, plug-ins, and mistakes that are named in one line before anything is loaded."""
+"""Recipes, overrides, plug-ins, and mistakes that are named in one line before anything is
+loaded."""
 
 import subprocess
 import sys
@@ -68,14 +69,17 @@ def test_an_unknown_key_is_refused_with_what_was_meant(recipe):
         assert problem(path) in (
             f"{path}: unknown key '{key}'{meant}" for key in (wrong, section or wrong)
         )
-        said = problem(recipe(), {wrong: "1"})
+        message = problem(recipe(), {wrong: "1"})
         assert (
-            said.removeprefix("command line: unknown key '").replace("--", "") == f"{wrong}'{meant}"
+            message.removeprefix("command line: unknown key '").replace("--", "")
+            == f"{wrong}'{meant}"
         )
 
 
 def test_hints_name_keys_that_exist():
-    keys = set(keys_of(Config, {})) | {key for _, own in plugin_keys() for key in own}
+    keys = set(keys_of(Config, {})) | {
+        key for _, plugin_keys_of_type in plugin_keys() for key in plugin_keys_of_type
+    }
     sections = {key.rpartition(".")[0] for key in keys}
     for key in [*SYNONYMS, *filter(None, FORMER_KEYS.values())]:
         assert key in keys | sections
@@ -90,8 +94,11 @@ def test_a_choice_leaves_the_keys_of_the_one_before_it_behind(recipe):
     )
     config = load(path, {"advantage.type": "grpo", "wm.enabled": "False"})
     assert config.advantage.settings() == {"stat": "steps", "norm_std": True, "eps": 0.5}
-    assert (config.wm.enabled, config.wm.rho, config.wm.max_tokens) == (False, 0.2, 9)
-    assert "omega" not in dump(config) and "rho" not in dump(config)
+    assert not config.wm.enabled
+    assert config.wm.rho == 0.2
+    assert config.wm.max_tokens == 9
+    assert "omega" not in dump(config)
+    assert "rho" not in dump(config)
     message = problem(path, {"advantage.type": "grpo", "advantage.omega": "2"})
     assert (
         message == "command line: unknown key '--advantage.omega'; advantage.type = 'gigpo' has it"
@@ -148,7 +155,8 @@ WRONG = [
 def test_a_wrong_value_is_named_with_its_origin(recipe):
     for key, text, reason in WRONG:
         message = problem(recipe(), {key: text})
-        assert message.startswith(f"command line: {key}") and reason in message
+        assert message.startswith(f"command line: {key}")
+        assert reason in message
     path = recipe(MODEL + "[optim]\nlr = 0\n")
     assert problem(path) == f"{path}: optim.lr = 0: Input should be greater than 0"
     assert problem(path, {"optim.betas": "[0.9, 0.9]"}).startswith(str(path))
@@ -184,8 +192,10 @@ def test_overrides(recipe):
     for key, text, expected in OVERRIDES:
         config = load(path, {key: text})
         section, _, leaf = key.partition(".")
-        found = getattr(getattr(config, section), leaf)
-        assert found == expected and type(found) is type(expected) and config.optim.epochs == 2
+        value = getattr(getattr(config, section), leaf)
+        assert value == expected
+        assert type(value) is type(expected)
+        assert config.optim.epochs == 2
 
 
 def test_malformed_recipes(recipe, tmp_path):
@@ -197,7 +207,8 @@ def test_malformed_recipes(recipe, tmp_path):
         ("model = 3\n", "model = 3"),
     ):
         path = recipe(text)
-        assert problem(path).startswith(f"{path}: ") and reason in problem(path)
+        assert problem(path).startswith(f"{path}: ")
+        assert reason in problem(path)
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     assert "not valid TOML" in problem(tmp_path / "binary.toml")
     assert "optim = 3" in problem(recipe("optim = 3\n" + MODEL), {"optim.lr": "1"})
@@ -234,14 +245,13 @@ def test_a_recipe_overrides_keys_of_its_bases_in_order(recipe, tmp_path):
     recipe('base = "old.toml"\n[optim]\nlr = 2e-3\n[wm]\nrho = 0.5\n', "sub/middle")
     path = recipe('base = ["qwen2.5-7b", "sub/middle.toml"]\n[wm]\nalpha = 0.5\n')
     config = load(path, {"wm.rho": "0.3"})
-    assert (config.optim.lr, config.optim.epochs, config.wm.rho, config.wm.alpha) == (
-        2e-3,
-        2,
-        0.3,
-        0.5,
-    )
+    assert config.optim.lr == 2e-3
+    assert config.optim.epochs == 2
+    assert config.wm.rho == 0.3
+    assert config.wm.alpha == 0.5
     assert config.model.path == "Qwen/Qwen2.5-7B-Instruct"
-    assert config == load(recipe(dump(config))) and "\nbase" not in dump(config)
+    assert config == load(recipe(dump(config)))
+    assert "\nbase" not in dump(config)
 
 
 def test_a_base_that_cannot_be(recipe):
@@ -263,17 +273,18 @@ def test_a_base_that_cannot_be(recipe):
 
 
 def test_a_wrong_value_names_the_file_it_is_in(recipe):
-    old = recipe("[wm]\nrho = 2\nalpah = 1\n[lora]\nrank = 1\n", "old")
+    base = recipe("[wm]\nrho = 2\nalpah = 1\n[lora]\nrank = 1\n", "old")
     path = recipe(f'base = "old.toml"\n{MODEL}')
-    assert problem(path, {"wm.rho": "1"}).startswith(f"{old}: unknown key 'wm.alpah'; did you mean")
+    assert problem(path, {"wm.rho": "1"}).startswith(
+        f"{base}: unknown key 'wm.alpah'; did you mean"
+    )
     recipe('[wm]\nrho = 2\n[lora]\nrank = 1\n[advantage]\ntype = "ppo"\n', "old")
-    assert problem(path).startswith(f"{old}: wm.rho = 2: ")
+    assert problem(path).startswith(f"{base}: wm.rho = 2: ")
     assert problem(path, {"wm.rho": "3"}).startswith("command line: wm.rho = 3: ")
-    assert problem(path, {"wm.rho": "1"}).startswith(f"{old}: lora.rank with")
+    assert problem(path, {"wm.rho": "1"}).startswith(f"{base}: lora.rank with")
 
 
 # --- plug-ins
-# -------------------------------------------------------------------------------------------------------
 
 PLUGINS = """
 import math
@@ -327,7 +338,7 @@ def test_a_plug_in_of_ones_own_brings_its_keys(recipe, folder):
         {"depth": 4}, {"width": 2, "scale": 2.0}, {"floor": 2.0}
     ]  # fmt: skip
     assert load(recipe(dump(config))) == config
-    for key, text, said in (
+    for key, text, message in (
         ("env.dept", "4", "unknown key '--env.dept'; did you mean 'env.depth'?"),
         ("env.depth", "deep", "env.depth = 'deep': Input should"),
         ("env.kinds", "[]", "unknown key '--env.kinds'; env.name = 'alfworld' has it"),
@@ -337,7 +348,7 @@ def test_a_plug_in_of_ones_own_brings_its_keys(recipe, folder):
             "env.name = 'mine.py:Mase': the file has no 'Mase'; did you mean 'Maze'?",
         ),
     ):
-        assert problem(recipe(), chosen | {key: text}).startswith(f"command line: {said}")
+        assert problem(recipe(), chosen | {key: text}).startswith(f"command line: {message}")
 
 
 def test_each_kind_of_name(folder, monkeypatch):
@@ -352,9 +363,8 @@ def test_each_kind_of_name(folder, monkeypatch):
     )
     plugins._registered.cache_clear()
     try:
-        assert plugins.load("rewards", "maze").__name__ == "Maze" and plugins.names("rewards") == [
-            "maze"
-        ]
+        assert plugins.load("rewards", "maze").__name__ == "Maze"
+        assert plugins.names("rewards") == ["maze"]
     finally:
         plugins._registered.cache_clear()
 
@@ -437,20 +447,21 @@ def test_a_wrong_name_says_what_is_wrong(folder):
     for kind, name, message in MISNAMED:
         with pytest.raises(UserError) as caught:
             plugins.load(kind, name)
-        assert message in str(caught.value) and "\n" not in str(caught.value)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_settings_have_descriptions_and_types(folder):
     maze = plugins.settings(plugins.load("envs", "mine.py:Maze"), "maze", EnvConfig)
     assert maze.model_fields["depth"].description == "How deep it is."
     cave = plugins.settings(plugins.load("envs", "mine.py:Cave"), "cave", EnvConfig)
-    made = cave.model_validate({"depth": 4, "max_turns": 7}).model_dump()
-    assert issubclass(cave, EnvConfig) and (made["depth"], made["max_turns"]) == (4, 7)
+    settings_made = cave.model_validate({"depth": 4, "max_turns": 7}).model_dump()
+    assert issubclass(cave, EnvConfig)
+    assert settings_made["depth"] == 4
+    assert settings_made["max_turns"] == 7
     best = plugins.settings(plugins.load("advantages", "mine.py:best"), "best")
-    assert (
-        best.model_fields["width"].is_required()
-        and best.model_fields["width"].description == "how far it looks"
-    )
+    assert best.model_fields["width"].is_required()
+    assert best.model_fields["width"].description == "how far it looks"
     assert plugins.settings(len, "len") is Section
     for name, message in (
         ("Listed", "'Listed': Listed.Config must be a subclass of paw.config.Section"),
@@ -480,9 +491,8 @@ def test_a_program_hands_over_what_it_made():
         return [0.0] * len(samples)
 
     config = load("quickstart", {"advantage.type": ours, "advantage.depth": 5})
-    assert plugins.load(
-        "advantages", config.advantage.type
-    ) is ours and config.advantage.settings() == {"depth": 5}
+    assert plugins.load("advantages", config.advantage.type) is ours
+    assert config.advantage.settings() == {"depth": 5}
     assert plugins.give(ours) == config.advantage.type != plugins.give(lambda samples: [])
 
 
@@ -520,7 +530,8 @@ def test_settings_that_would_do_nothing_or_harm(changes, message):
 
 
 def test_ppo_has_no_groups_whose_penalties_could_be_dropped(recipe):
-    """A recipe that sets both is refused; one that is built on another leaves the other's choice behind."""
+    """A recipe that sets both is refused; one that is built on another leaves the other's choice
+    behind."""
     path = recipe(MODEL + '[advantage]\ntype = "ppo"\npenalty_only = "drop"\n')
     assert (
         problem(path)
@@ -528,7 +539,8 @@ def test_ppo_has_no_groups_whose_penalties_could_be_dropped(recipe):
     )
     path = recipe('base = ["own-environment", "ppo"]\n[env]\nname = "alfworld"\n')
     for chosen in (load(path), load("quickstart", {"advantage.type": "ppo"})):
-        assert (chosen.advantage.type, chosen.advantage.penalty_only) == ("ppo", "keep")
+        assert chosen.advantage.type == "ppo"
+        assert chosen.advantage.penalty_only == "keep"
     assert load("quickstart").advantage.penalty_only == "drop"
 
 

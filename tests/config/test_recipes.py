@@ -1,4 +1,5 @@
-"""The packaged recipes: what they say of themselves, the paper's settings, their page, and that they fit their GPUs."""
+"""The packaged recipes: what they say of themselves, the paper's settings, their page, and that
+they fit their GPUs."""
 
 import json
 import re
@@ -46,7 +47,10 @@ def page() -> dict[str, tuple[str, int, float]]:
     )  # fmt: skip
     for _, number, _, _, gpus in rows:
         assert int(gpus or 1) == max(1, NUMBERS[number])
-    return {name: (what, NUMBERS[number], float(gib or 0)) for what, number, gib, name, _ in rows}
+    return {
+        name: (description, NUMBERS[number], float(gib or 0))
+        for description, number, gib, name, _ in rows
+    }
 
 
 def test_the_page_has_a_row_for_each_recipe():
@@ -55,13 +59,15 @@ def test_the_page_has_a_row_for_each_recipe():
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_resolves_fits_its_gpus_and_is_what_its_name_and_its_row_say(name):
-    what, gpus, gib = page()[name]
+    description, gpus, gib = page()[name]
     config = load(name)
     assert validate(tomllib.loads(dump(config)), origin="text") == config
     path = RECIPES / f"{name}.toml"
     if path.is_file():
         first, second, third = path.read_text(encoding="utf-8").splitlines()[:3]
-        assert first.startswith("# ") and second.startswith("# ") and not third.startswith("#")
+        assert first.startswith("# ")
+        assert second.startswith("# ")
+        assert not third.startswith("#")
     model = config.model.path
     if gpus:
         if model.startswith("runs/"):  # what another recipe has trained
@@ -74,27 +80,26 @@ def test_a_recipe_resolves_fits_its_gpus_and_is_what_its_name_and_its_row_say(na
     baseline = name.replace("-paw", "")
     if baseline != name and baseline in recipe_names():
         without = load(baseline)
-        assert config.wm.enabled and not without.wm.enabled
+        assert config.wm.enabled
+        assert not without.wm.enabled
         assert config.model_copy(update={"wm": without.wm}) == without
-    if what.startswith("Table"):
-        assert model.rpartition("/")[2] in what and config.env.name in name
+    if description.startswith("Table"):
+        assert model.rpartition("/")[2] in description
+        assert config.env.name in name
         for suffix, size in SIZES.items():
-            assert name.endswith(suffix) == (size in what)
-        label = {"ppo": "PPO", "rloo": "RLOO", "gigpo": "GiGPO", "grpo": "GRPO"}[
-            config.advantage.type
-        ]
-        assert re.search(rf"\b{label}\b", what)
-        assert (
-            config.wm.enabled
-            == ("PaW" in what.partition(":")[2].partition(" baseline of")[0])
-            == ("paw" in name)
-        )
+            assert name.endswith(suffix) == (size in description)
+        labels = {"ppo": "PPO", "rloo": "RLOO", "gigpo": "GiGPO", "grpo": "GRPO"}
+        assert re.search(rf"\b{labels[config.advantage.type]}\b", description)
+        _, _, method = description.partition(":")
+        assert config.wm.enabled == ("PaW" in method.partition(" baseline of")[0])
+        assert config.wm.enabled == ("paw" in name)
 
 
 def test_each_base_says_what_it_sets():
     for name in base_names():
         flat, _ = read_recipe(name)
-        assert flat and keys_of(Config, flat), name
+        assert flat, name
+        assert keys_of(Config, flat), name
 
 
 BY_BENCHMARK = {  # PaW's settings by benchmark: (ALFWorld, WebShop, search)
@@ -111,12 +116,11 @@ BY_BENCHMARK = {  # PaW's settings by benchmark: (ALFWorld, WebShop, search)
 @pytest.mark.parametrize(("column", "env"), enumerate(["alfworld", "webshop", "search"]))
 def test_the_papers_settings(column, env):
     config = load(f"{env}-gigpo-paw")
-    wanted = {key: values[column] for key, values in BY_BENCHMARK.items()}
-    assert {key: get(config, key) for key in BY_BENCHMARK} == wanted
+    expected = {key: values[column] for key, values in BY_BENCHMARK.items()}
+    assert {key: get(config, key) for key in BY_BENCHMARK} == expected
 
 
 # --- what the paper prints
-# -------------------------------------------------------------------------------------------
 
 PRINTED = Path(__file__).parents[3] / "shared" / "data" / "paper" / "tables.json"
 METHODS = {"GRPO": "grpo", "GRPO w/ PaW": "grpo-paw", "GIGPO": "gigpo", "GIGPO w/ PaW": "gigpo-paw"}
@@ -145,12 +149,12 @@ def printed():
 
 def rows_of(printed) -> dict[str, tuple[str, str]]:
     """Recipe of each trained row -> (its table, its model)."""
-    found = {}
+    rows = {}
     sizes = {"Qwen2.5-7B-Instruct": "-7b"}
     for table, environments in (("table1", ("alfworld", "webshop")), ("table2", ("search",))):
         for row in printed[table]:
             for env in environments if row["method"] in METHODS else ():
-                found[f"{env}-{METHODS[row['method']]}{sizes.get(row['base'], '')}"] = (
+                rows[f"{env}-{METHODS[row['method']]}{sizes.get(row['base'], '')}"] = (
                     table,
                     row["base"],
                 )
@@ -158,13 +162,13 @@ def rows_of(printed) -> dict[str, tuple[str, str]]:
         model = row["model"].replace("Llama3", "Llama-3")
         suffix = next((suffix for suffix, name in SIZES.items() if name == model), "")
         for paw in ("", "-paw"):
-            found[f"webshop-{row['rl'].lower()}{paw}{suffix}"] = ("table3", model)
+            rows[f"webshop-{row['rl'].lower()}{paw}{suffix}"] = ("table3", model)
     for row in printed["table4"]["rows"]:
         for env in ("alfworld", "webshop"):
-            found.setdefault(
+            rows.setdefault(
                 f"{env}-{ABLATIONS[row['method']]}", ("table4", "Qwen2.5-1.5B-Instruct")
             )
-    return found
+    return rows
 
 
 def test_there_is_a_recipe_for_each_trained_row_and_no_other(printed):
@@ -172,9 +176,8 @@ def test_there_is_a_recipe_for_each_trained_row_and_no_other(printed):
     claimed = {name for name in recipe_names() if page()[name][0].startswith("Table")}
     assert claimed == rows.keys()
     for name, (table, model) in rows.items():
-        assert load(name).model.path.rpartition("/")[2] == model and page()[name][0].startswith(
-            f"Table {table[-1]}"
-        )
+        assert load(name).model.path.rpartition("/")[2] == model
+        assert page()[name][0].startswith(f"Table {table[-1]}")
 
 
 def test_the_settings_are_those_the_paper_prints(printed):
@@ -182,38 +185,38 @@ def test_the_settings_are_those_the_paper_prints(printed):
         if name.startswith(OTHERS):
             continue
         config = load(name)
-        wanted = dict(printed["hyperparameters"][config.env.name])
+        expected = dict(printed["hyperparameters"][config.env.name])
         for key in ("products", "instructions", "trained_on"):  # of the files, which are the user's
-            wanted.pop(key, None)
-        if wanted.pop("retriever", "") == "E5":
-            assert get(config, "env.retriever") == "dense" and "e5" in get(config, "env.encoder"), (
-                name
-            )
-        environments = wanted.pop("ppo_environments", None)
+            expected.pop(key, None)
+        if expected.pop("retriever", "") == "E5":
+            assert get(config, "env.retriever") == "dense", name
+            assert "e5" in get(config, "env.encoder"), name
+        environments = expected.pop("ppo_environments", None)
         if config.advantage.type == "ppo":
-            wanted |= {"groups": environments, "group_size": 1}
+            expected |= {"groups": environments, "group_size": 1}
         if config.advantage.type != "gigpo":
-            wanted = {key: value for key, value in wanted.items() if not key.startswith("gigpo_")}
+            expected = {
+                key: value for key, value in expected.items() if not key.startswith("gigpo_")
+            }
         else:
-            wanted["gigpo_norm"] = {"normalised (std)": True}[
-                wanted.get("gigpo_norm", "normalised (std)")
+            expected["gigpo_norm"] = {"normalised (std)": True}[
+                expected.get("gigpo_norm", "normalised (std)")
             ]
-        if wanted["history"] == "complete":
-            wanted["history"] = config.env.max_turns
-        assert {key: get(config, SETTINGS[key]) for key in wanted} == wanted, name
+        if expected["history"] == "complete":
+            expected["history"] = config.env.max_turns
+        assert {key: get(config, SETTINGS[key]) for key in expected} == expected, name
         paw = printed["hyperparameters"]["paw"]
-        assert not config.wm.enabled or (config.wm.alpha, config.wm.rho) == (
-            paw["alpha"],
-            paw["rho"],
-        )
+        if config.wm.enabled:
+            assert config.wm.alpha == paw["alpha"]
+            assert config.wm.rho == paw["rho"]
 
 
 def test_the_numbers_beside_ours_are_those_the_paper_prints(printed):
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    numbers: dict[tuple[str, str], dict[str, float]] = {}
 
     def put(env: str, model: str, arm: str, value: float) -> None:
         name = model.removesuffix("-Instruct").replace("Llama3", "Llama-3")
-        assert found.setdefault((env, name), {}).setdefault(arm, value) == value
+        assert numbers.setdefault((env, name), {}).setdefault(arm, value) == value
 
     columns = (
         ("table1", "alfworld", "all"),
@@ -232,34 +235,34 @@ def test_the_numbers_beside_ours_are_those_the_paper_prints(printed):
         arm = ABLATIONS[row["method"]].replace("grpo-paw", "paw").removeprefix("paw-")
         for env in ("alfworld", "webshop"):
             put(env, "Qwen2.5-1.5B-Instruct", arm, row[env])
-    for arms in found.values():  # baselines that are no arm of a comparison
+    for arms in numbers.values():  # baselines that are no arm of a comparison
         for arm in ("r1", "zerosearch"):
             arms.pop(arm, None)
     assert {
         (env, model): arms for env, models in PAPER.items() for model, arms in models.items()
-    } == found
-    assert {arm for arms in found.values() for arm in arms} <= VARIANTS.keys()
+    } == numbers
+    assert {arm for arms in numbers.values() for arm in arms} <= VARIANTS.keys()
 
 
 def test_what_the_variants_change():
     def differences(name: str, other: str) -> dict:
-        one, two = load(name), load(other)
-        trees = [flatten(as_tree(config)) for config in (one, two)]
-        return {
-            key: trees[0].get(key)
-            for key in {**trees[0], **trees[1]}
-            if trees[0].get(key) != trees[1].get(key)
-        }
+        keys = flatten(as_tree(load(name)))
+        other_keys = flatten(as_tree(load(other)))
+        changed = {}
+        for key in keys | other_keys:
+            if keys.get(key) != other_keys.get(key):
+                changed[key] = keys.get(key)
+        return changed
 
-    paw, shop = "alfworld-grpo-paw", "webshop-grpo-paw"
+    paw = "alfworld-grpo-paw"
+    shop = "webshop-grpo-paw"
     gigpo = {"advantage.type": "gigpo", "advantage.omega": 1.0, "advantage.gamma": 0.95}
-    ce, constant = {"wm.loss": "ce", "wm.rho": None}, {"wm.weight": 1.0}
-    assert differences("alfworld-paw-ce", paw) == differences("webshop-paw-ce", shop) == ce
-    assert (
-        differences("alfworld-paw-constant", paw)
-        == differences("webshop-paw-constant", shop)
-        == constant
-    )
+    ce = {"wm.loss": "ce", "wm.rho": None}
+    constant = {"wm.weight": 1.0}
+    assert differences("alfworld-paw-ce", paw) == ce
+    assert differences("webshop-paw-ce", shop) == ce
+    assert differences("alfworld-paw-constant", paw) == constant
+    assert differences("webshop-paw-constant", shop) == constant
     assert differences("alfworld-echo", paw) == {**ce, "wm.weight": 0.05, "wm.alpha": 1.0}
     assert differences("alfworld-dr-grpo-paw", paw) == {"advantage.norm_std": False}
     assert differences("alfworld-gigpo-paw", paw) == gigpo
@@ -269,7 +272,8 @@ def test_what_the_variants_change():
     others = {
         key: value for key, value in found.items() if not key.startswith(("advantage.", "critic."))
     }
-    assert found["advantage.type"] == "ppo" and others == {
+    assert found["advantage.type"] == "ppo"
+    assert others == {
         "rollout.tasks": 128,
         "rollout.group_size": 1,
         "rollout.refill": None,

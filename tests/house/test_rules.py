@@ -1,4 +1,4 @@
-"""Rules of the house that no linter has, over every file of paw/ and kernels/; what is installed, and by what.
+"""Rules that no linter has, for every file of paw/ and kernels/, and what each extra must install.
 
 Who may import what: import-linter's contracts in pyproject.toml. What runs code from files: ruff's
 S rules there.
@@ -40,7 +40,7 @@ CONSTRAINTS = [
 ELSEWHERE = {"openenv", "vllm", "bench"}
 """Extras that the tests on a CPU do without, or have in a virtual environment of its own."""
 NOT_OURS = {"paw", "paw_kernels", "triton", "flash_attn", "spacy", "tau2", "loguru"}
-"""Imported where they are there: brought by torch's GPU builds, installed apart, or tau2's own."""
+"""Imported if they are installed: brought by torch's GPU builds, installed apart, or tau2's own."""
 PARTS = {
     "pydantic_core": "pydantic", "starlette": "fastapi", "markupsafe": "jinja2", "huggingface_hub": "transformers",
     "websockets": "openenv",
@@ -60,56 +60,55 @@ def calls(text: str) -> list[ast.Call]:
 
 
 def trusting(text: str) -> list[int]:
-    """Lines that let a model's folder run code, or let transformers ask on standard input whether it may."""
-    found = []
+    """Lines that let a model's folder run code, or let transformers ask on standard input whether
+    it may."""
+    lines = []
     for call in calls(text):
         options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         default = "True" if ast.unparse(call.func).endswith(".from_pretrained") else "False"
         if options.get("trust_remote_code", default) != "False":
-            found.append(call.lineno)
-    return found
+            lines.append(call.lineno)
+    return lines
 
 
 def test_no_model_folder_runs_code():
-    assert (
-        trusting("f(trust_remote_code=True)") == trusting("AutoModel.from_pretrained(path)") == [1]
-    )
-    assert {name: lines for name, text in TEXTS.items() if (lines := trusting(text))} == {}
+    assert trusting("f(trust_remote_code=True)") == [1]
+    assert trusting("AutoModel.from_pretrained(path)") == [1]
+    for name, text in TEXTS.items():
+        assert trusting(text) == [], name
 
 
 def test_a_library_of_an_extra_is_imported_late_and_named_where_it_is_missing():
     libraries = "|".join(LAZY)
     inside_vllm = {"paw/rollouts/engines/entropy.py"}  # vLLM alone imports it
     for name, text in TEXTS.items():
-        assert name in inside_vllm or not re.search(
-            rf"^(?:from|import) (?:{libraries})\b", text, re.M
-        ), name
+        at_top = re.search(rf"^(?:from|import) (?:{libraries})\b", text, re.M)
+        assert name in inside_vllm or not at_top, name
         for library in set(re.findall(rf"^ +(?:from|import) ({libraries})\b", text, re.M)):
-            named = [
-                f"paw-trainer[{extra}]" in text for extra in (LAZY[library], BRINGS.get(library))
-            ]
-            assert any(named), f"{name}: a UserError must name the extra of {library}"
+            extras = (LAZY[library], BRINGS.get(library))
+            named = any(f"paw-trainer[{extra}]" in text for extra in extras)
+            assert named, f"{name}: a UserError must name the extra of {library}"
         for call in calls(text):
             if isinstance(call.func, ast.Name) and call.func.id == "needed":
                 module, _, extra = map(ast.unparse, call.args)
                 library = ast.literal_eval(module).partition(".")[0]
-                known = LAZY | {"datasets": "data", "flashoptim": "flash"}
-                assert known[library] == ast.literal_eval(extra), f"{name}: {module}"
+                extra_of = LAZY | {"datasets": "data", "flashoptim": "flash"}
+                assert extra_of[library] == ast.literal_eval(extra), f"{name}: {module}"
 
 
 def test_the_kernels_folder_is_no_package():
-    """As one it would hide the Hugging Face package of that name from transformers."""
+    """If it were one, it would hide the Hugging Face package of that name from transformers."""
     assert "kernels/__init__.py" not in TEXTS
 
 
 def loaded_after(modules: list[str]) -> set[str]:
     """Top-level packages in a fresh interpreter that imported `modules`."""
     code = f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\nprint(*sys.modules)"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr
-    return {module.split(".")[0] for module in done.stdout.split()}
+    assert result.returncode == 0, result.stderr
+    return {module.split(".")[0] for module in result.stdout.split()}
 
 
 def test_the_command_line_and_environments_start_without_torch():
@@ -126,29 +125,29 @@ IN_PLACE = {"paw/io/files.py", "paw/checkpoint/files.py", "paw/checkpoint/export
 
 
 def test_a_runs_files_are_written_whole():
-    """By paw.io.files.write_file: what is written in place is cut where the disk fills up or the power goes."""
+    """With paw.io.files.write_file: a file written in place is cut off if the disk fills up or the
+    power fails."""
     for name in TEXTS.keys() - IN_PLACE:
         if name.startswith(("paw/run", "paw/rundir/", "paw/checkpoint/", "paw/model/")):
-            called = {
-                call.func.attr
-                for call in calls(TEXTS[name])
-                if isinstance(call.func, ast.Attribute)
-            }
-            assert not {"write_text", "write_bytes", "savefig"} & called, name
+            for call in calls(TEXTS[name]):
+                if isinstance(call.func, ast.Attribute):
+                    assert call.func.attr not in ("write_text", "write_bytes", "savefig"), name
 
 
 def test_dependencies_have_bounds_and_constraints_a_version_within_them():
     """No address, no path, no local version such as +cpu: another machine installs from it too."""
-    for requirement in (requirement for wanted in WANTED.values() for requirement in wanted):
-        assert {part.operator for part in requirement.specifier} & {"<", "<=", "==", "~="}, str(
-            requirement
-        )
-    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in CONSTRAINTS)
-    pinned = {
-        canonicalize_name(name): version
-        for name, version in (line.split("==") for line in CONSTRAINTS)
-    }
-    assert len(pinned) == len(CONSTRAINTS) > 100 and "triton" not in pinned
+    for requirements in WANTED.values():
+        for requirement in requirements:
+            operators = {part.operator for part in requirement.specifier}
+            assert operators & {"<", "<=", "==", "~="}, str(requirement)
+    pinned = {}
+    for line in CONSTRAINTS:
+        assert re.fullmatch(r"[\w.-]+==[\w.]+", line)
+        name, version = line.split("==")
+        pinned[canonicalize_name(name)] = version
+    assert len(CONSTRAINTS) > 100
+    assert len(pinned) == len(CONSTRAINTS)
+    assert "triton" not in pinned
     for extra in WANTED.keys() - ELSEWHERE:
         for requirement in WANTED[extra]:
             version = pinned[canonicalize_name(requirement.name)]
@@ -160,48 +159,57 @@ def test_dependencies_have_bounds_and_constraints_a_version_within_them():
 def test_what_is_imported_is_a_dependency():
     """Not only something that a dependency brings along today."""
     provided = packages_distributions()
-    named = {
-        canonicalize_name(requirement.name) for wanted in WANTED.values() for requirement in wanted
-    }
+    named = set()
+    for requirements in WANTED.values():
+        named |= {canonicalize_name(requirement.name) for requirement in requirements}
     for path, text in TEXTS.items():
-        for node in ast.walk(ast.parse(text)):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += (
-                [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            )
-            for module in (
-                {module.split(".")[0] for module in modules}
-                - NOT_OURS
-                - set(sys.stdlib_module_names)
-            ):
-                packages = [PARTS.get(module, module), *provided.get(module, [])]
-                assert named & set(map(canonicalize_name, packages)), f"{path}: {module}"
+        for module in imported(text) - NOT_OURS - set(sys.stdlib_module_names):
+            packages = [PARTS.get(module, module), *provided.get(module, [])]
+            assert named & set(map(canonicalize_name, packages)), f"{path}: {module}"
+
+
+def imported(text: str) -> set[str]:
+    """Top-level packages that a file imports anywhere, except by relative imports."""
+    modules = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules.append(node.module or "")
+    return {module.split(".")[0] for module in modules}
 
 
 def test_what_is_in_the_way_of_the_first_run_is_named(tmp_path):
     def make(*words, version=0):
-        """`make train` with a Python that only writes down what it is asked to do: (exit code, stderr, that)."""
-        fake, log = tmp_path / "python", tmp_path / "log"
+        """`make train` with a Python that only writes down what it is asked to do: (exit code,
+        stderr, that)."""
+        fake = tmp_path / "python"
+        log = tmp_path / "log"
         fake.write_text(RECORDER.format(log=log, version=version))
         fake.chmod(0o755)
         path = os.pathsep.join(
-            p for p in os.environ["PATH"].split(os.pathsep) if not Path(p, "nvidia-smi").exists()
+            folder
+            for folder in os.environ["PATH"].split(os.pathsep)
+            if not Path(folder, "nvidia-smi").exists()
         )
         command = ["make", "-C", ROOT, "train", f"PYTHON={fake}", f"VENV={tmp_path / 'venv'}"]
-        done = subprocess.run(
+        result = subprocess.run(
             [*command, *words], capture_output=True, text=True, env={**os.environ, "PATH": path}
         )
-        return done.returncode, done.stderr, log.read_text()
+        return result.returncode, result.stderr, log.read_text()
 
-    code, said, log = make(version=1)
-    assert code and "paw needs Python 3.11 or later" in said and "PYTHON=python3.11" in said
-    assert "pip" not in log and not (tmp_path / "venv").exists()
+    code, errors, log = make(version=1)
+    assert code
+    assert "paw needs Python 3.11 or later" in errors
+    assert "PYTHON=python3.11" in errors
+    assert "pip" not in log
+    assert not (tmp_path / "venv").exists()
     index = "TORCH_INDEX=https://download.pytorch.org/whl/cpu"
-    code, said, log = make()
-    assert code == 0 and index in said and "--index-url" not in log
-    code, said, log = make("-B", index)
-    assert (
-        code == 0
-        and "TORCH_INDEX" not in said
-        and "--index-url https://download.pytorch.org/whl/cpu torch" in log
-    )
+    code, errors, log = make()
+    assert code == 0
+    assert index in errors
+    assert "--index-url" not in log
+    code, errors, log = make("-B", index)
+    assert code == 0
+    assert "TORCH_INDEX" not in errors
+    assert "--index-url https://download.pytorch.org/whl/cpu torch" in log

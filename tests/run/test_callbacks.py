@@ -1,4 +1,5 @@
-"""The callbacks that come with every run: the view of its progress, samples, the report, and the trackers."""
+"""The callbacks that come with every run: the view of its progress, samples, the report, and the
+trackers."""
 
 import io
 import json
@@ -29,8 +30,11 @@ class Stage:
 
     def __init__(self, *, updates=20, step=0, first=True, directory=None):
         self.config = Config(model=ModelConfig(path="-"), run={"updates": updates})
-        self.step, self.directory, self.ranks = step, directory, SimpleNamespace(first=first)
-        self.signal, self.failed = SimpleNamespace(requested=False, name="SIGINT"), False
+        self.step = step
+        self.directory = directory
+        self.ranks = SimpleNamespace(first=first)
+        self.signal = SimpleNamespace(requested=False, name="SIGINT")
+        self.failed = False
         self.said: list[str] = []
         self.say = self.said.append
 
@@ -51,33 +55,33 @@ def test_an_update_is_one_line_of_the_first_rank():
     updates = [(1, METRICS | {"policy/kl": math.nan, "policy/entropy": None}), (2, evaluation)]
     first, second = Stage(updates=150).show(Progress(), *updates)
     assert first.startswith("step   1/150  reward 3.2  success 32.0%  lambda 0.680  ")
-    assert (
-        "2,310 tok/s" in first
-        and "21.3 GiB" in first
-        and "kl" not in first
-        and "entropy" not in first
-    )
-    assert (
-        second.startswith("step   2/150  eval 41.0% of 100 games  ")
-        and "environment failures 2" in second
-    )
+    assert "2,310 tok/s" in first
+    assert "21.3 GiB" in first
+    assert "kl" not in first
+    assert "entropy" not in first
+    assert second.startswith("step   2/150  eval 41.0% of 100 games  ")
+    assert "environment failures 2" in second
     assert Stage(first=False).show(Progress(), *updates) == []
 
 
 def test_a_terminal_shows_in_place_how_far_it_is(monkeypatch):
-    for is_terminal, shown in ((True, "\repisodes 1/2\repisodes 2/2\r            \r"), (False, "")):
+    for is_terminal, expected in (
+        (True, "\repisodes 1/2\repisodes 2/2\r            \r"),
+        (False, ""),
+    ):
         stream = io.StringIO()
         stream.isatty = lambda is_terminal=is_terminal: is_terminal
         monkeypatch.setattr(sys, "stderr", stream)
         for done in (1, 2):
             progress("episodes", done, 2)
-        assert stream.getvalue() == shown
+        assert stream.getvalue() == expected
 
 
 def test_time_left_counts_updates_of_this_session_only(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("paw.tools.train.callbacks.time.monotonic", lambda: now[0])
-    run, view = Stage(updates=100, step=50), Progress()
+    run = Stage(updates=100, step=50)
+    view = Progress()
     view.on_start(run)
     now[0] += 600.0
     view.on_update(run, {"eval/success": 0.4})  # what a stop left out, of the update before
@@ -88,42 +92,43 @@ def test_time_left_counts_updates_of_this_session_only(monkeypatch):
 
 
 def test_samples_show_what_was_seen_and_expected():
-    model, factory, chat = practised_model(), make_factory(), make_chat()
+    model = practised_model()
+    factory = make_factory()
+    chat = make_chat()
     limits = RolloutConfig(max_prompt_tokens=256, max_response_tokens=3)
     config = Config(model=ModelConfig(path="-"), rollout=limits, wm={"max_tokens": 16})
     run = SimpleNamespace(config=config, policy=Policy(model), engine=make_engine(model), chat=chat)
-    rollouts, tasks = (
-        Rollouts(factory, run.engine, chat, config),
-        eval_tasks(factory, "valid_unseen", 1, 0),
-    )
+    rollouts = Rollouts(factory, run.engine, chat, config)
+    tasks = eval_tasks(factory, "valid_unseen", 1, 0)
     (group,), _ = rollouts.play_tasks(tasks, group_size=1, temperature=0.4, seed=0, stream="eval")
     (episode,) = group.trajectories
     sample = sample_episode(run, episode)
     assert json.loads(json.dumps(sample)) == sample
-    assert sample["task"] == episode.task.id and sample["length"] == len(episode.turns) == len(
-        sample["turns"]
-    )
-    for shown, turn in zip(sample["turns"], episode.turns, strict=True):
-        assert (shown["prompt"], shown["observation"]) == (turn.prompt, turn.outcome.observation)
-        assert turn.outcome.observation.startswith("".join(shown["observation_tokens"]))
-        assert len(shown["observation_tokens"]) == len(shown["observation_token_p"]) <= 16
-        assert all(0 <= p <= 1 for p in shown["observation_token_p"])
-        assert shown["entropy"] == pytest.approx(sum(turn.entropy) / len(turn.entropy))
-        if shown["observation_token_p"][0] > 0.5:  # the greedy prediction is the most likely token
-            assert shown["predicted"].startswith(shown["observation_tokens"][0])
+    assert sample["task"] == episode.task.id
+    assert sample["length"] == len(episode.turns)
+    assert len(sample["turns"]) == len(episode.turns)
+    for shown_turn, turn in zip(sample["turns"], episode.turns, strict=True):
+        assert shown_turn["prompt"] == turn.prompt
+        assert shown_turn["observation"] == turn.outcome.observation
+        assert turn.outcome.observation.startswith("".join(shown_turn["observation_tokens"]))
+        assert len(shown_turn["observation_tokens"]) == len(shown_turn["observation_token_p"]) <= 16
+        assert all(0 <= p <= 1 for p in shown_turn["observation_token_p"])
+        assert shown_turn["entropy"] == pytest.approx(sum(turn.entropy) / len(turn.entropy))
+        if (
+            shown_turn["observation_token_p"][0] > 0.5
+        ):  # the greedy prediction is the most likely token
+            assert shown_turn["predicted"].startswith(shown_turn["observation_tokens"][0])
 
     turn = episode.turns[0]  # what cannot be predicted is left out
-    long = Turn(**{**vars(turn), "prompt_ids": turn.prompt_ids * 100})
+    too_long = Turn(**{**vars(turn), "prompt_ids": turn.prompt_ids * 100})
     silent = Turn(
         **{**vars(turn), "outcome": Outcome("", 0.0, True, False, "look", True), "entropy": None}
     )
-    assert len(long.prompt_ids) > model.config.max_position_embeddings
-    beyond, empty = sample_episode(run, Trajectory(episode.task, 0, [long, silent]))["turns"]
-    assert (
-        beyond["predicted"] is None
-        and len(beyond["observation_token_p"]) > 0
-        and run.engine.pending == 0
-    )
+    assert len(too_long.prompt_ids) > model.config.max_position_embeddings
+    beyond, empty = sample_episode(run, Trajectory(episode.task, 0, [too_long, silent]))["turns"]
+    assert beyond["predicted"] is None
+    assert len(beyond["observation_token_p"]) > 0
+    assert run.engine.pending == 0
     assert [empty[key] for key in ("predicted", "entropy", "observation_token_p")] == [
         None,
         None,

@@ -1,4 +1,5 @@
-"""Trackers, by their real packages: project, name and tags, and a resumed run that goes on as the same one."""
+"""Trackers, by their real packages: project, name and tags, and a resumed run that continues as the
+same one."""
 
 import json
 import math
@@ -25,17 +26,21 @@ EXPECTED = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 14.0)]
 def play(package, folder):
     """Three updates; then the run is resumed from its first checkpoint, with other numbers."""
     config = Config(model=ModelConfig(path="-"), run={"trackers": [package]}, tracking=TRACKING)
-    for begun, updates in ((0, (1, 2, 3)), (1, (2, 3, 4))):
+    for first_step, updates in ((0, (1, 2, 3)), (1, (2, 3, 4))):
         ranks = SimpleNamespace(first=True)
         stage = SimpleNamespace(
-            config=config, step=begun, directory=Path(folder), ranks=ranks, failed=False
+            config=config, step=first_step, directory=Path(folder), ranks=ranks, failed=False
         )
         tracker = load("callbacks", package)()
         tracker.on_start(stage)
         for stage.step in updates:
             tracker.on_update(
                 stage,
-                {"reward/mean": stage.step + 10.0 * begun, "policy/kl": math.nan, "note": "text"},
+                {
+                    "reward/mean": stage.step + 10.0 * first_step,
+                    "policy/kl": math.nan,
+                    "note": "text",
+                },
             )
         tracker.on_end(stage)
 
@@ -43,10 +48,10 @@ def play(package, folder):
 def child(package, folder, **variables):
     """`play` in a process of its own: these keep threads, processes and settings."""
     words = [sys.executable, __file__, package, str(folder)]
-    done = subprocess.run(
+    result = subprocess.run(
         words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
 
 
 def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
@@ -56,31 +61,35 @@ def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
     client = MlflowClient((tmp_path / "run" / "mlruns").as_uri())
-    (found,) = client.search_runs([client.get_experiment_by_name("households").experiment_id])
-    assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
-    assert found.data.tags["toy"] == found.data.tags["cpu"] == "true"
-    assert (
-        found.data.params["tracking.project"] == "households"
-        and found.data.params["optim.lr"] == "1e-06"
-    )
-    assert sorted(found.data.metrics) == ["reward/mean"]
+    (run,) = client.search_runs([client.get_experiment_by_name("households").experiment_id])
+    assert run.info.run_name == "mine"
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["toy"] == "true"
+    assert run.data.tags["cpu"] == "true"
+    assert run.data.params["tracking.project"] == "households"
+    assert run.data.params["optim.lr"] == "1e-06"
+    assert sorted(run.data.metrics) == ["reward/mean"]
     assert [
-        (m.step, m.value) for m in client.get_metric_history(found.info.run_id, "reward/mean")
+        (measurement.step, measurement.value)
+        for measurement in client.get_metric_history(run.info.run_id, "reward/mean")
     ] == EXPECTED
-    client.delete_run(found.info.run_id)
+    client.delete_run(run.info.run_id)
     play("mlflow", tmp_path / "run")  # which is no reason to fail
-    assert len(client.search_runs([found.info.experiment_id])) == 1
+    assert len(client.search_runs([run.info.experiment_id])) == 1
 
 
 def test_trackio_goes_on_with_its_run(tmp_path):
     pytest.importorskip("trackio", reason="the optional tracker trackio is not installed")
     child("trackio", tmp_path / "run", TRACKIO_DIR=str(tmp_path / "trackio"))
-    with sqlite3.connect(tmp_path / "trackio" / "households.db") as found:
-        rows = found.execute("select run_name, step, metrics from metrics order by step").fetchall()
-        runs = found.execute("select count(distinct run_id) from metrics").fetchone()
-        (config,) = found.execute("select config from configs").fetchone()
+    with sqlite3.connect(tmp_path / "trackio" / "households.db") as database:
+        rows = database.execute(
+            "select run_name, step, metrics from metrics order by step"
+        ).fetchall()
+        runs = database.execute("select count(distinct run_id) from metrics").fetchone()
+        (config,) = database.execute("select config from configs").fetchone()
     assert [(step, json.loads(metrics)["reward/mean"]) for _, step, metrics in rows] == EXPECTED
-    assert {name for name, _, _ in rows} == {"mine"} and runs == (1,)
+    assert {name for name, _, _ in rows} == {"mine"}
+    assert runs == (1,)
     assert json.loads(config)["tracking"]["tags"] == ["toy", "cpu"]
 
 
@@ -90,17 +99,20 @@ def test_wandb_goes_on_with_its_run(tmp_path):
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     records = [wandb_records(file) for file in files]
     (first, second) = (
-        next(record.run for record in of if record.HasField("run")) for of in records
+        next(record.run for record in of_file if record.HasField("run")) for of_file in records
     )
-    assert (first.project, first.display_name, list(first.tags)) == (
-        "households",
-        "mine",
-        ["toy", "cpu"],
-    )
+    assert first.project == "households"
+    assert first.display_name == "mine"
+    assert list(first.tags) == ["toy", "cpu"]
     assert (
         first.run_id == second.run_id == (tmp_path / "run" / "wandb_id.txt").read_text().split()[0]
     )
-    history = [record.history.item for of in records for record in of if record.HasField("history")]
+    history = [
+        record.history.item
+        for of_file in records
+        for record in of_file
+        if record.HasField("history")
+    ]
     rows = [
         {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
         for items in history
@@ -112,20 +124,23 @@ def wandb_records(file):
     """Of an offline run: LevelDB's log format, blocks of 32 KiB, after a head of 7 bytes."""
     from wandb.proto import wandb_internal_pb2 as proto
 
-    data, at, parts, found = file.read_bytes(), 7, [], []
-    while at + 7 <= len(data):
-        if 0x8000 - at % 0x8000 < 7:
-            at += 0x8000 - at % 0x8000
+    data = file.read_bytes()
+    offset = 7
+    parts = []
+    records = []
+    while offset + 7 <= len(data):
+        if 0x8000 - offset % 0x8000 < 7:
+            offset += 0x8000 - offset % 0x8000
             continue
-        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
-        parts.append(data[at + 7 : at + 7 + length])
-        at += 7 + length
+        length, kind = struct.unpack("<HB", data[offset + 4 : offset + 7])
+        parts.append(data[offset + 7 : offset + 7 + length])
+        offset += 7 + length
         if kind in (1, 4):  # whole, or its last part
             record = proto.Record()
             record.ParseFromString(b"".join(parts))
-            found.append(record)
+            records.append(record)
             parts = []
-    return found
+    return records
 
 
 def test_tensorboard_has_the_names_in_its_text(tmp_path):
@@ -148,11 +163,9 @@ def test_tracking_needs_a_tracker():
     with pytest.raises(UserError, match=r"unknown key 'tracking.project'; it needs run.trackers"):
         load_recipe("quickstart", {"tracking.project": "mine"})
     config = load_recipe("quickstart", {"run.trackers": "mlflow", "tracking.tags": "one"})
-    assert (config.tracking.project, config.tracking.name, config.tracking.tags) == (
-        "paw",
-        None,
-        ["one"],
-    )
+    assert config.tracking.project == "paw"
+    assert config.tracking.name is None
+    assert config.tracking.tags == ["one"]
 
 
 if __name__ == "__main__":

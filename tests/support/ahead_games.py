@@ -50,22 +50,22 @@ def log(*words: object) -> None:
     os.close(file)
 
 
-def logged(what: str) -> list[str]:
-    """The second words of the lines that begin with this one."""
+def logged(kind: str) -> list[str]:
+    """The rest of each line that begins with this word."""
     path = Path(os.environ["AHEAD_LOG"])
     lines = path.read_text().splitlines() if path.exists() else []
-    return [line.partition(" ")[2] for line in lines if line.partition(" ")[0] == what]
+    return [line.partition(" ")[2] for line in lines if line.partition(" ")[0] == kind]
 
 
-def living(what: str) -> list[int]:
-    """Of the logged processes those that have not ended."""
-    found = []
-    for number in map(int, logged(what)):
+def living(kind: str) -> list[int]:
+    """The logged processes of this kind that have not ended."""
+    processes = []
+    for number in map(int, logged(kind)):
         with suppress(OSError, IndexError):
             state = Path(f"/proc/{number}/stat").read_text().rpartition(") ")[2].split()[0]
             if state not in "ZX":
-                found.append(number)
-    return found
+                processes.append(number)
+    return processes
 
 
 def ahead_of_the_trainer() -> bool:
@@ -127,7 +127,8 @@ class SlowGame(Logged):
 
 
 class HelpedGame(Logged):
-    """Has a program for each game, which `close` ends, and two that nobody ends: one is a daemon."""
+    """Has a program for each game, which `close` ends, and two that nobody ends: one is a
+    daemon."""
 
     def __init__(self, wrong: Any) -> None:
         super().__init__(wrong)
@@ -238,7 +239,8 @@ def make_rollouts(config: Config, url: str, model: str) -> Rollouts:
 
 
 def trainer(settings: str, url: str, model: str, log_file: str) -> None:
-    """Plays one update ahead, then waits; a process that it has forked keeps its end of the socket."""
+    """Plays one update ahead, then waits; a process that it has forked keeps its end of the
+    socket."""
     os.environ |= {"AHEAD_LOG": log_file, "AHEAD_TRAINER": str(os.getpid())}
     ahead.subprocess = SimpleNamespace(
         Popen=player(CLOSE_S=1.0, LINGER_S=0.2),

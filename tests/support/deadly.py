@@ -1,7 +1,8 @@
-"""Environments that no thread survives: the first episode of one task ends or holds its process, as $DEADLY says.
+"""Environments that a thread cannot contain: the first episode of one task ends or blocks its
+process, as $DEADLY says.
 
-All count to three and win, as those of environments.py. $DEADLY_TASK is the task, $DEADLY_ONCE a
-file that the first one makes.
+All count to three and win, like those of environments.py. $DEADLY_TASK is the task, $DEADLY_ONCE a
+file that the first episode makes.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ def dies_with_its_connection_held() -> None:
 
 
 def holds_the_interpreter() -> None:
-    """In a thread, as training plays it: in the main one a regular expression hears of signals."""
+    """In a thread, as in training: in the main thread a signal interrupts a regular expression."""
     thread = threading.Thread(target=re.fullmatch, args=(r"(a+)+b", "a" * 60))
     thread.start()
     thread.join()
@@ -53,7 +54,8 @@ DEEDS: dict[str, Callable[[], object]] = {
 
 class Counter:
     def reset(self, task: Task) -> str:
-        self.n, self.id = 0, task.id
+        self.n = 0
+        self.id = task.id
         return "start"
 
     def context(self) -> str:
@@ -64,11 +66,8 @@ class Counter:
 
     def step(self, response: str) -> Outcome:
         self.n += 1
-        if (
-            self.n == 2
-            and self.id == os.environ.get("DEADLY_TASK", "train/0/1")
-            and "DEADLY" in os.environ
-        ):
+        is_the_task = self.id == os.environ.get("DEADLY_TASK", "train/0/1")
+        if self.n == 2 and is_the_task and "DEADLY" in os.environ:
             with suppress(FileExistsError), Path(os.environ["DEADLY_ONCE"]).open("x"):
                 DEEDS[os.environ["DEADLY"]]()
         done = self.n == 3
@@ -78,7 +77,8 @@ class Counter:
 class Deadly:
     """A factory; its environments run one after the other in each process."""
 
-    name, reward_max = "deadly", 1.0
+    name = "deadly"
+    reward_max = 1.0
 
     def tasks(self, split, seed):
         return Endless(lambda i: Task(f"{split}/0/{i}", "count"))
@@ -148,10 +148,10 @@ class Tools(Counter):
         return Reply.of("", ToolCall("add", {"n": int(action)}))
 
     def step(self, response) -> Outcome:
-        said = [call.arguments for call in response.calls]
+        arguments = [call.arguments for call in response.calls]
         self.n += 1
         return Outcome(
-            f"{said} {response.content} {response.problem}",
+            f"{arguments} {response.content} {response.problem}",
             0.5,
             self.n == 3,
             False,

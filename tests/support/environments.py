@@ -1,7 +1,8 @@
-"""Environments that misbehave: `factory(step=exits)` is a class whose games do so in `step`; some play by `env.name`.
+"""Environments that misbehave: in games of the class `factory(step=exits)`, `step` exits; some are
+named by `env.name`.
 
 All count to three and win, `Honest` always. Of the others every fourth environment misbehaves, so
-that a group of four loses one member, or `everywhere`.
+that a group of four loses one member; with `everywhere`, every one does.
 """
 
 import math
@@ -26,27 +27,35 @@ from paw.errors import UserError
 from paw.types import Outcome, Sample, Task
 
 FAKE = "$_{\x1b[2J\x1b]0;owned\x07step 99/99  reward 9e9\nstep 100/100  success 100.0%\r\u202e\u200b\ud800\x00}$"
-"""Clears the screen, names the window, fakes two lines of progress, turns the text around, and is no Unicode."""
+"""Clears the screen, names the window, fakes two lines of progress, reverses the direction of the
+text, and is not valid Unicode."""
 
 
 class Honest:
-    name, reward_max, may_block, runs_others_code = "attack", 1.0, False, True
+    name = "attack"
+    reward_max = 1.0
+    may_block = False
+    runs_others_code = True
     wrong: Mapping[str, Any] = MappingProxyType({})
     """Methods of the game that misbehave, and what the fields of its outcomes are instead."""
     everywhere = False
 
     def __init__(self, config: Any) -> None:
-        self.config, self.invalid_penalty, self.made = config, 0.0, 0
+        self.config = config
+        self.invalid_penalty = 0.0
+        self.made = 0
 
     def tasks(self, split: str, seed: int) -> Tasks:
         return Endless(lambda i: Task(f"{split}/0/{i}", "count"))
 
     def make(self) -> "Game":
         self.made += 1
-        bad = self.everywhere or self.made % 4 == 2
-        if bad and "make" in self.wrong and self.made > 1:
+        misbehaves = self.everywhere or self.made % 4 == 2
+        if not misbehaves:
+            return Game({})
+        if "make" in self.wrong and self.made > 1:
             self.wrong["make"](self)
-        return Game(self.wrong if bad else {})
+        return Game(self.wrong)
 
     def fingerprint(self) -> str:
         return "counting to three"
@@ -54,7 +63,8 @@ class Honest:
 
 class Game:
     def __init__(self, wrong: Mapping[str, Any]) -> None:
-        self.wrong, self.n = wrong, 0
+        self.wrong = wrong
+        self.n = 0
 
     def _maybe(self, name: str, value: Any) -> Any:
         return self.wrong[name](self) if name in self.wrong else value
@@ -104,7 +114,7 @@ def exits(_: Game) -> None:
 
 
 class Liar(Honest):
-    """Every text there is, names of tasks and exceptions among them, is a trick on the reader."""
+    """Every text, names of tasks and exceptions included, tries to trick the reader."""
 
     wrong = MappingProxyType({"step": raises(RuntimeError(FAKE))})
 
@@ -132,7 +142,8 @@ def wanders(_: Game) -> str:
 
 
 class ChangesDirectory(Honest):
-    wrong, everywhere = MappingProxyType({"reset": wanders}), True
+    wrong = MappingProxyType({"reset": wanders})
+    everywhere = True
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -140,7 +151,8 @@ class ChangesDirectory(Honest):
 
 
 class DownInTraining(Honest):
-    """From the second update on nothing works for $ATTACK_DOWN_FOR_S seconds, as while a server restarts."""
+    """From the second update on nothing works for $ATTACK_DOWN_FOR_S seconds, as if a server were
+    restarting."""
 
     down_until = math.inf
 
@@ -165,7 +177,7 @@ class DownInTraining(Honest):
 
 
 class Breaks(Honest):
-    """Its texts are drawn at random. Something ends the second update where $ATTACK says what."""
+    """Its texts are drawn at random. If $ATTACK names something, it ends the second update."""
 
     def tasks(self, split: str, seed: int) -> Tasks:
         listed = super().tasks(split, seed)
@@ -286,7 +298,8 @@ def loss(logp: Any, entropy: Any, batch: Any) -> Any:
 
 
 class ExitsInStep(Honest):
-    wrong, everywhere = MappingProxyType({"step": exits}), True
+    wrong = MappingProxyType({"step": exits})
+    everywhere = True
 
 
 def hangs(_: Game) -> None:
@@ -294,7 +307,8 @@ def hangs(_: Game) -> None:
 
 
 class HangsInStep(Honest):
-    wrong, everywhere = MappingProxyType({"step": hangs}), True
+    wrong = MappingProxyType({"step": hangs})
+    everywhere = True
 
 
 class LaterTasks(Honest):
@@ -316,7 +330,8 @@ class LaterTasks(Honest):
 
 
 class Crashing(Honest):
-    """Every fifth task raises in its second turn, but for the first of an update; the reward is the response's."""
+    """Every fifth task raises in its second turn, but for the first of an update; the reward is the
+    response's."""
 
     def make(self) -> Game:
         return Fragile({})

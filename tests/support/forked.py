@@ -1,4 +1,5 @@
-"""Commands forked from a process that has loaded torch and transformers, which takes six seconds of a core."""
+"""Commands forked from a process that has loaded torch and transformers, which takes six seconds of
+a core."""
 
 import atexit
 import gc
@@ -23,14 +24,13 @@ from typing import IO, Any, NoReturn
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        *(
-            "paw.tools.train.train",
-            "paw.model.critic",
-            "paw.distributed.parallel",
-            "paw.rollouts.background.ahead",
-            "paw.rollouts.background.player",
-        ),
-        *("paw.rollouts.engines.generation", "paw.tools.experiment.runs"),
+        "paw.tools.train.train",
+        "paw.model.critic",
+        "paw.distributed.parallel",
+        "paw.rollouts.background.ahead",
+        "paw.rollouts.background.player",
+        "paw.rollouts.engines.generation",
+        "paw.tools.experiment.runs",
     ]
 )
 
@@ -83,23 +83,22 @@ def run_ranks(
     on_host: int,
     homes: Sequence[Path] = (),
 ) -> list[tuple[int, str]]:
-    """`paw` in a rank for each command, in its folder, as torchrun would start them: (exit code, standard error)."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    shared = {
-        "WORLD_SIZE": len(commands),
-        "LOCAL_WORLD_SIZE": on_host,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
+    """`paw` in a rank for each command, in its folder, as torchrun would start them: (exit code,
+    standard error)."""
+    shared = torchrun_variables(len(commands), on_host)
     with ExitStack() as stack:
         nowhere = stack.enter_context(Path(os.devnull).open("w"))
         errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
         ranks = []
         for rank, (words, folder, error) in enumerate(zip(commands, folders, errors, strict=True)):
-            own = {"RANK": rank, "LOCAL_RANK": rank % on_host, "OMP_NUM_THREADS": 1, **shared}
-            own |= {"HOME": homes[rank]} if homes else {}
-            env = os.environ | {name: str(value) for name, value in own.items()}
+            variables = shared | {
+                "RANK": rank,
+                "LOCAL_RANK": rank % on_host,
+                "OMP_NUM_THREADS": 1,
+            }
+            if homes:
+                variables["HOME"] = homes[rank]
+            env = os.environ | {name: str(value) for name, value in variables.items()}
             ranks.append(
                 Child(words, env=env, cwd=str(folder), out=nowhere.fileno(), err=error.fileno())
             )
@@ -110,19 +109,26 @@ def run_ranks(
         return [(code, error.read()) for code, error in zip(codes, errors, strict=True)]
 
 
-def call_in_ranks(function: Callable[..., None], count: int, *given: Any, on_host: int) -> None:
-    """`function(rank, *given)` in a process for each rank, to be named by its module."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    shared = {
+def torchrun_variables(count: int, on_host: int) -> dict[str, Any]:
+    """What torchrun sets alike for `count` ranks, which meet at a free port of this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return {
         "WORLD_SIZE": count,
         "LOCAL_WORLD_SIZE": on_host,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    children = [
-        CONTEXT.Process(target=call, args=(function, rank, shared, given)) for rank in range(count)
-    ]
+
+
+def call_in_ranks(function: Callable[..., None], count: int, *arguments: Any, on_host: int) -> None:
+    """`function(rank, *arguments)` in a process for each rank; it is found by its module and
+    name."""
+    shared = torchrun_variables(count, on_host)
+    children = []
+    for rank in range(count):
+        child = CONTEXT.Process(target=call, args=(function, rank, shared, arguments))
+        children.append(child)
     for child in children:
         child.start()
     for child in children:
@@ -131,34 +137,34 @@ def call_in_ranks(function: Callable[..., None], count: int, *given: Any, on_hos
 
 
 def call(
-    function: Callable[..., None], rank: int, shared: dict[str, Any], given: tuple[Any, ...]
+    function: Callable[..., None], rank: int, shared: dict[str, Any], arguments: tuple[Any, ...]
 ) -> None:
-    os.environ.update(
-        {name: str(value) for name, value in {"RANK": rank, "LOCAL_RANK": 0, **shared}.items()}
-    )
-    function(rank, *given)
+    variables = {"RANK": rank, "LOCAL_RANK": 0, **shared}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    function(rank, *arguments)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the interpreter's own way aborts now and then in a thread of gloo's
+    os._exit(0)  # an ordinary exit sometimes aborts in one of gloo's threads
 
 
 class Forked(subprocess.Popen):
-    """A rank of `paw train --gpus` or a run of an experiment: forked from what starts it, not a new interpreter."""
+    """A rank of `paw train --gpus` or a run of an experiment: forked from its parent, not a new
+    interpreter."""
 
     def _execute_child(self, args, *options):
         names = inspect.signature(super()._execute_child).parameters
-        how = dict(zip(names, (args, *options), strict=True))
+        options_by_name = dict(zip(names, (args, *options), strict=True))
         self.pid = os.fork()
         if self.pid:
             self._child_created = True
             return
-        for number, file in ((1, how["c2pwrite"]), (2, how["errwrite"])):
+        for number, file in ((1, options_by_name["c2pwrite"]), (2, options_by_name["errwrite"])):
             if file >= 0:
                 os.dup2(file, number)
         for path in Path("/proc/self/fd").iterdir():
-            if path.is_socket() and int(path.name) not in (0, 1, 2, *how["pass_fds"]):
+            if path.is_socket() and int(path.name) not in (0, 1, 2, *options_by_name["pass_fds"]):
                 os.close(int(path.name))
-        run(args[3:], dict(how["env"] or os.environ), str(Path.cwd()))
+        run(args[3:], dict(options_by_name["env"] or os.environ), str(Path.cwd()))
 
 
 class ForkedPlayer(subprocess.Popen):
@@ -177,7 +183,7 @@ class ForkedPlayer(subprocess.Popen):
 
 
 def supervise(trainer: int, socket_fd: int, stdin_fd: int, constants: dict[str, float]) -> NoReturn:
-    """Be the supervisor of such a process, with other constants of its module."""
+    """Runs as the supervisor of such a process, with other constants in its module."""
     from paw.rollouts.background import supervisor
 
     os.dup2(stdin_fd, 0)
@@ -189,27 +195,29 @@ def supervise(trainer: int, socket_fd: int, stdin_fd: int, constants: dict[str, 
 
 
 def player(**constants: float) -> type[subprocess.Popen]:
-    """A supervisor that waits to be started: forked now, for later this process has threads."""
-    ours, theirs = socket.socketpair()
+    """A supervisor that waits to be started. It is forked now, because later this process has
+    threads."""
+    near_end, far_end = socket.socketpair()
     trainer = os.getpid()
     pid = os.fork()
     if not pid:
-        ours.close()
-        _, pipes, *_ = socket.recv_fds(theirs, 1, 2)
-        theirs.close()
+        near_end.close()
+        _, pipes, *_ = socket.recv_fds(far_end, 1, 2)
+        far_end.close()
         if pipes:
             os.setsid()
             supervise(trainer, *pipes, constants)
         os._exit(0)
-    theirs.close()
+    far_end.close()
 
     class Supervisor(subprocess.Popen):
         def _execute_child(self, args, *options):
             names = inspect.signature(super()._execute_child).parameters
-            how = dict(zip(names, (args, *options), strict=True))
-            self.pid, self._child_created = pid, True
-            socket.send_fds(ours, [b"."], [int(args[-1]), how["p2cread"]])
-            os.close(how["p2cread"])
+            options_by_name = dict(zip(names, (args, *options), strict=True))
+            self.pid = pid
+            self._child_created = True
+            socket.send_fds(near_end, [b"."], [int(args[-1]), options_by_name["p2cread"]])
+            os.close(options_by_name["p2cread"])
 
     return Supervisor
 
@@ -233,7 +241,8 @@ def serve_as_supervisor(
 
 
 class Supervisor:
-    """A supervisor for a process that has threads, as subprocess.Popen, forked by the server of forks."""
+    """A supervisor for a process that has threads, as subprocess.Popen, forked by the server of
+    forks."""
 
     constants: dict[str, float] = {}
 
@@ -266,7 +275,7 @@ class Supervisor:
 def run(words: list[str], env: dict[str, str], cwd: str, *output: Connection) -> NoReturn:
     """The command, in this process; ends it."""
     code: Any = 1
-    gc.freeze()  # else its first collection copies the memory of all that is imported
+    gc.freeze()  # otherwise the first collection copies the memory of everything imported
     try:
         for number, file in enumerate(output, start=1):
             os.dup2(file.fileno(), number)
@@ -302,4 +311,6 @@ def run(words: list[str], env: dict[str, str], cwd: str, *output: Connection) ->
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+        if code is None:
+            code = 0
+        os._exit(code if isinstance(code, int) else 1)

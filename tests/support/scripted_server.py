@@ -24,13 +24,14 @@ def completion(text="<think>x</think><action>look</action>", *, finish="stop", p
     }
 
 
-def refusal(message, **more):
-    return {"error": {"message": message, "type": "invalid_request_error", **more}}
+def refusal(message, **details):
+    return {"error": {"message": message, "type": "invalid_request_error", **details}}
 
 
 @contextmanager
 def serve():
-    """`server.script` holds answers to come, (status, body, headers) or a function of the handler; then `default`."""
+    """`server.script` holds answers to come, (status, body, headers) or a function of the handler;
+    then `default`."""
     state = SimpleNamespace(
         script=[], default=(200, completion(), {}), requests=[], models=["m", "n"]
     )
@@ -46,18 +47,18 @@ def serve():
             if not (body := self.rfile.read(int(self.headers["Content-Length"]))):
                 return  # the client has gone
             state.requests.append(json.loads(body))
-            given = state.script.pop(0) if state.script else state.default
+            scripted = state.script.pop(0) if state.script else state.default
             with suppress(OSError):  # the client has gone
-                given(self) if callable(given) else self.answer(*given)
+                if callable(scripted):
+                    scripted(self)
+                else:
+                    self.answer(*scripted)
 
         def answer(self, status, body, headers, *, cut=0):
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             self.send_response(status)
-            for key, value in {
-                "Content-Type": "application/json",
-                "Content-Length": len(data),
-                **headers,
-            }.items():
+            defaults = {"Content-Type": "application/json", "Content-Length": len(data)}
+            for key, value in (defaults | headers).items():
                 self.send_header(key, str(value))
             self.end_headers()
             self.wfile.write(data[: len(data) - cut])

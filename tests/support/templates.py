@@ -165,4 +165,5 @@ MISTRAL_TEMPLATE = """
         {{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
     {%- else %}{{- raise_exception("Only user and assistant roles are supported!") }}{%- endif %}
 {%- endfor %}"""
-"""Roles alternate, tools stand before the last user message, the system message in it, ids have nine characters."""
+"""Roles alternate, tools stand before the last user message, the system message in it, ids have
+nine characters."""

@@ -1,4 +1,5 @@
-"""Small generated households and a random quickstart model over their own text: real parts, made in milliseconds."""
+"""Small generated households and a random quickstart model over their own text: real parts, made in
+milliseconds."""
 
 import copy
 import functools
@@ -30,9 +31,12 @@ def make_factory(**changes):
 @functools.cache
 def corpus(games=100):
     """(prompts, actions, observations) of expert play with random actions mixed in."""
-    factory, rng = make_factory(), random.Random(0)
+    factory = make_factory()
+    rng = random.Random(0)
     environment = factory.make()
-    prompts, actions, observations = [], set(), []
+    prompts = []
+    actions = set()
+    observations = []
     for task in warmup_tasks(factory, 0, games, 0):
         environment.reset(task)
         done = False
@@ -40,9 +44,8 @@ def corpus(games=100):
             choices = admissible_responses(environment)
             prompts.append(environment.context())
             actions.update(choices)
-            outcome = environment.step(
-                rng.choice(choices) if rng.random() < 0.3 else environment.oracle()
-            )
+            action = rng.choice(choices) if rng.random() < 0.3 else environment.oracle()
+            outcome = environment.step(action)
             observations.append(outcome.observation)
             done = outcome.done
     return prompts, actions, observations
@@ -63,18 +66,21 @@ def make_chat():
 
 @functools.cache
 def _practised(steps=20):
-    model, chat, rng = make_model(), make_chat(), random.Random(0)
+    model = make_model()
+    chat = make_chat()
+    rng = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):
-        inputs, labels = [], []
+        inputs = []
+        labels = []
         for prompt in rng.choices(corpus()[0], k=32):
             head = chat.prompt_ids(prompt)
-            answer = chat.response_ids(
-                "\n" + rng.choice(prompt.partition("\ncan:\n")[2].splitlines())
-            )
+            _, _, actions = prompt.partition("\ncan:\n")
+            answer = chat.response_ids("\n" + rng.choice(actions.splitlines()))
             inputs.append(torch.tensor(head + answer))
             labels.append(torch.tensor([-100] * len(head) + answer))
-        input_ids, targets = pad_sequence(inputs, True, 0), pad_sequence(labels, True, -100)
+        input_ids = pad_sequence(inputs, True, 0)
+        targets = pad_sequence(labels, True, -100)
         logits = model(input_ids=input_ids).logits[:, :-1]
         cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten()).backward()
         optimizer.step()
@@ -94,10 +100,13 @@ def make_engine(model=None, **options):
 class Scripted:
     """An engine whose model says what `answer(prompt)` gives."""
 
-    version, continuous = 0, True
+    version = 0
+    continuous = True
 
     def __init__(self, chat, answer):
-        self.chat, self.answer, self.queue = chat, answer, []
+        self.chat = chat
+        self.answer = answer
+        self.queue = []
 
     def submit(self, request):
         self.queue.append(request)
@@ -107,12 +116,10 @@ class Scripted:
         return len(self.queue)
 
     def step(self):
-        done, self.queue = self.queue, []
-        said = [
-            self.chat.response_ids(self.answer(self.chat.decode(request.prompt_ids)))
-            for request in done
-        ]
-        return [
-            Completion(r.key, ids, [-1.0] * len(ids), None)
-            for r, ids in zip(done, said, strict=True)
-        ]
+        completions = []
+        for request in self.queue:
+            prompt = self.chat.decode(request.prompt_ids)
+            ids = self.chat.response_ids(self.answer(prompt))
+            completions.append(Completion(request.key, ids, [-1.0] * len(ids), entropy=None))
+        self.queue = []
+        return completions

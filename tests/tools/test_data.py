@@ -41,27 +41,28 @@ def test_a_shop_is_generated_and_played(tmp_path, capsys):
     for name in ("shuffle", "ins_v2"):
         (folder / f"items_{name}_1000.json").rename(folder / f"items_{name}.json")
     lines = paw_data(capsys, "webshop", "--dir", folder)
-    assert lines[0].startswith("full   synthetic") and lines[-1].endswith(" --env.catalogue full")
+    assert lines[0].startswith("full   synthetic")
+    assert lines[-1].endswith(" --env.catalogue full")
 
 
 def test_a_world_is_generated_and_played(tmp_path, capsys):
     folder = tmp_path / "world"
     lines = paw_data(capsys, "search", "--generate", 200, "--out", folder)
-    assert lines[0].startswith("train  ") and lines[1].startswith("test   ")
+    assert lines[0].startswith("train  ")
+    assert lines[1].startswith("test   ")
     assert lines[2] == f"corpus 200 documents in {folder / 'corpus.jsonl'}"
     assert lines[3] == f"use them with --env.data {folder} --env.corpus {folder / 'corpus.jsonl'}"
     env = SearchConfig(data=folder, eval_split="test", max_turns=4, corpus=folder / "corpus.jsonl")
     factory = make_factory(Config(model=ModelConfig(path="-"), env=env))
     tasks = eval_tasks(factory, "test", 0, 0)
-    assert f"test   {len(tasks):,} questions (" in lines[1] and all(
-        task.kind in lines[1] for task in tasks
-    )
+    assert f"test   {len(tasks):,} questions (" in lines[1]
+    assert all(task.kind in lines[1] for task in tasks)
     environment = factory.make()
     environment.reset(tasks[0])
-    found = environment.step(
+    outcome = environment.step(
         environment.format_action(f"search[{tasks[0].payload.text.split()[-1]}]")
     )
-    assert "Doc 1: " in found.observation
+    assert "Doc 1: " in outcome.observation
     (folder / "corpus.jsonl").rename(tmp_path / "mine.jsonl")
     assert paw_data(capsys, "search", "--dir", folder)[-1].startswith("no documents: ")
     assert paw_data(capsys, "search", "--dir", folder, "--corpus", tmp_path / "mine.jsonl")[
@@ -85,9 +86,8 @@ def test_without_files_it_says_where_they_are(tmp_path, capsys):
 def test_households_are_generated_and_played(tmp_path, capsys):
     out = tmp_path / "games"
     lines = paw_data(capsys, "alfworld", "--generate", 12, "--out", out, "--difficulty", "tiny")
-    assert lines[0].startswith("train           12 games (") and lines[1].startswith(
-        "valid_unseen     1 games ("
-    )
+    assert lines[0].startswith("train           12 games (")
+    assert lines[1].startswith("valid_unseen     1 games (")
     assert lines[-1] == f"use them with --env.data {out}"
     assert len(train_tasks(AlfworldFactory(AlfworldConfig(data=out)), 0, 12, 0)) == 12
 

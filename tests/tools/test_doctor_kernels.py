@@ -1,4 +1,5 @@
-"""`paw doctor --kernels`: what it checks and times, what of a case that dies is told, where "auto" finds the times."""
+"""`paw doctor --kernels`: what it checks and times, a case that dies, and where "auto" finds the
+times."""
 
 import json
 
@@ -54,29 +55,26 @@ def test_times_are_where_auto_finds_them_and_replace_those_of_the_same_size(cach
 def test_a_folder_that_cannot_be_written_is_told_and_no_error(cache, capsys):
     cache.parent.write_text("")
     kernels.keep(dict([timed("cpu", 512, 2.0)]))
-    told = capsys.readouterr()
-    assert (
-        f"paw: cannot write {cache}: " in told.err
-        and told.err.endswith("(set PAW_CACHE)\n")
-        and not told.out
-    )
+    output = capsys.readouterr()
+    assert f"paw: cannot write {cache}: " in output.err
+    assert output.err.endswith("(set PAW_CACHE)\n")
+    assert not output.out
 
 
 def test_on_a_gpu_six_ways_of_triton_are_timed_beside_cuda_and_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     devices = {"triton": "cuda", "cuda": "cuda", "cpu": "cpu", "torch": "cuda"}
-    cases = kernels.cases_to_time(151_936, 896, devices)
-    assert {case.dtype for case in cases} == {"bfloat16"} and {case.device for case in cases} == {
-        "cuda"
-    }
+    cases = kernels.contest(151_936, 896, devices)
+    assert {case.dtype for case in cases} == {"bfloat16"}
+    assert {case.device for case in cases} == {"cuda"}
     assert len(set(cases)) == 16
     ways = [case.way for case in cases if case.n == 4096]
-    assert (
-        len(ways) == len(set(ways)) == 8 and sum(way.startswith("triton 128x") for way in ways) == 6
-    )
-    assert {
-        case.backend for case in kernels.cases_to_time(600, 64, {"triton": "cpu", "cpu": "cpu"})
-    } == {"cpu"}
+    assert len(ways) == 8
+    assert len(set(ways)) == 8
+    assert sum(way.startswith("triton 128x") for way in ways) == 6
+    assert {case.backend for case in kernels.contest(600, 64, {"triton": "cpu", "cpu": "cpu"})} == {
+        "cpu"
+    }
 
 
 @pytest.mark.slow
@@ -88,18 +86,23 @@ def test_a_case_that_crashes_hangs_or_raises_is_an_answer_and_the_next_goes_on(
     (broken / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    of = {"dtype": "float32", "n": 40, "V": 101, "D": 64}
+    size = {"dtype": "float32", "n": 40, "V": 101, "D": 64}
     cases = [
-        Case("triton", "cpu", **of),
-        Case("cuda", "cuda", **of),
-        *[Case("torch", "cpu", **of)] * 2,
+        Case("triton", "cpu", **size),
+        Case("cuda", "cuda", **size),
+        *[Case("torch", "cpu", **size)] * 2,
     ]
     crashed, raised, *right = kernels.run(cases, 250)
     assert crashed == Answer(why="killed by SIGSEGV", share=crashed.share)
-    assert "CUDA" in raised.why and "Error: " in raised.why and not raised.right
-    assert right[0].right and right[1].share == right[0].share > 0
+    assert "CUDA" in raised.why
+    assert "Error: " in raised.why
+    assert not raised.right
+    assert right[0].right
+    assert right[0].share > 0
+    assert right[1].share == right[0].share
     (late,) = kernels.run(cases[-1:], 0.2)
-    assert late.why == "no answer in 0.2 s" and str(late) == "FAILED"
+    assert late.why == "no answer in 0.2 s"
+    assert str(late) == "FAILED"
 
 
 @pytest.mark.slow
@@ -112,15 +115,19 @@ def test_the_command_checks_all_that_runs_here_and_auto_goes_by_its_times(
     monkeypatch.setitem(paw_env, "PAW_CACHE", str(cache.parent))
     for name, value in paw_env.items():
         monkeypatch.setenv(name, value)
-    done = paw_here("doctor", "--kernels", "--shape", "97x24")
-    lines = done.stdout.splitlines()
+    result = paw_here("doctor", "--kernels", "--shape", "97x24")
+    lines = result.stdout.splitlines()
     assert [line.split()[:2] for line in lines[2:5]] == [
         [name, "bfloat16"] for name in ("triton", "cpu", "torch")
     ]
-    assert "WRONG" not in done.stdout and "n 32" in done.stdout and " ms\n" in done.stdout
-    assert done.stderr.count("triton bfloat16, n 40, V 101, D 64: 0.") == 1
+    assert "WRONG" not in result.stdout
+    assert "n 32" in result.stdout
+    assert " ms\n" in result.stdout
+    assert result.stderr.count("triton bfloat16, n 40, V 101, D 64: 0.") == 1
     measured = _measured.fastest(CPU, torch.float32, 97, 24)
-    assert measured and measured.ms > 0 and measured.backend in ("cpu", "torch")
+    assert measured
+    assert measured.ms > 0
+    assert measured.backend in ("cpu", "torch")
     assert (
         "--shape 97: it is the head's"
         in paw_here("doctor", "--kernels", "--shape", "97", code=2).stderr

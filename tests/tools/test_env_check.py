@@ -59,9 +59,9 @@ def count(owner):
     return owner.count
 
 
-def failed(given) -> dict[str, str]:
+def failed(environment) -> dict[str, str]:
     env = EnvConfig(name="x.py:X", max_turns=6)
-    subject = Subject(lambda: UserFactory(given, env, "env"), env)
+    subject = Subject(lambda: UserFactory(environment, env, "env"), env)
     return {finding.rule: finding.seen for finding in check(subject) if not finding.ok}
 
 
@@ -164,14 +164,15 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "given", "seen"), [*((rule, *fault) for rule, fault in FAULTS.items()), *OTHERS]
+    ("rule", "environment", "expected"),
+    [*((rule, *fault) for rule, fault in FAULTS.items()), *OTHERS],
 )
-def test_each_rule_can_fail(rule, given, seen):
+def test_each_rule_can_fail(rule, environment, expected):
     try:
-        found = failed(given)
+        failures = failed(environment)
     except UserError as error:  # what a run would not begin with either
-        found = {rule: str(error)}
-    assert seen in found.get(rule, ""), found
+        failures = {rule: str(error)}
+    assert expected in failures.get(rule, ""), failures
 
 
 def test_the_example_keeps_them(capsys):
@@ -179,11 +180,10 @@ def test_the_example_keeps_them(capsys):
     out = capsys.readouterr().out
     lines = re.sub(r"\d+\.\d s", "0.0 s", out)  # each with its seconds
     start = "ok      0.0 s  members                  guess\nok      0.0 s  tasks                    'train': 90, 'valid"
-    assert (
-        lines.startswith(start)
-        and "tools                    none offered: no call was tried\n" in lines
-    )
-    assert f"\nall {len(RULES)} rules hold; " in out and out.endswith(" steps/s\n")
+    assert lines.startswith(start)
+    assert "tools                    none offered: no call was tried\n" in lines
+    assert f"\nall {len(RULES)} rules hold; " in out
+    assert out.endswith(" steps/s\n")
 
 
 @pytest.mark.parametrize(
@@ -196,10 +196,13 @@ def test_the_example_keeps_them(capsys):
 )
 def test_what_is_built_in_keeps_them(words, capsys):
     assert cli.main(["env", "check", *words.split(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["ok"] and found["env"] == words.split()[0] and found["steps_per_second"] > 100
-    assert [rule["rule"] for rule in found["rules"]] == list(FAULTS)  # none is left out
-    assert all(rule["seconds"] >= 0 for rule in found["rules"]) and not found["stopped"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"]
+    assert report["env"] == words.split()[0]
+    assert report["steps_per_second"] > 100
+    assert [rule["rule"] for rule in report["rules"]] == list(FAULTS)  # none is left out
+    assert all(rule["seconds"] >= 0 for rule in report["rules"])
+    assert not report["stopped"]
 
 
 def test_a_broken_one_is_reported(tmp_path, capsys):
@@ -284,11 +287,11 @@ def tool_named(name):
 
 @pytest.mark.parametrize("name", [name for name in SCHEMAS if name not in NONE])
 def test_calls_are_made_from_schemas(name):
-    made = [valid_call(tool_named(name), number) for number in range(10)]
-    assert all(call is not None and call.name == name for call in made)
-    for call in made:
+    calls = [valid_call(tool_named(name), number) for number in range(10)]
+    assert all(call is not None and call.name == name for call in calls)
+    for call in calls:
         jsonschema.validate(call.arguments, SCHEMAS[name])
-    assert made == [valid_call(tool_named(name), number) for number in range(10)]
+    assert calls == [valid_call(tool_named(name), number) for number in range(10)]
 
 
 def test_no_call_is_made_where_no_arguments_are_found():
@@ -329,17 +332,17 @@ class Shelf(Conversation):
 
 def test_tools_are_called_and_those_that_are_not_are_named():
     env = EnvConfig(name="x.py:X", max_turns=8)
-    found = {
+    findings = {
         finding.rule: finding
         for finding in check(Subject(lambda: UserFactory(Shelf, env, "env"), env))
     }
-    assert all(finding.ok for finding in found.values()), found
-    assert found["tools"].seen == (
+    assert all(finding.ok for finding in findings.values()), findings
+    assert findings["tools"].seen == (
         "2 of 3 called, 1 of the calls valid; not called: unlock (no arguments were found that fit the schema)"
     )
     assert {"put" in call for call in Shelf.calls} == {True, False}
     # Calls win, in the episodes of all rules.
-    assert found["rewards"].seen == "returns up to 1 of 1"
+    assert findings["rewards"].seen == "returns up to 1 of 1"
 
 
 SLOW = """
@@ -380,10 +383,13 @@ def test_ctrl_c_prints_what_was_found_and_what_takes_long_says_so(json_out, tmp_
         child.send_signal(signal.SIGINT)
         # The environment sleeps for a minute.
         out, err = child.communicate(timeout=20)
-    assert child.returncode == 130 and "Traceback" not in err
+    assert child.returncode == 130
+    assert "Traceback" not in err
     if json_out:
-        found = json.loads(out)
-        assert found["stopped"] and not found["ok"] and len(found["rules"]) == 4
+        report = json.loads(out)
+        assert report["stopped"]
+        assert not report["ok"]
+        assert len(report["rules"]) == 4
     else:
         lines = out.splitlines()
         assert [line.split()[0] for line in lines[:4]] == ["ok"] * 4

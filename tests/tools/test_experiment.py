@@ -1,4 +1,5 @@
-"""Experiments: statistics by hand, variants and plans, tables and figures, and one trained by the real command."""
+"""Experiments: statistics by hand, variants and plans, tables and figures, and one trained by the
+real command."""
 
 import argparse
 import csv
@@ -24,9 +25,11 @@ dynamics = importlib.import_module("bench.studies.dynamics")
 
 def test_intervals_by_hand():
     # 2, 4, 6: mean 4, sd 2, t(2) = 4.302653, half = 4.302653 * 2 / sqrt(3)
-    found = interval([2.0, 4.0, 6.0])
-    assert (found.mean, found.n, found.sd) == (4.0, 3, 2.0)
-    assert (found.low, found.high) == pytest.approx((4 - 4.968276, 4 + 4.968276), abs=1e-6)
+    by_hand = interval([2.0, 4.0, 6.0])
+    assert by_hand.mean == 4.0
+    assert by_hand.n == 3
+    assert by_hand.sd == 2.0
+    assert (by_hand.low, by_hand.high) == pytest.approx((4 - 4.968276, 4 + 4.968276), abs=1e-6)
     assert interval([0.4]) == Interval(0.4, 1)
     tabled = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 10: 2.2281, 120: 1.9799}
     assert {n: student(n) for n in tabled} == pytest.approx(tabled, abs=5e-5)
@@ -35,15 +38,17 @@ def test_intervals_by_hand():
 
 
 def test_differences_are_paired_by_seed():
-    found = paired({0: 0.1, 1: 0.5, 2: 0.9}, {2: 1.0, 0: 0.2, 1: 0.6, 7: 0.0})
-    assert found is not None and found.n == 3 and found.mean == pytest.approx(0.1)
+    difference = paired({0: 0.1, 1: 0.5, 2: 0.9}, {2: 1.0, 0: 0.2, 1: 0.6, 7: 0.0})
+    assert difference is not None
+    assert difference.n == 3
+    assert difference.mean == pytest.approx(0.1)
     # The seeds' levels differ, the differences do not.
-    assert found.sd == pytest.approx(0.0, abs=1e-12)
-    assert verdict(found) == "helps beyond the interval"
+    assert difference.sd == pytest.approx(0.0, abs=1e-12)
+    assert verdict(difference) == "helps beyond the interval"
     assert verdict(interval([-0.3, -0.31, -0.32])) == "hurts beyond the interval"
     assert verdict(interval([-0.3, 0.4, 0.1])) == "not shown"
-    for few in (interval([0.03, 0.03]), interval([0.4]), paired({0: 0.1}, {1: 0.2})):
-        assert verdict(few) == "not shown (fewer than three seeds)"
+    for undecided in (interval([0.03, 0.03]), interval([0.4]), paired({0: 0.1}, {1: 0.2})):
+        assert verdict(undecided) == "not shown (fewer than three seeds)"
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
@@ -60,9 +65,10 @@ def test_variants_and_seeds():
         assert load("quickstart", parse_variants(name, [])[name]).wm.enabled == (
             name not in vanilla
         )
-    found = parse_variants("grpo", ["loud: wm.scale=10 wm.loss=mae", "same:"])
-    assert found["loud"] == {"wm.scale": "10", "wm.loss": "mae"} and found["same"] == {}
-    for names, own, message in (
+    variants = parse_variants("grpo", ["loud: wm.scale=10 wm.loss=mae", "same:"])
+    assert variants["loud"] == {"wm.scale": "10", "wm.loss": "mae"}
+    assert variants["same"] == {}
+    for names, definitions, message in (
         ("grpo,pw", [], "unknown variant 'pw': did you mean 'paw'"),
         ("grpo,grpo", [], "'grpo' is there twice"),
         ("", [], "names no variant"),
@@ -70,7 +76,7 @@ def test_variants_and_seeds():
         ("grpo", ["loud: wm.scale"], "give a name"),
     ):
         with pytest.raises(UserError, match=message):
-            parse_variants(names, own)
+            parse_variants(names, definitions)
     for text, seeds in {"3": [0, 1, 2], "0-2,7": [0, 1, 2, 7], "7,": [7]}.items():
         assert runs.parse_seeds(text) == seeds
     for text in ("0", "x", "3-1", "-2", ""):
@@ -92,8 +98,8 @@ def test_a_plan_is_all_variants_of_a_seed_in_a_row(tmp_path):
     assert [job.directory.name for job in jobs] == ["grpo-0", "paw-0", "grpo-1", "paw-1"]
     words = jobs[3].words
     assert words[:2] == ("train", "quickstart")
-    given = dict(zip(words[2::2], words[3::2], strict=True))
-    assert given == {
+    settings = dict(zip(words[2::2], words[3::2], strict=True))
+    assert settings == {
         "--gpus": "1", "--run.updates": "7", "--advantage.type": "grpo", "--wm.enabled": "true",
         "--run.dir": f"{tmp_path}/runs", "--run.name": "paw-1", "--run.seed": "1", "--warmup.seed": "1",
     }  # fmt: skip
@@ -114,14 +120,19 @@ def test_a_plan_is_all_variants_of_a_seed_in_a_row(tmp_path):
 def finish(job, evals: dict[int, float], *, training: float = 0.3, **metrics: float) -> None:
     """A run directory as a finished `paw train` leaves it whose report failed."""
     job.directory.mkdir(parents=True)
-    given = {key[2:]: value for key, value in zip(job.words[4::2], job.words[5::2], strict=True)}
-    (job.directory / "config.toml").write_text(dump(load(job.words[1], given)))
+    settings = {key[2:]: value for key, value in zip(job.words[4::2], job.words[5::2], strict=True)}
+    (job.directory / "config.toml").write_text(dump(load(job.words[1], settings)))
     lines = [
         {"step": step, "success/all": training, **metrics} for step in range(1, job.updates + 1)
     ]
     lines += [
-        {"step": s, "eval/success": v, "eval/ci_low": v - 0.1, "eval/ci_high": v + 0.1}
-        for s, v in evals.items()
+        {
+            "step": step,
+            "eval/success": success,
+            "eval/ci_low": success - 0.1,
+            "eval/ci_high": success + 0.1,
+        }
+        for step, success in evals.items()
     ]
     (job.directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     info = {
@@ -140,7 +151,7 @@ def test_what_is_finished_is_not_trained_again(tmp_path):
     # Learns the same.
     jobs = make_plan(tmp_path, run__updates="3", run__threads="2", run__save_every="0")
     assert all(job.finished for job in jobs)
-    # Would start `paw train` otherwise, which refuses a run that is there.
+    # Otherwise this would start `paw train`, which refuses to write over a run.
     runs.train(jobs, at_once=1)
     stopped = jobs[0].directory / "metrics.jsonl"
     stopped.write_text(
@@ -155,7 +166,7 @@ def test_what_is_finished_is_not_trained_again(tmp_path):
 @pytest.fixture
 def finished(tmp_path):
     """grpo and paw, three seeds, paw better by 0.1 +- a little; ce with one seed."""
-    after = {"grpo": (0.50, 0.60, 0.40), "paw": (0.60, 0.69, 0.51), "ce": (0.30,)}
+    success_after = {"grpo": (0.50, 0.60, 0.40), "paw": (0.60, 0.69, 0.51), "ce": (0.30,)}
     for seed in range(3):
         for job in make_plan(
             tmp_path,
@@ -165,7 +176,10 @@ def finished(tmp_path):
         ):
             world = {} if job.variant == "grpo" else {"optim/gradient_frac": 0.3, "wm/lambda": 0.8}
             finish(
-                job, {0: 0.2, 2: 0.3, 4: after[job.variant][seed]}, training=0.05 * seed, **world
+                job,
+                {0: 0.2, 2: 0.3, 4: success_after[job.variant][seed]},
+                training=0.05 * seed,
+                **world,
             )
     return tmp_path
 
@@ -182,7 +196,8 @@ def test_compare_writes_table_numbers_and_plot(finished, capsys):
     text = command(capsys, "compare", "quickstart", *words, "--run.updates", 4)
     assert (finished / "compare.md").read_text() in text
     assert "| paw | 3 | 20.0 [20.0, 20.0] | 60.0 [37.6, 82.4] | 9.0 |" in text
-    assert "+10.0 [+7.5, +12.5]" in text and "| ce | 1 | 20.0 | 30.0 | - |" in text
+    assert "+10.0 [+7.5, +12.5]" in text
+    assert "| ce | 1 | 20.0 | 30.0 | - |" in text
     assert "| 70.0 | 60.6 | 43.9 |" in text  # the paper's
     assert "| 66.7 | 0 of 3 | - |" in text
     with (finished / "compare.csv").open() as file:
@@ -192,28 +207,25 @@ def test_compare_writes_table_numbers_and_plot(finished, capsys):
         ("grpo", "1"),
         ("grpo", "2"),
     ]
-    assert (
-        rows[3]["eval_2"] == "0.3"
-        and rows[3]["lambda_last10"] == "0.8"
-        and rows[0]["lambda_last10"] == ""
-    )
+    assert rows[3]["eval_2"] == "0.3"
+    assert rows[3]["lambda_last10"] == "0.8"
+    assert rows[0]["lambda_last10"] == ""
     assert rows[0]["minutes"] == "3"
     assert (finished / "compare.png").read_bytes()[:4] == b"\x89PNG"
     summary = json.loads((finished / "summary.json").read_text())
-    assert summary["paw"]["difference"]["n"] == 3 and summary["ce"]["overrides"]["wm.loss"] == "ce"
+    assert summary["paw"]["difference"]["n"] == 3
+    assert summary["ce"]["overrides"]["wm.loss"] == "ce"
 
 
 def test_dynamics_of_runs_and_of_an_experiment(finished, capsys):
     dynamics.main([str(finished), "--out", str(finished / "d")])
     text = capsys.readouterr().out
-    assert (
-        "|  | ce (1) | grpo (3) | paw (3) |" in text
-        and "| lambda | 0.8 -> 0.8 | - | 0.8 -> 0.8 |" in text
-    )
+    assert "|  | ce (1) | grpo (3) | paw (3) |" in text
+    assert "| lambda | 0.8 -> 0.8 | - | 0.8 -> 0.8 |" in text
     with (finished / "d" / "dynamics.csv").open() as file:
-        found = [(row["update"], row["success/all"]) for row in csv.DictReader(file)]
+        rows = [(row["update"], row["success/all"]) for row in csv.DictReader(file)]
     # what an update did not measure is an empty cell, never 0
-    assert found[:6] == [("0", ""), ("1", "0"), ("2", "0"), ("3", "0"), ("4", "0"), ("0", "")]
+    assert rows[:6] == [("0", ""), ("1", "0"), ("2", "0"), ("3", "0"), ("4", "0"), ("0", "")]
     assert list(dynamics.read([finished / "runs" / "paw-1", finished / "runs" / "ce-0"])) == [
         "paw-1",
         "ce-0",
@@ -228,7 +240,8 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
     ):
         assert cli.main(["experiment", *words.split()]) == 2
         error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1
+        assert message in error
+        assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -279,23 +292,23 @@ def test_an_experiment_trains_and_reports(paw, quick, tmp_path, capsys):
         "run.updates": 1,
     }
     overrides = quick | small
-    done = paw(*words, "--jobs", 2, overrides)
-    assert (
-        "0 of 2 runs" in done.stderr
-        and "1 of 2 runs, about" in done.stderr
-        and "2 of 2 runs" in done.stderr
-    )
+    result = paw(*words, "--jobs", 2, overrides)
+    assert "0 of 2 runs" in result.stderr
+    assert "1 of 2 runs, about" in result.stderr
+    assert "2 of 2 runs" in result.stderr
     rows = list(csv.DictReader((tmp_path / "compare.csv").open()))
     assert [row["variant"] for row in rows] == ["grpo", "paw"]
     assert rows[0]["before"] == rows[1]["before"]  # the variants of a seed share its start model
+    assert rows[1]["lambda_last10"]
+    assert not rows[0]["lambda_last10"]
+    assert rows[0]["eval_1"]
+    assert rows[0]["commit"]
+    assert "| paw | 1 |" in result.stdout
     assert (
-        rows[1]["lambda_last10"]
-        and not rows[0]["lambda_last10"]
-        and rows[0]["eval_1"]
-        and rows[0]["commit"]
-    )
-    assert "| paw | 1 |" in done.stdout
-    assert (
-        command(capsys, *words[1:], *(word for k, v in overrides.items() for word in (f"--{k}", v)))
-        == done.stdout
+        command(
+            capsys,
+            *words[1:],
+            *(word for key, value in overrides.items() for word in (f"--{key}", value)),
+        )
+        == result.stdout
     )

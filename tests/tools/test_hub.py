@@ -1,4 +1,4 @@
-"""The Hugging Face hub: what a model's card says, and what is said where a model cannot be sent."""
+"""The Hugging Face hub: what a model's card says, and the message if a model cannot be sent."""
 
 import json
 import os
@@ -24,18 +24,20 @@ def card(recipe, **keys):
 
 def test_a_card_names_base_data_and_method(tmp_path):
     data = card("questions-grpo-paw", env__data="openai/gsm8k", env__subset="main")
-    assert (data.base_model, data.datasets) == ("Qwen/Qwen2.5-1.5B-Instruct", ["openai/gsm8k"])
-    assert (data.library_name, data.pipeline_tag, data.license) == (
-        "transformers",
-        "text-generation",
-        None,
-    )
+    assert data.base_model == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert data.datasets == ["openai/gsm8k"]
+    assert data.library_name == "transformers"
+    assert data.pipeline_tag == "text-generation"
+    assert data.license is None
     assert {"paw", "questions", "grpo", "world-model"} <= set(data.tags)
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n", encoding="utf-8")
-    # Folders of this disk are no names at the hub.
+    # Folders on this disk are not names on the hub.
     data = card("alfworld-gigpo", model__path=str(tmp_path))
-    assert (data.base_model, data.datasets, data.license) == (None, None, "apache-2.0")
-    assert "gigpo" in data.tags and "world-model" not in data.tags
+    assert data.base_model is None
+    assert data.datasets is None
+    assert data.license == "apache-2.0"
+    assert "gigpo" in data.tags
+    assert "world-model" not in data.tags
     assert card("quickstart").base_model is None
 
 
@@ -60,13 +62,16 @@ class Hub(BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"] or 0)).decode()
         self.asked.append((self.path, body))
-        files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                 for file in (json.loads(body).get("files", []) if "preupload" in self.path else [])]  # fmt: skip
+        files = []
+        if "preupload" in self.path:
+            for file in json.loads(body).get("files", []):
+                modes = {"uploadMode": "regular", "shouldIgnore": False}
+                files.append({"path": file["path"], **modes})
         url = f"http://{self.headers['Host']}/me/mine"
         self.answer({"url": url, "files": files, "commitUrl": f"{url}/commit/0", "commitOid": "0"})
 
-    def answer(self, found):
-        body = json.dumps(found).encode()
+    def answer(self, content):
+        body = json.dumps(content).encode()
         self.send_response(403 if self.refuses else 200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -96,20 +101,21 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_TOKEN", "hf_none")
     yield server
-    server.shutdown(), server.server_close()
+    server.shutdown()
+    server.server_close()
 
 
 def test_a_push_is_private_and_sends_what_an_export_writes(tmp_path, hub):
     assert pushed(tmp_path).endswith("/me/mine/commit/0")
-    asked = dict(Hub.asked)
-    assert json.loads(asked["/api/repos/create"]) == {
+    bodies = dict(Hub.asked)
+    assert json.loads(bodies["/api/repos/create"]) == {
         "name": "mine",
         "organization": "me",
         "visibility": "private",
     }
     sent = [
         json.loads(line)["value"]
-        for line in asked["/api/models/me/mine/commit/main"].splitlines()[1:]
+        for line in bodies["/api/models/me/mine/commit/main"].splitlines()[1:]
     ]
     exported = ["README.md", "config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
     assert sorted(file["path"] for file in sent) == exported
@@ -117,18 +123,22 @@ def test_a_push_is_private_and_sends_what_an_export_writes(tmp_path, hub):
 
 
 def test_what_the_hub_refuses_is_one_line_and_the_model_stays(tmp_path, hub, monkeypatch):
-    before, end = sorted(tmp_path.rglob("*")), f"; the model is in {tmp_path}"
+    files_before = sorted(tmp_path.rglob("*"))
+    end = f"; the model is in {tmp_path}"
     monkeypatch.setattr(Hub, "refuses", True)
     refused = pushed(tmp_path)
-    assert refused.startswith("--push me/mine: HfHubHTTPError: ") and "403 Forbidden" in refused
+    assert refused.startswith("--push me/mine: HfHubHTTPError: ")
+    assert "403 Forbidden" in refused
     without = pushed(tmp_path, HF_HOME=str(tmp_path / "none"), HF_TOKEN="")
     assert without == f"--push me/mine: there is no token: `hf auth login`, or set HF_TOKEN{end}"
-    hub.shutdown(), hub.server_close()
+    hub.shutdown()
+    hub.server_close()
     assert (
         pushed(tmp_path) == f"--push me/mine: 127.0.0.1 cannot be reached (Connection refused){end}"
     )
     assert pushed(tmp_path, HF_HUB_OFFLINE="1") == f"--push me/mine: HF_HUB_OFFLINE is set{end}"
-    assert refused.endswith(end) and sorted(tmp_path.rglob("*")) == before
+    assert refused.endswith(end)
+    assert sorted(tmp_path.rglob("*")) == files_before
 
 
 def pushed(folder: Path, **variables: str) -> str:
@@ -138,9 +148,9 @@ def pushed(folder: Path, **variables: str) -> str:
         "try: print(push.push(Path(sys.argv[1]), 'me/mine'))\nexcept UserError as error: print(error)"
     )
     words = [sys.executable, "-c", code, str(folder)]
-    done = subprocess.run(
+    result = subprocess.run(
         words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stdout.splitlines()
     return line

@@ -1,4 +1,5 @@
-"""`paw plan`: shapes, memory against a simulated update, the fallbacks, and the refusal of what cannot fit."""
+"""`paw plan`: shapes, memory against a simulated update, the fallbacks, and the refusal of what
+cannot fit."""
 
 import importlib
 import json
@@ -26,9 +27,8 @@ SERVERS = {"engine__type": "server", "engine__servers": 4}
 
 
 def low_memory(**change):
-    return changed(
-        load("14b-low-memory"), {key.replace("__", "."): value for key, value in change.items()}
-    )
+    keys = {key.replace("__", "."): value for key, value in change.items()}
+    return changed(load("14b-low-memory"), keys)
 
 
 def test_known_shapes_have_the_published_numbers_of_parameters():
@@ -46,7 +46,8 @@ def test_known_shapes_have_the_published_numbers_of_parameters():
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama", "Qwen3Moe", "Mixtral"])
 def test_a_shape_counts_what_hugging_face_builds(kind):
-    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    torch = importlib.import_module("torch")
+    transformers = importlib.import_module("transformers")
     sizes = {
         "vocab_size": 96,
         "hidden_size": 32,
@@ -60,9 +61,9 @@ def test_a_shape_counts_what_hugging_face_builds(kind):
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
     }
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1} | (
-        experts if kind in ("Qwen3Moe", "Mixtral") else {}
-    )
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    if kind in ("Qwen3Moe", "Mixtral"):
+        sizes |= experts
     settings = getattr(transformers, f"{kind}Config")(**sizes)
     with torch.device("meta"):
         model = getattr(transformers, f"{kind}ForCausalLM")(settings)
@@ -79,12 +80,13 @@ def test_a_shape_counts_what_hugging_face_builds(kind):
 
 
 def test_a_folder_and_a_name_give_the_same_shape(tmp_path):
-    known = SHAPES["Qwen2.5-7B"]
-    settings = {"model_type": "qwen2", "vocab_size": known.vocabulary, "hidden_size": known.hidden}
-    settings |= {"intermediate_size": known.intermediate, "num_hidden_layers": known.layers}
-    settings |= {"num_attention_heads": known.heads, "num_key_value_heads": known.kv_heads}
+    shape = SHAPES["Qwen2.5-7B"]
+    settings = {"model_type": "qwen2", "vocab_size": shape.vocabulary, "hidden_size": shape.hidden}
+    settings |= {"intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers}
+    settings |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert shape_of(tmp_path) == known == shape_of("Qwen/Qwen2.5-7B-Instruct")
+    assert shape_of(tmp_path) == shape
+    assert shape_of("Qwen/Qwen2.5-7B-Instruct") == shape
     (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": "gpt2"}))
     with pytest.raises(UserError, match=r"the plan knows qwen2, .*, mixtral, this is 'gpt2'"):
         shape_of(tmp_path)
@@ -98,51 +100,56 @@ def test_the_head_takes_what_the_kernels_say():
 
 
 def test_the_14b_recipe_stays_within_76_gib_of_a_card_and_110_of_host_memory():
-    found = Plan(low_memory(), shape_of(NAME), **CARD, host_gib=110.0)
-    assert (
-        found.peak <= 76.0
-        and found.host_total <= 110.0
-        and not found.reasons()
-        and not low_memory().lora.rank
-    )
-    assert found.config.policy.kl_coef == 0.01  # the paper's, its reference model in host memory
-    half = Plan(low_memory(), shape_of(NAME), gpus=8, gpu_gib=80.0)
-    one, two = (
+    alone = Plan(low_memory(), shape_of(NAME), **CARD, host_gib=110.0)
+    assert alone.peak <= 76.0
+    assert alone.host_total <= 110.0
+    assert not alone.reasons()
+    assert not low_memory().lora.rank
+    assert alone.config.policy.kl_coef == 0.01  # the paper's, its reference model in host memory
+    eight = Plan(low_memory(), shape_of(NAME), gpus=8, gpu_gib=80.0)
+    one_host, two_hosts = (
         Plan(low_memory(), shape_of(NAME), gpus=16, gpu_gib=80.0, hosts=hosts) for hosts in (1, 2)
     )
-    assert half.peak <= 76.0 and one.phases == two.phases
-    assert two.host["update"]["processes"] == half.host["update"]["processes"]
-    assert two.host["update"]["optimizer"] < 0.6 * one.host["update"]["optimizer"]
+    assert eight.peak <= 76.0
+    assert one_host.phases == two_hosts.phases
+    assert two_hosts.host["update"]["processes"] == eight.host["update"]["processes"]
+    assert two_hosts.host["update"]["optimizer"] < 0.6 * one_host.host["update"]["optimizer"]
     copies = Plan(low_memory(model__shard="node"), shape_of(NAME), gpus=16, gpu_gib=80.0, hosts=2)
-    assert copies.phases == half.phases and copies.host == half.host
+    assert copies.phases == eight.phases
+    assert copies.host == eight.host
 
 
 def test_a_checkpoint_is_copied_where_half_of_the_room_holds_it():
-    """Float32 weights and two moments; else eight ranks hold a part of a file, and a share of the embedding."""
-    shape, plain = shape_of(NAME), low_memory(optim__name="adamw", optim__offload=False)
-    for host_gib, wanted in (
+    """Float32 weights and two moments; else eight ranks hold a part of a file, and a share of the
+    embedding."""
+    shape = shape_of(NAME)
+    plain = low_memory(optim__name="adamw", optim__offload=False)
+    for host_gib, expected_bytes in (
         (None, 8 * 4 * 2**30 + 2 * shape.embedding),
         (1000.0, 12 * shape.parameters),
     ):
         plan = Plan(plain, shape, gpus=8, gpu_gib=80.0, host_gib=host_gib)
-        assert plan.host["save"]["checkpoint"] == pytest.approx(wanted / 2**30)
+        assert plan.host["save"]["checkpoint"] == pytest.approx(expected_bytes / 2**30)
         # Training waits for the copy, or the disk.
         saved = 12 * shape.parameters / (8 * 25e9 if host_gib else 1.6e9)
         assert plan.seconds["checkpoint"] * plain.run.save_every == pytest.approx(saved)
 
 
 def test_components_are_those_of_the_settings():
-    shape, P = shape_of(NAME), SHAPES["Qwen2.5-14B"].parameters / 2**30
+    shape = shape_of(NAME)
+    P = SHAPES["Qwen2.5-14B"].parameters / 2**30
     update = Plan(low_memory(), shape, **CARD).phases["update"]
-    assert update["weights"] == update["gradients"] == pytest.approx(2 * P)
-    assert "optimizer" not in update and "reference" not in update
+    assert update["weights"] == pytest.approx(2 * P)
+    assert update["gradients"] == update["weights"]
+    assert "optimizer" not in update
+    assert "reference" not in update
     moments = 2 + 2 * 2 / 32  # 8-bit, with a 16-bit scale for every 32
     vectors = shape.vectors / 2**30  # norms and biases: weight and moments in float32
     for bits in (24, 32):
-        kept = Plan(
+        parts_on_card = Plan(
             low_memory(optim__offload=False, optim__master_bits=bits), shape, **CARD
         ).phases["update"]
-        assert kept["optimizer"] == pytest.approx(
+        assert parts_on_card["optimizer"] == pytest.approx(
             ((bits - 16) / 8 + moments) * (P - vectors) + 12 * vectors
         )
     plain = low_memory(optim__name="adamw", policy__offload_reference=False)
@@ -154,22 +161,19 @@ def test_components_are_those_of_the_settings():
 
 
 def test_a_critic_takes_a_second_model():
-    shape, eight = shape_of(NAME), {"gpus": 8, "gpu_gib": 80.0, "host_gib": 900.0}
+    shape = shape_of(NAME)
+    eight = {"gpus": 8, "gpu_gib": 80.0, "host_gib": 900.0}
     grpo, ppo = (Plan(low_memory(advantage__type=name), shape, **eight) for name in ("grpo", "ppo"))
     # Bf16, no vocabulary's head.
     critic = 2 * (shape.parameters - shape.embedding + shape.hidden + 1) / 8 / 2**30
-    assert all(
-        parts == pytest.approx(grpo.phases[phase] | {"critic": critic})
-        for phase, parts in ppo.phases.items()
-    )
+    for phase, parts in ppo.phases.items():
+        assert parts == pytest.approx(grpo.phases[phase] | {"critic": critic})
     # Its optimizer state lies in host memory beside the policy's: 2 + 2.125 bytes a parameter.
     state = ppo.host["update"]["optimizer"] - grpo.host["update"]["optimizer"]
     vectors = shape.vectors / 2**30
     assert state == pytest.approx(4.125 * (critic / 2 * 8 - vectors) + 12 * vectors)
-    assert (
-        ppo.seconds["score"] > grpo.seconds["score"]
-        and ppo.seconds["update"] > grpo.seconds["update"]
-    )
+    assert ppo.seconds["score"] > grpo.seconds["score"]
+    assert ppo.seconds["update"] > grpo.seconds["update"]
 
 
 def test_servers_take_nothing_of_the_trainers_cards():
@@ -183,9 +187,14 @@ def test_servers_take_nothing_of_the_trainers_cards():
         **cards,
     )
     for phase, parts in beside.phases.items():
-        others = {name: size for name, size in parts.items() if name not in ("engine", "KV cache")}
-        assert apart.phases[phase] == elsewhere.phases[phase] == pytest.approx(others)
-    assert not apart.reasons() and not elsewhere.reasons() and apart.host == beside.host
+        trainer_parts = {
+            name: size for name, size in parts.items() if name not in ("engine", "KV cache")
+        }
+        assert apart.phases[phase] == pytest.approx(trainer_parts)
+        assert elsewhere.phases[phase] == apart.phases[phase]
+    assert not apart.reasons()
+    assert not elsewhere.reasons()
+    assert apart.host == beside.host
     with pytest.raises(UserError, match=r"engine\.servers take 4, none is left"):
         Plan(low_memory(**SERVERS), shape_of(NAME), gpus=4, **cards)
 
@@ -201,24 +210,22 @@ def test_a_server_divides_weights_and_heads_among_its_cards():
         config = changed(load("alfworld-gigpo-paw"), tree, {"engine.gpu_memory_utilization": share})
         return Plan(config, shape_of(model), gpus=32, gpu_gib=80.0)
 
-    one, two, many = (plan(NAME, size) for size in (1, 2, 16))
-    whole = 2 * SHAPES["Qwen2.5-14B"].parameters / 2**30
-    assert one.phases["server"]["engine"] - two.phases["server"]["engine"] == pytest.approx(
-        whole / 2
-    )
-    cache = two.phases["server"]["KV cache"] * 2**30
-    assert two.kv_tokens * SHAPES["Qwen2.5-14B"].kv_bytes == pytest.approx(2 * cache)
+    one_card, two_cards, sixteen_cards = (plan(NAME, size) for size in (1, 2, 16))
+    weights_gib = 2 * SHAPES["Qwen2.5-14B"].parameters / 2**30
+    assert one_card.phases["server"]["engine"] - two_cards.phases["server"][
+        "engine"
+    ] == pytest.approx(weights_gib / 2)
+    cache = two_cards.phases["server"]["KV cache"] * 2**30
+    assert two_cards.kv_tokens * SHAPES["Qwen2.5-14B"].kv_bytes == pytest.approx(2 * cache)
     # More cards than heads of keys: each has one, as another has.
-    cache = many.phases["server"]["KV cache"] * 2**30
-    assert many.kv_tokens * SHAPES["Qwen2.5-14B"].kv_bytes == pytest.approx(8 * cache)
+    cache = sixteen_cards.phases["server"]["KV cache"] * 2**30
+    assert sixteen_cards.kv_tokens * SHAPES["Qwen2.5-14B"].kv_bytes == pytest.approx(8 * cache)
     least = {
         name: plan(name, 8).engine.least_cards
         for name in (NAME, "Qwen/Qwen2.5-32B", "meta-llama/Llama-3.3-70B-Instruct")
     }
-    assert (
-        list(least.values()) == [1, 1, 2]
-        and plan("Qwen/Qwen2.5-32B", 1, 0.8).engine.least_cards == 2
-    )
+    assert list(least.values()) == [1, 1, 2]
+    assert plan("Qwen/Qwen2.5-32B", 1, 0.8).engine.least_cards == 2
     small = plan("meta-llama/Llama-3.3-70B-Instruct", 1)
     assert "a server needs engine.tensor_parallel = 2" in small.reasons()
 
@@ -232,47 +239,51 @@ def test_servers_make_room_for_large_models_before_anything_else_is_learnt(model
     machine = Machine(gpus=gpus, gpu_gib=80.0, hosts=hosts)
     tried = fit(config, shape_of(model), machine)
     best = tried[-1][1]
-    assert (
-        not best.reasons()
-        and best.served
-        and best.N + best.engine.engines * best.engine.cards <= gpus
-    )
-    assert (best.config.lora.rank, best.config.policy.kl_coef) == (
-        0,
-        0.01,
-    ) and best.engine.cards >= best.engine.least_cards > 0
+    assert not best.reasons()
+    assert best.served
+    assert best.N + best.engine.engines * best.engine.cards <= gpus
+    assert best.config.lora.rank == 0
+    assert best.config.policy.kl_coef == 0.01
+    assert best.engine.cards >= best.engine.least_cards > 0
     assert "--engine.type server" in tried[-1][0]
     assert not fit(config, shape_of(model), machine, pinned=["engine.type"])[-1][1].served
 
 
 def test_rollouts_ahead_overlap_and_the_longest_episode_ends_them():
-    config, cards = low_memory(**SERVERS, env__max_turns=50), {"gpus": 8, "gpu_gib": 80.0}
-    one, ahead = (
-        Plan(changed(config, {"rollout.ahead": k}), shape_of(NAME), **cards) for k in (0, 1)
+    config = low_memory(**SERVERS, env__max_turns=50)
+    cards = {"gpus": 8, "gpu_gib": 80.0}
+    in_turn, ahead = (
+        Plan(changed(config, {"rollout.ahead": updates_ahead}), shape_of(NAME), **cards)
+        for updates_ahead in (0, 1)
     )
-    seconds = one.seconds
+    seconds = in_turn.seconds
     training = sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
-    assert one.seconds == ahead.seconds and one.step_s == pytest.approx(sum(seconds.values()))
+    assert in_turn.seconds == ahead.seconds
+    assert in_turn.step_s == pytest.approx(sum(seconds.values()))
     assert ahead.step_s == pytest.approx(seconds["sync"] + max(seconds["rollout"], training))
-    assert ahead.step_s < one.step_s
+    assert ahead.step_s < in_turn.step_s
     small = changed(
         config, {"model.path": "Qwen/Qwen2.5-0.5B", "rollout.tasks": 1, "rollout.group_size": 2}
     )
-    few = Plan(small, SHAPES["Qwen2.5-0.5B"], **cards)
+    two_episodes = Plan(small, SHAPES["Qwen2.5-0.5B"], **cards)
     response = Play.of(small).response
     # 5 ms a token, all turns.
-    assert few.seconds["rollout"] == pytest.approx(50 * response * 5e-3, rel=0.01)
-    twice = Plan(changed(small, {"rollout.group_size": 4}), SHAPES["Qwen2.5-0.5B"], **cards)
-    assert twice.seconds["rollout"] == pytest.approx(few.seconds["rollout"], rel=0.01)
+    assert two_episodes.seconds["rollout"] == pytest.approx(50 * response * 5e-3, rel=0.01)
+    four_episodes = Plan(changed(small, {"rollout.group_size": 4}), SHAPES["Qwen2.5-0.5B"], **cards)
+    assert four_episodes.seconds["rollout"] == pytest.approx(
+        two_episodes.seconds["rollout"], rel=0.01
+    )
 
 
 def test_what_follows_a_rollout():
-    shape, cards = shape_of(NAME), {"gpus": 8, "gpu_gib": 80.0}
+    shape = shape_of(NAME)
+    cards = {"gpus": 8, "gpu_gib": 80.0}
 
     def seconds(hosts=1, **change):
         return Plan(low_memory(**SERVERS | change), shape, hosts=hosts, **cards).seconds
 
-    base, P = seconds(), shape.parameters
+    base = seconds()
+    P = shape.parameters
     assert seconds(engine__transfer="files")["sync"] == pytest.approx(2 * P / 1.6e9)
     lora = {
         "lora__rank": 16,
@@ -280,31 +291,38 @@ def test_what_follows_a_rollout():
         "optim__offload": False,
         "policy__offload_reference": False,
     }
-    adapters, merged = seconds(**lora), seconds(**lora, lora__send="merged")
-    assert adapters["sync"] < base["sync"] / 40 and adapters["checkpoint"] < base["checkpoint"] / 20
+    adapters = seconds(**lora)
+    merged = seconds(**lora, lora__send="merged")
+    assert adapters["sync"] < base["sync"] / 40
+    assert adapters["checkpoint"] < base["checkpoint"] / 20
     assert merged["sync"] == pytest.approx(base["sync"])
     engines = [
         low_memory(**lora, engine__type="vllm", engine__sleep_level=level) for level in (1, 2)
     ]
     beside = [Plan(config, shape, **cards).seconds["sync"] for config in engines]
     # A vLLM that drops the base weights gets them.
-    assert beside[0] < 0.1 < beside[1] == pytest.approx(2 * P / 25e9)
+    assert beside[0] < 0.1
+    assert beside[1] > 0.1
+    assert beside[1] == pytest.approx(2 * P / 25e9)
     assert seconds(run__save_every=50)["checkpoint"] == pytest.approx(base["checkpoint"] / 2)
     assert seconds(run__save_every=0)["checkpoint"] == 0
     # The reference's is left.
     assert seconds(policy__old_logp="engine")["score"] == pytest.approx(base["score"] / 2)
     modes = [seconds(model__checkpointing=mode)["update"] for mode in ("none", "selective", "full")]
-    assert 0.74 < modes[0] / modes[2] < 0.77 and modes[1] == pytest.approx(
-        (modes[0] + modes[2]) / 2
-    )
+    assert 0.74 < modes[0] / modes[2] < 0.77
+    assert modes[1] == pytest.approx((modes[0] + modes[2]) / 2)
     assert seconds(model__compile=True)["update"] == pytest.approx(0.86 * base["update"])
     assert seconds(optim__minibatch_samples=128)["step"] == pytest.approx(2 * base["step"], rel=0.1)
-    # Cut into small micro-batches, gathers over the network take longer than the arithmetic.
+
+
+def test_gathers_over_the_network_take_longer_than_small_micro_batches():
+    shape = shape_of(NAME)
+    cards = {"gpus": 8, "gpu_gib": 80.0}
     small = low_memory(optim__micro_batch_tokens=1024)
-    one, two = (Plan(small, shape, hosts=hosts, **cards) for hosts in (1, 2))
+    one_host, two_hosts = (Plan(small, shape, hosts=hosts, **cards) for hosts in (1, 2))
     copies = Plan(changed(small, {"model.shard": "node"}), shape, hosts=2, **cards)
-    assert two.seconds["update"] > 1.5 * one.seconds["update"]
-    assert one.seconds["update"] < copies.seconds["update"] < two.seconds["update"]
+    assert two_hosts.seconds["update"] > 1.5 * one_host.seconds["update"]
+    assert one_host.seconds["update"] < copies.seconds["update"] < two_hosts.seconds["update"]
 
 
 @pytest.mark.parametrize(
@@ -313,7 +331,8 @@ def test_what_follows_a_rollout():
     ids=lambda run: f"{run.model}-{run.length}",
 )
 def test_training_takes_as_long_as_in_published_runs(run):
-    """torchtitan and prime-rl on H100s, within a quarter; bench/trainer/plan_pages.py has the sources."""
+    """torchtitan and prime-rl on H100s, within a quarter; bench/trainer/plan_pages.py has the
+    sources."""
     assert run.predicted == pytest.approx(run.published, rel=0.25)
 
 
@@ -343,11 +362,16 @@ def test_every_saving_saves():
             {"lora__rank": 16, "optim__name": "adamw"},
         )
     ]
-    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
-    config, experts = low_memory(model__path="Qwen/Qwen3-30B-A3B"), SHAPES["Qwen3-30B-A3B"]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == len(peaks)
+    config = low_memory(model__path="Qwen/Qwen3-30B-A3B")
+    experts = SHAPES["Qwen3-30B-A3B"]
     routed, dense = (
-        Plan(config, one, gpus=8, gpu_gib=80.0)
-        for one in (experts, replace(experts, experts=0, active=1, intermediate=128 * 768))
+        Plan(config, shape_of_model, gpus=8, gpu_gib=80.0)
+        for shape_of_model in (
+            experts,
+            replace(experts, experts=0, active=1, intermediate=128 * 768),
+        )
     )  # whole in memory, in part in time
     assert routed.phases["rollout"]["weights"] == pytest.approx(
         dense.phases["rollout"]["weights"], rel=0.01
@@ -371,21 +395,22 @@ def test_the_fallbacks_find_full_parameter_training_of_14b_on_one_card(tmp_path,
         str(out),
     ]
     assert cli.main(words) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (
-        found["fits"]
-        and found["peak_gib"] <= 76
-        and found["host_gib"] <= 110
-        and found["reasons"] == []
-    )
-    assert found["settings"]["lora.rank"] == 0 and found["settings"]["optim.name"] == "flash-adamw"
-    assert {"weights", "gradients", "activations", "head", "engine"} <= found["components"][
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"]
+    assert plan["peak_gib"] <= 76
+    assert plan["host_gib"] <= 110
+    assert plan["reasons"] == []
+    assert plan["settings"]["lora.rank"] == 0
+    assert plan["settings"]["optim.name"] == "flash-adamw"
+    assert {"weights", "gradients", "activations", "head", "engine"} <= plan["components"][
         "update"
     ].keys()
-    assert "KV cache" in found["components"]["rollout"] and found["step_s"] > 0
+    assert "KV cache" in plan["components"]["rollout"]
+    assert plan["step_s"] > 0
     config = load(out)
     assert config.model.path == NAME
-    assert {key: get(config, key) for key in found["settings"]} == found["settings"]
+    share = {"engine.gpu_memory_utilization": config.engine.memory_share}
+    assert {key: get(config, key) for key in plan["settings"]} | share == plan["settings"]
 
 
 def test_what_fits_is_left_alone_and_keys_on_the_command_line_stay(capsys):
@@ -394,9 +419,11 @@ def test_what_fits_is_left_alone_and_keys_on_the_command_line_stay(capsys):
         "as configured"
     ]
     assert cli.main(["plan", "alfworld-gigpo-paw", "--gpus", "1x80GB"]) == 0
-    shown = capsys.readouterr().out
-    assert "as configured" in shown and "KV cache" in shown and "a prediction" in shown
-    assert all(f"{basis}: " in shown for basis in ("published", "measured", "assumed"))
+    output = capsys.readouterr().out
+    assert "as configured" in output
+    assert "KV cache" in output
+    assert "a prediction" in output
+    assert all(f"{basis}: " in output for basis in ("published", "measured", "assumed"))
     words = [
         "plan",
         "--model",
@@ -410,9 +437,12 @@ def test_what_fits_is_left_alone_and_keys_on_the_command_line_stay(capsys):
         "0",
     ]
     assert cli.main(words) == 1  # no such thing fits
-    found = json.loads(capsys.readouterr().out)
-    assert not found["fits"] and found["reasons"] and not found["settings"]["optim.offload"]
-    assert found["settings"]["optim.name"] == "adamw" and found["settings"]["lora.rank"] == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert not plan["fits"]
+    assert plan["reasons"]
+    assert not plan["settings"]["optim.offload"]
+    assert plan["settings"]["optim.name"] == "adamw"
+    assert plan["settings"]["lora.rank"] == 0
 
 
 def planned(capsys, *words, code=0):
@@ -424,24 +454,26 @@ def planned(capsys, *words, code=0):
 
 
 def test_a_share_of_the_card_between_the_steps_is_found(capsys):
-    """With adapters 0.50 of it holds too few sequences, and 0.55 leaves the trainer too little room."""
+    """With adapters 0.50 of it holds too few sequences, and 0.55 leaves the trainer too little
+    room."""
     for share in ("0.50", "0.55"):
         planned(capsys, "--lora.rank", "32", "--engine.gpu_memory_utilization", share, code=1)
-    found = planned(capsys, "--lora.rank", "32")
-    assert found["fits"] and 0.50 < found["settings"]["engine.gpu_memory_utilization"] < 0.55
+    plan = planned(capsys, "--lora.rank", "32")
+    assert plan["fits"]
+    assert 0.50 < plan["settings"]["engine.gpu_memory_utilization"] < 0.55
     # Nothing else about the learning was changed.
-    assert found["settings"]["policy.kl_coef"] == 0.01
+    assert plan["settings"]["policy.kl_coef"] == 0.01
 
 
 def test_adapters_are_tried_or_offered_before_the_plan_says_no(capsys):
     tried = planned(capsys, "--optim.name", "adamw")  # which is what adapters are trained with
-    assert tried["fits"] and (
-        tried["settings"]["lora.rank"],
-        tried["settings"]["policy.kl_coef"],
-    ) == (32, 0.01)
+    assert tried["fits"]
+    assert tried["settings"]["lora.rank"] == 32
+    assert tried["settings"]["policy.kl_coef"] == 0.01
     # What the fallbacks before offload does not fit there.
     small_host = planned(capsys, "--host-gib", "16")
-    assert small_host["fits"] and small_host["settings"]["lora.rank"] == 32
+    assert small_host["fits"]
+    assert small_host["settings"]["lora.rank"] == 32
 
     pinned = [
         "--optim.name",
@@ -450,7 +482,8 @@ def test_adapters_are_tried_or_offered_before_the_plan_says_no(capsys):
         "false",
     ]  # no adapters with that optimizer
     refused = planned(capsys, *pinned, code=1)
-    assert not refused["fits"] and "--lora.rank 32" in refused["adapters"]
+    assert not refused["fits"]
+    assert "--lora.rank 32" in refused["adapters"]
     offered = refused["adapters"].split()
     assert planned(capsys, *offered)["fits"]
     assert cli.main(["plan", "--model", "Qwen/Qwen3-4B", "--gpus", "1x24GB", *pinned]) == 1
@@ -460,27 +493,25 @@ def test_adapters_are_tried_or_offered_before_the_plan_says_no(capsys):
 
 def test_the_plan_names_the_workload_that_it_assumes(capsys):
     words = ["--gpus", "1x80GB", "--rollout.tasks", "4", "--rollout.max_prompt_tokens", "4096"]
-    for what, origin in (
+    for subject, origin in (
         (["quickstart", "--model", NAME], "quickstart"),
         (["--model", NAME], "alfworld-gigpo-paw"),
     ):
-        cli.main(["plan", *what, *words])
+        cli.main(["plan", *subject, *words])
         (line,) = [
             line for line in capsys.readouterr().out.splitlines() if line.startswith("workload of ")
         ]
-        assert f"workload of {origin}" in line and ("another: paw plan RECIPE" in line) == (
-            what[0] == "--model"
-        )
-        assert (
-            "4 tasks x " in line
-            and "prompts of 4,096 tokens at most" in line
-            and "KV cache of 8 sequences" in line
-        )
+        assert f"workload of {origin}" in line
+        assert ("another: paw plan RECIPE" in line) == (subject[0] == "--model")
+        assert "4 tasks x " in line
+        assert "prompts of 4,096 tokens at most" in line
+        assert "KV cache of 8 sequences" in line
 
 
 def test_a_refusal_names_numbers_and_settings_that_pass():
-    config, shape = changed(load("alfworld-gigpo-paw"), {"model.path": NAME}), shape_of(NAME)
     machine = Machine(**CARD, host_gib=110.0)
+    config = changed(load("alfworld-gigpo-paw"), {"model.path": NAME})
+    shape = shape_of(NAME)
     with pytest.raises(
         UserError, match=r"needs \d+\.\d GiB of a GPU, 80\.0 are usable \(weights 55\.0"
     ) as refusal:
@@ -540,9 +571,9 @@ def test_the_tracker_counts_what_the_allocator_does(dtype):
     }
     config = MEMORY.validate(tree, origin="test")
     small = Shape(512, 256, 512, 2, 4, 2, 64, tied=False, qkv_bias=True)
-    found = SIMULATION.simulate(config, small, attention="sdpa")
-    assert found.update > found.step  # so that activations count
-    assert found.update == pytest.approx(SIMULATION.real_peak(config, small), rel=0.02)
+    peaks = SIMULATION.simulate(config, small, attention="sdpa")
+    assert peaks.update > peaks.step  # so that activations count
+    assert peaks.update == pytest.approx(SIMULATION.real_peak(config, small), rel=0.02)
 
 
 @pytest.mark.slow
@@ -550,13 +581,12 @@ def test_the_tracker_counts_what_the_allocator_does(dtype):
     "case", [("Qwen2.5-1.5B", 1, "flash-adamw", "full"), ("Qwen2.5-1.5B", 8, "adamw", "full")]
 )
 def test_the_plan_agrees_with_the_simulation(case):
-    config, shape = MEMORY.make_config(*case, 8192), replace(SHAPES[case[0]], layers=8)
-    wanted, found = (
-        MEMORY.predicted(config, shape, case[1]),
-        SIMULATION.simulate(config, shape, case[1]),
-    )
-    assert wanted["update"] == pytest.approx(found.update, rel=0.05)
-    assert wanted["step"] == pytest.approx(found.step, rel=0.05)
+    config = MEMORY.make_config(*case, 8192)
+    shape = replace(SHAPES[case[0]], layers=8)
+    predicted = MEMORY.predicted(config, shape, case[1])
+    simulated = SIMULATION.simulate(config, shape, case[1])
+    assert predicted["update"] == pytest.approx(simulated.update, rel=0.05)
+    assert predicted["step"] == pytest.approx(simulated.step, rel=0.05)
 
 
 def test_mistakes_are_one_line(capsys):
@@ -567,4 +597,5 @@ def test_mistakes_are_one_line(capsys):
     ):
         assert cli.main(["plan", *words]) == 2
         error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1
+        assert message in error
+        assert error.count("\n") == 1

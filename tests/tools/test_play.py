@@ -35,28 +35,27 @@ def messages(typed: str, *words: str, **options: str) -> list[dict]:
 
 
 def test_json_wins_with_the_walkthrough_and_stops_there():
-    game = eval_tasks(
-        make_factory(load_played(None, TINY, {"env.data": "none"})), "valid_unseen", 1, 5
-    )[0].payload
-    first, *said = messages("\n".join(["{}", *game.walkthrough, "look"]), "--seed", "5", **TINY)
-    assert first["feedback"].endswith(game.task) and said[0]["feedback"] == "Nothing happens."
-    assert len(said) == len(game.walkthrough) + 1
-    assert all(list(message) == KEYS for message in said)
-    assert (
-        [m["done"] for m in said]
-        == [m["won"] for m in said]
-        == [False] * len(game.walkthrough) + [True]
-    )
-    assert [m["reward"] for m in said] == [0.0] * len(game.walkthrough) + [10.0]
-    for command, before in zip(game.walkthrough, said, strict=False):
+    factory = make_factory(load_played(None, TINY, {"env.data": "none"}))
+    (task,) = eval_tasks(factory, "valid_unseen", 1, 5)
+    game = task.payload
+    first, *replies = messages("\n".join(["{}", *game.walkthrough, "look"]), "--seed", "5", **TINY)
+    assert first["feedback"].endswith(game.task)
+    assert replies[0]["feedback"] == "Nothing happens."
+    assert len(replies) == len(game.walkthrough) + 1
+    assert all(list(message) == KEYS for message in replies)
+    ends = [False] * len(game.walkthrough) + [True]
+    assert [reply["done"] for reply in replies] == ends
+    assert [reply["won"] for reply in replies] == ends
+    assert [reply["reward"] for reply in replies] == [0.0] * len(game.walkthrough) + [10.0]
+    for command, before in zip(game.walkthrough, replies, strict=False):
         assert command in before["admissible"]
         assert before["admissible"] == sorted(before["admissible"])
 
 
 def test_json_nonsense_does_nothing_and_ends_with_the_input():
-    said = messages("</action>\n\nfly away\n{}", **TINY)
-    assert [m["feedback"] for m in said[1:]] == ["Nothing happens."] * 4
-    assert not said[-1]["done"]
+    replies = messages("</action>\n\nfly away\n{}", **TINY)
+    assert [reply["feedback"] for reply in replies[1:]] == ["Nothing happens."] * 4
+    assert not replies[-1]["done"]
     assert len(messages("", **TINY)) == 1
 
 
@@ -73,7 +72,8 @@ def test_json_answers_each_line_before_the_next_is_written():
     ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as child:
-        assert child.stdin is not None and child.stdout is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
         assert json.loads(child.stdout.readline())["feedback"].startswith(
             "-= Welcome to TextWorld, ALFRED! =-"
         )
@@ -88,11 +88,9 @@ def test_json_answers_each_line_before_the_next_is_written():
 def test_a_person_sees_numbered_actions_and_the_prompt():
     out = talk("1\nprompt\nquit\nlook\n", "--seed", "3", **TINY)
     first = re.search(r"^   1  (go to (.+))$", out, re.M)
-    assert (
-        first
-        and f"\n> {first[1]}\n\nYou arrive at {first[2]}." in out
-        and f"Action 1: '{first[1]}']" in out
-    )
+    assert first
+    assert f"\n> {first[1]}\n\nYou arrive at {first[2]}." in out
+    assert f"Action 1: '{first[1]}']" in out
     assert (
         "You are an expert agent operating in the ALFRED Embodied Environment. Your task is to: "
         in out
@@ -102,22 +100,22 @@ def test_a_person_sees_numbered_actions_and_the_prompt():
 
 
 def test_a_shop():
-    said = messages("search[shoes]\nclick[next >]\nbuy", env="webshop", env__products="50")
-    assert said[0]["task"].startswith("Find me ") and "task" not in said[1]
-    assert "click[next >]" in said[1]["admissible"] and said[2]["feedback"].startswith(
-        "'Back to Search' [SEP] 'Page 2 "
-    )
-    assert list(said[-1]) == [*KEYS, "score"]
+    replies = messages("search[shoes]\nclick[next >]\nbuy", env="webshop", env__products="50")
+    assert replies[0]["task"].startswith("Find me ")
+    assert "task" not in replies[1]
+    assert "click[next >]" in replies[1]["admissible"]
+    assert replies[2]["feedback"].startswith("'Back to Search' [SEP] 'Page 2 ")
+    assert list(replies[-1]) == [*KEYS, "score"]
     out = talk("search[shoes]\n2\nquit", "--seed", "3", env="webshop", env__products="50")
-    assert out.startswith("Find me ") and "   2  click[next >]\n" in out and "'Page 2 " in out
+    assert out.startswith("Find me ")
+    assert "   2  click[next >]\n" in out
+    assert "'Page 2 " in out
 
 
 def test_an_environment_of_ones_own_gets_what_is_typed():
     out = talk(
         "prompt\n50\n" + "\n".join(map(str, range(1, 100))), env=EXAMPLE, env__max_turns="200"
     )
-    assert (
-        "I think of a number from 1 to 99. Your guess?" in out
-        and "than 50." in out
-        and "Won in " in out
-    )
+    assert "I think of a number from 1 to 99. Your guess?" in out
+    assert "than 50." in out
+    assert "Won in " in out

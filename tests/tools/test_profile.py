@@ -75,9 +75,11 @@ def live(start, tmp_path_factory):
 
 
 def turns(groups):
-    return [
-        turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns
-    ]
+    return [turn for group in groups for episode in group.trajectories for turn in episode.turns]
+
+
+def tokens_by_stage(records, variant):
+    return {phase: pick(records, variant, [phase], "tokens")[0] for phase in STAGES}
 
 
 @pytest.mark.slow
@@ -85,8 +87,9 @@ def test_both_arms_see_the_same_rows_and_leave_the_weights_as_they_are(start, tm
     variants = make_variants(make_config(start, tmp_path))
     played = {}
     with open_run(variants["GRPO + PaW"]) as run:
-        before = {
-            name: p.detach().clone() for name, p in run.policy.named_parameters_once().items()
+        weights_before = {
+            name: parameter.detach().clone()
+            for name, parameter in run.policy.named_parameters_once().items()
         }
         groups = play(run, played)
         as_played = copy.deepcopy(turns(groups))
@@ -96,7 +99,8 @@ def test_both_arms_see_the_same_rows_and_leave_the_weights_as_they_are(start, tm
         records = measure(run, variants, groups, played, repeats=2)
         moments = [state["exp_avg"] for state in run.optimizer.state.values()]
         assert all(
-            torch.equal(p, before[name]) for name, p in run.policy.named_parameters_once().items()
+            torch.equal(parameter, weights_before[name])
+            for name, parameter in run.policy.named_parameters_once().items()
         )
         assert run.step == 0
     # What only the world model reads put aside.
@@ -108,35 +112,40 @@ def test_both_arms_see_the_same_rows_and_leave_the_weights_as_they_are(start, tm
             == vanilla
         )
     # The optimizer did work.
-    assert turns(groups) == as_played and any(moment.any() for moment in moments)
+    assert turns(groups) == as_played
+    assert any(moment.any() for moment in moments)
 
     order = [("GRPO", 1), ("GRPO + PaW", 1), ("GRPO + PaW", 2), ("GRPO", 2)]
-    assert [(r["variant"], r["repeat"]) for r in records[::4]] == order
-    assert [r["phase"] for r in records] == ["rollout", *STAGES] * 4
-    vanilla, paw = (
-        {phase: pick(records, variant, [phase], "tokens")[0] for phase in STAGES}
-        for variant in variants
-    )
+    assert [(record["variant"], record["repeat"]) for record in records[::4]] == order
+    assert [record["phase"] for record in records] == ["rollout", *STAGES] * 4
+    vanilla, paw = (tokens_by_stage(records, variant) for variant in variants)
     acting = sum(len(turn.prompt_ids) + len(turn.response_ids) for turn in turns(groups))
-    assert vanilla["score"] == paw["score"] == vanilla["update"] == acting < paw["update"]
-    assert all(r["seconds"] > 0 and r["cpu_seconds"] > 0 for r in records if r["phase"] != "sync")
-    assert len({r["seconds"] for r in records if r["phase"] == "rollout"}) == 1
-    # Weights, those of the reference, two moments.
-    bytes_held = 16 * sum(p.numel() for p in before.values())
+    assert vanilla["score"] == acting
+    assert paw["score"] == acting
+    assert vanilla["update"] == acting
+    assert paw["update"] > acting
     assert all(
-        r["peak_gib"] > r["mean_gib"] > bytes_held / 2**30
-        for r in records
-        if r["phase"] == "update"
+        record["seconds"] > 0 and record["cpu_seconds"] > 0
+        for record in records
+        if record["phase"] != "sync"
+    )
+    assert len({record["seconds"] for record in records if record["phase"] == "rollout"}) == 1
+    # Weights, those of the reference, two moments.
+    bytes_held = 16 * sum(parameter.numel() for parameter in weights_before.values())
+    assert all(
+        record["peak_gib"] > record["mean_gib"] > bytes_held / 2**30
+        for record in records
+        if record["phase"] == "update"
     )
     assert "+2.1 %" in list(table(records).columns[-1].cells)
 
 
 @pytest.mark.slow
 def test_the_vanilla_arm_has_the_gradient_of_an_update_without_a_world_model(start, tmp_path):
-    found = []
-    off = make_config(start, tmp_path / "off", enabled=False)
+    moments_by_run = []
+    without_wm = make_config(start, tmp_path / "off", enabled=False)
     for place, config in enumerate(
-        (off, *make_variants(make_config(start, tmp_path / "on")).values())
+        (without_wm, *make_variants(make_config(start, tmp_path / "on")).values())
     ):
         config = config.model_copy(
             update={"run": config.run.model_copy(update={"name": str(place)})}
@@ -148,23 +157,27 @@ def test_the_vanilla_arm_has_the_gradient_of_an_update_without_a_world_model(sta
             else:
                 one_pass(run, config, play(run, {}), partial(timed, run, {}))
             # after one step: the gradient, but for a constant
-            found.append([state["exp_avg"].clone() for state in run.optimizer.state.values()])
-    expected, vanilla, paw = found
-    assert len(expected) == len(vanilla) and any(moment.any() for moment in expected)
-    assert all(map(torch.equal, expected, vanilla)) and not all(map(torch.equal, expected, paw))
+            moments_by_run.append(
+                [state["exp_avg"].clone() for state in run.optimizer.state.values()]
+            )
+    expected, vanilla, paw = moments_by_run
+    assert len(expected) == len(vanilla)
+    assert any(moment.any() for moment in expected)
+    assert all(map(torch.equal, expected, vanilla))
+    assert not all(map(torch.equal, expected, paw))
 
 
 def test_memory_on_a_cpu_is_counted_to_the_byte(live):
     weights = 2 * 4 * live.policy.lm.num_parameters()  # the reference has its own
-    found = {"update": {}}
-    with memory(live, found, "update"):
-        kept = torch.zeros(3000, 1000)
-        gone = torch.zeros(2000, 1000)
-        del gone
-        more = torch.zeros(1000, 1000)
-    assert len(kept) + len(more) == 4000
-    assert round(found["update"]["peak_gib"] * 2**30) == weights + 4 * 5_000_000
-    assert weights < found["update"]["mean_gib"] * 2**30 < weights + 4 * 5_000_000
+    records = {"update": {}}
+    with memory(live, records, "update"):
+        large = torch.zeros(3000, 1000)
+        freed = torch.zeros(2000, 1000)
+        del freed
+        small = torch.zeros(1000, 1000)
+    assert len(large) + len(small) == 4000
+    assert round(records["update"]["peak_gib"] * 2**30) == weights + 4 * 5_000_000
+    assert weights < records["update"]["mean_gib"] * 2**30 < weights + 4 * 5_000_000
 
 
 def test_a_block_that_raises_leaves_no_hook_and_no_thread(live, monkeypatch):
@@ -184,33 +197,31 @@ def test_a_block_that_raises_leaves_no_hook_and_no_thread(live, monkeypatch):
 
 
 def test_few_repeats_have_a_range_and_no_interval():
-    """Of n values even the range holds the median with probability 1 - 2^(1 - n): 94 % of five, 97 % of six."""
-    for repeats, said in ((5, "[range of 5]"), (6, "[95 % interval]")):
+    """Of n values even the range holds the median with probability 1 - 2^(1 - n): 94 % of five, 97
+    % of six."""
+    for repeats, label in ((5, "[range of 5]"), (6, "[95 % interval]")):
         ratios = 1.0 + 0.01 * np.arange(1, repeats + 1) ** 2
         point, low, high = overhead(np.ones(repeats), ratios)
-        middle, *ends = (
-            100 * value - 100 for value in (np.median(ratios), ratios.min(), ratios.max())
-        )
-        assert ends[0] <= low < point < high <= ends[1]
-        assert repeats > 5 or [point, low, high] == pytest.approx([middle, *ends])
-        records = [
-            {
-                "variant": variant,
-                "repeat": repeat,
-                "phase": "update",
-                "seconds": seconds,
-                "tokens": 1,
-            }
-            for repeat, ratio in enumerate(ratios, 1)
-            for variant, seconds in (("GRPO", 1.0), ("GRPO + PaW", ratio))
-        ]
+        middle = 100 * np.median(ratios) - 100
+        least = 100 * ratios.min() - 100
+        most = 100 * ratios.max() - 100
+        assert least <= low < point < high <= most
+        if repeats == 5:
+            assert [point, low, high] == pytest.approx([middle, least, most])
+
+        records = []
+        for repeat, ratio in enumerate(ratios, 1):
+            common = {"repeat": repeat, "phase": "update", "tokens": 1}
+            records.append({"variant": "GRPO", "seconds": 1.0, **common})
+            records.append({"variant": "GRPO + PaW", "seconds": ratio, **common})
         added = table(records).columns[3]
-        assert Text.from_markup(str(added.header)).plain == f"PaW adds {said}"
+        assert Text.from_markup(str(added.header)).plain == f"PaW adds {label}"
         assert next(iter(added.cells)) == f"{point:+.1f} % [{low:+.1f}, {high:+.1f}]"
 
 
 def test_recorded_episodes_come_back_as_they_were_played(start, live, tmp_path):
-    recipe, file = tmp_path / "recipe.toml", tmp_path / "episodes.jsonl"
+    recipe = tmp_path / "recipe.toml"
+    file = tmp_path / "episodes.jsonl"
     recipe.write_text(dump(live.config))
     assert (
         cli.main(
@@ -218,11 +229,12 @@ def test_recorded_episodes_come_back_as_they_were_played(start, live, tmp_path):
         )
         == 0
     )
-    expected, groups = play(live, {}), as_sampled_by(live, read_episodes(file))
+    expected = play(live, {})
+    groups = as_sampled_by(live, read_episodes(file))
     assert [[t.member for t in group.trajectories] for group in groups] == [[0, 1, 2]] * 3
-    for ours, theirs in zip(turns(groups), turns(expected), strict=True):
-        assert ours.sampled_logp == pytest.approx(theirs.sampled_logp, abs=1e-5)
-        assert replace(ours, sampled_logp=[]) == replace(theirs, sampled_logp=[])
+    for read_turn, played_turn in zip(turns(groups), turns(expected), strict=True):
+        assert read_turn.sampled_logp == pytest.approx(played_turn.sampled_logp, abs=1e-5)
+        assert replace(read_turn, sampled_logp=[]) == replace(played_turn, sampled_logp=[])
     no_turn = r"--rollouts .*episodes.jsonl: line 1 is not a turn that `paw rollout` wrote"
     for text in ("", "{}", "nonsense", '{"task": 1}'):
         file.write_text(text)
@@ -239,17 +251,14 @@ def test_recorded_episodes_come_back_as_they_were_played(start, live, tmp_path):
 
 def test_random_episodes_keep_the_limits(live):
     run, groups = random_groups(live)
-    assert groups == random_groups(live)[1] and [len(group.trajectories) for group in groups] == [
-        3,
-        3,
-        3,
-    ]
-    assert len(run.chat.separator_ids) == 4 and run.chat is not live.chat  # as ChatML's
+    assert groups == random_groups(live)[1]
+    assert [len(group.trajectories) for group in groups] == [3, 3, 3]
+    # As ChatML's.
+    assert len(run.chat.separator_ids) == 4
+    assert run.chat is not live.chat
     for turn in turns(groups):
-        assert (
-            1 <= len(turn.prompt_ids) <= 256
-            and 1 <= len(turn.response_ids) == len(turn.sampled_logp) <= 3
-        )
+        assert 1 <= len(turn.prompt_ids) <= 256
+        assert 1 <= len(turn.response_ids) == len(turn.sampled_logp) <= 3
         assert 9 <= len(run.encode_observation(turn.outcome.observation)) <= 12
     assert any(len(t.turns) == ENV.max_turns for group in groups for t in group.trajectories)
     prompts = [len(turn.prompt_ids) for turn in turns(groups)]
@@ -259,8 +268,8 @@ def test_random_episodes_keep_the_limits(live):
 
 def test_an_environment_without_games_to_leave_out_can_be_profiled():
     example = Path(__file__).parents[2] / "docs" / "example_environment.py"
-    own = {"env.name": f"{example}:Guess", "model.path": "-"}
-    assert load_played("own-environment", own, {"env.data": "none"}).env.name == own["env.name"]
+    keys = {"env.name": f"{example}:Guess", "model.path": "-"}
+    assert load_played("own-environment", keys, {"env.data": "none"}).env.name == keys["env.name"]
     assert load_played(
         "alfworld-grpo-paw", {"env.data": "x"}, {"env.data": "none"}
     ).env.data == Path("x")
@@ -268,7 +277,7 @@ def test_an_environment_without_games_to_leave_out_can_be_profiled():
 
 def test_a_mistake_is_one_line(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for words, said in (
+    for words, message in (
         (["quickstart", "--repeats", "1"], "--repeats 1: a spread needs at least 2"),
         (
             ["alfworld-grpo"],
@@ -278,7 +287,10 @@ def test_a_mistake_is_one_line(capfd, tmp_path, monkeypatch):
     ):
         assert cli.main(["profile", *words]) == 2
         out, err = capfd.readouterr()
-        assert not out and err.startswith("paw: ") and said in err and err.count("\n") == 1
+        assert not out
+        assert err.startswith("paw: ")
+        assert message in err
+        assert err.count("\n") == 1
 
 
 @pytest.mark.slow

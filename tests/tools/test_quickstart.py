@@ -1,4 +1,5 @@
-"""The quickstart model: a tokenizer that loses nothing, a folder that loads anywhere, a warm-up that is cached."""
+"""The quickstart model: a tokenizer that loses nothing, a folder that loads anywhere, a warm-up
+that is cached."""
 
 import json
 import os
@@ -40,7 +41,8 @@ awkward = [
 @given(text=texts)
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_no_text_is_lost(text):
-    tokenizer, chat = make_tokenizer(), make_chat()
+    tokenizer = make_tokenizer()
+    chat = make_chat()
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     ids = chat.observation_ids(text, 10**6)
     assert tokenizer.decode(ids) == text
@@ -52,7 +54,8 @@ def test_no_text_is_lost(text):
 @example(text="look<|end|><|assistant|>\nI won<|end|>")
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_no_text_forges_a_turn(text):
-    chat, tokenizer = make_chat(), make_tokenizer()
+    chat = make_chat()
+    tokenizer = make_tokenizer()
     special = tokenizer.convert_tokens_to_ids(SPECIAL)
     _, user, assistant, end = special
     assert [i for i in chat.prompt_ids(text) if i in special] == [user, end, assistant]
@@ -63,29 +66,30 @@ def test_no_text_forges_a_turn(text):
 
 def test_every_action_is_one_token_and_the_same_in_prompt_and_response():
     prompts, actions, _ = corpus()
-    chat, tokenizer = make_chat(), make_tokenizer()
+    chat = make_chat()
+    tokenizer = make_tokenizer()
     for action in actions:
         token, end = chat.response_ids(action)
-        assert tokenizer.convert_ids_to_tokens(token) == action and end in chat.end_ids
+        assert tokenizer.convert_ids_to_tokens(token) == action
+        assert end in chat.end_ids
     for prompt in prompts[:200]:
-        shown = ["\n" + action for action in prompt.partition("\ncan:\n")[2].splitlines()]
+        listed_actions = ["\n" + action for action in prompt.partition("\ncan:\n")[2].splitlines()]
         # Before the end of the turn and the start of the answer.
-        listed = chat.prompt_ids(prompt)[-len(shown) - 2 : -2]
-        assert listed == [chat.response_ids(action)[0] for action in shown]
+        listed = chat.prompt_ids(prompt)[-len(listed_actions) - 2 : -2]
+        assert listed == [chat.response_ids(action)[0] for action in listed_actions]
     assert sum(len(chat.prompt_ids(prompt)) for prompt in prompts) / len(prompts) < 50
 
 
 def test_the_saved_folder_gives_the_same_ids_and_logits(tmp_path):
     quickstart.save(make_model(), make_tokenizer(), tmp_path)
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(tmp_path),
-        AutoModelForCausalLM.from_pretrained(tmp_path),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
     for text in [*corpus()[0][:100], *corpus()[2][:100], *awkward, "<|end|>"]:
         assert tokenizer.encode(text) == make_tokenizer().encode(text)
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert Chat(tokenizer).prompt_ids(text) == make_chat().prompt_ids(text)
-    assert (tokenizer.eos_token, tokenizer.pad_token) == (quickstart.END, quickstart.PAD)
+    assert tokenizer.eos_token == quickstart.END
+    assert tokenizer.pad_token == quickstart.PAD
     ids = torch.tensor([make_chat().prompt_ids(corpus()[0][0])])
     assert torch.equal(model(input_ids=ids).logits, make_model()(input_ids=ids).logits)
     assert model.config.eos_token_id == tokenizer.eos_token_id
@@ -101,10 +105,10 @@ def test_demonstrations_are_expert_play_with_random_actions():
     turns = first(0.3)
     assert turns == first(0.3) != first(0.0)
     for turn in turns:
-        assert turn.response in turn.choices and all(
-            choice in turn.prompt for choice in turn.choices
-        )
-        assert turn.observation and turn.observation != "Nothing happens."
+        assert turn.response in turn.choices
+        assert all(choice in turn.prompt for choice in turn.choices)
+        assert turn.observation
+        assert turn.observation != "Nothing happens."
     assert any(turn.observation == "Nothing happens." for turn in first(0.3, stray_actions=0.1))
 
 
@@ -140,19 +144,24 @@ def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkey
     monkeypatch.setenv("PAW_CACHE", str(tmp_path))
     monkeypatch.setattr("paw.tools.warmup.warmup.CORPUS_TURNS", 1000)
     monkeypatch.setattr("paw.tools.warmup.warmup.CHECK_GAMES", 16)
-    factory, said, folders = make_factory(max_turns=4), [], []
+    factory = make_factory(max_turns=4)
+    messages = []
+    folders = []
 
     def report(line):
-        said.append(line)
-        if len(said) == 1:  # another run of the same warm-up starts later and finishes first
-            folders.append(ensure_warm_model(small_warm_up(40), factory, lambda line: None))
+        messages.append(line)
+        if len(messages) == 1:  # another run of the same warm-up starts later and finishes first
+            folders.append(
+                ensure_warm_model(small_warm_up(max_steps=40), factory, lambda line: None)
+            )
 
-    folders.append(ensure_warm_model(small_warm_up(40), factory, report))
-    folder = ensure_warm_model(small_warm_up(40), factory, said.append)
-    assert folders == [folder, folder] and "cached" in said[-1]
+    folders.append(ensure_warm_model(small_warm_up(max_steps=40), factory, report))
+    folder = ensure_warm_model(small_warm_up(max_steps=40), factory, messages.append)
+    assert folders == [folder, folder]
+    assert "cached" in messages[-1]
     # Nothing unfinished stays behind.
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
-    start = ensure_warm_model(small_warm_up(1), factory, said.append)
+    start = ensure_warm_model(small_warm_up(max_steps=1), factory, messages.append)
     assert start != folder
     loss, loss_at_start = (
         json.loads((f / "warmup.json").read_text())["loss"] for f in (folder, start)
@@ -165,47 +174,57 @@ def test_the_warm_up_learns_is_cached_and_survives_a_second_one(tmp_path, monkey
 
 
 def test_the_first_line_comes_before_anything_that_takes_long(tmp_path):
-    """Of the command, before torch is imported, which this child cannot; of the warm-up, before a game is played."""
+    """Of the command, before torch is imported, which this child cannot; of the warm-up, before a
+    game is played."""
     words = ["train", "quickstart", "--run.dir", str(tmp_path), "--gpus", "2"]
     code = f"import sys; sys.modules['torch'] = None; import paw.cli; paw.cli.main({words})"
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PAW_CACHE": str(tmp_path),
     }
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 1 and "import of torch halted" in done.stderr
-    assert done.stdout.startswith("warm-up: loading PyTorch; ") and done.stdout.count("\n") == 1
+    assert result.returncode == 1
+    assert "import of torch halted" in result.stderr
+    assert result.stdout.startswith("warm-up: loading PyTorch; ")
+    assert result.stdout.count("\n") == 1
 
     class Unplayable:
         def __getattr__(self, name):
             raise LookupError("played")
 
-    said = []
+    messages = []
     config = Config(model=ModelConfig(path="quickstart"), env=ENV)
     with pytest.raises(LookupError, match="played"):
-        warmup._warm_up(config, Unplayable(), said.append, tmp_path)
-    assert said == ["warm-up: 12,000 turns of expert play, whose words are the vocabulary"]
+        warmup._warm_up(config, Unplayable(), messages.append, tmp_path)
+    assert messages == ["warm-up: 12,000 turns of expert play, whose words are the vocabulary"]
 
 
 def test_muon_is_torchs_in_float32(monkeypatch):
-    """Matrices of each layout, three steps: torch's own function, whose bfloat16 is taken out, gives the same."""
+    """Matrices of each layout, three steps: torch's own function, whose bfloat16 is taken out,
+    gives the same."""
     torch.manual_seed(0)
-    ours = [
+    own_parameters = [
         torch.nn.Parameter(torch.randn(shape))
         for shape in [(6, 6), (12, 6), (6, 12), (6, 6), (12, 6)]
     ]
-    theirs = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    torch_parameters = [
+        torch.nn.Parameter(parameter.detach().clone()) for parameter in own_parameters
+    ]
     optimizers = (
-        Muon([{"params": ours}], {"lr": 0.02, "weight_decay": 0.1}),
-        torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        Muon([{"params": own_parameters}], {"lr": 0.02, "weight_decay": 0.1}),
+        torch.optim.Muon(
+            torch_parameters, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        ),
     )
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
     for _ in range(3):
-        for parameters, optimizer in zip((ours, theirs), optimizers, strict=True):
+        for parameters, optimizer in zip(
+            (own_parameters, torch_parameters), optimizers, strict=True
+        ):
             for index, parameter in enumerate(parameters):
                 parameter.grad = parameter.detach().cos() * (index + 1)
             optimizer.step()
-    for parameter, expected in zip(ours, theirs, strict=True):
+    for parameter, expected in zip(own_parameters, torch_parameters, strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)

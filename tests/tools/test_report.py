@@ -45,8 +45,9 @@ def evaluation(success: float) -> dict:
     }
 
 
-def make_run(folder: Path, *, world: bool = True, few: bool = False) -> Path:
-    """A run directory with a curve, every metric or `few`, episodes of three updates: the first and last are shown."""
+def make_run(folder: Path, *, world: bool = True, few_metrics: bool = False) -> Path:
+    """A run directory with a curve, every metric or `few`, episodes of three updates: the first and
+    last are shown."""
     folder.mkdir()
     (folder / "config.toml").write_text(CONFIG.format(name=folder.name, world=str(world).lower()))
     info = {
@@ -57,7 +58,9 @@ def make_run(folder: Path, *, world: bool = True, few: bool = False) -> Path:
         "wall_s": 312.4,
     }
     (folder / "run.json").write_text(json.dumps(info))
-    keys = [] if few else [metric.name for metrics in SECTIONS.values() for metric in metrics]
+    keys = (
+        [] if few_metrics else [metric.name for metrics in SECTIONS.values() for metric in metrics]
+    )
     keys = [key for key in keys if world or not key.startswith("wm/")]
     lines = [{"step": 0, **evaluation(0.398)}]
     for step in range(1, 31):
@@ -78,7 +81,7 @@ def self_contained(page: str) -> bool:
         r"""(?:src|href|action|data|poster)\s*=\s*["']?([^"'>\s]*)|url\(([^)]*)\)|@import""", page
     )
     return "<script" not in page.lower() and "http" not in page.replace("http-equiv", "") and all(
-        (a or b).startswith("#") for a, b in references
+        (reference or url).startswith("#") for reference, url in references
     )  # fmt: skip
 
 
@@ -86,16 +89,14 @@ def self_contained(page: str) -> bool:
 def test_report_of_a_whole_run(tmp_path):
     page_path = write_report(make_run(tmp_path / "tiny"))
     page = page_path.read_text()
-    assert page_path == tmp_path / "tiny" / "report.html" and self_contained(page)
+    assert page_path == tmp_path / "tiny" / "report.html"
+    assert self_contained(page)
     assert page_path.stat().st_size < 3_000_000
-    assert "39.8%" in page and "[34.0, 45.9]" in page, (
-        "start of the headline, with its Wilson interval"
-    )
-    assert (
-        "256 unseen games at temperature 0.4" in page
-        and "5 min 12 s" in page
-        and "162k parameters" in page
-    )
+    assert "39.8%" in page, "start of the headline, with its Wilson interval"
+    assert "[34.0, 45.9]" in page, "start of the headline, with its Wilson interval"
+    assert "256 unseen games at temperature 0.4" in page
+    assert "5 min 12 s" in page
+    assert "162k parameters" in page
     assert page.count("<svg") == len(list((tmp_path / "tiny" / "plots").glob("*.png"))) >= 15
     assert (tmp_path / "tiny" / "plots" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert len(set(re.findall(r'\sid="([^"]*)"', page))) == len(
@@ -105,9 +106,10 @@ def test_report_of_a_whole_run(tmp_path):
     assert re.search(r'<i class="kept" style="--q:0.98" title="p = 0.020">', page), (
         "a token under the mask is marked"
     )
-    assert (
-        "<mark>plate" in page and ">exact<" in page and ">selected<" in page and ">invalid<" in page
-    )
+    assert "<mark>plate" in page
+    assert ">exact<" in page
+    assert ">selected<" in page
+    assert ">invalid<" in page
     assert not re.search(
         r"\b(nan|None)\b", re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
     )
@@ -121,8 +123,8 @@ def test_hostile_long_and_damaged_text_stays_text(tmp_path):
         ("prompt", "response", "action", "observation", "predicted"), evil
     )
     hostile |= {"observation_tokens": [evil, 3, None], "observation_token_p": [0.1, "x", math.nan]}
-    long = TURN | {"observation": "word " * 9000, "observation_tokens": ["word "] * 9000}
-    long |= {"observation_token_p": [0.5] * 9000}
+    long_turn = TURN | {"observation": "word " * 9000, "observation_tokens": ["word "] * 9000}
+    long_turn |= {"observation_token_p": [0.5] * 9000}
     sample = {
         "step": 99,
         "task": evil,
@@ -134,7 +136,7 @@ def test_hostile_long_and_damaged_text_stays_text(tmp_path):
     }
     for name, added in {
         "samples.jsonl": f"{json.dumps(sample)}\n"
-        + f"{json.dumps(sample | {'turns': [long] * 50})}\n" * 4
+        + f"{json.dumps(sample | {'turns': [long_turn] * 50})}\n" * 4
         + '{"step"',
         "metrics.jsonl": json.dumps(
             {"step": 31, "eval/success_<script>$x_": 0.5, "success/<script>$x_": 0.5}
@@ -149,15 +151,20 @@ def test_hostile_long_and_damaged_text_stays_text(tmp_path):
     )
     page_path = write_report(run)
     page = page_path.read_text()
-    assert "&lt;script&gt;alert(1)" in page and "39.8%" in page
-    assert "<script" not in page and "<img" not in page and "</pre><script" not in page
-    assert page_path.stat().st_size < 3_000_000 and re.search(r"The first \d+ of 50 turns", page)
+    assert "&lt;script&gt;alert(1)" in page
+    assert "39.8%" in page
+    assert "<script" not in page
+    assert "<img" not in page
+    assert "</pre><script" not in page
+    assert page_path.stat().st_size < 3_000_000
+    assert re.search(r"The first \d+ of 50 turns", page)
     assert "2 unreadable lines left out" in page
     for name in ("metrics.jsonl", "samples.jsonl", "run.json", "config.toml"):
         data = (run / name).read_bytes()
         (run / name).write_bytes(data[: len(data) // 4] + b"\xff")
     page = write_report(run).read_text()
-    assert "39.8%" in page and "2 unreadable lines left out" in page
+    assert "39.8%" in page
+    assert "2 unreadable lines left out" in page
 
 
 @pytest.mark.slow
@@ -167,11 +174,10 @@ def test_two_runs_are_compared(tmp_path, capsys):
     page_path = tmp_path / "comparison" / "report.html"
     assert capsys.readouterr().out.strip() == str(page_path)
     page = page_path.read_text()
-    assert self_contained(page) and not (tmp_path / "grpo" / "report.html").exists()
-    assert (
-        "2 runs compared" in page
-        and "<code>wm.enabled</code></td><td>False</td><td>True</td>" in page
-    )
+    assert self_contained(page)
+    assert not (tmp_path / "grpo" / "report.html").exists()
+    assert "2 runs compared" in page
+    assert "<code>wm.enabled</code></td><td>False</td><td>True</td>" in page
     assert "run.updates</code>" not in page, "only the keys that differ are listed"
 
 

@@ -1,4 +1,5 @@
-"""RWML: triplets, what is asked and understood, the embedding reward, fine-tuning on next states."""
+"""RWML: triplets, what is asked and understood, the embedding reward, fine-tuning on next
+states."""
 
 import importlib.util
 import json
@@ -71,54 +72,55 @@ def make_config(tmp_path, triplets, **changes):
 
 
 def test_triplets_are_the_valid_turns_once_and_a_file_gives_them_back(tmp_path):
-    factory, config = (
-        make_factory(),
-        Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_response_tokens=3)),
-    )
+    factory = make_factory()
+    config = Config(model=ModelConfig(path="-"), rollout=RolloutConfig(max_response_tokens=3))
     rollouts = Rollouts(factory, make_engine(practised_model()), make_chat(), config)
     options = {"group_size": 3, "temperature": 1.0, "seed": 0, "stream": "triplets"}
     played, _ = rollouts.play_tasks(train_tasks(factory, 0, 8, 0), **options)
-    turns = [
-        (e.task.id, n, turn)
-        for group in played
-        for e in group.trajectories
-        for n, turn in enumerate(e.turns)
-    ]
+    turns = []
+    for group in played:
+        for episode in group.trajectories:
+            turns += [(episode.task.id, n, turn) for n, turn in enumerate(episode.turns)]
     valid = [(task, n, turn) for task, n, turn in turns if turn.outcome.valid]
     assert 0 < len(valid) < len(turns)
-    every, once = rwml.cut(played, dedup=False), rwml.cut(played, dedup=True)
-    assert [(t.task, t.step) for t in every] == [(task, n) for task, n, _ in valid]
-    for found, (_, _, turn) in zip(every, valid, strict=True):
-        said = turn.outcome
-        assert (found.prompt, found.response, found.action) == (
-            turn.prompt,
-            turn.response,
-            said.action,
-        )
-        assert found.next_state == said.observation != ""
-    key = lambda t: (t.prompt, t.action, t.next_state)  # noqa: E731
-    assert [key(t) for t in once] == list(dict.fromkeys(map(key, every))) and len(once) < len(every)
-    triplets = [*once, triplet(next_state="two\nlines \u2028 and more")]
+    all_triplets = rwml.cut(played, dedup=False)
+    without_repeats = rwml.cut(played, dedup=True)
+    assert [(t.task, t.step) for t in all_triplets] == [(task, n) for task, n, _ in valid]
+    for triplet_of_turn, (_, _, turn) in zip(all_triplets, valid, strict=True):
+        outcome = turn.outcome
+        assert triplet_of_turn.prompt == turn.prompt
+        assert triplet_of_turn.response == turn.response
+        assert triplet_of_turn.action == outcome.action
+        assert triplet_of_turn.next_state == outcome.observation
+        assert outcome.observation
+
+    def key(triplet):
+        return triplet.prompt, triplet.action, triplet.next_state
+
+    distinct = dict.fromkeys(key(triplet) for triplet in all_triplets)
+    assert [key(triplet) for triplet in without_repeats] == list(distinct)
+    assert len(without_repeats) < len(all_triplets)
+    triplets = [*without_repeats, triplet(next_state="two\nlines \u2028 and more")]
     assert read_triplets(write(tmp_path / "t.jsonl", triplets)) == triplets
 
 
 def test_splits_hold_whole_games_apart(tmp_path):
     factory = NextStateFactory(make_config(tmp_path, games(100)).env, same)
-    apart = [
-        {task.payload.task for task in tasks} for tasks in (factory.training, factory.held_out)
-    ]
-    assert not apart[0] & apart[1] and 2 <= len(apart[1]) <= 20
+    trained = {task.payload.task for task in factory.training}
+    held_out = {task.payload.task for task in factory.held_out}
+    assert not trained & held_out
+    assert 2 <= len(held_out) <= 20
     assert len(factory.tasks("train", 0)) + len(eval_tasks(factory, "held_out", 0, 0)) == 200
 
 
 def test_what_is_asked_and_what_an_answer_predicts():
-    asked = ask(triplet(), PAPER)
-    assert asked.index("[Action]\nlook\n") > asked.index(triplet().prompt) and "<think>" in asked
-    assert asked.endswith("<next_state> </next_state> tags.")
+    prompt = ask(triplet(), PAPER)
+    assert prompt.index("[Action]\nlook\n") > prompt.index(triplet().prompt)
+    assert "<think>" in prompt
+    assert prompt.endswith("<next_state> </next_state> tags.")
     quiet = PAPER.model_copy(update={"think": False})
-    assert "<think>" not in ask(triplet(), quiet) and "<next_state> </next_state> tags." in ask(
-        triplet(), quiet
-    )
+    assert "<think>" not in ask(triplet(), quiet)
+    assert "<next_state> </next_state> tags." in ask(triplet(), quiet)
     assert ask(triplet(), ENV) == triplet().prompt + "\ndid:\nlook"
     for response, think, plain in (
         (
@@ -134,9 +136,11 @@ def test_what_is_asked_and_what_an_answer_predicts():
         ("<think>a</think><next_state>  </next_state>", None, None),
         ("It is open.", None, None),
     ):
-        assert (predicted(response, PAPER), predicted(response, quiet)) == (think, plain)
+        assert predicted(response, PAPER) == think
+        assert predicted(response, quiet) == plain
     # What is imitated.
-    assert predicted(answer(SEEN, quiet), quiet) == predicted(answer(SEEN, ENV), ENV) == SEEN
+    assert predicted(answer(SEEN, quiet), quiet) == SEEN
+    assert predicted(answer(SEEN, ENV), ENV) == SEEN
     assert predicted(" \n", ENV) is None
 
 
@@ -146,21 +150,30 @@ def test_reward_is_given_below_the_threshold_and_never_to_a_malformed_answer(tmp
         factory = NextStateFactory(config.env, lambda pairs, cosine=cosine: [cosine] * len(pairs))
         environment = factory.make()
         environment.reset(factory.training[0])
-        found = environment.step(response)
-        assert (found.reward, found.won, found.valid) == (reward, reward == 1, response != " ")
-        assert found.done and found.observation == SEEN
+        outcome = environment.step(response)
+        assert outcome.reward == reward
+        assert outcome.won == (reward == 1)
+        assert outcome.valid == (response != " ")
+        assert outcome.done
+        assert outcome.observation == SEEN
 
 
 @needs_minilm
 def test_minilm_distinguishes_what_the_reward_has_to_and_embeds_a_text_once():
     embedding = Embedding(NAME)
-    other = SEEN.replace("mug 1", "mug 2"), "On the shelf 1, you see nothing.", "Nothing happens."
-    swapped, empty, nothing = (
-        1 - c for c in embedding.similarity([(text, SEEN) for text in other])
+    other_texts = (
+        SEEN.replace("mug 1", "mug 2"),
+        "On the shelf 1, you see nothing.",
+        "Nothing happens.",
     )
-    assert swapped < 0.05 < 0.2 < empty < nothing and nothing > 0.8
+    swapped, empty, nothing = (
+        1 - cosine for cosine in embedding.similarity([(text, SEEN) for text in other_texts])
+    )
+    assert swapped < 0.05 < 0.2 < empty < nothing
+    assert nothing > 0.8
     assert embedding.similarity([(SEEN, SEEN)]) == pytest.approx([1.0], abs=1e-6)
-    alone, both = embedding.encode([SEEN]), Embedding(NAME).encode(["Nothing happens. " * 20, SEEN])
+    alone = embedding.encode([SEEN])
+    both = Embedding(NAME).encode(["Nothing happens. " * 20, SEEN])
     assert torch.allclose(alone[0], both[1], atol=1e-6)  # whatever it is batched with
     embedding._encode = lambda texts: pytest.fail(f"again: {texts}")
     assert embedding.similarity([(SEEN, SEEN)]) == pytest.approx([1.0], abs=1e-6)
@@ -176,8 +189,8 @@ def test_the_last_token_is_pooled_where_the_model_says_so(tiny_llm, tmp_path):
     for text, vector in zip(texts, embedding.encode(texts), strict=True):
         ids = embedding._tokenizer(text, return_tensors="pt")
         with torch.no_grad():
-            last = embedding._model(**ids).last_hidden_state[0, -1]
-        assert torch.allclose(vector, last / last.norm(), atol=1e-5)
+            last_state = embedding._model(**ids).last_hidden_state[0, -1]
+        assert torch.allclose(vector, last_state / last_state.norm(), atol=1e-5)
 
 
 def test_threads_share_one_call_and_one_failure():
@@ -187,17 +200,22 @@ def test_threads_share_one_call_and_one_failure():
             raise ZeroDivisionError
         return same(pairs)
 
-    batches, together = [], _Batched(similarity)
+    batches = []
+    together = _Batched(similarity)
     with ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(together, str(i), str(i // 2 * 2)) for i in range(8)]
     failed = [isinstance(call.exception(), ZeroDivisionError) for call in calls]
-    assert sum(batches) == 8 and failed[6]
-    assert all(failed[i] or call.result() == float(i % 2 == 0) for i, call in enumerate(calls))
+    assert sum(batches) == 8
+    assert failed[6]
+    for i, call in enumerate(calls):
+        if not failed[i]:
+            assert call.result() == float(i % 2 == 0)
     assert together("a", "a") == 1.0
 
 
 def test_fine_tuning_that_diverges_names_its_key(tmp_path):
-    config, model = make_config(tmp_path, [triplet()]), make_model()
+    config = make_config(tmp_path, [triplet()])
+    model = make_model()
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(math.inf)
     with pytest.raises(UserError, match=r"diverged at step 1 of \d; lower rwml\.sft_lr"):
@@ -207,16 +225,20 @@ def test_fine_tuning_that_diverges_names_its_key(tmp_path):
 def test_a_fine_tuned_model_predicts_by_playing(tmp_path):
     """The same rollouts as any episode: an environment, a prompt, an answer, a reward."""
     config = make_config(tmp_path, games(30), sft_epochs=3)
-    factory, chat, model = NextStateFactory(config.env, same), make_chat(), make_model()
+    factory = NextStateFactory(config.env, same)
+    chat = make_chat()
+    model = make_model()
     rollouts = Rollouts(factory, make_engine(model), chat, config)
     options = {"group_size": 2, "temperature": 0.0, "seed": 0, "stream": "easy"}
-    before, _ = rollouts.play_tasks(factory.held_out[:2], **options)
+    groups_before, _ = rollouts.play_tasks(factory.held_out[:2], **options)
     rwml.fine_tune(Policy(model), chat, factory.training, config)
-    after, _ = rollouts.play_tasks(factory.held_out[:2], **options)
-    assert not any(e.won for group in before for e in group.trajectories)
-    assert all(
-        e.won and e.turns[0].outcome.action == SEEN for group in after for e in group.trajectories
-    )
+    groups_after, _ = rollouts.play_tasks(factory.held_out[:2], **options)
+    for group in groups_before:
+        assert not any(episode.won for episode in group.trajectories)
+    for group in groups_after:
+        for episode in group.trajectories:
+            assert episode.won
+            assert episode.turns[0].outcome.action == SEEN
 
 
 def test_a_damaged_file_is_named_with_its_line(tmp_path):
@@ -238,7 +260,8 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path):
         path.write_text(text)
         with pytest.raises(UserError, match=message) as raised:
             read_triplets(path)
-        assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+        assert str(path) in str(raised.value)
+        assert "\n" not in str(raised.value)
 
 
 def test_other_mistakes_are_named(capsys, tmp_path, monkeypatch):
@@ -274,4 +297,5 @@ def test_other_mistakes_are_named(capsys, tmp_path, monkeypatch):
     ]
     assert cli.main(words) == 2
     err = capsys.readouterr().err
-    assert "env.embedding = '.': there is no config.json in it" in err and err.count("\n") == 1
+    assert "env.embedding = '.': there is no config.json in it" in err
+    assert err.count("\n") == 1

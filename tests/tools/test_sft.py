@@ -26,21 +26,22 @@ SMALL = {
 
 def plain_loss(model, lm_weight, observations, by_row):
     """What `step` minimises, sequence by sequence, with full logits."""
-    answers, rest = [], []
+    answers = []
+    rest = []
     for row in ROWS:
         ids = torch.tensor(
             row.prompt_ids + row.response_ids + row.separator_ids + row.observation_ids
         )
-        start, end = len(row.prompt_ids), len(row.prompt_ids + row.response_ids)
-        nll = (
-            -model(input_ids=ids[None])
-            .logits[0, :-1]
-            .log_softmax(-1)
-            .gather(1, ids[1:, None])[:, 0]
-        )
+        start = len(row.prompt_ids)
+        end = len(row.prompt_ids + row.response_ids)
+        logp = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        nll = -logp.gather(1, ids[1:, None])[:, 0]
         answers.append(nll[start - 1 : end - 1])
-        rest += [nll[: start - 1], *([nll[end - 1 :]] if observations else [])]
-    answer = torch.cat(answers).sum() / (len(ROWS) if by_row else sum(map(len, answers)))
+        rest.append(nll[: start - 1])
+        if observations:
+            rest.append(nll[end - 1 :])
+    count = len(ROWS) if by_row else sum(map(len, answers))
+    answer = torch.cat(answers).sum() / count
     return answer, answer + lm_weight * torch.cat(rest).mean()
 
 
@@ -53,7 +54,7 @@ def test_a_step_is_that_of_the_mean_over_answers_and_the_weighed_rest(
     answer, loss = plain_loss(reference, lm_weight, observations, by_row)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-    wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    expected_gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     for budget in (None, 12, 1000):  # full logits; the fused head, row by row and at once
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -63,10 +64,13 @@ def test_a_step_is_that_of_the_mean_over_answers_and_the_weighed_rest(
             "by_row": by_row,
             "budget": budget,
         }
-        told = sft.step(Policy(model), [optimizer], ROWS, lr=0.0, **options)
-        assert told == pytest.approx(float(answer.detach()), abs=1e-4)
+        reported_loss = sft.step(Policy(model), [optimizer], ROWS, lr=0.0, **options)
+        assert reported_loss == pytest.approx(float(answer.detach()), abs=1e-4)
         for name, parameter in model.named_parameters():
-            assert torch.allclose(parameter.grad, wanted[name], atol=1e-5), (name, budget)
+            assert torch.allclose(parameter.grad, expected_gradients[name], atol=1e-5), (
+                name,
+                budget,
+            )
 
 
 @pytest.fixture
@@ -95,7 +99,8 @@ def test_expert_play_is_learnt_and_a_stopped_run_goes_on_to_the_same_model(
     learn, tmp_path, monkeypatch
 ):
     err = learn("whole", sft__epochs=4).stderr
-    assert "24 turns of expert play of alfworld" in err and "step 16 of 16" in err
+    assert "24 turns of expert play of alfworld" in err
+    assert "step 16 of 16" in err
     losses = [
         float(line.partition("loss ")[2].split()[0]) for line in err.splitlines() if "loss " in line
     ]
@@ -104,7 +109,8 @@ def test_expert_play_is_learnt_and_a_stopped_run_goes_on_to_the_same_model(
         "fine-tuning on expert play of alfworld" in (tmp_path / "whole" / "README.md").read_text()
     )
 
-    real, steps = sft.step, []
+    real = sft.step
+    steps = []
 
     def told_to_stop(*args, **options):
         steps.append(options)
@@ -118,36 +124,38 @@ def test_expert_play_is_learnt_and_a_stopped_run_goes_on_to_the_same_model(
     assert "stopped by SIGINT after step 7 of 16: the same command goes on from there" in err
     assert not (tmp_path / "parts" / "config.json").exists()
     err = learn("parts", code=2, sft__epochs=5).stderr
-    assert "step_000007 there is of other data or settings" in err and err.count("\n") == 2
+    assert "step_000007 there is of other data or settings" in err
+    assert err.count("\n") == 2
     assert "going on from step 7 of 16" in learn("parts", sft__epochs=4).stderr
     whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys() and all(
-        torch.equal(whole[name], parts[name]) for name in whole
-    )
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert not (tmp_path / "parts" / "checkpoints").exists()
     assert "it holds a model already" in learn("parts", code=2).stderr
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(learn, tmp_path, monkeypatch):
     real = sft.step
+
+    def diverging_step(*args, **options):
+        """Diverges once the checkpoint of the third step exists."""
+        if list(tmp_path.glob("o/*/step_*3")):
+            return math.nan
+        return real(*args, **options)
+
     with monkeypatch.context() as patch:
-        patch.setattr(
-            sft,
-            "step",
-            lambda *a, **k: math.nan if len(list(tmp_path.glob("o/*/step_*3"))) else real(*a, **k),
-        )
-        assert (
-            "diverged at step 4 of 4; lower sft.lr" in learn("o", code=2, sft__save_every=3).stderr
-        )
+        patch.setattr(sft, "step", diverging_step)
+        errors = learn("o", code=2, sft__save_every=3).stderr
+        assert "diverged at step 4 of 4; lower sft.lr" in errors
     assert "going on from step 3 of 4" in learn("o", sft__save_every=3).stderr
 
 
 def test_of_recorded_episodes_the_valid_turns_of_won_ones_are_learnt(learn, tmp_path, monkeypatch):
     def turn(response, *, valid=True, won=False, done=False, ids=None):
-        said = Outcome("You see a mug 1.", float(won), done, won, response, valid=valid)
+        outcome = Outcome("You see a mug 1.", float(won), done, won, response, valid=valid)
         ids = ids or [ord(c) - ord("a") for c in response]
         return {
-            **asdict(Turn([1, 2], ids, [], None, "task: go.", response, said, "", 0)),
+            **asdict(Turn([1, 2], ids, [], None, "task: go.", response, outcome, "", 0)),
             "task": "t",
             "kind": "k",
         }
@@ -162,22 +170,20 @@ def test_of_recorded_episodes_the_valid_turns_of_won_ones_are_learnt(learn, tmp_
         {**turn("wait", done=True), "member": 1, "step": 0},
     ]
     file = tmp_path / "episodes.jsonl"
-    seen = []
-    monkeypatch.setattr(sft, "fine_tune", lambda policy, rows, *_, **__: seen.append(rows) or 1)
-    for kept, expected in ((lines, ["go"]), (lines[2:], [])):
-        file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    learnt = []
+    monkeypatch.setattr(sft, "fine_tune", lambda policy, rows, *_, **__: learnt.append(rows) or 1)
+    for lines_in_file, expected in ((lines, ["go"]), (lines[2:], [])):
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines_in_file))
         out = learn(f"out{len(expected)}", "--rollouts", file, code=0 if expected else 2)
         if expected:
-            (row,) = seen.pop()
-            assert (
-                len(row.response_ids) == 3
-                and max(row.response_ids) < 258
-                and len(row.prompt_ids) > 20
-            )
+            (row,) = learnt.pop()
+            assert len(row.response_ids) == 3
+            assert max(row.response_ids) < 258
+            assert len(row.prompt_ids) > 20
         else:
             assert "no valid turn of a won episode in it (--sft.won false takes all)" in out.stderr
     learn("all", "--rollouts", file, sft__won="false")
-    assert [len(row.response_ids) for row in seen.pop()] == [5]
+    assert [len(row.response_ids) for row in learnt.pop()] == [5]
 
 
 def test_no_expert_to_learn_from_is_one_line(tiny_llm, paw_here, tmp_path):
@@ -193,6 +199,5 @@ def test_no_expert_to_learn_from_is_one_line(tiny_llm, paw_here, tmp_path):
     )
     name = f"{tmp_path / 'mine.py'}:Mine"
     err = paw_here("sft", model, "--out", tmp_path / "o", {"env.name": name}, code=2).stderr
-    assert (
-        "has no oracle(), so there is no expert play to learn from" in err and err.count("\n") == 1
-    )
+    assert "has no oracle(), so there is no expert play to learn from" in err
+    assert err.count("\n") == 1
