@@ -1,4 +1,5 @@
-"""The process that plays ahead: however it ends or stops, the trainer goes on, and nothing that it started stays."""
+"""The process that plays ahead: however it ends or stops, the trainer goes on, and nothing that it
+started stays."""
 
 import math
 import os
@@ -100,7 +101,8 @@ def test_a_users_error_of_any_class_is_its_line(played_ahead):
     rollouts = played_ahead("Refusing")
     with pytest.raises(UserError, match=r"^the licence: it has expired$") as refused:
         rollouts.training(0, 2)
-    assert type(refused.value) is UserError and refused.value.exit_code == 5
+    assert type(refused.value) is UserError
+    assert refused.value.exit_code == 5
     assert player() != os.getpid()
 
 
@@ -110,7 +112,9 @@ def test_outcomes_of_any_class_arrive_bit_for_bit(played_ahead, capfd):
     expected, expected_stats = rollouts._now.training(0, 2)
     assert [asdict(group) for group in groups] == [asdict(group) for group in expected]
     assert stats == expected_stats
-    assert len(turns_of(groups)) == 12 and player() and AGAIN not in capfd.readouterr().err
+    assert len(turns_of(groups)) == 12
+    assert player()
+    assert AGAIN not in capfd.readouterr().err
 
 
 def test_numbers_of_an_update_arrive_bit_for_bit_and_are_small():
@@ -154,7 +158,8 @@ def test_numbers_of_an_update_arrive_bit_for_bit_and_are_small():
     threading.Thread(target=Channel(theirs, FromPlayer).send, args=(message,), daemon=True).start()
     arrived = Channel(ours, FromPlayer).receive(10).unpack([task])
     assert len(message.model_dump_json()) < 6 * len(ids) * 5000
-    assert repr(arrived) == expected and arrived[0][0].task is task
+    assert repr(arrived) == expected
+    assert arrived[0][0].task is task
 
 
 def test_a_killed_process_is_noticed_though_one_that_it_forked_holds_its_socket(
@@ -170,7 +175,8 @@ def test_a_killed_process_is_noticed_though_one_that_it_forked_holds_its_socket(
     groups, _ = rollouts.training(0, 2)
     assert len(turns_of(groups)) == 12
     told = capfd.readouterr().err
-    assert told.count("\n") == 1 and f"has ended (killed by SIGKILL): {AGAIN}" in told
+    assert told.count("\n") == 1
+    assert f"has ended (killed by SIGKILL): {AGAIN}" in told
     assert not living("forked")
 
 
@@ -187,12 +193,14 @@ def test_one_that_is_stopped_is_ended_and_a_stop_of_the_run_is_heard_meanwhile(p
         assert told_to_stop.requested
     assert len(turns_of(groups)) == 12
     lines = [line for line in capfd.readouterr().err.splitlines() if AGAIN in line]
-    assert len(lines) == 1 and "gave no sign of life for 2 s" in lines[0]
+    assert len(lines) == 1
+    assert "gave no sign of life for 2 s" in lines[0]
     first = logged("player")[0]
     assert not Path(f"/proc/{first}").exists()
     helpers = set(logged("helper"))
     rollouts.close()
-    assert helpers and not living("helper")
+    assert helpers
+    assert not living("helper")
 
 
 def test_one_whose_event_loop_an_agent_holds_is_ended(played_ahead, capfd):
@@ -205,7 +213,8 @@ def test_one_whose_event_loop_an_agent_holds_is_ended(played_ahead, capfd):
 def test_one_whose_environment_is_slow_is_left_alone(played_ahead, capfd):
     rollouts = played_ahead("Slow", patience_s=1.5)
     groups, _ = rollouts.training(0, 2)
-    assert len(turns_of(groups)) == 12 and player()
+    assert len(turns_of(groups)) == 12
+    assert player()
     assert AGAIN not in capfd.readouterr().err
 
 
@@ -219,12 +228,15 @@ def test_programs_of_environments_can_be_ended_and_end_with_the_run(played_ahead
     rollouts = played_ahead("Helped")
     rollouts.training(0, 2)
     wait_until(lambda: len(living("left")) == 2)
-    assert logged("ended") and set(logged("ended")) == {"-15 -15"}
+    assert logged("ended")
+    assert set(logged("ended")) == {"-15 -15"}
     process = rollouts._player._process
     rollouts.close()
     assert process.poll() == 0
-    assert not living("helper") and not living("left")
-    assert len(logged("closed")) >= 4 and set(logged("closed")) == {"-15"}
+    assert not living("helper")
+    assert not living("left")
+    assert len(logged("closed")) >= 4
+    assert set(logged("closed")) == {"-15"}
 
 
 def test_when_the_trainer_is_killed_it_ends_with_all_that_it_started(
