@@ -1,4 +1,5 @@
-"""Patterns, schemas and numbers in data that would take for ever, or all memory: one line, and at most an episode."""
+"""Patterns, schemas and numbers in data that would take for ever, or all memory: one line, and at
+most an episode."""
 
 import io
 import json
@@ -126,7 +127,8 @@ def test_a_sane_pattern_matches_as_pythons_does(pattern, text):
     except re.error as error:
         assert limited.pattern_problem(pattern) == str(error)
     else:
-        assert limited.fullmatch(pattern, text) is expected and not limited.pattern_problem(pattern)
+        assert limited.fullmatch(pattern, text) is expected
+        assert not limited.pattern_problem(pattern)
 
 
 def doubling(levels: int = 60) -> dict:
@@ -202,9 +204,9 @@ def played(schema, arguments) -> Outcome:
 def test_a_schema_that_takes_for_ever_costs_the_episode(schema, arguments, problem):
     with pytest.raises(EnvironmentFailure) as error:
         played(schema, arguments)
-    assert (
-        problem in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 600
-    )
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 600
     assert played({"type": "object"}, {}).done  # the next one is played
 
 
@@ -331,11 +333,13 @@ SCHEMA = {"type": "object"}
 def test_a_schema_in_another_place_is_refused(tool, problem):
     with pytest.raises(ValueError, match=r"^tool 'put'") as error:
         checked_tools([tool])
-    assert problem in str(error.value) and "\n" not in str(error.value)
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_models_own_format_that_never_ends_is_one_line(monkeypatch):
-    """Of transformers' `response_template`, whose patterns come with the tokenizer: this one takes some seconds."""
+    """Of transformers' `response_template`, whose patterns come with the tokenizer: this one takes
+    some seconds."""
     monkeypatch.setattr(calls, "PARSE_S", 0.2)
     fields = {
         "tool_calls": {"open_pattern": "<c>(?:a|aa)+$", "close": "</c>"},
@@ -346,7 +350,8 @@ def test_a_models_own_format_that_never_ends_is_one_line(monkeypatch):
         calls._by_transformers(tokenizer, {"start_anchor": "<a>", "fields": fields}), ""
     )
     hello = read("hello", [], 0)
-    assert hello.content == "hello" and not hello.problem
+    assert hello.content == "hello"
+    assert not hello.problem
     with pytest.raises(
         UserError,
         match=r"has not read an answer of \d+ characters in 0\.2 s: its patterns do not come",
