@@ -1,4 +1,5 @@
-"""An endpoint that misbehaves: a real HTTP server on loopback whose answers a test scripts, one by one."""
+"""An endpoint that misbehaves: a real HTTP server on loopback whose answers a test scripts, one by
+one."""
 
 import asyncio
 import json
@@ -100,7 +101,8 @@ def test_what_an_endpoint_makes_up_is_one_line(server, ask, body):
     server.default = (200, body, {})
     with pytest.raises(EndpointError, match="malformed answer: ") as caught:
         ask[0](config={"retries": 0})
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500
 
 
 def test_usage_that_is_none_is_not_counted(server, ask):
@@ -140,9 +142,11 @@ def test_a_slow_answer_is_given_up(server, ask):
         asked_again.set()
         handler.answer(200, completion(), {})
 
-    server.script, server.default = [lambda _: asked_again.wait(60)], answer
+    server.script = [lambda _: asked_again.wait(60)]
+    server.default = answer
     assert ask[0](config={"retries": 5, "timeout_s": 0.2}).completion_tokens == 5
-    assert asked_again.is_set() and len(server.requests) >= 2
+    assert asked_again.is_set()
+    assert len(server.requests) >= 2
 
 
 def test_retry_after_is_honoured_but_a_wait_of_hours_is_cut_and_named(server, ask, capfd):
@@ -152,19 +156,20 @@ def test_retry_after_is_honoured_but_a_wait_of_hours_is_cut_and_named(server, as
         value = value or formatdate(time.time() + 30.5, usegmt=True)
         server.script = [(429, refusal("slow down"), {"Retry-After": value})]
         ask()
-    assert pauses[1:4] == [120.0] * 3 and all(0.5 <= pause <= 1.0 for pause in pauses[4:6])
+    assert pauses[1:4] == [120.0] * 3
+    assert all(0.5 <= pause <= 1.0 for pause in pauses[4:6])
     assert [pauses[0], *pauses[6:]] == pytest.approx([12.5, 30], abs=1.0)
     said = capfd.readouterr().err.splitlines()
     for line, value in zip(said, hours, strict=True):
-        assert f"asks to wait (Retry-After: {value[:40]}" in line and line.endswith(
-            ": waiting 120 s of it"
-        )
+        assert f"asks to wait (Retry-After: {value[:40]}" in line
+        assert line.endswith(": waiting 120 s of it")
 
 
 @pytest.mark.parametrize(("status", "key"), [(401, ""), (403, "wrong")])
 def test_a_wrong_key_names_its_variable(server, ask, monkeypatch, status, key):
     monkeypatch.setenv("OPENAI_API_KEY", key)
-    server.default, server.models = (status, refusal("who are you"), {}), status
+    server.default = (status, refusal("who are you"), {})
+    server.models = status
     with pytest.raises(
         UserError, match="OPENAI_API_KEY " + ("holds a key" if key else "is not set")
     ):
@@ -237,7 +242,8 @@ def test_an_answer_goes_on_or_is_restated(server, ask):
     ask[0]("why?", start="<think>Be", endpoint=endpoint)
     first = server.requests[-1]
     assert first["messages"][1:] == [{"role": "assistant", "content": "<think>Be"}]
-    assert first["continue_final_message"] is True and not first["add_generation_prompt"]
+    assert first["continue_final_message"] is True
+    assert not first["add_generation_prompt"]
     assert first["chat_template_kwargs"] == options
     server.script = [(400, refusal("Unknown parameter: 'continue_final_message'."), {})]
     for _ in range(2):
@@ -245,12 +251,10 @@ def test_an_answer_goes_on_or_is_restated(server, ask):
     assert len(server.requests) == 4
     for request in server.requests[2:]:
         (message,) = request["messages"]
-        assert message["content"].startswith("why?\n") and message["content"].endswith(
-            "\n<think>Be"
-        )
-        assert (
-            "continue_final_message" not in request and request["chat_template_kwargs"] == options
-        )
+        assert message["content"].startswith("why?\n")
+        assert message["content"].endswith("\n<think>Be")
+        assert "continue_final_message" not in request
+        assert request["chat_template_kwargs"] == options
 
 
 FORGERIES = [
@@ -283,10 +287,8 @@ def test_nobody_there_is_one_line_before_any_game(capfd, tmp_path):
     ]
     assert cli.main(["eval", *words, "--out", str(tmp_path / "out")]) == 2
     err = capfd.readouterr().err.splitlines()
-    assert (
-        err[-1].startswith("paw: endpoint.url = 'http://127.0.0.1:9': no answer (")
-        and len(err) == 2
-    )
+    assert err[-1].startswith("paw: endpoint.url = 'http://127.0.0.1:9': no answer (")
+    assert len(err) == 2
     assert not (tmp_path / "out").exists()
 
 
@@ -296,7 +298,8 @@ def test_nobody_there_is_one_line_before_any_game(capfd, tmp_path):
 
 @pytest.fixture
 def evaluate(server, tmp_path, capfd):
-    """Runs `paw eval` of six short games against the server; returns (exit code, standard error, results)."""
+    """Runs `paw eval` of six short games against the server; returns (exit code, standard error,
+    results)."""
 
     def run(*words, agent="plain", code=0):
         given = {
@@ -327,14 +330,11 @@ def test_an_evaluation_its_files_and_the_same_command_again(server, evaluate, tm
     assert "settings of the recipe alfworld-grpo" in err
     lines = episodes(tmp_path)
     assert sorted(line["place"] for line in lines) == [0, 1, 2, 3, 4, 5]
-    assert (
-        len(server.requests) == results["calls"] == 18
-        and results["cost"] == (198 * 2 + 90 * 10) / 1e6
-    )
+    assert len(server.requests) == results["calls"] == 18
+    assert results["cost"] == (198 * 2 + 90 * 10) / 1e6
     assert (results["prompt_tokens"], results["completion_tokens"]) == (198, 90)
-    assert {line["failure"] for line in lines} == {None} and {line["steps"] for line in lines} == {
-        3
-    }
+    assert {line["failure"] for line in lines} == {None}
+    assert {line["steps"] for line in lines} == {3}
     assert [turn["action"] for turn in lines[0]["turns"]] == ["look"] * 3
     assert lines[0]["turns"][0]["observation"].startswith("You are in the middle of a room.")
     assert (
@@ -342,12 +342,15 @@ def test_an_evaluation_its_files_and_the_same_command_again(server, evaluate, tm
         == 18
     )
     table = (tmp_path / "out" / "results.md").read_text()
-    assert "| m | plain |" in table and "| All |" in table
-    assert "$0.00" in table and "success 0.0% of 6 episodes" in table
+    assert "| m | plain |" in table
+    assert "| All |" in table
+    assert "$0.00" in table
+    assert "success 0.0% of 6 episodes" in table
 
     server.requests.clear()
     err, again = evaluate(*prices)
-    assert "6 of 6 episodes are there, playing 0" in err and not server.requests
+    assert "6 of 6 episodes are there, playing 0" in err
+    assert not server.requests
     assert {**again, "wall_s": 0} == {**results, "wall_s": 0}
 
 
@@ -368,18 +371,19 @@ def test_an_interrupted_evaluation_goes_on(server, evaluate, tmp_path):
         signal.signal(signal.SIGINT, before)
     path = tmp_path / "out" / "episodes.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    assert "Traceback" not in err and 0 < len(lines) < 6
+    assert "Traceback" not in err
+    assert 0 < len(lines) < 6
     assert f"stopped: {len(lines)} of 6 episodes are in" in err.splitlines()[-1]
     path.write_bytes(b"".join(lines) + lines[0][:100])
     time.sleep(0.5)  # the server may still find a request that the evaluation sent before it ended
     server.requests.clear()
-    server.default, left = (200, completion(), {}), 6 - len(lines)
+    server.default = (200, completion(), {})
+    left = 6 - len(lines)
     err, results = evaluate()
-    assert (
-        "the last line is incomplete" in err
-        and f"{len(lines)} of 6 episodes are there, playing {left}" in err
-    )
-    assert len(server.requests) == 3 * left and results["episodes"] == 6
+    assert "the last line is incomplete" in err
+    assert f"{len(lines)} of 6 episodes are there, playing {left}" in err
+    assert len(server.requests) == 3 * left
+    assert results["episodes"] == 6
     assert path.read_bytes().startswith(b"".join(lines) + b'{"place"')
     for key, value in (("eval.seed", "5"), ("agent.type", "react"), ("model", "n")):
         err, _ = evaluate(f"--{key}", value, code=2)
@@ -395,21 +399,26 @@ def test_an_evaluation_grows_and_shrinks(server, evaluate, tmp_path):
     _, four = evaluate("--eval.games", "4")
     assert len(server.requests) == 12
     err, six = evaluate("--eval.games", "6")
-    assert "eval.games = 4 becomes 6" in err and "4 of 6 episodes are there, playing 2" in err
-    assert len(server.requests) == 18 and six["episodes"] == 6
+    assert "eval.games = 4 becomes 6" in err
+    assert "4 of 6 episodes are there, playing 2" in err
+    assert len(server.requests) == 18
+    assert six["episodes"] == 6
     err, again = evaluate("--eval.games", "4")
     assert "2 episodes are not of these 4 games; they stay there and count nowhere" in err
     assert {**again, "wall_s": 0} == {**four, "wall_s": 0}
     err, again = evaluate()
-    assert "6 of 6 episodes are there, playing 0" in err and {**again, "wall_s": 0} == {
+    assert "6 of 6 episodes are there, playing 0" in err
+    assert {**again, "wall_s": 0} == {
         **six,
         "wall_s": 0,
     }
-    assert len(server.requests) == 18 and len(episodes(tmp_path)) == 6
+    assert len(server.requests) == 18
+    assert len(episodes(tmp_path)) == 6
 
 
 def test_a_larger_draw_in_another_order_keeps_what_is_in_both(server, tmp_path):
-    """Of 22 questions `random.sample` draws 8 in another way than 4: three are in both draws, two of them elsewhere."""
+    """Of 22 questions `random.sample` draws 8 in another way than 4: three are in both draws, two
+    of them elsewhere."""
     server.default = (200, completion("<answer>Tuk</answer>"), {})
     questions = [
         {"question": f"Where is {i}?", "golden_answers": ["Tuk" if i % 2 else "Ohr"]}
@@ -443,16 +452,21 @@ def test_a_larger_draw_in_another_order_keeps_what_is_in_both(server, tmp_path):
 
     few, four = tasks_of(4)
     more, eight = tasks_of(8)
-    assert more[:4] == few and len(set(more)) == len(more) == 4 + len(server.requests)
-    assert len(more) == 9 and eight["episodes"] == 8
+    assert more[:4] == few
+    assert len(set(more)) == len(more) == 4 + len(server.requests)
+    assert len(more) == 9
+    assert eight["episodes"] == 8
     again, fewer = tasks_of(4)
-    assert again == more and not server.requests and {**fewer, "wall_s": 0} == {**four, "wall_s": 0}
+    assert again == more
+    assert not server.requests
+    assert {**fewer, "wall_s": 0} == {**four, "wall_s": 0}
 
 
 def test_an_endpoint_that_fails_costs_no_success(server, evaluate, tmp_path):
     server.script = [(200, completion(), {}), *[(400, refusal("no such luck"), {})] * 2]
     err, results = evaluate("--endpoint.concurrency", "1", code=1)
-    assert "2 episodes could not be played" in err and server.url in err
+    assert "2 episodes could not be played" in err
+    assert server.url in err
     assert (results["episodes"], results["not_played"]) == (4, 2)
     server.requests.clear()
     err, results = evaluate()
@@ -465,7 +479,9 @@ def test_an_endpoint_that_is_gone_is_given_up(server, evaluate, tmp_path):
     server.default = (400, refusal("gone"), {})
     err, results = evaluate("--eval.games", "40", code=1)
     assert "32 episodes in a row could not be played: giving up" in err
-    assert len(episodes(tmp_path)) == 32 and results["episodes"] == 0 and results["success"] == 0.0
+    assert len(episodes(tmp_path)) == 32
+    assert results["episodes"] == 0
+    assert results["success"] == 0.0
 
 
 def test_a_full_context_is_a_loss(server, evaluate):
@@ -484,7 +500,8 @@ def test_a_context_that_is_full_now_and_then_is_no_reason_to_fail(server, evalua
     assert (results["episodes"], results["context_full"]) == (
         6,
         1,
-    ) and "ran out of context" not in err
+    )
+    assert "ran out of context" not in err
 
 
 def test_zerosearch_asks_a_second_model(server, capfd, tmp_path):
