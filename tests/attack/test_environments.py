@@ -40,7 +40,8 @@ def model():
 
 @pytest.fixture
 def rollouts(model, monkeypatch):
-    """`rollouts(max_turns=5, step=exits)`: of an environment whose games misbehave, with settings of `env`."""
+    """`rollouts(max_turns=5, step=exits)`: of an environment whose games misbehave, with settings
+    of `env`."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
 
@@ -106,7 +107,8 @@ def sleeps_in_c(_):
 
 
 UNPRINTABLE = "Unprintable: a Unprintable that cannot be printed"
-NUMBER, FLAG = "; it must be a number from -1e+06 to 1e+06", "; it must be True"
+NUMBER = "; it must be a number from -1e+06 to 1e+06"
+FLAG = "; it must be True"
 WRONG = [
     ({"make": exits}, "SystemExit: 0"),
     ({"reset": exits}, "SystemExit: 0"),
@@ -148,9 +150,8 @@ WRONG = [
 def test_what_it_raises_or_returns_costs_its_own_episode(rollouts, wrong, reason):
     played = rollouts(**wrong)
     groups, stats = play(played)
-    assert len(stats.failures) == 2 and all(
-        f": {reason}" in failure for failure in stats.failures
-    ), stats.failures
+    assert len(stats.failures) == 2, stats.failures
+    assert all(f": {reason}" in failure for failure in stats.failures), stats.failures
     assert [len(group.trajectories) for group in groups] == [3, 3]
     assert all(
         [turn.outcome.reward for turn in episode.turns] == [0.0, 0.0, 1.0]
@@ -184,7 +185,8 @@ def test_a_kind_of_task_that_means_all_of_them_is_one_line(rollouts, kind):
     for play_some in (lambda played: played.training(0, 2), lambda played: played.evaluation()):
         with pytest.raises(UserError) as error:
             play_some(rollouts(Named))
-        assert re.fullmatch(line, str(error.value)) and str(error.value).isprintable()
+        assert re.fullmatch(line, str(error.value))
+        assert str(error.value).isprintable()
 
 
 def test_each_kind_of_task_has_its_own_metric_whatever_it_is_called(rollouts):
@@ -200,12 +202,11 @@ def test_each_kind_of_task_has_its_own_metric_whatever_it_is_called(rollouts):
     for group in groups:
         if group.task.id.endswith("0"):
             lose(group)
-    found, trained = success_metrics(groups), rollout_metrics(groups)
-    assert (
-        trained["success/all"] == found["success"] == 0.5
-        and found["games"] == 160.0
-        and found["failures"] == 0.0
-    )
+    found = success_metrics(groups)
+    trained = rollout_metrics(groups)
+    assert trained["success/all"] == found["success"] == 0.5
+    assert found["games"] == 160.0
+    assert found["failures"] == 0.0
     shown = [*names[:-1], clean("x" * 900, 200)]
     assert {key for key in found if key.startswith("success_")} == {
         f"success_{kind}" for kind in shown
@@ -277,9 +278,11 @@ def test_one_that_hangs_costs_its_episode_and_a_thread(rollouts, wrong):
         f"train/0/{i}: TimeoutError: no answer within 0.3 s" for i in range(2)
     ]
     assert [len(group.trajectories) for group in groups] == [3, 3]
-    assert stats.threads_lost == 2 and stats.metrics()["health/threads_lost"] == 2
+    assert stats.threads_lost == 2
+    assert stats.metrics()["health/threads_lost"] == 2
     groups, stats = play(played)  # none that hangs is used again
-    assert len(groups) == 2 and stats.threads_lost <= 1
+    assert len(groups) == 2
+    assert stats.threads_lost <= 1
     played.close()
     if wrong == {"step": spins}:  # such a thread is stopped
         deadline = time.monotonic() + 5
@@ -308,12 +311,14 @@ def test_an_agent_that_waits_for_ever_costs_its_episode(rollouts):
     groups, stats = play(played)
     reason = "the agent waited over env.step_timeout_s = 0.3 for what is neither the model nor the environment"
     assert stats.failures == [f"train/0/{i}: TimeoutError: {reason}" for i in range(2)]
-    assert [len(group.trajectories) for group in groups] == [3, 3] and stats.threads_lost == 0
+    assert [len(group.trajectories) for group in groups] == [3, 3]
+    assert stats.threads_lost == 0
     assert len(play(played)[0]) == 2  # the run goes on
 
 
 def test_agents_do_not_wait_for_threads_of_others_nor_for_the_engine(rollouts):
-    """One in four hangs in a thread of its own; the others' batches take longer than an agent may wait."""
+    """One in four hangs in a thread of its own; the others' batches take longer than an agent may
+    wait."""
     released = threading.Event()
 
     async def agent(env, model):
@@ -328,16 +333,17 @@ def test_agents_do_not_wait_for_threads_of_others_nor_for_the_engine(rollouts):
             await env.step(await model.generate(env.context()))
 
     played = rollouts(step_timeout_s=0.6)
-    played.agent, step = agent, played.engine.step
+    played.agent = agent
+    step = played.engine.step
     played.engine.step = lambda: time.sleep(0.7) or step()
     groups, stats = play(played, groups=8)
-    assert len(stats.failures) == 8 and all(
-        "the agent waited over env.ste" in failure for failure in stats.failures
-    )
+    assert len(stats.failures) == 8
+    assert all("the agent waited over env.ste" in failure for failure in stats.failures)
     assert [len(group.trajectories) for group in groups] == [3] * 8
     hanging = [thread for thread in threading.enumerate() if "(work)" in thread.name]
     # The interpreter does not wait for them.
-    assert len(hanging) == 8 and all(thread.daemon for thread in hanging)
+    assert len(hanging) == 8
+    assert all(thread.daemon for thread in hanging)
     released.set()
 
 
@@ -448,7 +454,8 @@ def test_what_episodes_share_any_of_them_may_cancel(rollouts):
     played = rollouts()
     played.agent = agent
     _, stats = play(played)
-    assert stats.failures == [] and shared[0].cancelled()
+    assert stats.failures == []
+    assert shared[0].cancelled()
 
 
 def test_a_thread_of_an_agent_that_stops_the_loop_stops_nothing(rollouts):
@@ -463,7 +470,8 @@ def test_a_thread_of_an_agent_that_stops_the_loop_stops_nothing(rollouts):
     played = rollouts()
     played.agent = agent
     groups, stats = play(played)
-    assert stats.failures == [] and [len(group.trajectories) for group in groups] == [4, 4]
+    assert stats.failures == []
+    assert [len(group.trajectories) for group in groups] == [4, 4]
 
 
 def empties_ids(trajectory):
@@ -536,7 +544,8 @@ def test_a_call_in_this_thread_costs_no_thread():
 
 def test_an_episode_ends_after_max_turns(rollouts):
     groups, stats = play(rollouts(done=False, everywhere=True, max_turns=5))
-    assert stats.failures == [] and {len(episode.turns) for episode in episodes_of(groups)} == {5}
+    assert stats.failures == []
+    assert {len(episode.turns) for episode in episodes_of(groups)} == {5}
     assert [turn.outcome.done for turn in episodes_of(groups)[0].turns] == [False] * 4 + [True]
 
 
@@ -545,18 +554,22 @@ def test_long_texts_are_cut_before_they_are_tokenised(rollouts, capfd):
         {"context": lambda game: "x " * 1_000_000 + f"turn {game.n}"},
         {"observation": "x" * 20_000_000},
     ):
-        played, seen = rollouts(max_text=1000, everywhere=True, **wrong), []
+        played = rollouts(max_text=1000, everywhere=True, **wrong)
+        seen = []
         encode = played.chat.fit_prompt
         played.chat.fit_prompt = lambda text, most, encode=encode, seen=seen: (
             seen.append(text) or encode(text, most)
         )
         for _ in range(2):
             groups, stats = play(played)
-        assert stats.failures == [] and stats.texts_cut == 24
+        assert stats.failures == []
+        assert stats.texts_cut == 24
         turn = episodes_of(groups)[0].turns[1]
-        assert len(turn.outcome.observation) <= 1000 and max(map(len, seen)) <= 1000
+        assert len(turn.outcome.observation) <= 1000
+        assert max(map(len, seen)) <= 1000
         if "context" in wrong:  # the end is what counts, as for rollout.max_prompt_tokens
-            assert len(turn.prompt) == 1000 and turn.prompt.endswith("x turn 1")
+            assert len(turn.prompt) == 1000
+            assert turn.prompt.endswith("x turn 1")
         assert (
             capfd.readouterr().err.count(
                 "24 texts of the environment were cut to env.max_text = 1000 (reported once)"
@@ -571,11 +584,10 @@ def test_every_text_is_unicode_and_a_failure_one_short_printable_line(rollouts):
     for turn in [turn for episode in episodes_of(groups) for turn in episode.turns]:
         (turn.prompt + turn.anchor + turn.outcome.observation).encode()
     for failure in play(rollouts(step=raises(RuntimeError(FAKE + "x" * 10_000_000))))[1].failures:
-        assert failure.isprintable() and len(failure) < 600
-        assert (
-            failure.startswith("train/0/")
-            and "RuntimeError: $_{step 99/99  reward 9e9 step 100" in failure
-        )
+        assert failure.isprintable()
+        assert len(failure) < 600
+        assert failure.startswith("train/0/")
+        assert "RuntimeError: $_{step 99/99  reward 9e9 step 100" in failure
 
 
 @pytest.mark.parametrize(
@@ -661,10 +673,8 @@ def test_a_game_that_exits_or_hangs_is_one_line_of_play_and_of_the_check(
     said = paw_here("play", ATTACKS + name, {"env.step_timeout_s": 0.3}, code=1)
     assert re.fullmatch(rf"paw play: {failure}( \(environments\.py, line \d+\))?\n", said.stderr)
     said = paw_here("env", "check", ATTACKS + name, {"env.step_timeout_s": 0.3}, code=1)
-    assert (
-        re.search(rf"^FAIL +[\d.]+ s  outcomes +raised {failure}", said.stdout, re.M)
-        and said.stderr == ""
-    )
+    assert re.search(rf"^FAIL +[\d.]+ s  outcomes +raised {failure}", said.stdout, re.M)
+    assert said.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -677,7 +687,8 @@ def test_a_game_that_exits_or_hangs_is_one_line_of_play_and_of_the_check(
 def test_tasks_that_exit_or_hang_are_one_line_of_each_command(
     paw_here, monkeypatch, tmp_path, tiny_llm, attack, failure
 ):
-    model, line = tiny_llm(tmp_path / "model"), f"a task of env.name cannot be had: {failure}"
+    model = tiny_llm(tmp_path / "model")
+    line = f"a task of env.name cannot be had: {failure}"
     env = {"env.name": f"{ATTACKS}LaterTasks", "env.step_timeout_s": 0.3, "model.dtype": "float32"}
     monkeypatch.setenv("ATTACK", attack)
     for words in (
