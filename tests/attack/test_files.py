@@ -1,4 +1,5 @@
-"""Files and values of whatever content: each is taken, or refused with one line that is short enough to read."""
+"""Files and values of whatever content: each is taken, or refused with one line that is short
+enough to read."""
 
 import hashlib
 import json
@@ -53,9 +54,9 @@ def told_if_refused(*, always: bool = False):
         yield
     except UserError as error:
         message = str(error)
-        assert len(message) < LIMIT and "Traceback" not in message and clean(message, LIMIT), (
-            message[:300]
-        )
+        assert len(message) < LIMIT, message[:300]
+        assert "Traceback" not in message, message[:300]
+        assert clean(message, LIMIT), message[:300]
     else:
         assert not always
 
@@ -117,12 +118,10 @@ def test_a_recipe_that_goes_too_far_is_one_line(capfd, tmp_path):
         path.write_text(content)
         assert main(["train", str(path), "--run.dir", str(tmp_path / "runs")]) == 2
         said = capfd.readouterr().err
-        assert (
-            said.startswith("paw: ")
-            and said.count("\n") == 1
-            and len(said) < 2200
-            and message in said
-        )
+        assert said.startswith("paw: ")
+        assert said.count("\n") == 1
+        assert len(said) < 2200
+        assert message in said
         assert [entry.name for entry in tmp_path.iterdir()] == ["recipe.toml"]
     for number in range(60):
         (tmp_path / f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')
@@ -162,11 +161,9 @@ def test_a_word_that_goes_too_far_is_one_line(capfd, tmp_path, monkeypatch):
     ]:
         assert main(words) == 2
         said = capfd.readouterr().err.splitlines()
-        assert (
-            said[-1].startswith("paw: ")
-            and len(said) <= 2
-            and all(len(line) < 2200 for line in said)
-        )
+        assert said[-1].startswith("paw: ")
+        assert len(said) <= 2
+        assert all(len(line) < 2200 for line in said)
     assert list(tmp_path.iterdir()) == []
 
 
