@@ -1,4 +1,5 @@
-"""HTTP on loopback, both ways: servers that trickle, flood and lie to our clients, clients that starve our server."""
+"""HTTP on loopback, both ways: servers that trickle, flood and lie to our clients, clients that
+starve our server."""
 
 import asyncio
 import gzip
@@ -123,7 +124,8 @@ def test_what_a_retriever_makes_up_is_one_line(server, body):
         UserError, match=f"^{server.url}/retrieve: it does not answer as a retriever"
     ) as caught:
         RemoteRetriever(server.url, timeout_s=10)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
 
 
 def test_a_retriever_that_restarts_costs_nothing(server, monkeypatch):
@@ -148,7 +150,8 @@ class One:
 
 @pytest.fixture
 def serving(monkeypatch) -> Iterator[Callable[..., tuple[str, int]]]:
-    """`serving(limit=...)` runs the server in a thread, with constants of its module changed: (host, port)."""
+    """`serving(limit=...)` runs the server in a thread, with constants of its module changed:
+    (host, port)."""
     servers = []
 
     def start(timeout_s: float = 5.0, **limits) -> tuple[str, int]:
@@ -235,7 +238,8 @@ def test_of_too_many_connections_those_without_a_request_go(serving):
 
 
 def is_closed(connection: socket.socket, drop: bytes) -> bool:
-    """Whether the server closes a connection on which `drop` is sent again and again, for a minute at most."""
+    """Whether the server closes a connection on which `drop` is sent again and again, for a minute
+    at most."""
     connection.settimeout(0.05)
     deadline = time.monotonic() + 60
     closed = False
@@ -252,7 +256,8 @@ def is_closed(connection: socket.socket, drop: bytes) -> bool:
 
 
 def test_every_head_has_a_clock(serving):
-    """The first and a later one; a huge head and a body that nobody asked for keep no connection either."""
+    """The first and a later one; a huge head and a body that nobody asked for keep no connection
+    either."""
     address = serving(HEAD_S=0.5)
     for head, drop in (
         ("GET /health HTTP/1.1\r\n", b"X"),
@@ -293,7 +298,8 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def environment(paw_env) -> Iterator[tuple[str, int]]:
-    """`paw serve env` of a guessing game, in a process that can import openenv, with little patience: (host, port)."""
+    """`paw serve env` of a guessing game, in a process that can import openenv, with little
+    patience: (host, port)."""
     env = paw_env | {"PYTHONPATH": os.pathsep.join([str(PACKAGE), paw_env["PYTHONPATH"]])}
     words = [sys.executable, "-c", IMPATIENT, "serve", "env", f"{GAME}:Guess", "--port", "0"]
     child = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
@@ -309,7 +315,8 @@ needs_openenv = pytest.mark.skipif(not PACKAGE.is_dir(), reason=f"openenv is not
 
 
 def answer_to(address: tuple[str, int], path: str, length: int, body: Iterable[bytes]) -> bytes:
-    """The first line of the answer to a POST, whose body may come in parts or be longer than is read of it."""
+    """The first line of the answer to a POST, whose body may come in parts or be longer than is
+    read of it."""
     with socket.create_connection(address) as connection:
         connection.settimeout(10)
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
