@@ -1,4 +1,5 @@
-"""What a newcomer tries in the first week: help, prompts that grow too long, the functions of Python."""
+"""What a newcomer tries in the first week: help, prompts that grow too long, the functions of
+Python."""
 
 import importlib
 import inspect
@@ -65,27 +66,33 @@ def test_an_evaluation_in_which_all_run_out_of_context_says_so_and_fails(
     reason = "all 3 episodes ran out of context: raise rollout.max_prompt_tokens = 200, or lower env.max_turns = 3"
     game.write_text(f"LENGTH = 40\n{TALKATIVE}")
     done = paw_here("eval", model, settings, code=1)
-    assert reason in done.stderr and done.stderr.count("\n") == 1
+    assert reason in done.stderr
+    assert done.stderr.count("\n") == 1
     assert "success 0.0% of 3 games" in done.stdout
     assert "3 episodes were lost because the context was full" in done.stdout
     # The way of agents.
     done = paw_here("eval", model, settings, "--out", tmp_path / "kept", "--json", code=1)
-    assert reason in done.stderr and json.loads(done.stdout)["context_full"] == 3
+    assert reason in done.stderr
+    assert json.loads(done.stdout)["context_full"] == 3
 
     game.write_text(f"LENGTH = 1\n{TALKATIVE}")
     done = paw_here("eval", model, settings, "--json", code=0)
-    assert not done.stderr and "context_full" not in json.loads(done.stdout)
+    assert not done.stderr
+    assert "context_full" not in json.loads(done.stdout)
 
 
 def test_help_of_the_functions_shows_what_they_take():
     for name in FUNCTIONS:
         function = getattr(paw, name)
-        assert inspect.isfunction(function) and function.__name__ == name and function.__doc__
+        assert inspect.isfunction(function)
+        assert function.__name__ == name
+        assert function.__doc__
         assert all(
             p.annotation is not p.empty for p in inspect.signature(function).parameters.values()
         ), name
     shown = pydoc.plain(pydoc.render_doc(paw.train))
-    assert "function train in module paw.tools.train.train" in shown and "resume: str = ''" in shown
+    assert "function train in module paw.tools.train.train" in shown
+    assert "resume: str = ''" in shown
     assert set(paw.__all__) == {*FUNCTIONS, "Config"} <= set(dir(paw))
 
 
@@ -130,7 +137,8 @@ MISTAKES = (
 
 @pytest.mark.slow
 def test_type_checkers_resolve_an_editable_install(tmp_path):
-    """Of a user outside the tree: the real signatures, and no error in the blocks of docs/python.md."""
+    """Of a user outside the tree: the real signatures, and no error in the blocks of
+    docs/python.md."""
     pytest.importorskip("pyright")
     source, built, project = (tmp_path / name for name in ("source", "built", "project"))
     skip = shutil.ignore_patterns("__pycache__", "*.so")
@@ -153,7 +161,8 @@ def test_type_checkers_resolve_an_editable_install(tmp_path):
         "\n".join(path for path in sys.path if path.endswith("site-packages"))
     )
     project.mkdir()
-    # Without types derived from torch's own code, which take most of the time and are not asked for.
+    # Without types derived from torch's own code, which take most of the time and are not asked
+    # for.
     (project / "pyrightconfig.json").write_text('{"useLibraryCodeForTypes": false}')
     (project / "right.py").write_text(USER)
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
