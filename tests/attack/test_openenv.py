@@ -43,7 +43,9 @@ class Scripted:
     """
 
     def __init__(self, schema=SCHEMA, port=0):
-        self.scripts, self.asked, self.schema = [[seen("begin"), seen("go on")]], [], schema
+        self.scripts = [[seen("begin"), seen("go on")]]
+        self.asked = []
+        self.schema = schema
         self.server = serve(self.play, "127.0.0.1", port, process_request=self.http)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.socket.getsockname()[1]}"
@@ -83,10 +85,8 @@ def begin(url, **env):
 def test_a_dropped_connection_before_the_first_step_is_made_again(server):
     server.scripts = [[None], [seen("begin"), None], [seen("begin"), seen("go on"), None]]
     environment, task = begin(server.url)
-    assert (
-        environment.reset(task) == "begin"
-        and environment.step("<think>why</think> go ").observation == "go on"
-    )
+    assert environment.reset(task) == "begin"
+    assert environment.step("<think>why</think> go ").observation == "go on"
     reset = {"type": "reset", "data": task.payload}
     assert [*server.asked] == [reset, reset, {"type": "step", "data": {"text": "go"}}]
     with pytest.raises(EnvironmentFailure, match="the connection was lost in step"):
@@ -130,7 +130,8 @@ def test_a_bad_answer_costs_the_episode(server, answer, said):
     with pytest.raises(EnvironmentFailure, match=said):
         environment.step("go")
     server.scripts = [[seen("begin"), seen("right", reward=True, done=True)]]
-    assert environment.reset(task) == "begin" and environment.step("go").won
+    assert environment.reset(task) == "begin"
+    assert environment.step("go").won
 
 
 def test_what_the_server_does_not_take_is_an_invalid_action(server):
@@ -141,8 +142,10 @@ def test_what_the_server_does_not_take_is_an_invalid_action(server):
     environment.reset(task)
     for response, said in (("go", "too long"), (" ", "there is none")):
         outcome = environment.step(response)
-        assert not outcome.valid and said in outcome.observation
-    assert environment.step("go").valid and environment.context()[-1] == {
+        assert not outcome.valid
+        assert said in outcome.observation
+    assert environment.step("go").valid
+    assert environment.context()[-1] == {
         "role": "user",
         "content": "go on",
     }
@@ -216,13 +219,15 @@ def test_tools_have_their_schemas_whatever_a_server_calls_them(server, key):
         return
     environment.reset(task)
     outcome = environment.step(Reply.of("", ToolCall("put", {})))
-    assert not outcome.valid and "'thing' is a required property" in outcome.observation
+    assert not outcome.valid
+    assert "'thing' is a required property" in outcome.observation
     assert environment.step(Reply.of("", ToolCall("put", {"thing": "cup"}))).valid
 
 
 @pytest.fixture
 def counted():
-    """`counted(n)` is the URL of a server whose splits train and test have `n` tasks, as JSON; it plays none."""
+    """`counted(n)` is the URL of a server whose splits train and test have `n` tasks, as JSON; it
+    plays none."""
     answers = {"/schema": json.dumps(SCHEMA), "/list_environments": '["e"]'}
     answers["/e/splits"] = '[{"name": "train"}, {"name": "test"}]'
 
@@ -260,7 +265,8 @@ def factory_of(url):
 def test_more_tasks_than_can_be_listed_are_drawn(counted, number):
     factory = factory_of(counted(number))
     drawn = [task.payload["index"] for task in train_tasks(factory, 0, 100, 0)]
-    assert all(0 <= index < int(number) for index in drawn) and len({*drawn}) == 100
+    assert all(0 <= index < int(number) for index in drawn)
+    assert len({*drawn}) == 100
     assert drawn == [task.payload["index"] for task in train_tasks(factory, 0, 100, 0)]
     assert len(eval_tasks(factory, "test", 0, 0)) == ENDLESS_EVAL
     assert factory.fingerprint()
@@ -301,7 +307,8 @@ def test_tasks_that_can_be_listed_are_played_in_epochs(counted):
 def test_a_number_of_tasks_that_is_none_is_one_line(counted, number, said):
     with pytest.raises(UserError, match=said) as error:
         train_tasks(factory_of(counted(number)), 0, 1, 0)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
 
 
 def test_fields_that_are_no_text_are_json(server):
@@ -311,9 +318,11 @@ def test_fields_that_are_no_text_are_json(server):
     ]
     environment, task = begin(server.url, action_field="left")
     assert environment.reset(task) == '{"left": 3, "a": "ä"}'
-    assert environment.step("2").valid and not environment.step("two").valid
+    assert environment.step("2").valid
+    assert not environment.step("two").valid
     environment, task = begin(server.url, action_field="*", observation_field="a")
-    assert environment.reset(task) == "ä" and environment.step('{"left": 1, "a": "x"}').action
+    assert environment.reset(task) == "ä"
+    assert environment.step('{"left": 1, "a": "x"}').action
     assert [message["data"] for message in server.asked if message["type"] == "step"] == [
         {"left": 2},
         {"left": 1, "a": "x"},
@@ -321,8 +330,10 @@ def test_fields_that_are_no_text_are_json(server):
 
 
 def test_a_container_ends_with_the_process(server, paw_env, tmp_path):
-    """The command line of docker that is built, by a stand-in of the executable: no engine runs on this machine."""
-    log, docker = tmp_path / "log", tmp_path / "docker"
+    """The command line of docker that is built, by a stand-in of the executable: no engine runs on
+    this machine."""
+    log = tmp_path / "log"
+    docker = tmp_path / "docker"
     answers = f"[ $1 = run ] && echo c0ffee; [ $1 = port ] && echo {server.url[7:]}; :"
     docker.write_text(f'#!/bin/sh\necho "$@" >> {log}\n{answers}\n')
     docker.chmod(0o755)
