@@ -68,11 +68,9 @@ def test_no_key_of_a_configuration_shows_one(key, tmp_path, capsys):
         json.dumps(as_tree(config)),
         json.dumps(masked(_settings(config))),
     ]
-    assert (
-        all(SECRET not in text for text in texts)
-        and hidden in dump(config)
-        and hidden in explain(config)
-    )
+    assert all(SECRET not in text for text in texts)
+    assert hidden in dump(config)
+    assert hidden in explain(config)
     seen = []
     stage = SimpleNamespace(ranks=Ranks(), directory=tmp_path, config=config)
     tracker = SimpleNamespace(
@@ -80,12 +78,14 @@ def test_no_key_of_a_configuration_shows_one(key, tmp_path, capsys):
     )
     tracker._remember = lambda: None
     Tracker.on_start(tracker, stage)
-    assert SECRET not in json.dumps(seen) and hidden in json.dumps(seen)
+    assert SECRET not in json.dumps(seen)
+    assert hidden in json.dumps(seen)
 
     words = [part for k, value in (BESIDE[key] | {key: url}).items() for part in (f"--{k}", value)]
     assert cli.main(["train", "quickstart", *words, "--dry-run"]) == 0
     said = capsys.readouterr()
-    assert SECRET not in said.out + said.err and hidden in said.out
+    assert SECRET not in said.out + said.err
+    assert hidden in said.out
 
     path = tmp_path / "config.toml"  # a run's, which lacks the password
     path.write_text(dump(config))
@@ -131,13 +131,13 @@ def test_what_counts_as_a_password(text, expected):
 
 def test_a_long_value_is_not_cut_within_a_password():
     url = f"http://me:{'p' * 300}@host"
-    assert shown([url]) == "['http://me:***@host']" and "p" * 4 not in shown({"a": url}) + shown(
-        url
-    )
+    assert shown([url]) == "['http://me:***@host']"
+    assert "p" * 4 not in shown({"a": url}) + shown(url)
 
 
 def test_lines_about_servers_of_the_engine_show_none(connected, capsys):  # noqa: F811
-    bad, good = Peer("fails"), Peer()
+    bad = Peer("fails")
+    good = Peer()
     urls = [with_password(peer.url) for peer in (bad, good)]
     transfer = FileTransfer(torch.float32, 5)
     pool = SendingPool(urls, transfer, end_ids={3}, vocabulary=50, timeout_s=5, ranks=Ranks())
@@ -147,15 +147,11 @@ def test_lines_about_servers_of_the_engine_show_none(connected, capsys):  # noqa
         done = ask(engine)
         assert {completion.server for completion in done} == {good.url.replace("://", "://me:***@")}
         said = capsys.readouterr().err
-        assert (
-            "://me:***@127.0.0.1" in said
-            and "is left out until the next weights" in said
-            and SECRET not in said
-        )
-        assert (
-            engine.leave_out([done[0].server])
-            and [server.url for server in pool.servers] == urls[:1]
-        )
+        assert "://me:***@127.0.0.1" in said
+        assert "is left out until the next weights" in said
+        assert SECRET not in said
+        assert engine.leave_out([done[0].server])
+        assert [server.url for server in pool.servers] == urls[:1]
     finally:
         engine.close()
 
@@ -192,10 +188,8 @@ def test_a_run_uses_it_and_writes_it_nowhere(paw_here, tiny_llm, tmp_path):
             "report.html",
             "paw.toml",
         } <= {path.name for path in files}
-        assert (
-            not [path for path in files if SECRET.encode() in path.read_bytes()]
-            and SECRET not in lines
-        )
+        assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+        assert SECRET not in lines
         assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["env"]["url"] == [
             hidden
         ]
@@ -208,12 +202,15 @@ def test_a_run_uses_it_and_writes_it_nowhere(paw_here, tiny_llm, tmp_path):
             ), words
         again = {"run.updates": 2, "env.url": url}
         said = paw_here("train", recipe, keys, again, "--resume", "auto").stdout
-        assert "resumed from" in said and "env.url" not in said
+        assert "resumed from" in said
+        assert "env.url" not in said
         other = with_password(server.url).replace(SECRET, "wrong")
         error = paw_here(
             "train", recipe, keys, {"run.name": "other", "env.url": other}, code=2
         ).stderr
-        assert "wrong" not in error and "://me:***@127.0.0.1" in error and error.count("\n") == 1
+        assert "wrong" not in error
+        assert "://me:***@127.0.0.1" in error
+        assert error.count("\n") == 1
     finally:
         server.server.shutdown()
 
@@ -252,10 +249,8 @@ def test_an_evaluation_writes_it_nowhere(server, tmp_path, capfd):
     said = capfd.readouterr()
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert {"settings.json", "episodes.jsonl", "results.json"} <= {path.name for path in files}
-    assert (
-        not [path for path in files if SECRET in path.read_text()]
-        and SECRET not in said.out + said.err
-    )
+    assert not [path for path in files if SECRET in path.read_text()]
+    assert SECRET not in said.out + said.err
     assert "://me:***@127.0.0.1" in (tmp_path / "out" / "episodes.jsonl").read_text()
     keys |= {"endpoint": with_password("http://127.0.0.1:9"), "out": tmp_path / "other"}
     words = [str(part) for key, value in keys.items() for part in (f"--{key}", value)]
@@ -272,11 +267,11 @@ def test_a_retriever_is_named_without_it(server):
     server.default = answer
     keys = {"env.name": "search", "env.entities": 20, "env.eval_split": "test"}
     factory = make_factory(load("quickstart", keys | {"env.retriever": with_password(server.url)}))
-    assert (
-        SECRET not in factory.fingerprint() and "http://me:***@127.0.0.1" in factory.fingerprint()
-    )
+    assert SECRET not in factory.fingerprint()
+    assert "http://me:***@127.0.0.1" in factory.fingerprint()
     with pytest.raises(UserError) as error:
         make_factory(
             load("quickstart", keys | {"env.retriever": with_password("http://127.0.0.1:9")})
         )
-    assert SECRET not in str(error.value) and "me:***@127.0.0.1:9" in str(error.value)
+    assert SECRET not in str(error.value)
+    assert "me:***@127.0.0.1:9" in str(error.value)
