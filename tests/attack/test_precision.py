@@ -1,4 +1,5 @@
-"""model.dtype = "auto" on machines with and without instructions for bfloat16, which the tests pretend to be."""
+"""model.dtype = "auto" on machines with and without instructions for bfloat16, which the tests
+pretend to be."""
 
 import json
 from pathlib import Path
@@ -15,7 +16,8 @@ from paw.tools.plan.plan import Plan
 from paw.tools.plan.shapes import SHAPES
 
 FILE = Path(__file__).parents[1] / "support" / "environments.py"
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 WITHOUT = {
     "avx2",
     "avx512_f",
@@ -27,7 +29,8 @@ WITHOUT = {
     "neon",
     "i8mm",
 }
-SAPPHIRE_RAPIDS, GRAVITON_3 = {"avx512_f", "avx512_bf16", "amx_bf16"}, {"neon", "bf16", "sve"}
+SAPPHIRE_RAPIDS = {"avx512_f", "avx512_bf16", "amx_bf16"}
+GRAVITON_3 = {"neon", "bf16", "sve"}
 NAMES = {"float32": frozenset(WITHOUT), "bfloat16": frozenset(WITHOUT | SAPPHIRE_RAPIDS)}
 
 
@@ -105,7 +108,8 @@ def test_a_run_names_its_dtype_and_goes_on_in_it_on_another_machine(
     recipe, keys = settings
     machine(began)
     said = paw_here("train", recipe, keys).stdout
-    assert f", {began}, engine transformers, head backend" in said and other not in said
+    assert f", {began}, engine transformers, head backend" in said
+    assert other not in said
     asked, known = settings_of(tmp_path / "run")
     assert (asked.dtype, known["dtype"]) == ("auto", began)
     first = read_metrics(tmp_path / "run")
@@ -114,17 +118,13 @@ def test_a_run_names_its_dtype_and_goes_on_in_it_on_another_machine(
     said = paw_here("train", recipe, keys, {"run.updates": 2}, "--resume", "auto").stdout
     assert f"the run began in {began} and goes on in it (--model.dtype {other}" in said
     assert f", {began}, engine transformers" in said
-    assert (
-        settings_of(tmp_path / "run")[1]["dtype"] == began
-        and read_metrics(tmp_path / "run")[:2] == first
-    )
+    assert settings_of(tmp_path / "run")[1]["dtype"] == began
+    assert read_metrics(tmp_path / "run")[:2] == first
     said = paw_here(
         "train", recipe, keys, {"run.updates": 3, "model.dtype": other}, "--resume", "auto"
     ).stdout
-    assert (
-        f"changed: model.dtype 'auto' -> '{other}'" in said
-        and f", {other}, engine transformers" in said
-    )
+    assert f"changed: model.dtype 'auto' -> '{other}'" in said
+    assert f", {other}, engine transformers" in said
     assert settings_of(tmp_path / "run")[1]["dtype"] == other
 
 
@@ -147,13 +147,13 @@ def test_other_commands_take_and_name_what_suits_the_machine(
 ):
     recipe, keys = settings
     machine(name)
-    model, small = (
-        keys["model.path"],
-        {"eval.games": 2, "rollout.max_response_tokens": 4, "run.threads": 1},
-    )
+    model = keys["model.path"]
+    small = {"eval.games": 2, "rollout.max_response_tokens": 4, "run.threads": 1}
     assert f"model.dtype = 'auto' on cpu: {name}" in paw_here("doctor").stdout
     found = json.loads(paw_here("doctor", "--model", model, "--json").stdout)
-    assert found["dtype"] == name and found["difference_bfloat16"] < 0.25 and not found["problems"]
+    assert found["dtype"] == name
+    assert found["difference_bfloat16"] < 0.25
+    assert not found["problems"]
     paw_here(
         "eval",
         model,
@@ -173,7 +173,8 @@ def test_other_commands_take_and_name_what_suits_the_machine(
 def test_adapters_are_merged_into_the_base_model_that_the_run_had(
     machine, settings, paw_here, tmp_path
 ):
-    """LoRA's base weights are stored in the run's dtype, so `paw export` on another machine takes that."""
+    """LoRA's base weights are stored in the run's dtype, so `paw export` on another machine takes
+    that."""
     recipe, keys = settings
     machine("bfloat16")
     paw_here("train", recipe, keys, {"lora.rank": 2, "optim.lr": 1e-2})
