@@ -1,4 +1,5 @@
-"""Environments in processes of their own: what no thread survives costs the episodes of one process."""
+"""Environments in processes of their own: what no thread survives costs the episodes of one
+process."""
 
 import os
 import re
@@ -142,30 +143,33 @@ def test_one_that_dies_or_is_silent_costs_the_episodes_of_its_process(
     monkeypatch.setenv("DEADLY", deed)
     played = rollouts("Deadly", step_timeout_s=1.0)
     groups, stats = play(played)
-    assert len(stats.failures) == 8 and stats.metrics()["health/processes_lost"] == 1
+    assert len(stats.failures) == 8
+    assert stats.metrics()["health/processes_lost"] == 1
     assert {failure.partition(": ")[2] for failure in stats.failures} == reasons
     found = episodes_of(groups)
-    assert len(found) == 8 and all(found[key] == wanted[key] for key in found)
+    assert len(found) == 8
+    assert all(found[key] == wanted[key] for key in found)
     groups, stats = play(played)  # another process has taken its place
-    assert stats.failures == [] and stats.processes_lost == 0 and episodes_of(groups) == wanted
+    assert stats.failures == []
+    assert stats.processes_lost == 0
+    assert episodes_of(groups) == wanted
     played.close()
 
 
 @pytest.mark.parametrize("name", ["Deadly", "Blocking", "Coroutines", "Wrongs"])
 def test_processes_give_what_threads_give(rollouts, name):
     threads, processes = (play(rollouts(name, processes=count, max_text=1000)) for count in (0, 3))
-    assert episodes_of(threads[0]) == episodes_of(processes[0]) and len(threads[0]) == (
-        1 if name == "Wrongs" else 4
-    )
+    assert episodes_of(threads[0]) == episodes_of(processes[0])
+    assert len(threads[0]) == (1 if name == "Wrongs" else 4)
     assert sorted(threads[1].failures) == sorted(processes[1].failures)
     assert len(threads[1].failures) == (12 if name == "Wrongs" else 0)
-    assert threads[1].metrics() == processes[1].metrics() and (
-        name != "Wrongs" or threads[1].texts_cut > 0
-    )
+    assert threads[1].metrics() == processes[1].metrics()
+    assert name != "Wrongs" or threads[1].texts_cut > 0
 
 
 def test_every_member_of_an_environment_is_at_hand():
-    """Tools and replies, the task in words, the oracle and its actions; those that it lacks have their defaults."""
+    """Tools and replies, the task in words, the oracle and its actions; those that it lacks have
+    their defaults."""
 
     def seen(processes, name):
         config = configured(name, processes)
@@ -251,7 +255,8 @@ def test_processes_and_what_they_started_end_with_the_factory():
     environments = [CheckedEnv(factory.make(), config.env) for _ in range(4)]
     helpers = [int(environment.reset(Task("x"))) for environment in environments]
     started = [pid for pid in workers() if pid not in others]
-    assert len(started) == 2 and all(map(alive, [*started, *helpers]))
+    assert len(started) == 2
+    assert all(map(alive, [*started, *helpers]))
     del factory, environments
     until(lambda: not any(map(alive, [*started, *helpers])))
 
@@ -286,7 +291,8 @@ def test_processes_end_with_a_trainer_that_is_killed(tmp_path):
         start_new_session=True,
     )
     try:
-        assert trainer.stdout and trainer.stdout.readline() == b"ready\n"
+        assert trainer.stdout
+        assert trainer.stdout.readline() == b"ready\n"
         until(once.exists)
         started = children(trainer.pid)
         assert len(started) == 2
@@ -318,7 +324,8 @@ def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
     """The process of rollout.ahead has its own, which end with it, by kill -9 too."""
     from paw.rollouts.background.ahead import AsyncRollouts
 
-    engine, folder = connected(Peer(), Peer()), str(tiny_llm(tmp_path))
+    engine = connected(Peer(), Peer())
+    folder = str(tiny_llm(tmp_path))
     push_weights(nn.Linear(2, 3), engine, version=0)
     engine.positions = 512
     config = configured("Deadly", 2).model_copy(
@@ -336,7 +343,8 @@ def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
         expected, _ = plain.training(1, 2)
         rollouts.training(0, 2)
         groups, stats = rollouts.training(1, 2)
-        assert stats.failures == [] and [g.task for g in groups] == [g.task for g in expected]
+        assert stats.failures == []
+        assert [g.task for g in groups] == [g.task for g in expected]
         outcomes = [[t.outcome for t in e.turns] for group in groups for e in group.trajectories]
         assert outcomes == [
             [t.outcome for t in e.turns] for group in expected for e in group.trajectories
