@@ -1,4 +1,5 @@
-"""Whole runs on environments that misbehave: an outage costs nothing but time, a liar fakes nothing, and so on."""
+"""Whole runs on environments that misbehave: an outage costs nothing but time, a liar fakes
+nothing, and so on."""
 
 import json
 import re
@@ -147,7 +148,8 @@ def test_a_callback_that_exits_at_the_end_is_a_line_of_a_run_that_finished(
     }
     monkeypatch.setenv("ATTACK", "on_end that exits")
     done = paw_here("train", recipe, settings)
-    assert "run.callbacks: Callback.on_end: SystemExit: broken" in done.stdout and done.stderr == ""
+    assert "run.callbacks: Callback.on_end: SystemExit: broken" in done.stdout
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,8 @@ def test_a_callback_that_exits_at_the_end_is_a_line_of_a_run_that_finished(
 def test_a_run_whose_directory_is_gone_ends_with_one_line_and_writes_no_half_one(
     paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch, attack, save_every
 ):
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run = tmp_path / "run"
+    elsewhere = tmp_path / "elsewhere"
     settings |= {
         "env.name": f"{FILE}:Breaks",
         "run.callbacks": [f"{FILE}:Callback"],
@@ -175,7 +178,8 @@ def test_a_run_whose_directory_is_gone_ends_with_one_line_and_writes_no_half_one
     assert list(run.iterdir()) == [] if attack.endswith("made") else not run.exists()
     if attack.startswith("deleted"):
         said = f"paw: the run directory {run} was deleted, and what was saved in it: the run has ended\n"
-        assert done.stderr == said and not elsewhere.exists()
+        assert done.stderr == said
+        assert not elsewhere.exists()
         return
 
     kept = "the checkpoint of update 1 is in it" if save_every else "no checkpoint is in it yet"
@@ -226,7 +230,8 @@ def test_an_outage_costs_nothing_but_time(
     paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch
 ):
     """One that lasts ends the run saved, with one line."""
-    assert sum(trainer.PAUSES_S) > 120 and list(trainer.PAUSES_S) == sorted(trainer.PAUSES_S)
+    assert sum(trainer.PAUSES_S) > 120
+    assert list(trainer.PAUSES_S) == sorted(trainer.PAUSES_S)
     paw_here("train", recipe, settings, {"run.name": "calm"})
     calm = read_metrics(tmp_path / "calm")
     monkeypatch.setattr(trainer, "PAUSES_S", (1, 1, 1, 1, 1))
@@ -236,12 +241,11 @@ def test_an_outage_costs_nothing_but_time(
     assert (
         1 <= said.count("update 2: no group has two episodes left; playing them again in 1 s") <= 3
     )
-    outage, apart = (
-        read_metrics(tmp_path / "outage"),
-        ("health/env_failures", "health/groups_dropped"),
-    )
+    outage = read_metrics(tmp_path / "outage")
+    apart = ("health/env_failures", "health/groups_dropped")
     failures, dropped = (outage[2][key] for key in apart)
-    assert failures % 4 == 0 < failures and dropped == failures / 2
+    assert failures % 4 == 0 < failures
+    assert dropped == failures / 2
     assert [line | dict.fromkeys(apart, 0) for line in outage] == [
         line | dict.fromkeys(apart, 0) for line in calm
     ]
@@ -293,16 +297,16 @@ def test_a_liar_moves_no_cursor_and_fakes_no_progress(
     ]
 
     lines = read_metrics(tmp_path / "lied")
-    assert [line["step"] for line in lines] == [0, 1, 2] and all(
-        key.isprintable() for line in lines for key in line
-    )
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(key.isprintable() for line in lines for key in line)
     samples = [
         json.loads(line) for line in (tmp_path / "lied" / "samples.jsonl").read_text().splitlines()
     ]
     assert "\x1b[2J" in samples[0]["turns"][0]["observation"]  # a record keeps what was said
     paw_here("report", tmp_path / "lied")
     page = (tmp_path / "lied" / "report.html").read_text(encoding="utf-8")
-    assert "reward 9e9" in page and not set(page) & set("\x1b\u202e\u200b\x00")
+    assert "reward 9e9" in page
+    assert not set(page) & set("\x1b\u202e\u200b\x00")
 
     for words in ([], ["--out", tmp_path / "agent"]):
         done = paw_here("eval", tmp_path / "lied", *words, code=None)
