@@ -1,4 +1,5 @@
-"""Rollout servers that misbehave: each costs its own requests, which another server answers, with the same tokens."""
+"""Rollout servers that misbehave: each costs its own requests, which another server answers, with
+the same tokens."""
 
 import json
 import os
@@ -107,17 +108,23 @@ def tokens_of(request):
 
 
 class Peer:
-    """A server in a thread that speaks vLLM's protocol as far as the engine uses it, and has one `habit`."""
+    """A server in a thread that speaks vLLM's protocol as far as the engine uses it, and has one
+    `habit`."""
 
     def __init__(self, habit=""):
-        self.habit, self.version, self.loaded, self.asked, self.dropped = habit, "default", {}, 0, 0
+        self.habit = habit
+        self.version = "default"
+        self.loaded = {}
+        self.asked = 0
+        self.dropped = 0
         self.habits = {}
         """Of single calls, by their paths: a function of the handler, which answers."""
         self.entropy = None
         """Of each token; None: it knows none."""
         self.cookies = []
         """That it was sent."""
-        self.wait, self.go = threading.Event(), threading.Event()
+        self.wait = threading.Event()
+        self.go = threading.Event()
         peer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -339,7 +346,8 @@ HABITS = {
 
 @pytest.mark.parametrize("habit", HABITS)
 def test_what_one_server_fails_at_another_one_does(habit, connected, capsys):
-    bad, good = Peer(), Peer()
+    bad = Peer()
+    good = Peer()
     waits = "timeout_s" in HABITS[habit]
     engine = connected(bad, good, timeout_s=TIMEOUT_S if waits else 60)
     push_weights(nn.Linear(2, 3), engine, version=1)
@@ -348,29 +356,35 @@ def test_what_one_server_fails_at_another_one_does(habit, connected, capsys):
     assert [completion.token_ids for completion in found] == [
         [(key + i) % 50 for i in range(4)] for key in range(6)
     ]
-    assert not any(completion.failure for completion in found) and {c.server for c in found} == {
-        good.url
-    }
-    assert bad.asked and list(engine.faults) == [bad.url]
+    assert not any(completion.failure for completion in found)
+    assert {c.server for c in found} == {good.url}
+    assert bad.asked
+    assert list(engine.faults) == [bad.url]
     assert HABITS[habit] in engine.faults[bad.url]
     told = capsys.readouterr().err
-    assert told.count("\n") == 1 and bad.url in told  # once, whatever it held
+    assert told.count("\n") == 1
+    assert bad.url in told  # once, whatever it held
 
-    before, bad.habit = bad.asked, ""
+    before = bad.asked
+    bad.habit = ""
     ask(engine)
     assert bad.asked == before  # it is given nothing until it has taken weights
     push_weights(nn.Linear(2, 3), engine, version=2)
-    assert not engine.faults and not any(completion.failure for completion in ask(engine))
+    assert not engine.faults
+    assert not any(completion.failure for completion in ask(engine))
     assert bad.asked > before
 
 
 def test_a_server_that_is_left_out_gets_nothing_any_more(connected):
-    bad, good = Peer(), Peer()
+    bad = Peer()
+    good = Peer()
     engine = connected(bad, good)
     push_weights(nn.Linear(2, 3), engine, version=1)
-    assert engine.leave_out([bad.url]) and not engine.leave_out([good.url])
+    assert engine.leave_out([bad.url])
+    assert not engine.leave_out([good.url])
     push_weights(nn.Linear(2, 3), engine, version=2)
-    assert {completion.server for completion in ask(engine)} == {good.url} and bad.version == "1"
+    assert {completion.server for completion in ask(engine)} == {good.url}
+    assert bad.version == "1"
 
 
 def test_a_server_without_the_package_gives_no_entropy_and_says_what_it_needs(connected):
@@ -380,16 +394,20 @@ def test_a_server_without_the_package_gives_no_entropy_and_says_what_it_needs(co
 
 
 def test_where_no_server_is_left_requests_fail_and_say_why(connected):
-    bad, worse = Peer("fails"), Peer("dies")
+    bad = Peer("fails")
+    worse = Peer("dies")
     engine = connected(bad, worse)
     push_weights(nn.Linear(2, 3), engine, version=1)
     for completion in ask(engine):
-        assert completion.token_ids == [] and "no server is left" in completion.failure
-        assert bad.url in completion.failure and worse.url in completion.failure
+        assert completion.token_ids == []
+        assert "no server is left" in completion.failure
+        assert bad.url in completion.failure
+        assert worse.url in completion.failure
 
 
 def test_weights_reach_every_server_that_takes_them(connected, capsys):
-    good, bad = Peer(), Peer("takes no weights")
+    good = Peer()
+    bad = Peer("takes no weights")
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
     refused = "CUDA error: an illegal memory access"
     # A server that never had any.
@@ -400,7 +418,8 @@ def test_weights_reach_every_server_that_takes_them(connected, capsys):
     push_weights(model, engine, version=1)
     bad.habit = "takes no weights"
     push_weights(model, engine, version=5)
-    assert good.version == "5" and bad.version == "1"
+    assert good.version == "5"
+    assert bad.version == "1"
     assert {name: value.tolist() for name, value in good.loaded.items()} == {
         name: value.tolist() for name, value in model.state_dict().items()
     }
@@ -427,27 +446,32 @@ WHILE_IT_TAKES_WEIGHTS = {
 
 @pytest.mark.parametrize("call", WHILE_IT_TAKES_WEIGHTS)
 def test_a_server_that_misbehaves_while_it_takes_weights_costs_itself(call, connected, capsys):
-    """The other one has them, and nothing of the run has to wait for longer than for a server that is slow."""
-    bad, good = Peer(), Peer()
+    """The other one has them, and nothing of the run has to wait for longer than for a server that
+    is slow."""
+    bad = Peer()
+    good = Peer()
     engine = connected(bad, good, transfer=FileTransfer(torch.float32, IMPATIENT_S))
     push_weights(nn.Linear(2, 3), engine, version=1)
     habit, fault = WHILE_IT_TAKES_WEIGHTS[call]
     bad.habits[call.partition(" ")[0]] = habit
     push_weights(nn.Linear(2, 3), engine, version=2)
-    assert list(engine.faults) == [bad.url] and fault in engine.faults[bad.url]
+    assert list(engine.faults) == [bad.url]
+    assert fault in engine.faults[bad.url]
     told = capsys.readouterr().err
-    assert told.count("\n") == 1 and told.startswith(
-        f"{bad.url} has not taken the weights of update 2: "
-    )
-    assert good.version == "2" and {completion.server for completion in ask(engine)} == {good.url}
+    assert told.count("\n") == 1
+    assert told.startswith(f"{bad.url} has not taken the weights of update 2: ")
+    assert good.version == "2"
+    assert {completion.server for completion in ask(engine)} == {good.url}
     assert all(sent < 64 << 20 for sent in flooded)
     bad.habits.clear()
     push_weights(nn.Linear(2, 3), engine, version=3)
-    assert not engine.faults and bad.version == "3"
+    assert not engine.faults
+    assert bad.version == "3"
 
 
 def test_a_server_that_says_it_holds_more_adapters_than_it_can_takes_none(tmp_path):
-    bad, good = Peer(), Peer()
+    bad = Peer()
+    good = Peer()
     loaded_before = answer_with(b"The lora adapter has already been loaded.", 400)
     for peer, held in ((bad, LONG), (good, b'{"results": [[7]]}')):
         peer.habits["/v1/load_lora_adapter"] = loaded_before
@@ -457,11 +481,10 @@ def test_a_server_that_says_it_holds_more_adapters_than_it_can_takes_none(tmp_pa
     weights = iter([("base_model.model.lora_A.weight", torch.ones(4, 4))])
     faults = transfer.send(weights, [bad.url, good.url], version=1)
     transfer.close()
-    assert (
-        list(faults) == [bad.url]
-        and "results: 0: List should have at most 64 items" in faults[bad.url]
-    )
-    assert good.version == "1" and bad.version == "default"
+    assert list(faults) == [bad.url]
+    assert "results: 0: List should have at most 64 items" in faults[bad.url]
+    assert good.version == "1"
+    assert bad.version == "default"
 
 
 @pytest.mark.parametrize("size", ["0", "true", "1e400", DIGITS, "9" * 5000])
@@ -478,7 +501,8 @@ def test_a_server_of_an_odd_number_of_gpus_is_left_out(size, connected):
 
 @pytest.mark.parametrize("entropy", [1e308, 4.0, -0.1, float("nan"), "high"])
 def test_entropies_that_no_distribution_has_cost_their_server(entropy, connected):
-    bad, good = Peer(), Peer()
+    bad = Peer()
+    good = Peer()
     bad.entropy = good.entropy = 1.5
     engine = connected(bad, good, entropy=True)
     push_weights(nn.Linear(2, 3), engine, version=1)
@@ -503,21 +527,22 @@ STREAMS = {
 
 @pytest.mark.parametrize("habit", STREAMS)
 def test_a_stream_is_bounded_before_it_is_read(habit, connected):
-    bad, good = Peer(), Peer()
+    bad = Peer()
+    good = Peer()
     waits = "timeout_s" in STREAMS[habit]
     engine = connected(bad, good, timeout_s=TIMEOUT_S if waits else 60)
     push_weights(nn.Linear(2, 3), engine, version=1)
     bad.habit = habit
     found = ask(engine, count=4, stopped=lambda ids: len(ids) == 5)
-    assert {completion.server for completion in found} == {good.url} and not any(
-        c.failure for c in found
-    )
+    assert {completion.server for completion in found} == {good.url}
+    assert not any(c.failure for c in found)
     assert STREAMS[habit] in engine.faults[bad.url]
     assert all(sent < 64 << 20 for sent in flooded)
 
 
 def test_a_server_sets_no_cookies_for_another(connected):
-    bad, good = Peer(), Peer()
+    bad = Peer()
+    good = Peer()
     engine = connected(bad, good)
     bad.habits["/resume"] = answer_with(b"{}", **{"Set-Cookie": f"a={'x' * 4000}; Path=/"})
     for version in (1, 2):
@@ -553,7 +578,8 @@ def test_each_token_keeps_the_version_of_its_weights(connected):
     found = []
     while engine.pending:
         found += engine.step()
-    assert [completion.versions for completion in found] == [[1, 1, 1, 2]] * 2 and not engine.faults
+    assert [completion.versions for completion in found] == [[1, 1, 1, 2]] * 2
+    assert not engine.faults
 
 
 def test_a_response_that_is_complete_ends_the_request(connected):
@@ -575,14 +601,18 @@ def test_a_response_that_is_complete_ends_the_request(connected):
 def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, tmp_path, capfd):
     """No token is of weights older than `ahead` updates; those that failed, or whose process was
     killed, are played again; the end drops the rest."""
-    peers, updates, K = (Peer(), Peer()), 6, 2
-    engine, urls = connected(*peers), [peer.url for peer in peers]
+    peers = (Peer(), Peer())
+    updates = 6
+    K = 2
+    engine = connected(*peers)
+    urls = [peer.url for peer in peers]
     config = Config(
         model=ModelConfig(path="-"), env=ENV, engine=EngineConfig(type="server", urls=["http://127.0.0.1:1"]),
         rollout=RolloutConfig(tasks=2, group_size=2, max_prompt_tokens=400, max_response_tokens=3, ahead=K),
         run=RunConfig(updates=updates),
     )  # fmt: skip
-    engine.positions, folder = 512, str(tiny_llm(tmp_path))
+    engine.positions = 512
+    folder = str(tiny_llm(tmp_path))
     plain = Rollouts(make_factory(), engine, Chat(load_tokenizer(folder)), config, Ranks())
     push_weights(nn.Linear(2, 3), engine, version=0)
     rollouts = AsyncRollouts(plain, folder)
@@ -594,9 +624,8 @@ def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, 
             [t for g in played for e in g.trajectories for t in e.turns]
             for played in (groups, expected)
         )
-        assert [t.response_ids for t in turns] == [t.response_ids for t in wanted] and len(
-            turns
-        ) > 4
+        assert [t.response_ids for t in turns] == [t.response_ids for t in wanted]
+        assert len(turns) > 4
         assert [(g.task, g.task.payload) for g in groups] == [
             (g.task, g.task.payload) for g in expected
         ]
@@ -607,16 +636,15 @@ def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, 
         ]
         push_weights(nn.Linear(2, 3), engine, version=step + 1)
     told = capfd.readouterr().err
-    assert (
-        told.count("has ended (killed by SIGKILL): its episodes are played again") == 1
-        and "Traceback" not in told
-    )
+    assert told.count("has ended (killed by SIGKILL): its episodes are played again") == 1
+    assert "Traceback" not in told
     again, _ = rollouts.training(3, 2)
     assert [g.task.id for g in again] == [g.task.id for g in groups]
     assert {t.version for g in again for e in g.trajectories for t in e.turns} == {4}
     process = rollouts._player._process
     rollouts.close()
-    assert process.returncode == 0 and plain.loop.is_closed()
+    assert process.returncode == 0
+    assert plain.loop.is_closed()
 
 
 @pytest.mark.slow
@@ -671,7 +699,8 @@ def test_a_server_that_ends_is_started_once_more(tmp_path):
 
     first = kill()
     (line,) = servers.revive()
-    assert "vLLM server 0 has ended (killed by SIGKILL; " in line and "server-0.log" in line
+    assert "vLLM server 0 has ended (killed by SIGKILL; " in line
+    assert "server-0.log" in line
     assert kill() != first
     assert servers.revive() == []  # once in a run
     with pytest.raises(UserError, match="vLLM server 0 ended while it started: killed by SIGKILL"):
