@@ -1,4 +1,5 @@
-"""Chat templates that are broken, or that attack whoever renders them: one line at load, an episode later on."""
+"""Chat templates that are broken, or that attack whoever renders them: one line at load, an episode
+later on."""
 
 import json
 import re
@@ -66,10 +67,10 @@ def test_a_broken_template_is_one_line(model, name):
     with pytest.raises(UserError) as error:
         Chat(with_template(model, text))
     line = str(error.value)
-    assert line.startswith(f"the chat template of '{model}' cannot be rendered: ") and why in line
-    assert line.isprintable() and line.endswith(
-        "fix chat_template.jinja in the model's folder, or take another model"
-    )
+    assert line.startswith(f"the chat template of '{model}' cannot be rendered: ")
+    assert why in line
+    assert line.isprintable()
+    assert line.endswith("fix chat_template.jinja in the model's folder, or take another model")
 
 
 @pytest.mark.parametrize("name", GREEDY)
@@ -84,7 +85,8 @@ def test_commands_say_so_in_one_line(model, paw_here, tmp_path):
     (model / "chat_template.jinja").write_text(BROKEN["raises"][0])
     why = f"the chat template of '{model}' cannot be rendered: TemplateError: no step 99/99; fix chat_template.jinja"
     done = paw_here("doctor", "--model", model, code=1)
-    assert f"PROBLEM               {why}" in done.stdout and "\x1b" not in done.stdout + done.stderr
+    assert f"PROBLEM               {why}" in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr
     tiny = {"model.path": model, "run.dir": tmp_path, "env.data": "none"}
     play = {
         "env.name": "alfworld",
