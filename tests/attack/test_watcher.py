@@ -1,4 +1,5 @@
-"""Whatever an environment does to a command's process: the exit code is true, a line says why, two signals end it."""
+"""Whatever an environment does to a command's process: the exit code is true, a line says why, two
+signals end it."""
 
 import os
 import re
@@ -74,7 +75,8 @@ def loop(start):
     def begin(*words, **options):
         child = start(*words, program=("-c", LOOP), **options)
         word, pid = child.stdout.readline().split()
-        assert word == "ready" and int(pid) != child.pid
+        assert word == "ready"
+        assert int(pid) != child.pid
         return child, int(pid)
 
     return begin
@@ -100,7 +102,8 @@ def test_a_command_that_an_environment_ends_has_failed_and_says_so(start, deed, 
 def test_one_that_ends_in_order_keeps_its_exit_code(start):
     assert start("env", "check", f"{FILE}:Nothing").wait(60) == 2
     child = start("env", "check", "--help")
-    assert "check" in child.communicate(timeout=60)[0] and child.returncode == 0
+    assert "check" in child.communicate(timeout=60)[0]
+    assert child.returncode == 0
 
 
 TIDIES = """
@@ -123,7 +126,8 @@ def test_a_command_that_tidies_up_for_long_has_heard_ctrl_c(start):
     child = start(program=("-c", TIDIES))
     assert child.stdout.readline().startswith("ready")
     child.send_signal(signal.SIGINT)
-    assert child.communicate(timeout=60)[1] == "" and child.returncode == 130
+    assert child.communicate(timeout=60)[1] == ""
+    assert child.returncode == 130
 
 
 def test_two_signals_end_a_command_whose_interpreter_is_held(start, tmp_path):
@@ -163,7 +167,8 @@ def test_two_sigterms_end_a_run_whose_interpreter_is_held(loop):
     for _ in range(2):
         child.send_signal(signal.SIGTERM)
         time.sleep(0.6)
-    assert child.wait(20) == 143 and not alive(pid)
+    assert child.wait(20) == 143
+    assert not alive(pid)
     line = "paw: stopped at once by a second SIGTERM; checkpoints are kept (--resume auto)\n"
     assert child.stderr.read().endswith(line)
 
@@ -172,7 +177,8 @@ def test_an_ignored_signal_stays_ignored_and_the_run_dies_with_its_parent(loop):
     child, pid = loop("hold", ignores=[signal.SIGHUP])  # nohup
     os.killpg(child.pid, signal.SIGHUP)
     time.sleep(0.5)
-    assert child.poll() is None and alive(pid)
+    assert child.poll() is None
+    assert alive(pid)
     child.kill()
     until(lambda: not alive(pid))
 
