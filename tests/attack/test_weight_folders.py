@@ -1,4 +1,5 @@
-"""Folders of weights that a killed trainer leaves in memory: removed by whoever comes next, and no others."""
+"""Folders of weights that a killed trainer leaves in memory: removed by whoever comes next, and no
+others."""
 
 import os
 import signal
@@ -67,15 +68,18 @@ def test_weights_of_a_killed_trainer_are_removed_and_those_of_a_living_one_stay(
     assert remove_abandoned([tmp_path]) == []
     kill(dead)
     (line,) = remove_abandoned([tmp_path])
-    assert str(left) in line and "weights of a run that was killed" in line
-    assert not left.exists() and (living / "1" / "model-00000.safetensors").stat().st_size == 1000
+    assert str(left) in line
+    assert "weights of a run that was killed" in line
+    assert not left.exists()
+    assert (living / "1" / "model-00000.safetensors").stat().st_size == 1000
 
 
 def test_a_trainer_whose_end_nobody_has_asked_for_is_dead(start, tmp_path):
     child, left = start(TRAINER, tmp_path)
     child.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-    assert len(remove_abandoned([tmp_path])) == 1 and not left.exists()
+    assert len(remove_abandoned([tmp_path])) == 1
+    assert not left.exists()
 
 
 def test_a_number_that_another_process_has_now_keeps_nothing(tmp_path):
@@ -84,7 +88,8 @@ def test_a_number_that_another_process_has_now_keeps_nothing(tmp_path):
     earlier = own.with_name(f"{prefix}-{os.getpid()}-{int(started) - 1}-{end}")
     earlier.mkdir()
     assert len(remove_abandoned([tmp_path])) == 1
-    assert own.exists() and not earlier.exists()
+    assert own.exists()
+    assert not earlier.exists()
 
 
 def test_what_is_not_surely_abandoned_and_ours_stays(start, tmp_path, monkeypatch):
@@ -105,9 +110,11 @@ def test_what_is_not_surely_abandoned_and_ours_stays(start, tmp_path, monkeypatc
     link.symlink_to(tmp_path / others[0])
     with monkeypatch.context() as patch:
         patch.setattr(weight_folders.os, "getuid", lambda: os.geteuid() + 1)
-        assert remove_abandoned([tmp_path]) == [] and left.exists()
+        assert remove_abandoned([tmp_path]) == []
+        assert left.exists()
     assert len(remove_abandoned([tmp_path, tmp_path / "none"])) == 1
-    assert not left.exists() and link.is_symlink()
+    assert not left.exists()
+    assert link.is_symlink()
     assert all((tmp_path / name).is_dir() for name in others)
 
 
@@ -160,5 +167,6 @@ def test_where_processes_cannot_be_told_apart_nothing_is_removed(tmp_path, monke
 
     monkeypatch.setattr(weight_folders, "_machine", no_proc)
     folder = make_weight_folder(tmp_path)
-    assert remove_abandoned([tmp_path]) == [] and folder.is_dir()
+    assert remove_abandoned([tmp_path]) == []
+    assert folder.is_dir()
     assert weight_folders.default_parent() in (Path("/dev/shm"), Path(tempfile.gettempdir()))
