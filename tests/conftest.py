@@ -1,4 +1,5 @@
-"""The command line as users run it: subprocesses, and one quickstart model that a whole test session shares."""
+"""The command line as users run it: subprocesses, and one quickstart model that a whole test
+session shares."""
 
 import fcntl
 import gc
@@ -96,7 +97,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def paw_env(shared: Path) -> dict[str, str]:
-    """Environment of a child: the checkout, one thread, offline, a warm-up cache of this session."""
+    """Environment of a child: the checkout, one thread, offline, a warm-up cache of this
+    session."""
     path = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
@@ -109,7 +111,8 @@ def paw_env(shared: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def paw(paw_env: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`paw(*words, code=0)` runs the command line, without a report; a mapping among the words is overrides."""
+    """`paw(*words, code=0)` runs the command line, without a report; a mapping among the words is
+    overrides."""
 
     def run(*words: Any, code: int | None = 0, env: dict[str, str] | None = None):
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -121,7 +124,8 @@ def paw(paw_env: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[st
                 returned = child.wait()
             finally:
                 child.kill()
-            out.seek(0), err.seek(0)
+            out.seek(0)
+            err.seek(0)
             done = subprocess.CompletedProcess(words, returned, out.read(), err.read())
         return checked(done, code)
 
@@ -157,7 +161,8 @@ def run_here(paw_env: dict[str, str]) -> Callable[..., int]:
 
 @pytest.fixture
 def paw_here(run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]):
-    """`paw` in this process, without the seconds a child takes to load torch: for what needs no process of its own."""
+    """`paw` in this process, without the seconds a child takes to load torch: for what needs no
+    process of its own."""
 
     def run(
         *words: Any, code: int | None = 0, cwd: Path | None = None
@@ -186,14 +191,16 @@ def vllm_here() -> Iterator[Any]:
 
 @pytest.fixture
 def paw_start(paw_env: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., Child]]:
-    """`paw_start(*words)` starts the command line; whatever still runs at the end of the test is killed."""
+    """`paw_start(*words)` starts the command line; whatever still runs at the end of the test is
+    killed."""
     started: list[Child] = []
 
     def start(*words: Any) -> Child:
         ours, theirs = os.pipe()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         child = Child(command(*words)[3:], env=paw_env, cwd=str(tmp_path), out=nowhere, err=theirs)
-        os.close(theirs), os.close(nowhere)
+        os.close(theirs)
+        os.close(nowhere)
         child.stderr = os.fdopen(ours, errors="replace")
         started.append(child)
         return child
@@ -230,7 +237,8 @@ def quick() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def quick_run(paw_env: dict[str, str], quick: dict[str, Any], shared: Path) -> Path:
-    """The directory of a finished quickstart run of two updates, as users start it, with its report; read only."""
+    """The directory of a finished quickstart run of two updates, as users start it, with its
+    report; read only."""
     folder = shared / "quick"
     with (shared / "quick.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the first process that needs it makes it for all
@@ -267,7 +275,8 @@ def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def tiny_llm() -> Callable[..., Path]:
-    """`tiny_llm(folder, kind="llama")` writes a random causal LM with a byte-level tokenizer and a ChatML template."""
+    """`tiny_llm(folder, kind="llama")` writes a random causal LM with a byte-level tokenizer and a
+    ChatML template."""
     return write_tiny_llm
 
 
@@ -326,10 +335,8 @@ def says_only() -> Callable[..., Path]:
     def make(folder: Path, *says: str, template: str = "") -> Path:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        tokenizer, model = (
-            AutoTokenizer.from_pretrained(folder),
-            AutoModelForCausalLM.from_pretrained(folder),
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
         words = [*map(str, says)]
         tokenizer.add_tokens(words)
         tokenizer.chat_template = template or tokenizer.chat_template
@@ -355,7 +362,8 @@ def updated() -> Callable[[Any], Any]:
         from paw.rollouts.sync import push_weights
         from paw.trainer import update
 
-        played, rollouts = [], Rollouts(run.factory, run.engine, run.chat, run.config)
+        played = []
+        rollouts = Rollouts(run.factory, run.engine, run.chat, run.config)
         rollouts.share = lambda *args, share=rollouts.share: (
             played.append(share(*args)) or played[-1]
         )
@@ -368,7 +376,8 @@ def updated() -> Callable[[Any], Any]:
 
 @pytest.fixture
 def official_games() -> Callable[..., Iterator[tuple[str, dict[str, Any]]]]:
-    """A function of (stop, step): (id, decoded game file) of every step-th of the first `stop` games (None: of all)."""
+    """A function of (stop, step): (id, decoded game file) of every step-th of the first `stop`
+    games (None: of all)."""
     if not PACK.is_file():
         pytest.skip(f"the official games are not at {PACK}")
 
