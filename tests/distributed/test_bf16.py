@@ -1,4 +1,5 @@
-"""bf16 means the same in one rank and in two: log-probs, and gradients of all weights or of LoRA's adapters."""
+"""bf16 means the same in one rank and in two: log-probs, and gradients of all weights or of LoRA's
+adapters."""
 
 import copy
 from dataclasses import replace
@@ -29,7 +30,8 @@ def log_probs(policy, rows, ranks):
 
 
 def gradient(policy, rows, ranks):
-    objective, share = Objective(rho=0.05), (ranks.rank, ranks.world_size)
+    objective = Objective(rho=0.05)
+    share = (ranks.rank, ranks.world_size)
     sizes = {"budget": 100, "device": policy.device, "quadratic": policy.quadratic}
     batches = micro_batches(rows, with_observation=True, share=share, **sizes)
     for batch in batches:
@@ -64,10 +66,12 @@ def make(kind, checkpointing):
 def check(kind, checkpointing, ranks):
     single = Ranks()
     rows = make_rows(tiny_policy("qwen3", **SHARP), 40)
-    alone, shared = make(kind, checkpointing), make(kind, checkpointing)
+    alone = make(kind, checkpointing)
+    shared = make(kind, checkpointing)
     exact = Policy(copy.deepcopy(make(kind, "none").lm).float(), dtype="float32")
     for layer in (part for part in exact.lm.modules() if part._forward_pre_hooks):
-        layer._forward_pre_hooks.clear(), layer._forward_hooks.clear()
+        layer._forward_pre_hooks.clear()
+        layer._forward_hooks.clear()
     ranks.shard(shared, shared.dtype, layers=decoder_layers(shared))
     one, two, wanted = (
         log_probs(p, rows, r) for p, r in ((alone, single), (shared, ranks), (exact, single))
@@ -78,7 +82,8 @@ def check(kind, checkpointing, ranks):
     one, two, wanted = (
         gradient(p, rows, r) for p, r in ((alone, single), (shared, ranks), (exact, single))
     )
-    apart, rounding = error(two, one), error(one, wanted)
+    apart = error(two, one)
+    rounding = error(one, wanted)
     assert apart <= 0.5 * rounding, f"{kind}: gradients {apart:.1e} apart, rounding {rounding:.1e}"
     assert {p.grad.dtype for p in alone.named_parameters_once().values()} == {torch.float32}
 
