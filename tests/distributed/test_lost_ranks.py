@@ -1,4 +1,5 @@
-"""Ranks that are killed, stopped or left by their launcher: the others end, and a line says which one and why."""
+"""Ranks that are killed, stopped or left by their launcher: the others end, and a line says which
+one and why."""
 
 import os
 import re
@@ -103,7 +104,8 @@ def ranks_of(launcher, folder):
 
 @pytest.fixture
 def running(recipe, paw_start, tmp_path):
-    """A long run in two ranks after an update: (launcher, processes of the ranks); whatever is left is killed."""
+    """A long run in two ranks after an update: (launcher, processes of the ranks); whatever is left
+    is killed."""
     launcher = paw_start("train", recipe, "--gpus", "2")
     ranks = ranks_of(launcher, tmp_path)
     yield launcher, ranks
@@ -148,7 +150,8 @@ def test_nothing_listens_beyond_this_machine_and_ranks_die_with_their_launcher(r
     try:
         ranks = ranks_of(launcher, tmp_path)
         found = [address for pid in (*children(launcher.pid), *ranks) for address in listening(pid)]
-        assert found and set(found) <= LOOPBACK
+        assert found
+        assert set(found) <= LOOPBACK
         launcher.kill()
         until(lambda: not any(map(alive, ranks)), 20)
     finally:
@@ -173,7 +176,8 @@ def test_a_rank_that_an_environment_ends_is_named(recipe, paw_start, tmp_path):
     tree = tomllib.loads(recipe.read_text()) | {"env": {"name": f"{tmp_path}/mine.py:Ends"}}
     recipe.write_text(tomli_w.dumps(tree))
     launcher = paw_start("train", recipe, "--gpus", "2")
-    code, errors = launcher.wait(120), launcher.stderr.read()
+    code = launcher.wait(120)
+    errors = launcher.stderr.read()
     assert code == 1, errors
     vanished = "ended inside code that is not PaW's, with exit code 0 (os._exit? see env.processes)"
     assert f"paw: rank 1 {vanished}; checkpoints are kept (--resume auto)\n" in errors
@@ -187,7 +191,8 @@ def test_a_stopped_rank_is_named_and_ends_the_run(running, lost):
     os.kill(ranks[lost], signal.SIGSTOP)
     assert launcher.wait(60) == 3
     errors = launcher.stderr.read()
-    assert f"paw: rank {lost} was stopped by SIGSTOP" in errors and "Traceback" not in errors
+    assert f"paw: rank {lost} was stopped by SIGSTOP" in errors
+    assert "Traceback" not in errors
     assert lost == 0 or re.search(silent, errors)  # rank 0's standard error is the launcher's
 
 
@@ -198,7 +203,8 @@ def test_two_sigterms_end_ranks_that_wait_for_a_stopped_one(running):
     launcher.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(20) != 0 and not any(map(alive, ranks))
+    assert launcher.wait(20) != 0
+    assert not any(map(alive, ranks))
 
 
 def test_two_ctrl_cs_end_ranks_whose_environment_holds_the_interpreter(recipe, tmp_path):
@@ -248,7 +254,8 @@ def test_a_closed_terminal_lets_ranks_save(recipe, tmp_path):
 
 
 def test_ctrl_c_while_it_loads_ends_it_without_an_abort(recipe):
-    """At moments from the interpreter's start to the first episodes, as the terminal sends it: to all processes."""
+    """At moments from the interpreter's start to the first episodes, as the terminal sends it: to
+    all processes."""
     two = ("--gpus", "2")
     for delay, *options in ((0.2,), (1.6,), (4.0,), (0.8, *two), (2.5, *two), (6.0, *two)):
         child = launched(recipe, *options, "--run.name", f"run{delay}")
@@ -264,5 +271,6 @@ def test_ctrl_c_while_it_loads_ends_it_without_an_abort(recipe):
             assert child.returncode == 0
             continue
         assert child.returncode in (130, -signal.SIGINT), (delay, child.returncode, errors)
-        assert "SIGABRT" not in errors and "terminate called" not in errors
+        assert "SIGABRT" not in errors
+        assert "terminate called" not in errors
         until(lambda pids=before: not any(map(alive, pids)), 20)
