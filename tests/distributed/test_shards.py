@@ -67,7 +67,8 @@ def assert_equal(run, first, second, but=()):
         restore.load(run / "checkpoints" / f"step_{step:06d}") for step in (first, second)
     )
     for stem in ("model", "critic_model", "optimizer", "critic_optimizer", *ours.keys() - set(but)):
-        assert ours[stem].keys() == theirs[stem].keys() and ours[stem], stem
+        assert ours[stem].keys() == theirs[stem].keys(), stem
+        assert ours[stem], stem
         assert all(torch.equal(ours[stem][name], theirs[stem][name]) for name in ours[stem]), stem
 
 
@@ -109,7 +110,9 @@ def test_a_file_that_is_missing_or_damaged_is_refused_by_all_ranks_in_one_line(s
     for path in checkpoints.iterdir():
         (path / "model.rank_1.safetensors").unlink()
     (code, line), (other, its) = resumed("--run.updates", "4")
-    assert code == other == 2 and line == its and line.count("\n") == 1
+    assert code == other == 2
+    assert line == its
+    assert line.count("\n") == 1
     assert "step_000003 is damaged (model.rank_1.safetensors): the file is missing" in line
     assert "no other checkpoint in" in line
 
@@ -132,12 +135,11 @@ def started(commands, folder):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kill_9_while_it_is_written_leaves_the_older_one(start, tmp_path, monkeypatch, ranks):
-    """Training goes on meanwhile, changes nothing of it, and nothing counts as saved before all ranks are through."""
+    """Training goes on meanwhile, changes nothing of it, and nothing counts as saved before all
+    ranks are through."""
     patched(monkeypatch, tmp_path, SLOW.format(what="time.sleep(600)"))
-    words, run = (
-        words_of(tmp_path, start, "run", run_updates=3, run_save_every=1, **PPO),
-        tmp_path / "run",
-    )
+    words = words_of(tmp_path, start, "run", run_updates=3, run_save_every=1, **PPO)
+    run = tmp_path / "run"
     with started([words] * ranks, tmp_path) as ended:
         # After the third update it waits for the checkpoint of the second.
         while len(lines(run)) < 4:
@@ -182,17 +184,13 @@ def test_a_full_disk_of_one_rank_is_one_line_and_costs_no_older_checkpoint(
     monkeypatch,
 ):
     patched(monkeypatch, tmp_path, SLOW.format(what='raise OSError(28, "full")'))
-    words, run = (
-        words_of(tmp_path, start, "run", run_updates=4, run_save_every=1, **PPO),
-        tmp_path / "run",
-    )
+    words = words_of(tmp_path, start, "run", run_updates=4, run_save_every=1, **PPO)
+    run = tmp_path / "run"
     (code, line), (other, its) = run_ranks([words] * 2, [tmp_path] * 2, on_host=2)
     assert (code, other) == (3, 2)
     cause = f"cannot write checkpoint {run}/checkpoints/step_000002: No space left on device: free some space"
-    assert (
-        its == f"paw: {cause}; earlier checkpoints are intact\n"
-        and line == f"paw: rank 1: {its[5:]}"
-    )
+    assert its == f"paw: {cause}; earlier checkpoints are intact\n"
+    assert line == f"paw: rank 1: {its[5:]}"
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001"]
     restore.verify(run / "checkpoints" / "step_000001")
 
@@ -211,7 +209,8 @@ def replicas(rank, folder):
     """Of four ranks, on two machines: shards within one, replicas across."""
     ranks = DistributedRanks.join(rank, 4, 2, torch.device("cpu"))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machines", "ranks"))
-    saved, other = trained(mesh, 0), trained(mesh, 1)
+    saved = trained(mesh, 0)
+    other = trained(mesh, 1)
     pending = start_saving(
         [saved], ranks, step=1, folder=folder, random_states=rng_tensors(), background=True
     )
