@@ -54,7 +54,8 @@ def words_of(folder, start, name, *options, **changes):
 
 
 def train(folder, start, name, *options, gpus=1, on_host=0, **changes):
-    """The directory of a finished run, in a forked process for each rank; `on_host` of them a machine (0: all)."""
+    """The directory of a finished run, in a forked process for each rank; `on_host` of them a
+    machine (0: all)."""
     words = words_of(folder, start, name, *options, **changes)
     found = run_ranks([words] * gpus, [folder] * gpus, on_host=on_host or gpus)
     assert [code for code, _ in found] == [0] * gpus, found
@@ -96,14 +97,17 @@ def test_two_machines_resume_what_they_saved(start, tmp_path):
     (code, line), (other, its) = two_machines(
         tmp_path, recipe, "--run.name", "new", second=["--optim.lr", "1e-3"]
     )
-    assert code == other == 2 and line == its
-    assert "rank 1 was started with other settings than rank 0" in line and line.count("\n") == 1
+    assert code == other == 2
+    assert line == its
+    assert "rank 1 was started with other settings than rank 0" in line
+    assert line.count("\n") == 1
 
     own_folder = ["--run.dir", str(tmp_path / "machine1" / "runs")]
     (code, line), (other, its) = two_machines(
         tmp_path, recipe, "--run.name", "apart", second=own_folder
     )
-    assert code == other == 2 and line == its
+    assert code == other == 2
+    assert line == its
     directory = tmp_path / "runs" / "apart"
     assert line == (
         f"paw: rank 1 does not see the run directory {directory} of rank 0: "
@@ -159,7 +163,8 @@ FROZEN = {"lora_rank": 2, "lora_targets": ["q_proj", "v_proj"], "model_dtype": "
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), [("glm4_moe", {}), ("exaone_moe", FROZEN)])
 def test_buffers_of_the_model_reach_every_rank_and_the_export(tmp_path, kind, options):
-    """Of both the router has a bias that is no parameter; EXAONE's stays float32 where weights are bf16."""
+    """Of both the router has a bias that is no parameter; EXAONE's stays float32 where weights are
+    bf16."""
     tokenizer = make_tokenizer()
     torch.manual_seed(1)
     config = AutoConfig.for_model(
@@ -181,7 +186,8 @@ def test_buffers_of_the_model_reach_every_rank_and_the_export(tmp_path, kind, op
         assert distance(weights(two), weights(one)) < 1e-5
     for run in (one, two):
         exported = load_file(run / "hf" / "model.safetensors")
-        assert biases and all(torch.equal(exported[name], value) for name, value in biases.items())
+        assert biases
+        assert all(torch.equal(exported[name], value) for name, value in biases.items())
 
 
 ONE_BY_ONE = """
@@ -208,10 +214,12 @@ def test_two_ranks_with_an_engine_each(start, tmp_path, paw):
     )
     (tmp_path / "patch.py").write_text(ONE_BY_ONE.format(alone=["paw", *one]))
     paw(*two, "--gpus", 2, env={"FORKED_PATCH": str(tmp_path / "patch.py")})
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     assert 0 < distance(weights(two), weights(one)) < 1e-5
     last = json.loads((two / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["health/sampler_mismatch"] < 1e-4 and last["optim/grad_norm"] > 0
+    assert last["health/sampler_mismatch"] < 1e-4
+    assert last["optim/grad_norm"] > 0
 
 
 HELD = """
@@ -235,10 +243,8 @@ def test_four_ranks_as_two_machines_train_to_the_weights_of_one(start, tmp_path)
     }
     node = {"gpus": 4, "on_host": 2, "model_shard": "node", "run_callbacks": ["held.py:Held"]}
     (tmp_path / "held.py").write_text(HELD)
-    one, four = (
-        train(tmp_path, start, "one", run_updates=1, **ppo),
-        train(tmp_path, start, "four", run_updates=1, **ppo, **node),
-    )
+    one = train(tmp_path, start, "one", run_updates=1, **ppo)
+    four = train(tmp_path, start, "four", run_updates=1, **ppo, **node)
     assert [float((tmp_path / f"held-{rank}").read_text()) for rank in range(4)] == pytest.approx(
         [0.5] * 4, abs=0.02
     )
@@ -294,10 +300,8 @@ def test_out_of_memory_on_one_rank_ends_all_and_says_what_to_turn(start, tmp_pat
     failed = paw(*words, code=2, env={"FORKED_PATCH": str(tmp_path / "patch.py")})
     (line,) = (line for line in failed.stderr.splitlines() if line.startswith("rank 1: "))
     assert "out of memory in phase 'update' of update 2 on rank 1, peak " in line
-    assert (
-        "--optim.micro_batch_tokens" in line
-        and "the checkpoint of update 1 is intact (--resume auto)" in line
-    )
+    assert "--optim.micro_batch_tokens" in line
+    assert "the checkpoint of update 1 is intact (--resume auto)" in line
     assert "Traceback" not in failed.stderr
     assert restore.newest(tmp_path / "oom" / "checkpoints")[0].name == "step_000001"
 
@@ -327,7 +331,8 @@ def test_a_nan_on_one_rank_is_skipped_by_both_and_stops_the_run_in_the_end(
     once = {"optim_minibatch_samples": 999, "run_save_every": 1, "run_updates": 5, "run_keep": 9}
     words = words_of(tmp_path, start, "nan", **once)
     for code, errors in run_ranks([words] * 2, [tmp_path] * 2, on_host=2):
-        assert code == 2 and "Traceback" not in errors
+        assert code == 2
+        assert "Traceback" not in errors
         assert "paw: stopped: 3 optimizer steps in a row had a non-finite loss (nan)" in errors
     folders = sorted((tmp_path / "nan" / "checkpoints").glob("step_*"))
     assert [folder.name for folder in folders] == ["step_000001", "step_000002", "step_000003"]
@@ -344,7 +349,8 @@ def test_a_nan_on_one_rank_is_skipped_by_both_and_stops_the_run_in_the_end(
 def test_mistakes_are_told_once(start, tmp_path):
     failed = command("paw", *words_of(tmp_path, tmp_path / "nothing", "bad", "--gpus", "2"))
     assert failed.returncode == 2
-    assert failed.stderr.startswith("paw: model.path = ") and failed.stderr.count("\n") == 1
+    assert failed.stderr.startswith("paw: model.path = ")
+    assert failed.stderr.count("\n") == 1
 
 
 def test_ranks_share_the_cores_of_this_process(monkeypatch):
@@ -362,7 +368,8 @@ def test_ranks_share_the_cores_of_this_process(monkeypatch):
     found = [(env["RANK"], env["LOCAL_WORLD_SIZE"], env["OMP_NUM_THREADS"]) for env in seen]
     assert found == [("0", "2", "4"), ("1", "2", "4")]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert launch(2, ["train", "quickstart"]) == 0 and seen[-1]["OMP_NUM_THREADS"] == "3"
+    assert launch(2, ["train", "quickstart"]) == 0
+    assert seen[-1]["OMP_NUM_THREADS"] == "3"
     with pytest.raises(UserError, match=r"--gpus 99: from 1 to 64 on this machine"):
         launch(99, [])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
