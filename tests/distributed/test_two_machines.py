@@ -1,4 +1,5 @@
-"""Two machines that have a run's folder in common and nothing else: each its own home and working folder."""
+"""Two machines that have a run's folder in common and nothing else: each its own home and working
+folder."""
 
 import os
 import signal
@@ -83,7 +84,8 @@ def test_two_machines_train_are_killed_and_go_on_to_the_weights_of_one(
         first, second = agents(tmp_path, [*words, "--run.updates", "500"], stack)
         until = time.monotonic() + 60
         while not list((run / "checkpoints").glob("step_*")):
-            assert first.poll() is None and time.monotonic() < until, first.communicate()[1]
+            assert first.poll() is None, first.communicate()[1]
+            assert time.monotonic() < until, first.communicate()[1]
             time.sleep(0.1)
         kill(second)
         assert "another rank has ended, this one cannot go on" in first.communicate(timeout=30)[1]
@@ -131,6 +133,9 @@ def test_what_one_machine_lacks_is_told_on_both(start, tmp_path):
         ("--env.name", "games.py:Games", "rank 1 has other games than rank 0"),
     ):
         found = two_machines(tmp_path, tmp_path / "whole.toml", option, name)
-        assert found[0][0] in (2, 3) and found[1][0] == 2, found
-        assert found[0][1].startswith(f"paw: {why}") and found[0][1].count("\n") == 1
-        assert name.partition(":")[0] in found[0][1] and name.partition(":")[0] in found[1][1]
+        assert found[0][0] in (2, 3), found
+        assert found[1][0] == 2, found
+        assert found[0][1].startswith(f"paw: {why}")
+        assert found[0][1].count("\n") == 1
+        assert name.partition(":")[0] in found[0][1]
+        assert name.partition(":")[0] in found[1][1]
