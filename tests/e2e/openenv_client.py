@@ -1,4 +1,5 @@
-"""openenv's own client plays `paw serve env alfworld` at the URL given, asynchronously and not; prints JSON."""
+"""openenv's own client plays `paw serve env alfworld` at the URL given, asynchronously and not;
+prints JSON."""
 
 import asyncio
 import json
