@@ -34,7 +34,8 @@ class Guess(Environment):
     state = State()
 
     def reset(self, seed=None, episode_id=None, **_):
-        self.odd, self.left = seed % 2, 3
+        self.odd = seed % 2
+        self.left = 3
         return GuessObservation(said=f"Guess {'odd' if self.odd else 'even'}.", left=3)
 
     def step(self, action, timeout_s=None, **_):
