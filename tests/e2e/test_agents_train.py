@@ -38,11 +38,9 @@ def test_an_agent_trains(paw_here, read_metrics, tiny_llm, tmp_path, agent, reci
     lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(more["run.updates"] + 1))
     for line in lines[1:]:
-        assert (
-            line["health/env_failures"] == 0
-            and line["optim/skipped"] == 0
-            and math.isfinite(line["policy/loss"])
-        )
+        assert line["health/env_failures"] == 0
+        assert line["optim/skipped"] == 0
+        assert math.isfinite(line["policy/loss"])
         if "reward.type" in more:
             assert -0.4 <= line["reward/mean"] < 0.0  # no win, a tenth for each of up to four turns
 
@@ -63,7 +61,8 @@ TABLE_2 = MODEL | {
 
 
 def test_a_recipe_of_table_2_trains(paw_here, read_metrics, tiny_llm, says_only, tmp_path):
-    """One update on questions of a file, then the table: the seven sets and their average, in the paper's order."""
+    """One update on questions of a file, then the table: the seven sets and their average, in the
+    paper's order."""
     lines = [
         {"question": f"Where is {i}?", "golden_answers": ["Tuk"], "data_source": name}
         for i, name in enumerate(SETS)
@@ -80,12 +79,11 @@ def test_a_recipe_of_table_2_trains(paw_here, read_metrics, tiny_llm, says_only,
     where |= {"model.path": model, "run.dir": tmp_path, "run.name": "run"}
     paw_here("train", "search-r1", TABLE_2, where)
     _, line = read_metrics(tmp_path / "run")
-    assert (
-        line["health/env_failures"] == 0
-        and line["optim/skipped"] == 0
-        and line["optim/grad_norm"] > 0
-    )
-    assert 0 < line["success/all"] < 1 and line["optim/lr"] > 0
+    assert line["health/env_failures"] == 0
+    assert line["optim/skipped"] == 0
+    assert line["optim/grad_norm"] > 0
+    assert 0 < line["success/all"] < 1
+    assert line["optim/lr"] > 0
     answered = paw_here("eval", tmp_path / "run", "--json", "--out", tmp_path / "out").stdout
     card = tmp_path / "run" / "hf" / "README.md"  # further training writes another
     card.write_text(card.read_text().replace(": 1 updates", ": 2 updates"))
