@@ -1,4 +1,5 @@
-"""WebShop, search QA and maths problems in several tries, trained with PaW by their recipes, from the warm-up on."""
+"""WebShop, search QA and maths problems in several tries, trained with PaW by their recipes, from
+the warm-up on."""
 
 import json
 import math
@@ -39,8 +40,10 @@ def test_an_environment_trains_with_paw(paw, quick, tmp_path, name, words, steps
     assert start["eval/games"] == line["eval/games"] == 8
     assert all(math.isfinite(value) for value in line.values())
     assert line["health/env_failures"] == 0 == line["health/groups_dropped"]
-    assert line["optim/grad_norm"] > 0 and line["wm/loss"] > 0
+    assert line["optim/grad_norm"] > 0
+    assert line["wm/loss"] > 0
     exported = list((tmp_path / "run" / "hf").iterdir())
     # What a push would send.
-    assert len(exported) > 5 and all(any(map(file.match, EXPORTED)) for file in exported)
+    assert len(exported) > 5
+    assert all(any(map(file.match, EXPORTED)) for file in exported)
     assert json.dumps(words)[1:-1] in (tmp_path / "run" / "samples.jsonl").read_text()
