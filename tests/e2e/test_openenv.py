@@ -1,4 +1,5 @@
-"""OpenEnv in both directions, with the package itself in processes of their own: it needs another mcp than vLLM."""
+"""OpenEnv in both directions, with the package itself in processes of their own: it needs another
+mcp than vLLM."""
 
 import json
 import os
@@ -34,7 +35,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def start(paw_env):
-    """`start(*words)` starts `python *words`, a server, where openenv can be imported; returns how to ask its URL."""
+    """`start(*words)` starts `python *words`, a server, where openenv can be imported; returns how
+    to ask its URL."""
     env = paw_env | {"PYTHONPATH": os.pathsep.join([str(PACKAGE), paw_env["PYTHONPATH"]])}
     started = []
 
@@ -85,13 +87,15 @@ def test_training_on_an_environment_of_openenv(urls, paw_here, read_metrics, tin
     where = {"model.path": tiny_llm(tmp_path / "model"), "run.dir": tmp_path, "run.name": "run"}
     paw_here("train", "quickstart", SMALL, where, game)
     _, update = read_metrics(tmp_path / "run")
-    assert update["health/env_failures"] == 0 and 0 < update["reward/mean"] < 1
+    assert update["health/env_failures"] == 0
+    assert 0 < update["reward/mean"] < 1
     checked = paw_here("env", "check", "openenv", {"env.url": urls[0], "env.action_field": "*"})
     assert "rules hold" in checked.stdout
 
 
 def test_training_on_tools_of_openenv(urls, paw_here, read_metrics, tiny_llm, says_only, tmp_path):
-    """Calls of one turn, several among them, are played over MCP; their results are the world model's targets."""
+    """Calls of one turn, several among them, are played over MCP; their results are the world
+    model's targets."""
     calls = [Reply.of("", ToolCall("put", {"thing": thing}, "")) for thing in ("cup", "cat")]
     model = says_only(tiny_llm(tmp_path / "model"), *calls, "<|im_end|>", template=QWEN25_TEMPLATE)
     where = {
@@ -108,24 +112,21 @@ def test_training_on_tools_of_openenv(urls, paw_here, read_metrics, tiny_llm, sa
         {"env.name": "openenv", "env.url": urls[1], "wm.alpha": 1.0},
     )
     _, update = read_metrics(tmp_path / "run")
-    assert (
-        update["health/env_failures"] == 0
-        and update["optim/grad_norm"] > 0
-        and update["wm/loss"] > 0
-    )
-    assert 0 < update["success/all"] < 1 and 0 < update["health/valid_actions"] <= 1
+    assert update["health/env_failures"] == 0
+    assert update["optim/grad_norm"] > 0
+    assert update["wm/loss"] > 0
+    assert 0 < update["success/all"] < 1
+    assert 0 < update["health/valid_actions"] <= 1
     samples = [
         json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     ]
     turns = [turn for sample in samples for turn in sample["turns"]]
     seen = {turn["observation"] for turn in turns if turn["action"].startswith('put({"thing": "c')}
-    assert any("1 on the shelf" in text for text in seen) and any(
-        "it jumped off" in text for text in seen
-    )
+    assert any("1 on the shelf" in text for text in seen)
+    assert any("it jumped off" in text for text in seen)
     several = [turn for turn in turns if "; put" in turn["action"]]
-    assert several and all(
-        "</tool_response>" in "".join(turn["observation_tokens"]) for turn in several
-    )
+    assert several
+    assert all("</tool_response>" in "".join(turn["observation_tokens"]) for turn in several)
 
 
 def test_an_environment_served_is_the_environment_itself(
@@ -148,10 +149,8 @@ def test_an_environment_served_is_the_environment_itself(
         paw_here("train", "alfworld-grpo-paw", SMALL, where | {"run.name": name}, env)
         metrics = read_metrics(tmp_path / name)
         lines.append([{k: v for k, v in line.items() if "success" not in k} for line in metrics])
-    assert (
-        lines[0] == [pytest.approx(line, rel=1e-5, abs=1e-6) for line in lines[1]]
-        and lines[0][1]["wm/loss"] > 0
-    )
+    assert lines[0] == [pytest.approx(line, rel=1e-5, abs=1e-6) for line in lines[1]]
+    assert lines[0][1]["wm/loss"] > 0
 
 
 def test_tools_of_openenv_are_tools(urls):
@@ -159,22 +158,19 @@ def test_tools_of_openenv_are_tools(urls):
     environment = CheckedEnv(factory.make(), config.env)
     assert environment.reset(train_tasks(factory, 0, 1, 0)[0]) == '{"status": "ready"}'
     (put,) = [tool["function"] for tool in environment.tools]
-    assert (
-        put["name"] == "put"
-        and put["parameters"]["required"] == ["thing"]
-        and "on the shelf" in put["description"]
-    )
+    assert put["name"] == "put"
+    assert put["parameters"]["required"] == ["thing"]
+    assert "on the shelf" in put["description"]
 
     def call(**arguments):
         return environment.step(Reply.of("", ToolCall("put", arguments, "call00001")))
 
     assert "it jumped off" in call(thing="cat").observation
-    assert not call(thang="cup").valid and not environment.step("I am done.").valid
+    assert not call(thang="cup").valid
+    assert not environment.step("I am done.").valid
     assert [call(thing="cup").observation, call(thing="jug").won] == ["1 on the shelf", True]
-    assert (
-        environment.context()[-1]["role"] == "tool"
-        and environment.context()[-1]["content"] == "2 on the shelf"
-    )
+    assert environment.context()[-1]["role"] == "tool"
+    assert environment.context()[-1]["content"] == "2 on the shelf"
 
 
 def test_clients_of_openenv_play_what_is_served(urls, paw_env):
@@ -195,4 +191,5 @@ def test_clients_of_openenv_play_what_is_served(urls, paw_env):
         assert texts == expected
     assert told["two"][1]["step_count"] == 3
     assert told["first"] == factory.make().reset(factory.tasks("train", 0)[1])
-    assert "VALIDATION_ERROR" in told["problems"][0] and "no split 'nowhere'" in told["problems"][1]
+    assert "VALIDATION_ERROR" in told["problems"][0]
+    assert "no split 'nowhere'" in told["problems"][1]
