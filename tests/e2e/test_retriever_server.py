@@ -1,4 +1,5 @@
-"""`paw serve retriever` as a process on loopback: right answers to many at once, mistakes named, a clean end."""
+"""`paw serve retriever` as a process on loopback: right answers to many at once, mistakes named, a
+clean end."""
 
 import asyncio
 import json
@@ -72,7 +73,9 @@ def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw
         bare = http.post(
             "/retrieve", json={"queries": ["unique42", "mod1", ""], "topk": None}
         ).json()["result"]
-        assert bare[0] == [document] and len(bare[1]) == 2 and bare[2] == []
+        assert bare[0] == [document]
+        assert len(bare[1]) == 2
+        assert bare[2] == []
         assert http.get("/health").json() == {
             "status": "ok",
             "documents": 3000,
@@ -95,7 +98,11 @@ def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw
             '{"query": "a", "top_k": 3}': "top_k: Extra inputs",
         }.items():
             answer = http.post("/retrieve", content=body.encode("latin-1"), headers=json_type)
-            assert answer.status_code == 400 and reason in answer.json()["error"], (
+            assert answer.status_code == 400, (
+                body[:40],
+                answer.text,
+            )
+            assert reason in answer.json()["error"], (
                 body[:40],
                 answer.text,
             )
@@ -106,7 +113,8 @@ def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw
             413: http.post("/retrieve", content=stream(serving.MAX_BYTES + 1), headers=json_type),
         }
         for status, answer in answers.items():
-            assert answer.status_code == status and answer.json()["error"], answer.text
+            assert answer.status_code == status, answer.text
+            assert answer.json()["error"], answer.text
         assert "POST /retrieve and GET /health" in answers[405].json()["error"]
 
     with socket.create_connection(
@@ -116,7 +124,8 @@ def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw
     busy = paw("serve", "retriever", "--corpus", corpus, "--port", url.rpartition(":")[2], code=2)
     assert re.fullmatch(r"paw: .*--port \d+: .*Address already in use.*\n", busy.stderr)
     child.send_signal(signal.SIGTERM)
-    assert child.wait(10) == 0 and child.stderr.read() == ""
+    assert child.wait(10) == 0
+    assert child.stderr.read() == ""
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
     with pytest.raises(
         UserError, match=f"'{url}/retrieve': .*; `paw serve retriever` starts such a server"
@@ -199,7 +208,8 @@ def test_a_server_that_cannot_start_says_why(paw_here, tmp_path):
         (["--port", "70000"], "--port 70000"),
     ):
         said = paw_here("serve", "retriever", "--port", 0, *words, code=2, cwd=tmp_path).stderr
-        assert reason in said and said.count("\n") == 1, said
+        assert reason in said, said
+        assert said.count("\n") == 1, said
 
 
 def test_the_client_takes_both_forms_tries_again_and_names_who_misbehaves(monkeypatch):
@@ -215,9 +225,11 @@ def test_the_client_takes_both_forms_tries_again_and_names_who_misbehaves(monkey
             *((200, {"result": [found]}, {}) for found in both),
         ]
         client = make_retriever(SearchConfig(retriever=f"{state.url}/retrieve"))
-        assert len(state.requests) == 3 and client.search(["q"], 1) == [[("", "y", 0.0)]]
+        assert len(state.requests) == 3
+        assert client.search(["q"], 1) == [[("", "y", 0.0)]]
         assert state.requests[3] == {"queries": ["q"], "topk": 1, "return_scores": True}
-        assert client.search([], 3) == [] and len(state.requests) == 4
+        assert client.search([], 3) == []
+        assert len(state.requests) == 4
         for status, body, reason, tries in (
             (500, b"internal\nerror", "status 500: internal error; `paw serve", 3),
             (404, b"not here", "status 404: not here", 1),
@@ -230,11 +242,14 @@ def test_the_client_takes_both_forms_tries_again_and_names_who_misbehaves(monkey
                 1,
             ),
         ):
-            state.default, state.requests = (status, body, {}), []
+            state.default = (status, body, {})
+            state.requests = []
             with pytest.raises(UserError, match=f"{state.url}/retrieve.*{reason}") as error:
                 RemoteRetriever(state.url, timeout_s=5)
-            assert len(state.requests) == tries and "\n" not in str(error.value)
-        state.default, state.requests = lambda handler: time.sleep(TIGHT_S), []
+            assert len(state.requests) == tries
+            assert "\n" not in str(error.value)
+        state.default = lambda handler: time.sleep(TIGHT_S)
+        state.requests = []
         with pytest.raises(UserError, match=f"no answer within env.timeout_s = {TIGHT_S / 2:g}"):
             RemoteRetriever(state.url, timeout_s=TIGHT_S / 2)
         assert len(state.requests) == 1
