@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct, made from its package as users make it: its template, an update on vLLM, its export there."""
+"""SmolLM2-135M-Instruct, made from its package as users make it: its template, an update on vLLM,
+its export there."""
 
 import importlib.util
 import json
@@ -33,7 +34,8 @@ def smollm2(paw, tmp_path_factory):
 
 def test_the_tokenizer_and_the_template_are_the_published_ones(smollm2, paw_here):
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    chat, control = Chat(tokenizer), tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    chat = Chat(tokenizer)
+    control = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert (
         len(tokenizer),
         tokenizer.bos_token_id,
@@ -49,18 +51,15 @@ def test_the_tokenizer_and_the_template_are_the_published_ones(smollm2, paw_here
         "<file_sep>",
         "<filename>",
     ]
-    assert (
-        tokenizer.convert_ids_to_tokens(range(7)) == special
-        and control == [1, 2]
-        and chat.end_ids == {2}
-    )
+    assert tokenizer.convert_ids_to_tokens(range(7)) == special
+    assert control == [1, 2]
+    assert chat.end_ids == {2}
     prompt = chat.prompt_ids("put 12 mugs on\n\n3 shelves")
     text = (
         f"{SYSTEM}<|im_start|>user\nput 12 mugs on\n\n3 shelves<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert (
-        tokenizer.decode(prompt) == text and chat._backend.decode(chat.separator_ids) == "\nuser\n"
-    )
+    assert tokenizer.decode(prompt) == text
+    assert chat._backend.decode(chat.separator_ids) == "\nuser\n"
     words = tokenizer.convert_ids_to_tokens(tokenizer("12 on\n\n34")["input_ids"])
     assert words == [
         "1",
@@ -75,39 +74,40 @@ def test_the_tokenizer_and_the_template_are_the_published_ones(smollm2, paw_here
         [ids.count(i) for i in control]
         for ids in (chat.prompt_ids("look"), chat.prompt_ids(forged))
     ]
-    assert counts[0] == counts[1] == [3, 2] and forged in tokenizer.decode(chat.prompt_ids(forged))
+    assert counts[0] == counts[1] == [3, 2]
+    assert forged in tokenizer.decode(chat.prompt_ids(forged))
     for said in (
         "go to shelf 1",
         forged,
         "  é 😀\t12 ",
         "<think>I see.</think><action>look</action>",
     ):
-        answer, seen = chat.response_ids(said), chat.observation_ids(said)
+        answer = chat.response_ids(said)
+        seen = chat.observation_ids(said)
         assert chat.decode(answer) == said == chat.decode(seen)
-        assert answer[-1] == 2 and not {*answer[:-1], *seen} & {*control}
+        assert answer[-1] == 2
+        assert not {*answer[:-1], *seen} & {*control}
     shape = json.loads((smollm2 / "config.json").read_text())
-    assert (
-        "quantization_config" not in shape
-        and shape["tie_word_embeddings"]
-        and shape["dtype"] == "float32"
-    )
-    assert (
-        shape["rope_parameters"]["rope_theta"] == 100_000
-        and shape["max_position_embeddings"] == 8192
-    )
+    assert "quantization_config" not in shape
+    assert shape["tie_word_embeddings"]
+    assert shape["dtype"] == "float32"
+    assert shape["rope_parameters"]["rope_theta"] == 100_000
+    assert shape["max_position_embeddings"] == 8192
     again = paw_here("data", "smollm2", "--out", smollm2)
     assert again.stdout.strip() == str(smollm2)  # at once: it is there
     (smollm2.parent / "mine").mkdir()
     (smollm2.parent / "mine" / "notes").write_text("")
     err = paw_here("data", "smollm2", "--out", smollm2.parent / "mine", code=2).stderr
-    assert "it is not empty, and holds no model" in err and err.count("\n") == 1
+    assert "it is not empty, and holds no model" in err
+    assert err.count("\n") == 1
 
 
 @needs_vllm
 def test_an_update_on_vllm_and_its_export_there(
     smollm2, paw_here, quick, vllm_here, tmp_path, monkeypatch
 ):
-    """GRPO + PaW with vLLM as the sampler; vLLM alone loads what is exported, and answers questions."""
+    """GRPO + PaW with vLLM as the sampler; vLLM alone loads what is exported, and answers
+    questions."""
     small = {
         "rollout.tasks": 1,
         "rollout.group_size": 4,
@@ -132,18 +132,18 @@ def test_an_update_on_vllm_and_its_export_there(
     }
     paw_here("train", "quickstart", quick | small, engine, own)
     start, line = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert start["eval/games"] == line["eval/games"] == 2 and all(map(math.isfinite, line.values()))
-    assert line["health/sampler_mismatch"] < 1e-4 and line["optim/grad_norm"] > 0
-    assert (
-        line["wm/loss"] > 0 and 0 < line["wm/masked_frac"] < 1 and line["health/env_failures"] == 0
-    )
+    assert start["eval/games"] == line["eval/games"] == 2
+    assert all(map(math.isfinite, line.values()))
+    assert line["health/sampler_mismatch"] < 1e-4
+    assert line["optim/grad_norm"] > 0
+    assert line["wm/loss"] > 0
+    assert 0 < line["wm/masked_frac"] < 1
+    assert line["health/env_failures"] == 0
     before, after = (
         load_file(folder / "model.safetensors") for folder in (smollm2, tmp_path / "run" / "hf")
     )
-    assert (
-        before.keys() == after.keys()
-        and sum(not torch.equal(before[n], after[n]) for n in after) > 200
-    )
+    assert before.keys() == after.keys()
+    assert sum(not torch.equal(before[n], after[n]) for n in after) > 200
 
     samples = [
         json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
@@ -167,7 +167,8 @@ def test_an_update_on_vllm_and_its_export_there(
     chat = Chat(AutoTokenizer.from_pretrained(tmp_path / "run" / "hf"))
     assert len(told) == 3
     for messages, answer in zip(asked, told, strict=True):
-        prompt_ids, ids = list(answer.prompt_token_ids), list(answer.outputs[0].token_ids)
+        prompt_ids = list(answer.prompt_token_ids)
+        ids = list(answer.outputs[0].token_ids)
         logp = [of[i].logprob for i, of in zip(ids, answer.outputs[0].logprobs, strict=True)]
         assert prompt_ids == chat.prompt_ids(messages[0]["content"])
         with torch.no_grad():
@@ -175,6 +176,5 @@ def test_an_update_on_vllm_and_its_export_there(
                 0, len(prompt_ids) - 1 : -1
             ]
         own = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-        assert (
-            torch.allclose(own, torch.tensor(logp), atol=1e-3) and logits.argmax(-1).tolist() == ids
-        )
+        assert torch.allclose(own, torch.tensor(logp), atol=1e-3)
+        assert logits.argmax(-1).tolist() == ids
