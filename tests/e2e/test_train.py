@@ -49,20 +49,23 @@ def test_a_run_leaves_everything_behind(quick_run):
         "report.html",
     }  # fmt: skip
     config = tomllib.loads((quick_run / "config.toml").read_text())
-    assert config["rollout"]["tasks"] == 4 and config["optim"]["grad_clip"] == 1.0
+    assert config["rollout"]["tasks"] == 4
+    assert config["optim"]["grad_clip"] == 1.0
     info = json.loads((quick_run / "run.json").read_text())
-    assert (
-        info["games"].startswith("generated tiny")
-        and info["wall_s"] > 0
-        and info["parameters"] > 100_000
-    )
+    assert info["games"].startswith("generated tiny")
+    assert info["wall_s"] > 0
+    assert info["parameters"] > 100_000
     restore.verify(quick_run / "checkpoints" / "step_000002")
     report = (quick_run / "report.html").read_text()
-    assert "<svg" in report and "http-equiv" in report and any((quick_run / "plots").glob("*.png"))
+    assert "<svg" in report
+    assert "http-equiv" in report
+    assert any((quick_run / "plots").glob("*.png"))
     for sample in (samples := lines(quick_run / "samples.jsonl")):
         assert sample["length"] == len(sample["turns"]) > 0
         for turn in sample["turns"]:
-            assert turn["prompt"] and turn["observation"] and isinstance(turn["predicted"], str)
+            assert turn["prompt"]
+            assert turn["observation"]
+            assert isinstance(turn["predicted"], str)
             assert len(turn["observation_token_p"]) == len(turn["observation_tokens"]) > 0
             assert "".join(turn["observation_tokens"]) == turn["observation"]
     assert [sample["step"] for sample in samples] == [0, 0, 0, 2, 2, 2]
@@ -71,17 +74,18 @@ def test_a_run_leaves_everything_behind(quick_run):
 def test_metrics_are_complete_and_finite(quick_run):
     start, first, last = found = lines(quick_run / "metrics.jsonl")
     assert [line["step"] for line in found] == [0, 1, 2]
-    assert start.keys() >= EVAL_METRICS and last.keys() >= STEP_METRICS | EVAL_METRICS
-    assert first.keys() >= STEP_METRICS and not first.keys() & EVAL_METRICS
+    assert start.keys() >= EVAL_METRICS
+    assert last.keys() >= STEP_METRICS | EVAL_METRICS
+    assert first.keys() >= STEP_METRICS
+    assert not first.keys() & EVAL_METRICS
     assert all(
         type(v) in (int, float) and math.isfinite(v) for line in found for v in line.values()
     )
-    assert (
-        last["optim/grad_norm"] > 0
-        and last["policy/loss"] != 0
-        and 0 < last["optim/gradient_frac"] <= 1
-    )
-    assert last["wm/selected_frac"] == 0.75 and last["eval/games"] == 8
+    assert last["optim/grad_norm"] > 0
+    assert last["policy/loss"] != 0
+    assert 0 < last["optim/gradient_frac"] <= 1
+    assert last["wm/selected_frac"] == 0.75
+    assert last["eval/games"] == 8
     assert sum(key.startswith("success/") for key in last) > 1
 
 
@@ -91,13 +95,10 @@ def test_the_export_is_the_checkpoint(quick_run, quick_model):
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters()
     )
     saved = load_file(quick_run / "checkpoints" / "step_000002" / "model.safetensors")
-    assert named.keys() == saved.keys() and all(
-        torch.equal(named[name], saved[name]) for name in saved
-    )
-    chat, told = (
-        [{"role": "user", "content": "task"}],
-        {"tokenize": False, "add_generation_prompt": True},
-    )
+    assert named.keys() == saved.keys()
+    assert all(torch.equal(named[name], saved[name]) for name in saved)
+    chat = [{"role": "user", "content": "task"}]
+    told = {"tokenize": False, "add_generation_prompt": True}
     assert (
         AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, **told).count("task") == 1
     )
@@ -117,7 +118,8 @@ def test_the_export_is_the_checkpoint(quick_run, quick_model):
 def test_rollout_lines_hold_what_the_exported_model_would_say(paw_here, quick_run, tmp_path):
     out = tmp_path / "episodes.jsonl"
     done = paw_here("rollout", quick_run, "--tasks", 2, "--out", out)
-    assert done.stdout == "" and "8 episodes" in done.stderr
+    assert done.stdout == ""
+    assert "8 episodes" in done.stderr
     turns = lines(out)
     assert {(t["task"], t["member"]) for t in turns} == {
         (t["task"], m) for t in turns for m in range(4)
@@ -126,10 +128,8 @@ def test_rollout_lines_hold_what_the_exported_model_would_say(paw_here, quick_ru
     model = AutoModelForCausalLM.from_pretrained(quick_run / "hf", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(quick_run / "hf")
     for turn in turns[::7]:
-        ids, start = (
-            torch.tensor([turn["prompt_ids"] + turn["response_ids"]]),
-            len(turn["prompt_ids"]),
-        )
+        ids = torch.tensor([turn["prompt_ids"] + turn["response_ids"]])
+        start = len(turn["prompt_ids"])
         with torch.no_grad():
             logp = model(input_ids=ids).logits[0, start - 1 : -1].log_softmax(-1)
         logp = logp.gather(-1, ids[0, start:, None])[:, 0]
@@ -148,12 +148,14 @@ def test_rollout_lines_hold_what_the_exported_model_would_say(paw_here, quick_ru
 
 
 def test_commands_work_on_a_run_without_export(paw_here, quick_run, tmp_path):
-    """A run that was killed has checkpoints and no hf/; what a program reads on stdout stays clean."""
+    """A run that was killed has checkpoints and no hf/; what a program reads on stdout stays
+    clean."""
     for name in ("config.toml", "metrics.jsonl"):
         (tmp_path / name).write_bytes((quick_run / name).read_bytes())
     (tmp_path / "checkpoints").symlink_to(quick_run / "checkpoints")
     result = json.loads(paw_here("eval", tmp_path, "--json").stdout)
-    assert result["games"] == 8 and result["source"].startswith("generated tiny")
+    assert result["games"] == 8
+    assert result["source"].startswith("generated tiny")
     for key in (
         "success",
         "ci_low",
@@ -167,14 +169,15 @@ def test_commands_work_on_a_run_without_export(paw_here, quick_run, tmp_path):
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"of an earlier checkpoint")
     os.utime(tmp_path / "hf" / "config.json", (0, 0))
     text = paw_here("eval", tmp_path, {"eval.games": 5}).stdout
-    assert "of 5 games" in text and "95 % interval" in text and "generated tiny" in text
+    assert "of 5 games" in text
+    assert "95 % interval" in text
+    assert "generated tiny" in text
     assert digests(tmp_path / "hf") == digests(quick_run / "hf")
     out = paw_here(
         "export", tmp_path, "--checkpoint", "step_000002", "--out", tmp_path / "other"
     ).stdout
-    assert out.strip() == str(tmp_path / "other") and digests(tmp_path / "other") == digests(
-        quick_run / "hf"
-    )
+    assert out.strip() == str(tmp_path / "other")
+    assert digests(tmp_path / "other") == digests(quick_run / "hf")
     assert paw_here("report", tmp_path).stdout.strip() == str(tmp_path / "report.html")
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")]
 
@@ -202,7 +205,8 @@ def test_any_causal_lm_and_what_is_not_measured_is_absent(
 ):
     """The paper's prompt on a model that is no quickstart; KL without a reference is in no log,
     line, page or plot, and appears once there is one."""
-    model, run = tiny_llm(tmp_path / "model", kind), tmp_path / "byte"
+    model = tiny_llm(tmp_path / "model", kind)
+    run = tmp_path / "byte"
     settings = {
         "run.dir": tmp_path, "run.name": "byte", "run.updates": 1, "run.threads": 1, "model.path": model,
         "model.dtype": "float32", "env.difficulty": "tiny", "env.style": "paper", "env.think": think,
@@ -216,29 +220,29 @@ def test_any_causal_lm_and_what_is_not_measured_is_absent(
     done = paw_here("train", recipe, settings)
     paw_here("report", run)
     # KL without a reference, the mask of a loss without one, an engine without a cache
-    absent, page = (
-        {"policy/kl", "wm/masked_frac", "perf/cached_frac"},
-        (run / "report.html").read_text(),
-    )
-    assert not lines(run / "metrics.jsonl")[-1].keys() & absent and "  kl " not in done.stdout
-    assert "policy/entropy" in page and not any(key in page for key in absent)
-    assert (
-        not (run / "plots" / "policy_kl.png").exists()
-        and (run / "plots" / "policy_entropy.png").exists()
-    )
+    absent = {"policy/kl", "wm/masked_frac", "perf/cached_frac"}
+    page = (run / "report.html").read_text()
+    assert not lines(run / "metrics.jsonl")[-1].keys() & absent
+    assert "  kl " not in done.stdout
+    assert "policy/entropy" in page
+    assert not any(key in page for key in absent)
+    assert not (run / "plots" / "policy_kl.png").exists()
+    assert (run / "plots" / "policy_entropy.png").exists()
 
     done = paw_here(
         "train", recipe, settings | {"policy.kl_coef": 0.1, "run.updates": 2}, "--resume", "auto"
     )
     _, first, second = lines(run / "metrics.jsonl")
     assert all(math.isfinite(v) for line in (first, second) for v in line.values())
-    assert first["health/sampler_mismatch"] < 1e-4 and second["health/sampler_mismatch"] < 1e-4
-    assert "policy/kl" not in first and second["policy/kl"] > 0 and "  kl " in done.stdout
-    assert second["policy/entropy"] > 1 and second["wm/loss"] > 0
-    before, after = (
-        load_file(model / "model.safetensors"),
-        load_file(run / "hf" / "model.safetensors"),
-    )
+    assert first["health/sampler_mismatch"] < 1e-4
+    assert second["health/sampler_mismatch"] < 1e-4
+    assert "policy/kl" not in first
+    assert second["policy/kl"] > 0
+    assert "  kl " in done.stdout
+    assert second["policy/entropy"] > 1
+    assert second["wm/loss"] > 0
+    before = load_file(model / "model.safetensors")
+    after = load_file(run / "hf" / "model.safetensors")
     moved = [name for name in after if not torch.equal(before[name], after[name])]
     assert moved == list(before), "every weight gets a gradient"
     paw_here(
@@ -249,11 +253,13 @@ def test_any_causal_lm_and_what_is_not_measured_is_absent(
     assert ("<think>" in turns[0]["prompt"]) == (think == "true")
     assert all(len(t["sampled_logp"]) == len(t["entropy"]) == len(t["response_ids"]) for t in turns)
     names = AutoTokenizer.from_pretrained(run / "hf").decode(turns[0]["prompt_ids"])
-    assert names.startswith("<|im_start|>user\n") and names.endswith("<|im_start|>assistant\n")
+    assert names.startswith("<|im_start|>user\n")
+    assert names.endswith("<|im_start|>assistant\n")
 
 
 def test_the_python_page_runs_as_a_notebook(quick, paw_env, tmp_path, monkeypatch, capfd):
-    """Its blocks in their order, in one process and one namespace, inside a running event loop; fewer updates."""
+    """Its blocks in their order, in one process and one namespace, inside a running event loop;
+    fewer updates."""
     brief = quick | {"run.updates": 1, "eval.games": 2}
     load = paw.load
 
@@ -280,23 +286,20 @@ def test_the_python_page_runs_as_a_notebook(quick, paw_env, tmp_path, monkeypatc
     names = {"__name__": "__main__"}
     asyncio.run(run_cells(cells, names))
 
-    assert (
-        names["report"] == tmp_path / "runs" / "quickstart" / "report.html"
-        and names["report"].is_file()
-    )
-    assert names["table"].index.tolist() == [0, 1] and names["table"][
-        "policy/loss"
-    ].notna().tolist() == [False, True]
+    assert names["report"] == tmp_path / "runs" / "quickstart" / "report.html"
+    assert names["report"].is_file()
+    assert names["table"].index.tolist() == [0, 1]
+    assert names["table"]["policy/loss"].notna().tolist() == [False, True]
     assert (names["result"]["games"], names["result"]["failures"]) == (32, 0)
     assert [len(group.trajectories) for group in names["groups"]] == [2, 2]
     episodes = lines(tmp_path / "episodes.jsonl")
     assert len(episodes) == sum(
         len(t.turns) for group in names["groups"] for t in group.trajectories
     )
-    assert (tmp_path / "tuned" / "model.safetensors").is_file() and (
-        tmp_path / "runs" / "further" / "hf"
-    ).is_dir()
-    assert names["plan"].fits and names["plan"].config.lora.rank == 32
+    assert (tmp_path / "tuned" / "model.safetensors").is_file()
+    assert (tmp_path / "runs" / "further" / "hf").is_dir()
+    assert names["plan"].fits
+    assert names["plan"].config.lora.rank == 32
     assert digests(tmp_path / "model") == digests(tmp_path / "runs" / "quickstart" / "hf")
     assert names["watched"].parent.name == "watched"
     assert paw.train(names["config"]).parent.name == "centred"
