@@ -1,4 +1,5 @@
-"""The vLLM engine against the trainer's own forward pass, before and after every sync, and whole rollouts on it."""
+"""The vLLM engine against the trainer's own forward pass, before and after every sync, and whole
+rollouts on it."""
 
 import copy
 import importlib
@@ -46,7 +47,8 @@ def test_what_vllm_cannot_serve_is_a_users_error(vllm_here, tmp_path):
 
 
 def test_vllm_leaves_the_number_of_threads(monkeypatch):
-    """What a GPU's worker does before it compiles: graphs would be guarded by a number that the trainer puts back."""
+    """What a GPU's worker does before it compiles: graphs would be guarded by a number that the
+    trainer puts back."""
     import_vllm()
     from vllm.utils.torch_utils import set_torch_threads_for_runtime
 
@@ -57,15 +59,18 @@ def test_vllm_leaves_the_number_of_threads(monkeypatch):
         with _global_state_kept():
             set_torch_threads_for_runtime()
             assert torch.get_num_threads() == 2
-        assert torch.get_num_threads() == 2 and os.environ.get("OMP_NUM_THREADS") == "7"
+        assert torch.get_num_threads() == 2
+        assert os.environ.get("OMP_NUM_THREADS") == "7"
     finally:
         torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def setup(vllm_here, tmp_path_factory):
-    """(model, engine that holds its weights) in one thread, where sums have one order; the engine loads no weights."""
-    threads, folder = torch.get_num_threads(), tmp_path_factory.mktemp("model")
+    """(model, engine that holds its weights) in one thread, where sums have one order; the engine
+    loads no weights."""
+    threads = torch.get_num_threads()
+    folder = tmp_path_factory.mktemp("model")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(SHAPE)
@@ -138,8 +143,10 @@ def test_seeds_decide_whatever_is_in_the_batch_or_the_cache(setup):
     """And log-probs are the trainer's."""
     model, engine = setup
     requests = make_requests()
-    together, cached = run(engine, requests), run(engine, requests)
-    assert mismatch(model, requests, together) < 1e-4 and {c.entropy for c in together} == {None}
+    together = run(engine, requests)
+    cached = run(engine, requests)
+    assert mismatch(model, requests, together) < 1e-4
+    assert {c.entropy for c in together} == {None}
     alone = [run(engine, [request])[0] for request in requests]
     assert (
         [c.token_ids for c in together]
@@ -164,7 +171,8 @@ def test_sync_replaces_weights_tied_head_adapters_and_cached_prompts(setup):
         mismatch(model, requests, stale)
     push_weights(model, engine, version=3)
     fresh = run(engine, requests)
-    assert engine.version == 3 and fresh[3].cached_tokens == 0
+    assert engine.version == 3
+    assert fresh[3].cached_tokens == 0
     assert mismatch(model, requests, fresh) < 1e-4
     pytest.importorskip("peft")
     adapted = copy.deepcopy(model)
@@ -210,10 +218,8 @@ def test_misuse_is_refused(setup):
 def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_trainer(setup):
     """Of the tokens that vLLM sampled, and of those of transformers."""
     model, engine = setup
-    policy, requests = (
-        Policy(copy.deepcopy(model)),
-        [replace(request, temperature=1.0) for request in make_requests()],
-    )
+    policy = Policy(copy.deepcopy(model))
+    requests = [replace(request, temperature=1.0) for request in make_requests()]
 
     def gradient(completions, logps):
         ids = {"separator_ids": [3], "observation_ids": [7, 8, 9]}
@@ -223,10 +229,8 @@ def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_tra
             for i, (request, completion, logp) in enumerate(zip(requests, completions, logps, strict=True))
         ]  # fmt: skip
         (batch,) = micro_batches(rows, budget=10**6, with_observation=True, device=policy.device)
-        tokens, loss = (
-            losses.token_batch(batch, rows, update_samples=len(rows)),
-            losses.joint(losses.ppo, losses.ce),
-        )
+        tokens = losses.token_batch(batch, rows, update_samples=len(rows))
+        loss = losses.joint(losses.ppo, losses.ce)
         losses.joint_loss(policy, batch, tokens, loss, temperature=1.0).loss.backward()
         found = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
         policy.zero_grad(set_to_none=True)
@@ -242,7 +246,8 @@ def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_tra
 
 
 def play(setup, *, reference=False, envs=32, most_turns=20):
-    """(groups, statistics, engine steps) of episodes with responses a fifth as long as the benchmark's."""
+    """(groups, statistics, engine steps) of episodes with responses a fifth as long as the
+    benchmark's."""
     model, engine = setup
     push_weights(model, engine, version=0)  # empties the cache
     factory = simulation.SimulatedFactory(SHAPE.vocab_size, most_turns=most_turns)
@@ -254,7 +259,8 @@ def play(setup, *, reference=False, envs=32, most_turns=20):
     groups, stats = rollouts.play(
         factory.tasks(envs // 8), group_size=8, temperature=1.0, seed=0, stream=""
     )
-    assert engine.pending == 0 and stats.failures == []
+    assert engine.pending == 0
+    assert stats.failures == []
     return groups, stats, len(meter.batches)
 
 
@@ -265,7 +271,8 @@ def test_the_same_episodes_in_half_the_engine_steps(setup):
     found = bench.difference(groups, others)
     assert found["same_turns"] == len(bench.turns_of(groups)) > 400
     assert found["logp_difference"] < bench.ROUNDING
-    assert their_stats == stats and their_steps >= 2 * steps
+    assert their_stats == stats
+    assert their_steps >= 2 * steps
     episodes = [episode for group in groups for episode in group.trajectories]
     longest = max(sum(len(turn.response_ids) for turn in episode.turns) for episode in episodes)
     # It never waits: the longest episode alone takes as many.
@@ -273,7 +280,8 @@ def test_the_same_episodes_in_half_the_engine_steps(setup):
 
 
 def test_the_hit_rate_that_training_logs(setup):
-    """One turn of two groups of eight: the first of each computes its prompt, the others the end of theirs."""
+    """One turn of two groups of eight: the first of each computes its prompt, the others the end of
+    theirs."""
     groups, stats, _ = play(setup, envs=16, most_turns=1)
     shared = simulation.SHARED // BLOCK * BLOCK  # observations differ from member to member
     prompts = sum(len(turn.prompt_ids) for turn in bench.turns_of(groups))
@@ -294,6 +302,5 @@ def test_an_engine_whose_worker_dies_is_one_line(setup, monkeypatch):
         UserError, match="vLLM engine of rank 0 died while sampling: RuntimeError: CUDA error"
     ) as died:
         engine.step()
-    assert died.value.exit_code == 1 and str(died.value).endswith(
-        "checkpoints are kept (--resume auto)"
-    )
+    assert died.value.exit_code == 1
+    assert str(died.value).endswith("checkpoints are kept (--resume auto)")
