@@ -41,7 +41,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 LORA = LoraConfig(rank=4, alpha=8.0)
-LIMIT, GUESS = 1500, Path(__file__).parents[2] / "docs" / "example_environment.py"
+LIMIT = 1500
+GUESS = Path(__file__).parents[2] / "docs" / "example_environment.py"
 CALLS = [Reply.of("", ToolCall("add", {"n": n}, "")) for n in (3, 4)]
 ADDER = """
 from paw.envs.conversation import Conversation
@@ -81,15 +82,15 @@ def vocabulary(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_llm):
-    """The model of all servers: random, its vocabulary that of `test_tools_are_called_and_answered`."""
+    """The model of all servers: random, its vocabulary that of
+    `test_tools_are_called_and_answered`."""
     made = tiny_llm(tmp_path_factory.mktemp("model"))
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(made),
-        AutoModelForCausalLM.from_pretrained(made),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    model = AutoModelForCausalLM.from_pretrained(made)
     tokenizer.add_tokens(list(map(str, CALLS)))
     model.resize_token_embeddings(len(tokenizer))
-    tokenizer.save_pretrained(made), model.save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    model.save_pretrained(made)
     return made
 
 
@@ -104,7 +105,8 @@ def servers(folder):
     started.wait()
     yield started
     groups = set(map(os.getpgid, pids(folder)))
-    assert len(groups) == 1 and len(members(groups)) >= 2  # with its engine
+    assert len(groups) == 1
+    assert len(members(groups)) >= 2  # with its engine
     for pid in (
         started._running[0].pid,
         *groups,
@@ -146,7 +148,8 @@ def truth(model, request, completion):
 
 
 def pids(folder, port=""):
-    """Of servers, whose command names the model's folder and the port; not of the process that looks after one."""
+    """Of servers, whose command names the model's folder and the port; not of the process that
+    looks after one."""
     found = []
     for path in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
@@ -221,12 +224,16 @@ def test_two_ranks_train_on_a_server_one_update_behind(quick, folder, servers, t
     start, *updates = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert start["eval/games"] == 2 and len(updates) == 3
-    assert updates[0]["health/sampler_mismatch"] < 1e-4 and updates[0]["staleness/max"] == 0
+    assert start["eval/games"] == 2
+    assert len(updates) == 3
+    assert updates[0]["health/sampler_mismatch"] < 1e-4
+    assert updates[0]["staleness/max"] == 0
     assert [line["staleness/max"] for line in updates[1:]] == [1, 1]
     for line in updates:
-        assert line.get("health/sampler_mismatch", 0.0) < 1e-4 and line["optim/grad_norm"] > 0
-        assert line["health/env_failures"] == 0 and line["time/score"] < line["time/update"] / 5
+        assert line.get("health/sampler_mismatch", 0.0) < 1e-4
+        assert line["optim/grad_norm"] > 0
+        assert line["health/env_failures"] == 0
+        assert line["time/score"] < line["time/update"] / 5
 
 
 def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_path, monkeypatch):
@@ -248,17 +255,17 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
     config = load("quickstart", {key: str(value) for key, value in keys.items()})
     with open_run(config) as run:
         groups, stats = updated(run)
-        line, chat = run.log.history[-1], run.chat
+        line = run.log.history[-1]
+        chat = run.chat
         joined = sequences(samples := prepare(run, groups), with_observation=True)
-    assert (
-        not stats.failures
-        and line["health/sampler_mismatch"] < 1e-4
-        and 0 < line["success/all"] < 1
-    )
-    assert (
-        math.isfinite(line["policy/loss"]) and line["wm/loss"] > 0 and line["optim/grad_norm"] > 0
-    )
-    several, actions = 0, set()
+    assert not stats.failures
+    assert line["health/sampler_mismatch"] < 1e-4
+    assert 0 < line["success/all"] < 1
+    assert math.isfinite(line["policy/loss"])
+    assert line["wm/loss"] > 0
+    assert line["optim/grad_norm"] > 0
+    several = 0
+    actions = set()
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
         for before, turn in pairwise(trajectory.turns):
             said = before.prompt_ids + before.response_ids
@@ -271,17 +278,19 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
             several += len(results) > 1
             actions.add(before.outcome.action)
         first = chat.decode(trajectory.turns[0].prompt_ids)
-        assert '"name": "add"' in first and f"Reach {trajectory.task.id}." in first
+        assert '"name": "add"' in first
+        assert f"Reach {trajectory.task.id}." in first
     assert all(f'add({{"n": {n}}})' in "; ".join(actions) for n in (3, 4))
-    assert several and len(joined) == sum(len(group.trajectories) for group in groups) < len(
-        samples
-    )
+    assert several
+    assert len(joined) == sum(len(group.trajectories) for group in groups) < len(samples)
     files = [file for file in (tmp_path / config.run.name).rglob("*") if file.is_file()]
-    assert files and not [file for file in files if b"p4ssw0rd" in file.read_bytes()]
+    assert files
+    assert not [file for file in files if b"p4ssw0rd" in file.read_bytes()]
 
 
 def test_a_server_samples_what_the_engine_in_the_process_samples(vllm_here, folder, servers):
-    files, ends = FileTransfer(torch.float32, 60), [257]
+    files = FileTransfer(torch.float32, 60)
+    ends = [257]
     words = vocabulary(folder)
     pool = SendingPool(
         servers.urls,
@@ -298,13 +307,13 @@ def test_a_server_samples_what_the_engine_in_the_process_samples(vllm_here, fold
         for engine in (over_http, here):
             push_weights(model, engine, version=version)
         asked = requests()
-        ours, theirs = play(here, asked), play(over_http, asked)
+        ours = play(here, asked)
+        theirs = play(over_http, asked)
         assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
         for request, one, other in zip(asked, ours, theirs, strict=True):
             logp, entropy = truth(model, request, other)
-            assert other.logp == pytest.approx(one.logp, abs=1e-5) and other.logp == pytest.approx(
-                logp, abs=1e-4
-            )
+            assert other.logp == pytest.approx(one.logp, abs=1e-5)
+            assert other.logp == pytest.approx(logp, abs=1e-4)
             assert other.entropy == pytest.approx(one.entropy, abs=1e-5)
             assert other.entropy == pytest.approx(entropy, abs=1e-4)
     assert not pool.faults
@@ -328,7 +337,8 @@ def adapted(model, seed):
 def test_adapters_alone_are_sent_also_under_running_requests(
     vllm_here, folder, servers, monkeypatch
 ):
-    """In the process and to a server: tokens are those of the merged weights, each log-prob is that of one version."""
+    """In the process and to a server: tokens are those of the merged weights, each log-prob is that
+    of one version."""
     pytest.importorskip("peft")
     base = make_model(folder, seed=1)
     models = [adapted(base, seed=0)]
@@ -363,10 +373,8 @@ def test_adapters_alone_are_sent_also_under_running_requests(
         for one, other in zip(found, expected, strict=True):
             assert one.logp == pytest.approx(other.logp, abs=1e-4)
     longest = max(asked, key=lambda request: len(request.prompt_ids))
-    assert (
-        play(over_http, [longest])[0].cached_tokens > 0
-        and play(here, [longest])[0].cached_tokens > 0
-    )
+    assert play(over_http, [longest])[0].cached_tokens > 0
+    assert play(here, [longest])[0].cached_tokens > 0
 
     monkeypatch.setattr(
         Weights, "base", property(lambda self: pytest.fail("base weights were sent again"))
@@ -394,9 +402,8 @@ def test_adapters_alone_are_sent_also_under_running_requests(
         assert again.cached_tokens == 0 or engine is over_http
     for version in (2, 3):
         push_weights(models[0], over_http, version=version)
-    assert [c.token_ids for c in play(over_http, asked)] == [
-        c.token_ids for c in expected
-    ] and not pool.faults
+    assert [c.token_ids for c in play(over_http, asked)] == [c.token_ids for c in expected]
+    assert not pool.faults
     (held,) = adapters.post(servers.urls[0], "collective_rpc", {"method": "list_loras"})["results"]
     assert len(held) == 1  # of all versions one
     assert {path.name for path in adapters._folder.iterdir()} == {
@@ -499,18 +506,14 @@ def test_weights_reach_a_server_by_nccl(folder):
             "ranks": Ranks(),
         }
         pool = SendingPool(started.urls, transfer, **options, entropy=True)
-        engine, model = (
-            ServerEngine(pool, LIMIT),
-            make_model(folder, seed=1).to("cuda", torch.bfloat16),
-        )
+        engine = ServerEngine(pool, LIMIT)
+        model = make_model(folder, seed=1).to("cuda", torch.bfloat16)
         for version in range(2):
             push_weights(model, engine, version=version)
             for request, completion in zip(requests(), play(engine, requests()), strict=True):
                 logp, entropy = truth(model.float().cpu(), request, completion)
-                assert (
-                    completion.logp == pytest.approx(logp, abs=0.1)
-                    and completion.versions[0] == version
-                )
+                assert completion.logp == pytest.approx(logp, abs=0.1)
+                assert completion.versions[0] == version
                 assert completion.entropy == pytest.approx(entropy, abs=0.1)
             model = make_model(folder, seed=2).to("cuda", torch.bfloat16)
         pool.close()
