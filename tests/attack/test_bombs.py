@@ -47,7 +47,7 @@ def quick():
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
-    """A file of two questions whose answers are regular expressions, one of them without an end."""
+    """A file of two questions whose answers are regular expressions; the first never ends."""
     pytest.importorskip("datasets", reason="the optional package datasets is not installed")
     path = tmp_path_factory.mktemp("questions") / "bomb.jsonl"
     write_jsonl(path, [{"question": "a?", "answer": BOMB}, {"question": "b?", "answer": "b+"}])
