@@ -159,7 +159,7 @@ def answers_of(chat):
     return [(cut_ids, True), *complete, (cut_ids[:2], True)]
 
 
-def six_answers(chat):
+def repeated_answers(chat):
     """The token ids alone, twice each."""
     return [ids for ids, _ in answers_of(chat) * 2]
 
@@ -245,7 +245,7 @@ def test_a_conversation_that_outgrows_its_context_ends_with_the_end_token():
     """The last observation, which no prompt shows, is appended as the next prompt would have shown
     it."""
     chat = Chat(TOKENIZERS["chat qwen3"])
-    answers = six_answers(chat)
+    answers = repeated_answers(chat)
     (whole,), _ = play(chat, Chatting, Scripted(answers))
     for turn_count in (1, 2):
         next_prompt = whole.turns[turn_count].prompt_ids
@@ -260,7 +260,7 @@ def test_a_conversation_that_outgrows_its_context_ends_with_the_end_token():
 
 def test_without_a_world_model_nothing_follows_an_answer():
     chat = Chat(TOKENIZERS["chat qwen3"])
-    _, samples = play(chat, Chatting, Scripted(six_answers(chat)), with_world_model=False)
+    _, samples = play(chat, Chatting, Scripted(repeated_answers(chat)), with_world_model=False)
     for sample in samples:
         assert sample.separator_ids == []
         assert sample.observation_ids == []
