@@ -50,7 +50,7 @@ KEYS = st.sampled_from(sorted(known_keys(load("quickstart"))))
 
 @contextmanager
 def told_if_refused(*, always: bool = False):
-    """What is refused is refused in one line that can be read; `always`: it must be."""
+    """What is refused is refused in one line that can be read. With `always` it must be refused."""
     try:
         yield
     except UserError as error:
@@ -117,11 +117,11 @@ def test_a_recipe_that_goes_too_far_is_one_line(capfd, tmp_path):
     for content, message in DOCUMENTS:
         path.write_text(content)
         assert main(["train", str(path), "--run.dir", str(tmp_path / "runs")]) == 2
-        said = capfd.readouterr().err
-        assert said.startswith("paw: ")
-        assert said.count("\n") == 1
-        assert len(said) < 2200
-        assert message in said
+        errors = capfd.readouterr().err
+        assert errors.startswith("paw: ")
+        assert errors.count("\n") == 1
+        assert len(errors) < 2200
+        assert message in errors
         assert [entry.name for entry in tmp_path.iterdir()] == ["recipe.toml"]
     for number in range(60):
         (tmp_path / f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')
@@ -155,15 +155,13 @@ OVERRIDES = [
 
 def test_a_word_that_goes_too_far_is_one_line(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for words in [
-        *COMMANDS,
-        *(["train", "quickstart", f"--{key}", value] for key, value in OVERRIDES),
-    ]:
-        assert main(words) == 2
-        said = capfd.readouterr().err.splitlines()
-        assert said[-1].startswith("paw: ")
-        assert len(said) <= 2
-        assert all(len(line) < 2200 for line in said)
+    overrides = [["train", "quickstart", f"--{key}", value] for key, value in OVERRIDES]
+    for command in COMMANDS + overrides:
+        assert main(command) == 2
+        errors = capfd.readouterr().err.splitlines()
+        assert errors[-1].startswith("paw: ")
+        assert len(errors) <= 2
+        assert all(len(line) < 2200 for line in errors)
     assert list(tmp_path.iterdir()) == []
 
 
