@@ -95,8 +95,7 @@ def episodes_of(groups):
 
 def children_that_run(module, pid):
     """Ids of the children of a process that run `python -m module`."""
-    words = b"-m\0" + module.encode()
-    return [child for child in children(pid) if words in command_of(child)]
+    return [child for child in children(pid) if module.encode() in command_of(child)]
 
 
 def workers():
