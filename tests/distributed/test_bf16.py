@@ -22,31 +22,42 @@ SHARP = {"initializer_range": 0.1, "num_hidden_layers": 4}
 
 
 def log_probs(policy, rows, ranks):
+    """The log-probs of all rows, in their order, of which each rank scores its share."""
     share = (ranks.rank, ranks.world_size)
     scored = loss.log_probs(policy, rows, temperature=1.0, budget=100, share=share)
-    parts = ranks.gather(scored, dict[int, tuple[list[float], float]])
-    found = {i: logp for part in parts for i, (logp, _) in part.items()}
-    return torch.tensor([value for i in range(len(rows)) for value in found[i]])
+    scored_rows = {}
+    for part in ranks.gather(scored, dict[int, tuple[list[float], float]]):
+        scored_rows |= part
+    values = []
+    for place in range(len(rows)):
+        logps, _ = scored_rows[place]
+        values += logps
+    return torch.tensor(values)
 
 
 def gradient(policy, rows, ranks):
+    """The gradient of the joint loss, to which each rank adds its share of the micro-batches."""
     objective = Objective(rho=0.05)
-    share = (ranks.rank, ranks.world_size)
-    sizes = {"budget": 100, "device": policy.device, "quadratic": policy.quadratic}
-    batches = micro_batches(rows, with_observation=True, share=share, **sizes)
+    batches = micro_batches(
+        rows,
+        budget=100,
+        with_observation=True,
+        device=policy.device,
+        quadratic=policy.quadratic,
+        share=(ranks.rank, ranks.world_size),
+    )
     for batch in batches:
         ranks.sync_gradients(policy, True)
         tokens = objective.tokens(batch, rows, len(rows))
         scaled = replace(tokens, weight=ranks.world_size * tokens.weight)
         loss.joint_loss(policy, batch, scaled, objective.loss, temperature=1.0).loss.backward()
-    found = {
-        n: full_tensor(p.grad).double().flatten() for n, p in policy.named_parameters_once().items()
-    }
-    return torch.cat([found[name] for name in sorted(found)])
+    parameters = policy.named_parameters_once()
+    gradients = [full_tensor(parameters[name].grad) for name in sorted(parameters)]
+    return torch.cat([part.double().flatten() for part in gradients])
 
 
-def error(found, wanted):
-    return float((found - wanted).norm() / wanted.norm())
+def relative_error(gradient, expected):
+    return float((gradient - expected).norm() / expected.norm())
 
 
 def make(kind, checkpointing):
@@ -57,9 +68,8 @@ def make(kind, checkpointing):
         add_adapters(lm, LoraConfig(rank=4), seed=0)
         for name, parameter in lm.named_parameters():
             if ".lora_B" in name:
-                torch.nn.init.normal_(
-                    parameter, std=0.1, generator=torch.Generator().manual_seed(len(name))
-                )
+                generator = torch.Generator().manual_seed(len(name))
+                torch.nn.init.normal_(parameter, std=0.1, generator=generator)
     return Policy(lm, dtype="bfloat16", checkpointing=checkpointing)
 
 
@@ -69,23 +79,25 @@ def check(kind, checkpointing, ranks):
     alone = make(kind, checkpointing)
     shared = make(kind, checkpointing)
     exact = Policy(copy.deepcopy(make(kind, "none").lm).float(), dtype="float32")
-    for layer in (part for part in exact.lm.modules() if part._forward_pre_hooks):
-        layer._forward_pre_hooks.clear()
-        layer._forward_hooks.clear()
+    for module in exact.lm.modules():
+        if module._forward_pre_hooks:
+            module._forward_pre_hooks.clear()
+            module._forward_hooks.clear()
     ranks.shard(shared, shared.dtype, layers=decoder_layers(shared))
-    one, two, wanted = (
-        log_probs(p, rows, r) for p, r in ((alone, single), (shared, ranks), (exact, single))
-    )
-    rounding = float((one - wanted).abs().max())
-    apart = float((one - two).abs().max())
+
+    of_one = log_probs(alone, rows, single)
+    of_two = log_probs(shared, rows, ranks)
+    rounding = float((of_one - log_probs(exact, rows, single)).abs().max())
+    apart = float((of_one - of_two).abs().max())
     assert apart <= 1e-3 < rounding, f"{kind}: log-probs {apart:.1e} apart, rounding {rounding:.1e}"
-    one, two, wanted = (
-        gradient(p, rows, r) for p, r in ((alone, single), (shared, ranks), (exact, single))
-    )
-    apart = error(two, one)
-    rounding = error(one, wanted)
+
+    of_one = gradient(alone, rows, single)
+    of_two = gradient(shared, rows, ranks)
+    rounding = relative_error(of_one, gradient(exact, rows, single))
+    apart = relative_error(of_two, of_one)
     assert apart <= 0.5 * rounding, f"{kind}: gradients {apart:.1e} apart, rounding {rounding:.1e}"
-    assert {p.grad.dtype for p in alone.named_parameters_once().values()} == {torch.float32}
+    for parameter in alone.named_parameters_once().values():
+        assert parameter.grad.dtype == torch.float32
 
 
 def check_all(rank):
