@@ -412,9 +412,9 @@ def test_servers_end_with_their_run_however_it_ends(tmp_path):
     run = CONTEXT.Process(target=run_with_a_server, args=(tmp_path,))
     run.start()
     wait_until(lambda: servers_of(tmp_path))
-    (group,) = set(map(os.getpgid, servers_of(tmp_path)))
+    groups = set(map(os.getpgid, servers_of(tmp_path)))
     run.kill()
-    wait_until(lambda: not members(group), seconds=30)
+    wait_until(lambda: not any(map(members, groups)), seconds=30)
 
 
 @pytest.mark.gpu
@@ -470,9 +470,8 @@ def test_weights_reach_a_server_by_nccl(folder):
         model = make_model(folder, seed=1).to("cuda", torch.bfloat16)
         for version in range(2):
             push_weights(model, engine, version=version)
-            for request, completion in zip(
-                make_requests(), play(engine, make_requests()), strict=True
-            ):
+            requests = make_requests()
+            for request, completion in zip(requests, play(engine, requests), strict=True):
                 logp, entropy = truth(model.float().cpu(), request, completion)
                 assert completion.logp == pytest.approx(logp, abs=0.1)
                 assert completion.versions[0] == version
