@@ -341,8 +341,8 @@ def test_a_schema_in_another_place_is_refused(tool, problem):
 
 
 def test_a_models_own_format_that_never_ends_is_one_line(monkeypatch):
-    """The patterns of transformers' `response_template` come with the tokenizer: this one takes some
-    seconds."""
+    """The patterns of transformers' `response_template` come with the tokenizer: this one takes
+    some seconds."""
     monkeypatch.setattr(calls, "PARSE_S", 0.2)
     fields = {
         "tool_calls": {"open_pattern": "<c>(?:a|aa)+$", "close": "</c>"},
