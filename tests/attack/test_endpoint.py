@@ -242,8 +242,8 @@ def test_refused_parameters_are_left_out_from_then_on(server, ask, capfd):
 
 
 def test_an_answer_goes_on_or_is_restated(server, ask):
-    """A start of the answer is continued by the server; if it refuses that, the start is restated in
-    the prompt. The options of the template go along."""
+    """A start of the answer is continued by the server; if it refuses that, the start is restated
+    in the prompt. The options of the template go along."""
     options = {"enable_thinking": False}
     endpoint = Endpoint(EndpointConfig(url=server.url, model="m"), template_options=options)
     ask("why?", start="<think>Be", endpoint=endpoint)
