@@ -115,8 +115,8 @@ def expected_tokens(seed):
 
 
 class Peer:
-    """A server in a thread that speaks vLLM's protocol as far as the engine uses it, and has one bad
-    `habit`."""
+    """A server in a thread that speaks vLLM's protocol as far as the engine uses it, and has one
+    bad `habit`."""
 
     def __init__(self, habit=""):
         self.habit = habit
@@ -136,7 +136,8 @@ class Peer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            # The body follows the head at once, not 40 ms later when the head has been acknowledged.
+            # The body follows the head at once, not 40 ms later when the head has been
+            # acknowledged.
             disable_nagle_algorithm = True
 
             def log_message(self, *_):
