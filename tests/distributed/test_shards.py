@@ -149,8 +149,8 @@ def started(commands, folder):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kill_9_while_it_is_written_leaves_the_older_one(start, tmp_path, monkeypatch, ranks):
-    """Training goes on meanwhile and changes nothing in it; nothing counts as saved before all ranks
-    have written their files."""
+    """Training goes on meanwhile and changes nothing in it; nothing counts as saved before all
+    ranks have written their files."""
     patched(monkeypatch, tmp_path, SLOW.format(what="time.sleep(600)"))
     words = words_of(tmp_path, start, "run", run_updates=3, run_save_every=1, **PPO)
     run = tmp_path / "run"
