@@ -246,8 +246,8 @@ class Held:
 
 @pytest.mark.slow
 def test_four_ranks_as_two_machines_train_to_the_weights_of_one(start, tmp_path):
-    """Policy and critic are sharded within a machine, with a copy on each; there are more ranks than
-    tasks."""
+    """Policy and critic are sharded within a machine, with a copy on each; there are more ranks
+    than tasks."""
     ppo = {
         "advantage_type": "ppo",
         "critic_lr": 3e-3,
