@@ -1,5 +1,5 @@
-"""Every agent trains with GRPO + PaW, also the agent of docs/agents.md with the reward there. So does
-a recipe of Table 2."""
+"""Every agent trains with GRPO + PaW, also the agent of docs/agents.md with the reward there. So
+does a recipe of Table 2."""
 
 import json
 import math
