@@ -1,5 +1,5 @@
-"""`paw serve retriever` as a process on loopback: it answers many clients at once, names mistakes and
-ends cleanly."""
+"""`paw serve retriever` as a process on loopback: it answers many clients at once, names mistakes
+and ends cleanly."""
 
 import asyncio
 import json
