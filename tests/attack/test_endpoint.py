@@ -10,6 +10,7 @@ import time
 from email.utils import formatdate
 
 import pytest
+from command_line import as_words
 from jsonl import read_jsonl, write_jsonl
 from scripted_server import completion, refusal
 
@@ -296,15 +297,7 @@ def test_nobody_there_is_one_line_before_any_game(capfd, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# --- paw eval against it
-
-
-def as_words(settings):
-    """The words of a command line, `--key value`."""
-    words = []
-    for key, value in settings.items():
-        words += [f"--{key}", str(value)]
-    return words
+# --- `paw eval` against it
 
 
 @pytest.fixture
@@ -368,7 +361,7 @@ def test_an_evaluation_its_files_and_the_same_command_again(server, evaluate, tm
 
 
 def test_an_interrupted_evaluation_goes_on(server, evaluate, tmp_path):
-    # A shell's background jobs ignore it.
+    # A shell's background jobs ignore Ctrl-C.
     handler_before = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupts = []
 
@@ -428,7 +421,7 @@ def test_an_evaluation_grows_and_shrinks(server, evaluate, tmp_path):
 
 def test_a_larger_draw_in_another_order_keeps_what_is_in_both(server, tmp_path):
     """Of 22 questions `random.sample` draws 8 in another way than 4: three are in both draws, two
-    of them elsewhere."""
+    of them at another place."""
     server.default = (200, completion("<answer>Tuk</answer>"), {})
     questions = []
     for number in range(22):
