@@ -41,8 +41,8 @@ def model():
 
 @pytest.fixture
 def rollouts(model, monkeypatch):
-    """`rollouts(max_turns=5, step=exits)`: of an environment whose games misbehave, with settings
-    of `env`."""
+    """`rollouts(max_turns=5, step=exits)` plays an environment whose games misbehave; settings of
+    `env` may be among the options."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
 
@@ -261,8 +261,8 @@ def test_what_the_user_can_fix_and_ctrl_c_end_the_run(rollouts, error, may_block
     "wrong",
     [{"step": spins}, {"make": waits}, {"reset": sleeps_in_c}, {"step": waits, "may_block": True}],
 )
-def test_one_that_hangs_costs_its_episode_and_a_thread(rollouts, wrong):
-    """Nothing waits for its call, which would take for ever."""
+def test_an_environment_that_hangs_costs_its_episode_and_a_thread(rollouts, wrong):
+    """Nothing waits for the call that hangs."""
     threads_before = threading.active_count()
     played = rollouts(step_timeout_s=0.3, **wrong)
     groups, stats = play(played)
