@@ -1,5 +1,5 @@
-"""Files and values of whatever content: each is taken, or refused with one line that is short
-enough to read."""
+"""Files and values with any content are taken, or refused with one line that is short enough to
+read."""
 
 import hashlib
 import json
