@@ -95,8 +95,8 @@ def memory() -> int:
 
 @pytest.mark.parametrize("problem", BAD)
 def test_who_misbehaves_costs_little_memory(server, monkeypatch, problem):
-    """An endpoint, and a retriever where it is asked in another way. What has no end is given
-    up."""
+    """For an endpoint, and for a retriever in the cases in which it reads otherwise. What has no end
+    is given up."""
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
     server.default, reason = BAD[problem]
     before = memory()
@@ -142,7 +142,7 @@ def test_a_retriever_that_restarts_costs_nothing(server, monkeypatch):
     server.script = [(200, HITS, {}), *[close] * 4, *[(503, b"starting", {})] * 4, (200, HITS, {})]
     client = RemoteRetriever(server.url, timeout_s=5)
     assert client.search(["q"], 1) == [[Hit("1", "x", 0.5)]]
-    # As the pauses are.
+    # The pauses are longer outside of tests.
     assert sum(0.5 * min(60, 2**n) for n in range(remote.PATIENT_TRIES - 1)) > 120
 
 
