@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import as_words
 from test_openenv import Scripted, seen
 from test_servers import Peer, ask
 from torch import nn
@@ -45,14 +46,6 @@ def with_password(url):
 def takes_url(field):
     schema = f"{field.annotation} {field.metadata}"
     return "https?" in schema
-
-
-def as_words(settings):
-    """The words of a command line, `--key value`."""
-    words = []
-    for key, value in settings.items():
-        words += [f"--{key}", str(value)]
-    return words
 
 
 def files_of(folder):
