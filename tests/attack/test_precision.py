@@ -36,7 +36,7 @@ NAMES = {"float32": frozenset(WITHOUT), "bfloat16": frozenset(WITHOUT | SAPPHIRE
 
 @pytest.fixture
 def machine(monkeypatch):
-    """`machine("bfloat16")` makes this CPU one that "auto" takes that for."""
+    """`machine("bfloat16")` makes this CPU one for which "auto" is bfloat16."""
 
     def make(name):
         monkeypatch.setattr(dtype, "cpu_features", lambda: NAMES[name])
@@ -76,7 +76,7 @@ def test_a_cpu_without_computes_in_float32_and_a_gpu_in_bfloat16():
 def test_what_this_cpu_has_is_found(monkeypatch):
     flags = Path("/proc/cpuinfo").read_text().split()
     assert dtype.BFLOAT16.intersection(dtype.cpu_features()) == dtype.BFLOAT16.intersection(flags)
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)  # as torch 2.10 is
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)  # as in torch 2.10
     assert dtype.BFLOAT16.intersection(dtype.cpu_features()) == dtype.BFLOAT16.intersection(flags)
 
 
@@ -90,7 +90,7 @@ def test_auto_is_the_default_and_what_is_named_is_taken(machine, name):
     for named in NAMES:
         config = load("alfworld-grpo-paw", {"model.dtype": named})
         assert training_dtype(config, CPU) == with_dtype(config, name).model.dtype == named
-    flash = load("alfworld-grpo-paw", {"optim.name": "flash-adamw"})  # whose weights are bfloat16
+    flash = load("alfworld-grpo-paw", {"optim.name": "flash-adamw"})  # its weights are bfloat16
     assert training_dtype(flash, CPU) == "bfloat16"
 
 
