@@ -94,7 +94,7 @@ def episodes_of(groups):
 
 
 def children_that_run(module, pid):
-    """Ids of the children of a process that run `python -m module`."""
+    """Ids of the children of a process whose command names the module."""
     return [child for child in children(pid) if module.encode() in command_of(child)]
 
 
@@ -234,7 +234,7 @@ def test_what_cannot_run_in_a_process_is_one_line():
 
 
 def test_tasks_that_hang_are_one_line_beside_processes_too(monkeypatch):
-    """They are listed in the trainer, in a thread with a deadline, as without processes."""
+    """Tasks are listed in the trainer, in a thread with a deadline, as without processes."""
     monkeypatch.setenv("ATTACK", "tasks that hang")
     name = f"{Path(__file__).parents[1] / 'support' / 'environments.py'}:LaterTasks"
     env = {"name": name, "processes": 1, "step_timeout_s": 20.0}
@@ -280,7 +280,7 @@ time.sleep(60)
 
 
 def test_processes_end_with_a_trainer_that_is_killed(tmp_path):
-    """One of them holds its interpreter; a signal of the terminal ends none."""
+    """Even one that holds its interpreter. A signal of the terminal ends none of them."""
     once = tmp_path / "once"
     variables = os.environ | {"DEADLY": "holds the interpreter", "DEADLY_ONCE": str(once)}
     trainer = subprocess.Popen(
