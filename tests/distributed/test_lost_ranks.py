@@ -133,7 +133,7 @@ def kill_session(launcher):
 
 
 def has_ended_or(launcher, condition):
-    """The condition, which also holds once the launcher has ended: then it never would."""
+    """The condition, or that the launcher has ended, after which the condition never would hold."""
     return lambda: launcher.poll() is not None or condition()
 
 
@@ -273,7 +273,7 @@ def test_a_closed_terminal_lets_ranks_save(recipe, forked_session, tmp_path):
     [(0.2, ()), (1.6, ()), (4.0, ()), (0.8, TWO_RANKS), (2.5, TWO_RANKS), (6.0, TWO_RANKS)],
 )
 def test_ctrl_c_while_it_loads_ends_it_without_an_abort(recipe, delay, options):
-    """At moments from the interpreter's start to the first episodes, as the terminal sends it: to
+    """At moments from the interpreter's start to the first episodes. The terminal sends the signal to
     all processes."""
     child = launched(recipe, *options)
     time.sleep(delay)
