@@ -64,7 +64,7 @@ def train(folder, start, name, *options, gpus=1, on_host=0, **changes):
 
 
 def exit_codes(ended):
-    """Of ranks, of which `run_ranks` gives (exit code, standard error)."""
+    """The exit codes of ranks, for which `run_ranks` gives (exit code, standard error)."""
     return [code for code, _ in ended]
 
 
@@ -366,7 +366,7 @@ def test_a_mistake_is_one_line_however_many_ranks_there_are(paw, tmp_path):
 
 
 def test_ranks_share_the_cores_of_this_process(monkeypatch):
-    """The machine may have more, of which a container or a scheduler leaves this process a few."""
+    """The machine may have more cores than a container or a scheduler leaves to this process."""
     environments = []
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr("os.cpu_count", lambda: 64)
