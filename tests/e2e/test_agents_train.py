@@ -64,7 +64,7 @@ TABLE_2 = MODEL | {
 
 
 def test_a_recipe_of_table_2_trains(paw_here, read_metrics, tiny_llm, says_only, tmp_path):
-    """One update on questions of a file, then the table: the seven sets and their average, in the
+    """One update on questions from a file, then the table: the seven sets and their average, in the
     paper's order."""
     questions = []
     for number, source in enumerate(SETS):
