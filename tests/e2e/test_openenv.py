@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from command_line import as_words
 from jsonl import read_jsonl
 from templates import QWEN25_TEMPLATE
 
@@ -66,11 +67,8 @@ def start(paw_env):
 @pytest.fixture(scope="module")
 def urls(start):
     """The URLs of a guessing game, of tools and of `paw serve env alfworld`."""
-    room = []
-    for key, value in ROOM.items():
-        room += [f"--{key}", value]
     url_of_package = start(HERE / "openenv_server.py")
-    url_of_paw = start("-m", "paw", "serve", "env", "alfworld", "--port", 0, *room)
+    url_of_paw = start("-m", "paw", "serve", "env", "alfworld", "--port", 0, *as_words(ROOM))
     package = url_of_package()
     return f"{package}/guess", f"{package}/shelf", url_of_paw()
 
