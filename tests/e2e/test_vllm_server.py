@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import as_words
 from forked import CONTEXT, run_ranks
 from jsonl import read_jsonl
 from processes import wait_until
@@ -69,7 +70,7 @@ class Adder(Conversation):
 
 
 def make_model(folder, seed=0):
-    """The model of the folder, its weights drawn again where there is a seed."""
+    """The model of the folder; with a seed, other weights."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -84,8 +85,7 @@ def vocabulary(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_llm):
-    """The model of all servers: random, its vocabulary that of
-    `test_tools_are_called_and_answered`."""
+    """The random model of all servers, whose vocabulary has the words of `CALLS`."""
     folder = tiny_llm(tmp_path_factory.mktemp("model"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -180,10 +180,8 @@ def test_two_ranks_train_on_a_server_one_update_behind(quick, folder, servers, t
         "rollout.group_size": 2, "rollout.max_prompt_tokens": 500, "rollout.max_response_tokens": 8,
         "run.updates": 3, "eval.games": 2,
     }  # fmt: skip
-    words = ["train", "quickstart"]
-    for key, value in settings.items():
-        if not key.startswith("warmup."):
-            words += [f"--{key}", str(value)]
+    settings = {key: value for key, value in settings.items() if not key.startswith("warmup.")}
+    words = ["train", "quickstart", *as_words(settings)]
     ended = run_ranks([words, words], [tmp_path, tmp_path], on_host=2)
     assert [code for code, _ in ended] == [0, 0], ended
 
@@ -294,7 +292,7 @@ def test_a_server_samples_what_the_engine_in_the_process_samples(vllm_here, fold
 
 
 def adapted(model, seed):
-    """The model with adapters that no other seed gives."""
+    """The model with adapters that the seed decides."""
     model = copy.deepcopy(model)
     if seed == 0:
         add_adapters(model, LORA, seed=0)
@@ -408,7 +406,7 @@ def run_with_a_server(folder):
 
 
 def test_servers_end_with_their_run_however_it_ends(tmp_path):
-    """A process that has started a server is killed while that is coming up."""
+    """A process that has started a server is killed while the server is coming up."""
     run = CONTEXT.Process(target=run_with_a_server, args=(tmp_path,))
     run.start()
     wait_until(lambda: servers_of(tmp_path))
@@ -458,7 +456,7 @@ def test_log_probs_and_entropies_of_a_gpus_model_runner_are_the_trainers(folder)
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_weights_reach_a_server_by_nccl(folder):
-    """And its entropies are those of the GPU's model runner."""
+    """And the server gives the entropies of the GPU's model runner."""
     options = {"gpu_memory_utilization": 0.3, "nccl": True, "entropy": True}
     command = vllm_command(folder, max_model_len=LIMIT, dtype="bfloat16", on_cpu=False, **options)
     started = Servers(command, [["1"]], folder / "nccl")
