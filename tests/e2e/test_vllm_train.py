@@ -85,8 +85,8 @@ def test_the_sampler_has_the_trainers_weights_at_every_update(trained, quick_run
         assert metrics["wm/loss"] > 0
         assert metrics["time/sync"] > 0
 
-    # The metrics are those of the transformers engine. Success is told by kinds of games, which
-    # are others there.
+    # The metrics are those of the transformers engine, except for success by kinds of games: that
+    # run plays other kinds.
     _, metrics_there, _ = read_jsonl(quick_run / "metrics.jsonl")
     differing = updates[0].keys() ^ metrics_there.keys()
     assert {key for key in differing if not key.startswith("success/")} == {"perf/cached_frac"}
