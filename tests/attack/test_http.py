@@ -95,8 +95,8 @@ def memory() -> int:
 
 @pytest.mark.parametrize("problem", BAD)
 def test_who_misbehaves_costs_little_memory(server, monkeypatch, problem):
-    """For an endpoint, and for a retriever in the cases in which it reads otherwise. What has no end
-    is given up."""
+    """For an endpoint, and for a retriever in the cases in which it reads otherwise. What has no
+    end is given up."""
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
     server.default, reason = BAD[problem]
     before = memory()
