@@ -273,8 +273,8 @@ def test_a_closed_terminal_lets_ranks_save(recipe, forked_session, tmp_path):
     [(0.2, ()), (1.6, ()), (4.0, ()), (0.8, TWO_RANKS), (2.5, TWO_RANKS), (6.0, TWO_RANKS)],
 )
 def test_ctrl_c_while_it_loads_ends_it_without_an_abort(recipe, delay, options):
-    """At moments from the interpreter's start to the first episodes. The terminal sends the signal to
-    all processes."""
+    """At moments from the interpreter's start to the first episodes. The terminal sends the signal
+    to all processes."""
     child = launched(recipe, *options)
     time.sleep(delay)
     pids = children(child.pid)
