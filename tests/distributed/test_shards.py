@@ -1,5 +1,5 @@
-"""Checkpoints of several ranks: a file for each rank, which any number of ranks reads, written while
-training goes on."""
+"""Checkpoints of several ranks: a file for each rank, which any number of ranks reads, written
+while training goes on."""
 
 import signal
 import time
