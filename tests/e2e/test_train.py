@@ -243,8 +243,8 @@ def test_any_causal_lm_and_what_is_not_measured_is_absent(
 
 
 def test_the_python_page_runs_as_a_notebook(quick, paw_env, tmp_path, monkeypatch, capfd):
-    """The blocks of docs/python.md in their order, in one process and one namespace, inside a running
-    event loop, with fewer updates."""
+    """The blocks of docs/python.md in their order, in one process and one namespace, inside a
+    running event loop, with fewer updates."""
     brief = quick | {"run.updates": 1, "eval.games": 2}
     load = paw.load
 
