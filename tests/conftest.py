@@ -84,8 +84,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+@pytest.hookimpl(trylast=True)  # attack/conftest.py marks its tests before
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in TOGETHER)  # what takes longest comes first
+    """What takes longest comes first: the files that import vLLM, then those with slow tests. The
+    short files at the end keep all workers busy to the last."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path.name not in TOGETHER, item.path not in slow))
 
 
 def pytest_collection_finish() -> None:
