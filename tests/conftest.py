@@ -1,4 +1,5 @@
-"""The command line as users run it: subprocesses, and one quickstart model that a whole test session shares."""
+"""The command line as users run it, in child processes, and one quickstart model for a whole test
+session."""
 
 import fcntl
 import gc
@@ -23,13 +24,14 @@ import pytest
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 # The cores are taken by other workers, and by children.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Read at import; a name that is no folder is tried for a minute else.
+# Read at import. Without it, a name that is not a folder is looked up for a minute.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Before FSDP or vLLM imports Triton, which settles whether its own functions are interpreted. The
 # variable does not stay: the children that tests start would inherit it.
 import torch
 from forked import Child
+from jsonl import read_jsonl
 
 from paw.cli import main
 from paw.config.plugins import CALLBACKS
@@ -37,7 +39,7 @@ from paw.config.recipe import load
 from paw.envs import make_factory
 
 collect_ignore = ["e2e/openenv_client.py", "e2e/openenv_server.py"]
-"""Programs of other Python environments, which no doctest is looked for in."""
+"""Programs of other Python environments: they are not searched for doctests."""
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:  # started by `&` in a script, or by nohup
@@ -49,12 +51,15 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
 
 ROOT = Path(__file__).parents[1]
 PACK = ROOT.parent / "shared" / "data" / "alfworld" / "games.jsonl.xz"
-QUICK = {  # env.* and warmup.* are part of the cached model's key: the same for every quickstart run of a session
+# env.* and warmup.* are part of the cached model's key: the same for every quickstart run of a
+# session.
+QUICK = {
     "run.threads": 1,
     "run.updates": 2,
     "warmup.max_steps": 40,
     "env.invalid_penalty": 0.1,
-    "advantage.penalty_only": "keep",  # the barely trained model never wins: penalties are what the policy learns from
+    # The barely trained model never wins: penalties are what the policy learns from.
+    "advantage.penalty_only": "keep",
     "rollout.tasks": 4,
     "rollout.group_size": 4,
     "eval.games": 8,
@@ -62,7 +67,7 @@ QUICK = {  # env.* and warmup.* are part of the cached model's key: the same for
 
 
 TOGETHER = ("test_smollm2.py", "test_vllm_engine.py", "test_vllm_server.py", "test_vllm_train.py")
-"""Files of one process: they import vLLM in it, which takes twenty seconds of a core."""
+"""Files that run in one process: they import vLLM there, which takes twenty seconds of a core."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -79,62 +84,75 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+@pytest.hookimpl(trylast=True)  # attack/conftest.py marks its tests before
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in TOGETHER)  # what takes longest comes first
+    """What takes longest comes first: the files that import vLLM, then those with slow tests. The
+    short files at the end keep all workers busy to the last."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path.name not in TOGETHER, item.path not in slow))
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # gc.collect() leaves out what is imported: 0.2 s each time
+    gc.freeze()  # gc.collect() then skips what is imported already, which saves 0.2 s each time
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that all processes of a test session have in common."""
-    own = tmp_path_factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="session")
 def paw_env(shared: Path) -> dict[str, str]:
-    """Environment of a child: the checkout, one thread, offline, a warm-up cache of this session."""
-    path = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """Environment of a child: the checkout, one thread, offline, a warm-up cache of this
+    session."""
+    folders = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONPATH": os.pathsep.join(folders),
         "OMP_NUM_THREADS": "1",
         "PAW_CACHE": str(shared / "cache"),
-        "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles the rank of a token, which nothing reads: seconds, g++ included
+        # vLLM would compile the rank of a token, which nothing reads: seconds, g++ included.
+        "TORCHDYNAMO_DISABLE": "1",
     }
 
 
 @pytest.fixture(scope="session")
 def paw(paw_env: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`paw(*words, code=0)` runs the command line, without a report; a mapping among the words is overrides."""
+    """`paw(*words, code=0)` runs the command line, without a report; a mapping among the words is
+    overrides."""
 
     def run(*words: Any, code: int | None = 0, env: dict[str, str] | None = None):
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            files = {"out": out.fileno(), "err": err.fileno()}
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             child = Child(
-                command(*words)[3:], env={**paw_env, **(env or {})}, cwd=str(Path.cwd()), **files
+                command(*words)[3:],
+                env=paw_env | (env or {}),
+                cwd=str(Path.cwd()),
+                out=output.fileno(),
+                err=errors.fileno(),
             )
             try:
                 returned = child.wait()
             finally:
                 child.kill()
-            out.seek(0), err.seek(0)
-            done = subprocess.CompletedProcess(words, returned, out.read(), err.read())
-        return checked(done, code)
+
+            output.seek(0)
+            errors.seek(0)
+            finished = subprocess.CompletedProcess(words, returned, output.read(), errors.read())
+        return checked(finished, code)
 
     return run
 
 
 def checked(
-    done: subprocess.CompletedProcess[str], code: int | None
+    finished: subprocess.CompletedProcess[str], code: int | None
 ) -> subprocess.CompletedProcess[str]:
-    assert code is None or done.returncode == code, (
-        f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    """The same process, which must have ended with this exit code; None: with any."""
+    assert code is None or finished.returncode == code, (
+        f"exit {finished.returncode}\n{finished.stdout}\n{finished.stderr}"
     )
-    return done
+    return finished
 
 
 @pytest.fixture(scope="session")
@@ -157,7 +175,8 @@ def run_here(paw_env: dict[str, str]) -> Callable[..., int]:
 
 @pytest.fixture
 def paw_here(run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]):
-    """`paw` in this process, without the seconds a child takes to load torch: for what needs no process of its own."""
+    """`paw` in this process, without the seconds a child takes to load torch: for what needs no
+    process of its own."""
 
     def run(
         *words: Any, code: int | None = 0, cwd: Path | None = None
@@ -171,8 +190,8 @@ def paw_here(run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]):
 
 @pytest.fixture(scope="session")
 def vllm_here() -> Iterator[Any]:
-    """vLLM in this process, its engine too: a fourth of the cache, which it fills with zeros, and
-    no compiled rank of a token, which nothing reads."""
+    """vLLM and its engine in this process, with a fourth of the cache, which it fills with zeros,
+    and without compiling the rank of a token, which nothing reads."""
     with pytest.MonkeyPatch.context() as patch:
         from paw.rollouts.engines.vllm_library import import_vllm
 
@@ -186,15 +205,19 @@ def vllm_here() -> Iterator[Any]:
 
 @pytest.fixture
 def paw_start(paw_env: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., Child]]:
-    """`paw_start(*words)` starts the command line; whatever still runs at the end of the test is killed."""
+    """`paw_start(*words)` starts the command line; whatever still runs at the end of the test is
+    killed."""
     started: list[Child] = []
 
     def start(*words: Any) -> Child:
-        ours, theirs = os.pipe()
+        reading_end, writing_end = os.pipe()
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        child = Child(command(*words)[3:], env=paw_env, cwd=str(tmp_path), out=nowhere, err=theirs)
-        os.close(theirs), os.close(nowhere)
-        child.stderr = os.fdopen(ours, errors="replace")
+        child = Child(
+            command(*words)[3:], env=paw_env, cwd=str(tmp_path), out=nowhere, err=writing_end
+        )
+        os.close(writing_end)
+        os.close(nowhere)
+        child.stderr = os.fdopen(reading_end, errors="replace")
         started.append(child)
         return child
 
@@ -207,19 +230,16 @@ def paw_start(paw_env: dict[str, str], tmp_path: Path) -> Iterator[Callable[...,
 
 def command(*words: Any) -> list[str]:
     """The words of a command; {"a.b": 1} becomes --a.b 1. A model of one's own has no warm-up."""
-    changes = [
-        (key, value) for word in words if isinstance(word, dict) for key, value in word.items()
-    ]
-    own_model = dict(changes).get("model.path", "quickstart") != "quickstart"
-    kept = [(key, value) for key, value in changes if not (own_model and key.startswith("warmup."))]
-    plain = [str(word) for word in words if not isinstance(word, dict)]
-    return [
-        sys.executable,
-        "-m",
-        "paw",
-        *plain,
-        *(part for key, value in kept for part in (f"--{key}", str(value))),
-    ]
+    arguments = [str(word) for word in words if not isinstance(word, dict)]
+    overrides: dict[str, Any] = {}
+    for word in words:
+        if isinstance(word, dict):
+            overrides |= word
+    own_model = overrides.get("model.path", "quickstart") != "quickstart"
+    for key, value in overrides.items():
+        if not (own_model and key.startswith("warmup.")):
+            arguments += [f"--{key}", str(value)]
+    return [sys.executable, "-m", "paw", *arguments]
 
 
 @pytest.fixture(scope="session")
@@ -230,13 +250,14 @@ def quick() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def quick_run(paw_env: dict[str, str], quick: dict[str, Any], shared: Path) -> Path:
-    """The directory of a finished quickstart run of two updates, as users start it, with its report; read only."""
+    """The directory of a finished quickstart run of two updates, as users start it, with its
+    report; read only."""
     folder = shared / "quick"
     with (shared / "quick.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the first process that needs it makes it for all
         if not (folder / "first" / "hf").exists():
-            words = command("train", "quickstart", quick, {"run.dir": folder, "run.name": "first"})
-            checked(subprocess.run(words, env=paw_env, capture_output=True, text=True), 0)
+            train = command("train", "quickstart", quick, {"run.dir": folder, "run.name": "first"})
+            checked(subprocess.run(train, env=paw_env, capture_output=True, text=True), 0)
     return folder / "first"
 
 
@@ -256,18 +277,19 @@ def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
     """Lines of a run's metrics.jsonl without what a clock or the machine decides."""
 
     def read(run: Path) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        return [
-            {k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))}
-            for line in lines
-        ]
+        return [reproducible(metrics) for metrics in read_jsonl(run / "metrics.jsonl")]
 
     return read
 
 
+def reproducible(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metrics.items() if not key.startswith(("time/", "perf/"))}
+
+
 @pytest.fixture(scope="session")
 def tiny_llm() -> Callable[..., Path]:
-    """`tiny_llm(folder, kind="llama")` writes a random causal LM with a byte-level tokenizer and a ChatML template."""
+    """`tiny_llm(folder, kind="llama")` writes a random causal LM with a byte-level tokenizer and a
+    ChatML template."""
     return write_tiny_llm
 
 
@@ -286,12 +308,12 @@ def write_tiny_llm(folder: Path, kind: str = "llama", *, positions: int = 4096) 
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    vocabulary = {letter: index for index, letter in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(
-        [AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")]
-    )
+    control = [AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)]
+    backend.add_special_tokens(control)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>"
     )
@@ -323,22 +345,21 @@ def says_only() -> Callable[..., Path]:
     """`says_only(folder, *words)` makes that model write these words, each as often as the others,
     whatever it reads: new tokens, or ones that it has."""
 
-    def make(folder: Path, *says: str, template: str = "") -> Path:
+    def make(folder: Path, *words: object, template: str = "") -> Path:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        tokenizer, model = (
-            AutoTokenizer.from_pretrained(folder),
-            AutoModelForCausalLM.from_pretrained(folder),
-        )
-        words = [*map(str, says)]
-        tokenizer.add_tokens(words)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        texts = [str(word) for word in words]
+        tokenizer.add_tokens(texts)
         tokenizer.chat_template = template or tokenizer.chat_template
         model.resize_token_embeddings(len(tokenizer))
-        # The parameters themselves; dimension 0 is the same everywhere, says the words.
+        # These are the parameters themselves. Dimension 0 is the same after every token, and it
+        # alone leads to the words.
         weights = model.state_dict()
         weights["model.embed_tokens.weight"][:, 0] = 5.0
         weights["lm_head.weight"][:, 0] = 0.0
-        weights["lm_head.weight"][tokenizer.convert_tokens_to_ids(words), 0] = 1.0
+        weights["lm_head.weight"][tokenizer.convert_tokens_to_ids(texts), 0] = 1.0
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return folder
@@ -348,17 +369,23 @@ def says_only() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def updated() -> Callable[[Any], Any]:
-    """`updated(run)` trains one update of that run; what the agent played: (groups, statistics)."""
+    """`updated(run)` trains one update of that run and returns what the agent played: (groups,
+    statistics)."""
 
     def make(run: Any) -> Any:
         from paw.rollouts.scheduler import Rollouts
         from paw.rollouts.sync import push_weights
         from paw.trainer import update
 
-        played, rollouts = [], Rollouts(run.factory, run.engine, run.chat, run.config)
-        rollouts.share = lambda *args, share=rollouts.share: (
-            played.append(share(*args)) or played[-1]
-        )
+        played = []
+        rollouts = Rollouts(run.factory, run.engine, run.chat, run.config)
+        played_share = rollouts.share
+
+        def remembering(*args: Any) -> Any:
+            played.append(played_share(*args))
+            return played[-1]
+
+        rollouts.share = remembering
         push_weights(run.policy.lm, run.engine, version=0)
         update(run, rollouts)
         return played[0]
@@ -368,7 +395,8 @@ def updated() -> Callable[[Any], Any]:
 
 @pytest.fixture
 def official_games() -> Callable[..., Iterator[tuple[str, dict[str, Any]]]]:
-    """A function of (stop, step): (id, decoded game file) of every step-th of the first `stop` games (None: of all)."""
+    """A function of (stop, step): (id, decoded game file) of every step-th of the first `stop`
+    games (None: of all)."""
     if not PACK.is_file():
         pytest.skip(f"the official games are not at {PACK}")
 
@@ -377,15 +405,13 @@ def official_games() -> Callable[..., Iterator[tuple[str, dict[str, Any]]]]:
             rules = json.loads(next(lines))
             for line in islice(lines, 0, stop, step):
                 game = json.loads(line)
-                yield (
-                    game["id"],
-                    {
-                        "pddl_domain": rules["domain"],
-                        "grammar": rules["grammar"].replace("UNKNOWN GOAL.", game["task"], 1),
-                        "pddl_problem": game["problem"],
-                        "solvable": True,
-                        "walkthrough": game["walkthrough"],
-                    },
-                )
+                file = {
+                    "pddl_domain": rules["domain"],
+                    "grammar": rules["grammar"].replace("UNKNOWN GOAL.", game["task"], 1),
+                    "pddl_problem": game["problem"],
+                    "solvable": True,
+                    "walkthrough": game["walkthrough"],
+                }
+                yield game["id"], file
 
     return read

@@ -1,8 +1,9 @@
-"""A server that misbehaves as a test tells it to."""
+"""Attacks are slow tests, and many of them script what a server answers."""
 
 from pathlib import Path
 
 import pytest
+from scripted_server import serve
 
 
 def pytest_collection_modifyitems(items):
@@ -14,7 +15,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def server():
-    from scripted_server import serve
-
+    """A server that answers as a test tells it to."""
     with serve() as state:
         yield state

@@ -1,11 +1,11 @@
-"""The process that plays ahead: however it ends or stops, the trainer goes on, and nothing that it started stays."""
+"""The process that plays ahead: however it ends or stops, the trainer goes on, and nothing that the
+process started is left running."""
 
 import math
 import os
 import signal
 import socket
 import threading
-import time
 from dataclasses import asdict
 from pathlib import Path
 from subprocess import PIPE, TimeoutExpired
@@ -15,7 +15,8 @@ import ahead_games
 import pytest
 from ahead_games import living, logged, make_rollouts
 from forked import CONTEXT, Supervisor
-from test_servers import Peer
+from processes import wait_until
+from test_servers import Peer, turns_of
 
 from paw.config.sections import (
     AgentConfig,
@@ -54,7 +55,8 @@ def configured(game, *, agent="plain"):
 
 @pytest.fixture
 def played_ahead(tiny_llm, tmp_path, monkeypatch):
-    """`played_ahead(game, patience_s=...)`: AsyncRollouts of it. All are closed at the end."""
+    """`played_ahead(game, patience_s=...)`: AsyncRollouts of that game. All are closed at the
+    end."""
     monkeypatch.setenv("AHEAD_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("AHEAD_TRAINER", str(os.getpid()))
     monkeypatch.setattr(Supervisor, "constants", {"LINGER_S": 0.2})
@@ -77,30 +79,18 @@ def played_ahead(tiny_llm, tmp_path, monkeypatch):
             rollouts.close()
 
 
-def wait_until(holds, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert holds()
-
-
 def player():
-    """The process, once it plays."""
+    """The id of the process, once it plays."""
     wait_until(lambda: logged("player"))
     return int(logged("player")[-1])
-
-
-def turns_of(groups):
-    return [
-        turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns
-    ]
 
 
 def test_a_users_error_of_any_class_is_its_line(played_ahead):
     rollouts = played_ahead("Refusing")
     with pytest.raises(UserError, match=r"^the licence: it has expired$") as refused:
         rollouts.training(0, 2)
-    assert type(refused.value) is UserError and refused.value.exit_code == 5
+    assert type(refused.value) is UserError
+    assert refused.value.exit_code == 5
     assert player() != os.getpid()
 
 
@@ -110,19 +100,21 @@ def test_outcomes_of_any_class_arrive_bit_for_bit(played_ahead, capfd):
     expected, expected_stats = rollouts._rollouts.training(0, 2)
     assert [asdict(group) for group in groups] == [asdict(group) for group in expected]
     assert stats == expected_stats
-    assert len(turns_of(groups)) == 12 and player() and AGAIN not in capfd.readouterr().err
+    assert len(turns_of(groups)) == 12
+    assert player()
+    assert AGAIN not in capfd.readouterr().err
 
 
 def test_numbers_of_an_update_arrive_bit_for_bit_and_are_small():
-    odd = [0.1, -0.0, 5e-324, -1.7976931348623157e308, math.inf, math.nan]
+    numbers = [0.1, -0.0, 5e-324, -1.7976931348623157e308, math.inf, math.nan]
     ids = [0, 1, 2**31 - 1, 50_000, 128_000, 7]
     outcome = Outcome("seen", reward=0.1 + 0.2, done=True, won=False, score=1 / 3)
     task = Task("train/\ud800/1", payload=object())  # any text, and what JSON cannot hold
     full = Turn(
         ids,
         ids,
-        odd,
-        odd,
+        numbers,
+        numbers,
         "asked",
         "said",
         outcome,
@@ -134,7 +126,7 @@ def test_numbers_of_an_update_arrive_bit_for_bit_and_are_small():
     bare = Turn(
         [],
         ids,
-        odd,
+        numbers,
         None,
         "asked",
         "said",
@@ -144,17 +136,20 @@ def test_numbers_of_an_update_arrive_bit_for_bit_and_are_small():
         spans=[(1, 2)],
         separator_ids=[4],
     )
-    long = Turn(ids * 5000, ids, odd, None, "asked", "said", outcome, "anchor", version=3)
+    long = Turn(ids * 5000, ids, numbers, None, "asked", "said", outcome, "anchor", version=3)
     groups = [Group(task, [Trajectory(task, 1, [full, bare, long])], index=0)]
     stats = RolloutStats(texts_cut=2, failed=[Trajectory(task, 0, failure="it broke")])
     expected = repr((groups, stats))
 
-    ours, theirs = socket.socketpair()
+    our_socket, their_socket = socket.socketpair()
     message = UpdatePlayed.pack(4, (groups, stats), [task])
-    threading.Thread(target=Channel(theirs, FromPlayer).send, args=(message,), daemon=True).start()
-    arrived = Channel(ours, FromPlayer).receive(10).unpack([task])
+    threading.Thread(
+        target=Channel(their_socket, FromPlayer).send, args=(message,), daemon=True
+    ).start()
+    arrived = Channel(our_socket, FromPlayer).receive(10).unpack([task])
     assert len(message.model_dump_json()) < 6 * len(ids) * 5000
-    assert repr(arrived) == expected and arrived[0][0].task is task
+    assert repr(arrived) == expected
+    assert arrived[0][0].task is task
 
 
 def test_a_killed_process_is_noticed_though_one_that_it_forked_holds_its_socket(
@@ -169,8 +164,9 @@ def test_a_killed_process_is_noticed_though_one_that_it_forked_holds_its_socket(
     threading.Thread(target=kill, daemon=True).start()
     groups, _ = rollouts.training(0, 2)
     assert len(turns_of(groups)) == 12
-    told = capfd.readouterr().err
-    assert told.count("\n") == 1 and f"has ended (killed by SIGKILL): {AGAIN}" in told
+    errors = capfd.readouterr().err
+    assert errors.count("\n") == 1
+    assert f"has ended (killed by SIGKILL): {AGAIN}" in errors
     assert not living("forked")
 
 
@@ -186,13 +182,14 @@ def test_one_that_is_stopped_is_ended_and_a_stop_of_the_run_is_heard_meanwhile(p
         groups, _ = rollouts.training(0, 2)
         assert told_to_stop.requested
     assert len(turns_of(groups)) == 12
-    lines = [line for line in capfd.readouterr().err.splitlines() if AGAIN in line]
-    assert len(lines) == 1 and "gave no sign of life for 2 s" in lines[0]
-    first = logged("player")[0]
-    assert not Path(f"/proc/{first}").exists()
+    (message,) = [line for line in capfd.readouterr().err.splitlines() if AGAIN in line]
+    assert "gave no sign of life for 2 s" in message
+    stopped = logged("player")[0]
+    assert not Path(f"/proc/{stopped}").exists()
     helpers = set(logged("helper"))
     rollouts.close()
-    assert helpers and not living("helper")
+    assert helpers
+    assert not living("helper")
 
 
 def test_one_whose_event_loop_an_agent_holds_is_ended(played_ahead, capfd):
@@ -205,7 +202,8 @@ def test_one_whose_event_loop_an_agent_holds_is_ended(played_ahead, capfd):
 def test_one_whose_environment_is_slow_is_left_alone(played_ahead, capfd):
     rollouts = played_ahead("Slow", patience_s=1.5)
     groups, _ = rollouts.training(0, 2)
-    assert len(turns_of(groups)) == 12 and player()
+    assert len(turns_of(groups)) == 12
+    assert player()
     assert AGAIN not in capfd.readouterr().err
 
 
@@ -219,31 +217,34 @@ def test_programs_of_environments_can_be_ended_and_end_with_the_run(played_ahead
     rollouts = played_ahead("Helped")
     rollouts.training(0, 2)
     wait_until(lambda: len(living("left")) == 2)
-    assert logged("ended") and set(logged("ended")) == {"-15 -15"}
+    assert logged("ended")
+    assert set(logged("ended")) == {"-15 -15"}
     process = rollouts._player._process
     rollouts.close()
     assert process.poll() == 0
-    assert not living("helper") and not living("left")
-    assert len(logged("closed")) >= 4 and set(logged("closed")) == {"-15"}
+    assert not living("helper")
+    assert not living("left")
+    assert len(logged("closed")) >= 4
+    assert set(logged("closed")) == {"-15"}
 
 
 def test_when_the_trainer_is_killed_it_ends_with_all_that_it_started(
     tiny_llm, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("AHEAD_LOG", str(tmp_path / "log"))
-    words = (
+    arguments = (
         configured("Helped").model_dump_json(),
         Peer().url,
         str(tiny_llm(tmp_path)),
         str(tmp_path / "log"),
     )
-    trainer = CONTEXT.Process(target=ahead_games.trainer, args=words)
+    trainer = CONTEXT.Process(target=ahead_games.trainer, args=arguments)
     trainer.start()
     try:
         wait_until(lambda: logged("forked") and len(living("left")) == 2)
         trainer.kill()
         wait_until(lambda: not (living("player") or living("helper") or living("left")))
-        assert living("forked")  # which keeps the trainer's end of the socket
+        assert living("forked")  # it keeps the trainer's end of the socket open
     finally:
         trainer.kill()
         for pid in living("forked"):

@@ -1,4 +1,5 @@
-"""Models that cannot be trained, whatever they raise: `paw doctor` and `paw train` say why in one line."""
+"""Models that cannot be trained: whatever they raise, `paw doctor` and `paw train` say why in one
+line."""
 
 import pytest
 import torch
@@ -47,58 +48,58 @@ REFUSED = {
 
 
 def write(folder, kind, **settings):
-    known = AutoConfig.for_model(kind)
-    derived = {key for key in SIZES if isinstance(getattr(type(known), key, None), property)}
-    sizes = {
-        key: value for key, value in SIZES.items() if hasattr(known, key) and key not in derived
-    }
+    """A small random model of this type: `SIZES` as far as it has them, two layers, then
+    `settings`."""
+    defaults = AutoConfig.for_model(kind)
+    sizes = {}
+    for key, value in SIZES.items():
+        is_derived = isinstance(getattr(type(defaults), key, None), property)
+        if hasattr(defaults, key) and not is_derived:
+            sizes[key] = value
+    config = AutoConfig.for_model(kind, **sizes | {"num_hidden_layers": 2} | settings)
     torch.manual_seed(0)
-    lm = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **sizes | {"num_hidden_layers": 2} | settings)
-    )
-    lm.save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_trained_is_one_line_with_the_reason(tmp_path, kind):
-    settings, why = REFUSED[kind]
-    path = write(tmp_path, kind, **settings)
+    settings, reason = REFUSED[kind]
+    folder = write(tmp_path, kind, **settings)
     with pytest.raises(UserError) as error:
-        load_policy(path)
-    line = str(error.value)
-    assert (
-        line.startswith(f"model.path = '{path}': model type '{kind}' cannot be trained here: ")
-        and why in line
+        load_policy(folder)
+    message = str(error.value)
+    assert message.startswith(
+        f"model.path = '{folder}': model type '{kind}' cannot be trained here: "
     )
-    assert "\n" not in line and "request" not in line
+    assert reason in message
+    assert "\n" not in message
+    assert "request" not in message
 
 
-def test_commands_say_so(tmp_path, tiny_llm, paw_here):
+def test_commands_say_in_one_line_why_a_model_cannot_be_trained(tmp_path, tiny_llm, paw_here):
     model = write(tiny_llm(tmp_path / "model"), "zamba2", **SINGLE)
-    done = paw_here("doctor", "--model", model, code=1)
-    why = "model type 'zamba2' cannot be trained here: packed rows do not go through it (IndexError"
-    assert f"PROBLEM               {why}" in done.stdout and done.stdout.endswith(
-        "cannot be trained as it is\n"
+    finished = paw_here("doctor", "--model", model, code=1)
+    reason = (
+        "model type 'zamba2' cannot be trained here: packed rows do not go through it (IndexError"
     )
-    done = paw_here(
+    assert f"PROBLEM               {reason}" in finished.stdout
+    assert finished.stdout.endswith("cannot be trained as it is\n")
+    finished = paw_here(
         "train",
         "quickstart",
         {"model.path": model, "run.dir": tmp_path, "env.data": "none"},
         code=2,
     )
-    assert (
-        done.stderr.startswith(f"paw: model.path = '{model}': {why}")
-        and done.stderr.count("\n") == 1
-    )
+    assert finished.stderr.startswith(f"paw: model.path = '{model}': {reason}")
+    assert finished.stderr.count("\n") == 1
     write(tiny_llm(tmp_path / "other"), "mamba", state_size=8)
-    done = paw_here("doctor", "--model", tmp_path / "other", code=2)
-    assert (
-        "model type 'mamba' cannot be trained here" in done.stderr and done.stderr.count("\n") == 1
-    )
+    finished = paw_here("doctor", "--model", tmp_path / "other", code=2)
+    assert "model type 'mamba' cannot be trained here" in finished.stderr
+    assert finished.stderr.count("\n") == 1
 
 
-def test_a_model_that_is_no_causal_one_is_named(tmp_path):
+def test_a_model_that_is_not_a_causal_one_is_named(tmp_path):
     AutoConfig.for_model(
         "t5", d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4
     ).save_pretrained(tmp_path)
@@ -119,8 +120,11 @@ def test_whatever_a_check_raises_is_one_line(tmp_path, raised, monkeypatch):
         raise raised("its own\n\x1b[2Jreason")
 
     monkeypatch.setattr(policy.lm.model.layers[1].mlp, "forward", forward)
-    why = rf"model type 'llama' cannot be trained here: packed rows do not go through it \({raised.__name__}: .*its own"
-    with pytest.raises(UserError, match=why) as error:
+    reason = (
+        "model type 'llama' cannot be trained here: packed rows do not go through it "
+        rf"\({raised.__name__}: .*its own"
+    )
+    with pytest.raises(UserError, match=reason) as error:
         check_model(policy, "here")
     assert str(error.value).isprintable()
     with pytest.raises(
@@ -133,7 +137,7 @@ def test_whatever_a_check_raises_is_one_line(tmp_path, raised, monkeypatch):
 def test_dropout_of_the_layers_themselves_stays_off_when_they_are_recomputed(
     tmp_path, checkpointing
 ):
-    """OPT's layers apply dropout, not modules in them."""
+    """OPT's layers apply dropout themselves, not by a module in them."""
     small = {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.5, "init_std": 0.15}
     policy = load_policy(write(tmp_path, "opt", **small), checkpointing=checkpointing)
     assert logp_difference(policy, [17, 1, 30]).max() < 2e-5

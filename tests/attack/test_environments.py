@@ -1,4 +1,4 @@
-"""Environments that misbehave in every way there is cost their own episodes, and nothing else."""
+"""Environments that misbehave, in every way there is, cost their own episodes and nothing else."""
 
 import asyncio
 import concurrent.futures
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from environments import FAKE, Honest, exits, factory, raises
+from processes import wait_until
 from toyworld import make_chat, make_engine, practised_model
 
 from paw.config.sections import Config, EnvConfig, ModelConfig, RolloutConfig
@@ -40,24 +41,23 @@ def model():
 
 @pytest.fixture
 def rollouts(model, monkeypatch):
-    """`rollouts(max_turns=5, step=exits)`: of an environment whose games misbehave, with settings of `env`."""
+    """`rollouts(max_turns=5, step=exits)` plays an environment whose games misbehave; settings of
+    `env` may be among the options."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
 
-    def make(given=None, **wrong):
-        env = {
-            key: wrong.pop(key)
-            for key in ("step_timeout_s", "max_turns", "max_text")
-            if key in wrong
-        }
+    def make(environment=None, **wrong):
+        settings = {}
+        for key in ("step_timeout_s", "max_turns", "max_text"):
+            if key in wrong:
+                settings[key] = wrong.pop(key)
         config = Config(
             model=ModelConfig(path="-"),
-            env=EnvConfig(name="attack", **env),
+            env=EnvConfig(name="attack", **settings),
             rollout=RolloutConfig(max_prompt_tokens=256, max_response_tokens=3),
         )
-        return Rollouts(
-            make_factory(config, given or factory(**wrong)), make_engine(model), make_chat(), config
-        )
+        games = make_factory(config, environment or factory(**wrong))
+        return Rollouts(games, make_engine(model), make_chat(), config)
 
     yield make
     torch.set_num_threads(count)
@@ -75,6 +75,10 @@ def play(rollouts, groups=2):
 
 def episodes_of(groups):
     return [episode for group in groups for episode in group.trajectories]
+
+
+def sizes_of(groups):
+    return [len(group.trajectories) for group in groups]
 
 
 class Unprintable(Exception):
@@ -106,7 +110,8 @@ def sleeps_in_c(_):
 
 
 UNPRINTABLE = "Unprintable: a Unprintable that cannot be printed"
-NUMBER, FLAG = "; it must be a number from -1e+06 to 1e+06", "; it must be True"
+NUMBER = "; it must be a number from -1e+06 to 1e+06"
+FLAG = "; it must be True"
 WRONG = [
     ({"make": exits}, "SystemExit: 0"),
     ({"reset": exits}, "SystemExit: 0"),
@@ -148,20 +153,17 @@ WRONG = [
 def test_what_it_raises_or_returns_costs_its_own_episode(rollouts, wrong, reason):
     played = rollouts(**wrong)
     groups, stats = play(played)
-    assert len(stats.failures) == 2 and all(
-        f": {reason}" in failure for failure in stats.failures
-    ), stats.failures
-    assert [len(group.trajectories) for group in groups] == [3, 3]
-    assert all(
-        [turn.outcome.reward for turn in episode.turns] == [0.0, 0.0, 1.0]
-        for episode in episodes_of(groups)
-    )
+    assert len(stats.failures) == 2, stats.failures
+    assert all(f": {reason}" in failure for failure in stats.failures), stats.failures
+    assert sizes_of(groups) == [3, 3]
+    for episode in episodes_of(groups):
+        assert [turn.outcome.reward for turn in episode.turns] == [0.0, 0.0, 1.0]
     groups, _ = play(played)  # the run goes on
     assert len(groups) == 2
     played.close()
 
 
-def test_a_task_that_is_none_is_one_line(rollouts):
+def test_a_task_without_a_kind_is_one_line(rollouts):
     class TasksWithoutKind(Honest):
         def tasks(self, split, seed):
             return [Task("a"), Task("b", None)]
@@ -180,46 +182,43 @@ def test_a_kind_of_task_that_means_all_of_them_is_one_line(rollouts, kind):
         def tasks(self, split, seed):
             return [Task("a"), Task("b", kind)]
 
-    line = r"attack: the task 'b' is of the kind '.+', which reports call all kinds together; give it another kind"
+    message = r"attack: the task 'b' is of the kind '.+', which reports call all kinds together; give it another kind"
     for play_some in (lambda played: played.training(0, 2), lambda played: played.evaluation()):
         with pytest.raises(UserError) as error:
             play_some(rollouts(Named))
-        assert re.fullmatch(line, str(error.value)) and str(error.value).isprintable()
+        assert re.fullmatch(message, str(error.value))
+        assert str(error.value).isprintable()
 
 
 def test_each_kind_of_task_has_its_own_metric_whatever_it_is_called(rollouts):
-    """Those that are shown alike have one."""
+    """Kinds that look alike when printed share one metric."""
     names = ["games", "failures", "success", "a/b", "a_b", "ci_low", "mean", "alle", "x" * 900]
 
     class Named(Honest):
         def tasks(self, split, seed):
-            return [Task(f"{kind} {i}", kind) for i in range(2) for kind in (*names, "a\x00_b")]
+            listed = (*names, "a\x00_b")
+            return [Task(f"{kind} {i}", kind) for i in range(2) for kind in listed]
 
     played = rollouts(Named)
     groups, _ = played.training(0, 20)
     for group in groups:
         if group.task.id.endswith("0"):
             lose(group)
-    found, trained = success_metrics(groups), rollout_metrics(groups)
-    assert (
-        trained["success/all"] == found["success"] == 0.5
-        and found["games"] == 160.0
-        and found["failures"] == 0.0
-    )
-    shown = [*names[:-1], clean("x" * 900, 200)]
-    assert {key for key in found if key.startswith("success_")} == {
-        f"success_{kind}" for kind in shown
-    }
-    assert {key for key in trained if key.startswith("success/")} == {
-        f"success/{kind}" for kind in ("all", *shown)
-    }
-    for kind in shown:
-        assert found[f"success_{kind}"] == trained[f"success/{kind}"] == 0.5
-    assert (
-        kind_rows(kinds(groups))["a_b"]["games"]
-        == 2 * kind_rows(kinds(groups))["a/b"]["games"]
-        == 32
-    )
+    evaluated = success_metrics(groups)
+    trained = rollout_metrics(groups)
+    assert trained["success/all"] == 0.5
+    assert evaluated["success"] == 0.5
+    assert evaluated["games"] == 160.0
+    assert evaluated["failures"] == 0.0
+
+    printed = [*names[:-1], clean("x" * 900, 200)]
+    of_kinds = {key: value for key, value in evaluated.items() if key.startswith("success_")}
+    assert of_kinds == {f"success_{kind}": 0.5 for kind in printed}
+    of_kinds = {key: value for key, value in trained.items() if key.startswith("success/")}
+    assert of_kinds == {f"success/{kind}": 0.5 for kind in ("all", *printed)}
+    rows = kind_rows(kinds(groups))
+    assert rows["a/b"]["games"] == 16
+    assert rows["a_b"]["games"] == 32
 
 
 def lose(group):
@@ -234,26 +233,20 @@ def test_numbers_and_texts_of_numpy_become_pythons_own(rollouts):
     assert stats.failures == []
     (odd,) = [episode for episode in groups[0].trajectories if not episode.turns[0].outcome.valid]
     outcome = vars(odd.turns[0].outcome)
-    assert list(outcome.values()) == [
-        "now",
-        0.5,
-        False,
-        True,
-        outcome["action"],
-        False,
-        0.25,
-        ["a", "b"],
-    ]
-    assert [type(value) for value in outcome.values()] == [
-        str,
-        float,
-        bool,
-        bool,
-        str,
-        bool,
-        float,
-        list,
-    ]
+    expected = {
+        "observation": "now",
+        "reward": 0.5,
+        "done": False,
+        "won": True,
+        "action": outcome["action"],
+        "valid": False,
+        "score": 0.25,
+        "results": ["a", "b"],
+    }
+    assert outcome == expected
+    for name, value in expected.items():
+        assert type(outcome[name]) is type(value)
+    assert type(outcome["action"]) is str
     assert {type(text) for text in outcome["results"]} == {str}
 
 
@@ -268,28 +261,27 @@ def test_what_the_user_can_fix_and_ctrl_c_end_the_run(rollouts, error, may_block
     "wrong",
     [{"step": spins}, {"make": waits}, {"reset": sleeps_in_c}, {"step": waits, "may_block": True}],
 )
-def test_one_that_hangs_costs_its_episode_and_a_thread(rollouts, wrong):
-    """Who waited for its call would wait for ever."""
-    before = threading.active_count()
+def test_an_environment_that_hangs_costs_its_episode_and_a_thread(rollouts, wrong):
+    """Nothing waits for the call that hangs."""
+    threads_before = threading.active_count()
     played = rollouts(step_timeout_s=0.3, **wrong)
     groups, stats = play(played)
     assert stats.failures == [
         f"train/0/{i}: TimeoutError: no answer within 0.3 s" for i in range(2)
     ]
-    assert [len(group.trajectories) for group in groups] == [3, 3]
-    assert stats.threads_lost == 2 and stats.metrics()["health/threads_lost"] == 2
-    groups, stats = play(played)  # none that hangs is used again
-    assert len(groups) == 2 and stats.threads_lost <= 1
+    assert sizes_of(groups) == [3, 3]
+    assert stats.threads_lost == 2
+    assert stats.metrics()["health/threads_lost"] == 2
+    groups, stats = play(played)  # no thread that hangs is used again
+    assert len(groups) == 2
+    assert stats.threads_lost <= 1
     played.close()
     if wrong == {"step": spins}:  # such a thread is stopped
-        deadline = time.monotonic() + 5
-        while threading.active_count() > before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert threading.active_count() <= before
+        wait_until(lambda: threading.active_count() <= threads_before, seconds=5)
 
 
 def test_an_agent_that_waits_for_ever_costs_its_episode(rollouts):
-    """Not one whose environment is slow, nor one that asks the model twice at once."""
+    """An agent whose environment is slow, or that asks the model twice at once, is left alone."""
 
     async def agent(env, model):
         await env.reset()
@@ -306,14 +298,19 @@ def test_an_agent_that_waits_for_ever_costs_its_episode(rollouts):
     )
     played.agent = agent
     groups, stats = play(played)
-    reason = "the agent waited over env.step_timeout_s = 0.3 for what is neither the model nor the environment"
+    reason = (
+        "the agent waited over env.step_timeout_s = 0.3 for what is neither the model nor the "
+        "environment"
+    )
     assert stats.failures == [f"train/0/{i}: TimeoutError: {reason}" for i in range(2)]
-    assert [len(group.trajectories) for group in groups] == [3, 3] and stats.threads_lost == 0
+    assert sizes_of(groups) == [3, 3]
+    assert stats.threads_lost == 0
     assert len(play(played)[0]) == 2  # the run goes on
 
 
 def test_agents_do_not_wait_for_threads_of_others_nor_for_the_engine(rollouts):
-    """One in four hangs in a thread of its own; the others' batches take longer than an agent may wait."""
+    """One in four hangs in a thread of its own; the others' batches take longer than an agent may
+    wait."""
     released = threading.Event()
 
     async def agent(env, model):
@@ -328,16 +325,16 @@ def test_agents_do_not_wait_for_threads_of_others_nor_for_the_engine(rollouts):
             await env.step(await model.generate(env.context()))
 
     played = rollouts(step_timeout_s=0.6)
-    played.agent, step = agent, played.engine.step
+    played.agent = agent
+    step = played.engine.step
     played.engine.step = lambda: time.sleep(0.7) or step()
     groups, stats = play(played, groups=8)
-    assert len(stats.failures) == 8 and all(
-        "the agent waited over env.ste" in failure for failure in stats.failures
-    )
-    assert [len(group.trajectories) for group in groups] == [3] * 8
+    assert len(stats.failures) == 8
+    assert all("the agent waited over env.ste" in failure for failure in stats.failures)
+    assert sizes_of(groups) == [3] * 8
     hanging = [thread for thread in threading.enumerate() if "(work)" in thread.name]
-    # The interpreter does not wait for them.
-    assert len(hanging) == 8 and all(thread.daemon for thread in hanging)
+    assert len(hanging) == 8
+    assert all(thread.daemon for thread in hanging)  # the interpreter does not wait for them
     released.set()
 
 
@@ -370,7 +367,7 @@ async def cancels_itself(env, model):
     await model.generate("go")
 
 
-async def stops_at_nothing(env, model):
+async def stops_at_none(env, model):
     await model.generate("go", stop=[None])
 
 
@@ -404,7 +401,7 @@ CANCELLED = "RuntimeError: the agent cancelled tasks that are not its own"
         (cancels_all, CANCELLED),
         (cancels_all_and_ignores_what_comes, CANCELLED),
         (cancels_itself, "CancelledError"),
-        (stops_at_nothing, "ValueError: stop has None; it must be texts, none of them empty"),
+        (stops_at_none, "ValueError: stop has None; it must be texts, none of them empty"),
         (stops_at_an_empty_text, "ValueError: stop has ''; it must be texts, none of them empty"),
         (empties_its_turns, "RuntimeError: turn 0 has no response_ids"),
         (has_no_outcome, "RuntimeError: turn 0 has the outcome None"),
@@ -425,14 +422,14 @@ def test_what_an_agent_does_to_the_loop_or_to_its_turns_costs_its_own_episode(
     played.agent = agent
     groups, stats = play(played)
     assert stats.failures == [f"train/0/{i}: {failure}" for i in range(2)]
-    assert [len(group.trajectories) for group in groups] == [3, 3]
+    assert sizes_of(groups) == [3, 3]
     assert all(len(episode.turns) == 3 for episode in episodes_of(groups))
     assert len(play(played)[0]) == 2  # the run goes on
     assert capfd.readouterr().err == ""
 
 
 def test_what_episodes_share_any_of_them_may_cancel(rollouts):
-    """A client's task, made for the first that asked."""
+    """For example a client's task, made for the first episode that asked."""
     shared = []
 
     async def agent(env, model):
@@ -448,14 +445,15 @@ def test_what_episodes_share_any_of_them_may_cancel(rollouts):
     played = rollouts()
     played.agent = agent
     _, stats = play(played)
-    assert stats.failures == [] and shared[0].cancelled()
+    assert stats.failures == []
+    assert shared[0].cancelled()
 
 
 def test_a_thread_of_an_agent_that_stops_the_loop_stops_nothing(rollouts):
     async def agent(env, model):
         await env.reset()
         loop = asyncio.get_running_loop()
-        # Whose it is nobody can tell.
+        # Nobody can tell whose thread it is.
         threading.Thread(target=lambda: loop.call_soon_threadsafe(loop.stop)).start()
         while not env.done:
             await env.step(await model.generate(env.context()))
@@ -463,7 +461,8 @@ def test_a_thread_of_an_agent_that_stops_the_loop_stops_nothing(rollouts):
     played = rollouts()
     played.agent = agent
     groups, stats = play(played)
-    assert stats.failures == [] and [len(group.trajectories) for group in groups] == [4, 4]
+    assert stats.failures == []
+    assert sizes_of(groups) == [4, 4]
 
 
 def empties_ids(trajectory):
@@ -498,28 +497,25 @@ def test_a_reward_that_spoils_an_episode_costs_it(rollouts, act, failure):
     played = rollouts()
     played._reward = reward
     groups, stats = play(played)
-    assert [bool(re.fullmatch(rf"train/0/\d: {failure}", line)) for line in stats.failures] == [
-        True,
-        True,
-    ]
-    assert [len(group.trajectories) for group in groups] == [3, 3]
+    assert len(stats.failures) == 2
+    for line in stats.failures:
+        assert re.fullmatch(rf"train/0/\d: {failure}", line)
+    assert sizes_of(groups) == [3, 3]
 
 
 def test_closing_waits_no_longer_than_one_call(rollouts, monkeypatch):
     played = rollouts(step_timeout_s=0.3, close=waits, everywhere=True)
     play(played)
-    waits_for: list[tuple[int, float]] = []
+    waited_for: list[tuple[int, float]] = []
 
     def counting(calls, timeout):
-        waits_for.append((len(calls), timeout))
+        waited_for.append((len(calls), timeout))
         return concurrent.futures.wait(calls, timeout)
 
     monkeypatch.setattr(threads, "wait", counting)
     played.close()
-    assert waits_for == [
-        (8, 0.3),
-        (0, 0.3),
-    ]  # all environments at once, then rewards, of which there are none
+    # All environments at once, then rewards, of which there are none.
+    assert waited_for == [(8, 0.3), (0, 0.3)]
 
 
 def test_too_many_threads_that_hang_end_the_run_with_one_line(rollouts, monkeypatch):
@@ -536,46 +532,57 @@ def test_a_call_in_this_thread_costs_no_thread():
 
 def test_an_episode_ends_after_max_turns(rollouts):
     groups, stats = play(rollouts(done=False, everywhere=True, max_turns=5))
-    assert stats.failures == [] and {len(episode.turns) for episode in episodes_of(groups)} == {5}
+    assert stats.failures == []
+    assert {len(episode.turns) for episode in episodes_of(groups)} == {5}
     assert [turn.outcome.done for turn in episodes_of(groups)[0].turns] == [False] * 4 + [True]
 
 
-def test_long_texts_are_cut_before_they_are_tokenised(rollouts, capfd):
-    for wrong in (
+@pytest.mark.parametrize(
+    "wrong",
+    [
         {"context": lambda game: "x " * 1_000_000 + f"turn {game.n}"},
         {"observation": "x" * 20_000_000},
-    ):
-        played, seen = rollouts(max_text=1000, everywhere=True, **wrong), []
-        encode = played.chat.fit_prompt
-        played.chat.fit_prompt = lambda text, most, encode=encode, seen=seen: (
-            seen.append(text) or encode(text, most)
-        )
-        for _ in range(2):
-            groups, stats = play(played)
-        assert stats.failures == [] and stats.texts_cut == 24
-        turn = episodes_of(groups)[0].turns[1]
-        assert len(turn.outcome.observation) <= 1000 and max(map(len, seen)) <= 1000
-        if "context" in wrong:  # the end is what counts, as for rollout.max_prompt_tokens
-            assert len(turn.prompt) == 1000 and turn.prompt.endswith("x turn 1")
-        assert (
-            capfd.readouterr().err.count(
-                "24 texts of the environment were cut to env.max_text = 1000 (reported once)"
-            )
-            == 1
-        )
+    ],
+)
+def test_long_texts_are_cut_before_they_are_tokenised(rollouts, capfd, wrong):
+    played = rollouts(max_text=1000, everywhere=True, **wrong)
+    longest = 0
+    fit_prompt = played.chat.fit_prompt
+
+    def measured(text, *limits):
+        nonlocal longest
+        longest = max(longest, len(text))
+        return fit_prompt(text, *limits)
+
+    played.chat.fit_prompt = measured
+    play(played)
+    groups, stats = play(played)
+    assert stats.failures == []
+    assert stats.texts_cut == 24
+    assert 0 < longest <= 1000
+    turn = episodes_of(groups)[0].turns[1]
+    assert len(turn.outcome.observation) <= 1000
+    if "context" in wrong:  # the end is what counts, as for rollout.max_prompt_tokens
+        assert len(turn.prompt) == 1000
+        assert turn.prompt.endswith("x turn 1")
+    warning = "24 texts of the environment were cut to env.max_text = 1000 (reported once)"
+    assert capfd.readouterr().err.count(warning) == 1
 
 
 def test_every_text_is_unicode_and_a_failure_one_short_printable_line(rollouts):
     groups, stats = play(rollouts(observation=FAKE, context=lambda game: FAKE, everywhere=True))
     assert stats.failures == []
-    for turn in [turn for episode in episodes_of(groups) for turn in episode.turns]:
-        (turn.prompt + turn.anchor + turn.outcome.observation).encode()
-    for failure in play(rollouts(step=raises(RuntimeError(FAKE + "x" * 10_000_000))))[1].failures:
-        assert failure.isprintable() and len(failure) < 600
-        assert (
-            failure.startswith("train/0/")
-            and "RuntimeError: $_{step 99/99  reward 9e9 step 100" in failure
-        )
+    for episode in episodes_of(groups):
+        for turn in episode.turns:
+            (turn.prompt + turn.anchor + turn.outcome.observation).encode()
+
+    _, stats = play(rollouts(step=raises(RuntimeError(FAKE + "x" * 10_000_000))))
+    assert stats.failures
+    for failure in stats.failures:
+        assert failure.isprintable()
+        assert len(failure) < 600
+        assert failure.startswith("train/0/")
+        assert "RuntimeError: $_{step 99/99  reward 9e9 step 100" in failure
 
 
 @pytest.mark.parametrize(
@@ -595,6 +602,7 @@ def test_a_warm_up_where_all_breaks_ends_with_one_line(rollouts):
         next(demonstrations(factory, factory.config, seed=0, random_actions=0.0))
 
 
+ATTACKS = f"{Path(__file__).parents[1] / 'support' / 'environments.py'}:"
 KEYS = {
     "envs": "env.name",
     "advantages": "advantage.type",
@@ -607,16 +615,17 @@ KEYS = {
 
 @pytest.mark.parametrize("kind", KEYS)
 def test_a_part_that_exits_on_import_is_one_line_that_names_it(paw_here, tmp_path, kind):
-    file = tmp_path / "mine.py"
-    file.write_text("import sys\nsys.exit(0)\n")
-    (tmp_path / "config.json").write_text("{}")  # all that is looked at before a callback is loaded
+    module = tmp_path / "mine.py"
+    module.write_text("import sys\nsys.exit(0)\n")
+    # All of a model that is looked at before a callback is loaded.
+    (tmp_path / "config.json").write_text("{}")
+    key = KEYS[kind]
     value = "['mine.py:Mine']" if kind == "callbacks" else "mine.py:Mine"
-    said = paw_here(
-        "train", "quickstart", f"--{KEYS[kind]}", value, "--model.path", ".", code=2, cwd=tmp_path
+    failed = paw_here(
+        "train", "quickstart", f"--{key}", value, "--model.path", ".", code=2, cwd=tmp_path
     )
-    assert re.fullmatch(
-        rf"paw: .*{KEYS[kind]}.* '?mine\.py:Mine'.*: {file}, line 2: SystemExit: 0\n", said.stderr
-    )
+    message = rf"paw: .*{key}.* '?mine\.py:Mine'.*: {module}, line 2: SystemExit: 0\n"
+    assert re.fullmatch(message, failed.stderr)
 
 
 @pytest.mark.parametrize("kind", ["agents", "rewards", "losses"])
@@ -626,30 +635,18 @@ def test_a_part_that_exits_when_it_is_made_is_one_line_that_names_it(
     (tmp_path / "mine.py").write_text(
         "import sys\n\n\nclass Mine:\n    def __init__(self):\n        sys.exit(0)\n"
     )
+    key = KEYS[kind]
     settings = {
-        "model.path": tiny_llm(tmp_path / "model"),
-        KEYS[kind]: "mine.py:Mine",
-        "run.updates": 1,
-    }
-    settings |= {
-        "rollout.tasks": 1,
-        "rollout.group_size": 2,
-        "eval.games": 1,
-        "rollout.max_response_tokens": 2,
-    }
-    settings |= {
-        "env.name": f"{Path(__file__).parents[1] / 'support' / 'environments.py'}:Honest",
-        "model.dtype": "float32",
-    }
+        "model.path": tiny_llm(tmp_path / "model"), "model.dtype": "float32", "run.dir": tmp_path, "run.updates": 1,
+        "rollout.tasks": 1, "rollout.group_size": 2, "rollout.max_response_tokens": 2, "eval.games": 1,
+        "env.name": f"{ATTACKS}Honest", key: "mine.py:Mine",
+    }  # fmt: skip
     (tmp_path / "mine.toml").write_text('[model]\npath = "-"\n')
-    said = paw_here("train", "mine.toml", settings, {"run.dir": tmp_path}, code=2, cwd=tmp_path)
-    assert re.fullmatch(
-        rf"paw: .*{KEYS[kind]} = 'mine\.py:Mine'.*: SystemExit: 0 \(mine\.py, line 6\)\n",
-        said.stderr,
-    )
+    failed = paw_here("train", "mine.toml", settings, code=2, cwd=tmp_path)
+    message = rf"paw: .*{key} = 'mine\.py:Mine'.*: SystemExit: 0 \(mine\.py, line 6\)\n"
+    assert re.fullmatch(message, failed.stderr)
 
 
-ATTACKS = f"{Path(__file__).parents[1] / 'support' / 'environments.py'}:"
 STEPS = [("ExitsInStep", "SystemExit: 0"), ("HangsInStep", "TimeoutError: no answer within 0.3 s")]
 
 
@@ -658,13 +655,11 @@ def test_a_game_that_exits_or_hangs_is_one_line_of_play_and_of_the_check(
     paw_here, monkeypatch, name, failure
 ):
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
-    said = paw_here("play", ATTACKS + name, {"env.step_timeout_s": 0.3}, code=1)
-    assert re.fullmatch(rf"paw play: {failure}( \(environments\.py, line \d+\))?\n", said.stderr)
-    said = paw_here("env", "check", ATTACKS + name, {"env.step_timeout_s": 0.3}, code=1)
-    assert (
-        re.search(rf"^FAIL +[\d.]+ s  outcomes +raised {failure}", said.stdout, re.M)
-        and said.stderr == ""
-    )
+    played = paw_here("play", ATTACKS + name, {"env.step_timeout_s": 0.3}, code=1)
+    assert re.fullmatch(rf"paw play: {failure}( \(environments\.py, line \d+\))?\n", played.stderr)
+    checked = paw_here("env", "check", ATTACKS + name, {"env.step_timeout_s": 0.3}, code=1)
+    assert re.search(rf"^FAIL +[\d.]+ s  outcomes +raised {failure}", checked.stdout, re.M)
+    assert checked.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -677,18 +672,21 @@ def test_a_game_that_exits_or_hangs_is_one_line_of_play_and_of_the_check(
 def test_tasks_that_exit_or_hang_are_one_line_of_each_command(
     paw_here, monkeypatch, tmp_path, tiny_llm, attack, failure
 ):
-    model, line = tiny_llm(tmp_path / "model"), f"a task of env.name cannot be read: {failure}"
-    env = {"env.name": f"{ATTACKS}LaterTasks", "env.step_timeout_s": 0.3, "model.dtype": "float32"}
+    model = tiny_llm(tmp_path / "model")
+    message = f"a task of env.name cannot be read: {failure}"
+    name = f"{ATTACKS}LaterTasks"
+    impatient = {"env.step_timeout_s": 0.3}
+    settings = impatient | {"env.name": name, "model.dtype": "float32"}
     monkeypatch.setenv("ATTACK", attack)
-    for words in (
-        ("eval", model, env, {"eval.games": 4}),
-        ("rollout", model, env, "--tasks", 4),
-        ("play", env["env.name"], "--seed", 1, {"env.step_timeout_s": 0.3}),
-        ("sft", model, "--out", tmp_path / "tuned", env),
+    for command in (
+        ("eval", model, settings, {"eval.games": 4}),
+        ("rollout", model, settings, "--tasks", 4),
+        ("play", name, "--seed", 1, impatient),
+        ("sft", model, "--out", tmp_path / "tuned", settings),
     ):
-        assert re.fullmatch(f"paw: {line}\n", paw_here(*words, code=2).stderr), words
-    said = paw_here("env", "check", env["env.name"], {"env.step_timeout_s": 0.3}, code=1)
-    assert re.search(rf"^FAIL +[\d.]+ s  tasks +{line}$", said.stdout, re.M)
+        assert re.fullmatch(f"paw: {message}\n", paw_here(*command, code=2).stderr), command
+    checked = paw_here("env", "check", name, impatient, code=1)
+    assert re.search(rf"^FAIL +[\d.]+ s  tasks +{message}$", checked.stdout, re.M)
 
 
 def test_clean_survives_anything_and_keeps_lines_where_asked():

@@ -1,4 +1,5 @@
-"""What a newcomer tries in the first week: help, prompts that grow too long, the functions of Python."""
+"""What a newcomer tries in the first week: help, prompts that grow too long, the functions of
+Python."""
 
 import importlib
 import inspect
@@ -62,35 +63,45 @@ def test_an_evaluation_in_which_all_run_out_of_context_says_so_and_fails(
         "rollout.max_prompt_tokens": 200, "rollout.max_response_tokens": 4, "run.dir": tmp_path,
     }  # fmt: skip
     game = tmp_path / "long.py"
-    reason = "all 3 episodes ran out of context: raise rollout.max_prompt_tokens = 200, or lower env.max_turns = 3"
+    reason = (
+        "all 3 episodes ran out of context: raise rollout.max_prompt_tokens = 200, or lower "
+        "env.max_turns = 3"
+    )
     game.write_text(f"LENGTH = 40\n{TALKATIVE}")
-    done = paw_here("eval", model, settings, code=1)
-    assert reason in done.stderr and done.stderr.count("\n") == 1
-    assert "success 0.0% of 3 games" in done.stdout
-    assert "3 episodes were lost because the context was full" in done.stdout
-    # The way of agents.
-    done = paw_here("eval", model, settings, "--out", tmp_path / "kept", "--json", code=1)
-    assert reason in done.stderr and json.loads(done.stdout)["context_full"] == 3
+    failed = paw_here("eval", model, settings, code=1)
+    assert reason in failed.stderr
+    assert failed.stderr.count("\n") == 1
+    assert "success 0.0% of 3 games" in failed.stdout
+    assert "3 episodes were lost because the context was full" in failed.stdout
+    # With --out it is the evaluation that agents have.
+    failed = paw_here("eval", model, settings, "--out", tmp_path / "kept", "--json", code=1)
+    assert reason in failed.stderr
+    assert json.loads(failed.stdout)["context_full"] == 3
 
     game.write_text(f"LENGTH = 1\n{TALKATIVE}")
-    done = paw_here("eval", model, settings, "--json", code=0)
-    assert not done.stderr and "context_full" not in json.loads(done.stdout)
+    finished = paw_here("eval", model, settings, "--json", code=0)
+    assert not finished.stderr
+    assert "context_full" not in json.loads(finished.stdout)
 
 
 def test_help_of_the_functions_shows_what_they_take():
     for name in FUNCTIONS:
         function = getattr(paw, name)
-        assert inspect.isfunction(function) and function.__name__ == name and function.__doc__
-        assert all(
-            p.annotation is not p.empty for p in inspect.signature(function).parameters.values()
-        ), name
-    shown = pydoc.plain(pydoc.render_doc(paw.train))
-    assert "function train in module paw.tools.train.train" in shown and "resume: str = ''" in shown
-    assert set(paw.__all__) == {*FUNCTIONS, "Config"} <= set(dir(paw))
+        assert inspect.isfunction(function)
+        assert function.__name__ == name
+        assert function.__doc__
+        for parameter in inspect.signature(function).parameters.values():
+            assert parameter.annotation is not parameter.empty, (name, parameter)
+    help_text = pydoc.plain(pydoc.render_doc(paw.train))
+    assert "function train in module paw.tools.train.train" in help_text
+    assert "resume: str = ''" in help_text
+    assert set(paw.__all__) == {*FUNCTIONS, "Config"}
+    assert set(paw.__all__) <= set(dir(paw))
 
 
 def test_functions_stay_functions_whatever_is_imported():
-    """No module of the package has the name of one, which an import would put in its place."""
+    """No module of the package has the name of a function: an import would put the module in its
+    place."""
     for module in (
         "paw.trainer",
         "paw.rollouts.scheduler",
@@ -99,9 +110,10 @@ def test_functions_stay_functions_whatever_is_imported():
         "paw.checkpoint.export",
     ):
         importlib.import_module(module)
-    names = {path.stem for path in (ROOT / "paw").iterdir()}
-    assert not names & {*FUNCTIONS}
-    assert all(inspect.isfunction(getattr(paw, name)) for name in FUNCTIONS)
+    modules = {path.stem for path in (ROOT / "paw").iterdir()}
+    for function in FUNCTIONS:
+        assert function not in modules
+        assert inspect.isfunction(getattr(paw, function))
 
 
 USER = """
@@ -128,53 +140,53 @@ MISTAKES = (
 )
 
 
-@pytest.mark.slow
-def test_type_checkers_resolve_an_editable_install(tmp_path):
-    """Of a user outside the tree: the real signatures, and no error in the blocks of docs/python.md."""
-    pytest.importorskip("pyright")
-    source, built, project = (tmp_path / name for name in ("source", "built", "project"))
-    skip = shutil.ignore_patterns("__pycache__", "*.so")
+def editable_install(folder: Path, env: dict[str, str]) -> Path:
+    """A new environment in which paw is installed editable, from a copy of its tree: its Python."""
+    source = folder / "source"
+    built = folder / "built"
+    skipped = shutil.ignore_patterns("__pycache__", "*.so")
     for name in ("paw", "kernels", "csrc"):
-        shutil.copytree(ROOT / name, source / name, ignore=skip)
+        shutil.copytree(ROOT / name, source / name, ignore=skipped)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = f"import setuptools.build_meta as backend; backend.build_editable({str(built)!r})"
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     no_compiler = env | {"CC": "false", "CXX": "false"}  # the compiled head is not needed here
     subprocess.run(
         [sys.executable, "-c", build], cwd=source, env=no_compiler, check=True, capture_output=True
     )
 
-    venv.create(tmp_path / "venv")
-    (site,) = (tmp_path / "venv").glob("lib/*/site-packages")
+    venv.create(folder / "venv")
+    (site_packages,) = (folder / "venv").glob("lib/*/site-packages")
     (wheel,) = built.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(site)
-    (site / "dependencies.pth").write_text(
-        "\n".join(path for path in sys.path if path.endswith("site-packages"))
-    )
+    zipfile.ZipFile(wheel).extractall(site_packages)
+    dependencies = [path for path in sys.path if path.endswith("site-packages")]
+    (site_packages / "dependencies.pth").write_text("\n".join(dependencies))
+    return folder / "venv" / "bin" / "python"
+
+
+@pytest.mark.slow
+def test_type_checkers_resolve_an_editable_install(tmp_path):
+    """A user outside the tree gets the real signatures, and no error in the blocks of
+    docs/python.md."""
+    pytest.importorskip("pyright")
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    python = editable_install(tmp_path, env)
+    project = tmp_path / "project"
     project.mkdir()
-    # Without types derived from torch's own code, which take most of the time and are not asked for.
+    # Types derived from torch's own code would take most of the time, and nothing here needs them.
     (project / "pyrightconfig.json").write_text('{"useLibraryCodeForTypes": false}')
     (project / "right.py").write_text(USER)
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     cells = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     (project / "page.py").write_text("\n".join(cells))
-    (project / "wrong.py").write_text(
-        "\n".join(["import paw; config = paw.load('quickstart')", *MISTAKES])
-    )
+    first_line = "import paw; config = paw.load('quickstart')"
+    (project / "wrong.py").write_text("\n".join([first_line, *MISTAKES]))
 
-    words = ["--outputjson", "--pythonpath", str(tmp_path / "venv" / "bin" / "python"), "."]
-    done = subprocess.run(
-        [sys.executable, "-m", "pyright", *words],
-        cwd=project,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    reports = json.loads(done.stdout)["generalDiagnostics"]
-    errors = [
-        (Path(one["file"]).name, one["range"]["start"]["line"])
-        for one in reports
-        if one["severity"] == "error"
-    ]
-    assert errors == [("wrong.py", line) for line in range(1, len(MISTAKES) + 1)], done.stdout
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", str(python), "."]
+    checked = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
+    errors = []
+    for report in json.loads(checked.stdout)["generalDiagnostics"]:
+        if report["severity"] == "error":
+            errors.append((Path(report["file"]).name, report["range"]["start"]["line"]))
+    expected = [("wrong.py", line) for line in range(1, len(MISTAKES) + 1)]
+    assert errors == expected, checked.stdout

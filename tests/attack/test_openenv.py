@@ -1,4 +1,4 @@
-"""What a server of OpenEnv may do wrong: one line, and at most an episode."""
+"""Whatever a server of OpenEnv does wrong costs one line, and at most an episode."""
 
 import json
 import subprocess
@@ -9,6 +9,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from processes import wait_until
 from websockets.sync.server import serve
 
 from paw.envs import make_factory
@@ -37,32 +38,40 @@ def refused(code, message="no", **more):
 
 
 class Scripted:
-    """A server; of each connection the answers of a script, which None cuts.
+    """A server that follows a script for each connection; the last script stays.
 
-    The last script stays.
+    A script is a list of answers: text or bytes to send, seconds to wait, or None, which cuts the
+    connection.
     """
 
     def __init__(self, schema=SCHEMA, port=0):
-        self.scripts, self.asked, self.schema = [[seen("begin"), seen("go on")]], [], schema
+        self.scripts = [[seen("begin"), seen("go on")]]
+        self.asked = []
+        self.schema = schema
         self.server = serve(self.play, "127.0.0.1", port, process_request=self.http)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.socket.getsockname()[1]}"
 
     def http(self, connection, request):
-        if request.path != "/ws":
-            found = {"/schema": self.schema, "/list_environments": []}.get(request.path)
-            body = found if isinstance(found, str) else json.dumps(found)
-            return connection.respond(
-                HTTPStatus.OK if found is not None else HTTPStatus.NOT_FOUND, body
-            )
+        if request.path == "/ws":
+            return None
+        page = {"/schema": self.schema, "/list_environments": []}.get(request.path)
+        status = HTTPStatus.NOT_FOUND if page is None else HTTPStatus.OK
+        return connection.respond(status, page if isinstance(page, str) else json.dumps(page))
 
     def play(self, socket):
-        for answer in self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]:
+        script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+        for answer in script:
             if answer is None:
-                return socket.socket.close()
-            if not (isinstance(answer, str) and "CAPACITY" in answer):
+                socket.socket.close()
+                return
+            comes_unasked = isinstance(answer, str) and "CAPACITY" in answer
+            if not comes_unasked:
                 self.asked.append(json.loads(socket.recv()))
-            time.sleep(answer) if isinstance(answer, float) else socket.send(answer)
+            if isinstance(answer, float):
+                time.sleep(answer)
+            else:
+                socket.send(answer)
 
 
 @pytest.fixture
@@ -72,10 +81,11 @@ def server():
     made.server.shutdown()
 
 
-def begin(url, **env):
-    config = load_played(
-        None, {"env.name": "openenv", "env.url": url, **{f"env.{k}": v for k, v in env.items()}}
-    )
+def begin(url, **settings):
+    """An environment of the server, with settings of `env`, and its first task."""
+    changes = {"env.name": "openenv", "env.url": url}
+    changes |= {f"env.{name}": value for name, value in settings.items()}
+    config = load_played(None, changes)
     factory = make_factory(config)
     return CheckedEnv(factory.make(), config.env), train_tasks(factory, 0, 1, 0)[0]
 
@@ -83,12 +93,10 @@ def begin(url, **env):
 def test_a_dropped_connection_before_the_first_step_is_made_again(server):
     server.scripts = [[None], [seen("begin"), None], [seen("begin"), seen("go on"), None]]
     environment, task = begin(server.url)
-    assert (
-        environment.reset(task) == "begin"
-        and environment.step("<think>why</think> go ").observation == "go on"
-    )
+    assert environment.reset(task) == "begin"
+    assert environment.step("<think>why</think> go ").observation == "go on"
     reset = {"type": "reset", "data": task.payload}
-    assert [*server.asked] == [reset, reset, {"type": "step", "data": {"text": "go"}}]
+    assert server.asked == [reset, reset, {"type": "step", "data": {"text": "go"}}]
     with pytest.raises(EnvironmentFailure, match="the connection was lost in step"):
         environment.step("go")
     server.scripts = [[seen("begin"), None], [seen("another begin")]]
@@ -98,7 +106,7 @@ def test_a_dropped_connection_before_the_first_step_is_made_again(server):
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "problem"),
     [
         ("{", "step: not a message of OpenEnv: Invalid JSON"),
         ("[1]", "step: not a message of OpenEnv: Input should be an object, not"),
@@ -119,30 +127,31 @@ def test_a_dropped_connection_before_the_first_step_is_made_again(server):
         (None, "the same reset began another episode"),
     ],
 )
-def test_a_bad_answer_costs_the_episode(server, answer, said):
-    server.scripts = (
-        [[seen("begin"), answer], [seen("another")]]
-        if answer is None
-        else [[seen("begin"), answer]]
-    )
+def test_a_bad_answer_costs_the_episode(server, answer, problem):
+    server.scripts = [[seen("begin"), answer]]
+    if answer is None:  # the connection is made again
+        server.scripts.append([seen("another")])
     environment, task = begin(server.url, step_timeout_s="0.2" if answer == 0.4 else "5")
     environment.reset(task)
-    with pytest.raises(EnvironmentFailure, match=said):
+    with pytest.raises(EnvironmentFailure, match=problem):
         environment.step("go")
     server.scripts = [[seen("begin"), seen("right", reward=True, done=True)]]
-    assert environment.reset(task) == "begin" and environment.step("go").won
+    assert environment.reset(task) == "begin"
+    assert environment.step("go").won
 
 
-def test_what_the_server_does_not_take_is_an_invalid_action(server):
+def test_an_action_that_the_server_refuses_is_an_invalid_one(server):
     server.scripts = [
         [seen("begin"), refused("VALIDATION_ERROR", errors=[{"msg": "too long"}]), seen("go on")]
     ]
     environment, task = begin(server.url)
     environment.reset(task)
-    for response, said in (("go", "too long"), (" ", "there is none")):
+    for response, problem in (("go", "too long"), (" ", "there is none")):
         outcome = environment.step(response)
-        assert not outcome.valid and said in outcome.observation
-    assert environment.step("go").valid and environment.context()[-1] == {
+        assert not outcome.valid
+        assert problem in outcome.observation
+    assert environment.step("go").valid
+    assert environment.context()[-1] == {
         "role": "user",
         "content": "go on",
     }
@@ -173,7 +182,7 @@ OPTIONS = {"action": {"properties": FIELDS}, "observation": {"properties": FIELD
 
 
 @pytest.mark.parametrize(
-    ("schema", "env", "said"),
+    ("schema", "settings", "message"),
     [
         ("<html>", {}, "that is not a server of OpenEnv: /schema: Invalid JSON"),
         ([], {}, "that is not a server of OpenEnv"),
@@ -194,10 +203,10 @@ OPTIONS = {"action": {"properties": FIELDS}, "observation": {"properties": FIELD
         (SCHEMA, {"image": "x"}, "needs either env.url = 'http://...' or env.image"),
     ],
 )
-def test_what_cannot_be_played_is_one_line(server, schema, env, said):
+def test_what_cannot_be_played_is_one_line(server, schema, settings, message):
     server.schema = schema
-    with pytest.raises(UserError, match=said):
-        environment, task = begin(server.url, **env)
+    with pytest.raises(UserError, match=message):
+        environment, task = begin(server.url, **settings)
         environment.reset(task)
 
 
@@ -216,13 +225,15 @@ def test_tools_have_their_schemas_whatever_a_server_calls_them(server, key):
         return
     environment.reset(task)
     outcome = environment.step(Reply.of("", ToolCall("put", {})))
-    assert not outcome.valid and "'thing' is a required property" in outcome.observation
+    assert not outcome.valid
+    assert "'thing' is a required property" in outcome.observation
     assert environment.step(Reply.of("", ToolCall("put", {"thing": "cup"}))).valid
 
 
 @pytest.fixture
 def counted():
-    """`counted(n)` is the URL of a server whose splits train and test have `n` tasks, as JSON; it plays none."""
+    """`counted(n)` is the URL of a server whose splits train and test have `n` tasks, as JSON. It
+    plays none of them."""
     answers = {"/schema": json.dumps(SCHEMA), "/list_environments": '["e"]'}
     answers["/e/splits"] = '[{"name": "train"}, {"name": "test"}]'
 
@@ -256,30 +267,30 @@ def factory_of(url):
     return make_factory(load_played(None, {"env.name": "openenv", "env.url": url}))
 
 
+def indices_of(tasks):
+    return [task.payload["index"] for task in tasks]
+
+
 @pytest.mark.parametrize("number", ["10000000000", "1" + "0" * 400])
 def test_more_tasks_than_can_be_listed_are_drawn(counted, number):
     factory = factory_of(counted(number))
-    drawn = [task.payload["index"] for task in train_tasks(factory, 0, 100, 0)]
-    assert all(0 <= index < int(number) for index in drawn) and len({*drawn}) == 100
-    assert drawn == [task.payload["index"] for task in train_tasks(factory, 0, 100, 0)]
+    drawn = indices_of(train_tasks(factory, 0, 100, 0))
+    assert all(0 <= index < int(number) for index in drawn)
+    assert len({*drawn}) == 100
+    assert drawn == indices_of(train_tasks(factory, 0, 100, 0))
     assert len(eval_tasks(factory, "test", 0, 0)) == ENDLESS_EVAL
     assert factory.fingerprint()
 
 
 def test_tasks_that_can_be_listed_are_played_in_epochs(counted):
     factory = factory_of(counted("30"))
-    epochs = [
-        sorted(task.payload["index"] for task in train_tasks(factory, step, 30, 0))
-        for step in range(2)
-    ]
-    assert epochs == [[*range(30)]] * 2
-    assert sorted(task.payload["index"] for task in eval_tasks(factory, "test", 0, 0)) == [
-        *range(30)
-    ]
+    for epoch in range(2):
+        assert sorted(indices_of(train_tasks(factory, epoch, 30, 0))) == [*range(30)]
+    assert sorted(indices_of(eval_tasks(factory, "test", 0, 0))) == [*range(30)]
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("number", "message"),
     [
         (
             "0",
@@ -298,45 +309,49 @@ def test_tasks_that_can_be_listed_are_played_in_epochs(counted):
         ),
     ],
 )
-def test_a_number_of_tasks_that_is_none_is_one_line(counted, number, said):
-    with pytest.raises(UserError, match=said) as error:
+def test_a_number_of_tasks_that_cannot_be_is_one_line(counted, number, message):
+    with pytest.raises(UserError, match=message) as error:
         train_tasks(factory_of(counted(number)), 0, 1, 0)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
 
 
-def test_fields_that_are_no_text_are_json(server):
+def test_fields_that_are_not_text_are_json(server):
     server.schema = OPTIONS
-    server.scripts = [
-        [json.dumps({"type": "observation", "data": {"observation": {"left": 3, "a": "ä"}}})] * 3
-    ]
+    observation = {"observation": {"left": 3, "a": "ä"}}
+    server.scripts = [[json.dumps({"type": "observation", "data": observation})] * 3]
     environment, task = begin(server.url, action_field="left")
     assert environment.reset(task) == '{"left": 3, "a": "ä"}'
-    assert environment.step("2").valid and not environment.step("two").valid
+    assert environment.step("2").valid
+    assert not environment.step("two").valid
     environment, task = begin(server.url, action_field="*", observation_field="a")
-    assert environment.reset(task) == "ä" and environment.step('{"left": 1, "a": "x"}').action
-    assert [message["data"] for message in server.asked if message["type"] == "step"] == [
-        {"left": 2},
-        {"left": 1, "a": "x"},
-    ]
+    assert environment.reset(task) == "ä"
+    assert environment.step('{"left": 1, "a": "x"}').action
+    steps = [message["data"] for message in server.asked if message["type"] == "step"]
+    assert steps == [{"left": 2}, {"left": 1, "a": "x"}]
+
+
+STARTS_A_CONTAINER = """
+import os
+from paw.envs.bridges.openenv import container
+print(container("a/b:1"), flush=True)
+os.kill(os.getpid(), 9)
+"""
 
 
 def test_a_container_ends_with_the_process(server, paw_env, tmp_path):
-    """The command line of docker that is built, by a stand-in of the executable: no engine runs on this machine."""
-    log, docker = tmp_path / "log", tmp_path / "docker"
+    """A script stands in for docker, which is not on this machine: it logs the commands it gets."""
+    log = tmp_path / "log"
+    docker = tmp_path / "docker"
     answers = f"[ $1 = run ] && echo c0ffee; [ $1 = port ] && echo {server.url[7:]}; :"
     docker.write_text(f'#!/bin/sh\necho "$@" >> {log}\n{answers}\n')
     docker.chmod(0o755)
-    killed = (
-        "from paw.envs.bridges.openenv import container;"
-        " print(container('a/b:1'), flush=True); os.kill(os.getpid(), 9)"
-    )
     env = paw_env | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, "-c", f"import os; {killed}"], env=env, capture_output=True, text=True
+    killed = subprocess.run(
+        [sys.executable, "-c", STARTS_A_CONTAINER], env=env, capture_output=True, text=True
     )
-    assert (done.returncode, done.stdout) == (-9, f"{server.url}\n")
-    late = time.monotonic() + 10
-    while "rm --force" not in log.read_text() and time.monotonic() < late:
-        time.sleep(0.02)
+    assert killed.returncode == -9
+    assert killed.stdout == f"{server.url}\n"
+    wait_until(lambda: "rm --force" in log.read_text(), seconds=10)
     run = "run --detach --rm --publish=127.0.0.1::8000 --env=MAX_CONCURRENT_ENVS=1024 a/b:1"
     assert log.read_text().splitlines() == [run, "port c0ffee 8000/tcp", "rm --force c0ffee"]

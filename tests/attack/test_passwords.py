@@ -1,4 +1,4 @@
-"""Passwords in URLs: used, and in no file and no line that anything writes."""
+"""Passwords in URLs are used, and stand in no file and no line that anything writes."""
 
 import json
 import shutil
@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import as_words
 from test_openenv import Scripted, seen
-from test_servers import Peer, ask, connected  # noqa: F401
+from test_servers import Peer, ask
 from torch import nn
 from websockets.sync.server import basic_auth
 
@@ -48,45 +49,59 @@ def takes_url(field):
     return "https?" in schema
 
 
+def files_of(folder):
+    """The content of each file below a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_these_are_the_keys_that_take_a_url():
-    found = set()
+    keys = set()
     for section, field in Config.model_fields.items():
         rows = list(fields(section, field.annotation))
         for name in built_in(field.annotation):
             rows += own_fields(section, field.annotation, name)
-        found |= {dotted for dotted, field, _ in rows if takes_url(field)}
-    assert found == set(BESIDE)
+        keys |= {key for key, key_field, _ in rows if takes_url(key_field)}
+    assert keys == set(BESIDE)
+
+
+class RememberingTracker:
+    """A tracker without a package: it keeps the configurations that it is given."""
+
+    package = "x"
+
+    def __init__(self, configurations):
+        self.configurations = configurations
+
+    def open(self, run, config, known):
+        self.configurations.append(config)
+        return "", None, None
+
+    def _remember(self):
+        pass
 
 
 @pytest.mark.parametrize("key", BESIDE)
-def test_no_key_of_a_configuration_shows_one(key, tmp_path, capsys):
+def test_no_key_of_a_configuration_shows_a_password(key, tmp_path, capsys):
     url = with_password("https://host:8000/v1")
-    config = load("quickstart", BESIDE[key] | {key: url})
     hidden = "https://me:***@host:8000/v1"
-    texts = [
-        dump(config),
-        explain(config),
-        json.dumps(as_tree(config)),
-        json.dumps(masked(_deciding_keys(config))),
-    ]
-    assert (
-        all(SECRET not in text for text in texts)
-        and hidden in dump(config)
-        and hidden in explain(config)
-    )
-    seen = []
-    stage = SimpleNamespace(ranks=Ranks(), directory=tmp_path, config=config)
-    tracker = SimpleNamespace(
-        package="x", open=lambda run, config, known: (seen.append(config), ("", None, None))[1]
-    )
-    tracker._remember = lambda: None
-    Tracker.on_start(tracker, stage)
-    assert SECRET not in json.dumps(seen) and hidden in json.dumps(seen)
+    settings = BESIDE[key] | {key: url}
+    config = load("quickstart", settings)
+    for text in (dump(config), explain(config)):
+        assert SECRET not in text
+        assert hidden in text
+    assert SECRET not in json.dumps(as_tree(config))
+    assert SECRET not in json.dumps(masked(_deciding_keys(config)))
 
-    words = [part for k, value in (BESIDE[key] | {key: url}).items() for part in (f"--{k}", value)]
-    assert cli.main(["train", "quickstart", *words, "--dry-run"]) == 0
-    said = capsys.readouterr()
-    assert SECRET not in said.out + said.err and hidden in said.out
+    tracked = []
+    tracker = RememberingTracker(tracked)
+    Tracker.on_start(tracker, SimpleNamespace(ranks=Ranks(), directory=tmp_path, config=config))
+    assert SECRET not in json.dumps(tracked)
+    assert hidden in json.dumps(tracked)
+
+    assert cli.main(["train", "quickstart", *as_words(settings), "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert SECRET not in printed.out + printed.err
+    assert hidden in printed.out
 
     path = tmp_path / "config.toml"  # a run's, which lacks the password
     path.write_text(dump(config))
@@ -132,30 +147,29 @@ def test_what_counts_as_a_password(text, expected):
 
 def test_a_long_value_is_not_cut_within_a_password():
     url = f"http://me:{'p' * 300}@host"
-    assert short_repr([url]) == "['http://me:***@host']" and "p" * 4 not in short_repr(
-        {"a": url}
-    ) + short_repr(url)
+    assert short_repr([url]) == "['http://me:***@host']"
+    assert "p" * 4 not in short_repr({"a": url})
+    assert "p" * 4 not in short_repr(url)
 
 
-def test_lines_about_servers_of_the_engine_show_none(connected, capsys):  # noqa: F811
-    bad, good = Peer("fails"), Peer()
+def test_lines_about_servers_of_the_engine_show_no_password(capsys):
+    bad = Peer("fails")
+    good = Peer()
     urls = [with_password(peer.url) for peer in (bad, good)]
     transfer = FileTransfer(torch.float32, 5)
     pool = SendingPool(urls, transfer, end_ids={3}, vocabulary=50, timeout_s=5, ranks=Ranks())
     engine = ServerEngine(pool, 64)
     try:
         push_weights(nn.Linear(2, 3), engine, version=1)
-        done = ask(engine)
-        assert {completion.server for completion in done} == {good.url.replace("://", "://me:***@")}
-        said = capsys.readouterr().err
-        assert (
-            "://me:***@127.0.0.1" in said
-            and "is left out until the next weights" in said
-            and SECRET not in said
-        )
-        assert (
-            engine.exclude([done[0].server]) and [server.url for server in pool.servers] == urls[:1]
-        )
+        completions = ask(engine)
+        hidden = good.url.replace("://", "://me:***@")
+        assert {completion.server for completion in completions} == {hidden}
+        errors = capsys.readouterr().err
+        assert "://me:***@127.0.0.1" in errors
+        assert "is left out until the next weights" in errors
+        assert SECRET not in errors
+        assert engine.exclude([hidden])
+        assert [server.url for server in pool.servers] == urls[:1]
     finally:
         engine.close()
 
@@ -168,10 +182,12 @@ class Guarded(Scripted):
         return refusal or super().http(connection, request)
 
 
-def test_a_run_uses_it_and_writes_it_nowhere(paw_here, tiny_llm, tmp_path):
+def test_a_run_uses_the_password_and_writes_it_nowhere(paw_here, tiny_llm, tmp_path):
     server = Guarded()
     server.scripts = [[seen("begin"), seen("the end", 1.0, True)]]
-    url, hidden = with_password(server.url), server.url.replace("://", "://me:***@")
+    url = with_password(server.url)
+    hidden = server.url.replace("://", "://me:***@")
+    run = tmp_path / "run"
     recipe = tmp_path / "small.toml"
     recipe.write_text('[model]\npath = "-"\n')
     keys = {
@@ -180,59 +196,44 @@ def test_a_run_uses_it_and_writes_it_nowhere(paw_here, tiny_llm, tmp_path):
         "engine.type": "transformers", "rollout.max_response_tokens": 4, "env.name": "openenv", "env.max_turns": 2,
     }  # fmt: skip
     try:
-        done = paw_here("train", recipe, keys, {"env.url": url})
-        lines = done.stdout + done.stderr
-        paw_here("report", tmp_path / "run")
-        files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-        assert {
-            "config.toml",
-            "run.json",
-            "metrics.jsonl",
-            "samples.jsonl",
-            "report.html",
-            "paw.toml",
-        } <= {path.name for path in files}
-        assert (
-            not [path for path in files if SECRET.encode() in path.read_bytes()]
-            and SECRET not in lines
-        )
-        assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["env"]["url"] == [
-            hidden
-        ]
+        trained = paw_here("train", recipe, keys, {"env.url": url})
+        assert SECRET not in trained.stdout + trained.stderr
+        paw_here("report", run)
+        files = files_of(run)
+        names = {path.name for path in files}
+        assert names >= {"config.toml", "run.json", "metrics.jsonl", "samples.jsonl"}
+        assert names >= {"report.html", "paw.toml"}
+        assert not [path for path, content in files.items() if SECRET.encode() in content]
+        assert tomllib.loads((run / "config.toml").read_text())["env"]["url"] == [hidden]
 
-        for words in (("train", tmp_path / "run" / "config.toml"), ("eval", tmp_path / "run")):
-            error = paw_here(*words, code=2).stderr
-            assert error == (
+        for command in (("train", run / "config.toml"), ("eval", run)):
+            assert paw_here(*command, code=2).stderr == (
                 f"paw: env.url = ['{hidden}']: files of a run do not keep passwords; give the whole value again, in a "
                 "recipe or with --env.url VALUE\n"
-            ), words
-        again = {"run.updates": 2, "env.url": url}
-        said = paw_here("train", recipe, keys, again, "--resume", "auto").stdout
-        assert "resumed from" in said and "env.url" not in said
-        other = with_password(server.url).replace(SECRET, "wrong")
-        error = paw_here(
-            "train", recipe, keys, {"run.name": "other", "env.url": other}, code=2
-        ).stderr
-        assert "wrong" not in error and "://me:***@127.0.0.1" in error and error.count("\n") == 1
+            ), command
+        further = {"run.updates": 2, "env.url": url}
+        resumed = paw_here("train", recipe, keys, further, "--resume", "auto").stdout
+        assert "resumed from" in resumed
+        assert "env.url" not in resumed
+
+        wrong_url = url.replace(SECRET, "wrong")
+        other_run = {"run.name": "other", "env.url": wrong_url}
+        errors = paw_here("train", recipe, keys, other_run, code=2).stderr
+        assert "wrong" not in errors
+        assert "://me:***@127.0.0.1" in errors
+        assert errors.count("\n") == 1
     finally:
         server.server.shutdown()
 
 
-def test_reports_of_older_runs_show_none(quick_run, paw_here, tmp_path):
-    """Whose config.toml and run.json have it."""
+def test_reports_of_older_runs_show_no_password(quick_run, paw_here, tmp_path):
+    """Older runs have it in config.toml and run.json."""
+    url = with_password("http://host")
     run = shutil.copytree(quick_run, tmp_path / "run")
-    config = (
-        (run / "config.toml")
-        .read_text()
-        .replace('name = "alfworld"', f'name = "{with_password("http://host")}"')
-    )
-    (run / "config.toml").write_text(config)
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace('name = "alfworld"', f'name = "{url}"'))
     info = json.loads((run / "run.json").read_text())
-    ended = {
-        "how": "failed",
-        "why": f"{with_password('http://host')}: status 500",
-        "at": info["started"],
-    }
+    ended = {"how": "failed", "why": f"{url}: status 500", "at": info["started"]}
     (run / "run.json").write_text(json.dumps(info | {"ended": ended}))
     paw_here("report", run)
     page = (run / "report.html").read_text()
@@ -240,30 +241,27 @@ def test_reports_of_older_runs_show_none(quick_run, paw_here, tmp_path):
     assert "failed: http://me:***@host: status 500" in page
 
 
-def test_an_evaluation_writes_it_nowhere(server, tmp_path, capfd):
+def test_an_evaluation_writes_the_password_nowhere(server, tmp_path, capfd):
     pytest.importorskip("openai")
     keys = {
         "env": "alfworld", "env.data": "none", "env.difficulty": "tiny", "env.max_turns": 2, "eval.games": 2,
         "endpoint": with_password(server.url), "model": "m", "endpoint.retries": 0, "out": tmp_path / "out",
     }  # fmt: skip
     server.script = [(500, {"error": {"message": "no"}}, {})]
-    words = [str(part) for key, value in keys.items() for part in (f"--{key}", value)]
-    assert cli.main(["eval", *words]) == 1
-    said = capfd.readouterr()
-    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert {"settings.json", "episodes.jsonl", "results.json"} <= {path.name for path in files}
-    assert (
-        not [path for path in files if SECRET in path.read_text()]
-        and SECRET not in said.out + said.err
-    )
+    assert cli.main(["eval", *as_words(keys)]) == 1
+    printed = capfd.readouterr()
+    assert SECRET not in printed.out + printed.err
+    files = files_of(tmp_path / "out")
+    assert {path.name for path in files} >= {"settings.json", "episodes.jsonl", "results.json"}
+    assert not [path for path, content in files.items() if SECRET.encode() in content]
     assert "://me:***@127.0.0.1" in (tmp_path / "out" / "episodes.jsonl").read_text()
+
     keys |= {"endpoint": with_password("http://127.0.0.1:9"), "out": tmp_path / "other"}
-    words = [str(part) for key, value in keys.items() for part in (f"--{key}", value)]
-    assert cli.main(["eval", *words]) == 2
+    assert cli.main(["eval", *as_words(keys)]) == 2
     assert "endpoint.url = 'http://me:***@127.0.0.1:9': no answer" in capfd.readouterr().err
 
 
-def test_a_retriever_is_named_without_it(server):
+def test_a_retriever_is_named_without_its_password(server):
     hits = [{"document": {"id": "1", "contents": '"Town"\nA town.'}, "score": 1.0}]
 
     def answer(handler):
@@ -272,11 +270,11 @@ def test_a_retriever_is_named_without_it(server):
     server.default = answer
     keys = {"env.name": "search", "env.entities": 20, "env.eval_split": "test"}
     factory = make_factory(load("quickstart", keys | {"env.retriever": with_password(server.url)}))
-    assert (
-        SECRET not in factory.fingerprint() and "http://me:***@127.0.0.1" in factory.fingerprint()
-    )
+    assert SECRET not in factory.fingerprint()
+    assert "http://me:***@127.0.0.1" in factory.fingerprint()
     with pytest.raises(UserError) as error:
         make_factory(
             load("quickstart", keys | {"env.retriever": with_password("http://127.0.0.1:9")})
         )
-    assert SECRET not in str(error.value) and "me:***@127.0.0.1:9" in str(error.value)
+    assert SECRET not in str(error.value)
+    assert "me:***@127.0.0.1:9" in str(error.value)

@@ -1,4 +1,5 @@
-"""model.dtype = "auto" on machines with and without instructions for bfloat16, which the tests pretend to be."""
+"""model.dtype = "auto" on machines with and without instructions for bfloat16, which the tests
+pretend to be."""
 
 import json
 from pathlib import Path
@@ -15,7 +16,8 @@ from paw.tools.plan.plan import Plan
 from paw.tools.plan.shapes import SHAPES
 
 FILE = Path(__file__).parents[1] / "support" / "environments.py"
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 WITHOUT = {
     "avx2",
     "avx512_f",
@@ -27,13 +29,14 @@ WITHOUT = {
     "neon",
     "i8mm",
 }
-SAPPHIRE_RAPIDS, GRAVITON_3 = {"avx512_f", "avx512_bf16", "amx_bf16"}, {"neon", "bf16", "sve"}
+SAPPHIRE_RAPIDS = {"avx512_f", "avx512_bf16", "amx_bf16"}
+GRAVITON_3 = {"neon", "bf16", "sve"}
 NAMES = {"float32": frozenset(WITHOUT), "bfloat16": frozenset(WITHOUT | SAPPHIRE_RAPIDS)}
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """`machine("bfloat16")` makes this CPU one that "auto" takes that for."""
+    """`machine("bfloat16")` makes this CPU one for which "auto" is bfloat16."""
 
     def make(name):
         monkeypatch.setattr(dtype, "cpu_features", lambda: NAMES[name])
@@ -52,8 +55,10 @@ def settings(tiny_llm, tmp_path):
     }  # fmt: skip
 
 
-def settings_of(run):
-    return load(run / "config.toml").model, json.loads((run / "run.json").read_text())
+def dtypes_of(run):
+    """The dtype that a run's configuration asks for, and the one that the run has."""
+    recorded = json.loads((run / "run.json").read_text())
+    return load(run / "config.toml").model.dtype, recorded["dtype"]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,7 @@ def test_a_cpu_without_computes_in_float32_and_a_gpu_in_bfloat16():
 def test_what_this_cpu_has_is_found(monkeypatch):
     flags = Path("/proc/cpuinfo").read_text().split()
     assert dtype.BFLOAT16.intersection(dtype.cpu_features()) == dtype.BFLOAT16.intersection(flags)
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)  # as torch 2.10 is
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)  # as in torch 2.10
     assert dtype.BFLOAT16.intersection(dtype.cpu_features()) == dtype.BFLOAT16.intersection(flags)
 
 
@@ -85,7 +90,7 @@ def test_auto_is_the_default_and_what_is_named_is_taken(machine, name):
     for named in NAMES:
         config = load("alfworld-grpo-paw", {"model.dtype": named})
         assert training_dtype(config, CPU) == with_dtype(config, name).model.dtype == named
-    flash = load("alfworld-grpo-paw", {"optim.name": "flash-adamw"})  # whose weights are bfloat16
+    flash = load("alfworld-grpo-paw", {"optim.name": "flash-adamw"})  # its weights are bfloat16
     assert training_dtype(flash, CPU) == "bfloat16"
 
 
@@ -94,8 +99,9 @@ def test_a_plan_is_made_for_the_dtype_of_a_card():
         plan = Plan(load("alfworld-grpo-paw", model), SHAPES["Qwen2.5-1.5B"], gpus=1, gpu_gib=80.0)
         return plan.phases["update"]["activations"]
 
-    bfloat16, float32 = (activations(**{"model.dtype": name}) for name in ("bfloat16", "float32"))
-    assert activations() == bfloat16 < float32
+    bfloat16 = activations(**{"model.dtype": "bfloat16"})
+    assert activations() == bfloat16
+    assert bfloat16 < activations(**{"model.dtype": "float32"})
 
 
 @pytest.mark.parametrize(("began", "other"), [("float32", "bfloat16"), ("bfloat16", "float32")])
@@ -104,28 +110,24 @@ def test_a_run_names_its_dtype_and_goes_on_in_it_on_another_machine(
 ):
     recipe, keys = settings
     machine(began)
-    said = paw_here("train", recipe, keys).stdout
-    assert f", {began}, engine transformers, head backend" in said and other not in said
-    asked, known = settings_of(tmp_path / "run")
-    assert (asked.dtype, known["dtype"]) == ("auto", began)
-    first = read_metrics(tmp_path / "run")
+    output = paw_here("train", recipe, keys).stdout
+    assert f", {began}, engine transformers, head backend" in output
+    assert other not in output
+    assert dtypes_of(tmp_path / "run") == ("auto", began)
+    metrics = read_metrics(tmp_path / "run")
 
-    machine(other)  # the same run on another machine: the numbers that it would have had
-    said = paw_here("train", recipe, keys, {"run.updates": 2}, "--resume", "auto").stdout
-    assert f"the run began in {began} and goes on in it (--model.dtype {other}" in said
-    assert f", {began}, engine transformers" in said
-    assert (
-        settings_of(tmp_path / "run")[1]["dtype"] == began
-        and read_metrics(tmp_path / "run")[:2] == first
-    )
-    said = paw_here(
-        "train", recipe, keys, {"run.updates": 3, "model.dtype": other}, "--resume", "auto"
-    ).stdout
-    assert (
-        f"changed: model.dtype 'auto' -> '{other}'" in said
-        and f", {other}, engine transformers" in said
-    )
-    assert settings_of(tmp_path / "run")[1]["dtype"] == other
+    machine(other)  # the run goes on, on another machine
+    output = paw_here("train", recipe, keys, {"run.updates": 2}, "--resume", "auto").stdout
+    assert f"the run began in {began} and goes on in it (--model.dtype {other}" in output
+    assert f", {began}, engine transformers" in output
+    assert dtypes_of(tmp_path / "run") == ("auto", began)
+    assert read_metrics(tmp_path / "run")[:2] == metrics
+
+    changes = {"run.updates": 3, "model.dtype": other}
+    output = paw_here("train", recipe, keys, changes, "--resume", "auto").stdout
+    assert f"changed: model.dtype 'auto' -> '{other}'" in output
+    assert f", {other}, engine transformers" in output
+    assert dtypes_of(tmp_path / "run") == (other, other)
 
 
 def test_the_dtype_of_a_run_of_an_older_version_is_that_of_its_config(tmp_path):
@@ -147,41 +149,37 @@ def test_other_commands_take_and_name_what_suits_the_machine(
 ):
     recipe, keys = settings
     machine(name)
-    model, small = (
-        keys["model.path"],
-        {"eval.games": 2, "rollout.max_response_tokens": 4, "run.threads": 1},
-    )
+    model = keys["model.path"]
+    tuned = tmp_path / "tuned"
     assert f"model.dtype = 'auto' on cpu: {name}" in paw_here("doctor").stdout
-    found = json.loads(paw_here("doctor", "--model", model, "--json").stdout)
-    assert found["dtype"] == name and found["difference_bfloat16"] < 0.25 and not found["problems"]
-    paw_here(
-        "eval",
-        model,
-        "--recipe",
-        recipe,
-        {"env.name": keys["env.name"], "engine.type": "transformers"},
-        small,
-    )
-    tune = {"sft.turns": 4, "optim.minibatch_samples": 2, "env.data": "none", "run.threads": 1}
-    said = paw_here(
-        "sft", model, "--recipe", "alfworld-grpo-paw", "--out", tmp_path / "tuned", tune
-    ).stderr
-    assert f"1 epochs, in {name}\n" in said
-    assert load(tmp_path / "tuned" / "paw.toml").model.dtype == "auto"
+    examined = json.loads(paw_here("doctor", "--model", model, "--json").stdout)
+    assert examined["dtype"] == name
+    assert examined["difference_bfloat16"] < 0.25
+    assert not examined["problems"]
+    brief_evaluation = {
+        "env.name": keys["env.name"], "engine.type": "transformers", "eval.games": 2,
+        "rollout.max_response_tokens": 4, "run.threads": 1,
+    }  # fmt: skip
+    paw_here("eval", model, "--recipe", recipe, brief_evaluation)
+    brief_tuning = {
+        "sft.turns": 4, "optim.minibatch_samples": 2, "env.data": "none", "run.threads": 1,
+    }  # fmt: skip
+    printed = paw_here("sft", model, "--recipe", "alfworld-grpo-paw", "--out", tuned, brief_tuning)
+    assert f"1 epochs, in {name}\n" in printed.stderr
+    assert load(tuned / "paw.toml").model.dtype == "auto"
 
 
 def test_adapters_are_merged_into_the_base_model_that_the_run_had(
     machine, settings, paw_here, tmp_path
 ):
-    """LoRA's base weights are stored in the run's dtype, so `paw export` on another machine takes that."""
+    """LoRA's base weights are stored in the run's dtype, so `paw export` on another machine takes
+    that."""
     recipe, keys = settings
     machine("bfloat16")
     paw_here("train", recipe, keys, {"lora.rank": 2, "optim.lr": 1e-2})
     machine("float32")
-    out = tmp_path / "exported"
-    paw_here("export", tmp_path / "run", "--out", out)
-    weights = [
-        (folder / "model.safetensors").read_bytes() for folder in (tmp_path / "run" / "hf", out)
-    ]
-    assert weights[0] == weights[1]
-    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    exported = tmp_path / "exported"
+    paw_here("export", tmp_path / "run", "--out", exported)
+    weights = (exported / "model.safetensors").read_bytes()
+    assert weights == (tmp_path / "run" / "hf" / "model.safetensors").read_bytes()
+    assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"

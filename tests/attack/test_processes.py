@@ -1,4 +1,5 @@
-"""Environments in processes of their own: what no thread survives costs the episodes of one process."""
+"""Environments in processes of their own: what would end the whole trainer costs the episodes of
+one process."""
 
 import os
 import re
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from deadly import Deadly
-from test_servers import Peer, connected  # noqa: F401
+from processes import children, command_of, is_alive, wait_until
+from test_servers import Peer, connected, turns_of  # noqa: F401
 from torch import nn
 from toyworld import make_chat, make_engine, make_model
 
@@ -28,6 +30,7 @@ from paw.envs import make_factory
 from paw.envs.base import train_tasks
 from paw.errors import NoOracleError, UserError
 from paw.model.loading import load_tokenizer
+from paw.rollouts.background.ahead import AsyncRollouts
 from paw.rollouts.engines.settings import ServerConfig
 from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.scheduler import Rollouts
@@ -55,8 +58,8 @@ def configured(name, processes, **env):
 
 @pytest.fixture
 def rollouts(model):
-    """`rollouts("Deadly", processes=2, step_timeout_s=1.0)`: of an environment of deadly.py."""
-    count = torch.get_num_threads()
+    """`rollouts("Deadly", processes=2, step_timeout_s=1.0)` plays an environment of deadly.py."""
+    thread_count = torch.get_num_threads()
     torch.set_num_threads(1)
     made = []
 
@@ -66,9 +69,9 @@ def rollouts(model):
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
-    torch.set_num_threads(count)
+    for rollouts_made in made:
+        rollouts_made.close()
+    torch.set_num_threads(thread_count)
 
 
 def play(rollouts):
@@ -82,39 +85,22 @@ def play(rollouts):
 
 
 def episodes_of(groups):
-    return {
-        (episode.task.id, episode.member): episode
-        for group in groups
-        for episode in group.trajectories
-    }
+    """Episodes by task and member."""
+    episodes = {}
+    for group in groups:
+        for episode in group.trajectories:
+            episodes[episode.task.id, episode.member] = episode
+    return episodes
 
 
-def children(pid):
-    threads = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for thread in threads for child in thread.read_text().split()]
-
-
-def command(pid):
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+def children_that_run(module, pid):
+    """Ids of the children of a process whose command names the module."""
+    return [child for child in children(pid) if module.encode() in command_of(child)]
 
 
 def workers():
     """Ids of the processes of environments that this process has started."""
-    return [pid for pid in children(os.getpid()) if b"-m\0paw.rollouts.env_process" in command(pid)]
-
-
-def alive(pid):
-    try:
-        return not re.search(r"^State:\s+Z", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    except OSError:
-        return False
-
-
-def until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.05)
+    return children_that_run("paw.rollouts.env_process", os.getpid())
 
 
 @pytest.mark.parametrize(
@@ -142,97 +128,114 @@ def test_one_that_dies_or_is_silent_costs_the_episodes_of_its_process(
     monkeypatch.setenv("DEADLY", deed)
     played = rollouts("Deadly", step_timeout_s=1.0)
     groups, stats = play(played)
-    assert len(stats.failures) == 8 and stats.metrics()["health/processes_lost"] == 1
+    assert len(stats.failures) == 8
+    assert stats.metrics()["health/processes_lost"] == 1
     assert {failure.partition(": ")[2] for failure in stats.failures} == reasons
-    found = episodes_of(groups)
-    assert len(found) == 8 and all(found[key] == wanted[key] for key in found)
+    episodes = episodes_of(groups)
+    assert len(episodes) == 8
+    assert all(episodes[key] == wanted[key] for key in episodes)
     groups, stats = play(played)  # another process has taken its place
-    assert stats.failures == [] and stats.processes_lost == 0 and episodes_of(groups) == wanted
+    assert stats.failures == []
+    assert stats.processes_lost == 0
+    assert episodes_of(groups) == wanted
     played.close()
 
 
-@pytest.mark.parametrize("name", ["Deadly", "Blocking", "Coroutines", "Wrongs"])
-def test_processes_give_what_threads_give(rollouts, name):
-    threads, processes = (play(rollouts(name, processes=count, max_text=1000)) for count in (0, 3))
-    assert episodes_of(threads[0]) == episodes_of(processes[0]) and len(threads[0]) == (
-        1 if name == "Wrongs" else 4
-    )
-    assert sorted(threads[1].failures) == sorted(processes[1].failures)
-    assert len(threads[1].failures) == (12 if name == "Wrongs" else 0)
-    assert threads[1].metrics() == processes[1].metrics() and (
-        name != "Wrongs" or threads[1].texts_cut > 0
-    )
+@pytest.mark.parametrize(
+    ("name", "group_count", "failure_count"),
+    [("Deadly", 4, 0), ("Blocking", 4, 0), ("Coroutines", 4, 0), ("Wrongs", 1, 12)],
+)
+def test_processes_give_what_threads_give(rollouts, name, group_count, failure_count):
+    groups, stats = play(rollouts(name, processes=0, max_text=1000))
+    groups_of_processes, stats_of_processes = play(rollouts(name, processes=3, max_text=1000))
+    assert len(groups) == group_count
+    assert episodes_of(groups) == episodes_of(groups_of_processes)
+    assert len(stats.failures) == failure_count
+    assert sorted(stats.failures) == sorted(stats_of_processes.failures)
+    assert stats.metrics() == stats_of_processes.metrics()
+    if name == "Wrongs":
+        assert stats.texts_cut > 0
 
 
 def test_every_member_of_an_environment_is_at_hand():
-    """Tools and replies, the task in words, the oracle and its actions; those that it lacks have their defaults."""
+    """Tools and replies, the task in words, the oracle and its actions; those that it lacks have
+    their defaults."""
 
-    def seen(processes, name):
+    def members(processes, name):
         config = configured(name, processes)
         environment = CheckedEnv(make_factory(config).make(), config.env)
-        found = [
-            environment.reset(Task("x")),
-            environment.tools,
-            getattr(environment, "task", None),
-        ]
-        found += [environment.context(), environment.anchor(), environment.admissible_actions()]
+        values = {
+            "reset": environment.reset(Task("x")),
+            "tools": environment.tools,
+            "task": getattr(environment, "task", None),
+            "context": environment.context(),
+            "anchor": environment.anchor(),
+            "admissible_actions": environment.admissible_actions(),
+        }
         try:
             answers = [environment.oracle(), environment.format_action("2")]
         except NoOracleError:
-            return [*found, "no oracle", environment.step(environment.format_action("go"))]
-        found += [(answer, answer.content, answer.calls) for answer in answers]
-        return [*found, *map(environment.step, answers), environment.context()]
+            answers = [environment.format_action("go")]
+        else:
+            values["calls"] = [(answer.content, answer.calls) for answer in answers]
+        values["answers"] = answers
+        values["outcomes"] = [environment.step(answer) for answer in answers]
+        values["context at the end"] = environment.context()
+        return values
 
     for name in ("WithTools", "Deadly"):
-        assert seen(1, name) == seen(0, name)
-    assert seen(1, "WithTools")[2] == "add to x"
+        assert members(1, name) == members(0, name)
+    with_tools = members(1, "WithTools")
+    assert with_tools["task"] == "add to x"
+    assert "calls" in with_tools
+    assert "calls" not in members(1, "Deadly")
 
 
 def test_an_environment_that_a_process_cannot_import_is_one_line():
     config = configured("Deadly", 2)
-    # A class of a module that can be.
+    # A process can import this class from its module.
     environment = CheckedEnv(make_factory(config, Deadly).make(), config.env)
     assert environment.reset(Task("x")) == "start"
 
     class Local(Deadly):
         pass
 
-    for given, name in ((Local, "Local"), (Deadly(), "Deadly")):
-        wanted = rf"^env\.processes = 2: \S*{name} was handed over by a program, .*'module:name' or 'FILE\.py:name'; or"
-        with pytest.raises(UserError, match=wanted):
-            make_factory(config, given)
+    for handed_over, name in ((Local, "Local"), (Deadly(), "Deadly")):
+        message = (
+            rf"^env\.processes = 2: \S*{name} was handed over by a program, "
+            r".*'module:name' or 'FILE\.py:name'; or"
+        )
+        with pytest.raises(UserError, match=message):
+            make_factory(config, handed_over)
 
 
 def test_what_cannot_run_in_a_process_is_one_line():
-    for name, why in (
-        (
-            "EndsAtOnce",
-            rf"^env\.processes = 2: env\.name = '{FILE}:EndsAtOnce': its process ended with exit code 7$",
-        ),
-        ("Nothing", "the file has no 'Nothing'"),
+    ended = "its process ended with exit code 7"
+    with pytest.raises(
+        UserError, match=rf"^env\.processes = 2: env\.name = '{FILE}:EndsAtOnce': {ended}$"
     ):
-        with pytest.raises(UserError, match=why):
-            make_factory(configured(name, 2))
+        make_factory(configured("EndsAtOnce", 2))
+    with pytest.raises(UserError, match="the file has no 'Nothing'"):
+        make_factory(configured("Nothing", 2))
+
+    alfworld = {"model": {"path": "-"}, "env": {"name": "alfworld", "processes": 2}}
     with pytest.raises(
         UserError, match=r"^env\.processes = 2: env\.name = 'alfworld' does not run in processes"
     ):
-        make_factory(
-            Config.model_validate(
-                {"model": {"path": "-"}, "env": {"name": "alfworld", "processes": 2}}
-            )
-        )
+        make_factory(Config.model_validate(alfworld))
+
     config = configured("Unsendable", 1)
+    factory = make_factory(config)
+    environment = CheckedEnv(factory.make(), config.env)
     with pytest.raises(
         UserError,
         match=r"^env\.processes: the arguments of reset\(\) cannot be sent to a process \(",
     ):
-        CheckedEnv(make_factory(config).make(), config.env).reset(
-            make_factory(config).tasks("train", 0)[0]
-        )
+        environment.reset(factory.tasks("train", 0)[0])
 
 
 def test_tasks_that_hang_are_one_line_beside_processes_too(monkeypatch):
-    """They are listed in the trainer, in a thread with a deadline, as without processes."""
+    """Tasks are listed in the trainer, in a thread with a deadline, as without processes."""
     monkeypatch.setenv("ATTACK", "tasks that hang")
     name = f"{Path(__file__).parents[1] / 'support' / 'environments.py'}:LaterTasks"
     env = {"name": name, "processes": 1, "step_timeout_s": 20.0}
@@ -247,14 +250,15 @@ def test_tasks_that_hang_are_one_line_beside_processes_too(monkeypatch):
 
 def test_processes_and_what_they_started_end_with_the_factory():
     config = configured("Helpers", 2)
-    others = workers()  # of tests before
+    workers_before = workers()  # those of earlier tests
     factory = make_factory(config)
     environments = [CheckedEnv(factory.make(), config.env) for _ in range(4)]
     helpers = [int(environment.reset(Task("x"))) for environment in environments]
-    started = [pid for pid in workers() if pid not in others]
-    assert len(started) == 2 and all(map(alive, [*started, *helpers]))
+    started = [pid for pid in workers() if pid not in workers_before]
+    assert len(started) == 2
+    assert all(map(is_alive, [*started, *helpers]))
     del factory, environments
-    until(lambda: not any(map(alive, [*started, *helpers])))
+    wait_until(lambda: not any(map(is_alive, [*started, *helpers])))
 
 
 TRAINER = f"""
@@ -277,7 +281,7 @@ time.sleep(60)
 
 
 def test_processes_end_with_a_trainer_that_is_killed(tmp_path):
-    """One of them holds its interpreter; a signal of the terminal ends none."""
+    """Even one that holds its interpreter. A signal of the terminal ends none of them."""
     once = tmp_path / "once"
     variables = os.environ | {"DEADLY": "holds the interpreter", "DEADLY_ONCE": str(once)}
     trainer = subprocess.Popen(
@@ -287,16 +291,17 @@ def test_processes_end_with_a_trainer_that_is_killed(tmp_path):
         start_new_session=True,
     )
     try:
-        assert trainer.stdout and trainer.stdout.readline() == b"ready\n"
-        until(once.exists)
+        assert trainer.stdout
+        assert trainer.stdout.readline() == b"ready\n"
+        wait_until(once.exists)
         started = children(trainer.pid)
         assert len(started) == 2
         for pid in started:
             os.kill(pid, signal.SIGTERM)
         time.sleep(0.1)
-        assert all(map(alive, started))
+        assert all(map(is_alive, started))
         trainer.kill()
-        until(lambda: not any(map(alive, started)))
+        wait_until(lambda: not any(map(is_alive, started)))
     finally:
         with suppress(ProcessLookupError):
             os.killpg(trainer.pid, signal.SIGKILL)
@@ -324,9 +329,9 @@ def test_what_processes_started_ends_with_a_trainer_that_is_killed():
     try:
         assert trainer.stdout
         helpers = [int(pid) for pid in trainer.stdout.readline().split()]
-        assert len(helpers) == 2 and all(map(alive, helpers))
+        assert len(helpers) == 2 and all(map(is_alive, helpers))
         trainer.kill()
-        until(lambda: not any(map(alive, helpers)))
+        wait_until(lambda: not any(map(is_alive, helpers)))
     finally:
         with suppress(ProcessLookupError):
             os.killpg(trainer.pid, signal.SIGKILL)
@@ -336,20 +341,18 @@ def test_what_processes_started_ends_with_a_trainer_that_is_killed():
 def test_a_check_goes_on_where_an_environment_ends_its_process(paw_here, tmp_path, monkeypatch):
     monkeypatch.setenv("DEADLY", "exits")
     monkeypatch.setenv("DEADLY_ONCE", str(tmp_path / "once"))
-    done = paw_here("env", "check", f"{FILE}:Deadly", {"env.processes": 1}, code=1)
-    assert re.search(
-        r"FAIL +[\d.]+ s  outcomes +raised EnvironmentFailure: its process ended with exit code 0\n",
-        done.stdout,
-    )
-    assert re.search(r"^1 of \d+ rules failed", done.stdout, re.MULTILINE)
+    report = paw_here("env", "check", f"{FILE}:Deadly", {"env.processes": 1}, code=1).stdout
+    failure = "raised EnvironmentFailure: its process ended with exit code 0"
+    assert re.search(rf"FAIL +[\d.]+ s  outcomes +{failure}\n", report)
+    assert re.search(r"^1 of \d+ rules failed", report, re.MULTILINE)
 
 
 @pytest.mark.slow
 def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
-    """The process of rollout.ahead has its own, which end with it, by kill -9 too."""
-    from paw.rollouts.background.ahead import AsyncRollouts
-
-    engine, folder = connected(Peer(), Peer()), str(tiny_llm(tmp_path))
+    """The process of rollout.ahead has worker processes of its own, which end with it, even by kill
+    -9."""
+    engine = connected(Peer(), Peer())
+    folder = str(tiny_llm(tmp_path))
     push_weights(nn.Linear(2, 3), engine, version=0)
     engine.positions = 512
     config = configured("Deadly", 2).model_copy(
@@ -367,22 +370,18 @@ def test_processes_play_ahead_too(connected, tiny_llm, tmp_path):  # noqa: F811
         expected, _ = plain.training(1, 2)
         rollouts.training(0, 2)
         groups, stats = rollouts.training(1, 2)
-        assert stats.failures == [] and [g.task for g in groups] == [g.task for g in expected]
-        outcomes = [[t.outcome for t in e.turns] for group in groups for e in group.trajectories]
-        assert outcomes == [
-            [t.outcome for t in e.turns] for group in expected for e in group.trajectories
-        ]
-        (supervisor,) = [
-            pid
-            for pid in children(os.getpid())
-            if b"paw.rollouts.background.supervisor" in command(pid)
-        ]
-        (player,) = [
-            pid for pid in children(supervisor) if b"paw.rollouts.background.player" in command(pid)
-        ]
-        started = [pid for pid in children(player) if b"paw.rollouts.env_process" in command(pid)]
+        assert stats.failures == []
+        assert [group.task for group in groups] == [group.task for group in expected]
+        assert outcomes_of(groups) == outcomes_of(expected)
+        (supervisor,) = children_that_run("paw.rollouts.background.supervisor", os.getpid())
+        (player,) = children_that_run("paw.rollouts.background.player", supervisor)
+        started = children_that_run("paw.rollouts.env_process", player)
         assert len(started) == 2
         os.kill(player, signal.SIGKILL)
-        until(lambda: not any(map(alive, started)))
+        wait_until(lambda: not any(map(is_alive, started)))
     finally:
         rollouts.close()
+
+
+def outcomes_of(groups):
+    return [turn.outcome for turn in turns_of(groups)]

@@ -1,4 +1,5 @@
-"""Whole runs on environments that misbehave: an outage costs nothing but time, a liar fakes nothing, and so on."""
+"""Whole runs on environments that misbehave: an outage costs nothing but time, a liar fakes
+nothing, and so on."""
 
 import json
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from jsonl import read_jsonl
 
 from paw import trainer
 from paw.checkpoint.train_state import PendingCheckpoint
@@ -47,15 +49,20 @@ def test_an_update_that_is_over_is_saved_when_something_fails_then(
     settings["advantage.type"] = f"{FILE}:advantages"
     paw_here("train", recipe, settings, {"run.name": "calm"})
     monkeypatch.setenv("ATTACK", attack)
-    done = paw_here("train", recipe, settings, {"run.name": "run"}, code=2)
-    assert re.fullmatch("paw: .*broken.*\n", done.stderr)
+    failed = paw_here("train", recipe, settings, {"run.name": "run"}, code=2)
+    assert re.fullmatch("paw: .*broken.*\n", failed.stderr)
     monkeypatch.delenv("ATTACK")
     paw_here("train", recipe, settings, {"run.name": "run"}, "--resume", "auto")
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "calm")
-    weights = [
-        (tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("calm", "run")
-    ]
-    assert weights[0] == weights[1]
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "calm")
+
+
+def weights_of(run):
+    return (run / "hf" / "model.safetensors").read_bytes()
+
+
+def steps_of(metrics):
+    return [line["step"] for line in metrics]
 
 
 MINE = r"\(environments\.py, line \d+\)"
@@ -95,7 +102,7 @@ STOPS = [
 def test_whatever_stops_a_part_of_ones_own_is_one_line_and_the_update_is_saved(
     paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch, attack, line
 ):
-    """Also where the newest checkpoint is still being written in the background."""
+    """Even if the newest checkpoint is still being written in the background."""
     settings |= {
         "env.name": f"{FILE}:Breaks",
         "env.step_timeout_s": 0.5,
@@ -106,13 +113,14 @@ def test_whatever_stops_a_part_of_ones_own_is_one_line_and_the_update_is_saved(
     # As on a slow disk: nothing is published before something waits for it.
     monkeypatch.setattr(PendingCheckpoint, "done", False)
     monkeypatch.setenv("ATTACK", attack)
-    done = paw_here("train", recipe, settings, code=2)
-    assert re.fullmatch(f"paw: {line}.*\n", done.stderr), done.stderr
+    failed = paw_here("train", recipe, settings, code=2)
+    assert re.fullmatch(f"paw: {line}.*\n", failed.stderr), failed.stderr
     saved = "failed after update 1 of 2: the checkpoint of update 1 is intact (--resume auto)"
-    assert done.stdout.splitlines()[-1] == saved
-    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1]
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000001"]
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["ended"]["how"] == "failed"
+    assert failed.stdout.splitlines()[-1] == saved
+    run = tmp_path / "run"
+    assert steps_of(read_metrics(run)) == [0, 1]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001"]
+    assert json.loads((run / "run.json").read_text())["ended"]["how"] == "failed"
 
 
 @pytest.mark.parametrize(
@@ -146,8 +154,9 @@ def test_a_callback_that_exits_at_the_end_is_a_line_of_a_run_that_finished(
         "run.updates": 1,
     }
     monkeypatch.setenv("ATTACK", "on_end that exits")
-    done = paw_here("train", recipe, settings)
-    assert "run.callbacks: Callback.on_end: SystemExit: broken" in done.stdout and done.stderr == ""
+    finished = paw_here("train", recipe, settings)
+    assert "run.callbacks: Callback.on_end: SystemExit: broken" in finished.stdout
+    assert finished.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -163,7 +172,8 @@ def test_a_callback_that_exits_at_the_end_is_a_line_of_a_run_that_finished(
 def test_a_run_whose_directory_is_gone_ends_with_one_line_and_writes_no_half_one(
     paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch, attack, save_every
 ):
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run = tmp_path / "run"
+    elsewhere = tmp_path / "elsewhere"
     settings |= {
         "env.name": f"{FILE}:Breaks",
         "run.callbacks": [f"{FILE}:Callback"],
@@ -171,16 +181,21 @@ def test_a_run_whose_directory_is_gone_ends_with_one_line_and_writes_no_half_one
     }
     settings |= {"run.updates": 4, "run.save_every": save_every}
     monkeypatch.setenv("ATTACK", attack)
-    done = paw_here("train", recipe, settings, code=2)
-    assert list(run.iterdir()) == [] if attack.endswith("made") else not run.exists()
+    errors = paw_here("train", recipe, settings, code=2).stderr
+    if attack.endswith("made"):
+        assert list(run.iterdir()) == []
+    else:
+        assert not run.exists()
     if attack.startswith("deleted"):
-        said = f"paw: the run directory {run} was deleted with everything saved in it: the run has ended\n"
-        assert done.stderr == said and not elsewhere.exists()
+        assert errors == (
+            f"paw: the run directory {run} was deleted with everything saved in it: the run has ended\n"
+        )
+        assert not elsewhere.exists()
         return
 
-    kept = "the checkpoint of update 1 is in it" if save_every else "no checkpoint is in it yet"
-    assert done.stderr == (
-        f"paw: the run directory {run} was renamed to {elsewhere}, so the run has ended; {kept}: rename it back, then "
+    saved = "the checkpoint of update 1 is in it" if save_every else "no checkpoint is in it yet"
+    assert errors == (
+        f"paw: the run directory {run} was renamed to {elsewhere}, so the run has ended; {saved}: rename it back, then "
         "--resume auto\n"
     )
     assert json.loads((elsewhere / "run.json").read_text())["ended"]["how"] == "failed"
@@ -189,7 +204,7 @@ def test_a_run_whose_directory_is_gone_ends_with_one_line_and_writes_no_half_one
     elsewhere.rename(run)
     monkeypatch.delenv("ATTACK")
     paw_here("train", recipe, settings, "--resume", "auto")
-    assert [line["step"] for line in read_metrics(run)] == [0, 1, 2, 3, 4]
+    assert steps_of(read_metrics(run)) == [0, 1, 2, 3, 4]
 
 
 def test_logs_that_are_deleted_are_written_anew(
@@ -202,65 +217,60 @@ def test_logs_that_are_deleted_are_written_anew(
     }
     paw_here("train", recipe, settings, {"run.name": "calm"})
     monkeypatch.setenv("ATTACK", "logs deleted")
-    said = paw_here("train", recipe, settings, {"run.name": "run"}).stdout.splitlines()
+    printed = paw_here("train", recipe, settings, {"run.name": "run"}).stdout.splitlines()
     run = tmp_path / "run"
+    replaced = "was deleted or replaced"
     assert (
-        said.count(
-            f"{run / 'metrics.jsonl'} was deleted or replaced: all its lines were written again"
-        )
-        == 1
+        printed.count(f"{run / 'metrics.jsonl'} {replaced}: all its lines were written again") == 1
     )
     assert (
-        said.count(
-            f"{run / 'samples.jsonl'} was deleted or replaced: new lines are added to what is there now"
+        printed.count(
+            f"{run / 'samples.jsonl'} {replaced}: new lines are added to what is there now"
         )
         == 1
     )
     assert read_metrics(run) == read_metrics(tmp_path / "calm")
-    assert [
-        json.loads(line)["step"] for line in (run / "samples.jsonl").read_text().splitlines()
-    ] == [3, 3]
+    assert steps_of(read_jsonl(run / "samples.jsonl")) == [3, 3]
 
 
 def test_an_outage_costs_nothing_but_time(
     paw_here, settings, recipe, read_metrics, tmp_path, monkeypatch
 ):
-    """One that lasts ends the run saved, with one line."""
-    assert sum(trainer.PAUSES_S) > 120 and list(trainer.PAUSES_S) == sorted(trainer.PAUSES_S)
+    """A long outage ends the run with one line, and the run is saved."""
+    assert sum(trainer.PAUSES_S) > 120
+    assert list(trainer.PAUSES_S) == sorted(trainer.PAUSES_S)
     paw_here("train", recipe, settings, {"run.name": "calm"})
     calm = read_metrics(tmp_path / "calm")
     monkeypatch.setattr(trainer, "PAUSES_S", (1, 1, 1, 1, 1))
     monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1.5")
-    said = paw_here("train", recipe, settings, {"run.name": "outage"}).stdout
-    assert "environment failed: train/0/2: ConnectionError: connection refused" in said
-    assert (
-        1 <= said.count("update 2: no group has two episodes left; playing them again in 1 s") <= 3
-    )
-    outage, apart = (
-        read_metrics(tmp_path / "outage"),
-        ("health/env_failures", "health/groups_dropped"),
-    )
-    failures, dropped = (outage[2][key] for key in apart)
-    assert failures % 4 == 0 < failures and dropped == failures / 2
-    assert [line | dict.fromkeys(apart, 0) for line in outage] == [
-        line | dict.fromkeys(apart, 0) for line in calm
-    ]
-    weights = [
-        (tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("calm", "outage")
-    ]
-    assert weights[0] == weights[1]
+    printed = paw_here("train", recipe, settings, {"run.name": "outage"}).stdout
+    assert "environment failed: train/0/2: ConnectionError: connection refused" in printed
+    again = "update 2: no group has two episodes left; playing them again in 1 s"
+    assert 1 <= printed.count(again) <= 3
+
+    outage = read_metrics(tmp_path / "outage")
+    failures = outage[2]["health/env_failures"]
+    assert failures > 0
+    assert failures % 4 == 0
+    assert outage[2]["health/groups_dropped"] == failures / 2
+    assert without_failures(outage) == without_failures(calm)
+    assert weights_of(tmp_path / "outage") == weights_of(tmp_path / "calm")
 
     monkeypatch.setattr(trainer, "PAUSES_S", (1, 1))
     monkeypatch.setenv("ATTACK_DOWN_FOR_S", "1000")
-    done = paw_here("train", recipe, settings, {"run.name": "run"}, code=2)
-    assert done.stderr == (
+    failed = paw_here("train", recipe, settings, {"run.name": "run"}, code=2)
+    assert failed.stderr == (
         "paw: stopped at update 2: no group has two episodes left in 3 tries (train/0/2: ConnectionError: connection "
         "refused); the checkpoint of update 1 is intact (--resume auto)\n"
     )
-    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1]
+    assert steps_of(read_metrics(tmp_path / "run")) == [0, 1]
     monkeypatch.delenv("ATTACK_DOWN_FOR_S")
     paw_here("train", recipe, settings, {"run.name": "run"}, "--resume", "auto")
     assert read_metrics(tmp_path / "run") == calm
+
+
+def without_failures(metrics):
+    return [line | {"health/env_failures": 0, "health/groups_dropped": 0} for line in metrics]
 
 
 def test_a_run_that_waits_can_be_stopped(
@@ -270,7 +280,7 @@ def test_a_run_that_waits_can_be_stopped(
     pauses = SimpleNamespace(sleep=lambda seconds: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(trainer, "time", pauses)
     paw_here("train", recipe, settings, {"run.name": "run"})
-    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1]
+    assert steps_of(read_metrics(tmp_path / "run")) == [0, 1]
     assert (tmp_path / "run" / "checkpoints" / "step_000001").is_dir()
 
 
@@ -282,35 +292,33 @@ def test_a_liar_moves_no_cursor_and_fakes_no_progress(
         "rollout.group_size": 4,
         "rollout.max_prompt_tokens": 512,
     }
-    done = paw_here("train", recipe, settings, {"run.name": "lied"})
-    printed = done.stdout + done.stderr
+    run = tmp_path / "lied"
+    trained = paw_here("train", recipe, settings, {"run.name": "lied"})
+    printed = trained.stdout + trained.stderr
     assert re.search(r"environment failed: \d\$_\{step 99/99  reward 9e9 step 100/100", printed)
     assert all(line.isprintable() for line in printed.splitlines())
-    assert [line.split()[1] for line in printed.splitlines() if line.startswith("step ")] == [
-        "0/2",
-        "1/2",
-        "2/2",
-    ]
+    progress = [line.split()[1] for line in printed.splitlines() if line.startswith("step ")]
+    assert progress == ["0/2", "1/2", "2/2"]
 
-    lines = read_metrics(tmp_path / "lied")
-    assert [line["step"] for line in lines] == [0, 1, 2] and all(
-        key.isprintable() for line in lines for key in line
-    )
-    samples = [
-        json.loads(line) for line in (tmp_path / "lied" / "samples.jsonl").read_text().splitlines()
-    ]
-    assert "\x1b[2J" in samples[0]["turns"][0]["observation"]  # a record keeps what was said
-    paw_here("report", tmp_path / "lied")
-    page = (tmp_path / "lied" / "report.html").read_text(encoding="utf-8")
-    assert "reward 9e9" in page and not set(page) & set("\x1b\u202e\u200b\x00")
+    metrics = read_metrics(run)
+    assert steps_of(metrics) == [0, 1, 2]
+    for line in metrics:
+        assert all(key.isprintable() for key in line)
+    first_turn = read_jsonl(run / "samples.jsonl")[0]["turns"][0]
+    assert "\x1b[2J" in first_turn["observation"]  # a record keeps what was said
+    paw_here("report", run)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "reward 9e9" in page
+    assert not set(page) & set("\x1b\u202e\u200b\x00")
 
-    for words in ([], ["--out", tmp_path / "agent"]):
-        done = paw_here("eval", tmp_path / "lied", *words, code=None)
-        assert all(line.isprintable() for line in (done.stdout + done.stderr).splitlines())
+    for options in ([], ["--out", tmp_path / "agent"]):
+        evaluated = paw_here("eval", run, *options, code=None)
+        lines = (evaluated.stdout + evaluated.stderr).splitlines()
+        assert all(line.isprintable() for line in lines)
     assert "step 99/99" in (tmp_path / "agent" / "results.md").read_text(encoding="utf-8")
 
 
-def test_one_that_changes_the_folder_moves_no_file(
+def test_an_environment_that_changes_the_working_folder_moves_no_file(
     paw_here, settings, recipe, tmp_path, monkeypatch
 ):
     wandered = tmp_path / "wandered"

@@ -1,4 +1,5 @@
-"""Rollout servers that misbehave: each costs its own requests, which another server answers, with the same tokens."""
+"""A rollout server that misbehaves costs its own requests only: another server answers them with
+the same tokens."""
 
 import json
 import os
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from subprocess import TimeoutExpired
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ import httpx
 import pytest
 import torch
 from forked import Supervisor
+from processes import wait_until
 from safetensors.torch import load_file
 from torch import nn
 from toyworld import ENV, make_factory
@@ -49,15 +52,15 @@ VOCABULARY = 50
 DIGITS = "9" * 401
 
 
-def answer_with(data, status=200, **headers):
+def answer_with(content, status=200, **headers):
     """A habit: exactly these bytes."""
 
     def send(handler):
         handler.send_response(status)
-        for key, value in {"Content-Length": len(data), **headers}.items():
-            handler.send_header(key, str(value))
+        for header, value in {"Content-Length": len(content), **headers}.items():
+            handler.send_header(header, str(value))
         handler.end_headers()
-        handler.wfile.write(data)
+        handler.wfile.write(content)
 
     return send
 
@@ -72,8 +75,8 @@ def trickle(handler):
         time.sleep(0.1)
 
 
-MOST = 1 << 30
-"""Bytes after which a flood gives up: nobody has stopped it."""
+FLOOD_LIMIT = 1 << 30
+"""Bytes after which a flood gives up, as nobody has stopped it."""
 flooded = []
 """Bytes that each flood was able to send."""
 
@@ -85,7 +88,7 @@ def flood(handler, data=b" " * (1 << 16)):
     handler.end_headers()
     flooded.append(0)
     try:
-        while flooded[-1] < MOST:
+        while flooded[-1] < FLOOD_LIMIT:
             handler.wfile.write(data)
             flooded[-1] += len(data)
     except OSError:
@@ -99,30 +102,44 @@ CACHED_TOKENS = {
     "counts cached tokens with 5000 digits": "9" * 5000,
     "counts cached tokens in deep brackets": "[" * 20_000,
 }
-"""What each gives as the cached tokens of a prompt of three."""
+"""What each habit gives as the cached tokens of a prompt of three."""
 
 
 def tokens_of(request):
     params = request["sampling_params"]
-    return [(params["seed"] + i) % 50 for i in range(min(4, params["max_tokens"]))]
+    return expected_tokens(params["seed"])[: params["max_tokens"]]
+
+
+def expected_tokens(seed):
+    """The four tokens that a server samples from a seed."""
+    return [(seed + place) % VOCABULARY for place in range(4)]
 
 
 class Peer:
-    """A server in a thread that speaks vLLM's protocol as far as the engine uses it, and has one `habit`."""
+    """A server in a thread that speaks vLLM's protocol as far as the engine uses it, and has one
+    bad `habit`."""
 
     def __init__(self, habit=""):
-        self.habit, self.version, self.loaded, self.asked, self.dropped = habit, "default", {}, 0, 0
+        self.habit = habit
+        self.version = "default"
+        self.loaded = {}
+        self.asked = 0
+        self.dropped = 0
         self.habits = {}
-        """Of single calls, by their paths: a function of the handler, which answers."""
+        """For single calls, by path or method: a function of the handler, which answers."""
         self.entropy = None
-        """Of each token; None: it knows none."""
+        """The entropy of each token. None: it does not know any."""
         self.cookies = []
-        """That it was sent."""
-        self.wait, self.go = threading.Event(), threading.Event()
+        """Cookies that clients have sent."""
+        self.asked_for_tokens = threading.Event()
+        self.has_new_weights = threading.Event()
         peer = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            # The body follows the head at once, not 40 ms later when the head has been
+            # acknowledged.
+            disable_nagle_algorithm = True
 
             def log_message(self, *_):
                 pass
@@ -132,10 +149,8 @@ class Peer:
 
             def do_POST(self):
                 peer.cookies += self.headers.get_all("Cookie", [])
-                body = json.loads(
-                    self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}"
-                )
-                peer.answer(self, self.path, body)
+                length = int(self.headers.get("Content-Length") or 0)
+                peer.answer(self, self.path, json.loads(self.rfile.read(length) or "{}"))
 
         class Quiet(ThreadingHTTPServer):
             daemon_threads = True
@@ -148,39 +163,42 @@ class Peer:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, handler, path, body):
-        def send(content, status=200):
-            data = content if isinstance(content, bytes) else json.dumps(content).encode()
-            handler.send_response(status)
-            handler.send_header("Content-Length", str(len(data)))
-            handler.end_headers()
-            handler.wfile.write(data)
-
-        if habit := self.habits.get(path.partition("?")[0]) or self.habits.get(body.get("method")):
+        """Answer one call: by its own habit, by vLLM's protocol, or with sampled tokens."""
+        route = path.partition("?")[0]
+        habit = self.habits.get(route) or self.habits.get(body.get("method"))
+        if habit:
             return habit(handler)
         if handler.command == "GET":
-            return send({"error": "no such page"}, 404)
-        if path == "/collective_rpc" and body["method"] == "paw_entropy":
-            if self.entropy is None:
-                return send({"error": "no such method"}, 500)
-            return send({"results": [[[self.entropy] * count for _, count in body["args"][0]]]})
-        if path == "/collective_rpc":
-            if self.habit == "takes no weights":
-                return send({"error": "CUDA error: an illegal memory access"}, 500)
-            path = body["kwargs"]["weights_path"]
-            from pathlib import Path
-
-            self.loaded = {
-                k: v for file in sorted(Path(path).iterdir()) for k, v in load_file(file).items()
-            }
-            return send({"results": [None]})
-        if path.partition("?")[0] in ("/pause", "/reset_prefix_cache", "/resume"):
-            return send({"success": True})
-        if path == "/update_weight_version":
+            return send(handler, {"error": "no such page"}, 404)
+        if route == "/collective_rpc" and body["method"] == "paw_entropy":
+            return self.give_entropies(handler, body["args"][0])
+        if route == "/collective_rpc":
+            return self.load_weights(handler, Path(body["kwargs"]["weights_path"]))
+        if route in ("/pause", "/reset_prefix_cache", "/resume"):
+            return send(handler, {"success": True})
+        if route == "/update_weight_version":
             self.version = body["new_version"]
-            return send({"success": True})
+            return send(handler, {"success": True})
+        return self.sample(handler, body)
+
+    def give_entropies(self, handler, responses):
+        if self.entropy is None:
+            return send(handler, {"error": "no such method"}, 500)
+        return send(handler, {"results": [[[self.entropy] * count for _, count in responses]]})
+
+    def load_weights(self, handler, folder):
+        if self.habit == "takes no weights":
+            return send(handler, {"error": "CUDA error: an illegal memory access"}, 500)
+        self.loaded = {}
+        for file in sorted(folder.iterdir()):
+            self.loaded |= load_file(file)
+        return send(handler, {"results": [None]})
+
+    def sample(self, handler, body):
+        """Answer a request for tokens, as the habit wants it."""
         self.asked += 1
         ids = tokens_of(body)
-        spots = [{"token_id": i, "logprob": -0.5} for i in ids]
+        spots = [{"token_id": token, "logprob": -0.5} for token in ids]
         choice = {"token_ids": ids, "logprobs": {"content": spots}, "finish_reason": "stop"}
         choice["weight_versions"] = [{"version": self.version, "start": 0, "end": len(ids)}]
         match self.habit:
@@ -194,14 +212,14 @@ class Peer:
             case "trickles":
                 return trickle(handler)
             case "fails":
-                return send({"error": "EngineCore died\x1b[2J"}, 500)
+                return send(handler, {"error": "EngineCore died\x1b[2J"}, 500)
             case "is another service":
-                return send({"message": "welcome"})
+                return send(handler, {"message": "welcome"})
             case "speaks no JSON":
-                return send(b"<html>busy</html>")
+                return send(handler, b"<html>busy</html>")
             case "takes new weights meanwhile":
-                self.wait.set()
-                self.go.wait()
+                self.asked_for_tokens.set()
+                self.has_new_weights.wait()
                 choice["weight_versions"] = [
                     {"version": "1", "start": 0, "end": 3}, {"version": "2", "start": 3, "end": 4}
                 ]  # fmt: skip
@@ -212,9 +230,10 @@ class Peer:
             case "has positive log-probs":
                 spots[0]["logprob"] = 0.4
             case "has NaN":
-                return send(json.dumps({"choices": [choice]}).replace("-0.5", "NaN").encode())
+                text = json.dumps({"choices": [choice]}).replace("-0.5", "NaN")
+                return send(handler, text.encode())
             case "answers without end":
-                return send(b"[" + b"1," * (9 << 20))
+                return send(handler, b"[" + b"1," * (9 << 20))
             case "names versions of more tokens":
                 choice["weight_versions"][0]["end"] = 10**11
             case "names versions twice":
@@ -238,14 +257,15 @@ class Peer:
             case "has log-probs that are unknown":
                 spots[0]["logprob"] = -9999.0
             case "has log-probs of 401 digits":
-                return send(
-                    json.dumps({"choices": [choice]}).replace("-0.5", f"-{DIGITS}").encode()
-                )
+                text = json.dumps({"choices": [choice]}).replace("-0.5", f"-{DIGITS}")
+                return send(handler, text.encode())
             case habit if habit in CACHED_TOKENS:
                 usage = {"prompt_tokens_details": {"cached_tokens": "COUNT"}}
                 text = json.dumps({"choices": [choice], "usage": usage})
-                return send(text.replace('"COUNT"', CACHED_TOKENS[habit]).encode())
-        return self.stream(handler, choice) if body.get("stream") else send({"choices": [choice]})
+                return send(handler, text.replace('"COUNT"', CACHED_TOKENS[habit]).encode())
+        if body.get("stream"):
+            return self.stream(handler, choice)
+        return send(handler, {"choices": [choice]})
 
     def stream(self, handler, choice):
         if self.habit == "streams a line without end":
@@ -259,36 +279,45 @@ class Peer:
         handler.send_header("Connection", "close")
         handler.end_headers()
         try:
-            for place in range(10**6 if self.habit == "streams without end" else 40):
-                spot = {"token_id": place, "logprob": -0.5}
-                part = {
-                    "token_ids": [place],
-                    "logprobs": {"content": [spot]},
+            for token in range(10**6 if self.habit == "streams without end" else 40):
+                choice = {
+                    "token_ids": [token],
+                    "logprobs": {"content": [{"token_id": token, "logprob": -0.5}]},
                     "finish_reason": None,
                 }
-                handler.wfile.write(f"data: {json.dumps({'choices': [part]})}\n\n".encode())
+                handler.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
                 handler.wfile.flush()
                 time.sleep(0.005)
         except OSError:
             self.dropped += 1
 
 
+def send(handler, content, status=200):
+    """Answer with bytes, or with anything else as JSON."""
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
 @pytest.fixture
-def connected(request):
+def connected():
+    """`connected(peer, peer)`: an engine that samples on these servers. All are closed at the
+    end."""
     engines = []
 
     def connect(*peers, transfer=None, entropy=False, timeout_s=TIMEOUT_S):
-        files = transfer or FileTransfer(torch.float32, TIMEOUT_S)
-        options = {
-            "end_ids": {3},
-            "vocabulary": VOCABULARY,
-            "timeout_s": timeout_s,
-            "ranks": Ranks(),
-            "entropy": entropy,
-        }
-        engines.append(
-            ServerEngine(SendingPool([peer.url for peer in peers], files, **options), 64)
+        pool = SendingPool(
+            [peer.url for peer in peers],
+            transfer or FileTransfer(torch.float32, TIMEOUT_S),
+            end_ids={3},
+            vocabulary=VOCABULARY,
+            timeout_s=timeout_s,
+            ranks=Ranks(),
+            entropy=entropy,
         )
+        engines.append(ServerEngine(pool, 64))
         return engines[-1]
 
     yield connect
@@ -297,12 +326,22 @@ def connected(request):
 
 
 def ask(engine, count=6, **changes):
+    """The completions of requests with the keys and seeds from 0 to `count`, in that order."""
     for key in range(count):
         engine.submit(Request(key, [1, 2, 3], seed=key, temperature=1.0, max_tokens=8, **changes))
-    found = []
+    completions = finish(engine)
+    return sorted(completions, key=lambda completion: completion.key)
+
+
+def finish(engine):
+    completions = []
     while engine.pending:
-        found += engine.step()
-    return sorted(found, key=lambda completion: completion.key)
+        completions += engine.step()
+    return completions
+
+
+def servers_of(completions):
+    return {completion.server for completion in completions}
 
 
 HABITS = {
@@ -340,38 +379,43 @@ HABITS = {
 
 @pytest.mark.parametrize("habit", HABITS)
 def test_what_one_server_fails_at_another_one_does(habit, connected, capsys):
-    bad, good = Peer(), Peer()
+    bad = Peer()
+    good = Peer()
     waits = "timeout_s" in HABITS[habit]
     engine = connected(bad, good, timeout_s=TIMEOUT_S if waits else 60)
     push_weights(nn.Linear(2, 3), engine, version=1)
     bad.habit = habit
-    found = ask(engine)
-    assert [completion.token_ids for completion in found] == [
-        [(key + i) % 50 for i in range(4)] for key in range(6)
-    ]
-    assert not any(completion.failure for completion in found) and {c.server for c in found} == {
-        good.url
-    }
-    assert bad.asked and list(engine.faults) == [bad.url]
+    completions = ask(engine)
+    assert [c.token_ids for c in completions] == [expected_tokens(seed) for seed in range(6)]
+    assert not any(completion.failure for completion in completions)
+    assert servers_of(completions) == {good.url}
+    assert bad.asked
+    assert list(engine.faults) == [bad.url]
     assert HABITS[habit] in engine.faults[bad.url]
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and bad.url in told  # once, whatever it held
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1  # once, whatever it held
+    assert bad.url in errors
 
-    before, bad.habit = bad.asked, ""
+    asked_so_far = bad.asked
+    bad.habit = ""
     ask(engine)
-    assert bad.asked == before  # it is given nothing until it has taken weights
+    assert bad.asked == asked_so_far  # it gets no request until it has taken weights
     push_weights(nn.Linear(2, 3), engine, version=2)
-    assert not engine.faults and not any(completion.failure for completion in ask(engine))
-    assert bad.asked > before
+    assert not engine.faults
+    assert not any(completion.failure for completion in ask(engine))
+    assert bad.asked > asked_so_far
 
 
-def test_a_server_that_is_left_out_gets_nothing_any_more(connected):
-    bad, good = Peer(), Peer()
+def test_a_server_that_is_left_out_gets_no_more_weights_or_requests(connected):
+    bad = Peer()
+    good = Peer()
     engine = connected(bad, good)
     push_weights(nn.Linear(2, 3), engine, version=1)
-    assert engine.exclude([bad.url]) and not engine.exclude([good.url])
+    assert engine.exclude([bad.url])
+    assert not engine.exclude([good.url])
     push_weights(nn.Linear(2, 3), engine, version=2)
-    assert {completion.server for completion in ask(engine)} == {good.url} and bad.version == "1"
+    assert servers_of(ask(engine)) == {good.url}
+    assert bad.version == "1"
 
 
 def test_a_server_without_the_package_gives_no_entropy_and_says_what_it_needs(connected):
@@ -380,32 +424,38 @@ def test_a_server_without_the_package_gives_no_entropy_and_says_what_it_needs(co
     assert "it gives no entropy: it needs two more options" in ask(engine, count=1)[0].failure
 
 
-def test_where_no_server_is_left_requests_fail_and_say_why(connected):
-    bad, worse = Peer("fails"), Peer("dies")
+def test_if_no_server_is_left_requests_fail_and_say_why(connected):
+    bad = Peer("fails")
+    worse = Peer("dies")
     engine = connected(bad, worse)
     push_weights(nn.Linear(2, 3), engine, version=1)
     for completion in ask(engine):
-        assert completion.token_ids == [] and "no server is left" in completion.failure
-        assert bad.url in completion.failure and worse.url in completion.failure
+        assert completion.token_ids == []
+        assert "no server is left" in completion.failure
+        assert bad.url in completion.failure
+        assert worse.url in completion.failure
 
 
 def test_weights_reach_every_server_that_takes_them(connected, capsys):
-    good, bad = Peer(), Peer("takes no weights")
+    good = Peer()
+    bad = Peer("takes no weights")
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    refused = "CUDA error: an illegal memory access"
-    # A server that never had any.
-    with pytest.raises(UserError, match=f"engine.urls: {bad.url}: .*{refused}"):
+    reason = "CUDA error: an illegal memory access"
+    # The first weights must reach every server.
+    with pytest.raises(UserError, match=f"engine.urls: {bad.url}: .*{reason}"):
         push_weights(model, connected(good, bad), version=0)
+
     bad.habit = ""
     engine = connected(good, bad)
     push_weights(model, engine, version=1)
     bad.habit = "takes no weights"
     push_weights(model, engine, version=5)
-    assert good.version == "5" and bad.version == "1"
+    assert good.version == "5"
+    assert bad.version == "1"
     assert {name: value.tolist() for name, value in good.loaded.items()} == {
         name: value.tolist() for name, value in model.state_dict().items()
     }
-    assert refused in engine.faults[bad.url]
+    assert reason in engine.faults[bad.url]
     assert f"{bad.url} has not taken the weights of update 5: " in capsys.readouterr().err
     assert all(completion.token_ids for completion in ask(engine))
     assert not bad.asked
@@ -428,41 +478,44 @@ WHILE_IT_TAKES_WEIGHTS = {
 
 @pytest.mark.parametrize("call", WHILE_IT_TAKES_WEIGHTS)
 def test_a_server_that_misbehaves_while_it_takes_weights_costs_itself(call, connected, capsys):
-    """The other one has them, and nothing of the run has to wait for longer than for a server that is slow."""
-    bad, good = Peer(), Peer()
+    """The other server has the weights, and the run waits no longer than for a slow server."""
+    bad = Peer()
+    good = Peer()
     engine = connected(bad, good, transfer=FileTransfer(torch.float32, IMPATIENT_S))
     push_weights(nn.Linear(2, 3), engine, version=1)
     habit, fault = WHILE_IT_TAKES_WEIGHTS[call]
     bad.habits[call.partition(" ")[0]] = habit
     push_weights(nn.Linear(2, 3), engine, version=2)
-    assert list(engine.faults) == [bad.url] and fault in engine.faults[bad.url]
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and told.startswith(
-        f"{bad.url} has not taken the weights of update 2: "
-    )
-    assert good.version == "2" and {completion.server for completion in ask(engine)} == {good.url}
+    assert list(engine.faults) == [bad.url]
+    assert fault in engine.faults[bad.url]
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert errors.startswith(f"{bad.url} has not taken the weights of update 2: ")
+    assert good.version == "2"
+    assert servers_of(ask(engine)) == {good.url}
     assert all(sent < 64 << 20 for sent in flooded)
     bad.habits.clear()
     push_weights(nn.Linear(2, 3), engine, version=3)
-    assert not engine.faults and bad.version == "3"
+    assert not engine.faults
+    assert bad.version == "3"
 
 
 def test_a_server_that_says_it_holds_more_adapters_than_it_can_takes_none(tmp_path):
-    bad, good = Peer(), Peer()
+    bad = Peer()
+    good = Peer()
     loaded_before = answer_with(b"The lora adapter has already been loaded.", 400)
-    for peer, held in ((bad, LONG), (good, b'{"results": [[7]]}')):
+    for peer, adapters in ((bad, LONG), (good, b'{"results": [[7]]}')):
         peer.habits["/v1/load_lora_adapter"] = loaded_before
-        peer.habits["list_loras"] = answer_with(held)
+        peer.habits["list_loras"] = answer_with(adapters)
         peer.habits["remove_lora"] = answer_with(b'{"results": [true]}')
     transfer = AdapterTransfer(torch.float32, TIMEOUT_S, tmp_path, LoraConfig(rank=4, alpha=8.0))
     weights = iter([("base_model.model.lora_A.weight", torch.ones(4, 4))])
     faults = transfer.send(weights, [bad.url, good.url], version=1)
     transfer.close()
-    assert (
-        list(faults) == [bad.url]
-        and "results: 0: List should have at most 64 items" in faults[bad.url]
-    )
-    assert good.version == "1" and bad.version == "default"
+    assert list(faults) == [bad.url]
+    assert "results: 0: List should have at most 64 items" in faults[bad.url]
+    assert good.version == "1"
+    assert bad.version == "default"
 
 
 @pytest.mark.parametrize("size", ["0", "true", "1e400", DIGITS, "9" * 5000])
@@ -477,21 +530,31 @@ def test_a_server_of_an_odd_number_of_gpus_is_left_out(size, connected):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("entropy", [1e308, 4.0, -0.1, float("nan"), "high"])
-def test_entropies_that_no_distribution_has_cost_their_server(entropy, connected):
-    bad, good = Peer(), Peer()
+IMPOSSIBLE = "an entropy of .*: it is between 0 and 3.91"
+
+
+@pytest.mark.parametrize(
+    ("entropy", "fault"),
+    [
+        (1e308, IMPOSSIBLE),
+        (4.0, IMPOSSIBLE),
+        (-0.1, IMPOSSIBLE),
+        (float("nan"), "not vLLM's answer"),
+        ("high", "not vLLM's answer"),
+    ],
+)
+def test_entropies_that_no_distribution_has_cost_their_server(entropy, fault, connected):
+    bad = Peer()
+    good = Peer()
     bad.entropy = good.entropy = 1.5
     engine = connected(bad, good, entropy=True)
     push_weights(nn.Linear(2, 3), engine, version=1)
-    assert {tuple(completion.entropy) for completion in ask(engine)} == {(1.5, 1.5, 1.5, 1.5)}
+    assert all(completion.entropy == [1.5] * 4 for completion in ask(engine))
     bad.entropy = entropy
-    assert {(tuple(c.entropy), c.server) for c in ask(engine)} == {((1.5, 1.5, 1.5, 1.5), good.url)}
-    expected = (
-        "an entropy of .*: it is between 0 and 3.91"
-        if entropy in (1e308, 4.0, -0.1)
-        else "not vLLM's answer"
-    )
-    assert re.search(expected, engine.faults[bad.url])
+    completions = ask(engine)
+    assert all(completion.entropy == [1.5] * 4 for completion in completions)
+    assert servers_of(completions) == {good.url}
+    assert re.search(fault, engine.faults[bad.url])
 
 
 STREAMS = {
@@ -504,21 +567,22 @@ STREAMS = {
 
 @pytest.mark.parametrize("habit", STREAMS)
 def test_a_stream_is_bounded_before_it_is_read(habit, connected):
-    bad, good = Peer(), Peer()
+    bad = Peer()
+    good = Peer()
     waits = "timeout_s" in STREAMS[habit]
     engine = connected(bad, good, timeout_s=TIMEOUT_S if waits else 60)
     push_weights(nn.Linear(2, 3), engine, version=1)
     bad.habit = habit
-    found = ask(engine, count=4, stopped=lambda ids: len(ids) == 5)
-    assert {completion.server for completion in found} == {good.url} and not any(
-        c.failure for c in found
-    )
+    completions = ask(engine, count=4, stopped=lambda ids: len(ids) == 5)
+    assert servers_of(completions) == {good.url}
+    assert not any(completion.failure for completion in completions)
     assert STREAMS[habit] in engine.faults[bad.url]
     assert all(sent < 64 << 20 for sent in flooded)
 
 
 def test_a_server_sets_no_cookies_for_another(connected):
-    bad, good = Peer(), Peer()
+    bad = Peer()
+    good = Peer()
     engine = connected(bad, good)
     bad.habits["/resume"] = answer_with(b"{}", **{"Set-Cookie": f"a={'x' * 4000}; Path=/"})
     for version in (1, 2):
@@ -527,19 +591,20 @@ def test_a_server_sets_no_cookies_for_another(connected):
     assert bad.cookies == good.cookies == []
 
 
-def test_weights_are_gathered_whole_even_where_no_server_takes_them(connected):
+def test_all_weights_are_gathered_even_if_no_server_takes_them(connected):
+    """Gathering is collective: other ranks would wait."""
     engine = connected(Peer(), transfer=NcclTransfer(torch.bfloat16, TIMEOUT_S, "127.0.0.1"))
-    passed = []
+    gathered = []
 
     class Model(nn.Linear):
         def named_parameters(self, *args, **options):
             for name, parameter in super().named_parameters(*args, **options):
-                passed.append(name)
+                gathered.append(name)
                 yield name, parameter
 
     with pytest.raises(UserError, match="get_world_size"):
         push_weights(Model(2, 3), engine, version=1)
-    assert passed == ["weight", "bias"]
+    assert gathered == ["weight", "bias"]
 
 
 def test_each_token_keeps_the_version_of_its_weights(connected):
@@ -548,76 +613,81 @@ def test_each_token_keeps_the_version_of_its_weights(connected):
     push_weights(nn.Linear(2, 3), engine, version=1)
     for key in range(2):
         engine.submit(Request(key, [1, 2, 3], seed=key, temperature=1.0, max_tokens=8))
-    peer.wait.wait()
+    peer.asked_for_tokens.wait()
     push_weights(nn.Linear(2, 3), engine, version=2)
-    peer.go.set()
-    found = []
-    while engine.pending:
-        found += engine.step()
-    assert [completion.versions for completion in found] == [[1, 1, 1, 2]] * 2 and not engine.faults
+    peer.has_new_weights.set()
+    assert [completion.versions for completion in finish(engine)] == [[1, 1, 1, 2]] * 2
+    assert not engine.faults
 
 
 def test_a_response_that_is_complete_ends_the_request(connected):
     peer = Peer()
     engine = connected(peer)
     push_weights(nn.Linear(2, 3), engine, version=1)
-    found = ask(engine, count=2, stopped=lambda ids: len(ids) == 5)
-    assert [completion.token_ids for completion in found] == [[0, 1, 2, 3, 4]] * 2
-    assert found[0].logp == [-0.5] * 5
-    deadline = time.monotonic() + 5
-    while peer.dropped < 2 and time.monotonic() < deadline:  # it hears that nobody listens any more
-        time.sleep(0.05)
-    assert peer.dropped == 2
+    completions = ask(engine, count=2, stopped=lambda ids: len(ids) == 5)
+    assert [completion.token_ids for completion in completions] == [[0, 1, 2, 3, 4]] * 2
+    assert completions[0].logp == [-0.5] * 5
+    wait_until(lambda: peer.dropped == 2, seconds=5)  # it notices that nobody listens any more
     peer.habit = "streams without end"
     assert "a stream without end" in ask(engine, count=1, stopped=lambda ids: False)[0].failure
 
 
 @pytest.mark.slow
 def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, tmp_path, capfd):
-    """No token is of weights older than `ahead` updates; those that failed, or whose process was
-    killed, are played again; the end drops the rest."""
-    peers, updates, K = (Peer(), Peer()), 6, 2
-    engine, urls = connected(*peers), [peer.url for peer in peers]
+    """No token comes from weights older than `ahead` updates. Episodes whose process was killed are
+    played again; the end drops the rest."""
+    peers = [Peer(), Peer()]
+    urls = [peer.url for peer in peers]
+    engine = connected(*peers)
+    engine.positions = 512
     config = Config(
         model=ModelConfig(path="-"), env=ENV, engine=ServerConfig(type="server", urls=["http://127.0.0.1:1"]),
-        rollout=RolloutConfig(tasks=2, group_size=2, max_prompt_tokens=400, max_response_tokens=3, ahead=K),
-        run=RunConfig(updates=updates),
+        rollout=RolloutConfig(tasks=2, group_size=2, max_prompt_tokens=400, max_response_tokens=3, ahead=2),
+        run=RunConfig(updates=6),
     )  # fmt: skip
-    engine.positions, folder = 512, str(tiny_llm(tmp_path))
+    folder = str(tiny_llm(tmp_path))
     plain = Rollouts(make_factory(), engine, Chat(load_tokenizer(folder)), config, Ranks())
     push_weights(nn.Linear(2, 3), engine, version=0)
     rollouts = AsyncRollouts(plain, folder)
     rollouts._player._process.kill()
-    for step in range(4):
+
+    played_ahead = [[1, 2], [2, 3], [3, 4], [4, 5]]
+    for step, updates in enumerate(played_ahead):
         groups, stats = rollouts.training(step, 2)
         expected, _ = plain.training(step, 2)
-        turns, wanted = (
-            [t for g in played for e in g.trajectories for t in e.turns]
-            for played in (groups, expected)
-        )
-        assert [t.response_ids for t in turns] == [t.response_ids for t in wanted] and len(
-            turns
-        ) > 4
-        assert [(g.task, g.task.payload) for g in groups] == [
-            (g.task, g.task.payload) for g in expected
-        ]
-        assert all(step - K <= turn.version <= step and turn.server in urls for turn in turns)
+        turns = turns_of(groups)
+        assert len(turns) > 4
+        assert responses_of(groups) == responses_of(expected)
+        assert tasks_of(groups) == tasks_of(expected)
+        assert all(step - 2 <= turn.version <= step for turn in turns)
+        assert all(turn.server in urls for turn in turns)
         assert stats.response_tokens
-        assert sorted(rollouts._updates) == [
-            u for u in range(step + 1, step + K + 1) if u < updates
-        ]
+        assert sorted(rollouts._updates) == updates
         push_weights(nn.Linear(2, 3), engine, version=step + 1)
-    told = capfd.readouterr().err
-    assert (
-        told.count("has ended (killed by SIGKILL): its episodes are played again") == 1
-        and "Traceback" not in told
-    )
+    errors = capfd.readouterr().err
+    assert errors.count("has ended (killed by SIGKILL): its episodes are played again") == 1
+    assert "Traceback" not in errors
+
     again, _ = rollouts.training(3, 2)
-    assert [g.task.id for g in again] == [g.task.id for g in groups]
-    assert {t.version for g in again for e in g.trajectories for t in e.turns} == {4}
+    assert tasks_of(again) == tasks_of(groups)
+    assert {turn.version for turn in turns_of(again)} == {4}
     process = rollouts._player._process
     rollouts.close()
-    assert process.returncode == 0 and plain.loop.is_closed()
+    assert process.returncode == 0
+    assert plain.loop.is_closed()
+
+
+def turns_of(groups):
+    episodes = [episode for group in groups for episode in group.trajectories]
+    return [turn for episode in episodes for turn in episode.turns]
+
+
+def responses_of(groups):
+    return [turn.response_ids for turn in turns_of(groups)]
+
+
+def tasks_of(groups):
+    return [(group.task, group.task.payload) for group in groups]
 
 
 @pytest.mark.slow
@@ -665,15 +735,16 @@ def test_a_server_that_ends_is_started_once_more(tmp_path):
 
     def kill():
         servers.wait()
-        pid = int(httpx.get(f"{servers.urls[0]}/health", trust_env=False).text)
-        os.kill(pid, signal.SIGKILL)
+        killed = int(httpx.get(f"{servers.urls[0]}/health", trust_env=False).text)
+        os.kill(killed, signal.SIGKILL)
         servers._running[0].wait(timeout=10)
-        return pid
+        return killed
 
-    first = kill()
-    (line,) = servers.revive()
-    assert "vLLM server 0 has ended (killed by SIGKILL; " in line and "server-0.log" in line
-    assert kill() != first
+    killed_first = kill()
+    (message,) = servers.revive()
+    assert "vLLM server 0 has ended (killed by SIGKILL; " in message
+    assert "server-0.log" in message
+    assert kill() != killed_first
     assert servers.revive() == []  # once in a run
     with pytest.raises(UserError, match="vLLM server 0 ended while it started: killed by SIGKILL"):
         servers.wait()

@@ -1,6 +1,6 @@
 """A run under all faults at once: killed, stopped and starved of disk at seeded random moments,
-again and again, on an environment that crashes on some tasks. Its end must equal, bit for bit, the
-run that nobody disturbed; the latter's memory, descriptors and threads must not grow.
+again and again, on an environment that crashes on some tasks. It must end, bit for bit, as a run
+that nobody disturbed. The undisturbed run's memory, descriptors and threads must not grow.
 
 PAW_SOAK="200 60" pytest tests/attack/test_soak.py    200 updates under 60 faults: `make soak`
 """
@@ -12,7 +12,7 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,48 +21,56 @@ ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environments.py"
 KINDS = ("kill", "kill", "term", "interrupt", "disk")
 
 
-def lines(run: Path) -> int:
+class Resources(NamedTuple):
+    """What a process uses."""
+
+    resident_kib: int
+    descriptors: int
+    threads: int
+
+
+def line_count(run: Path) -> int:
+    """Lines of the metrics that a run has written so far."""
     path = run / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def held(pid: int) -> Any:
-    """(Resident KiB, descriptors, threads) of a process; None where it has just ended."""
+def resources_of(pid: int) -> Resources | None:
+    """What a process uses; None if it has just ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         values = dict(line.split(":", 1) for line in status.splitlines())
-        return (
-            int(values["VmRSS"].split()[0]),
-            len([*Path(f"/proc/{pid}/fd").iterdir()]),
-            int(values["Threads"]),
+        return Resources(
+            resident_kib=int(values["VmRSS"].split()[0]),
+            descriptors=len([*Path(f"/proc/{pid}/fd").iterdir()]),
+            threads=int(values["Threads"]),
         )
     except (OSError, KeyError):
         return None
 
 
 def disturb(child: Any, run: Path, fault: str, rng: random.Random) -> None:
-    """Let it write a few lines, then strike, and see how it ends."""
-    # Metrics and model files are larger by then: it is full wherever the next write happens to be.
+    """Let the run write a few lines, then strike, and check how it ends."""
     if fault == "disk":
-        limit = rng.choice([1 << 10, 64 << 10, 256 << 10])
-        resource.prlimit(child.trainer, resource.RLIMIT_FSIZE, (limit, limit))
-    stride = max(1, min(UPDATES // 6, UPDATES // FAULTS))  # all of them fit
+        # Metrics and model files are larger than this already: the disk is full wherever the next
+        # write happens to be.
+        size = rng.choice([1 << 10, 64 << 10, 256 << 10])
+        resource.prlimit(child.trainer, resource.RLIMIT_FSIZE, (size, size))
+    longest_stride = max(1, min(UPDATES // 6, UPDATES // FAULTS))  # all faults fit
     # Ctrl-C while Python itself starts is Python's to answer.
-    target, deadline = (
-        lines(run) + rng.randint(int(fault == "interrupt"), stride),
-        time.monotonic() + 300,
-    )
-    while child.poll() is None and lines(run) < target and time.monotonic() < deadline:
+    shortest_stride = int(fault == "interrupt")
+    target = line_count(run) + rng.randint(shortest_stride, longest_stride)
+    deadline = time.monotonic() + 300
+    while child.poll() is None and line_count(run) < target and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(rng.random() * 0.5)
-    child.send_signal(
-        {"term": signal.SIGTERM, "interrupt": signal.SIGINT}.get(fault, signal.SIGKILL)
-    )
-    ended, said = child.wait(300), child.stderr.read()
-    assert (
-        ended in (0, 2, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, 130)
-        and "Traceback" not in said
-    ), said
+
+    signals = {"term": signal.SIGTERM, "interrupt": signal.SIGINT}
+    child.send_signal(signals.get(fault, signal.SIGKILL))
+    exit_code = child.wait(300)
+    errors = child.stderr.read()
+    assert exit_code in (0, 2, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, 130), errors
+    assert "Traceback" not in errors, errors
 
 
 @pytest.mark.slow
@@ -74,32 +82,44 @@ def test_faults_at_random_moments_change_nothing(paw, paw_start, tiny_llm, read_
         "eval.games": 4, "eval.every": 3, "engine.type": "transformers", "rollout.max_prompt_tokens": 512,
         "rollout.max_response_tokens": 8, "optim.lr": 1e-3, "env.name": f"{ENVIRONMENTS}:Crashing",
     }  # fmt: skip
-    calm, other = (tmp_path / name / "run" for name in ("calm", "other"))
-    child, seen = paw_start("train", "quickstart", settings, {"run.dir": calm.parent}), []
+    calm = tmp_path / "calm" / "run"
+    disturbed = tmp_path / "disturbed" / "run"
+    child = paw_start("train", "quickstart", settings, {"run.dir": calm.parent})
+    measured: list[Resources] = []  # once after each update
     while child.poll() is None:
-        if lines(calm) > len(seen) + 1 and (now := held(child.trainer)):
-            seen.append(now)
+        if line_count(calm) > len(measured) + 1:
+            used = resources_of(child.trainer)
+            if used:
+                measured.append(used)
         time.sleep(0.005)
     assert child.returncode == 0, child.stderr.read()
-    early, late = seen[max(1, len(seen) // 4)], seen[-1]
-    assert late[0] < 1.1 * early[0] and late[1] <= early[1] + 2 and late[2] <= early[2] + 2
+    early = measured[max(1, len(measured) // 4)]
+    late = measured[-1]
+    assert late.resident_kib < 1.1 * early.resident_kib
+    assert late.descriptors <= early.descriptors + 2
+    assert late.threads <= early.threads + 2
 
-    command = ["train", "quickstart", settings, {"run.dir": other.parent}]
-    rng, struck = random.Random(7), Counter[str]()
-    while sum(struck.values()) < FAULTS and lines(other) <= UPDATES:
+    command = ["train", "quickstart", settings, {"run.dir": disturbed.parent}]
+    rng = random.Random(7)
+    faults = Counter[str]()
+    while faults.total() < FAULTS and line_count(disturbed) <= UPDATES:
         fault = rng.choice(KINDS)
-        child = paw_start(*command, *(["--resume"] if (other / "metrics.jsonl").exists() else []))
-        disturb(child, other, fault, rng)
-        struck[fault] += 1
-    assert sum(struck.values()) >= 4 and struck["kill"] and len(struck) > 1
+        resume = ["--resume"] if (disturbed / "metrics.jsonl").exists() else []
+        child = paw_start(*command, *resume)
+        disturb(child, disturbed, fault, rng)
+        faults[fault] += 1
+    assert faults.total() >= 4
+    assert faults["kill"]
+    assert len(faults) > 1
     paw(*command, "--resume")
-    print(f"{dict(struck)}; undisturbed: {early} -> {late} (resident KiB, descriptors, threads)")
+    print(f"{dict(faults)}; undisturbed: {early} -> {late}")
 
-    assert read_metrics(calm) == read_metrics(other)
-    last = sorted((calm / "checkpoints").iterdir())[-1]
-    for file in (
-        *sorted(last.glob("*.safetensors")),
+    assert read_metrics(calm) == read_metrics(disturbed)
+    newest = sorted((calm / "checkpoints").iterdir())[-1]
+    files = [
+        *newest.glob("*.safetensors"),
         calm / "hf" / "model.safetensors",
         calm / "samples.jsonl",
-    ):
-        assert file.read_bytes() == (other / file.relative_to(calm)).read_bytes(), file
+    ]
+    for file in files:
+        assert file.read_bytes() == (disturbed / file.relative_to(calm)).read_bytes(), file

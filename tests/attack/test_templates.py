@@ -1,4 +1,5 @@
-"""Chat templates that are broken, or that attack whoever renders them: one line at load, an episode later on."""
+"""Chat templates that are broken, or that attack whoever renders them: one line at load, an episode
+later on."""
 
 import json
 import re
@@ -43,7 +44,7 @@ GREEDY = {
     "width": ("{{ '%10000000000d' % 1 }}", "it takes more than 1,024 MiB of memory"),
     "doubling": (
         "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "it takes more than ",  # of both
+        "it takes more than ",  # time or memory, whichever runs out first
     ),
 }
 
@@ -62,30 +63,34 @@ def with_template(model, text):
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_template_is_one_line(model, name):
-    text, why = BROKEN[name]
+    text, reason = BROKEN[name]
     with pytest.raises(UserError) as error:
         Chat(with_template(model, text))
-    line = str(error.value)
-    assert line.startswith(f"the chat template of '{model}' cannot be rendered: ") and why in line
-    assert line.isprintable() and line.endswith(
-        "fix chat_template.jinja in the model's folder, or take another model"
-    )
+    message = str(error.value)
+    assert message.startswith(f"the chat template of '{model}' cannot be rendered: ")
+    assert reason in message
+    assert message.isprintable()
+    assert message.endswith("fix chat_template.jinja in the model's folder, or take another model")
 
 
 @pytest.mark.parametrize("name", GREEDY)
 def test_a_template_that_takes_all_time_or_memory_is_one_line(model, name, monkeypatch):
     monkeypatch.setattr(template, "RENDER_S", 1)
-    text, why = GREEDY[name]
-    with pytest.raises(UserError, match=re.escape(f"cannot be rendered: {why}")):
+    text, reason = GREEDY[name]
+    with pytest.raises(UserError, match=re.escape(f"cannot be rendered: {reason}")):
         Chat(with_template(model, text + GOOD))
 
 
-def test_commands_say_so_in_one_line(model, paw_here, tmp_path):
+def test_commands_say_in_one_line_that_a_template_is_broken(model, paw_here, tmp_path):
     (model / "chat_template.jinja").write_text(BROKEN["raises"][0])
-    why = f"the chat template of '{model}' cannot be rendered: TemplateError: no step 99/99; fix chat_template.jinja"
-    done = paw_here("doctor", "--model", model, code=1)
-    assert f"PROBLEM               {why}" in done.stdout and "\x1b" not in done.stdout + done.stderr
-    tiny = {"model.path": model, "run.dir": tmp_path, "env.data": "none"}
+    problem = (
+        f"the chat template of '{model}' cannot be rendered: TemplateError: no step 99/99; "
+        "fix chat_template.jinja"
+    )
+    examined = paw_here("doctor", "--model", model, code=1)
+    assert f"PROBLEM               {problem}" in examined.stdout
+    assert "\x1b" not in examined.stdout + examined.stderr
+    train = {"model.path": model, "run.dir": tmp_path, "env.data": "none"}
     play = {
         "env.name": "alfworld",
         "env.data": "none",
@@ -93,31 +98,31 @@ def test_commands_say_so_in_one_line(model, paw_here, tmp_path):
         "engine.type": "transformers",
     }
     sft = {"env.data": "none", "sft.turns": 2}
-    for words in (
-        ("train", "quickstart", tiny),
+    for command in (
+        ("train", "quickstart", train),
         ("eval", model, play),
         ("rollout", model, "--tasks", 1, play),
         ("sft", model, "--recipe", "alfworld-grpo", "--out", tmp_path / "tuned", sft),
     ):
-        assert paw_here(*words, code=2).stderr.splitlines()[-1].startswith(f"paw: {why}"), words
+        last_line = paw_here(*command, code=2).stderr.splitlines()[-1]
+        assert last_line.startswith(f"paw: {problem}"), command
         assert not (tmp_path / "tuned").exists()
 
 
 def test_templates_that_transformers_renders_pass_the_trial(model):
-    odd = "{% generation %}{% for m in messages %}{% if loop.index > 99 %}{% break %}{% endif %}{% endfor %}"
-    odd += "{% endgeneration %}{{ strftime_now('%Y')[:0] }}{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}"
-    chat = Chat(with_template(model, odd + GOOD))
+    unusual = (
+        "{% generation %}{% for m in messages %}{% if loop.index > 99 %}{% break %}{% endif %}"
+        "{% endfor %}{% endgeneration %}{{ strftime_now('%Y')[:0] }}"
+        "{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}"
+    )
+    chat = Chat(with_template(model, unusual + GOOD))
     assert chat.decode(chat.prompt_ids("hello"), calls=True).count("hello") == 1
 
 
-def test_a_conversation_that_the_template_does_not_end_on_costs_its_episode(model, monkeypatch):
-    """What the trial did not show: a role that only this environment has."""
-    text = (
-        "{% for m in messages %}{% if m['role'] == 'critic' %}"
-        + FOR_EVER
-        + "{% endif %}{% endfor %}"
-        + GOOD
-    )
+def test_a_conversation_that_the_template_never_finishes_costs_its_episode(model, monkeypatch):
+    """The trial cannot show it: only this environment has such a role."""
+    of_critics = "{% if m['role'] == 'critic' %}" + FOR_EVER + "{% endif %}"
+    text = "{% for m in messages %}" + of_critics + "{% endfor %}" + GOOD
     chat = Chat(with_template(model, text))
     monkeypatch.setattr("paw.rollouts.text.template.TURN_S", 0.3)
     messages = [{"role": "user", "content": "hello"}, {"role": "critic", "content": "no"}]
@@ -130,30 +135,28 @@ def test_a_conversation_that_the_template_does_not_end_on_costs_its_episode(mode
 
 
 def test_a_thread_that_takes_too_long_is_ended():
-    steps = []
+    appended = []
 
     def work():
         while True:
-            steps.append(1)
+            appended.append(1)
 
     with pytest.raises(TemplateLimitError, match=r"it takes more than 0\.05 s"):
         within(0.05, work)
     count = -1
-    while count != len(steps):  # until it stands still
-        count = len(steps)
+    while count != len(appended):  # until it stands still
+        count = len(appended)
         within(1.0, lambda: sum(range(10**6)))
     assert within(1.0, lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         within(1.0, lambda: 1 / 0)
 
 
-def test_a_call_that_the_template_does_not_take_ends_fine_tuning_with_one_line(
-    model, tmp_path, paw_here
-):
+def test_a_call_that_the_template_does_not_take_is_one_line(model):
     refuses = (
         "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.tool_calls %}"
+        "{{ raise_exception('no calls\x1b[2J') }}{% endif %}{% endfor %}"
     )
-    refuses += "{{ raise_exception('no calls\x1b[2J') }}{% endif %}{% endfor %}"
     chat = Chat(with_template(model, refuses + GOOD))
     reply = Reply.of("", ToolCall("look", {}, "call00000"))
     with pytest.raises(EnvironmentFailure, match="does not take user, assistant: no calls"):

@@ -1,7 +1,7 @@
-"""Whatever an environment does to a command's process: the exit code is true, a line says why, two signals end it."""
+"""Whatever an environment does to a command's process, the exit code is true, a line says why, and
+two signals end it."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -10,7 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from processes import is_alive, wait_until
 
+STOPPED_AT_ONCE = "paw: stopped at once by a second SIGTERM; checkpoints are kept (--resume auto)\n"
 FILE = Path(__file__).parents[1] / "support" / "deadly.py"
 LOOP = """
 import os, re, sys, threading, time
@@ -29,21 +31,14 @@ watcher.say_ending(0)
 """
 
 
-def alive(pid):
-    try:
-        return not re.search(r"^State:\s+Z", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    except OSError:
-        return False
-
-
 @pytest.fixture
 def start(tmp_path):
-    """`start("env", "check", deed="exits")`: a command under its parent, or without words the loop
-    of a run; whatever is left is killed."""
+    """`start("env", "check", deed="exits")` starts a command, in which a deadly environment does
+    the deed. What still runs at the end is killed."""
     started = []
 
     def begin(*words, deed="", program=("-m", "paw"), ignores=()):
-        def usual():  # a script's background ignores some
+        def set_handlers():  # background jobs of a script ignore some signals
             for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN if number in ignores else signal.SIG_DFL)
 
@@ -54,7 +49,7 @@ def start(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=usual,
+            preexec_fn=set_handlers,
             start_new_session=True,
         )
         started.append(child)
@@ -69,12 +64,13 @@ def start(tmp_path):
 
 @pytest.fixture
 def loop(start):
-    """The loop of a run that waits for its end: (its parent, its own id)."""
+    """The loop of a run that waits to be stopped: (its parent, its own id)."""
 
     def begin(*words, **options):
         child = start(*words, program=("-c", LOOP), **options)
         word, pid = child.stdout.readline().split()
-        assert word == "ready" and int(pid) != child.pid
+        assert word == "ready"
+        assert int(pid) != child.pid
         return child, int(pid)
 
     return begin
@@ -97,10 +93,11 @@ def test_a_command_that_an_environment_ends_has_failed_and_says_so(start, deed, 
     assert (child.returncode, errors) == (code, f"{line}\n")
 
 
-def test_one_that_ends_in_order_keeps_its_exit_code(start):
+def test_a_command_that_ends_in_order_keeps_its_exit_code(start):
     assert start("env", "check", f"{FILE}:Nothing").wait(60) == 2
     child = start("env", "check", "--help")
-    assert "check" in child.communicate(timeout=60)[0] and child.returncode == 0
+    assert "check" in child.communicate(timeout=60)[0]
+    assert child.returncode == 0
 
 
 TIDIES = """
@@ -123,7 +120,8 @@ def test_a_command_that_tidies_up_for_long_has_heard_ctrl_c(start):
     child = start(program=("-c", TIDIES))
     assert child.stdout.readline().startswith("ready")
     child.send_signal(signal.SIGINT)
-    assert child.communicate(timeout=60)[1] == "" and child.returncode == 130
+    assert child.communicate(timeout=60)[1] == ""
+    assert child.returncode == 130
 
 
 LOADS = """
@@ -148,7 +146,7 @@ def test_ctrl_c_while_a_command_loads_is_said_in_one_line(start):
 def test_two_signals_end_a_command_whose_interpreter_is_held(start, tmp_path):
     """After the first one a line says that Python does not answer."""
     child = start("env", "check", f"{FILE}:Deadly", deed="holds the interpreter")
-    until(lambda: (tmp_path / "once").exists())
+    wait_until((tmp_path / "once").exists)
     child.send_signal(signal.SIGINT)
     assert "SIGINT: Python does not answer" in child.stderr.readline()
     child.send_signal(signal.SIGINT)
@@ -158,7 +156,7 @@ def test_two_signals_end_a_command_whose_interpreter_is_held(start, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("to_all", [False, True])
-def test_one_signal_is_one_whether_it_is_sent_to_the_parent_or_to_both(loop, number, to_all):
+def test_a_signal_counts_once_whether_it_is_sent_to_the_parent_or_to_both(loop, number, to_all):
     child, _ = loop()
     (os.killpg if to_all else os.kill)(child.pid, number)
     output, errors = child.communicate(timeout=30)
@@ -172,9 +170,7 @@ def test_a_second_signal_stops_a_run_at_once(loop):
         child.send_signal(signal.SIGTERM)
         time.sleep(0.6)
     assert child.wait(20) == -signal.SIGTERM
-    assert child.stderr.read().endswith(
-        "paw: stopped at once by a second SIGTERM; checkpoints are kept (--resume auto)\n"
-    )
+    assert child.stderr.read().endswith(STOPPED_AT_ONCE)
 
 
 def test_two_sigterms_end_a_run_whose_interpreter_is_held(loop):
@@ -182,25 +178,19 @@ def test_two_sigterms_end_a_run_whose_interpreter_is_held(loop):
     for _ in range(2):
         child.send_signal(signal.SIGTERM)
         time.sleep(0.6)
-    assert child.wait(20) == 143 and not alive(pid)
-    line = "paw: stopped at once by a second SIGTERM; checkpoints are kept (--resume auto)\n"
-    assert child.stderr.read().endswith(line)
+    assert child.wait(20) == 143
+    assert not is_alive(pid)
+    assert child.stderr.read().endswith(STOPPED_AT_ONCE)
 
 
 def test_an_ignored_signal_stays_ignored_and_the_run_dies_with_its_parent(loop):
     child, pid = loop("hold", ignores=[signal.SIGHUP])  # nohup
     os.killpg(child.pid, signal.SIGHUP)
     time.sleep(0.5)
-    assert child.poll() is None and alive(pid)
+    assert child.poll() is None
+    assert is_alive(pid)
     child.kill()
-    until(lambda: not alive(pid))
-
-
-def until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.02)
+    wait_until(lambda: not is_alive(pid))
 
 
 @pytest.fixture
@@ -224,27 +214,23 @@ def recipe(tmp_path):
 def test_a_run_that_an_environment_ends_goes_on_from_its_checkpoints(
     paw, settings, recipe, read_metrics, tmp_path
 ):
-    """With processes it does not end."""
+    """With env.processes the run does not end."""
     deadly = {"DEADLY": "exits", "DEADLY_TASK": "train/0/3"}  # in the second update
-    done = paw(
-        "train", recipe, settings, env=deadly | {"DEADLY_ONCE": str(tmp_path / "once")}, code=1
+    env = deadly | {"DEADLY_ONCE": str(tmp_path / "once")}
+    failed = paw("train", recipe, settings, env=env, code=1)
+    assert failed.stderr == (
+        "paw: train ended inside code that is not PaW's, with exit code 0 (os._exit? see env.processes); "
+        "checkpoints are kept (--resume auto)\n"
     )
-    vanished = "paw: train ended inside code that is not PaW's, with exit code 0 (os._exit? see env.processes)"
-    assert done.stderr == f"{vanished}; checkpoints are kept (--resume auto)\n"
     paw("train", recipe, settings, "--resume", "auto")
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2]
 
     in_processes = {"run.name": "processes", "env.processes": 2}
-    done = paw(
-        "train",
-        recipe,
-        settings,
-        in_processes,
-        env=deadly | {"DEADLY_ONCE": str(tmp_path / "twice")},
-    )
-    assert "EnvironmentFailure: its process ended with exit code 0" in done.stdout
-    lines = read_metrics(tmp_path / "processes")
-    assert [line.get("health/processes_lost") for line in lines] == [None, None, 1]
+    env = deadly | {"DEADLY_ONCE": str(tmp_path / "once more")}
+    finished = paw("train", recipe, settings, in_processes, env=env)
+    assert "EnvironmentFailure: its process ended with exit code 0" in finished.stdout
+    metrics = read_metrics(tmp_path / "processes")
+    assert [line.get("health/processes_lost") for line in metrics] == [None, None, 1]
 
 
 @pytest.mark.slow
@@ -252,16 +238,13 @@ def test_two_sigterms_end_a_run_whose_environment_holds_the_interpreter(
     paw_start, paw_env, settings, recipe, tmp_path, monkeypatch
 ):
     once = tmp_path / "once"
-    for name, value in {"DEADLY": "holds the interpreter", "DEADLY_ONCE": str(once)}.items():
-        monkeypatch.setitem(paw_env, name, value)
+    monkeypatch.setitem(paw_env, "DEADLY", "holds the interpreter")
+    monkeypatch.setitem(paw_env, "DEADLY_ONCE", str(once))
     child = paw_start("train", recipe, settings)
-    until(once.exists)
+    wait_until(once.exists)
     child.send_signal(signal.SIGTERM)
     while "SIGTERM: Python does not answer" not in child.stderr.readline():
         assert child.poll() is None
     child.send_signal(signal.SIGTERM)
     assert child.wait(20) == 143
-    assert (
-        "paw: stopped at once by a second SIGTERM; checkpoints are kept (--resume auto)\n"
-        in child.stderr.read()
-    )
+    assert STOPPED_AT_ONCE in child.stderr.read()

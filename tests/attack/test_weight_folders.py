@@ -1,4 +1,5 @@
-"""Folders of weights that a killed trainer leaves in memory: removed by whoever comes next, and no others."""
+"""Folders of weights that a killed trainer leaves in memory are removed by whoever comes next, and
+no other folders are."""
 
 import os
 import signal
@@ -11,13 +12,13 @@ from pathlib import Path
 
 import pytest
 from forked import CONTEXT
+from processes import wait_until
 
 from paw import cli
 from paw.rollouts.engines import weight_folders
 from paw.rollouts.engines.servers import Servers
 from paw.rollouts.engines.weight_folders import make_weight_folder, remove_abandoned
 
-WAIT_S = 30.0
 TRAINER = """
 import sys, time
 from pathlib import Path
@@ -63,19 +64,23 @@ def kill(child):
 
 
 def test_weights_of_a_killed_trainer_are_removed_and_those_of_a_living_one_stay(start, tmp_path):
-    (dead, left), (_, living) = (start(TRAINER, tmp_path) for _ in range(2))
+    killed, abandoned = start(TRAINER, tmp_path)
+    _, living = start(TRAINER, tmp_path)
     assert remove_abandoned([tmp_path]) == []
-    kill(dead)
-    (line,) = remove_abandoned([tmp_path])
-    assert str(left) in line and "weights of a run that was killed" in line
-    assert not left.exists() and (living / "1" / "model-00000.safetensors").stat().st_size == 1000
+    kill(killed)
+    (message,) = remove_abandoned([tmp_path])
+    assert str(abandoned) in message
+    assert "weights of a run that was killed" in message
+    assert not abandoned.exists()
+    assert (living / "1" / "model-00000.safetensors").stat().st_size == 1000
 
 
 def test_a_trainer_whose_end_nobody_has_asked_for_is_dead(start, tmp_path):
-    child, left = start(TRAINER, tmp_path)
+    child, abandoned = start(TRAINER, tmp_path)
     child.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-    assert len(remove_abandoned([tmp_path])) == 1 and not left.exists()
+    assert len(remove_abandoned([tmp_path])) == 1
+    assert not abandoned.exists()
 
 
 def test_a_number_that_another_process_has_now_keeps_nothing(tmp_path):
@@ -84,49 +89,43 @@ def test_a_number_that_another_process_has_now_keeps_nothing(tmp_path):
     earlier = own.with_name(f"{prefix}-{os.getpid()}-{int(started) - 1}-{end}")
     earlier.mkdir()
     assert len(remove_abandoned([tmp_path])) == 1
-    assert own.exists() and not earlier.exists()
+    assert own.exists()
+    assert not earlier.exists()
 
 
 def test_what_is_not_surely_abandoned_and_ours_stays(start, tmp_path, monkeypatch):
-    child, left = start(TRAINER, tmp_path)
+    child, abandoned = start(TRAINER, tmp_path)
     kill(child)
-    kind, of, boot, namespace, pid, started, end = left.name.split("-")
-    others = [
-        "-".join(
-            (kind, of, "0" * len(boot), namespace, pid, started, end)
-        ),  # another machine, or before a boot
-        "-".join((kind, of, boot, namespace + "1", pid, started, end)),  # another container
-        "paw-weights-0123abcd",
-        "paw-12345",
-    ]
+    paw, weights, boot, namespace, *rest = abandoned.name.split("-")
+    of_another_boot = "-".join([paw, weights, "0" * len(boot), namespace, *rest])
+    of_another_container = "-".join([paw, weights, boot, namespace + "1", *rest])
+    others = [of_another_boot, of_another_container, "paw-weights-0123abcd", "paw-12345"]
     for name in others:
         (tmp_path / name).mkdir()
-    link = left.with_name(left.name + "link")
+    link = abandoned.with_name(abandoned.name + "link")
     link.symlink_to(tmp_path / others[0])
     with monkeypatch.context() as patch:
         patch.setattr(weight_folders.os, "getuid", lambda: os.geteuid() + 1)
-        assert remove_abandoned([tmp_path]) == [] and left.exists()
+        assert remove_abandoned([tmp_path]) == []
+        assert abandoned.exists()
     assert len(remove_abandoned([tmp_path, tmp_path / "none"])) == 1
-    assert not left.exists() and link.is_symlink()
+    assert not abandoned.exists()
+    assert link.is_symlink()
     assert all((tmp_path / name).is_dir() for name in others)
 
 
 def test_any_run_removes_at_its_start_what_a_killed_one_left(start, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(weight_folders, "MEMORY", tmp_path)
-    child, left = start(TRAINER, tmp_path)
+    child, abandoned = start(TRAINER, tmp_path)
     kill(child)
     (tmp_path / "empty.py").write_text(EMPTY)  # a run that starts, and then has nothing to play
-    words = [
-        "train",
-        "quickstart",
-        "--run.dir",
-        str(tmp_path / "runs"),
-        "--env.name",
-        f"{tmp_path / 'empty.py'}:Env",
-    ]
-    assert cli.main(words) == 2
-    assert not left.exists()
-    assert f"removed {left} (0.0 GiB): weights of a run that was killed" in capfd.readouterr().out
+    environment = f"{tmp_path / 'empty.py'}:Env"
+    runs = str(tmp_path / "runs")
+    assert cli.main(["train", "quickstart", "--run.dir", runs, "--env.name", environment]) == 2
+    assert not abandoned.exists()
+    assert (
+        f"removed {abandoned} (0.0 GiB): weights of a run that was killed" in capfd.readouterr().out
+    )
 
 
 def sync_with_a_server(folder):
@@ -138,13 +137,6 @@ def sync_with_a_server(folder):
     servers.close()
 
 
-def wait_until(done):
-    deadline = time.monotonic() + WAIT_S
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert done()
-
-
 def test_the_watcher_of_a_server_removes_what_its_trainer_leaves(tmp_path):
     trainer = CONTEXT.Process(target=sync_with_a_server, args=(tmp_path,))
     trainer.start()
@@ -154,11 +146,12 @@ def test_the_watcher_of_a_server_removes_what_its_trainer_leaves(tmp_path):
     wait_until(lambda: not [*tmp_path.glob("paw-weights-*")])
 
 
-def test_where_processes_cannot_be_told_apart_nothing_is_removed(tmp_path, monkeypatch):
+def test_nothing_is_removed_if_processes_cannot_be_told_apart(tmp_path, monkeypatch):
     def no_proc(*_):
         raise FileNotFoundError
 
     monkeypatch.setattr(weight_folders, "_machine", no_proc)
     folder = make_weight_folder(tmp_path)
-    assert remove_abandoned([tmp_path]) == [] and folder.is_dir()
+    assert remove_abandoned([tmp_path]) == []
+    assert folder.is_dir()
     assert weight_folders.default_parent() in (Path("/dev/shm"), Path(tempfile.gettempdir()))

@@ -607,10 +607,10 @@ def retrieval_times(name: str, case: str, batch: str = "0") -> tuple[str, str]:
     cpu_s = row["cpu_s"] / count
     unit, scale = ("ms", 1000) if wall_s < 0.1 else ("s", 1)
 
-    def shown(seconds: float) -> str:
+    def short_repr(seconds: float) -> str:
         return f"{scale * seconds:#.2g}".rstrip(".") + f" {unit}"
 
-    return shown(wall_s), shown(cpu_s)
+    return short_repr(wall_s), short_repr(cpu_s)
 
 
 def profile_rows(name: str) -> Rows:

@@ -1,6 +1,6 @@
-"""Checkpoints of several ranks: a file each, read on any number, written while training goes on."""
+"""Checkpoints of several ranks: a file for each rank, which any number of ranks reads, written
+while training goes on."""
 
-import json
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,15 @@ import forked
 import pytest
 import torch
 from forked import Child, call_in_ranks, run_ranks
-from test_train_ranks import start, train, two_machines, words_of  # noqa: F401
+from jsonl import read_jsonl
+from test_train_ranks import (  # noqa: F401
+    exit_codes,
+    same_line_of_all,
+    start,
+    train,
+    two_machines,
+    words_of,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from toyworld import practised_model
@@ -52,23 +60,30 @@ def patched(monkeypatch, folder, code):
     monkeypatch.setenv("FORKED_PATCH", str(folder / "patch.py"))
 
 
-def files(run, step):
-    return {path.name for path in (run / "checkpoints" / f"step_{step:06d}").iterdir()}
+def checkpoint_of(run, step):
+    return run / "checkpoints" / f"step_{step:06d}"
 
 
-def lines(run):
+def names_in(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def metrics_of(run):
     path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_jsonl(path) if path.exists() else []
 
 
-def assert_equal(run, first, second, but=()):
+def assert_equal(first, second, but=()):
     """Two checkpoints hold the same tensors, whatever their files."""
-    (ours, _), (theirs, _) = (
-        restore.load(run / "checkpoints" / f"step_{step:06d}") for step in (first, second)
-    )
-    for stem in ("model", "critic_model", "optimizer", "critic_optimizer", *ours.keys() - set(but)):
-        assert ours[stem].keys() == theirs[stem].keys() and ours[stem], stem
-        assert all(torch.equal(ours[stem][name], theirs[stem][name]) for name in ours[stem]), stem
+    expected, _ = restore.load(first)
+    tensors, _ = restore.load(second)
+    stems = expected.keys() - set(but)
+    assert stems >= {"model", "critic_model", "optimizer", "critic_optimizer"}
+    for stem in stems:
+        assert expected[stem], stem
+        assert expected[stem].keys() == tensors[stem].keys(), stem
+        for name in expected[stem]:
+            assert torch.equal(expected[stem][name], tensors[stem][name]), (stem, name)
 
 
 def test_what_two_ranks_saved_one_and_three_go_on_with_and_back(start, tmp_path, monkeypatch):
@@ -76,19 +91,22 @@ def test_what_two_ranks_saved_one_and_three_go_on_with_and_back(start, tmp_path,
     stems = ("model", "optimizer", "critic_model", "critic_optimizer")
     shards = {f"{stem}.rank_{rank}.safetensors" for stem in stems for rank in range(2)}
     others = {"rng.safetensors", "rng_1.safetensors", "state.json", "manifest.json"}
-    assert files(run, 1) == shards | others
-    sizes = [sum((run / "checkpoints/step_000001" / name).stat().st_size for name in shards if part in name)
-             for part in ("rank_0", "rank_1")]  # fmt: skip
-    assert 0.9 < sizes[0] / sizes[1] < 1.1
+    saved = checkpoint_of(run, 1)
+    assert names_in(saved) == shards | others
+
+    def bytes_of(rank):
+        return sum(file.stat().st_size for file in saved.glob(f"*.rank_{rank}.safetensors"))
+
+    assert 0.9 < bytes_of(0) / bytes_of(1) < 1.1
     patched(monkeypatch, tmp_path, SAVE_ALONE)
-    randoms = ("rng", "rng_1", "rng_2")
     for step, ranks in ((2, 1), (3, 3), (4, 2)):
         if ranks == 2:
             patched(monkeypatch, tmp_path, IN_FOREGROUND)
         train(tmp_path, start, "run", "--resume", "auto", gpus=ranks, run_updates=step, **PPO)
-        assert_equal(run, 1, step, but=randoms)
-        assert ("model.safetensors" in files(run, step)) == (ranks == 1)
-    assert len(files(run, 3)) == 4 * 3 + 3 + 2
+        resaved = checkpoint_of(run, step)
+        assert_equal(saved, resaved, but=("rng", "rng_1", "rng_2"))
+        assert ("model.safetensors" in names_in(resaved)) == (ranks == 1)
+    assert len(names_in(checkpoint_of(run, 3))) == 4 * 3 + 3 + 2
 
 
 def test_a_file_that_is_missing_or_damaged_is_refused_by_all_ranks_in_one_line(start, tmp_path):
@@ -96,7 +114,7 @@ def test_a_file_that_is_missing_or_damaged_is_refused_by_all_ranks_in_one_line(s
     recipe = tmp_path / "whole.toml"
     checkpoints = tmp_path / "runs" / "run" / "checkpoints"
     saving = ("--run.updates", "2", "--run.save_every", "1")
-    assert [code for code, _ in two_machines(tmp_path, recipe, *saving)] == [0, 0]
+    assert exit_codes(two_machines(tmp_path, recipe, *saving)) == [0, 0]
 
     def resumed(*options):
         return two_machines(tmp_path, recipe, *saving, "--resume", "auto", *options)
@@ -105,25 +123,25 @@ def test_a_file_that_is_missing_or_damaged_is_refused_by_all_ranks_in_one_line(s
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    assert [code for code, _ in resumed("--run.updates", "3")] == [0, 0]  # from step 1
+    assert exit_codes(resumed("--run.updates", "3")) == [0, 0]  # from step 1
     for path in checkpoints.iterdir():
         (path / "model.rank_1.safetensors").unlink()
-    (code, line), (other, its) = resumed("--run.updates", "4")
-    assert code == other == 2 and line == its and line.count("\n") == 1
-    assert "step_000003 is damaged (model.rank_1.safetensors): the file is missing" in line
-    assert "no other checkpoint in" in line
+    errors = same_line_of_all(resumed("--run.updates", "4"))
+    assert "step_000003 is damaged (model.rank_1.safetensors): the file is missing" in errors
+    assert "no other checkpoint in" in errors
 
 
 @contextmanager
 def started(commands, folder):
-    """`paw` in a rank for each command, killed in the end."""
+    """A future of `run_ranks` with a rank for each command. The ranks are killed at the end."""
+    ranks = []
+
+    def remembered(*words, **options):
+        ranks.append(Child(*words, **options))
+        return ranks[-1]
+
     with ThreadPoolExecutor(1) as waiting, pytest.MonkeyPatch.context() as patch:
-        ranks = []
-        patch.setattr(
-            forked,
-            "Child",
-            lambda *words, **options: ranks.append(Child(*words, **options)) or ranks[-1],
-        )
+        patch.setattr(forked, "Child", remembered)
         ended = waiting.submit(run_ranks, commands, [folder] * len(commands), on_host=len(commands))
         yield ended
         for rank in ranks:
@@ -132,69 +150,51 @@ def started(commands, folder):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kill_9_while_it_is_written_leaves_the_older_one(start, tmp_path, monkeypatch, ranks):
-    """Training goes on meanwhile, changes nothing of it, and nothing counts as saved before all ranks are through."""
+    """Training goes on meanwhile and changes nothing in it; nothing counts as saved before all
+    ranks have written their files."""
     patched(monkeypatch, tmp_path, SLOW.format(what="time.sleep(600)"))
-    words, run = (
-        words_of(tmp_path, start, "run", run_updates=3, run_save_every=1, **PPO),
-        tmp_path / "run",
-    )
+    words = words_of(tmp_path, start, "run", run_updates=3, run_save_every=1, **PPO)
+    run = tmp_path / "run"
+    checkpoints = run / "checkpoints"
     with started([words] * ranks, tmp_path) as ended:
         # After the third update it waits for the checkpoint of the second.
-        while len(lines(run)) < 4:
+        while len(metrics_of(run)) < 4:
             assert not ended.done(), ended.result()
             time.sleep(0.05)
-        assert {path.name for path in (run / "checkpoints").iterdir()} == {
-            "step_000001",
-            ".tmp_step_000002",
-        }
-    assert [code for code, _ in ended.result()] == [-signal.SIGKILL] * ranks
-    monkeypatch.delenv("FORKED_PATCH")
-    assert restore.read_newest(run / "checkpoints", warn=pytest.fail)[0].name == "step_000001"
-    train(
-        tmp_path,
-        start,
-        "run",
-        "--resume",
-        "auto",
-        gpus=ranks,
-        run_updates=3,
-        run_save_every=1,
-        **PPO,
-    )
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
-        f"step_00000{i}" for i in (1, 2, 3)
-    ]
-    assert [line["step"] for line in lines(run)] == [0, 1, 2, 3]
-    assert lines(run)[-1]["time/save"] > 0
+        assert names_in(checkpoints) == {"step_000001", ".tmp_step_000002"}
+    assert exit_codes(ended.result()) == [-signal.SIGKILL] * ranks
 
-    # It holds what was there when it began.
+    monkeypatch.delenv("FORKED_PATCH")
+    assert restore.read_newest(checkpoints, warn=pytest.fail)[0].name == "step_000001"
+    options = {"gpus": ranks, "run_updates": 3, "run_save_every": 1, **PPO}
+    train(tmp_path, start, "run", "--resume", "auto", **options)
+    assert names_in(checkpoints) == {"step_000001", "step_000002", "step_000003"}
+    metrics = metrics_of(run)
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3]
+    assert metrics[-1]["time/save"] > 0
+
+    # A checkpoint holds what was there when its writing began.
     patched(monkeypatch, tmp_path, SLOW.format(what="time.sleep(2)"))
-    slow = train(tmp_path, start, "slow", gpus=ranks, run_updates=3, run_save_every=1, **PPO)
-    ours, theirs = (
-        checkpoint.read_manifest(folder / "checkpoints/step_000002")[0] for folder in (slow, run)
-    )
-    assert ours == theirs
+    slow = train(tmp_path, start, "slow", **options)
+    manifest, _ = checkpoint.read_manifest(checkpoint_of(slow, 2))
+    expected, _ = checkpoint.read_manifest(checkpoint_of(run, 2))
+    assert manifest == expected
 
 
 def test_a_full_disk_of_one_rank_is_one_line_and_costs_no_older_checkpoint(
-    start,
-    tmp_path,
-    monkeypatch,
+    start, tmp_path, monkeypatch
 ):
     patched(monkeypatch, tmp_path, SLOW.format(what='raise OSError(28, "full")'))
-    words, run = (
-        words_of(tmp_path, start, "run", run_updates=4, run_save_every=1, **PPO),
-        tmp_path / "run",
+    words = words_of(tmp_path, start, "run", run_updates=4, run_save_every=1, **PPO)
+    run = tmp_path / "run"
+    ended = run_ranks([words] * 2, [tmp_path] * 2, on_host=2)
+    problem = (
+        f"cannot write checkpoint {run}/checkpoints/step_000002: No space left on device: "
+        "free some space; earlier checkpoints are intact"
     )
-    (code, line), (other, its) = run_ranks([words] * 2, [tmp_path] * 2, on_host=2)
-    assert (code, other) == (3, 2)
-    cause = f"cannot write checkpoint {run}/checkpoints/step_000002: No space left on device: free some space"
-    assert (
-        its == f"paw: {cause}; earlier checkpoints are intact\n"
-        and line == f"paw: rank 1: {its[5:]}"
-    )
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000001"]
-    restore.verify(run / "checkpoints" / "step_000001")
+    assert ended == [(3, f"paw: rank 1: {problem}\n"), (2, f"paw: {problem}\n")]
+    assert names_in(run / "checkpoints") == {"step_000001"}
+    restore.verify(checkpoint_of(run, 1))
 
 
 CALLBACK = """
@@ -228,7 +228,7 @@ def test_a_checkpoint_that_is_being_written_outlives_a_failing_callback(
     restore.verify(checkpoints / "step_000002")
     assert not [path for path in (checkpoints / "step_000002").iterdir() if path.name[0] == "."]
     monkeypatch.delenv("FORKED_PATCH")
-    assert restore.newest(checkpoints, warn=pytest.fail)[0].name == "step_000002"
+    assert restore.read_newest(checkpoints, warn=pytest.fail)[0].name == "step_000002"
 
 
 def trained(mesh, slope):
@@ -242,10 +242,11 @@ def trained(mesh, slope):
 
 
 def replicas(rank, folder):
-    """Of four ranks, on two machines: shards within one, replicas across."""
+    """One of four ranks on two machines: shards within a machine, replicas across."""
     ranks = DistributedRanks.join(rank, 4, 2, torch.device("cpu"))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machines", "ranks"))
-    saved, other = trained(mesh, 0), trained(mesh, 1)
+    saved = trained(mesh, 0)
+    other = trained(mesh, 1)
     pending = start_saving(
         [saved],
         ranks,
@@ -256,26 +257,27 @@ def replicas(rank, folder):
     )
     pending.publish(1)
     assert restore.restore([other], ranks, folder, warn=pytest.fail) == (folder / "step_000001", 1)
-    for one, two in zip(saved.model.parameters(), other.model.parameters(), strict=True):
-        for a, b in (
-            (one, two),
-            *((saved.optimizer.state[one][k], v) for k, v in other.optimizer.state[two].items()),
-        ):
-            assert torch.equal(full_tensor(a.detach()), full_tensor(b.detach()))
+    parameters = zip(saved.model.parameters(), other.model.parameters(), strict=True)
+    for expected, parameter in parameters:
+        assert torch.equal(full_tensor(expected.detach()), full_tensor(parameter.detach()))
+        moments = saved.optimizer.state[expected]
+        for name, moment in other.optimizer.state[parameter].items():
+            assert torch.equal(full_tensor(moments[name]), full_tensor(moment))
 
 
 def test_replicas_write_nothing_and_read_what_the_first_wrote(tmp_path):
     call_in_ranks(replicas, 4, tmp_path, on_host=2)
-    found = {path.name for path in (tmp_path / "step_000001").glob("model.*")}
-    assert found == {"model.rank_0.safetensors", "model.rank_1.safetensors"}
+    written = {path.name for path in (tmp_path / "step_000001").glob("model.*")}
+    assert written == {"model.rank_0.safetensors", "model.rank_1.safetensors"}
 
 
-def test_memory_that_is_available_is_the_containers_where_it_has_a_limit(tmp_path):
+def test_available_memory_is_the_containers_if_it_has_a_limit(tmp_path):
     def write(name, text):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
-    assert available_memory(tmp_path) == 0 < available_memory()
+    assert available_memory() > 0
+    assert available_memory(tmp_path) == 0
     write(
         "proc/meminfo",
         "MemTotal:        900 kB\nMemFree:     100 kB\nMemAvailable:    700 kB\nActive(anon):  1 kB\n",

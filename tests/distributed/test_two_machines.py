@@ -1,4 +1,5 @@
-"""Two machines that have a run's folder in common and nothing else: each its own home and working folder."""
+"""Two machines that have a run's folder in common and nothing else: each has its own home and
+working folder."""
 
 import os
 import signal
@@ -7,11 +8,19 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import pytest
 from forked import run_ranks
-from test_train_ranks import distance, start, train, two_machines, weights, words_of  # noqa: F401
+from processes import children
+from test_train_ranks import (  # noqa: F401
+    distance,
+    exit_codes,
+    start,
+    train,
+    two_machines,
+    weights,
+    words_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -21,47 +30,39 @@ def agents(folder, words, stack):
     with socket.create_server(("127.0.0.1", 0)) as free:
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
     torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        "2",
-        "--nproc-per-node",
-        "1",
-        "--rdzv-backend",
-        "c10d",
-    ]
-    torchrun += ["--rdzv-endpoint", meeting, "--local-addr", "127.0.0.1", "--rdzv-id", "test"]
+        "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", meeting, "--local-addr", "127.0.0.1", "--rdzv-id", "test",
+    ]  # fmt: skip
     started = []
     for rank in range(2):
         machine = folder / f"machine{rank}"
         env = os.environ | {"HOME": str(machine / "home"), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, *torchrun, "--node-rank", str(rank), "-m", "paw", *words]
-        pipes = {
-            "stdout": subprocess.DEVNULL,
-            "stderr": subprocess.PIPE,
-            "text": True,
-            "start_new_session": True,
-        }
-        started.append(subprocess.Popen(command, env=env, cwd=machine, **pipes))
-        stack.callback(kill, started[-1])
+        agent = subprocess.Popen(
+            command,
+            env=env,
+            cwd=machine,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(agent)
+        stack.callback(kill, agent)
     return started
 
 
 def kill(agent):
-    """The machine is gone: torchrun, which its ranks outlive for a moment, and they."""
-    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
-    ranks = children.read_text().split() if children.exists() else []
-    for pid in (agent.pid, *map(int, ranks)):
+    """The machine is gone: torchrun, and its ranks, which would outlive it for a moment."""
+    for pid in (agent.pid, *children(agent.pid)):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def test_two_machines_train_are_killed_and_go_on_to_the_weights_of_one(
-    start,
-    tmp_path,
-    monkeypatch,
+    start, tmp_path, monkeypatch
 ):
-    """Each holds all weights (model.shard); the model's folder is on the first alone."""
+    """Each machine holds all weights (model.shard); only the first has the model's folder."""
     for name in ("PAW_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     words = words_of(
@@ -81,28 +82,25 @@ def test_two_machines_train_are_killed_and_go_on_to_the_weights_of_one(
     run = tmp_path / "runs" / "run"
     with ExitStack() as stack:
         first, second = agents(tmp_path, [*words, "--run.updates", "500"], stack)
-        until = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while not list((run / "checkpoints").glob("step_*")):
-            assert first.poll() is None and time.monotonic() < until, first.communicate()[1]
+            assert first.poll() is None, first.communicate()[1]
+            assert time.monotonic() < deadline, first.communicate()[1]
             time.sleep(0.1)
         kill(second)
         assert "another rank has ended, this one cannot go on" in first.communicate(timeout=30)[1]
-    step = max(
-        int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*")
-    )
-    words = [*words, "--run.updates", str(step + 1)]
-    again = run_ranks(
-        [[*words, "--resume"]] * 2,
-        machines,
-        on_host=1,
-        homes=[machine / "home" for machine in machines],
-    )
-    assert [code for code, _ in again] == [0, 0], again
-    one = train(tmp_path, start, "one", "--eval.every", "0", run_updates=step + 1)
+
+    newest = max((run / "checkpoints").glob("step_*"))
+    updates = int(newest.name.removeprefix("step_")) + 1
+    words = [*words, "--run.updates", str(updates), "--resume"]
+    homes = [machine / "home" for machine in machines]
+    resumed = run_ranks([words, words], machines, on_host=1, homes=homes)
+    assert exit_codes(resumed) == [0, 0], resumed
+    one = train(tmp_path, start, "one", "--eval.every", "0", run_updates=updates)
     assert 0 < distance(weights(run), weights(one)) < 1e-5
-    assert [path.name for path in (tmp_path / "machine1").iterdir()] == ["home"]
-    copies = (tmp_path / "machine1" / "home" / ".cache" / "paw").iterdir()
-    assert [path.name[:6] for path in copies] == ["model-"]
+    assert [path.name for path in machines[1].iterdir()] == ["home"]
+    (copied_model,) = (machines[1] / "home" / ".cache" / "paw").iterdir()
+    assert copied_model.name.startswith("model-")
 
 
 GAMES = """
@@ -116,21 +114,30 @@ class Games(AlfworldFactory):
 """
 
 
-def test_what_one_machine_lacks_is_told_on_both(start, tmp_path):
+@pytest.mark.parametrize(
+    ("option", "name", "problem"),
+    [
+        # It fails before the ranks have met.
+        (
+            "--run.callbacks",
+            "mine.py:Say",
+            "rank 1: run.callbacks: 'mine.py:Say': there is no file",
+        ),
+        ("--env.name", "games.py:Games", "rank 1 has other games than rank 0"),
+    ],
+)
+def test_what_one_machine_lacks_is_reported_on_both(start, tmp_path, option, name, problem):
     words_of(tmp_path, start, "whole", run_updates=1)
     for machine in (tmp_path / "machine0", tmp_path / "machine1"):
         machine.mkdir()
         (machine / "games.py").write_text(GAMES.format(machine.name))
     (tmp_path / "machine0" / "mine.py").write_text("class Say: ...\n")
-    for option, name, why in (
-        (
-            "--run.callbacks",
-            "mine.py:Say",
-            "rank 1: run.callbacks: 'mine.py:Say': there is no file",
-        ),  # before they have met
-        ("--env.name", "games.py:Games", "rank 1 has other games than rank 0"),
-    ):
-        found = two_machines(tmp_path, tmp_path / "whole.toml", option, name)
-        assert found[0][0] in (2, 3) and found[1][0] == 2, found
-        assert found[0][1].startswith(f"paw: {why}") and found[0][1].count("\n") == 1
-        assert name.partition(":")[0] in found[0][1] and name.partition(":")[0] in found[1][1]
+    ended = two_machines(tmp_path, tmp_path / "whole.toml", option, name)
+    (code, errors), (code_of_other, errors_of_other) = ended
+    assert code in (2, 3), ended
+    assert code_of_other == 2, ended
+    assert errors.startswith(f"paw: {problem}")
+    assert errors.count("\n") == 1
+    file = name.partition(":")[0]
+    assert file in errors
+    assert file in errors_of_other

@@ -1,4 +1,5 @@
-"""openenv's own client plays `paw serve env alfworld` at the URL given, asynchronously and not; prints JSON."""
+"""openenv's own client plays `paw serve env alfworld` at the URL given, asynchronously and not;
+prints JSON."""
 
 import asyncio
 import json
@@ -10,24 +11,22 @@ URL = sys.argv[1]
 
 
 async def play_two():
-    async with GenericEnvClient(base_url=URL) as one, GenericEnvClient(base_url=URL) as two:
-        seen = [
-            (await env.reset(split="train", index=i, seed=5)).observation
-            for i, env in enumerate((one, two))
-        ]
-        texts = [[look["text"], look["prompt"]] for look in seen]
+    """(what two episodes showed, turn by turn; the state of the first)."""
+    async with GenericEnvClient(base_url=URL) as first, GenericEnvClient(base_url=URL) as second:
+        observations = []
+        texts = []
+        for index, client in enumerate((first, second)):
+            begun = await client.reset(split="train", index=index, seed=5)
+            observations.append(begun.observation)
+            texts.append([begun.observation["text"], begun.observation["prompt"]])
         for turn in range(3):
-            for i, env in enumerate((one, two)):
-                result = await env.step({"text": seen[i]["admissible_actions"][turn]})
-                seen[i] = result.observation
-                texts[i] += [
-                    seen[i]["text"],
-                    seen[i]["prompt"],
-                    result.reward,
-                    result.done,
-                    seen[i]["valid"],
-                ]
-        return texts, await one.state()
+            for index, client in enumerate((first, second)):
+                action = observations[index]["admissible_actions"][turn]
+                result = await client.step({"text": action})
+                observation = observations[index] = result.observation
+                texts[index] += [observation["text"], observation["prompt"]]
+                texts[index] += [result.reward, result.done, observation["valid"]]
+        return texts, await first.state()
 
 
 with GenericEnvClient(base_url=URL).sync() as env:

@@ -34,17 +34,20 @@ class Guess(Environment):
     state = State()
 
     def reset(self, seed=None, episode_id=None, **_):
-        self.odd, self.left = seed % 2, 3
+        self.odd = seed % 2
+        self.left = 3
         return GuessObservation(said=f"Guess {'odd' if self.odd else 'even'}.", left=3)
 
     def step(self, action, timeout_s=None, **_):
         if action.guess == "break":
             raise RuntimeError("the dice fell off the table")
         self.left -= 1
-        right = ord(action.guess[0]) % 2 == self.odd
-        done = self.left == 0
+        is_right = ord(action.guess[0]) % 2 == self.odd
         return GuessObservation(
-            said="right" if right else "wrong", left=self.left, reward=right / 4, done=done
+            said="right" if is_right else "wrong",
+            left=self.left,
+            reward=is_right / 4,
+            done=self.left == 0,
         )
 
 
@@ -72,14 +75,11 @@ class Shelf(MCPEnvironment):
         return Observation(metadata={"status": "ready"})
 
     async def step_async(self, action, timeout_s=None, **_):
-        seen = await super().step_async(action, timeout_s=timeout_s)
-        return self.judged(seen)
-
-    def judged(self, seen):
-        if isinstance(seen, CallToolObservation):
-            seen.done = len(self.things) >= 2
-            seen.reward = float(seen.done)
-        return seen
+        observation = await super().step_async(action, timeout_s=timeout_s)
+        if isinstance(observation, CallToolObservation):
+            observation.done = len(self.things) >= 2
+            observation.reward = float(observation.done)
+        return observation
 
     def _step_impl(self, action, timeout_s=None, **_):
         raise TypeError("only tools are called here")

@@ -1,7 +1,5 @@
-"""Every agent trains, that of docs/agents.md with the reward there too: GRPO + PaW.
-
-So does a recipe of Table 2.
-"""
+"""Every agent trains with GRPO + PaW, also the agent of docs/agents.md with the reward there. So
+does a recipe of Table 2."""
 
 import json
 import math
@@ -9,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from jsonl import write_jsonl
 
 DOCS = Path(__file__).parents[2] / "docs"
 SMALL = {
@@ -32,19 +31,21 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_an_agent_trains(paw_here, read_metrics, tiny_llm, tmp_path, agent, recipe, more):
-    (tmp_path / "mine.py").write_text("\n\n".join(BLOCK.findall((DOCS / "agents.md").read_text())))
-    where = {"model.path": tiny_llm(tmp_path / "model"), "run.dir": tmp_path, "run.name": "run"}
-    paw_here("train", recipe, SMALL, where, {"agent.type": agent, **more}, cwd=tmp_path)
-    lines = read_metrics(tmp_path / "run")
-    assert [line["step"] for line in lines] == list(range(more["run.updates"] + 1))
-    for line in lines[1:]:
-        assert (
-            line["health/env_failures"] == 0
-            and line["optim/skipped"] == 0
-            and math.isfinite(line["policy/loss"])
-        )
-        if "reward.type" in more:
-            assert -0.4 <= line["reward/mean"] < 0.0  # no win, a tenth for each of up to four turns
+    blocks = BLOCK.findall((DOCS / "agents.md").read_text())
+    (tmp_path / "mine.py").write_text("\n\n".join(blocks))
+    settings = {
+        "agent.type": agent, "model.path": tiny_llm(tmp_path / "model"), "run.dir": tmp_path, "run.name": "run",
+        **more,
+    }  # fmt: skip
+    paw_here("train", recipe, SMALL, settings, cwd=tmp_path)
+    _, *updates = read_metrics(tmp_path / "run")
+    assert [metrics["step"] for metrics in updates] == [*range(1, more["run.updates"] + 1)]
+    for metrics in updates:
+        assert metrics["health/env_failures"] == 0
+        assert metrics["optim/skipped"] == 0
+        assert math.isfinite(metrics["policy/loss"])
+        if "reward.type" in more:  # no win, and minus a tenth for each of up to four turns
+            assert -0.4 <= metrics["reward/mean"] < 0.0
 
 
 SETS = {"nq": "NQ", "triviaqa": "TriviaQA", "popqa": "PopQA", "hotpotqa": "HotpotQA"}
@@ -63,39 +64,42 @@ TABLE_2 = MODEL | {
 
 
 def test_a_recipe_of_table_2_trains(paw_here, read_metrics, tiny_llm, says_only, tmp_path):
-    """One update on questions of a file, then the table: the seven sets and their average, in the paper's order."""
-    lines = [
-        {"question": f"Where is {i}?", "golden_answers": ["Tuk"], "data_source": name}
-        for i, name in enumerate(SETS)
-    ]
+    """One update on questions from a file, then the table: the seven sets and their average, in the
+    paper's order."""
+    questions = []
+    for number, source in enumerate(SETS):
+        question = {"question": f"Where is {number}?", "golden_answers": ["Tuk"]}
+        questions.append(question | {"data_source": source})
     for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "corpus.jsonl").write_text(
-        json.dumps({"id": "0", "contents": '"Tuk"\\nIt is in Tuk.'}) + "\n"
-    )
+        write_jsonl(tmp_path / f"{split}.jsonl", questions)
+    corpus = tmp_path / "corpus.jsonl"
+    write_jsonl(corpus, [{"id": "0", "contents": '"Tuk"\\nIt is in Tuk.'}])
     model = says_only(
         tiny_llm(tmp_path / "model"), "<search>where is it</search>", "<answer>Tuk</answer>"
     )
-    where = {"env.data": tmp_path, "env.retriever": "bm25", "env.corpus": tmp_path / "corpus.jsonl"}
-    where |= {"model.path": model, "run.dir": tmp_path, "run.name": "run"}
-    paw_here("train", "search-r1", TABLE_2, where)
-    _, line = read_metrics(tmp_path / "run")
-    assert (
-        line["health/env_failures"] == 0
-        and line["optim/skipped"] == 0
-        and line["optim/grad_norm"] > 0
-    )
-    assert 0 < line["success/all"] < 1 and line["optim/lr"] > 0
-    answered = paw_here("eval", tmp_path / "run", "--json", "--out", tmp_path / "out").stdout
-    card = tmp_path / "run" / "hf" / "README.md"  # further training writes another
+    settings = {
+        "env.data": tmp_path, "env.retriever": "bm25", "env.corpus": corpus, "model.path": model,
+        "run.dir": tmp_path, "run.name": "run",
+    }  # fmt: skip
+    paw_here("train", "search-r1", TABLE_2, settings)
+    run = tmp_path / "run"
+    _, metrics = read_metrics(run)
+    assert metrics["health/env_failures"] == 0
+    assert metrics["optim/skipped"] == 0
+    assert metrics["optim/grad_norm"] > 0
+    assert metrics["optim/lr"] > 0
+    assert 0 < metrics["success/all"] < 1
+
+    evaluated = paw_here("eval", run, "--json", "--out", tmp_path / "out").stdout
+    card = run / "hf" / "README.md"  # further training writes another
     card.write_text(card.read_text().replace(": 1 updates", ": 2 updates"))
-    again = paw_here("eval", tmp_path / "run", "--out", tmp_path / "out", code=2).stderr
-    assert "holds an evaluation with updates = 1, not 2" in again
-    table = json.loads(answered)["kinds"]
+    errors = paw_here("eval", run, "--out", tmp_path / "out", code=2).stderr
+    assert "holds an evaluation with updates = 1, not 2" in errors
+
+    table = json.loads(evaluated)["kinds"]
     assert list(table) == [*SETS.values(), "Avg."]
-    assert table["Avg."]["success"] == pytest.approx(
-        sum(table[name]["success"] for name in SETS.values()) / 7
-    )
+    average = sum(table[name]["success"] for name in SETS.values()) / len(SETS)
+    assert table["Avg."]["success"] == pytest.approx(average)
     if PAPER.exists():
         columns = list(json.loads(PAPER.read_text())["table2"][0])[3:]
         assert [name.lower().rstrip(".") for name in table] == columns

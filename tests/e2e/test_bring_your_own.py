@@ -1,4 +1,5 @@
-"""docs/bring-your-own.md: its files and its commands, one after another, with a small model and few episodes."""
+"""The files and commands of docs/bring-your-own.md work, one after another, with a small model and
+few episodes."""
 
 import re
 import runpy
@@ -19,27 +20,28 @@ SMALL = {
 @pytest.mark.slow
 def test_the_page_runs(paw_here, read_metrics, tiny_llm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = str(tiny_llm(Path("Qwen/Qwen3-0.6B")))  # in the place of the name on the hub
+    folder = str(tiny_llm(Path("Qwen/Qwen3-0.6B")))  # a folder with the model's name on the hub
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template += "{% if enable_thinking is defined %}{% endif %}"
     tokenizer.save_pretrained(folder)
     text = PAGE.read_text(encoding="utf-8")
     for name, code in re.findall(r"^```python\n# (\S+)\n(.*?)^```", text, re.S | re.M):
         Path(name).write_text(code)
-    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.S | re.M)
-    commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    commands = []
+    for block in re.findall(r"^```sh\n(.*?)^```", text, re.S | re.M):
+        commands += block.replace("\\\n", " ").splitlines()
     commands.append("paw env check sums.py:Sums")
-    played = []
+    used = []
     for program, *words in map(shlex.split, commands):
         if program == "python":
             runpy.run_path(words[0])
-        else:
-            played.append(words[:2])
-            paw_here(*words, *([SMALL] if words[0] == "train" else []))
-    assert [words[0] for words in played] == ["env", "plan", "doctor", "train", "eval", "env"]
-    _, line = read_metrics(Path("runs/mine"))
-    assert (
-        line["health/env_failures"] == 0
-        and line["optim/grad_norm"] > 0
-        and line["wm/selected_frac"] > 0
-    )
+            continue
+        used.append(words[0])
+        if words[0] == "train":
+            words.append(SMALL)
+        paw_here(*words)
+    assert used == ["env", "plan", "doctor", "train", "eval", "env"]
+    _, metrics = read_metrics(Path("runs/mine"))
+    assert metrics["health/env_failures"] == 0
+    assert metrics["optim/grad_norm"] > 0
+    assert metrics["wm/selected_frac"] > 0

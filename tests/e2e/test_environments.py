@@ -1,9 +1,11 @@
-"""WebShop, search QA and maths problems in several tries, trained with PaW by their recipes, from the warm-up on."""
+"""WebShop, search QA and maths problems in several tries, trained with PaW by their recipes, from
+the warm-up on."""
 
 import json
 import math
 
 import pytest
+from jsonl import read_jsonl
 
 from paw.checkpoint.push import EXPORTED
 
@@ -19,28 +21,26 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_an_environment_trains_with_paw(paw, quick, tmp_path, name, words, steps):
-    """`words`: of a prompt in no other environment.
-
-    In fewer steps of the warm-up no search is learnt.
-    """
-    where = {
-        "run.dir": tmp_path,
-        "run.name": "run",
-        "wm.alpha": 1.0,
-        "run.updates": 1,
-        "warmup.max_steps": steps,
-    }
-    where |= {"env.max_turns": 3} if name == "maths" else {}
-    # The session's has one model.
-    paw("train", f"{name}-quickstart", quick | where, env={"PAW_CACHE": str(tmp_path)})
-    start, line = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert start["eval/games"] == line["eval/games"] == 8
-    assert all(math.isfinite(value) for value in line.values())
-    assert line["health/env_failures"] == 0 == line["health/groups_dropped"]
-    assert line["optim/grad_norm"] > 0 and line["wm/loss"] > 0
-    exported = list((tmp_path / "run" / "hf").iterdir())
-    # What a push would send.
-    assert len(exported) > 5 and all(any(map(file.match, EXPORTED)) for file in exported)
-    assert json.dumps(words)[1:-1] in (tmp_path / "run" / "samples.jsonl").read_text()
+    """`words` stand in the prompts of this environment and of no other. The warm-up has the fewest
+    `steps` in which a search is learnt."""
+    settings = {
+        "run.dir": tmp_path, "run.name": "run", "wm.alpha": 1.0, "run.updates": 1, "warmup.max_steps": steps,
+    }  # fmt: skip
+    if name == "maths":
+        settings["env.max_turns"] = 3
+    # The cache of the session holds another model.
+    paw("train", f"{name}-quickstart", quick | settings, env={"PAW_CACHE": str(tmp_path)})
+    run = tmp_path / "run"
+    before, metrics = read_jsonl(run / "metrics.jsonl")
+    assert before["eval/games"] == 8
+    assert metrics["eval/games"] == 8
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["health/env_failures"] == 0
+    assert metrics["health/groups_dropped"] == 0
+    assert metrics["optim/grad_norm"] > 0
+    assert metrics["wm/loss"] > 0
+    exported = list((run / "hf").iterdir())
+    assert len(exported) > 5
+    for file in exported:  # a push would send all of them
+        assert any(file.match(pattern) for pattern in EXPORTED)
+    assert json.dumps(words)[1:-1] in (run / "samples.jsonl").read_text()

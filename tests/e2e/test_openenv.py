@@ -1,4 +1,5 @@
-"""OpenEnv in both directions, with the package itself in processes of their own: it needs another mcp than vLLM."""
+"""OpenEnv in both directions, with the package itself in processes of their own: it needs another
+mcp than vLLM."""
 
 import json
 import os
@@ -8,6 +9,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from command_line import as_words
+from jsonl import read_jsonl
 from templates import QWEN25_TEMPLATE
 
 from paw.envs import make_factory
@@ -34,7 +37,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def start(paw_env):
-    """`start(*words)` starts `python *words`, a server, where openenv can be imported; returns how to ask its URL."""
+    """`start(*words)` starts a server, `python *words`, which can import openenv, and returns a
+    function that waits for its URL."""
     env = paw_env | {"PYTHONPATH": os.pathsep.join([str(PACKAGE), paw_env["PYTHONPATH"]])}
     started = []
 
@@ -62,18 +66,16 @@ def start(paw_env):
 
 @pytest.fixture(scope="module")
 def urls(start):
-    """Of a guessing game, of tools and of `paw serve env alfworld`."""
-    room = [part for key, value in ROOM.items() for part in (f"--{key}", value)]
-    starting = (
-        start(HERE / "openenv_server.py"),
-        start("-m", "paw", "serve", "env", "alfworld", "--port", 0, *room),
-    )
-    theirs, ours = (url() for url in starting)
-    return f"{theirs}/guess", f"{theirs}/shelf", ours
+    """The URLs of a guessing game, of tools and of `paw serve env alfworld`."""
+    url_of_package = start(HERE / "openenv_server.py")
+    url_of_paw = start("-m", "paw", "serve", "env", "alfworld", "--port", 0, *as_words(ROOM))
+    package = url_of_package()
+    return f"{package}/guess", f"{package}/shelf", url_of_paw()
 
 
-def make(recipe=None, **env):
-    config = load_played(recipe, {f"env.{key}": value for key, value in env.items()})
+def make(recipe=None, **settings):
+    """(factory, configuration) of an environment with these settings of `env`."""
+    config = load_played(recipe, {f"env.{key}": value for key, value in settings.items()})
     return make_factory(config), config
 
 
@@ -85,73 +87,63 @@ def test_training_on_an_environment_of_openenv(urls, paw_here, read_metrics, tin
     where = {"model.path": tiny_llm(tmp_path / "model"), "run.dir": tmp_path, "run.name": "run"}
     paw_here("train", "quickstart", SMALL, where, game)
     _, update = read_metrics(tmp_path / "run")
-    assert update["health/env_failures"] == 0 and 0 < update["reward/mean"] < 1
+    assert update["health/env_failures"] == 0
+    assert 0 < update["reward/mean"] < 1
     checked = paw_here("env", "check", "openenv", {"env.url": urls[0], "env.action_field": "*"})
     assert "rules hold" in checked.stdout
 
 
 def test_training_on_tools_of_openenv(urls, paw_here, read_metrics, tiny_llm, says_only, tmp_path):
-    """Calls of one turn, several among them, are played over MCP; their results are the world model's targets."""
+    """The calls of a turn, also several, are played over MCP; their results are the world model's
+    targets."""
     calls = [Reply.of("", ToolCall("put", {"thing": thing}, "")) for thing in ("cup", "cat")]
     model = says_only(tiny_llm(tmp_path / "model"), *calls, "<|im_end|>", template=QWEN25_TEMPLATE)
-    where = {
-        "model.path": model,
-        "model.tool_parser": "transformers",
-        "run.dir": tmp_path,
-        "run.name": "run",
-    }
-    paw_here(
-        "train",
-        "quickstart",
-        SMALL,
-        where,
-        {"env.name": "openenv", "env.url": urls[1], "wm.alpha": 1.0},
-    )
+    settings = {
+        "model.path": model, "model.tool_parser": "transformers", "run.dir": tmp_path, "run.name": "run",
+        "env.name": "openenv", "env.url": urls[1], "wm.alpha": 1.0,
+    }  # fmt: skip
+    paw_here("train", "quickstart", SMALL, settings)
     _, update = read_metrics(tmp_path / "run")
-    assert (
-        update["health/env_failures"] == 0
-        and update["optim/grad_norm"] > 0
-        and update["wm/loss"] > 0
-    )
-    assert 0 < update["success/all"] < 1 and 0 < update["health/valid_actions"] <= 1
-    samples = [
-        json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
-    ]
+    assert update["health/env_failures"] == 0
+    assert update["optim/grad_norm"] > 0
+    assert update["wm/loss"] > 0
+    assert 0 < update["success/all"] < 1
+    assert 0 < update["health/valid_actions"] <= 1
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     turns = [turn for sample in samples for turn in sample["turns"]]
-    seen = {turn["observation"] for turn in turns if turn["action"].startswith('put({"thing": "c')}
-    assert any("1 on the shelf" in text for text in seen) and any(
-        "it jumped off" in text for text in seen
-    )
-    several = [turn for turn in turns if "; put" in turn["action"]]
-    assert several and all(
-        "</tool_response>" in "".join(turn["observation_tokens"]) for turn in several
-    )
+    of_calls = [turn for turn in turns if turn["action"].startswith('put({"thing": "c')]
+    assert any("1 on the shelf" in turn["observation"] for turn in of_calls)
+    assert any("it jumped off" in turn["observation"] for turn in of_calls)
+    of_several_calls = [turn for turn in turns if "; put" in turn["action"]]
+    assert of_several_calls
+    for turn in of_several_calls:
+        assert "</tool_response>" in "".join(turn["observation_tokens"])
 
 
 def test_an_environment_served_is_the_environment_itself(
     urls, paw_here, read_metrics, tiny_llm, tmp_path
 ):
-    """Training over the server has the metrics of training without one, but for kinds of tasks.
-    Prompts come in another order, and other sums round otherwise."""
-    where = {"model.path": tiny_llm(tmp_path / "model"), "run.dir": tmp_path}
+    """Training over the server has the metrics of training without one, except those of kinds of
+    tasks. Prompts come in another order, so sums are rounded differently."""
+    direct = {"env.name": "alfworld", **ROOM}
     served = {
-        "env.name": "openenv",
-        "env.url": urls[2],
-        "env.prompt_field": "prompt",
-        "env.eval_split": "valid_unseen",
-    }
-    lines = []
-    for name, env in (
-        ("direct", {"env.name": "alfworld", **ROOM}),
-        ("served", served | {"env.reward": 10}),
-    ):
-        paw_here("train", "alfworld-grpo-paw", SMALL, where | {"run.name": name}, env)
+        "env.name": "openenv", "env.url": urls[2], "env.prompt_field": "prompt", "env.eval_split": "valid_unseen",
+        "env.reward": 10,
+    }  # fmt: skip
+    model = tiny_llm(tmp_path / "model")
+
+    def train(name, settings):
+        run = {"model.path": model, "run.dir": tmp_path, "run.name": name}
+        paw_here("train", "alfworld-grpo-paw", SMALL, run, settings)
         metrics = read_metrics(tmp_path / name)
-        lines.append([{k: v for k, v in line.items() if "success" not in k} for line in metrics])
-    assert (
-        lines[0] == [pytest.approx(line, rel=1e-5, abs=1e-6) for line in lines[1]]
-        and lines[0][1]["wm/loss"] > 0
-    )
+        return [
+            {key: value for key, value in line.items() if "success" not in key} for line in metrics
+        ]
+
+    expected = train("direct", direct)
+    assert expected[1]["wm/loss"] > 0
+    for line, expected_line in zip(train("served", served), expected, strict=True):
+        assert line == pytest.approx(expected_line, rel=1e-5, abs=1e-6)
 
 
 def test_tools_of_openenv_are_tools(urls):
@@ -159,40 +151,43 @@ def test_tools_of_openenv_are_tools(urls):
     environment = CheckedEnv(factory.make(), config.env)
     assert environment.reset(train_tasks(factory, 0, 1, 0)[0]) == '{"status": "ready"}'
     (put,) = [tool["function"] for tool in environment.tools]
-    assert (
-        put["name"] == "put"
-        and put["parameters"]["required"] == ["thing"]
-        and "on the shelf" in put["description"]
-    )
+    assert put["name"] == "put"
+    assert put["parameters"]["required"] == ["thing"]
+    assert "on the shelf" in put["description"]
 
     def call(**arguments):
         return environment.step(Reply.of("", ToolCall("put", arguments, "call00001")))
 
     assert "it jumped off" in call(thing="cat").observation
-    assert not call(thang="cup").valid and not environment.step("I am done.").valid
-    assert [call(thing="cup").observation, call(thing="jug").won] == ["1 on the shelf", True]
-    assert (
-        environment.context()[-1]["role"] == "tool"
-        and environment.context()[-1]["content"] == "2 on the shelf"
-    )
+    assert not call(thang="cup").valid
+    assert not environment.step("I am done.").valid
+    assert call(thing="cup").observation == "1 on the shelf"
+    assert call(thing="jug").won
+    last_message = environment.context()[-1]
+    assert last_message["role"] == "tool"
+    assert last_message["content"] == "2 on the shelf"
 
 
 def test_clients_of_openenv_play_what_is_served(urls, paw_env):
     env = paw_env | {"PYTHONPATH": os.pathsep.join([str(PACKAGE), paw_env["PYTHONPATH"]])}
-    words = [sys.executable, HERE / "openenv_client.py", urls[2]]
-    told = json.loads(subprocess.run(words, env=env, capture_output=True, check=True).stdout)
+    client = [sys.executable, HERE / "openenv_client.py", urls[2]]
+    printed = subprocess.run(client, env=env, capture_output=True, check=True).stdout
+    played_there = json.loads(printed)
     factory, _ = make(
         "alfworld-grpo", name="alfworld", data="none", difficulty="tiny", max_turns="3"
     )
-    for i, texts in enumerate(told["two"][0]):
+    episodes, state = played_there["two"]
+    for place, texts in enumerate(episodes):
         environment = factory.make()
-        expected = [environment.reset(factory.tasks("train", 5)[i]), environment.context()]
+        expected = [environment.reset(factory.tasks("train", 5)[place]), environment.context()]
         for turn in range(3):
             played = environment.format_action(environment.admissible_actions()[turn])
             outcome = environment.step(played)
             prompt = "" if outcome.done else environment.context()
             expected += [outcome.observation, prompt, outcome.reward, outcome.done, outcome.valid]
         assert texts == expected
-    assert told["two"][1]["step_count"] == 3
-    assert told["first"] == factory.make().reset(factory.tasks("train", 0)[1])
-    assert "VALIDATION_ERROR" in told["problems"][0] and "no split 'nowhere'" in told["problems"][1]
+    assert state["step_count"] == 3
+    assert played_there["first"] == factory.make().reset(factory.tasks("train", 0)[1])
+    refused_action, refused_split = played_there["problems"]
+    assert "VALIDATION_ERROR" in refused_action
+    assert "no split 'nowhere'" in refused_split

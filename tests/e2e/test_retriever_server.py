@@ -1,4 +1,5 @@
-"""`paw serve retriever` as a process on loopback: right answers to many at once, mistakes named, a clean end."""
+"""`paw serve retriever` as a process on loopback: it answers many clients at once, names mistakes
+and ends cleanly."""
 
 import asyncio
 import json
@@ -10,9 +11,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from jsonl import write_jsonl
 from scripted_server import serve as serve_script
 
 from paw.envs.search.retrieval import make_retriever, remote, server
@@ -29,99 +32,104 @@ TIGHT_S = 0.5
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "numbers.jsonl"
-    documents = (
-        {"id": i, "contents": f'"Number {i}"\nmod{i % 7} mod{i % 11} unique{i}'}
-        for i in range(3000)
-    )
-    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    documents = []
+    for i in range(3000):
+        contents = f'"Number {i}"\nmod{i % 7} mod{i % 11} unique{i}'
+        documents.append({"id": i, "contents": contents})
+    write_jsonl(path, documents)
     return path
 
 
 @pytest.fixture
 def serve(paw_start, corpus) -> Callable:
-    """`serve(*words)` starts a server on a free port: (process, URL, what it said)."""
+    """`serve(*words)` starts a server on a free port: (process, URL, its first line)."""
 
     def start(*words):
         child = paw_start("serve", "retriever", "--corpus", corpus, "--port", 0, *words)
-        said = child.stderr.readline()
-        return child, re.match(r"(http://\S+): ", said)[1], said
+        greeting = child.stderr.readline()
+        return child, re.match(r"(http://\S+): ", greeting)[1], greeting
 
     return start
 
 
+JSON_TYPE = {"Content-Type": "application/json"}
+TOO_MANY = json.dumps({"queries": ["a"] * (server.MAX_QUERIES + 1)})
+MISTAKES = {
+    "[" * 100_000: "Invalid JSON",
+    "[]": "an object, not []",
+    "{}": 'give either "queries", a list, or "query", one text',
+    '{"query": "a", "queries": ["b"]}': "give either",
+    '{"queries": []}': "queries: List should have at least 1",
+    TOO_MANY: f"at most {server.MAX_QUERIES}",
+    '{"queries": ["a", 3]}': "queries: 1: Input should be a valid string",
+    '{"query": "a", "topk": 0}': "topk: Input should be greater",
+    '{"query": "a", "topk": 101}': "topk: Input should be less",
+    '{"query": "a", "top_k": 3}': "top_k: Extra inputs",
+}
+
+
 def test_a_server_answers_many_at_once_and_says_what_is_wrong(serve, corpus, paw, monkeypatch):
-    child, url, said = serve("--env.topk", 2)
-    assert said.endswith(f": 3,000 documents of {corpus}, bm25\n")
+    child, url, greeting = serve("--env.topk", 2)
+    assert greeting.endswith(f": 3,000 documents of {corpus}, bm25\n")
     local = make_retriever(SearchConfig(corpus=corpus))
     client = RemoteRetriever(url, timeout_s=30)
 
-    def ask(number: int) -> bool:
+    def answers_are_right(number: int) -> bool:
         queries = [f"unique{number + 16 * i} mod{i % 7}" for i in range(8)]
         return all(client.search(queries, 5) == local.search(queries, 5) for _ in range(4))
 
     with ThreadPoolExecutor(16) as pool:
-        assert all(pool.map(ask, range(16)))
-
+        assert all(pool.map(answers_are_right, range(16)))
     with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
-        (hit,) = local.search(["unique42"], 1)[0]
-        document = {"id": "42", "contents": '"Number 42"\nmod0 mod9 unique42'}
-        scored = http.post(
-            "/retrieve", json={"query": "unique42", "topk": 3, "return_scores": True}
-        )
-        assert scored.json() == {"result": [[{"document": document, "score": hit.score}]]}
-        bare = http.post(
-            "/retrieve", json={"queries": ["unique42", "mod1", ""], "topk": None}
-        ).json()["result"]
-        assert bare[0] == [document] and len(bare[1]) == 2 and bare[2] == []
-        assert http.get("/health").json() == {
-            "status": "ok",
-            "documents": 3000,
-            "retriever": "bm25",
-        }
+        check_answers(http, local)
+        check_refusals(http)
 
-        json_type = {"Content-Type": "application/json"}
-        for body, reason in {
-            "[" * 100_000: "Invalid JSON",
-            "[]": "an object, not []",
-            "{}": 'give either "queries", a list, or "query", one text',
-            '{"query": "a", "queries": ["b"]}': "give either",
-            '{"queries": []}': "queries: List should have at least 1",
-            json.dumps(
-                {"queries": ["a"] * (server.MAX_QUERIES + 1)}
-            ): f"at most {server.MAX_QUERIES}",
-            '{"queries": ["a", 3]}': "queries: 1: Input should be a valid string",
-            '{"query": "a", "topk": 0}': "topk: Input should be greater",
-            '{"query": "a", "topk": 101}': "topk: Input should be less",
-            '{"query": "a", "top_k": 3}': "top_k: Extra inputs",
-        }.items():
-            answer = http.post("/retrieve", content=body.encode("latin-1"), headers=json_type)
-            assert answer.status_code == 400 and reason in answer.json()["error"], (
-                body[:40],
-                answer.text,
-            )
-        answers = {
-            415: http.post("/retrieve", data={"query": "a"}),
-            404: http.post("/search", json={"query": "a"}),
-            405: http.get("/retrieve"),
-            413: http.post("/retrieve", content=stream(serving.MAX_BYTES + 1), headers=json_type),
-        }
-        for status, answer in answers.items():
-            assert answer.status_code == status and answer.json()["error"], answer.text
-        assert "POST /retrieve and GET /health" in answers[405].json()["error"]
-
-    with socket.create_connection(
-        (url[7:].partition(":")[0], int(url.rpartition(":")[2]))
-    ) as connection:
-        connection.sendall(HEAD)  # and gone
-    busy = paw("serve", "retriever", "--corpus", corpus, "--port", url.rpartition(":")[2], code=2)
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(HEAD)  # and the client is gone
+    busy = paw("serve", "retriever", "--corpus", corpus, "--port", port, code=2)
     assert re.fullmatch(r"paw: .*--port \d+: .*Address already in use.*\n", busy.stderr)
     child.send_signal(signal.SIGTERM)
-    assert child.wait(10) == 0 and child.stderr.read() == ""
+    assert child.wait(10) == 0
+    assert child.stderr.read() == ""
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
     with pytest.raises(
         UserError, match=f"'{url}/retrieve': .*; `paw serve retriever` starts such a server"
     ):
         client.search(["a"], 1)
+
+
+def check_answers(http: httpx.Client, local: Any) -> None:
+    """With and without scores, and the state of the server."""
+    document = {"id": "42", "contents": '"Number 42"\nmod0 mod9 unique42'}
+    (hit,) = local.search(["unique42"], 1)[0]
+    with_scores = {"query": "unique42", "topk": 3, "return_scores": True}
+    scored = http.post("/retrieve", json=with_scores).json()
+    assert scored == {"result": [[{"document": document, "score": hit.score}]]}
+    several = {"queries": ["unique42", "mod1", ""], "topk": None}
+    result = http.post("/retrieve", json=several).json()["result"]
+    assert result[0] == [document]
+    assert len(result[1]) == 2
+    assert result[2] == []
+    health = http.get("/health").json()
+    assert health == {"status": "ok", "documents": 3000, "retriever": "bm25"}
+
+
+def check_refusals(http: httpx.Client) -> None:
+    for body, reason in MISTAKES.items():
+        answer = http.post("/retrieve", content=body.encode("latin-1"), headers=JSON_TYPE)
+        assert answer.status_code == 400, (body[:40], answer.text)
+        assert reason in answer.json()["error"], (body[:40], answer.text)
+    answers = {
+        415: http.post("/retrieve", data={"query": "a"}),
+        404: http.post("/search", json={"query": "a"}),
+        405: http.get("/retrieve"),
+        413: http.post("/retrieve", content=stream(serving.MAX_BYTES + 1), headers=JSON_TYPE),
+    }
+    for status, answer in answers.items():
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"], answer.text
+    assert "POST /retrieve and GET /health" in answers[405].json()["error"]
 
 
 HEAD = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
@@ -135,13 +143,13 @@ def stream(count: int) -> Iterator[bytes]:
 
 
 class Slow:
-    """A retriever that answers when it is let."""
+    """A retriever that answers while `may_answer` is set."""
 
     def __init__(self):
-        self.let = threading.Event()
+        self.may_answer = threading.Event()
 
     def search(self, queries: list[str], topk: int) -> list[list[Hit]]:
-        self.let.wait(30)
+        self.may_answer.wait(30)
         if queries == ["break"]:
             raise RuntimeError("index gone")
         return [[Hit("1", query, 1.0)] for query in queries]
@@ -159,26 +167,20 @@ def test_a_busy_server_turns_requests_away_and_what_takes_too_long_ends(monkeypa
     async def ask() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            waiting = [
-                asyncio.create_task(client.post("/retrieve", json={"query": word}))
-                for word in ("a", "break")
-            ]
+            first = asyncio.create_task(client.post("/retrieve", json={"query": "a"}))
+            second = asyncio.create_task(client.post("/retrieve", json={"query": "break"}))
             await asyncio.sleep(0.2)
-            answers = [await client.post("/retrieve", json={"query": "c"})]
-            slow.let.set()
-            answers += [await task for task in waiting]
-            answers.append(
-                await client.post(
-                    "/retrieve", content=body(), headers={"Content-Type": "application/json"}
-                )
-            )
-            slow.let.clear()
+            turned_away = await client.post("/retrieve", json={"query": "c"})
+            slow.may_answer.set()
+            answers = [turned_away, await first, await second]
+            answers.append(await client.post("/retrieve", content=body(), headers=JSON_TYPE))
+            slow.may_answer.clear()
             answers.append(await client.post("/retrieve", json={"query": "c"}))
-            slow.let.set()
+            slow.may_answer.set()
             return answers
 
-    said = [(answer.status_code, answer.json().get("error")) for answer in asyncio.run(ask())]
-    assert said == [
+    answers = asyncio.run(ask())
+    assert [(answer.status_code, answer.json().get("error")) for answer in answers] == [
         (503, "2 requests are waiting already; try again"),
         (200, None),
         (500, "the search failed: index gone"),
@@ -198,26 +200,28 @@ def test_a_server_that_cannot_start_says_why(paw_here, tmp_path):
         (["--retriever", "zerosearch"], "'zerosearch' is not an index"),
         (["--port", "70000"], "--port 70000"),
     ):
-        said = paw_here("serve", "retriever", "--port", 0, *words, code=2, cwd=tmp_path).stderr
-        assert reason in said and said.count("\n") == 1, said
+        errors = paw_here("serve", "retriever", "--port", 0, *words, code=2, cwd=tmp_path).stderr
+        assert reason in errors
+        assert errors.count("\n") == 1, errors
 
 
 def test_the_client_takes_both_forms_tries_again_and_names_who_misbehaves(monkeypatch):
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
     with serve_script() as state:
-        both = (
-            [{"document": {"id": 1, "contents": "x"}, "score": 0.5}],
-            [{"contents": "y"}, {"contents": "z"}],
-        )
+        with_score = [{"document": {"id": 1, "contents": "x"}, "score": 0.5}]
+        without_score = [{"contents": "y"}, {"contents": "z"}]
         state.script = [
             (503, b"busy", {}),
             (500, b"oh", {}),
-            *((200, {"result": [found]}, {}) for found in both),
+            (200, {"result": [with_score]}, {}),
+            (200, {"result": [without_score]}, {}),
         ]
         client = make_retriever(SearchConfig(retriever=f"{state.url}/retrieve"))
-        assert len(state.requests) == 3 and client.search(["q"], 1) == [[("", "y", 0.0)]]
+        assert len(state.requests) == 3
+        assert client.search(["q"], 1) == [[("", "y", 0.0)]]
         assert state.requests[3] == {"queries": ["q"], "topk": 1, "return_scores": True}
-        assert client.search([], 3) == [] and len(state.requests) == 4
+        assert client.search([], 3) == []
+        assert len(state.requests) == 4
         for status, body, reason, tries in (
             (500, b"internal\nerror", "status 500: internal error; `paw serve", 3),
             (404, b"not here", "status 404: not here", 1),
@@ -230,11 +234,14 @@ def test_the_client_takes_both_forms_tries_again_and_names_who_misbehaves(monkey
                 1,
             ),
         ):
-            state.default, state.requests = (status, body, {}), []
+            state.default = (status, body, {})
+            state.requests = []
             with pytest.raises(UserError, match=f"{state.url}/retrieve.*{reason}") as error:
                 RemoteRetriever(state.url, timeout_s=5)
-            assert len(state.requests) == tries and "\n" not in str(error.value)
-        state.default, state.requests = lambda handler: time.sleep(TIGHT_S), []
+            assert len(state.requests) == tries
+            assert "\n" not in str(error.value)
+        state.default = lambda handler: time.sleep(TIGHT_S)
+        state.requests = []
         with pytest.raises(UserError, match=f"no answer within env.timeout_s = {TIGHT_S / 2:g}"):
             RemoteRetriever(state.url, timeout_s=TIGHT_S / 2)
         assert len(state.requests) == 1

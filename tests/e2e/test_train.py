@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jsonl import read_jsonl
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,15 +33,10 @@ EVAL_METRICS = {
 }  # fmt: skip
 
 
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def digests(folder: Path) -> dict[str, str]:
-    return {
-        p.name: hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in sorted(folder.glob("*.safetensors"))
-    }
+    """The digest of each file of weights."""
+    files = folder.glob("*.safetensors")
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def test_a_run_leaves_everything_behind(quick_run):
@@ -49,65 +45,67 @@ def test_a_run_leaves_everything_behind(quick_run):
         "report.html",
     }  # fmt: skip
     config = tomllib.loads((quick_run / "config.toml").read_text())
-    assert config["rollout"]["tasks"] == 4 and config["optim"]["grad_clip"] == 1.0
+    assert config["rollout"]["tasks"] == 4
+    assert config["optim"]["grad_clip"] == 1.0
     info = json.loads((quick_run / "run.json").read_text())
-    assert (
-        info["games"].startswith("generated tiny")
-        and info["wall_s"] > 0
-        and info["parameters"] > 100_000
-    )
+    assert info["games"].startswith("generated tiny")
+    assert info["wall_s"] > 0
+    assert info["parameters"] > 100_000
     restore.verify(quick_run / "checkpoints" / "step_000002")
     report = (quick_run / "report.html").read_text()
-    assert "<svg" in report and "http-equiv" in report and any((quick_run / "plots").glob("*.png"))
-    for sample in (samples := lines(quick_run / "samples.jsonl")):
-        assert sample["length"] == len(sample["turns"]) > 0
-        for turn in sample["turns"]:
-            assert turn["prompt"] and turn["observation"] and isinstance(turn["predicted"], str)
-            assert len(turn["observation_token_p"]) == len(turn["observation_tokens"]) > 0
-            assert "".join(turn["observation_tokens"]) == turn["observation"]
+    assert "<svg" in report
+    assert "http-equiv" in report
+    assert any((quick_run / "plots").glob("*.png"))
+    samples = read_jsonl(quick_run / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [0, 0, 0, 2, 2, 2]
+    for sample in samples:
+        assert sample["turns"]
+        assert sample["length"] == len(sample["turns"])
+        for turn in sample["turns"]:
+            assert turn["prompt"]
+            assert turn["observation"]
+            assert isinstance(turn["predicted"], str)
+            assert len(turn["observation_token_p"]) == len(turn["observation_tokens"])
+            assert "".join(turn["observation_tokens"]) == turn["observation"]
 
 
 def test_metrics_are_complete_and_finite(quick_run):
-    start, first, last = found = lines(quick_run / "metrics.jsonl")
-    assert [line["step"] for line in found] == [0, 1, 2]
-    assert start.keys() >= EVAL_METRICS and last.keys() >= STEP_METRICS | EVAL_METRICS
-    assert first.keys() >= STEP_METRICS and not first.keys() & EVAL_METRICS
-    assert all(
-        type(v) in (int, float) and math.isfinite(v) for line in found for v in line.values()
-    )
-    assert (
-        last["optim/grad_norm"] > 0
-        and last["policy/loss"] != 0
-        and 0 < last["optim/gradient_frac"] <= 1
-    )
-    assert last["wm/selected_frac"] == 0.75 and last["eval/games"] == 8
-    assert sum(key.startswith("success/") for key in last) > 1
+    before, first, second = read_jsonl(quick_run / "metrics.jsonl")
+    for step, metrics in enumerate((before, first, second)):
+        assert metrics["step"] == step
+        for value in metrics.values():
+            assert type(value) in (int, float)
+            assert math.isfinite(value)
+    assert before.keys() >= EVAL_METRICS
+    assert first.keys() >= STEP_METRICS
+    assert not first.keys() & EVAL_METRICS
+    assert second.keys() >= STEP_METRICS | EVAL_METRICS
+    assert second["optim/grad_norm"] > 0
+    assert second["policy/loss"] != 0
+    assert 0 < second["optim/gradient_frac"] <= 1
+    assert second["wm/selected_frac"] == 0.75
+    assert second["eval/games"] == 8
+    assert sum(key.startswith("success/") for key in second) > 1
 
 
 def test_the_export_is_the_checkpoint(quick_run, quick_model):
     folder = quick_run / "hf"
-    named = dict(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters()
-    )
+    exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    parameters = dict(exported.named_parameters())
     saved = load_file(quick_run / "checkpoints" / "step_000002" / "model.safetensors")
-    assert named.keys() == saved.keys() and all(
-        torch.equal(named[name], saved[name]) for name in saved
+    assert parameters.keys() == saved.keys()
+    for name in saved:
+        assert torch.equal(parameters[name], saved[name])
+    text = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": "task"}], tokenize=False, add_generation_prompt=True
     )
-    chat, told = (
-        [{"role": "user", "content": "task"}],
-        {"tokenize": False, "add_generation_prompt": True},
-    )
-    assert (
-        AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, **told).count("task") == 1
-    )
+    assert text.count("task") == 1
     assert "2 updates" in (folder / "README.md").read_text()
-    (sample, *_) = lines(quick_run / "samples.jsonl")
-    for place in (
-        quick_model,
-        folder,
-    ):  # AutoTokenizer picks classes by model type: the phrase tokens must come back
-        tokenizer = AutoTokenizer.from_pretrained(place)
+
+    # AutoTokenizer picks classes by model type: the phrase tokens must come back.
+    sample = read_jsonl(quick_run / "samples.jsonl")[0]
+    for model in (quick_model, folder):
+        tokenizer = AutoTokenizer.from_pretrained(model)
         for turn in sample["turns"]:
             ids = tokenizer.encode(turn["prompt"], add_special_tokens=False)
             assert tokenizer.decode(ids) == turn["prompt"]
@@ -116,93 +114,83 @@ def test_the_export_is_the_checkpoint(quick_run, quick_model):
 
 def test_rollout_lines_hold_what_the_exported_model_would_say(paw_here, quick_run, tmp_path):
     out = tmp_path / "episodes.jsonl"
-    done = paw_here("rollout", quick_run, "--tasks", 2, "--out", out)
-    assert done.stdout == "" and "8 episodes" in done.stderr
-    turns = lines(out)
-    assert {(t["task"], t["member"]) for t in turns} == {
-        (t["task"], m) for t in turns for m in range(4)
-    }
-    assert len({t["task"] for t in turns}) == 2
+    printed = paw_here("rollout", quick_run, "--tasks", 2, "--out", out)
+    assert printed.stdout == ""
+    assert "8 episodes" in printed.stderr
+    turns = read_jsonl(out)
+    members: dict[str, set[int]] = {}
+    for turn in turns:
+        members.setdefault(turn["task"], set()).add(turn["member"])
+    assert list(members.values()) == [{0, 1, 2, 3}] * 2
     model = AutoModelForCausalLM.from_pretrained(quick_run / "hf", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(quick_run / "hf")
     for turn in turns[::7]:
-        ids, start = (
-            torch.tensor([turn["prompt_ids"] + turn["response_ids"]]),
-            len(turn["prompt_ids"]),
-        )
+        ids = torch.tensor([turn["prompt_ids"] + turn["response_ids"]])
+        start = len(turn["prompt_ids"])
         with torch.no_grad():
-            logp = model(input_ids=ids).logits[0, start - 1 : -1].log_softmax(-1)
-        logp = logp.gather(-1, ids[0, start:, None])[:, 0]
+            logits = model(input_ids=ids).logits[0, start - 1 : -1]
+        logp = logits.log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0]
         assert torch.allclose(logp, torch.tensor(turn["sampled_logp"]), atol=1e-4)
         assert turn["response"] in tokenizer.decode(turn["response_ids"])
         assert turn["outcome"].keys() == {
-            "observation",
-            "reward",
-            "done",
-            "won",
-            "action",
-            "valid",
-            "score",
-            "results",
-        }
+            "observation", "reward", "done", "won", "action", "valid", "score", "results",
+        }  # fmt: skip
 
 
 def test_commands_work_on_a_run_without_export(paw_here, quick_run, tmp_path):
-    """A run that was killed has checkpoints and no hf/; what a program reads on stdout stays clean."""
+    """A run that was killed has checkpoints and no hf/; what a program reads on stdout stays
+    clean."""
     for name in ("config.toml", "metrics.jsonl"):
         (tmp_path / name).write_bytes((quick_run / name).read_bytes())
     (tmp_path / "checkpoints").symlink_to(quick_run / "checkpoints")
     result = json.loads(paw_here("eval", tmp_path, "--json").stdout)
-    assert result["games"] == 8 and result["source"].startswith("generated tiny")
-    for key in (
-        "success",
-        "ci_low",
-        "ci_high",
-        "return",
-        "steps",
-        "valid_actions",
-    ):  # the run's last evaluation
-        assert result[key] == lines(quick_run / "metrics.jsonl")[-1][f"eval/{key}"]
+    assert result["games"] == 8
+    assert result["source"].startswith("generated tiny")
+    last_metrics = read_jsonl(quick_run / "metrics.jsonl")[-1]
+    for key in ("success", "ci_low", "ci_high", "return", "steps", "valid_actions"):
+        assert result[key] == last_metrics[f"eval/{key}"]
     assert digests(tmp_path / "hf") == digests(quick_run / "hf")
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"of an earlier checkpoint")
     os.utime(tmp_path / "hf" / "config.json", (0, 0))
     text = paw_here("eval", tmp_path, {"eval.games": 5}).stdout
-    assert "of 5 games" in text and "95 % interval" in text and "generated tiny" in text
+    assert "of 5 games" in text
+    assert "95 % interval" in text
+    assert "generated tiny" in text
     assert digests(tmp_path / "hf") == digests(quick_run / "hf")
-    out = paw_here(
-        "export", tmp_path, "--checkpoint", "step_000002", "--out", tmp_path / "other"
-    ).stdout
-    assert out.strip() == str(tmp_path / "other") and digests(tmp_path / "other") == digests(
-        quick_run / "hf"
-    )
+    other = tmp_path / "other"
+    printed = paw_here("export", tmp_path, "--checkpoint", "step_000002", "--out", other).stdout
+    assert printed.strip() == str(other)
+    assert digests(other) == digests(quick_run / "hf")
     assert paw_here("report", tmp_path).stdout.strip() == str(tmp_path / "report.html")
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")]
 
 
 def test_the_seed_decides_everything(paw, quick, quick_run, read_metrics, tmp_path):
-    for name, changes in (
-        ("again", {}),
-        ("other", {"run.seed": 1, "run.updates": 1, "eval.games": 2}),
-    ):
-        paw("train", "quickstart", quick | changes, {"run.dir": tmp_path, "run.name": name})
-    first, again = (run / "checkpoints" / "step_000002" for run in (quick_run, tmp_path / "again"))
-    assert digests(first) == digests(again)
-    assert checkpoint.read_manifest(first)[0] == checkpoint.read_manifest(again)[0]
-    assert read_metrics(quick_run) == read_metrics(tmp_path / "again")
-    assert (quick_run / "samples.jsonl").read_bytes() == (
-        tmp_path / "again" / "samples.jsonl"
-    ).read_bytes()
-    ours, theirs = (read_metrics(run)[1]["policy/loss"] for run in (quick_run, tmp_path / "other"))
-    assert ours != theirs  # of the first update, before anything is learnt
+    again = tmp_path / "again"
+    paw("train", "quickstart", quick, {"run.dir": tmp_path, "run.name": "again"})
+    checkpoints = [run / "checkpoints" / "step_000002" for run in (quick_run, again)]
+    assert digests(checkpoints[0]) == digests(checkpoints[1])
+    manifest, _ = checkpoint.read_manifest(checkpoints[0])
+    assert manifest == checkpoint.read_manifest(checkpoints[1])[0]
+    assert read_metrics(quick_run) == read_metrics(again)
+    samples = (quick_run / "samples.jsonl").read_bytes()
+    assert samples == (again / "samples.jsonl").read_bytes()
+
+    other = {"run.seed": 1, "run.updates": 1, "eval.games": 2, "run.name": "other"}
+    paw("train", "quickstart", quick | other, {"run.dir": tmp_path})
+    _, first_update, _ = read_metrics(quick_run)
+    _, first_of_other = read_metrics(tmp_path / "other")
+    assert first_update["policy/loss"] != first_of_other["policy/loss"]
 
 
 @pytest.mark.parametrize(("kind", "think"), [("llama", "false"), ("qwen3", "true")])
 def test_any_causal_lm_and_what_is_not_measured_is_absent(
     paw_here, tiny_llm, tmp_path, kind, think
 ):
-    """The paper's prompt on a model that is no quickstart; KL without a reference is in no log,
-    line, page or plot, and appears once there is one."""
-    model, run = tiny_llm(tmp_path / "model", kind), tmp_path / "byte"
+    """The paper's prompt on a model that is not the quickstart's. Without a reference, KL is in no
+    log, line, page or plot; it appears once there is one."""
+    model = tiny_llm(tmp_path / "model", kind)
+    run = tmp_path / "byte"
     settings = {
         "run.dir": tmp_path, "run.name": "byte", "run.updates": 1, "run.threads": 1, "model.path": model,
         "model.dtype": "float32", "env.difficulty": "tiny", "env.style": "paper", "env.think": think,
@@ -213,63 +201,65 @@ def test_any_causal_lm_and_what_is_not_measured_is_absent(
     }  # fmt: skip
     recipe = tmp_path / "empty.toml"
     recipe.write_text('[model]\npath = "-"\n')
-    done = paw_here("train", recipe, settings)
+    printed = paw_here("train", recipe, settings).stdout
     paw_here("report", run)
-    # KL without a reference, the mask of a loss without one, an engine without a cache
-    absent, page = (
-        {"policy/kl", "wm/masked_frac", "perf/cached_frac"},
-        (run / "report.html").read_text(),
-    )
-    assert not lines(run / "metrics.jsonl")[-1].keys() & absent and "  kl " not in done.stdout
-    assert "policy/entropy" in page and not any(key in page for key in absent)
-    assert (
-        not (run / "plots" / "policy_kl.png").exists()
-        and (run / "plots" / "policy_entropy.png").exists()
-    )
+    # KL without a reference, the mask of a loss that has none, the cache of an engine without one.
+    absent = {"policy/kl", "wm/masked_frac", "perf/cached_frac"}
+    page = (run / "report.html").read_text()
+    assert not read_jsonl(run / "metrics.jsonl")[-1].keys() & absent
+    assert "  kl " not in printed
+    assert "policy/entropy" in page
+    assert not any(key in page for key in absent)
+    assert not (run / "plots" / "policy_kl.png").exists()
+    assert (run / "plots" / "policy_entropy.png").exists()
 
-    done = paw_here(
-        "train", recipe, settings | {"policy.kl_coef": 0.1, "run.updates": 2}, "--resume", "auto"
-    )
-    _, first, second = lines(run / "metrics.jsonl")
-    assert all(math.isfinite(v) for line in (first, second) for v in line.values())
-    assert first["health/sampler_mismatch"] < 1e-4 and second["health/sampler_mismatch"] < 1e-4
-    assert "policy/kl" not in first and second["policy/kl"] > 0 and "  kl " in done.stdout
-    assert second["policy/entropy"] > 1 and second["wm/loss"] > 0
-    before, after = (
-        load_file(model / "model.safetensors"),
-        load_file(run / "hf" / "model.safetensors"),
-    )
+    with_reference = settings | {"policy.kl_coef": 0.1, "run.updates": 2}
+    printed = paw_here("train", recipe, with_reference, "--resume", "auto").stdout
+    _, first, second = read_jsonl(run / "metrics.jsonl")
+    for metrics in (first, second):
+        assert all(math.isfinite(value) for value in metrics.values())
+        assert metrics["health/sampler_mismatch"] < 1e-4
+    assert "policy/kl" not in first
+    assert second["policy/kl"] > 0
+    assert "  kl " in printed
+    assert second["policy/entropy"] > 1
+    assert second["wm/loss"] > 0
+    before = load_file(model / "model.safetensors")
+    after = load_file(run / "hf" / "model.safetensors")
     moved = [name for name in after if not torch.equal(before[name], after[name])]
     assert moved == list(before), "every weight gets a gradient"
-    paw_here(
-        "rollout", run, "--tasks", 1, "--out", tmp_path / "out.jsonl", {"rollout.group_size": 2}
-    )
-    turns = lines(tmp_path / "out.jsonl")
+
+    out = tmp_path / "out.jsonl"
+    paw_here("rollout", run, "--tasks", 1, "--out", out, {"rollout.group_size": 2})
+    turns = read_jsonl(out)
     assert max(len(turn["response_ids"]) for turn in turns) == 12
     assert ("<think>" in turns[0]["prompt"]) == (think == "true")
-    assert all(len(t["sampled_logp"]) == len(t["entropy"]) == len(t["response_ids"]) for t in turns)
-    names = AutoTokenizer.from_pretrained(run / "hf").decode(turns[0]["prompt_ids"])
-    assert names.startswith("<|im_start|>user\n") and names.endswith("<|im_start|>assistant\n")
+    for turn in turns:
+        assert len(turn["sampled_logp"]) == len(turn["response_ids"])
+        assert len(turn["entropy"]) == len(turn["response_ids"])
+    prompt = AutoTokenizer.from_pretrained(run / "hf").decode(turns[0]["prompt_ids"])
+    assert prompt.startswith("<|im_start|>user\n")
+    assert prompt.endswith("<|im_start|>assistant\n")
 
 
 def test_the_python_page_runs_as_a_notebook(quick, paw_env, tmp_path, monkeypatch, capfd):
-    """Its blocks in their order, in one process and one namespace, inside a running event loop; fewer updates."""
+    """The blocks of docs/python.md in their order, in one process and one namespace, inside a
+    running event loop, with fewer updates."""
     brief = quick | {"run.updates": 1, "eval.games": 2}
     load = paw.load
 
     def brief_load(recipe, **changes):
-        own_model = "model.path" in changes  # which has no warm-up
-        return load(
-            recipe,
-            **changes
-            | {key: brief[key] for key in brief if not (own_model and key[:7] == "warmup.")},
-        )
+        for key, value in brief.items():
+            if key.startswith("warmup.") and "model.path" in changes:
+                continue  # a model of one's own has no warm-up
+            changes[key] = value
+        return load(recipe, **changes)
 
     async def run_cells(cells, names):
         for number, cell in enumerate(cells, start=1):
             exec(compile(cell, f"docs/python.md, block {number}", "exec"), names)  # noqa: S102
             await asyncio.sleep(0)
-            # The first is enough: one takes seconds.
+            # The first report is enough: each takes seconds.
             monkeypatch.setitem(CALLBACKS, "report", "builtins:object")
 
     monkeypatch.setenv("PAW_CACHE", paw_env["PAW_CACHE"])
@@ -280,23 +270,21 @@ def test_the_python_page_runs_as_a_notebook(quick, paw_env, tmp_path, monkeypatc
     names = {"__name__": "__main__"}
     asyncio.run(run_cells(cells, names))
 
-    assert (
-        names["report"] == tmp_path / "runs" / "quickstart" / "report.html"
-        and names["report"].is_file()
-    )
-    assert names["table"].index.tolist() == [0, 1] and names["table"][
-        "policy/loss"
-    ].notna().tolist() == [False, True]
-    assert (names["result"]["games"], names["result"]["failures"]) == (32, 0)
-    assert [len(group.trajectories) for group in names["groups"]] == [2, 2]
-    episodes = lines(tmp_path / "episodes.jsonl")
-    assert len(episodes) == sum(
-        len(t.turns) for group in names["groups"] for t in group.trajectories
-    )
-    assert (tmp_path / "tuned" / "model.safetensors").is_file() and (
-        tmp_path / "runs" / "further" / "hf"
-    ).is_dir()
-    assert names["plan"].fits and names["plan"].config.lora.rank == 32
+    assert names["report"] == tmp_path / "runs" / "quickstart" / "report.html"
+    assert names["report"].is_file()
+    assert names["table"].index.tolist() == [0, 1]
+    assert names["table"]["policy/loss"].notna().tolist() == [False, True]
+    assert names["result"]["games"] == 32
+    assert names["result"]["failures"] == 0
+    groups = names["groups"]
+    assert [len(group.trajectories) for group in groups] == [2, 2]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    turn_count = sum(len(trajectory.turns) for trajectory in trajectories)
+    assert len(read_jsonl(tmp_path / "episodes.jsonl")) == turn_count
+    assert (tmp_path / "tuned" / "model.safetensors").is_file()
+    assert (tmp_path / "runs" / "further" / "hf").is_dir()
+    assert names["plan"].fits
+    assert names["plan"].config.lora.rank == 32
     assert digests(tmp_path / "model") == digests(tmp_path / "runs" / "quickstart" / "hf")
     assert names["watched"].parent.name == "watched"
     assert paw.train(names["config"]).parent.name == "centred"

@@ -1,4 +1,5 @@
-"""The vLLM engine against the trainer's own forward pass, before and after every sync, and whole rollouts on it."""
+"""The vLLM engine against the trainer's own forward pass, before and after every sync, and whole
+rollouts on it."""
 
 import copy
 import importlib
@@ -12,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paw.algo import loss as losses
-from paw.algo.packing import Packing
 from paw.algo.samples import micro_batches
 from paw.config.sections import LoraConfig
 from paw.errors import UserError
@@ -30,9 +30,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-bench, simulation = (
-    importlib.import_module(f"bench.rollout.{name}") for name in ("continuous", "simulation")
-)
+bench = importlib.import_module("bench.rollout.continuous")
+simulation = importlib.import_module("bench.rollout.simulation")
 SHAPE = simulation.SHAPES["quickstart"]
 LIMIT = simulation.MOST_PROMPT + simulation.MOST_RESPONSE
 BLOCK = 32  # of the prefix cache on a CPU
@@ -48,7 +47,8 @@ def test_what_vllm_cannot_serve_is_a_users_error(vllm_here, tmp_path):
 
 
 def test_vllm_leaves_the_number_of_threads(monkeypatch):
-    """What a GPU's worker does before it compiles: graphs would be guarded by a number that the trainer puts back."""
+    """What a GPU's worker does before it compiles: graphs would be guarded by a number that the
+    trainer puts back."""
     import_vllm()
     from vllm.utils.torch_utils import set_torch_threads_for_runtime
 
@@ -59,23 +59,28 @@ def test_vllm_leaves_the_number_of_threads(monkeypatch):
         with _global_state_kept():
             set_torch_threads_for_runtime()
             assert torch.get_num_threads() == 2
-        assert torch.get_num_threads() == 2 and os.environ.get("OMP_NUM_THREADS") == "7"
+        assert torch.get_num_threads() == 2
+        assert os.environ.get("OMP_NUM_THREADS") == "7"
     finally:
         torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def setup(vllm_here, tmp_path_factory):
-    """(model, engine that holds its weights) in one thread, where sums have one order; the engine loads no weights."""
-    threads, folder = torch.get_num_threads(), tmp_path_factory.mktemp("model")
+    """(model, engine that holds its weights) in one thread, where sums have one order; the engine
+    loads no weights."""
+    threads = torch.get_num_threads()
+    folder = tmp_path_factory.mktemp("model")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(SHAPE)
     model.save_pretrained(folder)
-    states = torch.get_rng_state(), random.getstate()
+    torch_state = torch.get_rng_state()
+    python_state = random.getstate()
     engine = VllmEngine(folder, end_ids=[], max_model_len=LIMIT, dtype="float32")
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert (random.getstate(), torch.get_num_threads()) == (states[1], 1)
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+    assert torch.get_num_threads() == 1
     with pytest.raises(RuntimeError, match="call sync first"):
         engine.submit(Request(0, [1], 0, 1.0, 1))
     push_weights(model, engine, version=0)
@@ -86,71 +91,72 @@ def setup(vllm_here, tmp_path_factory):
 
 
 def make_requests(max_tokens=20):
-    g = torch.Generator().manual_seed(0)
-    prompts = [
-        torch.randint(4, SHAPE.vocab_size, (n,), generator=g).tolist() for n in (1, 33, 64, 130, 17)
-    ]
-    return [
-        Request(50 + i, prompt, 900 + i, (0.4, 1.0, 0.0)[i % 3], max_tokens)
-        for i, prompt in enumerate(prompts)
-    ]
+    generator = torch.Generator().manual_seed(0)
+    requests = []
+    for place, length in enumerate((1, 33, 64, 130, 17)):
+        prompt_ids = torch.randint(4, SHAPE.vocab_size, (length,), generator=generator).tolist()
+        temperature = (0.4, 1.0, 0.0)[place % 3]
+        requests.append(Request(50 + place, prompt_ids, 900 + place, temperature, max_tokens))
+    return requests
 
 
 def run(engine, requests):
     for request in requests:
         engine.submit(request)
-    found = {}
+    completions = {}
     while engine.pending:
-        found |= {completion.key: completion for completion in engine.step()}
+        completions |= {completion.key: completion for completion in engine.step()}
     assert engine.step() == []
-    return [found[request.key] for request in requests]
+    return [completions[request.key] for request in requests]
 
 
 @torch.no_grad()
 def trainer_logp(model, requests, completions):
+    """The log-probs of each response, from the model's logits in float64."""
     rows = []
     for request, completion in zip(requests, completions, strict=True):
-        logits = (
-            model(input_ids=torch.tensor([request.prompt_ids + completion.token_ids]))
-            .logits[0]
-            .double()
-        )
-        logp = (logits / (request.temperature or 1.0)).log_softmax(-1)[
-            len(request.prompt_ids) - 1 : -1
-        ]
-        rows.append(logp.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist())
+        ids = torch.tensor([request.prompt_ids + completion.token_ids])
+        logits = model(input_ids=ids).logits[0].double()
+        logits = logits[len(request.prompt_ids) - 1 : -1] / (request.temperature or 1.0)
+        tokens = torch.tensor(completion.token_ids)[:, None]
+        rows.append(logits.log_softmax(-1).gather(-1, tokens)[:, 0].tolist())
     return rows
 
 
+def tokens_of(completions):
+    return [completion.token_ids for completion in completions]
+
+
+def logps_of(completions):
+    return [completion.logp for completion in completions]
+
+
 def mismatch(model, requests, completions):
-    found = sampler_mismatch(
-        trainer_logp(model, requests, completions), [c.logp for c in completions]
-    )
-    return found["health/sampler_mismatch"]
+    expected = trainer_logp(model, requests, completions)
+    return sampler_mismatch(expected, logps_of(completions))["health/sampler_mismatch"]
 
 
 @torch.no_grad()
 def perturb(model, seed, scale):
-    g = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.add_(scale * torch.randn(parameter.shape, generator=g))
+        parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
 
 
 def test_seeds_decide_whatever_is_in_the_batch_or_the_cache(setup):
-    """And log-probs are the trainer's."""
+    """And the log-probs are the trainer's."""
     model, engine = setup
     requests = make_requests()
-    together, cached = run(engine, requests), run(engine, requests)
-    assert mismatch(model, requests, together) < 1e-4 and {c.entropy for c in together} == {None}
+    together = run(engine, requests)
+    cached = run(engine, requests)
+    assert mismatch(model, requests, together) < 1e-4
+    assert all(completion.entropy is None for completion in together)
     alone = [run(engine, [request])[0] for request in requests]
-    assert (
-        [c.token_ids for c in together]
-        == [c.token_ids for c in cached]
-        == [c.token_ids for c in alone]
-    )
+    assert tokens_of(cached) == tokens_of(together)
+    assert tokens_of(alone) == tokens_of(together)
     assert cached[3].cached_tokens == 4 * BLOCK
-    other = [replace(request, seed=request.seed + 1) for request in requests]
-    assert [c.token_ids for c in run(engine, other)] != [c.token_ids for c in together]
+    other_seeds = [replace(request, seed=request.seed + 1) for request in requests]
+    assert tokens_of(run(engine, other_seeds)) != tokens_of(together)
 
 
 def test_sync_replaces_weights_tied_head_adapters_and_cached_prompts(setup):
@@ -166,7 +172,8 @@ def test_sync_replaces_weights_tied_head_adapters_and_cached_prompts(setup):
         mismatch(model, requests, stale)
     push_weights(model, engine, version=3)
     fresh = run(engine, requests)
-    assert engine.version == 3 and fresh[3].cached_tokens == 0
+    assert engine.version == 3
+    assert fresh[3].cached_tokens == 0
     assert mismatch(model, requests, fresh) < 1e-4
     pytest.importorskip("peft")
     adapted = copy.deepcopy(model)
@@ -183,12 +190,15 @@ def test_a_response_that_is_complete_ends_there_and_leaves_the_others_alone(setu
     _, engine = setup
     requests = make_requests(max_tokens=25)
     whole = run(engine, requests)
-    some = [replace(r, stopped=lambda ids: len(ids) >= 5) if r.key % 2 else r for r in requests]
-    for request, before, after in zip(requests, whole, run(engine, some), strict=True):
-        n = 5 if request.key % 2 else 25
-        assert after.token_ids == before.token_ids[:n]
-        assert after.logp == pytest.approx(before.logp[:n], abs=1e-5)
-    assert [c.token_ids for c in run(engine, requests)] == [c.token_ids for c in whole]
+    stopping = []
+    for request in requests:
+        stopped = (lambda ids: len(ids) >= 5) if request.key % 2 else None
+        stopping.append(replace(request, stopped=stopped))
+    for request, before, after in zip(requests, whole, run(engine, stopping), strict=True):
+        expected_length = 5 if request.key % 2 else 25
+        assert after.token_ids == before.token_ids[:expected_length]
+        assert after.logp == pytest.approx(before.logp[:expected_length], abs=1e-5)
+    assert tokens_of(run(engine, requests)) == tokens_of(whole)
 
 
 def test_misuse_is_refused(setup):
@@ -210,43 +220,40 @@ def test_misuse_is_refused(setup):
 
 
 def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_trainer(setup):
-    """Of the tokens that vLLM sampled, and of those of transformers."""
+    """For the tokens that vLLM sampled, and for those of transformers."""
     model, engine = setup
-    policy, requests = (
-        Policy(copy.deepcopy(model)),
-        [replace(request, temperature=1.0) for request in make_requests()],
-    )
+    policy = Policy(copy.deepcopy(model))
+    requests = [replace(request, temperature=1.0) for request in make_requests()]
 
     def gradient(completions, logps):
-        ids = {"separator_ids": [3], "observation_ids": [7, 8, 9]}
-        rows = [
-            Sample(0, i, 0, request.prompt_ids, completion.token_ids, sampled_logp=logp, old_logp=logp,
-                advantage=(-1.0) ** i, wm_weight=0.1, **ids)
-            for i, (request, completion, logp) in enumerate(zip(requests, completions, logps, strict=True))
-        ]  # fmt: skip
-        (batch,) = micro_batches(
-            rows, Packing(budget=10**6), with_observation=True, device=policy.device
-        )
-        tokens, loss = (
-            losses.token_batch(batch, rows, update_samples=len(rows)),
-            losses.joint(losses.ppo, losses.ce),
-        )
+        rows = []
+        for i, request in enumerate(requests):
+            row = Sample(0, i, 0, request.prompt_ids, completions[i].token_ids)
+            row.separator_ids = [3]
+            row.observation_ids = [7, 8, 9]
+            row.sampled_logp = row.old_logp = logps[i]
+            row.advantage = (-1.0) ** i
+            row.wm_weight = 0.1
+            rows.append(row)
+        (batch,) = micro_batches(rows, budget=10**6, with_observation=True, device=policy.device)
+        tokens = losses.token_batch(batch, rows, update_samples=len(rows))
+        loss = losses.joint(losses.ppo, losses.ce)
         losses.joint_loss(policy, batch, tokens, loss, temperature=1.0).loss.backward()
-        found = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+        gradients = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
         policy.zero_grad(set_to_none=True)
-        return found
+        return gradients
 
     for sampler in (engine, TransformersEngine(model, end_ids=[])):
         completions = run(sampler, requests)
         expected = gradient(completions, trainer_logp(model, requests, completions))
         assert expected.norm() > 0
-        assert (
-            gradient(completions, [c.logp for c in completions]) - expected
-        ).norm() < 1e-4 * expected.norm()
+        difference = gradient(completions, logps_of(completions)) - expected
+        assert difference.norm() < 1e-4 * expected.norm()
 
 
-def play(setup, *, reference=False, envs=32, most_turns=20):
-    """(groups, statistics, engine steps) of episodes with responses a fifth as long as the benchmark's."""
+def play(setup, *, reference=False, environments=32, most_turns=20):
+    """(groups, statistics, engine steps) of episodes with responses a fifth as long as the
+    benchmark's."""
     model, engine = setup
     push_weights(model, engine, version=0)  # empties the cache
     factory = simulation.SimulatedFactory(SHAPE.vocab_size, most_turns=most_turns)
@@ -256,36 +263,41 @@ def play(setup, *, reference=False, envs=32, most_turns=20):
     )
     rollouts = Rollouts(factory, meter, chat, bench.CONFIG)
     groups, stats = rollouts.play_tasks(
-        factory.tasks(envs // 8), group_size=8, temperature=1.0, seed=0, stream=""
+        factory.tasks(environments // 8), group_size=8, temperature=1.0, seed=0, stream=""
     )
-    assert engine.pending == 0 and stats.failures == []
+    assert engine.pending == 0
+    assert stats.failures == []
     return groups, stats, len(meter.batches)
 
 
 def test_the_same_episodes_in_half_the_engine_steps(setup):
-    """As in lock-step with the finished ones as well."""
+    """They are those of a rollout in lock-step."""
     groups, stats, steps = play(setup)
-    others, their_stats, their_steps = play(setup, reference=True)
-    found = bench.difference(groups, others)
-    assert found["same_turns"] == len(bench.turns_of(groups)) > 400
-    assert found["logp_difference"] < bench.ROUNDING
-    assert their_stats == stats and their_steps >= 2 * steps
+    groups_in_lock_step, stats_in_lock_step, steps_in_lock_step = play(setup, reference=True)
+    differences = bench.difference(groups, groups_in_lock_step)
+    assert differences["same_turns"] == len(bench.turns_of(groups)) > 400
+    assert differences["logp_difference"] < bench.ROUNDING
+    assert stats_in_lock_step == stats
+    assert steps_in_lock_step >= 2 * steps
     episodes = [episode for group in groups for episode in group.trajectories]
-    longest = max(sum(len(turn.response_ids) for turn in episode.turns) for episode in episodes)
-    # It never waits: the longest episode alone takes as many.
-    assert longest <= steps <= longest + 25
+    lengths = []
+    for episode in episodes:
+        lengths.append(sum(len(turn.response_ids) for turn in episode.turns))
+    # It never waits: the longest episode alone takes as many steps.
+    assert max(lengths) <= steps <= max(lengths) + 25
 
 
 def test_the_hit_rate_that_training_logs(setup):
-    """One turn of two groups of eight: the first of each computes its prompt, the others the end of theirs."""
-    groups, stats, _ = play(setup, envs=16, most_turns=1)
+    """One turn of two groups of eight: the first member of a group computes its whole prompt, the
+    others only the end of theirs."""
+    groups, stats, _ = play(setup, environments=16, most_turns=1)
     shared = simulation.SHARED // BLOCK * BLOCK  # observations differ from member to member
     prompts = sum(len(turn.prompt_ids) for turn in bench.turns_of(groups))
     assert stats.metrics()["perf/cached_frac"] == pytest.approx(2 * 7 * shared / prompts)
 
 
 def test_an_engine_whose_worker_dies_is_one_line(setup, monkeypatch):
-    """The run ends with it, and its last checkpoint stays: what any UserError does."""
+    """The run ends with that line, and its last checkpoint stays, as with any UserError."""
     _, engine = setup
 
     def execute_model(*args, **options):
@@ -298,6 +310,5 @@ def test_an_engine_whose_worker_dies_is_one_line(setup, monkeypatch):
         UserError, match="vLLM engine of rank 0 died while sampling: RuntimeError: CUDA error"
     ) as died:
         engine.step()
-    assert died.value.exit_code == 1 and str(died.value).endswith(
-        "checkpoints are kept (--resume auto)"
-    )
+    assert died.value.exit_code == 1
+    assert str(died.value).endswith("checkpoints are kept (--resume auto)")

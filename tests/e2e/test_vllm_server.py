@@ -1,5 +1,5 @@
-"""vLLM's own server as the sampler: the tokens of the engine in the process, weights changed under
-running requests, servers that are killed, and nothing left behind."""
+"""vLLM's own server as the sampler: it gives the tokens of the engine in the process, takes weights
+under running requests, and leaves nothing behind when it is killed."""
 
 import copy
 import importlib.util
@@ -16,7 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import as_words
 from forked import CONTEXT, run_ranks
+from jsonl import read_jsonl
+from processes import wait_until
 from templates import QWEN25_TEMPLATE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -42,7 +45,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 LORA = LoraConfig(rank=4, alpha=8.0)
-LIMIT, GUESS = 1500, Path(__file__).parents[2] / "docs" / "example_environment.py"
+LIMIT = 1500
+GUESS = Path(__file__).parents[2] / "docs" / "example_environment.py"
 CALLS = [Reply.of("", ToolCall("add", {"n": n}, "")) for n in (3, 4)]
 ADDER = """
 from paw.envs.conversation import Conversation
@@ -67,12 +71,12 @@ class Adder(Conversation):
 
 
 def make_model(folder, seed=0):
-    """The model of the folder, its weights drawn again where there is a seed."""
+    """The model of the folder; with a seed, other weights."""
     model = AutoModelForCausalLM.from_pretrained(folder)
-    g = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters() if seed else ():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=g))
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return model
 
 
@@ -82,16 +86,15 @@ def vocabulary(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_llm):
-    """The model of all servers: random, its vocabulary that of `test_tools_are_called_and_answered`."""
-    made = tiny_llm(tmp_path_factory.mktemp("model"))
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(made),
-        AutoModelForCausalLM.from_pretrained(made),
-    )
-    tokenizer.add_tokens(list(map(str, CALLS)))
+    """The random model of all servers, whose vocabulary has the words of `CALLS`."""
+    folder = tiny_llm(tmp_path_factory.mktemp("model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer.add_tokens([str(call) for call in CALLS])
     model.resize_token_embeddings(len(tokenizer))
-    tokenizer.save_pretrained(made), model.save_pretrained(made)
-    return made
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -104,136 +107,100 @@ def servers(folder):
         started = Servers(command, [[]], folder / "servers")
     started.wait()
     yield started
-    groups = set(map(os.getpgid, pids(folder)))
-    assert len(groups) == 1 and len(members(groups)) >= 2  # with its engine
-    for pid in (
-        started._running[0].pid,
-        *groups,
-    ):  # what looks after it, and the API server: the first of its group
-        os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not members(groups))
+    (group,) = set(map(os.getpgid, servers_of(folder)))
+    assert len(members(group)) >= 2  # with its engine
+    os.kill(started._running[0].pid, signal.SIGKILL)  # the process that looks after the server
+    os.kill(group, signal.SIGKILL)  # the API server, which is the first of its group
+    wait_until(lambda: not members(group), seconds=30)
     started.close()
 
 
 def play(engine, requests):
     for request in requests:
         engine.submit(request)
-    found = {}
+    completions = {}
     while engine.pending:
-        found |= {completion.key: completion for completion in engine.step()}
-    return [found[request.key] for request in requests]
+        completions |= {completion.key: completion for completion in engine.step()}
+    return [completions[request.key] for request in requests]
 
 
-def requests(count=12, max_tokens=20):
-    g = torch.Generator().manual_seed(0)
-    prompts = [
-        torch.randint(4, 200, (n,), generator=g).tolist()
-        for n in torch.randint(1, 130, (count,), generator=g)
-    ]
-    return [Request(50 + i, prompt, 900 + i, 1.0, max_tokens) for i, prompt in enumerate(prompts)]
+def make_requests(count=12, max_tokens=20):
+    generator = torch.Generator().manual_seed(0)
+    requests = []
+    for place, length in enumerate(torch.randint(1, 130, (count,), generator=generator)):
+        prompt_ids = torch.randint(4, 200, (length,), generator=generator).tolist()
+        requests.append(Request(50 + place, prompt_ids, 900 + place, 1.0, max_tokens))
+    return requests
+
+
+def tokens_of(completions):
+    return [completion.token_ids for completion in completions]
 
 
 @torch.no_grad()
 def truth(model, request, completion):
     """(log-prob, entropy) of each token of the response, from the model's logits in float64."""
-    logits = (
-        model(input_ids=torch.tensor([request.prompt_ids + completion.token_ids]))
-        .logits[0]
-        .double()
-    )
+    ids = torch.tensor([request.prompt_ids + completion.token_ids])
+    logits = model(input_ids=ids).logits[0].double()
     rows = (logits / request.temperature).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
-    logp = rows.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-    return logp.tolist(), (-rows.exp() * rows).sum(-1).tolist()
+    logps = rows.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return logps.tolist(), (-rows.exp() * rows).sum(-1).tolist()
 
 
-def pids(folder, port=""):
-    """Of servers, whose command names the model's folder and the port; not of the process that looks after one."""
-    found = []
+def servers_of(folder):
+    """Ids of servers, whose command names the model's folder, without the processes that look after
+    them."""
+    servers = []
     for path in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             words = (path / "cmdline").read_bytes().decode().split("\0")
-            if (
-                str(folder) in words
-                and (not port or port in words)
-                and "paw.rollouts.engines.watch" not in words
-            ):
-                found.append(int(path.name))
-    return found
+            if str(folder) in words and "paw.rollouts.engines.watch" not in words:
+                servers.append(int(path.name))
+    return servers
 
 
-def members(groups):
-    """Processes of these process groups: a server's own name those that it starts."""
-    found = []
+def members(group):
+    """Ids of the processes of a process group: a server and what it has started."""
+    processes = []
     for path in Path("/proc").iterdir():
         with suppress(OSError, ValueError, IndexError):
-            state, _, group = (path / "stat").read_text().rpartition(") ")[2].split()[:3]
-            if int(group) in groups and state != "Z":
-                found.append(int(path.name))
-    return found
-
-
-def wait_until(done, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert done()
+            fields = (path / "stat").read_text().rpartition(") ")[2].split()
+            state, _, group_of_process = fields[:3]
+            if int(group_of_process) == group and state != "Z":
+                processes.append(int(path.name))
+    return processes
 
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_two_ranks_train_on_a_server_one_update_behind(quick, folder, servers, tmp_path, rank):
-    """By the sampler's log-probs and entropies: no log-prob pass."""
-    where = {
-        "env.name": f"{GUESS}:Guess",
-        "model.path": folder,
-        "run.dir": tmp_path,
-        "run.name": "run",
-    }
-    engine = {
-        "engine.type": "server",
-        "engine.urls": json.dumps(servers.urls),
-        "policy.old_logp": "engine",
-    }
-    own = {
-        "policy.kl_coef": 0,
-        "rollout.max_response_tokens": 8,
-        "rollout.max_prompt_tokens": 500,
-        "optim.lr": 1e-3,
-    }
-    own |= {
-        "rollout.ahead": 1,
-        "run.updates": 3,
-        "rollout.tasks": 2,
-        "rollout.group_size": 2,
-        "eval.games": 2,
-    }
-    own |= {"lora.rank": rank}
-    settings = {
-        key: value
-        for key, value in (quick | where | engine | own).items()
-        if not key.startswith("warmup.")
-    }
-    words = [
-        "train",
-        "quickstart",
-        *(part for key, value in settings.items() for part in (f"--{key}", str(value))),
-    ]
-    found = run_ranks([words, words], [tmp_path, tmp_path], on_host=2)
-    assert [code for code, _ in found] == [0, 0], found
-    start, *updates = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert start["eval/games"] == 2 and len(updates) == 3
-    assert updates[0]["health/sampler_mismatch"] < 1e-4 and updates[0]["staleness/max"] == 0
-    assert [line["staleness/max"] for line in updates[1:]] == [1, 1]
-    for line in updates:
-        assert line.get("health/sampler_mismatch", 0.0) < 1e-4 and line["optim/grad_norm"] > 0
-        assert line["health/env_failures"] == 0 and line["time/score"] < line["time/update"] / 5
+    """They train with the sampler's log-probs and entropies, without a log-prob pass."""
+    settings = quick | {
+        "env.name": f"{GUESS}:Guess", "model.path": folder, "run.dir": tmp_path, "run.name": "run",
+        "engine.type": "server", "engine.urls": json.dumps(servers.urls), "policy.old_logp": "engine",
+        "policy.kl_coef": 0, "optim.lr": 1e-3, "lora.rank": rank, "rollout.ahead": 1, "rollout.tasks": 2,
+        "rollout.group_size": 2, "rollout.max_prompt_tokens": 500, "rollout.max_response_tokens": 8,
+        "run.updates": 3, "eval.games": 2,
+    }  # fmt: skip
+    settings = {key: value for key, value in settings.items() if not key.startswith("warmup.")}
+    words = ["train", "quickstart", *as_words(settings)]
+    ended = run_ranks([words, words], [tmp_path, tmp_path], on_host=2)
+    assert [code for code, _ in ended] == [0, 0], ended
+
+    start, *updates = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert start["eval/games"] == 2
+    assert [metrics["staleness/max"] for metrics in updates] == [0, 1, 1]
+    assert updates[0]["health/sampler_mismatch"] < 1e-4
+    for metrics in updates:
+        assert metrics.get("health/sampler_mismatch", 0.0) < 1e-4
+        assert metrics["optim/grad_norm"] > 0
+        assert metrics["health/env_failures"] == 0
+        assert metrics["time/score"] < metrics["time/update"] / 5
 
 
 def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_path, monkeypatch):
     """An update in which vLLM writes calls, its parser of the template's format reads them, and the
-    results come back through the template, to ids that stay; its log-probs are the trainer's. The
-    URLs have a password, which no file of the run has."""
+    template puts the results into the next prompt, where earlier ids stay as they are. vLLM's
+    log-probs are the trainer's. The URLs have a password, which no file of the run has."""
     (tmp_path / "adder.py").write_text(ADDER)
     model = shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("servers"))
     says_only(model, *CALLS, "<|im_end|>", template=QWEN25_TEMPLATE)
@@ -249,182 +216,186 @@ def test_tools_are_called_and_answered(folder, servers, says_only, updated, tmp_
     config = load("quickstart", {key: str(value) for key, value in keys.items()})
     with open_run(config) as run:
         groups, stats = updated(run)
-        line, chat = run.log.history[-1], run.chat
-        joined = sequences(samples := prepare(run, groups), with_observation=True)
-    assert (
-        not stats.failures
-        and line["health/sampler_mismatch"] < 1e-4
-        and 0 < line["success/all"] < 1
-    )
-    assert (
-        math.isfinite(line["policy/loss"]) and line["wm/loss"] > 0 and line["optim/grad_norm"] > 0
-    )
-    several, actions = 0, set()
-    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-        for before, turn in pairwise(trajectory.turns):
-            said = before.prompt_ids + before.response_ids
-            assert turn.prompt_ids[: len(said)] == said
-            results = before.outcome.results or [before.outcome.observation]
-            told = "".join(f"\n<tool_response>\n{text}\n</tool_response>" for text in results)
-            end = "" if before.response_ids[-1] in chat.end_ids else "<|im_end|>"
-            came = chat._backend.decode(turn.prompt_ids[len(said) :], skip_special_tokens=False)
-            assert came == f"{end}\n<|im_start|>user{told}<|im_end|>\n<|im_start|>assistant\n"
-            several += len(results) > 1
-            actions.add(before.outcome.action)
-        first = chat.decode(trajectory.turns[0].prompt_ids)
-        assert '"name": "add"' in first and f"Reach {trajectory.task.id}." in first
-    assert all(f'add({{"n": {n}}})' in "; ".join(actions) for n in (3, 4))
-    assert several and len(joined) == sum(len(group.trajectories) for group in groups) < len(
-        samples
-    )
+        metrics = run.log.history[-1]
+        chat = run.chat
+        samples = prepare(run, groups)
+        joined = sequences(samples, with_observation=True)
+    assert not stats.failures
+    assert metrics["health/sampler_mismatch"] < 1e-4
+    assert 0 < metrics["success/all"] < 1
+    assert math.isfinite(metrics["policy/loss"])
+    assert metrics["wm/loss"] > 0
+    assert metrics["optim/grad_norm"] > 0
+
+    turns_with_several_results = 0
+    actions = set()
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    for trajectory in trajectories:
+        for turn, next_turn in pairwise(trajectory.turns):
+            so_far = turn.prompt_ids + turn.response_ids
+            assert next_turn.prompt_ids[: len(so_far)] == so_far
+            appended = next_turn.prompt_ids[len(so_far) :]
+            text = chat._backend.decode(appended, skip_special_tokens=False)
+            end = "" if turn.response_ids[-1] in chat.end_ids else "<|im_end|>"
+            results = turn.outcome.results or [turn.outcome.observation]
+            shown = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in results)
+            assert text == f"{end}\n<|im_start|>user{shown}<|im_end|>\n<|im_start|>assistant\n"
+            turns_with_several_results += len(results) > 1
+            actions.add(turn.outcome.action)
+        first_prompt = chat.decode(trajectory.turns[0].prompt_ids)
+        assert '"name": "add"' in first_prompt
+        assert f"Reach {trajectory.task.id}." in first_prompt
+    assert turns_with_several_results
+    for number in (3, 4):
+        assert f'add({{"n": {number}}})' in "; ".join(actions)
+    assert len(joined) == len(trajectories)
+    assert len(joined) < len(samples)
     files = [file for file in (tmp_path / config.run.name).rglob("*") if file.is_file()]
-    assert files and not [file for file in files if b"p4ssw0rd" in file.read_bytes()]
+    assert files
+    assert not [file for file in files if b"p4ssw0rd" in file.read_bytes()]
+
+
+def make_pool(folder, urls, transfer, *, timeout_s=60, **options):
+    """Servers of the model, to which the transfer sends weights."""
+    return SendingPool(
+        urls,
+        transfer,
+        end_ids=[257],
+        vocabulary=vocabulary(folder),
+        timeout_s=timeout_s,
+        ranks=Ranks(),
+        **options,
+    )
 
 
 def test_a_server_samples_what_the_engine_in_the_process_samples(vllm_here, folder, servers):
-    files, ends = FileTransfer(torch.float32, 60), [257]
-    words = vocabulary(folder)
-    pool = SendingPool(
-        servers.urls,
-        files,
-        end_ids=ends,
-        vocabulary=words,
-        timeout_s=60,
-        ranks=Ranks(),
-        entropy=True,
-    )
+    pool = make_pool(folder, servers.urls, FileTransfer(torch.float32, 60), entropy=True)
     over_http = ServerEngine(pool, LIMIT)
-    here = VllmEngine(folder, end_ids=ends, max_model_len=LIMIT, dtype="float32", entropy=True)
+    in_process = VllmEngine(
+        folder, end_ids=[257], max_model_len=LIMIT, dtype="float32", entropy=True
+    )
     for version, model in enumerate((make_model(folder), make_model(folder, seed=1))):
-        for engine in (over_http, here):
+        for engine in (over_http, in_process):
             push_weights(model, engine, version=version)
-        asked = requests()
-        ours, theirs = play(here, asked), play(over_http, asked)
-        assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
-        for request, one, other in zip(asked, ours, theirs, strict=True):
-            logp, entropy = truth(model, request, other)
-            assert other.logp == pytest.approx(one.logp, abs=1e-5) and other.logp == pytest.approx(
-                logp, abs=1e-4
-            )
-            assert other.entropy == pytest.approx(one.entropy, abs=1e-5)
-            assert other.entropy == pytest.approx(entropy, abs=1e-4)
+        requests = make_requests()
+        expected = play(in_process, requests)
+        completions = play(over_http, requests)
+        assert tokens_of(completions) == tokens_of(expected)
+        for request, completion, local in zip(requests, completions, expected, strict=True):
+            logp, entropy = truth(model, request, completion)
+            assert completion.logp == pytest.approx(local.logp, abs=1e-5)
+            assert completion.logp == pytest.approx(logp, abs=1e-4)
+            assert completion.entropy == pytest.approx(local.entropy, abs=1e-5)
+            assert completion.entropy == pytest.approx(entropy, abs=1e-4)
     assert not pool.faults
-    here.close()
+    in_process.close()
     pool.close()
 
 
 def adapted(model, seed):
-    """The model with adapters that no other seed gives."""
+    """The model with adapters that the seed decides."""
     model = copy.deepcopy(model)
     if seed == 0:
         add_adapters(model, LORA, seed=0)
-    g = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
-                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=g))
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
     return model
 
 
 def test_adapters_alone_are_sent_also_under_running_requests(
     vllm_here, folder, servers, monkeypatch
 ):
-    """In the process and to a server: tokens are those of the merged weights, each log-prob is that of one version."""
+    """In the process and to a server: tokens are those of the merged weights, and each log-prob is
+    that of one version."""
     pytest.importorskip("peft")
     base = make_model(folder, seed=1)
     models = [adapted(base, seed=0)]
     models.append(adapted(models[0], seed=1))
-    options = {
-        "end_ids": [257],
-        "vocabulary": vocabulary(folder),
-        "timeout_s": 60,
-        "ranks": Ranks(),
-    }
-    merging = SendingPool(servers.urls, FileTransfer(torch.float32, 60), **options)
+    merging = make_pool(folder, servers.urls, FileTransfer(torch.float32, 60))
     whole = ServerEngine(merging, LIMIT)
     push_weights(models[0], whole, version=0)
-    asked = requests()
-    expected = play(whole, asked)
+    requests = make_requests()
+    expected = play(whole, requests)
     merging.close()
 
     adapters = AdapterTransfer(torch.float32, 60, None, LORA)
-    pool = SendingPool(
-        servers.urls,
-        FileTransfer(torch.float32, 60),
-        **options,
-        adapters=adapters,
-        model=adapters.model,
-    )
+    files = FileTransfer(torch.float32, 60)
+    pool = make_pool(folder, servers.urls, files, adapters=adapters, model=adapters.model)
     over_http = ServerEngine(pool, LIMIT)
-    here = VllmEngine(folder, end_ids=[257], max_model_len=LIMIT, dtype="float32", lora=LORA)
-    for engine in (here, over_http):
+    in_process = VllmEngine(folder, end_ids=[257], max_model_len=LIMIT, dtype="float32", lora=LORA)
+    for engine in (in_process, over_http):
         push_weights(models[0], engine, version=0)
-        found = play(engine, asked)
-        assert [c.token_ids for c in found] == [c.token_ids for c in expected]
-        for one, other in zip(found, expected, strict=True):
-            assert one.logp == pytest.approx(other.logp, abs=1e-4)
-    longest = max(asked, key=lambda request: len(request.prompt_ids))
-    assert (
-        play(over_http, [longest])[0].cached_tokens > 0
-        and play(here, [longest])[0].cached_tokens > 0
-    )
+        completions = play(engine, requests)
+        assert tokens_of(completions) == tokens_of(expected)
+        for completion, merged in zip(completions, expected, strict=True):
+            assert completion.logp == pytest.approx(merged.logp, abs=1e-4)
+    longest = max(requests, key=lambda request: len(request.prompt_ids))
+    assert play(over_http, [longest])[0].cached_tokens > 0
+    assert play(in_process, [longest])[0].cached_tokens > 0
 
-    monkeypatch.setattr(
-        Weights, "base", property(lambda self: pytest.fail("base weights were sent again"))
-    )
-    long = [replace(request, key=request.key + 100, max_tokens=350) for request in asked]
-    for request in long:
-        over_http.submit(request)
+    def base_weights(self):
+        pytest.fail("base weights were sent again")
+
+    monkeypatch.setattr(Weights, "base", property(base_weights))
+    push_under_running_requests(over_http, models, requests)
+    push_weights(models[1], in_process, version=1)
+    for engine in (in_process, over_http):
+        (completion,) = play(engine, [longest])
+        logp, _ = truth(models[1], longest, completion)
+        assert completion.logp == pytest.approx(logp, abs=1e-4)
+        if engine is in_process:  # on the server the requests above have cached it anew
+            assert completion.cached_tokens == 0
+    for version in (2, 3):
+        push_weights(models[0], over_http, version=version)
+    assert tokens_of(play(over_http, requests)) == tokens_of(expected)
+    assert not pool.faults
+
+    list_loras = {"method": "list_loras"}
+    (loaded,) = adapters.post(servers.urls[0], "collective_rpc", list_loras)["results"]
+    assert len(loaded) == 1  # one of all versions
+    files_left = {path.name for path in adapters._folder.iterdir()}
+    assert files_left == {"adapter_config.json", "adapter_model.safetensors"}
+    in_process.close()
+    pool.close()
+
+
+def push_under_running_requests(engine, models, requests):
+    """Push the second model while the engine samples with the first. The log-prob of each token is
+    that of the version which the engine names."""
+    running = {}
+    for request in requests:
+        long = replace(request, key=request.key + 100, max_tokens=350)
+        running[long.key] = long
+        engine.submit(long)
     time.sleep(0.5)
-    push_weights(models[1], here, version=1)
-    push_weights(models[1], over_http, version=1)
+    push_weights(models[1], engine, version=1)
     completions = []
-    while over_http.pending:
-        completions += over_http.step()
+    while engine.pending:
+        completions += engine.step()
     assert {completion.failure for completion in completions} == {""}
     assert {0, 1} in [set(completion.versions) for completion in completions]
     for completion in completions:
-        request = next(request for request in long if request.key == completion.key)
-        of = [truth(model, request, completion)[0] for model in models]
-        right = [of[version][place] for place, version in enumerate(completion.versions)]
-        assert completion.logp == pytest.approx(right, abs=1e-4)
-    for engine in (here, over_http):
-        (again,) = play(engine, [longest])
-        assert again.logp == pytest.approx(truth(models[1], longest, again)[0], abs=1e-4)
-        # Where the requests above computed it anew.
-        assert again.cached_tokens == 0 or engine is over_http
-    for version in (2, 3):
-        push_weights(models[0], over_http, version=version)
-    assert [c.token_ids for c in play(over_http, asked)] == [
-        c.token_ids for c in expected
-    ] and not pool.faults
-    (held,) = adapters.post(servers.urls[0], "collective_rpc", {"method": "list_loras"})["results"]
-    assert len(held) == 1  # of all versions one
-    assert {path.name for path in adapters._folder.iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
-    here.close()
-    pool.close()
+        logps = [truth(model, running[completion.key], completion)[0] for model in models]
+        expected = [logps[version][place] for place, version in enumerate(completion.versions)]
+        assert completion.logp == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_server_that_takes_no_such_adapters_is_refused(folder, servers):
     large = LoraConfig(rank=9)
-    transfers = FileTransfer(torch.float32, 60), AdapterTransfer(torch.float32, 60, None, large)
-    pool = SendingPool(
-        servers.urls,
-        transfers[0],
-        end_ids=[],
-        vocabulary=vocabulary(folder),
-        timeout_s=60,
-        ranks=Ranks(),
-        adapters=transfers[1],
-        model=transfers[1].model,
-        have_base=True,
+    adapters = AdapterTransfer(torch.float32, 60, None, large)
+    files = FileTransfer(torch.float32, 60)
+    pool = make_pool(
+        folder, servers.urls, files, adapters=adapters, model=adapters.model, have_base=True
     )
     model = make_model(folder)
     add_adapters(model, large, seed=0)
-    refused = r"takes no LoRA adapters: it needs .* --max-lora-rank 16, .*rank 9 is greater than max_lora_rank 8"
+    refused = (
+        "takes no LoRA adapters: it needs .* --max-lora-rank 16, "
+        ".*rank 9 is greater than max_lora_rank 8"
+    )
     with pytest.raises(UserError, match=refused):
         push_weights(model, ServerEngine(pool, LIMIT), version=0)
     pool.close()
@@ -436,13 +407,13 @@ def run_with_a_server(folder):
 
 
 def test_servers_end_with_their_run_however_it_ends(tmp_path):
-    """A process that has started a server is killed while that is coming up."""
+    """A process that has started a server is killed while the server is coming up."""
     run = CONTEXT.Process(target=run_with_a_server, args=(tmp_path,))
     run.start()
-    wait_until(lambda: pids(tmp_path))
-    groups = set(map(os.getpgid, pids(tmp_path)))
+    wait_until(lambda: servers_of(tmp_path))
+    groups = set(map(os.getpgid, servers_of(tmp_path)))
     run.kill()
-    wait_until(lambda: not members(groups))
+    wait_until(lambda: not any(map(members, groups)), seconds=30)
 
 
 @pytest.mark.gpu
@@ -459,7 +430,7 @@ def test_adapters_beside_bf16_weights_that_sleep_keeps_or_drops(folder, sleep_le
     model = adapted(make_model(folder, seed=1).to("cuda", torch.bfloat16), seed=0)
     for version in range(3):
         push_weights(model, engine, version=version)
-        for request, completion in zip(requests(), play(engine, requests()), strict=True):
+        for request, completion in zip(make_requests(), play(engine, make_requests()), strict=True):
             logp, _ = truth(copy.deepcopy(model).cpu().float(), request, completion)
             assert completion.logp == pytest.approx(logp, abs=0.1)
         engine.sleep()
@@ -475,7 +446,7 @@ def test_log_probs_and_entropies_of_a_gpus_model_runner_are_the_trainers(folder)
     for version in range(2):
         model = make_model(folder, seed=version).to("cuda", torch.bfloat16)
         push_weights(model, engine, version=version)
-        for request, completion in zip(requests(), play(engine, requests()), strict=True):
+        for request, completion in zip(make_requests(), play(engine, make_requests()), strict=True):
             logp, entropy = truth(model.cpu().float(), request, completion)
             assert completion.logp == pytest.approx(logp, abs=0.1)
             assert completion.entropy == pytest.approx(entropy, abs=0.1)
@@ -486,32 +457,23 @@ def test_log_probs_and_entropies_of_a_gpus_model_runner_are_the_trainers(folder)
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_weights_reach_a_server_by_nccl(folder):
-    """And its entropies are those of the GPU's model runner."""
+    """And the server gives the entropies of the GPU's model runner."""
     options = {"gpu_memory_utilization": 0.3, "nccl": True, "entropy": True}
     command = vllm_command(folder, max_model_len=LIMIT, dtype="bfloat16", on_cpu=False, **options)
     started = Servers(command, [["1"]], folder / "nccl")
     try:
         started.wait()
         transfer = NcclTransfer(torch.bfloat16, 120, "127.0.0.1")
-        options = {
-            "end_ids": [257],
-            "vocabulary": vocabulary(folder),
-            "timeout_s": 120,
-            "ranks": Ranks(),
-        }
-        pool = SendingPool(started.urls, transfer, **options, entropy=True)
-        engine, model = (
-            ServerEngine(pool, LIMIT),
-            make_model(folder, seed=1).to("cuda", torch.bfloat16),
-        )
+        pool = make_pool(folder, started.urls, transfer, timeout_s=120, entropy=True)
+        engine = ServerEngine(pool, LIMIT)
+        model = make_model(folder, seed=1).to("cuda", torch.bfloat16)
         for version in range(2):
             push_weights(model, engine, version=version)
-            for request, completion in zip(requests(), play(engine, requests()), strict=True):
+            requests = make_requests()
+            for request, completion in zip(requests, play(engine, requests), strict=True):
                 logp, entropy = truth(model.float().cpu(), request, completion)
-                assert (
-                    completion.logp == pytest.approx(logp, abs=0.1)
-                    and completion.versions[0] == version
-                )
+                assert completion.logp == pytest.approx(logp, abs=0.1)
+                assert completion.versions[0] == version
                 assert completion.entropy == pytest.approx(entropy, abs=0.1)
             model = make_model(folder, seed=2).to("cuda", torch.bfloat16)
         pool.close()

@@ -1,0 +1,34 @@
+"""What /proc knows about processes, and waiting for a condition."""
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def children(pid: int) -> list[int]:
+    """Ids of the children of all threads of a process."""
+    listed = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in listed for child in path.read_text().split()]
+
+
+def command_of(pid: int) -> bytes:
+    """The words of a process's command line, with a NUL after each."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    return not re.search(r"^State:\s+Z", status, re.MULTILINE)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait until the condition holds. Fails after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it takes more than {seconds} s"
+        time.sleep(0.05)
