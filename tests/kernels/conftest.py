@@ -1,5 +1,5 @@
-"""Where the tests here run: every backend of the head, and the operators of csrc/ on the CPU,
-emulated or on a GPU."""
+"""Fixtures: every backend of the head, and the operators of csrc/ on the CPU, emulated, or on a
+GPU."""
 
 import ctypes
 import fcntl
