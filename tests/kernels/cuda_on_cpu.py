@@ -38,8 +38,8 @@ class Machine(NamedTuple):
 
 
 def compile_for_cpu(output: Path, *sources: Path) -> ctypes.CDLL:
-    """Vector accesses off their alignment end the process: the compiler checks them as CUDA
-    does."""
+    """Compiles the sources. A misaligned vector access ends the process, as it would fail in
+    CUDA."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
