@@ -54,7 +54,7 @@ class Rows:
 
 
 def columns(batch):
-    """Those that a loss reads, not the absent ones."""
+    """The columns of a batch that are present, by name."""
     return {name: value for name, value in vars(batch).items() if value is not None}
 
 
@@ -63,7 +63,7 @@ def mapped(batch, change):
 
 
 class Backend(NamedTuple):
-    """A backend of the head. Inputs of its methods and what they answer are on the CPU."""
+    """A backend of the head. Inputs and results of its methods are on the CPU."""
 
     name: str
     key: str
@@ -129,7 +129,7 @@ def dense_pulled(hidden, weight, target, pull, bias=None, *, dtype=torch.float64
 
 
 def dense(hidden, weight, target, rows, bias=None, *, upstream=1.0, **options):
-    """As Backend.loss; the formulas of the loss are float64's."""
+    """As Backend.loss, with the formulas of the loss in float64."""
     double_batch = rows.to("cpu", torch.float64).batch
     statistics, gradients = dense_pulled(
         hidden,
@@ -168,7 +168,7 @@ def problem(T, V, D, *, seed=0, bias=False, scale=1.0, temperature=1.0, softcap=
 
 
 def leaves(*tensors, dtype=None):
-    """Copies of their own that require gradients; None stays."""
+    """Copies that require gradients; None stays None."""
     return [
         None
         if tensor is None
@@ -178,7 +178,7 @@ def leaves(*tensors, dtype=None):
 
 
 def assert_close(actual, expected, tolerance=1e-5):
-    """Within `tolerance` of the largest number, and of 1."""
+    """The difference is within `tolerance` of the largest number, or of 1 if that is larger."""
     actual = actual.double().cpu()
     expected = expected.double().cpu()
     scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
@@ -186,7 +186,7 @@ def assert_close(actual, expected, tolerance=1e-5):
 
 
 def set_chunk_rows(patch, rows, *, vocabulary):
-    """Cut passes into chunks of so many rows; of Triton's, into chunks of one tile."""
+    """Cuts passes into chunks of so many rows; Triton's into chunks of one tile."""
     for device in ("cpu", "cuda"):
         patch.setitem(_torch.CHUNK_BYTES, device, rows * vocabulary * 4)
         patch.setitem(_rows.CHUNK_BYTES, device, rows * vocabulary * 4)
