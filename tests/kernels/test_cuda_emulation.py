@@ -1,5 +1,5 @@
-"""The kernels give the same bits whatever the order in which threads take turns, unless any one
-barrier is left out."""
+"""The kernels give the same bits in whatever order threads take turns, and every barrier is
+needed for that."""
 
 import ctypes
 import faulthandler
@@ -55,7 +55,7 @@ def gives(call, expected):
 
 
 def goes_wrong(call, expected):
-    """In a child, because a kernel that lacks a barrier may write anywhere."""
+    """Runs the call in a child: a kernel that lacks a barrier may write anywhere."""
     child = os.fork()
     if child == 0:
         faulthandler.disable()
@@ -98,7 +98,7 @@ def test_results_depend_on_the_order_of_turns_only_where_a_barrier_is_left_out(n
 
 
 def test_mistakes_show(tmp_path):
-    """A missing barrier in results, one that a thread never reaches as an error."""
+    """A missing barrier shows in the results; one that a thread never reaches is an error."""
     library = cuda_on_cpu.compile_for_cpu(
         tmp_path / "bad.so", Path(__file__).with_name("bad_kernels.cu")
     )
