@@ -1,4 +1,4 @@
-"""Where numbers are very large or very small: every backend against float64."""
+"""Very large and very small numbers: every backend against float64."""
 
 import math
 
@@ -57,8 +57,8 @@ FLOAT16 = {  # size of the hidden states, row weight, advantage, temperature, up
     ids=["float32 matmuls", "float16 matmuls"],
 )
 def matmuls(request, backend, monkeypatch):
-    """As on a GPU, the gradient matmuls of the cuda backend take float16; of others here they
-    take float32."""
+    """The gradient matmuls of the cuda backend take float16, as on a GPU; elsewhere on a CPU
+    they take float32."""
     if not request.param:
         return
     if (backend.name, backend.device) != ("cuda", "cpu"):
@@ -89,7 +89,7 @@ def matmuls(request, backend, monkeypatch):
 @pytest.mark.parametrize("chunks", [False, True], ids=["one chunk", "chunks"])
 @pytest.mark.parametrize("case", FLOAT16)
 def test_float16_gradients_are_those_of_the_loss(backend, matmuls, case, chunks, monkeypatch):
-    """To some steps of float16, in each row of hidden by itself; from 6e-8 on, its smallest
+    """Each row of hidden by itself, to a few steps of float16; from 6e-8 on, its smallest
     number."""
     size, row_weight, advantage, temperature, factor = FLOAT16[case]
     T = 24
@@ -155,8 +155,8 @@ def test_a_mean_over_many_tokens_does_not_overflow_float16(backend):
 )
 @pytest.mark.parametrize("bias_of_masked", [-math.inf, torch.finfo(torch.float32).min])
 def test_masked_tokens_take_no_part(backend, mask, bias_of_masked):
-    """Bias of -inf: statistics and gradients of the others; a masked target has log p = -inf and
-    a finite gradient."""
+    """With a bias of -inf: statistics and gradients of the other tokens are right; a masked
+    target has log p = -inf and a finite gradient."""
     mask = torch.tensor(mask)
     if backend.name == "triton":  # blocks of 32 there, and seconds for thousands of columns
         mask = mask[mask < 70][:64]
@@ -197,8 +197,7 @@ def test_masked_tokens_take_no_part(backend, mask, bias_of_masked):
 
 @pytest.mark.parametrize("loss", ["cmae", "ce"])
 def test_the_loss_of_a_masked_target(backend, loss):
-    """Infinite where the loss is, and nowhere NaN: a ratio of 0, a clamped KL, an observation of
-    p = 0."""
+    """Infinite if the loss is, never NaN: a ratio of 0, a clamped KL, an observation of p = 0."""
     hidden, weight, target, bias, rows = problem(20, 70, 16, bias=True, kl_coef=0.1, wm=loss)
     bias[target[4]] = -math.inf
     rows.observation[4] = loss == "ce"
@@ -228,8 +227,8 @@ def test_a_wholly_masked_vocabulary_has_no_distribution(backend):
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
 )
 def test_an_unlikely_target_keeps_its_own_derivative_under_a_soft_cap(backend, dtype):
-    """exp(z - max) of the target is 0 in the dtype, yet the whole pull is on it, times its 1 -
-    tanh^2 and no other."""
+    """exp(z - max) of the target is 0 in the dtype, yet it carries the whole gradient, times its
+    own 1 - tanh^2."""
     hidden = torch.zeros(2, 8)
     hidden[:, 0] = 1.0
     weight = torch.zeros(40, 8)
@@ -246,7 +245,7 @@ def test_an_unlikely_target_keeps_its_own_derivative_under_a_soft_cap(backend, d
 
 
 def test_a_masked_token_is_a_logit_of_minus_the_cap(backend):
-    """The cap comes after the bias, as the formula says: it does not mask."""
+    """The cap is applied after the bias, as the formula says, so it does not mask."""
     hidden, weight, target, bias, _ = problem(20, 70, 16, bias=True)
     bias[5] = -math.inf
     target[0] = 5
