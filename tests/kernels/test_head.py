@@ -319,8 +319,8 @@ def test_statistics_keep_logits_that_fit_and_may_go_backward_twice(dtype, monkey
     "live", [[], [39], [0, 17, 38], list(range(1, 40)), list(range(40))], ids=len
 )
 def test_any_number_of_live_rows(backend, live, monkeypatch):
-    """Packed in place, gradients come from the rows they belong to; no others are computed
-    again."""
+    """Rows are packed in place, gradients come from the rows they belong to, and no other row is
+    computed again."""
     hidden, weight, target, _, _ = problem(40, 70, 8)
     upstream = torch.zeros(40)
     row_counts = []
@@ -401,7 +401,7 @@ def test_nan_reaches_every_loss_and_its_gradient():
 
 @pytest.mark.parametrize("layout", ["columns", "strided", "offset"])
 def test_any_layout_of_weight_hidden_and_target(backend, layout):
-    """Where tensor descriptors cannot go, pointers do."""
+    """Pointers are used where tensor descriptors are impossible."""
     hidden, weight, target, _, rows = problem(20, 70, 16)
     expected, gradients = backend.loss(hidden, weight, target, rows)
 
