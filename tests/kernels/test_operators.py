@@ -19,7 +19,7 @@ OPTIONS = {"kl_coef": 0.1, "entropy_coef": 0.02}
 
 
 class Fixed(NamedTuple):
-    """A batch and its loss, made once: outside of what is compiled."""
+    """A batch and its loss, made once, outside of what is compiled."""
 
     batch: Any
     loss: Loss
@@ -43,8 +43,7 @@ def assert_equal(actual, expected):
 
 @pytest.mark.slow
 def test_compiles_into_one_graph_with_the_body():
-    """For one temperature after another: it becomes a symbol, and no check of it may break the
-    graph."""
+    """For several temperatures: they become a symbol, and no check may break the graph."""
     body, inputs, weight, target, rows = body_and_rows()
 
     def loss(inputs, temperature, softcap):
@@ -72,7 +71,7 @@ def test_compiles_into_one_graph_with_the_body():
 
 
 def test_cuda_graphs_leave_the_operators_out():
-    """They wait for the host, which a captured graph cannot."""
+    """The operators wait for the host, which a captured graph cannot do."""
     for name in ("token_loss", "token_stats", "token_stats_backward"):
         operator = getattr(torch.ops.paw_kernels, name).default
         assert is_cudagraph_unsafe_fx_node(torch.fx.Graph().create_node("call_function", operator))
@@ -134,8 +133,8 @@ def test_derivatives_that_do_not_exist_are_refused(name):
 )
 @pytest.mark.parametrize("name", ["token_loss", "token_stats"])
 def test_autocast_casts_several_dtypes_to_its_own(name, compiled):
-    """As torch.nn.functional.linear: a body under autocast answers bf16, the head's weight and
-    bias are fp32."""
+    """As torch.nn.functional.linear does: a body under autocast returns bf16, while weight and
+    bias of the head are fp32."""
     hidden, weight, target, bias, rows = problem(60, 37, 12, bias=True, **OPTIONS)
     rows = Fixed(rows.batch, rows.loss)
 
