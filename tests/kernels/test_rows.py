@@ -29,8 +29,8 @@ def exact(x, bias, target, a, c, scale):
 
 
 def run(machine, x, bias, target, a, c, scale, dtype):
-    """Statistics (top and the logarithm of the sum as one), sources and the packed gradient,
-    made in place."""
+    """Returns the statistics (top and the logarithm of the sum as one), the sources, and the
+    packed gradient, made in place."""
     logp, entropy, largest, log_total = machine.ops.row_statistics(x, bias, target, scale)
     source, count = _native.pack(has_gradient(a, c))
     source = source[: int(count)]
@@ -129,7 +129,7 @@ def test_nan_and_infinity_stay_in_their_row(machine, place):
 
 
 def test_coefficients_that_are_nan_or_vanish_with_the_scale(machine):
-    """NaN reaches the gradient; of logits nothing stays behind."""
+    """NaN reaches the gradient, and none of the logits stays in the buffer."""
     a = torch.tensor([torch.nan, 0.0, 1e-45, 1.0])
     target = torch.tensor([0, 1, 2, 3])
     _, source, gradient = run(
@@ -143,7 +143,7 @@ def test_coefficients_that_are_nan_or_vanish_with_the_scale(machine):
 
 
 def test_the_tanh_of_the_soft_cap_is_accurate_everywhere(machine):
-    """A row of one logit tells its own as the largest."""
+    """The largest logit of a row of one is that logit."""
     count = 4000 if machine.ops is torch.ops.paw_kernels else 500
     x = torch.cat(
         [
@@ -246,8 +246,8 @@ def test_kernels_run_on_the_current_stream(machine):
 
 
 def test_chunks_are_equal_and_as_large_as_a_gpu_has_room_for(monkeypatch):
-    """2,048 rows twice, not 2,861 and 1,235; one chunk where memory is plenty, several where it
-    is nearly full."""
+    """2,048 rows twice, not 2,861 and 1,235; one chunk if there is plenty of memory, several if
+    it is nearly full."""
     gib = 2**30
     vocabulary = 128_256
     device = torch.device("cuda", 0)
