@@ -1,4 +1,4 @@
-"""What is Triton's alone; its numbers are in test_head.py and test_extremes.py."""
+"""What only the Triton backend has; its numbers are tested in test_head.py and test_extremes.py."""
 
 import pytest
 import torch
