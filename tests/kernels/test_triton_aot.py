@@ -1,5 +1,5 @@
-"""The Triton kernels compiled ahead of time for GPUs that are not here: what the code takes and
-what it uses."""
+"""The Triton kernels compiled ahead of time for GPUs that this machine lacks: what the code
+takes and uses."""
 
 import importlib.util
 import json
@@ -24,7 +24,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def compiled():
-    """One line a kernel, of a process of its own: here the kernels may be interpreted."""
+    """One dict for each kernel, compiled in a separate process: in this one kernels may be
+    interpreted."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), "--tabled"]
     finished = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=500)
