@@ -108,7 +108,7 @@ def make_critic(start, folder, **changes):  # noqa: F811
 
 
 def judged_rows(critic, rows=None, seed=0):
-    """Rows with values of a random head, and returns of their own."""
+    """Rows with values of a random head, and returns that differ from them."""
     rng = random.Random(seed)
     rows = rows or [make_row(rng, penalty=0.0) for _ in range(24)]
     with torch.no_grad():
@@ -121,7 +121,7 @@ def judged_rows(critic, rows=None, seed=0):
 
 
 def dense(critic, rows):
-    """(values of each row, gradient) in float64, row by row, by nothing but the body and the
+    """(values of each row, gradient, loss) in float64, row by row, using only the body and the
     definition."""
     model = copy.deepcopy(critic.model.lm).double()
     head = model.get_output_embeddings()
@@ -159,7 +159,7 @@ def test_values_loss_and_gradient_are_those_of_plain_autograd(
     budget,
     rows,
 ):
-    """Of samples that share a sequence too."""
+    """Also for samples that share a sequence."""
     critic = make_critic(start, tmp_path, optim_micro_batch_tokens=budget, optim_grad_clip=1e9)
     rows = judged_rows(critic, copy.deepcopy(rows))
     values, expected, loss = dense(critic, rows)
