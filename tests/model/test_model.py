@@ -188,8 +188,8 @@ def test_a_head_with_a_bias_is_read():
 
 @pytest.mark.parametrize(("family", "checkpointing"), [("qwen2-tied", "none"), ("llama", "full")])
 def test_bfloat16_is_that_of_a_model_stored_in_it(family, checkpointing):
-    """Whatever the optimizer wants stored: no residual stream of float32 where the weights are,
-    as under autocast."""
+    """Whatever the optimizer stores: with weights in bfloat16 the residual stream is not
+    float32, as under autocast."""
     small_weights = {"initializer_range": 0.05}
     policy = Policy(make_lm(family, **small_weights), dtype="bfloat16", checkpointing=checkpointing)
     stored = make_lm(family, **small_weights)
