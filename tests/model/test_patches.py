@@ -39,7 +39,7 @@ def assert_same(fast, plain, *, count):
 
 @pytest.mark.slow
 def test_compiled_layers_give_the_same_and_sampling_stays_eager(monkeypatch):
-    """By a back end without code generation, which is torch's own business."""
+    """With a compiler back end that generates no code, which is torch's own business."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     fast = Policy(make_lm("qwen3", num_hidden_layers=1), checkpointing="full")
     plain = fast.lm.get_decoder().layers[0].forward
@@ -79,8 +79,8 @@ print(norm.forward.__func__.__module__, mlp.forward.__func__.__module__)
 @needs_liger
 @pytest.mark.slow
 def test_liger_gives_the_same():
-    """In Triton's interpreter; the rotary embedding is the whole process's, so in a process of
-    its own."""
+    """In Triton's interpreter, in a separate process: the rotary embedding is patched for the
+    whole process."""
     command = [sys.executable, "-c", INTERPRETED, *sys.path]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr[-3000:]
