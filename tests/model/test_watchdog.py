@@ -12,10 +12,8 @@ from paw.distributed.watchdog import Watchdog
 
 @pytest.fixture
 def make(monkeypatch):
-    """`make(rank, timeout_s=...)`: one of three ranks.
-
-    What ends a process is kept in `.ended` instead.
-    """
+    """`make(rank, timeout_s=...)` returns one of three ranks; the thread that would end the
+    process is replaced."""
     monkeypatch.setattr(watchdog, "TICK_S", 0.02)
     monkeypatch.setattr(watchdog, "PATIENCE_S", 2.0)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
