@@ -150,7 +150,6 @@ def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
 
 
 # --- ReAct, Reflexion
-# ------------------------------------------------------------------------------------------------
 
 
 def test_react_wins_when_the_model_plays_the_oracle():
@@ -329,7 +328,6 @@ def test_reflexion_plays_again_with_plans():
 
 
 # --- search
-# ----------------------------------------------------------------------------------------------------------
 
 
 def searching(kind, **sections):
@@ -414,7 +412,6 @@ def test_react_plays_an_environment_of_ones_own_by_its_admissible_actions():
 
 
 # --- ZeroSearch
-# ------------------------------------------------------------------------------------------------------
 
 
 class Librarian:
