@@ -58,7 +58,6 @@ def write(path: Path, documents: list[tuple[str, str]]) -> Path:
 
 
 # --- BM25
-# ----------------------------------------------------------------------------------------------------------
 
 
 def test_bm25_scores_as_lucene():
@@ -115,7 +114,6 @@ def test_a_saved_index_answers_the_same_and_is_mapped(tmp_path, cache):
 
 
 # --- the corpus
-# ----------------------------------------------------------------------------------------------------
 
 
 def test_a_corpus_gives_its_documents(tmp_path):
@@ -158,7 +156,6 @@ def test_a_corpus_that_is_damaged_or_not_there_is_named(tmp_path, cache):
 
 
 # --- dense
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_dense_finds_what_bm25_cannot(news):
