@@ -54,7 +54,6 @@ def episode(question=None, search=None, **changes):
 
 
 # --- the world
-# ----------------------------------------------------------------------------------------------------
 
 
 def test_a_world_follows_from_its_seed_and_has_every_kind():
@@ -102,7 +101,6 @@ def test_each_hop_is_a_document_that_names_the_next_and_the_last_the_answer():
 
 
 # --- the paper's prompts
-# ------------------------------------------------------------------------------------------
 
 FIRST = """
 You are an expert agent tasked with answering the given question step-by-step.
@@ -222,7 +220,6 @@ def test_exact_match():
 
 
 # --- episodes
-# -----------------------------------------------------------------------------------------------------
 
 
 def test_an_episode_of_a_search_and_an_answer():
@@ -333,7 +330,6 @@ def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
 
 
 # --- questions from files
-# ------------------------------------------------------------------------------------------
 
 NILE = {
     "question": "which river is longest?",
