@@ -406,7 +406,6 @@ def test_a_continuous_engine_works_on_while_an_environment_steps(model):
 
 
 # --- agents: what they see and what becomes of it
-# ---------------------------------------------------------------------
 
 
 def test_a_call_that_continues_another_has_its_ids_and_those_of_the_text(model):
