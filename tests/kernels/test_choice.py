@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-from dense_reference import dense_pulled
 
 import paw_kernels
 from paw_kernels import _backend, _measured, token_stats, trial
@@ -133,24 +132,6 @@ def test_a_trial_tells_right_results_from_wrong_ones(monkeypatch, dtype):
     assert trial.largest_error(make_wrong_rows, *sizes) > 1
     monkeypatch.setattr(Wrong, "column", torch.nan)
     assert not trial.largest_error(make_wrong_rows, *sizes) <= 1
-
-
-def test_the_yardstick_is_autograd():
-    problem = trial._Problem(CPU, torch.float64, 20, 31, 8, full=True)
-    hidden = problem.hidden
-    head = problem.head
-    statistics, gradients = dense_pulled(
-        hidden,
-        head.weight,
-        problem.target,
-        lambda logp, entropy: (problem.a * logp + problem.c * entropy).sum(),
-        head.bias,
-        temperature=0.7,
-    )
-    for actual, expected in zip(
-        problem.dense(torch.float64), [*statistics, *gradients], strict=True
-    ):
-        torch.testing.assert_close(actual, expected)
 
 
 COMPILER = """if True:
