@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import paw_kernels
-from paw_kernels import Loss, _native, token_loss, token_stats
+from paw_kernels import Loss, _native, _rows, token_loss, token_stats
 
 OPTIONS = {"kl_coef": 0.1, "entropy_coef": 0.02}
 
@@ -249,8 +249,6 @@ def test_operators_pass_the_checks_of_torch_library():
 
 
 def test_without_a_compiler_the_head_falls_back_to_torch(monkeypatch):
-    from paw_kernels import _rows
-
     hidden, weight, target, _, rows = problem(20, 11, 6)
     monkeypatch.setattr(_rows, "cpu_library", lambda: None)
     assert paw_kernels.best_backend(hidden.device, hidden.dtype) == "torch"
