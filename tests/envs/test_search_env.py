@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from paw.agents import zerosearch
+from paw.agents.endpoint import Reply
 from paw.config.sections import Config, ModelConfig
 from paw.envs import make_factory
 from paw.envs.base import admissible_responses, eval_tasks, train_tasks, warmup_tasks
@@ -302,9 +304,6 @@ def test_settings_that_do_not_go_together_and_fingerprints(tmp_path):
 
 
 def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
-    from paw.agents import zerosearch
-    from paw.agents.endpoint import Reply
-
     class Writer:
         async def complete(self, prompt, **_):
             quality = "noisy" if "noisy" in prompt else "useful"
