@@ -19,6 +19,7 @@ from paw.errors import UserError
 from paw.rollouts.episode import Episode, Model, asked, find_agent
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.text.chat import context_text
+from paw.tools.evaluate.player import open_player, resolve
 from paw.types import Trajectory
 
 
@@ -122,8 +123,6 @@ def test_the_limiter_spaces_requests_and_tokens_evenly(monkeypatch):
 @pytest.mark.slow
 def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
     """Token for token, with and without --out."""
-    from paw.tools.evaluate.player import open_player, resolve
-
     folder = str(tiny_llm(tmp_path / "model"))
     settings = {
         "env.data": "none", "env.difficulty": "tiny", "env.max_turns": 2, "eval.games": 5, "eval.temperature": 1.0,
