@@ -19,68 +19,78 @@ from paw.errors import UserError
 from paw.rollouts.episode import Episode, Model, find_agent, message_and_prefix
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.text.chat import context_text
+from paw.tools.evaluate.player import open_player, resolve
 from paw.types import Trajectory
 
 
 class Scripted(Model):
-    """Answers from a list, or by a function of (prompt, answer so far); `asked` keeps what it was asked."""
+    """Answers from a list, or by a function of (prompt, answer so far); `asked` keeps what it
+    was asked."""
 
     def __init__(self, env, config, answers, asked):
         super().__init__(env, config)
-        self.answers, self.asked = answers, asked
+        self.answers = answers
+        self.asked = asked
 
     async def _answer(self, turn, context, continues, stop, seed):
-        prompt, start = message_and_prefix(context, continues)
-        self.asked.append((prompt, start, tuple(stop), seed))
+        prompt, answer_so_far = message_and_prefix(context, continues)
+        self.asked.append((prompt, answer_so_far, tuple(stop), seed))
         turn.response = (
-            self.answers(context_text(prompt), start)
+            self.answers(context_text(prompt), answer_so_far)
             if callable(self.answers)
             else self.answers.pop(0)
         )
         return next((word for word in stop if turn.response.endswith(word)), "")
 
 
-def configure(kind="plain", **sections):
-    env = {"max_turns": 12, **sections.pop("env", {})}
-    env |= {"difficulty": "tiny"} if env.get("name", "alfworld") == "alfworld" else {}
-    agent = {"type": kind, **sections.pop("agent", {})}
-    return Config.model_validate({"model": {"path": "-"}, "env": env, "agent": agent, **sections})
+def configure(agent_type="plain", **sections):
+    env_settings = {"max_turns": 12, **sections.pop("env", {})}
+    if env_settings.get("name", "alfworld") == "alfworld":
+        env_settings["difficulty"] = "tiny"
+    agent_settings = {"type": agent_type, **sections.pop("agent", {})}
+    return Config.model_validate(
+        {"model": {"path": "-"}, "env": env_settings, "agent": agent_settings, **sections}
+    )
 
 
 def play(config, answers):
     """(the episode of one evaluation task, what the model was asked)."""
-    factory, said = make_factory(config), []
+    factory = make_factory(config)
+    requests = []
     task = eval_tasks(factory, config.env.eval_split, 1, 0)[0]
     episode = Episode(Trajectory(task, 0), 0, 0, "eval", 0.4)
     rollouts = Rollouts(factory, None, None, config)
-    rollouts.run_episodes([episode], lambda env: Scripted(env, config, answers, said))
+    rollouts.run_episodes([episode], lambda env: Scripted(env, config, answers, requests))
     rollouts.close()
     assert episode.trajectory.failure is None
-    return episode, said
+    return episode, requests
 
 
 def actions_of(episode):
-    return [outcome.action for _, _, outcome in episode.steps]
+    return [outcome.action for *_, outcome in episode.steps]
 
 
 def valid_of(episode):
-    return [outcome.valid for _, _, outcome in episode.steps]
+    return [outcome.valid for *_, outcome in episode.steps]
 
 
 def oracle_actions(config):
     """The oracle's actions for a task, found by playing it."""
-    factory, actions, done = make_factory(config), [], False
+    factory = make_factory(config)
+    actions = []
+    is_done = False
     environment = factory.make()
     environment.reset(eval_tasks(factory, config.env.eval_split, 1, 0)[0])
-    while not done:
+    while not is_done:
         outcome = environment.step(environment.oracle())
         actions.append(outcome.action)
-        done = outcome.done
+        is_done = outcome.done
     return actions
 
 
 def test_the_limiter_spaces_requests_and_tokens_evenly(monkeypatch):
-    now, pauses = 100.0, []
+    now = 100.0
+    pauses = []
 
     async def sleep(seconds):
         nonlocal now
@@ -90,10 +100,10 @@ def test_the_limiter_spaces_requests_and_tokens_evenly(monkeypatch):
     monkeypatch.setattr(endpoint, "sleep", sleep)
     monkeypatch.setattr(endpoint, "time", SimpleNamespace(monotonic=lambda: now))
 
-    def admit(limit, *tokens):
+    def admit(limiter_used, *tokens):
         pauses.clear()
         for count in tokens:
-            asyncio.run(limit.admit(count))
+            asyncio.run(limiter_used.admit(count))
         return pauses.copy()
 
     requests = endpoint.Limiter(30, 0)
@@ -113,113 +123,114 @@ def test_the_limiter_spaces_requests_and_tokens_evenly(monkeypatch):
 @pytest.mark.slow
 def test_plain_play_is_that_of_paw_eval(tiny_llm, paw_here, tmp_path):
     """Token for token, with and without --out."""
-    from paw.tools.evaluate.player import open_player, resolve
-
     folder = str(tiny_llm(tmp_path / "model"))
-    given = {
+    settings = {
         "env.data": "none", "env.difficulty": "tiny", "env.max_turns": 2, "eval.games": 5, "eval.temperature": 1.0,
         "engine.type": "transformers", "rollout.max_response_tokens": 12, "model.dtype": "float32",
     }  # fmt: skip
-    paw_here("eval", folder, "--env", "alfworld", given, "--out", tmp_path / "out")
+    paw_here("eval", folder, "--env", "alfworld", settings, "--out", tmp_path / "out")
     lines = [
         json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()
     ]
-    found = {line["place"]: [turn["response"] for turn in line["turns"]] for line in lines}
-    overrides = {key: str(value).lower() for key, value in given.items()} | {"env.name": "alfworld"}
+    responses = {}
+    for line in lines:
+        responses[line["place"]] = [turn["response"] for turn in line["turns"]]
+    overrides = {key: str(value).lower() for key, value in settings.items()} | {
+        "env.name": "alfworld"
+    }
     config, path = resolve(folder, None, overrides)
     with open_player(config, path) as rollouts:
         groups, _ = rollouts.evaluation()
-    expected = {
-        group.index: [turn.response for turn in group.trajectories[0].turns] for group in groups
-    }
-    assert found == expected and len(found) == 5
+    expected = {}
+    for group in groups:
+        expected[group.index] = [turn.response for turn in group.trajectories[0].turns]
+    assert responses == expected
+    assert len(responses) == 5
 
 
 # --- ReAct, Reflexion
-# ------------------------------------------------------------------------------------------------
 
 
 def test_react_wins_when_the_model_plays_the_oracle():
-    """And old commands are played as new ones."""
+    """Commands in ALFWorld's old wording are played as the new ones."""
     config = configure("react", env={"max_turns": 30, "kinds": ["pick"]})
     actions = oracle_actions(config)
-    old = [re.sub("^move (.+) to ", r"put \1 in/on ", action) for action in actions]
-    answers = [
-        text for action in old for text in (f"think: I {action}.", f" {action}\nOn it, you see")
-    ]
-    episode, asked = play(config, answers)
-    assert old != actions == actions_of(episode) and len(asked) == 2 * len(actions)
-    assert (
-        all(valid_of(episode))
-        and episode.trajectory.won
-        and episode.trajectory.episode_return == 10.0
-    )
+    old_commands = [re.sub("^move (.+) to ", r"put \1 in/on ", action) for action in actions]
+    answers = []
+    for action in old_commands:
+        answers += [f"think: I {action}.", f" {action}\nOn it, you see"]
+    episode, requests = play(config, answers)
+    assert old_commands != actions == actions_of(episode)
+    assert len(requests) == 2 * len(actions)
+    assert all(valid_of(episode))
+    assert episode.trajectory.won
+    assert episode.trajectory.episode_return == 10.0
     thoughts = episode.trajectory.turns[::2]  # turns like all others, of which nothing comes
     assert all(turn.outcome.valid and turn.outcome.observation == "" for turn in thoughts)
 
 
 def test_the_react_prompt_literally():
-    episode, asked = play(configure("react"), ["think: Where am I?", "look", *["look"] * 30])
-    first, second, third = (prompt for prompt, *_ in asked[:3])
-    assert first.startswith(
+    episode, requests = play(configure("react"), ["think: Where am I?", "look", *["look"] * 30])
+    first_prompt, second_prompt, third_prompt = requests[0][0], requests[1][0], requests[2][0]
+    assert first_prompt.startswith(
         "Interact with a household to solve a task. After each '>' stands a thought, 'think: ...', or an action. Write "
         "what comes after the last '>', in one line. Here are two examples.\nYou are in the middle of a room."
     )
-    head, _, task = first.partition("\nHere is the task.\n")
-    assert head.count("Your task is to: ") == 2
+    examples, _, shown_task = first_prompt.partition("\nHere is the task.\n")
+    assert examples.count("Your task is to: ") == 2
     factory = make_factory(configure())
     opening = (
         factory.make().reset(episode.trajectory.task).partition("\n\n")[2].replace("\n\n", "\n")
     )
-    assert task == f"{opening}\n>"
-    assert second == f"{first} think: Where am I?\nOK.\n>"
-    assert third == f"{second} look\n{episode.steps[0][2].observation}\n>"
-    assert asked[0][2] == ("\n>",)
-    assert len(asked) == 13 and len(episode.steps) == 12  # env.max_turns
+    assert shown_task == f"{opening}\n>"
+    assert second_prompt == f"{first_prompt} think: Where am I?\nOK.\n>"
+    assert third_prompt == f"{second_prompt} look\n{episode.steps[0][2].observation}\n>"
+    assert requests[0][2] == ("\n>",)
+    assert len(requests) == 13
+    assert len(episode.steps) == 12  # env.max_turns
 
 
 def test_thoughts_alone_end_too_and_no_action_is_an_invalid_turn():
-    episode, asked = play(configure("react"), lambda *_: "think: hm")
-    assert len(asked) == 24 and not episode.steps and not episode.trajectory.won
-    episode, asked = play(configure("react", env={"max_turns": 3}), ["", "<think>go on", "\n > \n"])
+    episode, requests = play(configure("react"), lambda *_: "think: hm")
+    assert len(requests) == 24
+    assert not episode.steps
+    assert not episode.trajectory.won
+    episode, requests = play(
+        configure("react", env={"max_turns": 3}), ["", "<think>go on", "\n > \n"]
+    )
     assert valid_of(episode) == [False] * 3
-    assert asked[1][0].endswith("\n> \nNothing happens.\n>")
+    assert requests[1][0].endswith("\n> \nNothing happens.\n>")
 
 
 def test_examples_of_ones_own_are_mapped(tmp_path):
-    keys = [
-        f"react_{name}_{i}"
-        for name in ("put", "examine", "clean", "heat", "cool", "puttwo")
-        for i in range(3)
-    ]
-    texts = {
-        key: f"Episode {key}.\n> put mug 1 in/on desk 2\nYou put the mug 1 in/on the desk 2.\n"
-        for key in keys
-    }
+    texts = {}
+    for name in ("put", "examine", "clean", "heat", "cool", "puttwo"):
+        for number in range(3):
+            key = f"react_{name}_{number}"
+            play_text = "> put mug 1 in/on desk 2\nYou put the mug 1 in/on the desk 2.\n"
+            texts[key] = f"Episode {key}.\n{play_text}"
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps(texts))
-    _, asked = play(
+    _, requests = play(
         configure("react", agent={"examples": path}, env={"kinds": ["look"]}), lambda *_: "look"
     )
-    prompt = asked[0][0]
+    prompt = requests[0][0]
     assert (
         "Episode react_examine_1.\n> move mug 1 to desk 2\nYou move the mug 1 to the desk 2.\n"
         in prompt
     )
-    assert (
-        prompt.index("react_examine_1") < prompt.index("react_examine_0")
-        and "react_put_2" not in prompt
-    )
+    assert prompt.index("react_examine_1") < prompt.index("react_examine_0")
+    assert "react_put_2" not in prompt
     with pytest.raises(UserError, match=r"holds episodes of alfworld, but env\.name = 'search'"):
         play(searching("react", agent={"examples": path}), [])
-    wrong = (
+    damaged = (
         ("{", "Expecting"),
         ("{}", "'react_put_1'"),
         ("[1]", "list indices"),
         ('{"cells": []}', "'prompt1'"),
     )
     for content, reason in (
-        *wrong,
+        *damaged,
         ('{"cells": [{}]}', "'source'"),
         ('{"webthink_simple6": 1}', "expected string"),
     ):
@@ -230,15 +241,16 @@ def test_examples_of_ones_own_are_mapped(tmp_path):
 
 def test_the_authors_examples_of_search_and_webshop(tmp_path):
     """A few lines in the form of prompts_naive.json and of WebShop.ipynb."""
-    path, why = tmp_path / "prompts_naive.json", "\nQuestion: Why?\nThought 1: "
+    path = tmp_path / "prompts_naive.json"
+    question = "\nQuestion: Why?\nThought 1: "
     text = "\nQuestion: Who?\nThought 1: Hm.\nAction 1: Search[me]\nObservation 1: You.\nI am.\nThought 2: Ah.\n"
-    text += f"Action 2: Finish[you]{why}Ha.\nAction 1: Lookup[x]{why}So.\nAction 1: Finish[so]\n"
+    text += f"Action 2: Finish[you]{question}Ha.\nAction 1: Lookup[x]{question}So.\nAction 1: Finish[so]\n"
     path.write_text(json.dumps({"webthink_simple6": text}))
-    _, asked = play(searching("react", agent={"examples": path}), lambda *_: "Finish[x]")
-    shown = "Question: Who?\n> think: Hm.\nOK.\n> Search[me]\nYou.\nI am.\n> think: Ah.\nOK.\n> Finish[you]\n"
+    _, requests = play(searching("react", agent={"examples": path}), lambda *_: "Finish[x]")
+    examples = "Question: Who?\n> think: Hm.\nOK.\n> Search[me]\nYou.\nI am.\n> think: Ah.\nOK.\n> Finish[you]\n"
     assert (
-        f"Here are two examples.\n{shown}\nQuestion: Why?\n> think: So.\nOK.\n> Finish[so]\n\nHere is"
-        in asked[0][0]
+        f"Here are two examples.\n{examples}\nQuestion: Why?\n> think: So.\nOK.\n> Finish[so]\n\nHere is"
+        in requests[0][0]
     )
 
     path = tmp_path / "WebShop.ipynb"
@@ -252,16 +264,19 @@ def test_the_authors_examples_of_search_and_webshop(tmp_path):
         )
     )
     env = {"name": "webshop", "products": 20, "eval_split": "test"}
-    _, asked = play(
+    _, requests = play(
         configure("react", agent={"examples": path}, env=env), lambda *_: "click[buy now]"
     )
-    shown = "Instruction: buy tea\n[Search]\n> search[tea]\n[B1]\n> think: good\nOK.\n> click[B1]\n"
-    assert f"Here is an example.\n{shown}\nHere is the task." in asked[0][0]
+    examples = (
+        "Instruction: buy tea\n[Search]\n> search[tea]\n[B1]\n> think: good\nOK.\n> click[B1]\n"
+    )
+    assert f"Here is an example.\n{examples}\nHere is the task." in requests[0][0]
 
 
 def test_examples_of_an_oracle():
     example = alfworld_examples("heat")[0]
-    assert example.count("> think: ") == 5 and example.count("\nOK.\n") == 5
+    assert example.count("> think: ") == 5
+    assert example.count("\nOK.\n") == 5
     assert (
         "> take tomato 1 from sidetable 1\nYou pick up the tomato 1 from the sidetable 1.\n"
         in example
@@ -270,7 +285,8 @@ def test_examples_of_an_oracle():
     assert thought in example
     for kind in ("pick", "look", "clean", "heat", "cool", "two"):
         for example in alfworld_examples(kind):
-            assert "Your task is to: " in example and "Nothing happens" not in example
+            assert "Your task is to: " in example
+            assert "Nothing happens" not in example
 
 
 @pytest.mark.parametrize(
@@ -284,42 +300,44 @@ def test_an_example_of_an_expert_begins_with_its_task(name, beginning):
 def test_reflexion_plays_again_with_plans():
     config = configure("reflexion", agent={"trials": 5, "memory": 2}, env={"max_turns": 2})
     plans = iter(["New plan: look less.", "<think>so</think>walk more", "third", "fourth"])
-    episode, asked = play(
+    episode, requests = play(
         config, lambda prompt, _: next(plans) if prompt.endswith("New plan:") else "look"
     )
     assert episode.notes == ["look less.", "walk more", "third", "fourth"]
-    assert (episode.trials, len(episode.steps), len(asked)) == (5, 10, 14)
-    plays = [prompt for prompt, *_ in asked if prompt.endswith("\n>")]
-    reflected = [prompt for prompt, *_ in asked if prompt.endswith("New plan:")]
-    assert "Plans that you made" not in plays[0]
+    assert episode.trials == 5
+    assert len(episode.steps) == 10
+    assert len(requests) == 14
+    play_prompts = [prompt for prompt, *_ in requests if prompt.endswith("\n>")]
+    reflected = [prompt for prompt, *_ in requests if prompt.endswith("New plan:")]
+    assert "Plans that you made" not in play_prompts[0]
     memory = "Plans that you made after failed attempts at the task below:\n"
-    assert f"{memory}Trial 1: look less.\nHere is the task.\n" in plays[2]
-    assert f"{memory}Trial 1: third\nTrial 2: fourth\nHere is the task.\n" in plays[8]
-    assert "> look\n" in reflected[0] and "STATUS: FAIL\n\nNew plan:" in reflected[0]
-    assert (
-        "two examples" not in reflected[0]
-        and "Plans from past attempts:\nTrial 1: look less.\n" in reflected[1]
-    )
+    assert f"{memory}Trial 1: look less.\nHere is the task.\n" in play_prompts[2]
+    assert f"{memory}Trial 1: third\nTrial 2: fourth\nHere is the task.\n" in play_prompts[8]
+    assert "> look\n" in reflected[0]
+    assert "STATUS: FAIL\n\nNew plan:" in reflected[0]
+    assert "two examples" not in reflected[0]
+    assert "Plans from past attempts:\nTrial 1: look less.\n" in reflected[1]
 
     config = configure("reflexion", agent={"trials": 3}, env={"max_turns": 30})
     episode, _ = play(config, ["look"] * 30 + ["walk"] + oracle_actions(config))
     # It stops when it has won.
-    assert episode.outcome.won and episode.trials == 2 and episode.steps[-1][0] == 2
+    assert episode.outcome.won
+    assert episode.trials == 2
+    assert episode.steps[-1][0] == 2
 
 
 # --- search
-# ----------------------------------------------------------------------------------------------------------
 
 
-def searching(kind, **more):
-    env = {
+def searching(kind, **sections):
+    settings = {
         "name": "search",
         "eval_split": "test",
         "max_turns": 4,
         "invalid_penalty": 0.01,
         "reward": 1.0,
     }
-    return configure(kind, env=env | {"entities": 50} | more.pop("env", {}), **more)
+    return configure(kind, env=settings | {"entities": 50} | sections.pop("env", {}), **sections)
 
 
 def test_search_r1_goes_on_with_one_answer():
@@ -331,32 +349,35 @@ def test_search_r1_goes_on_with_one_answer():
         "nothing useful",
         "<search>a</search><answer>b",
     ]
-    episode, asked = play(config, answers)
-    prompts = {prompt for prompt, *_ in asked}
-    assert len(prompts) == 1 and prompts.pop().endswith(
-        f"<answer> Beijing </answer>. Question: {question}\n"
-    )
-    first, second, third = (start for _, start, *_ in asked)
-    found = episode.steps[0][2].observation
-    assert found.startswith('<information>{"result": "Doc 1: ')
-    assert first == ""
-    assert second == f"<think>Hm.</think>\n<search> {question} </search>\n\n{found}\n\n"
-    assert third.startswith(f"{second}nothing useful\nMy action is invalid.")
+    episode, requests = play(config, answers)
+    prompts = {prompt for prompt, *_ in requests}
+    assert len(prompts) == 1
+    assert prompts.pop().endswith(f"<answer> Beijing </answer>. Question: {question}\n")
+    first_start, second_start, third_start = (start for _, start, *_ in requests)
+    documents = episode.steps[0][2].observation
+    assert documents.startswith('<information>{"result": "Doc 1: ')
+    assert first_start == ""
+    assert second_start == f"<think>Hm.</think>\n<search> {question} </search>\n\n{documents}\n\n"
+    assert third_start.startswith(f"{second_start}nothing useful\nMy action is invalid.")
     assert actions_of(episode) == [f"search[{question}]", "", "answer[b]"]
     assert valid_of(episode) == [True, False, True]
-    assert asked[0][2] == ("</search>", "</answer>")
+    assert requests[0][2] == ("</search>", "</answer>")
 
 
 def test_search_r1_and_react_answer_right():
     pytest.importorskip("bm25s")
     for kind in ("search-r1", "react"):
         config = searching(kind)
-        gold = eval_tasks(make_factory(config), "test", 1, 0)[0].payload.answers[0]
-        answer = f"<answer>{gold}" if kind == "search-r1" else f"Finish[{gold}]"
-        episode, asked = play(config, ["<search>x" if kind == "search-r1" else "Search[x]", answer])
-        assert episode.outcome.won and actions_of(episode) == ["search[x]", f"answer[{gold}]"]
-    assert "> Search[" in asked[0][0] and "> Finish[" in asked[0][0]
-    assert asked[1][0].endswith(f"\n> Search[x]\n{episode.steps[0][2].observation}\n>")
+        right_answer = eval_tasks(make_factory(config), "test", 1, 0)[0].payload.answers[0]
+        answer = f"<answer>{right_answer}" if kind == "search-r1" else f"Finish[{right_answer}]"
+        episode, requests = play(
+            config, ["<search>x" if kind == "search-r1" else "Search[x]", answer]
+        )
+        assert episode.outcome.won
+        assert actions_of(episode) == ["search[x]", f"answer[{right_answer}]"]
+    assert "> Search[" in requests[0][0]
+    assert "> Finish[" in requests[0][0]
+    assert requests[1][0].endswith(f"\n> Search[x]\n{episode.steps[0][2].observation}\n>")
 
 
 def test_react_shops():
@@ -365,10 +386,11 @@ def test_react_shops():
         "react", env={"name": "webshop", "eval_split": "test", "max_turns": 15, "products": 200}
     )
     actions = oracle_actions(config)
-    episode, asked = play(config, ["I would buy something.", *actions])
-    assert episode.outcome.won and episode.outcome.score == 1.0
+    episode, requests = play(config, ["I would buy something.", *actions])
+    assert episode.outcome.won
+    assert episode.outcome.score == 1.0
     assert valid_of(episode) == [False] + [True] * len(actions)
-    assert "\n> click[buy now]\n" in asked[0][0]
+    assert "\n> click[buy now]\n" in requests[0][0]
 
 
 def test_agents_that_answer_questions_play_no_household():
@@ -378,22 +400,25 @@ def test_agents_that_answer_questions_play_no_household():
 
 def test_react_plays_an_environment_of_ones_own_by_its_admissible_actions():
     example = Path(__file__).parents[2] / "docs" / "example_environment.py"
-    episode, asked = play(configure("react", env={"name": f"{example}:Guess"}), lambda *_: "50")
+    episode, requests = play(configure("react", env={"name": f"{example}:Guess"}), lambda *_: "50")
     assert (
-        asked[0][0].partition("\nHere is the task.\n")[2].startswith("Task: I think of a number.")
+        requests[0][0]
+        .partition("\nHere is the task.\n")[2]
+        .startswith("Task: I think of a number.")
     )
-    assert "\n(possible: 1, 2, 3, " in asked[0][0] and actions_of(episode)[0] == "50"
+    assert "\n(possible: 1, 2, 3, " in requests[0][0]
+    assert actions_of(episode)[0] == "50"
 
 
 # --- ZeroSearch
-# ------------------------------------------------------------------------------------------------------
 
 
 class Librarian:
-    """A chat model that always writes the same."""
+    """A chat model that always writes the same text."""
 
     def __init__(self, text):
-        self.text, self.asked = text, []
+        self.text = text
+        self.asked = []
 
     async def complete(self, prompt, **_):
         self.asked.append(prompt)
@@ -401,7 +426,7 @@ class Librarian:
 
 
 def test_a_simulated_search_engine():
-    """Its share of noise rises over training, and what a query finds stays."""
+    """The share of noise rises over training; the same query finds the same again."""
     model = Librarian(
         "Doc 1: Tik is\na town.\n\n**Doc 2:** It lies far away.\nDoc 3: More.\nDoc 4: Most."
     )
@@ -411,17 +436,13 @@ def test_a_simulated_search_engine():
     hits = simulator.search("where is Tik", 3)
     assert [hit.contents for hit in hits] == ["Tik is a town.", "It lies far away.", "More."]
     assert {hit.id for hit in hits} == {"useful/1", "useful/2", "useful/3"}
-    assert (
-        "generate 3 useful documents" in model.asked[0]
-        and "Query: where is Tik\n" in model.asked[0]
-    )
-    found = [simulator.search(f"query {i}", 1, step=50) for i in range(400)]
-    noisy = sum(hits[0].id.startswith("noisy") for hits in found)
-    assert (
-        120 <= noisy <= 180
-        and sum("noisy information" in prompt for prompt in model.asked) == noisy
-    )
-    assert found == [simulator.search(f"query {i}", 1, step=50) for i in range(400)]
+    assert "generate 3 useful documents" in model.asked[0]
+    assert "Query: where is Tik\n" in model.asked[0]
+    results = [simulator.search(f"query {number}", 1, step=50) for number in range(400)]
+    noisy_count = sum(hits[0].id.startswith("noisy") for hits in results)
+    assert 120 <= noisy_count <= 180
+    assert sum("noisy information" in prompt for prompt in model.asked) == noisy_count
+    assert results == [simulator.search(f"query {number}", 1, step=50) for number in range(400)]
     shares = [simulator.share(step) for step in (None, 0, 50, 100, 200)]
     assert shares == pytest.approx([0.1, 0.1, 0.1 + (4**0.5 - 1) / 3 * 0.8, 0.9, 0.9])
     model.text = "no documents here"

@@ -1,8 +1,9 @@
-"""Plays real tau2-bench, in an interpreter that has it: `python tau2_real.py DOMAIN`; one JSON line for each task.
+"""Plays real tau2-bench, in an interpreter that has it: `python tau2_real.py DOMAIN`; one JSON line
+for each task.
 
 The customer is a script in place of the LLM, who states the request and then, once answered,
-leaves; the agent makes the tool calls that the task itself lists, of every tenth task all but the
-last that changes anything.
+leaves; the agent makes the tool calls that the task itself lists, of every tenth task all but
+the last that changes anything.
 """
 
 import json
@@ -36,21 +37,21 @@ env = {
 config = Config.model_validate(
     {"model": {"path": "-"}, "env": {**env, "think": False, "reward": 1.0}}
 )
-factory, known = (
-    make_factory(config),
-    {task.id: task for task in registry.get_tasks_loader(sys.argv[1])()},
-)
+factory = make_factory(config)
+known = {task.id: task for task in registry.get_tasks_loader(sys.argv[1])()}
 tasks = eval_tasks(factory, "train", 0, 0) + eval_tasks(factory, "test", 0, 0)
 for number, task in enumerate(tasks):
     criteria = known[task.payload].evaluation_criteria
     if criteria.nl_assertions:  # an LLM judges the end
         print(json.dumps({"task": task.id, "judged": True}))
         continue
-    environment, calls = factory.make(), criteria.actions or []
+    environment = factory.make()
+    calls = criteria.actions or []
     writes = [
         act for act in calls if not act.name.startswith(("get_", "find_", "list_", "calculate"))
     ]
-    if leaves := number % 10 == 0 and bool(writes):
+    leaves = number % 10 == 0 and bool(writes)
+    if leaves:
         calls = [act for act in calls if act is not writes[-1]]
     first = environment.reset(task)
     answers = []

@@ -1,4 +1,5 @@
-"""ALFWorld's tasks are pure functions that never mix splits, its prompts those of the paper, letter by letter."""
+"""ALFWorld's tasks are pure functions that never mix splits, its prompts those of the paper,
+letter by letter."""
 
 import shutil
 from collections import Counter
@@ -49,7 +50,8 @@ def test_fingerprints_tell_games_apart(folder: Path):
         factory(difficulty="small", **kinds).fingerprint() for kinds in ({}, {"kinds": ["heat"]})
     )
     files = factory(data=folder).fingerprint()
-    assert len({tiny, small, heat, files}) == 4 and files.startswith("alfworld train ")
+    assert len({tiny, small, heat, files}) == 4
+    assert files.startswith("alfworld train ")
     path = next(folder.glob("json_2.1.1/valid_unseen/*/*/game.tw-pddl"))
     path.write_text(path.read_text() + " ")
     path.parent.parent.rename(path.parent.parent.with_name("pick_and_place_simple-other"))
@@ -58,7 +60,7 @@ def test_fingerprints_tell_games_apart(folder: Path):
 
 def test_kinds_and_splits_that_are_not_generated_and_an_engine_that_is_not_installed(monkeypatch):
     games = factory(difficulty="small", kinds=["two", "heat"])
-    assert {t.kind for t in train_tasks(games, 0, 20, seed=0)} == {"two", "heat"}
+    assert {task.kind for task in train_tasks(games, 0, 20, seed=0)} == {"two", "heat"}
     for settings, message in (
         ({"kinds": ["two"]}, '"two" is not offered by difficulty "tiny"'),
         ({"kinds": []}, r"env\.kinds is empty"),
@@ -103,41 +105,51 @@ def test_an_episode_ends_after_max_turns_and_nonsense_does_nothing():
     environment = games.make()
     environment.reset(train_tasks(games, 0, 1, seed=0)[0])
     first = environment.step("dance\n")
-    assert (first.observation, first.action, first.valid, first.done) == (
-        "Nothing happens.",
-        "dance",
-        False,
-        False,
-    )
+    assert first.observation == "Nothing happens."
+    assert first.action == "dance"
+    assert first.valid is False
+    assert first.done is False
     assert "did:\ndance\nsee:\nNothing happens." in environment.context()
     second = environment.step("look")
-    assert (second.valid, second.done, second.won, second.reward) == (True, True, False, 0.0)
+    assert second.valid is True
+    assert second.done is True
+    assert second.won is False
+    assert second.reward == 0.0
 
 
 # ---- games from files
 
 
 def test_training_goes_through_the_files_and_evaluation_draws(folder: Path):
-    games, again = factory(data=folder), factory(data=folder / "json_2.1.1")
-    # 21 tasks: three epochs of 7.
-    ids = [t.id for step in range(7) for t in train_tasks(games, step, 3, seed=0)]
-    assert (
-        len(set(ids[:7])) == len(set(ids[7:14])) == len(set(ids[14:])) == 7 and ids[:7] != ids[7:14]
-    )
-    assert ids == [t.id for t in train_tasks(again, 0, 21, seed=0)]
+    games = factory(data=folder)
+    same_games = factory(data=folder / "json_2.1.1")
+    ids = []
+    for step in range(7):  # 21 tasks: three epochs of 7
+        ids += [task.id for task in train_tasks(games, step, 3, seed=0)]
+    assert len(set(ids[:7])) == 7
+    assert len(set(ids[7:14])) == 7
+    assert len(set(ids[14:])) == 7
+    assert ids[:7] != ids[7:14]
+    assert ids == [task.id for task in train_tasks(same_games, 0, 21, seed=0)]
     assert (
         train_tasks(games, 0, 1, seed=0)[0].payload is train_tasks(games, 0, 1, seed=0)[0].payload
     )
-    whole = [t.id for t in eval_tasks(games, "valid_unseen", 0, seed=9)]
-    assert len(whole) == len(set(whole)) == 5 and whole == sorted(whole)
-    drawn, same, other = (
-        [t.id for t in eval_tasks(of, "valid_unseen", 40, seed=seed)]
-        for of, seed in ((games, 9), (again, 9), (games, 8))
-    )
-    assert {*drawn} <= {*whole} and max(Counter(drawn).values()) > 1 and drawn == same != other
-    some = sorted({t.kind for t in train_tasks(games, 0, 7, seed=0)})[0]
-    only = factory(data=folder, kinds=[some], eval_split="train")
-    assert {t.kind for t in train_tasks(only, 0, 7, seed=0)} == {some}
+    all_ids = [task.id for task in eval_tasks(games, "valid_unseen", 0, seed=9)]
+    assert len(all_ids) == 5
+    assert len(set(all_ids)) == 5
+    assert all_ids == sorted(all_ids)
+
+    def draw(games, seed):
+        return [task.id for task in eval_tasks(games, "valid_unseen", 40, seed=seed)]
+
+    drawn = draw(games, seed=9)
+    assert {*drawn} <= {*all_ids}
+    assert max(Counter(drawn).values()) > 1
+    assert drawn == draw(same_games, seed=9)
+    assert drawn != draw(games, seed=8)
+    kind = sorted({task.kind for task in train_tasks(games, 0, 7, seed=0)})[0]
+    one_kind = factory(data=folder, kinds=[kind], eval_split="train")
+    assert {task.kind for task in train_tasks(one_kind, 0, 7, seed=0)} == {kind}
 
 
 def test_the_index_saves_the_scan_and_sees_new_games(folder: Path, monkeypatch):
@@ -167,22 +179,22 @@ def test_bad_data_is_one_line(folder: Path):
     refused(r"unknown ALFWorld split '\.\./train'", split="../train")
     refused(r"holds no game of env\.kinds = \['two'\]", kinds=["two"])
     games = list(folder.glob("json_2.1.1/valid_unseen/*/*/game.tw-pddl"))
-    none = r"/valid_unseen holds no games .*paw data alfworld --download"
-    cut = r"game file .*game\.tw-pddl: Invalid JSON.*download the games again"
-    for content, message in (("{", cut), ('{"solvable": false}', none)):
+    no_games = r"/valid_unseen holds no games .*paw data alfworld --download"
+    cut_off = r"game file .*game\.tw-pddl: Invalid JSON.*download the games again"
+    for content, message in (("{", cut_off), ('{"solvable": false}', no_games)):
         for path in games:
             path.write_text(content)
             path.parent.parent.touch()  # as a folder whose games changed
         refused(message)
     for path in games:
         path.unlink()
-    refused(none)
-    for place, message in (
+    refused(no_games)
+    for removed, message in (
         (folder / "json_2.1.1" / "valid_unseen", r"no split 'valid_unseen' \(it has: train\)"),
         (folder / "json_2.1.1", r"env\.data: .*/data holds no ALFWorld games"),
         (folder, r"env\.data: .*/data is not a folder .*paw data alfworld --download"),
     ):
-        shutil.rmtree(place)
+        shutil.rmtree(removed)
         refused(message)
 
 
@@ -240,10 +252,13 @@ def test_paper_later_turn():
     # Braces in game text are left alone.
     prompt = PaperStyle().prompt("{task} {0}", past, "{z}", ["look"])
     shown = "[Observation 3: 'see 3', Action 3: 'do 3']\n[Observation 4: 'see 4', Action 4: 'do 4']\nYou are now"
-    assert shown in prompt and "{task} {0}" in prompt and "{z}" in prompt
+    assert shown in prompt
+    assert "{task} {0}" in prompt
+    assert "{z}" in prompt
     assert "already taken 4 step(s). Below are the most recent 2 observations" in prompt
     without = PaperStyle(history=0).prompt(*THIRD)
-    assert "Your task is to: put a mug in shelf." in without and "[Observation" not in without
+    assert "Your task is to: put a mug in shelf." in without
+    assert "[Observation" not in without
 
 
 def test_compact_prompts():

@@ -1,4 +1,5 @@
-"""Generated household games: the same for the same seed, solvable, of the promised size, never in two splits."""
+"""Generated household games: the same for the same seed, solvable, of the promised size, never
+in two splits."""
 
 import json
 import random
@@ -29,30 +30,33 @@ def test_every_game_starts_unsolved_and_its_walkthrough_wins(seed, level, data):
         assert command in household.admissible
         household.step(command)
     assert household.won
-    assert game.task.startswith("Your task is to: ") and game.task.endswith(".")
+    assert game.task.startswith("Your task is to: ")
+    assert game.task.endswith(".")
     assert len(game.walkthrough) <= 12
-    for _, type_, index in game.scene.objects:
-        assert type_ == "DeskLamp" or type_ in HOLDS[game.scene.receptacles[index][1]]
+    for _, object_type, index in game.scene.objects:
+        assert object_type == "DeskLamp" or object_type in HOLDS[game.scene.receptacles[index][1]]
 
 
 def test_splits_never_share_a_game_and_a_stream_can_be_entered_anywhere():
-    whole = [game.scene for game in games("train", 0, 12, seed=3, difficulty="tiny")]
-    assert [game.scene for game in games("train", 7, 5, seed=3, difficulty="tiny")] == whole[7:]
-    assert [game.scene for game in games("train", 0, 12, seed=4, difficulty="tiny")] != whole
-    scene = whole[0]
-    renamed = tuple((f"{id_}9", type_, place) for id_, type_, place in scene.receptacles)
+    stream = [game.scene for game in games("train", 0, 12, seed=3, difficulty="tiny")]
+    assert [game.scene for game in games("train", 7, 5, seed=3, difficulty="tiny")] == stream[7:]
+    assert [game.scene for game in games("train", 0, 12, seed=4, difficulty="tiny")] != stream
+    scene = stream[0]
+    renamed = tuple(
+        (f"{receptacle_id}9", receptacle_type, place)
+        for receptacle_id, receptacle_type, place in scene.receptacles
+    )
     assert (
         replace(scene, sentence="other words", seed=1, receptacles=renamed).split() == scene.split()
     )
     assert replace(scene, receptacles=scene.receptacles[::-1]).content() != scene.content()
-    contents = [
-        {
-            game.scene.content()
-            for seed in (0, 1)
-            for game in games(split, 0, 100, seed=seed, difficulty="tiny")
-        }
-        for split in SPLITS
-    ]
+    contents = []
+    for split in SPLITS:
+        of_split = set()
+        for seed in (0, 1):
+            played = games(split, 0, 100, seed=seed, difficulty="tiny")
+            of_split.update(game.scene.content() for game in played)
+        contents.append(of_split)
     assert all(len(content) > 190 for content in contents)  # a split hardly repeats itself
     assert len(set.union(*contents)) == sum(map(len, contents))
 
@@ -67,20 +71,20 @@ def test_splits_never_share_a_game_and_a_stream_can_be_entered_anywhere():
     ],
 )
 def test_presets_keep_their_promises(level, kinds, receptacles, objects):
-    made = list(games("train", 0, 100, difficulty=level))
-    assert {game.kind for game in made} == set(kinds) and DIFFICULTIES[level].kinds == kinds
-    for game in made:
+    played_games = list(games("train", 0, 100, difficulty=level))
+    assert {game.kind for game in played_games} == set(kinds)
+    assert DIFFICULTIES[level].kinds == kinds
+    for game in played_games:
         # a bathroom has no more receptacles than its table allows, whatever the preset would like
         assert min(receptacles[0], 8) <= len(game.scene.receptacles) <= receptacles[1]
         assert objects[0] <= len(game.scene.objects) <= objects[1]
     if level == "tiny":
-        assert all(
-            game.names[id_].endswith(" 1")
-            for game in made
-            for id_ in (*game.location, *game.object_type)
-        )
+        for game in played_games:
+            for object_id in (*game.location, *game.object_type):
+                assert game.names[object_id].endswith(" 1")
     if level == "full":
-        assert {game.scene.floor_plan // 100 for game in made} == {0, 2, 3, 4}  # all four rooms
+        rooms = {game.scene.floor_plan // 100 for game in played_games}
+        assert rooms == {0, 2, 3, 4}  # all four
 
 
 @settings(max_examples=20, deadline=None)
@@ -89,60 +93,68 @@ def test_a_written_game_plays_like_the_one_in_memory(tmp_path_factory, seed, lev
     (game,) = games("train", 0, 1, seed=seed, difficulty=level)
     path = write(game, tmp_path_factory.mktemp("games"))
     loaded = Game.load(path)
-    assert (loaded.walkthrough, loaded.kind) == (game.walkthrough, game.kind)
-    ours, theirs, rng = Household(game), Household(loaded), random.Random(seed)
-    assert ours.reset() == theirs.reset()
+    assert loaded.walkthrough == game.walkthrough
+    assert loaded.kind == game.kind
+    in_memory = Household(game)
+    from_file = Household(loaded)
+    generator = random.Random(seed)
+    assert in_memory.reset() == from_file.reset()
     for _ in range(30):
-        assert ours.admissible == theirs.admissible
-        command = rng.choice(ours.admissible)
-        assert (ours.step(command), ours.won) == (theirs.step(command), theirs.won)
+        assert in_memory.admissible == from_file.admissible
+        command = generator.choice(in_memory.admissible)
+        assert in_memory.step(command) == from_file.step(command)
+        assert in_memory.won == from_file.won
     # As ALFWorld calls and describes it.
     kind, object_, _, parent, scene = path.parent.parent.name.split("-")
     trajectory = json.loads((path.parent / "traj_data.json").read_text())
     parameters = trajectory["pddl_params"]
-    assert kind == trajectory["task_type"] == TASK_TYPES[game.kind] and trajectory["scene"][
-        "scene_num"
-    ] == int(scene)
+    assert kind == trajectory["task_type"] == TASK_TYPES[game.kind]
+    assert trajectory["scene"]["scene_num"] == int(scene)
     target = "toggle_target" if game.kind == "look" else "parent_target"
-    assert (parameters["object_target"], parameters[target]) == (object_, parent)
+    assert parameters["object_target"] == object_
+    assert parameters[target] == parent
     data = json.loads(path.read_text())
     assert data["solvable"] is True
     assert set(data) == {"pddl_domain", "grammar", "pddl_problem", "solvable", "walkthrough"}
 
 
 def test_every_object_of_a_room_has_a_place_in_it():
-    for room in (room for difficulty in DIFFICULTIES.values() for room in difficulty.rooms):
-        for type_ in room.objects:
-            assert any(type_ in HOLDS[receptacle] for receptacle in room.receptacles), type_
+    for difficulty in DIFFICULTIES.values():
+        for room in difficulty.rooms:
+            places = [HOLDS[receptacle] for receptacle in room.receptacles]
+            for object_type in room.objects:
+                assert any(object_type in place for place in places), object_type
 
 
 def test_tables_and_data_are_alfworlds():
     constants = pytest.importorskip("alfworld.gen.constants")
     library = pytest.importorskip("alfworld.gen.goal_library")
-    info = pytest.importorskip("alfworld.info")
+    alfworld_info = pytest.importorskip("alfworld.info")
 
-    def whole(types):
-        return {type_ for type_ in types if not type_.endswith("Sliced")}
+    def unsliced(object_types):
+        return {object_type for object_type in object_types if not object_type.endswith("Sliced")}
 
-    for receptacle, types in HOLDS.items():
-        assert set(types) == whole(constants.VAL_RECEPTACLE_OBJECTS[receptacle])
+    for receptacle, object_types in HOLDS.items():
+        assert set(object_types) == unsliced(constants.VAL_RECEPTACLE_OBJECTS[receptacle])
     for predicate in ("Cleanable", "Heatable", "Coolable", "Sliceable"):
-        assert ABILITIES[predicate.lower()] == whole(constants.VAL_ACTION_OBJECTS[predicate])
+        assert ABILITIES[predicate.lower()] == unsliced(constants.VAL_ACTION_OBJECTS[predicate])
     assert ABILITIES["isReceptacleObject"] == constants.MOVABLE_RECEPTACLES_SET
     for kind, task_type in TASK_TYPES.items():
         goal = library.gdict[task_type]["pddl"].format(
             obj="Mug", recep="Desk", toggle="Desk", mrecep=""
         )
-        ours = f"(:goal (and {GOALS[kind].format(object='Mug', target='Desk')})))"
-        assert "".join(ours.split()) == "".join(goal.replace("#", "-").split())
+        own_goal = f"(:goal (and {GOALS[kind].format(object='Mug', target='Desk')})))"
+        assert "".join(own_goal.split()) == "".join(goal.replace("#", "-").split())
         templates = [
-            s.format(obj="O", recep="T", toggle="T", mrecep="")
-            for s in library.gdict[task_type]["templates"]
+            sentence.format(obj="O", recep="T", toggle="T", mrecep="")
+            for sentence in library.gdict[task_type]["templates"]
         ]
-        assert [s.format(object="O", target="T") for s in SENTENCES[kind]] == templates
+        assert [
+            sentence.format(object="O", target="T") for sentence in SENTENCES[kind]
+        ] == templates
     for name, path in (
-        ("alfred.pddl", info.ALFRED_PDDL_PATH),
-        ("alfred.twl2", info.ALFRED_TWL2_PATH),
+        ("alfred.pddl", alfworld_info.ALFRED_PDDL_PATH),
+        ("alfred.twl2", alfworld_info.ALFRED_TWL2_PATH),
     ):
         with open(path, "rb") as file:  # noqa: PTH123
             assert (_DATA / name).read_bytes() == file.read()

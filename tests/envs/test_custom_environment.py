@@ -1,4 +1,5 @@
-"""A user's own environment: classes, objects and factories, the example of the docs, and one line for each mistake."""
+"""A user's own environment: classes, objects and factories, the example of the docs, and one
+line for each mistake."""
 
 from pathlib import Path
 
@@ -20,7 +21,7 @@ NAME = f"{EXAMPLE}:Guess"
 
 
 def read_page() -> dict:
-    """What the blocks of docs/environments.md define that are in no list."""
+    """What the code blocks of docs/environments.md define, except those in lists."""
     page: dict = {}
     for block in (
         EXAMPLE.with_name("environments.md").read_text(encoding="utf-8").split("\n```python\n")[1:]
@@ -32,7 +33,8 @@ def read_page() -> dict:
 
 
 PAGE = read_page()
-Count, CountFactory = PAGE["Count"], PAGE["CountFactory"]
+Count = PAGE["Count"]
+CountFactory = PAGE["CountFactory"]
 
 
 class CountConfigured(Count):
@@ -41,7 +43,11 @@ class CountConfigured(Count):
 
 
 class Counting(CountFactory):
-    name, reward_max, invalid_penalty, may_block, distinct_eval = "counting", 5.0, 0.5, True, False
+    name = "counting"
+    reward_max = 5.0
+    invalid_penalty = 0.5
+    may_block = True
+    distinct_eval = False
 
     def fingerprint(self):
         return "counting 1"
@@ -54,24 +60,23 @@ def configure(name=NAME, **env):
 @pytest.mark.parametrize("given", [Count(), CountConfigured])
 def test_an_environment_alone_is_enough(given):
     factory = make_factory(configure(invalid_penalty=0.3), given)
-    assert (factory.name, factory.reward_max, factory.may_block) == (
-        type(factory.make()).__name__.lower(),
-        1.0,
-        False,
-    )
-    assert (
-        factory.invalid_penalty == 0.3
-        and factory.fingerprint() == factory.name
-        and factory.distinct_eval
-    )
+    assert factory.name == type(factory.make()).__name__.lower()
+    assert factory.reward_max == 1.0
+    assert factory.may_block is False
+    assert factory.invalid_penalty == 0.3
+    assert factory.fingerprint() == factory.name
+    assert factory.distinct_eval
     held_out = eval_tasks(factory, "valid_unseen", 0, 0)
     assert [task.id for task in held_out] == ["11", "21", "31"]
     assert [task.id for task in eval_tasks(factory, "valid_unseen", 2, 5)] == ["31", "21"]
     epoch = train_tasks(factory, 0, 35, 0)
     assert {task.id for task in epoch} == {task.id for task in Count.tasks} - {"11", "21", "31"}
     assert train_tasks(factory, 1, 9, 0) == epoch[9:18] != train_tasks(factory, 1, 9, 1)
-    first, second = factory.make(), factory.make()
-    assert first is not second and first.reset(epoch[0]) and not hasattr(second, "left")
+    environment = factory.make()
+    other_environment = factory.make()
+    assert environment is not other_environment
+    assert environment.reset(epoch[0])
+    assert not hasattr(other_environment, "left")
     with pytest.raises(
         UserError, match=r"has no oracle\(\), which the quickstart's model imitates; set model.path"
     ):
@@ -80,14 +85,14 @@ def test_an_environment_alone_is_enough(given):
 
 def test_a_factory_says_the_rest():
     factory = make_factory(configure(invalid_penalty=0.3), Counting)
-    found = (
+    values = (
         factory.name,
         factory.reward_max,
         factory.invalid_penalty,
         factory.may_block,
         factory.fingerprint(),
     )
-    assert found == ("counting", 5.0, 0.5, True, "counting 1")
+    assert values == ("counting", 5.0, 0.5, True, "counting 1")
     assert [task.id for task in train_tasks(factory, 2, 2, 7)] == ["train/7/4", "train/7/5"]
     assert len(eval_tasks(factory, "test", 40, 0)) == 40  # drawn with replacement
     assert len(eval_tasks(factory, "train", 0, 0)) == 256  # of an endless split
@@ -112,16 +117,16 @@ def raising(*_):
 
 @pytest.mark.parametrize("tasks", [raising, lambda *_: None, lambda *_: iter("ab"), 7, {1, 2}])
 def test_tasks_that_cannot_be_had_are_one_line(tasks):
-    own = {"tasks": staticmethod(tasks) if callable(tasks) else tasks}
-    factory = make_factory(configure(), type("Game", (Count,), own))
+    members = {"tasks": staticmethod(tasks) if callable(tasks) else tasks}
+    factory = make_factory(configure(), type("Game", (Count,), members))
     with pytest.raises(UserError, match=r"Game.tasks\('train', 0\): (OSError: no share|TypeError)"):
         train_tasks(factory, 0, 1, 0)
 
 
 def test_a_task_that_cannot_be_had_later_is_one_line():
     class Lazy(list):
-        def __getitem__(self, i):
-            return raising() if i else super().__getitem__(i)
+        def __getitem__(self, index):
+            return raising() if index else super().__getitem__(index)
 
     factory = make_factory(
         configure(), type("Game", (Count,), {"tasks": lambda *_: Lazy(Count.tasks)})
@@ -152,7 +157,8 @@ def test_what_is_missing_is_named_in_one_line():
     ):
         with pytest.raises(UserError, match=message) as caught:
             make_factory(configure(), given)
-        assert str(caught.value).startswith("env = ") and "\n" not in str(caught.value)
+        assert str(caught.value).startswith("env = ")
+        assert "\n" not in str(caught.value)
 
 
 def test_the_environment_made_as_a_check_is_closed_again():
@@ -189,17 +195,19 @@ def test_training_refuses_it_before_anything_is_loaded(capsys, tmp_path, monkeyp
         EXAMPLE.read_text(encoding="utf-8").replace("def context", "def prompt")
     )
     monkeypatch.syspath_prepend(EXAMPLE.parent)
-    words = ["train", "quickstart", "--model.path", ".", "--env.name"]
-    assert cli.main([*words, "mine.py:Guess"]) == 2
+    command = ["train", "quickstart", "--model.path", ".", "--env.name"]
+    assert cli.main([*command, "mine.py:Guess"]) == 2
     error = capsys.readouterr().err
-    assert "Guess lacks context; see docs/environments.md" in error and error.count("\n") == 1
-    assert cli.main([*words, "example_environment:Guess"]) == 2
+    assert "Guess lacks context; see docs/environments.md" in error
+    assert error.count("\n") == 1
+    assert cli.main([*command, "example_environment:Guess"]) == 2
     assert "model.path = '.'" in capsys.readouterr().err  # one step further
 
 
 def test_the_examples_of_the_page_keep_the_rules():
     for given, endless in ((Count, False), (CountFactory, True)):
         config = load("quickstart", {"env.name": given, "model.path": "-", "env.max_turns": 50})
-        found = check(Subject(lambda config=config: make_factory(config), config.env))
-        assert [finding.seen for finding in found if not finding.ok] == [] and len(found) == 15
-        assert ("'train': endless" in found[1].seen) == endless
+        findings = check(Subject(lambda config=config: make_factory(config), config.env))
+        assert [finding.seen for finding in findings if not finding.ok] == []
+        assert len(findings) == 15
+        assert ("'train': endless" in findings[1].seen) == endless

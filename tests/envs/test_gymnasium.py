@@ -61,13 +61,13 @@ for kind in (Letter, Door, Stuck):
 def load(tmp_path, name, **env):
     (tmp_path / "games.py").write_text(GAMES)
     (tmp_path / "rules.txt").write_text("Answer with one letter.")
-    given = {
+    settings = {
         "name": "gymnasium",
         "id": name,
         "module": f"{tmp_path}/games.py",
         "instruction": f"{tmp_path}/rules.txt",
     }
-    return load_played(None, {f"env.{key}": value for key, value in (given | env).items()})
+    return load_played(None, {f"env.{key}": value for key, value in (settings | env).items()})
 
 
 @pytest.mark.parametrize(
@@ -76,33 +76,33 @@ def load(tmp_path, name, **env):
 def test_it_keeps_the_rules(tmp_path, name, actions):
     config = load(tmp_path, name)
     findings = check(Subject(lambda: make_factory(config), config.env))
-    assert len(findings) == 15 and not [finding for finding in findings if not finding.ok]
+    assert len(findings) == 15
+    assert not [finding for finding in findings if not finding.ok]
     environment = CheckedEnv(make_factory(config).make(), config.env)
     environment.reset(train_tasks(make_factory(config), 0, 1, 0)[0])
     assert environment.admissible_actions() == actions
-    assert not environment.step("5").valid and environment.step((actions or ["d"])[-1]).valid
+    assert not environment.step("5").valid
+    assert environment.step((actions or ["d"])[-1]).valid
 
 
 def test_an_episode_is_a_conversation(tmp_path):
     config = load(tmp_path, "paw/Letter-v0", **{"kwargs.tries": "2"})
     factory = make_factory(config)
-    environment, returns = CheckedEnv(factory.make(), config.env), set()
+    environment = CheckedEnv(factory.make(), config.env)
+    returns = set()
     for task in train_tasks(factory, 0, 8, 0):
         assert environment.reset(task) == "name a letter tries: 2"
         invalid = environment.step("the letter a")
-        assert (
-            not invalid.valid
-            and not invalid.done
-            and "it is not in Text(1, 1" in invalid.observation
-        )
+        assert not invalid.valid
+        assert not invalid.done
+        assert "it is not in Text(1, 1" in invalid.observation
         system, *others = environment.context()
         assert system == {"role": "system", "content": "Answer with one letter."}
         assert [message["role"] for message in others] == ["user", "assistant", "user"]
         outcome = environment.step("<think>b?</think> b ")
         outcome = outcome if outcome.done else environment.step("c")
-        assert outcome.done and outcome.won == (outcome.observation == "right") == (
-            outcome.reward == 1.0
-        )
+        assert outcome.done
+        assert outcome.won == (outcome.observation == "right") == (outcome.reward == 1.0)
         returns.add(outcome.reward)
     assert returns == {0.0, 1.0}
 
@@ -111,21 +111,24 @@ def test_it_plays_in_a_process(tmp_path):
     config = load(tmp_path, "paw/Door-v0", processes="1")
     factory = make_factory(config)
     environment = CheckedEnv(factory.make(), config.env)
-    assert environment.reset(
-        train_tasks(factory, 0, 1, 0)[0]
-    ) and environment.admissible_actions() == ["push", "pull"]
-    assert not environment.step("5").valid and environment.step("pull").valid
+    assert environment.reset(train_tasks(factory, 0, 1, 0)[0])
+    assert environment.admissible_actions() == ["push", "pull"]
+    assert not environment.step("5").valid
+    assert environment.step("pull").valid
     with pytest.raises(UserError, match="it cannot be made: NameNotFound"):
         make_factory(load(tmp_path, "paw/Lettre-v0", processes="1"))
 
 
 def test_one_that_hangs_costs_its_episode(tmp_path):
-    config, chat = load(tmp_path, "paw/Stuck-v0", step_timeout_s="0.2"), make_chat()
+    config = load(tmp_path, "paw/Stuck-v0", step_timeout_s="0.2")
+    chat = make_chat()
     factory = make_factory(config)
     rollouts = Rollouts(factory, Scripted(chat, lambda prompt: "a"), chat, config)
     options = {"group_size": 2, "temperature": 1.0, "seed": 0, "stream": "t"}
-    groups, stats = rollouts.play_tasks(train_tasks(factory, 0, 1, 0), **options)
-    assert not groups and len(stats.failures) == 2 and "no answer within 0.2 s" in stats.failures[0]
+    groups, statistics = rollouts.play_tasks(train_tasks(factory, 0, 1, 0), **options)
+    assert not groups
+    assert len(statistics.failures) == 2
+    assert "no answer within 0.2 s" in statistics.failures[0]
 
 
 @pytest.mark.parametrize(

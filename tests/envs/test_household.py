@@ -1,4 +1,5 @@
-"""The native ALFWorld engine: what it says, allows and refuses to read; and the real engine, which says the same."""
+"""The native ALFWorld engine: what it says, allows and refuses to read; and the real engine,
+which says the same."""
 
 import json
 import os
@@ -23,14 +24,17 @@ from paw.errors import UserError
 from paw.types import Task
 
 GAMES = int(os.environ.get("PAW_TEXTWORLD_GAMES", "6"))
-"""Official games played with the real engine, and generated ones; hundreds are for a machine of one's own."""
+"""Official games played with the real engine, and generated ones; hundreds are for a machine of
+one's own."""
 HANDLING = ("take", "move", "open", "close", "clean", "heat", "cool", "slice", "use")
 
 
 def two_cabinets(kind: str) -> str:
     """A problem: put two mugs in a cabinet, or look at a mug under the lamp."""
-    goal = GOALS[kind].format(object="Mug", target="DeskLamp" if kind == "look" else "Cabinet")
-    return Path(__file__).with_name("two_cabinets.pddl").read_text().replace("GOAL", goal)
+    conditions = GOALS[kind].format(
+        object="Mug", target="DeskLamp" if kind == "look" else "Cabinet"
+    )
+    return Path(__file__).with_name("two_cabinets.pddl").read_text().replace("GOAL", conditions)
 
 
 def kitchen() -> Household:
@@ -38,7 +42,7 @@ def kitchen() -> Household:
 
 
 def play(household: Household, *commands: str) -> str:
-    """Feedback of the last command; every one must be admissible."""
+    """Returns the feedback of the last command. Every command must be admissible."""
     feedback = ""
     for command in commands:
         assert command in household.admissible, command
@@ -134,17 +138,24 @@ def test_expert_gathers_two_objects_that_lie_in_two_targets():
             play(household, oracle(household))
     assert household.won
     household.reset()
-    assert not household.won and household.held is None
+    assert not household.won
+    assert household.held is None
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from(KINDS), wander=st.integers(0, 80))
 def test_expert_wins_from_wherever_random_play_leads(seed, kind, wander):
     household = Household(*games("train", 0, 1, seed=seed, difficulty="small", kinds=[kind]))
-    rng = random.Random(seed)
+    generator = random.Random(seed)
     for _ in range(wander):
-        handling = [c for c in household.admissible if not c.startswith(("go to", "examine"))]
-        household.step(rng.choice(handling if rng.random() < 0.6 else household.admissible))
+        handling = [
+            command
+            for command in household.admissible
+            if not command.startswith(("go to", "examine"))
+        ]
+        household.step(
+            generator.choice(handling if generator.random() < 0.6 else household.admissible)
+        )
     for _ in range(20):
         if household.won:
             return
@@ -154,7 +165,8 @@ def test_expert_wins_from_wherever_random_play_leads(seed, kind, wander):
 
 @pytest.mark.slow
 def test_every_official_walkthrough_and_the_expert_win(official_games, tmp_path):
-    kinds, count = dict.fromkeys(KINDS, 0), 0
+    kinds = dict.fromkeys(KINDS, 0)
+    count = 0
     path = tmp_path / index.GAME_FILE
     for name, data in official_games():
         path.write_text(json.dumps(data))
@@ -172,8 +184,10 @@ def test_every_official_walkthrough_and_the_expert_win(official_games, tmp_path)
 
 def test_a_damaged_file_is_one_clear_line(tmp_path):
     path = write(*games("train", 3, 1, difficulty="tiny"), tmp_path)
-    text, data = path.read_text(), json.loads(path.read_text())
-    problem, grammar = data["pddl_problem"], data["grammar"].replace("move {o} to", "put {o} in")
+    text = path.read_text()
+    data = json.loads(path.read_text())
+    problem = data["pddl_problem"]
+    grammar = data["grammar"].replace("move {o} to", "put {o} in")
     for content, complaint in (
         (text[: len(text) // 2], "Invalid JSON"),
         ("\udcff", "Invalid JSON"),
@@ -198,16 +212,16 @@ def test_a_damaged_file_is_one_clear_line(tmp_path):
         changed = content if isinstance(content, str) else json.dumps(data | content)
         path.write_bytes(changed.encode(errors="surrogateescape"))
         assert complaint in refused(path)
-    assert "cannot be read" in refused(tmp_path / "absent") and "cannot be read" in refused(
-        tmp_path
-    )
+    assert "cannot be read" in refused(tmp_path / "absent")
+    assert "cannot be read" in refused(tmp_path)
 
 
 def refused(path: Path) -> str:
     with pytest.raises(UserError) as error:
         Game.load(path)
     message = str(error.value)
-    assert str(path) in message and "\n" not in message
+    assert str(path) in message
+    assert "\n" not in message
     return message
 
 
@@ -217,34 +231,37 @@ def make_factory(**settings) -> AlfworldFactory:
 
 @pytest.fixture(scope="module")
 def both():
-    """An environment of the native engine, and one of the real engine, which takes seconds to start."""
+    """An environment of the native engine, and one of the real engine, which takes seconds to
+    start."""
     pytest.importorskip("textworld", reason="the real engine needs the package textworld")
     pytest.importorskip("alfworld", reason="the real engine needs the package alfworld")
-    native, real = make_factory().make(), make_factory(backend="textworld").make()
+    native = make_factory().make()
+    real = make_factory(backend="textworld").make()
     yield native, real
     real.close()
 
 
-def play_both(both, task: Task, rng: random.Random, wander: int) -> bool:
+def play_both(both, task: Task, generator: random.Random, wander: int) -> bool:
     """Whether `task` was won, over `wander` mostly random steps and the rest of the walkthrough."""
     native, real = both
     assert real.reset(task) == native.reset(task)
     walkthrough = list(task.payload.walkthrough or [])
     while wander > 0 or walkthrough:
         assert real.context() == native.context(), task.id
-        admissible, draw = native.admissible_actions(), rng.random()
+        admissible = native.admissible_actions()
+        chance = generator.random()
         handling = [command for command in admissible if command.startswith(HANDLING)]
-        if walkthrough and (wander <= 0 or draw < 0.2):
+        if walkthrough and (wander <= 0 or chance < 0.2):
             command = walkthrough.pop(0)
-        elif draw < 0.25:
-            command = rng.choice(("look", "inventory", "help", "fly away"))
+        elif chance < 0.25:
+            command = generator.choice(("look", "inventory", "help", "fly away"))
         else:
-            command = rng.choice(handling if handling and draw < 0.65 else admissible)
+            command = generator.choice(handling if handling and chance < 0.65 else admissible)
         wander -= 1
-        ours = native.step(native.format_action(command))
-        assert real.step(real.format_action(command)) == ours, task.id
-        if ours.done:
-            return ours.won
+        outcome = native.step(native.format_action(command))
+        assert real.step(real.format_action(command)) == outcome, task.id
+        if outcome.done:
+            return outcome.won
     assert real.oracle() == native.oracle()
     return False
 
@@ -259,36 +276,42 @@ def test_official_games_match_the_real_engine(both, official_games, tmp_path, mo
         path.write_text(json.dumps(game))
     games = make_factory(data=tmp_path, eval_split="train", backend="textworld")
     assert games.fingerprint().startswith("textworld ")
-    rng, tasks = random.Random(0), eval_tasks(games, "train", 0, 0)
+    generator = random.Random(0)
+    tasks = eval_tasks(games, "train", 0, 0)
     assert len(tasks) == GAMES
-    for i, task in enumerate(tasks):
+    for number, task in enumerate(tasks):
         assert task.id.split("/")[1].startswith(TASK_TYPES[task.kind])
-        wander = (0, 15, 40)[i % 3]
-        assert play_both(both, task, rng, wander) or wander
+        wander = (0, 15, 40)[number % 3]
+        assert play_both(both, task, generator, wander) or wander
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_generated_games_match_the_real_engine(both):
-    rng = random.Random(1)
-    for i in range(GAMES):
-        level = list(DIFFICULTIES.values())[i % 4]
+    generator = random.Random(1)
+    for number in range(GAMES):
+        level = list(DIFFICULTIES.values())[number % 4]
         (game,) = games(
-            "train", i, 1, difficulty=level.name, kinds=[level.kinds[i % len(level.kinds)]]
+            "train",
+            number,
+            1,
+            difficulty=level.name,
+            kinds=[level.kinds[number % len(level.kinds)]],
         )
-        wander = (40, 15, 0)[i % 3]
-        assert play_both(both, Task("generated", game.kind, game), rng, wander) or wander
+        wander = (40, 15, 0)[number % 3]
+        assert play_both(both, Task("generated", game.kind, game), generator, wander) or wander
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_quirks_match_the_real_engine(both, tmp_path):
-    """Long random play where receptacles share a location, an object is cool from the start, and a knife is at hand."""
+    """Long random play where receptacles share a location, an object is cool from the start, and
+    a knife is at hand."""
     data = json.loads(write(*games("train", 0, 1, difficulty="tiny"), tmp_path).read_text())
-    rng = random.Random(2)
+    generator = random.Random(2)
     for kind in ("two", "look"):
         path = tmp_path / f"{kind}.tw-pddl"
         path.write_text(
             json.dumps({**data, "pddl_problem": two_cabinets(kind), "walkthrough": None})
         )
-        play_both(both, Task(kind, kind, Game.load(path)), rng, wander=80)
+        play_both(both, Task(kind, kind, Game.load(path)), generator, wander=80)

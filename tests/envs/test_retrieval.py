@@ -49,54 +49,71 @@ def news(tmp_path_factory) -> DenseRetriever:
 
 def write(path: Path, documents: list[tuple[str, str]]) -> Path:
     path.write_text(
-        "".join(json.dumps({"id": i, "contents": text}) + "\n" for i, text in documents)
+        "".join(
+            json.dumps({"id": document_id, "contents": text}) + "\n"
+            for document_id, text in documents
+        )
     )
     return path
 
 
 # --- BM25
-# ----------------------------------------------------------------------------------------------------------
 
 
 def test_bm25_scores_as_lucene():
-    """By hand: idf = ln(1 + (N - n + 0.5) / (n + 0.5)), times tf / (tf + k1 (1 - b + b length / mean length))."""
-    hit, other = Bm25(["red shoes shoes", "red hat", "blue hat"]).top("the red SHOE", 5)
-    red, shoe = math.log(1 + 1.5 / 2.5), math.log(1 + 2.5 / 1.5)
-    long, short = 0.9 * (0.6 + 0.4 * 3 / (7 / 3)), 0.9 * (0.6 + 0.4 * 2 / (7 / 3))
-    assert hit == (0, pytest.approx(red / (1 + long) + shoe * 2 / (2 + long)))
-    assert other == (1, pytest.approx(red / (1 + short)))
+    """By hand: idf = ln(1 + (N - n + 0.5) / (n + 0.5)), times tf / (tf + k1 (1 - b + b length /
+    mean length))."""
+    best, second = Bm25(["red shoes shoes", "red hat", "blue hat"]).top("the red SHOE", 5)
+    red_weight = math.log(1 + 1.5 / 2.5)
+    shoe_weight = math.log(1 + 2.5 / 1.5)
+    long_norm = 0.9 * (0.6 + 0.4 * 3 / (7 / 3))
+    short_norm = 0.9 * (0.6 + 0.4 * 2 / (7 / 3))
+    assert best == (
+        0,
+        pytest.approx(red_weight / (1 + long_norm) + shoe_weight * 2 / (2 + long_norm)),
+    )
+    assert second == (1, pytest.approx(red_weight / (1 + short_norm)))
 
 
 def test_bm25_splits_words_as_lucene():
     index = Bm25(["running shoes, size M", "the runner's socks", "a hat"])
-    found = [
-        [at for at, _ in index.top(query, 9)]
-        for query in ("run", "runner", "s", "m", "SOCK!", "THE a of")
-    ]
-    assert found == [[0], [1], [], [0], [1], []]
+    for query, expected in (
+        ("run", [0]),
+        ("runner", [1]),
+        ("s", []),
+        ("m", [0]),
+        ("SOCK!", [1]),
+        ("THE a of", []),
+    ):
+        assert [place for place, _ in index.top(query, 9)] == expected, query
     hits = Bm25(["red hat"] * 50 + ["red"] + ["blue"] * 50).top("red", 5)
-    assert [at for at, _ in hits] == [50, 0, 1, 2, 3]  # ties keep the order of the texts
+    assert [place for place, _ in hits] == [50, 0, 1, 2, 3]  # ties keep the order of the texts
     assert Bm25(["the", ""]).top("the red", 3) == []
 
 
 def test_a_saved_index_answers_the_same_and_is_mapped(tmp_path, cache):
     corpus = write(
-        tmp_path / "c.jsonl", [(f"d{i}", f"word{i % 7} word{i % 11} other{i}") for i in range(200)]
+        tmp_path / "c.jsonl",
+        [
+            (f"d{number}", f"word{number % 7} word{number % 11} other{number}")
+            for number in range(200)
+        ],
     )
     queries = ["word3 word5", "other17", "nothing", "word0 word0 other70"]
     first = make_retriever(SearchConfig(corpus=corpus)).search(queries, 7)
-    kept = {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
-    again = make_retriever(SearchConfig(corpus=corpus))
-    assert again.search(queries, 7) == first and [len(hits) for hits in first] == [7, 1, 0, 7]
-    assert kept and kept == {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
-    assert isinstance(again._index._scores.base, np.memmap) or isinstance(
-        again._index._scores, np.memmap
+    index_files = {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
+    reloaded = make_retriever(SearchConfig(corpus=corpus))
+    assert reloaded.search(queries, 7) == first
+    assert [len(hits) for hits in first] == [7, 1, 0, 7]
+    assert index_files
+    assert index_files == {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
+    assert isinstance(reloaded._index._scores.base, np.memmap) or isinstance(
+        reloaded._index._scores, np.memmap
     )
     assert first[1] == [Hit("d17", "word3 word6 other17", first[1][0].score)]
 
 
 # --- the corpus
-# ----------------------------------------------------------------------------------------------------
 
 
 def test_a_corpus_gives_its_documents(tmp_path):
@@ -124,7 +141,8 @@ def test_a_corpus_that_is_damaged_or_not_there_is_named(tmp_path, cache):
         path.write_bytes(b'{"id": 0, "contents": "good"}\n\n' + line.encode("latin-1"))
         with pytest.raises(UserError, match=r"bad\.jsonl, line 3: ") as error:
             Corpus(path)
-        assert reason in str(error.value) and "\n" not in str(error.value)
+        assert reason in str(error.value)
+        assert "\n" not in str(error.value)
         assert str(error.value).endswith(" (the last line: is the file cut off?)")
         assert not list(cache.iterdir())  # nothing half-made is left
     path.write_text("\n")
@@ -138,7 +156,6 @@ def test_a_corpus_that_is_damaged_or_not_there_is_named(tmp_path, cache):
 
 
 # --- dense
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_dense_finds_what_bm25_cannot(news):
@@ -146,35 +163,37 @@ def test_dense_finds_what_bm25_cannot(news):
     assert make_retriever(SearchConfig(), NEWS).search(queries, 3) == [[]] * len(queries)
     assert [hits[0].id for hits in news.search(queries, 1)] == list(PARAPHRASES.values())
     (hits,) = news.search([NEWS[2][1]], 100)
-    assert hits[0].id == "c" and hits[0].score == pytest.approx(1, abs=1e-5) and len(hits) == 5
+    assert hits[0].id == "c"
+    assert hits[0].score == pytest.approx(1, abs=1e-5)
+    assert len(hits) == 5
     assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
 
 
 def test_e5_gets_its_prefixes(tmp_path):
     (tmp_path / "e5-small").symlink_to(_folder(ENCODER, ""))
     retriever = DenseRetriever(NEWS, str(tmp_path / "e5-small"))
-    passage, query, bare = (
+    passage, query, unprefixed = (
         Embedding(ENCODER).encode([f"passage: {NEWS[0][1]}", "query: cat", NEWS[0][1]]).numpy()
     )
     assert np.allclose(retriever._vectors_ND[0], passage, atol=1e-5)
     assert retriever.search(["cat"], 1)[0][0].score == pytest.approx(
         float(query @ passage), abs=1e-5
     )
-    assert passage @ bare < 0.99  # what it is refused for if the prefix is missing
+    assert passage @ unprefixed < 0.99  # what it is refused for if the prefix is missing
 
 
 @pytest.fixture
 def loaded(news, monkeypatch) -> None:
-    """The encoder is not loaded again."""
+    """Reuses the encoder of `news` instead of loading it again."""
     monkeypatch.setattr(dense, "Embedding", lambda *_, **__: news._encoder)
 
 
 def test_an_interrupted_dense_index_goes_on_where_it_ended(news, loaded, cache, monkeypatch):
     class Interrupted(list):
-        def __getitem__(self, at):
-            if at == 4:
+        def __getitem__(self, index):
+            if index == 4:
                 raise KeyboardInterrupt
-            return super().__getitem__(at)
+            return super().__getitem__(index)
 
     monkeypatch.setattr(dense, "CHUNK", 2)
     with pytest.raises(KeyboardInterrupt):
@@ -190,10 +209,10 @@ def test_an_interrupted_dense_index_goes_on_where_it_ended(news, loaded, cache, 
         "_encode_passages",
         lambda self, part: written.append(part) or passages(self, part),
     )
-    again = DenseRetriever(NEWS, ENCODER)
+    resumed = DenseRetriever(NEWS, ENCODER)
     assert written == [slice(0, 1), slice(4, 6)]  # the check, and what was missing
     assert not list(cache.glob("*.part"))
-    assert np.allclose(again._vectors_ND, news._vectors_ND, atol=1e-5)
+    assert np.allclose(resumed._vectors_ND, news._vectors_ND, atol=1e-5)
 
 
 def test_search_r1s_index_beside_the_corpus_is_read(tmp_path, cache, news, loaded):
@@ -201,17 +220,18 @@ def test_search_r1s_index_beside_the_corpus_is_read(tmp_path, cache, news, loade
     index = faiss.IndexFlatIP(384)
     index.add(np.ascontiguousarray(news._vectors_ND))
     faiss.write_index(index, str(tmp_path / "MiniLM_Flat.index"))
-    found = DenseRetriever(Corpus(corpus), ENCODER)
-    assert found.search(list(PARAPHRASES), 3) == news.search(list(PARAPHRASES), 3)
+    retriever = DenseRetriever(Corpus(corpus), ENCODER)
+    assert retriever.search(list(PARAPHRASES), 3) == news.search(list(PARAPHRASES), 3)
     assert not list(cache.glob("dense-*"))
-    for name, documents, says in (
+    for name, documents, problem in (
         ("order", NEWS[::-1], "5 x 384"),
         ("count", NEWS[:4], "these 4 documents"),
     ):
-        (folder := tmp_path / name).mkdir()
+        folder = tmp_path / name
+        folder.mkdir()
         (folder / "MiniLM_Flat.index").write_bytes((tmp_path / "MiniLM_Flat.index").read_bytes())
         with pytest.raises(
             UserError, match=r"MiniLM_Flat\.index: .* that are not those of"
         ) as error:
             DenseRetriever(Corpus(write(folder / "wiki.jsonl", documents)), ENCODER)
-        assert says in str(error.value)
+        assert problem in str(error.value)

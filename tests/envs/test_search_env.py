@@ -1,9 +1,12 @@
-"""Search QA: the generated world, the paper's prompts literally, actions, exact match, episodes, files."""
+"""Search QA: the generated world, the paper's prompts literally, actions, exact match, episodes,
+files."""
 
 import json
 
 import pytest
 
+from paw.agents import zerosearch
+from paw.agents.endpoint import ChatCompletion
 from paw.config.sections import Config, ModelConfig
 from paw.envs import make_factory
 from paw.envs.base import admissible_responses, eval_tasks, train_tasks, warmup_tasks
@@ -31,14 +34,14 @@ def cache(tmp_path_factory, monkeypatch):
 
 def factory(**changes):
     generated = {} if "data" in changes else {"entities": 100}
-    env = ENV.model_copy(update=generated | changes)
-    return make_factory(Config(model=ModelConfig(path="-"), env=env))
+    settings = ENV.model_copy(update=generated | changes)
+    return make_factory(Config(model=ModelConfig(path="-"), env=settings))
 
 
 def shelf(**documents):
     """A search that finds the documents whose title is in the query."""
-    return lambda _, query: [
-        Hit(t, f'"{t}"\n{text}', 1.0) for t, text in documents.items() if t in query
+    return lambda question, query: [
+        Hit(title, f'"{title}"\n{text}', 1.0) for title, text in documents.items() if title in query
     ]
 
 
@@ -53,48 +56,53 @@ def episode(question=None, search=None, **changes):
 
 
 # --- the world
-# ----------------------------------------------------------------------------------------------------
 
 
 def test_a_world_follows_from_its_seed_and_has_every_kind():
     for entities in (20, 41, 59):
         small = World(entities, numbered=entities == 41)
-        assert len(small.entities) == len(small.documents) == entities and all(
-            split([small]).values()
-        )
+        assert len(small.entities) == entities
+        assert len(small.documents) == entities
+        assert all(split([small]).values())
         assert {entity.kind for entity in small.entities} == set(RELATIONS)
     worlds = [World(40), World(40, seed=1), World(41), World(40, numbered=True)]
     assert digest([World(40)]) == digest(worlds[:1])
     assert len({digest([world]) for world in worlds}) == 4
     # Of several worlds each is in one split.
-    parts = split(make_worlds(20, numbered=True, count=10))
-    found = {name: sorted({question.world for _, question in part}) for name, part in parts.items()}
-    assert found == {"test": [0, 1], "warmup": [2, 3, 4], "train": [5, 6, 7, 8, 9]}
+    splits = split(make_worlds(20, numbered=True, count=10))
+    worlds_of_split = {}
+    for name, questions in splits.items():
+        worlds_of_split[name] = sorted({question.world for _, question in questions})
+    assert worlds_of_split == {"test": [0, 1], "warmup": [2, 3, 4], "train": [5, 6, 7, 8, 9]}
 
 
 def test_each_hop_is_a_document_that_names_the_next_and_the_last_the_answer():
     world = World(300)
-    names = [name for entity in world.entities for name in set(map(normalize, entity.names))]
+    names = []
+    for entity in world.entities:
+        names += set(map(normalize, entity.names))
     texts = [question.text for _, question in world.questions]
-    assert len(names) == len(set(names)) and len(texts) == len(set(texts)) > 1000
+    assert len(names) == len(set(names))
+    assert len(texts) == len(set(texts)) > 1000
     documents = {
-        contents.partition("\n")[0].strip('"'): contents for _, contents in world.documents
+        contents.partition("\n")[0].strip('"'): contents for label, contents in world.documents
     }
     for kind, question in world.questions:
         assert len(question.hops) == {"one-hop": 1, "two-hop": 2}[kind]
-        assert question.hops[0] in question.text and question.answers[0] not in question.text
-        for title, said in zip(
+        assert question.hops[0] in question.text
+        assert question.answers[0] not in question.text
+        for title, named in zip(
             question.hops, [*question.hops[1:], question.answers[0]], strict=True
         ):
-            assert said in documents[title].partition("\n")[2]
+            assert named in documents[title].partition("\n")[2]
         if kind == "two-hop":  # it takes two documents
-            first, second = question.hops
-            assert second not in question.text and first not in documents[second]
-            assert question.answers[0] not in documents[first]
+            first_hop, second_hop = question.hops
+            assert second_hop not in question.text
+            assert first_hop not in documents[second_hop]
+            assert question.answers[0] not in documents[first_hop]
 
 
 # --- the paper's prompts
-# ------------------------------------------------------------------------------------------
 
 FIRST = """
 You are an expert agent tasked with answering the given question step-by-step.
@@ -125,9 +133,8 @@ def test_the_papers_prompts_literally():
 def test_history_thought_and_braces():
     environment = episode(Question("{history} %s {0}?", ("a",)), history=1, think=False)
     assert "Your question: {history} %s {0}?\n" in environment.context()
-    assert (
-        "think" not in environment.context() and "step.\nChoose only one" in environment.context()
-    )
+    assert "think" not in environment.context()
+    assert "step.\nChoose only one" in environment.context()
     environment.step("<search>the Nile</search>")
     environment.step("<search>Volta</search>")
     assert "Step 1:" not in environment.context()
@@ -155,7 +162,8 @@ def test_projections():
         ("search[a]", "", False),
     ):
         played, well_formed = PaperStyle().parse_action(response)
-        assert (str(played), well_formed) == (action, valid)
+        assert str(played) == action
+        assert well_formed == valid
     responses = (
         "\nsearch town 12",
         "answer river 3 ",
@@ -163,13 +171,20 @@ def test_projections():
         "search town 12\nanswer river 3",
         "look at town 12",
     )
-    found = [(str(action), valid) for action, valid in map(CompactStyle().parse_action, responses)]
-    assert found == [("search[town 12]", True), ("answer[river 3]", True), *[("", False)] * 3]
+    compact_actions = [
+        (str(action), valid) for action, valid in map(CompactStyle().parse_action, responses)
+    ]
+    assert compact_actions == [
+        ("search[town 12]", True),
+        ("answer[river 3]", True),
+        *[("", False)] * 3,
+    ]
     for style in ("paper", "compact"):
         environment = episode(style=style)
         assert environment.style.parse_action(environment.format_action("look"))[1] is False
         outcome = environment.step(environment.format_action("answer[a [b] c]"))
-        assert (outcome.action, outcome.valid) == ("answer[a [b] c]", True)
+        assert outcome.action == "answer[a [b] c]"
+        assert outcome.valid is True
 
 
 def test_what_is_found_is_told_as_the_search_tool_tells_it():
@@ -207,25 +222,26 @@ def test_exact_match():
 
 
 # --- episodes
-# -----------------------------------------------------------------------------------------------------
 
 
 def test_an_episode_of_a_search_and_an_answer():
     environment = episode()
-    assert environment.task == "Where is the Nile?" and environment.admissible_actions() == []
-    found = environment.step("<search>Nile</search>")
+    assert environment.task == "Where is the Nile?"
+    assert environment.admissible_actions() == []
+    search = environment.step("<search>Nile</search>")
     assert (
-        found.observation
+        search.observation
         == '<information>{"result": "Doc 1: \\"Nile\\"\\nIt is in Africa.\\n"}</information>'
     )
-    assert (found.done, found.won, found.reward, found.valid) == (False, False, 0.0, True)
+    assert search.done is False
+    assert search.won is False
+    assert search.reward == 0.0
+    assert search.valid is True
     answered = environment.step("<answer>in africa</answer>")
-    assert (answered.done, answered.won, answered.reward, answered.observation) == (
-        True,
-        True,
-        1.0,
-        "",
-    )
+    assert answered.done is True
+    assert answered.won is True
+    assert answered.reward == 1.0
+    assert answered.observation == ""
     with pytest.raises(AssertionError):
         environment.step("<answer>again</answer>")
     environment = episode(search=shelf(Nile="<answer>Africa</answer>"), max_turns=3)
@@ -233,13 +249,11 @@ def test_an_episode_of_a_search_and_an_answer():
     assert environment.step("nothing").observation == ""
     # Finds nothing any more, and words found are no answer.
     last = environment.step("<search>Nile</search>")
-    assert (last.done, last.won, last.observation, last.action, last.valid) == (
-        True,
-        False,
-        "",
-        "search[Nile]",
-        True,
-    )
+    assert last.done is True
+    assert last.won is False
+    assert last.observation == ""
+    assert last.action == "search[Nile]"
+    assert last.valid is True
 
 
 def test_a_failing_search_fails_its_episode_alone():
@@ -249,7 +263,8 @@ def test_a_failing_search_fails_its_episode_alone():
     environment = episode(search=broken)
     # Is not asked for: an agent cannot break its episode so.
     empty = environment.step("<search> </search>")
-    assert (empty.observation, empty.valid) == ('<information>{"result": ""}</information>', True)
+    assert empty.observation == '<information>{"result": ""}</information>'
+    assert empty.valid is True
     assert environment.step("<answer>Africa</answer>").won
     with pytest.raises(EnvironmentFailure, match=r"search failed: UserError: no server$"):
         episode(search=broken).step("<search>Nile</search>")
@@ -259,8 +274,8 @@ def test_a_failing_search_fails_its_episode_alone():
 def test_the_expert_answers_every_generated_question(style, topk, entities):
     played = factory(style=style, topk=topk, entities=entities)
     environment = played.make()
-    for part in ("train", "warmup", "test"):
-        for task in eval_tasks(played, part, 300, 0):
+    for split_name in ("train", "warmup", "test"):
+        for task in eval_tasks(played, split_name, 300, 0):
             environment.reset(task)
             responses = admissible_responses(environment)
             assert len({*responses}) == len(responses) == (40 if style == "compact" else 0)
@@ -278,22 +293,17 @@ def test_settings_that_do_not_go_together_and_fingerprints(tmp_path):
         factory(eval_split="valid_unseen")
     with pytest.raises(UserError, match=r"env.corpus = .* needs env.data"):
         factory(corpus=tmp_path / "corpus.jsonl")
-    made = [
+    factories = [
         factory(),
         factory(entities=101),
         factory(topk=2),
         factory(entities=20, style="compact"),
     ]
-    assert (
-        len({one.fingerprint() for one in made}) == 4
-        and factory().fingerprint() == made[0].fingerprint()
-    )
+    assert len({configured.fingerprint() for configured in factories}) == 4
+    assert factory().fingerprint() == factories[0].fingerprint()
 
 
 def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
-    from paw.agents import zerosearch
-    from paw.agents.endpoint import ChatCompletion
-
     class Writer:
         async def complete(self, prompt, **_):
             quality = "noisy" if "noisy" in prompt else "useful"
@@ -306,18 +316,19 @@ def test_zerosearch_finds_more_noise_the_later_the_update(monkeypatch):
     assert played.may_block
 
     def noisy(tasks):
-        environment, count = played.make(), 0
+        environment = played.make()
+        count = 0
         for task in tasks:
             environment.reset(task)
             count += "noisy words" in environment.step(environment.oracle()).observation
         return count
 
-    assert noisy(eval_tasks(played, "test", 60, 0)) == noisy(train_tasks(played, 0, 60, 0)) == 0
+    assert noisy(eval_tasks(played, "test", 60, 0)) == 0
+    assert noisy(train_tasks(played, 0, 60, 0)) == 0
     assert 15 < noisy(train_tasks(played, 150, 60, 0)) < 45  # half of them, by default
 
 
 # --- questions from files
-# ------------------------------------------------------------------------------------------
 
 NILE = {
     "question": "which river is longest?",
@@ -333,14 +344,15 @@ def jsonl(path, rows):
 
 
 def searchr1(rows):
-    """As Search-R1's scripts/data_process write a row."""
-    extra = {
+    """Rows as Search-R1's scripts/data_process write them."""
+    other_columns = {
         "prompt": [{"role": "user", "content": "Answer the question."}],
         "ability": "fact-reasoning",
     }
     target = [{"style": "rule", "ground_truth": {"target": row["golden_answers"]}} for row in rows]
     return [
-        {**row, **extra, "reward_model": model} for row, model in zip(rows, target, strict=True)
+        {**row, **other_columns, "reward_model": model}
+        for row, model in zip(rows, target, strict=True)
     ]
 
 
@@ -372,9 +384,10 @@ def test_parquet_and_json_lines_say_the_same(tmp_path):
     assert contents(data.load(parquet(tmp_path / "a.parquet", ROWS))) == EXPECTED
     rows = searchr1(ROWS)
     assert contents(data.load(parquet(tmp_path / "b.parquet", rows))) == EXPECTED
-    without = [
-        {key: value for key, value in row.items() if key != "golden_answers"} for row in rows
-    ]
+    without = []
+    for row in rows:
+        without.append(dict(row))
+        del without[-1]["golden_answers"]
     assert contents(data.load(parquet(tmp_path / "c.parquet", without))) == EXPECTED
     path = jsonl(
         tmp_path / "capitals.jsonl",
@@ -391,13 +404,14 @@ GOOD = json.dumps(ROWS[0]).encode()
 def refused(path) -> str:
     with pytest.raises(UserError) as error:
         data.load(path)
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def test_damaged_files_are_named(tmp_path):
     path = tmp_path / "test.jsonl"
-    for content, words in (
+    for content, problem in (
         (GOOD + b"\n" + GOOD[:40], ", line 2: Invalid JSON: EOF while"),
         (b'\n\n{"question": "\xff"}', ", line 3: Invalid JSON: invalid unicode"),
         (GOOD + b"\n[1]", ", line 2: Input should be an object, not [1]"),
@@ -417,10 +431,15 @@ def test_damaged_files_are_named(tmp_path):
         (b"\n\n", "holds no question"),
     ):
         path.write_bytes(content)
-        assert words in refused(path)
+        assert problem in refused(path)
     path = tmp_path / "test.parquet"
-    whole = parquet(path, ROWS).read_bytes()
-    for content in (whole[:-20], GOOD, b"", whole[:4] + b"\xff" * 36 + whole[40:]):
+    content_of_file = parquet(path, ROWS).read_bytes()
+    for content in (
+        content_of_file[:-20],
+        GOOD,
+        b"",
+        content_of_file[:4] + b"\xff" * 36 + content_of_file[40:],
+    ):
         path.write_bytes(content)
         assert "not a complete parquet" in refused(path)
     assert "no column 'question'; it has golden_answers" in refused(
@@ -455,15 +474,14 @@ def test_a_folder_has_one_file_of_a_split_and_no_expert(tmp_path):
     assert environment.step("<answer>the nile</answer>").won
     with pytest.raises(UserError, match="leave env"):
         warmup_tasks(played, 0, 1, 0)
-    assert (
-        of_files(tmp_path).fingerprint() == played.fingerprint()
-        and "corpus.jsonl" in played.fingerprint()
-    )
+    assert of_files(tmp_path).fingerprint() == played.fingerprint()
+    assert "corpus.jsonl" in played.fingerprint()
     with pytest.raises(UserError, match=r"needs documents: set env\.corpus"):
         of_files(tmp_path, corpus=False)
-    one = of_files(tmp_path, data=jsonl(tmp_path / "nq.jsonl", ROWS[:1]))  # is every split
-    assert len(eval_tasks(one, "test", 0, 0)) == len(train_tasks(one, 0, 1, 0)) == 1
-    assert one.fingerprint() != played.fingerprint()
+    single_file = of_files(tmp_path, data=jsonl(tmp_path / "nq.jsonl", ROWS[:1]))  # is every split
+    assert len(eval_tasks(single_file, "test", 0, 0)) == 1
+    assert len(train_tasks(single_file, 0, 1, 0)) == 1
+    assert single_file.fingerprint() != played.fingerprint()
     (tmp_path / "train.jsonl").write_text("{")
     with pytest.raises(UserError, match=r"train\.jsonl, line 1"):  # before a model is loaded
         of_files(tmp_path)

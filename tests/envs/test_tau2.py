@@ -1,4 +1,4 @@
-"""tau2-bench through its gymnasium interface, played with a stand-in of that (`tau2_stand_in`)."""
+"""tau2-bench through its gymnasium interface, played with a stand-in (`tau2_stand_in`)."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ THOUGHT = "<think>Let me see.</think>"
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch):
-    """A path with a package `tau2` of its own; the stand-in is the last on it."""
+    """sys.path with the stand-in in front. Packages named `tau2` are unloaded after the test."""
     monkeypatch.syspath_prepend(STAND_IN)
     yield monkeypatch.syspath_prepend
     for name in [name for name in sys.modules if name == "tau2" or name.startswith("tau2.")]:
@@ -33,9 +33,11 @@ def path(monkeypatch):
 
 
 def config_of(**changes):
-    env = {"name": "tau2", "eval_split": "test", "max_turns": 4, **changes}
+    settings = {"name": "tau2", "eval_split": "test", "max_turns": 4, **changes}
     rollout = RolloutConfig(max_prompt_tokens=4096)
-    return Config.model_validate({"model": ModelConfig(path="-"), "env": env, "rollout": rollout})
+    return Config.model_validate(
+        {"model": ModelConfig(path="-"), "env": settings, "rollout": rollout}
+    )
 
 
 def start(**changes):
@@ -51,40 +53,42 @@ def call(name, **arguments):
 
 def test_splits_are_apart():
     factory = make_factory(config_of())
-    train = [task.id for step in range(2) for task in train_tasks(factory, step, 4, seed=1)]
-    assert sorted(train) == [f"retail/{i}" for i in range(8)]  # each once an epoch
+    train = []
+    for step in range(2):
+        train += [task.id for task in train_tasks(factory, step, 4, seed=1)]
+    assert sorted(train) == [f"retail/{number}" for number in range(8)]  # each once an epoch
     assert [t.id for t in eval_tasks(factory, "test", 0, 0)] == [
         "retail/8",
         "retail/9",
         "retail/10",
         "retail/11",
     ]
-    assert (
-        factory.may_block
-        and factory.reward_max == 10.0
-        and factory.fingerprint().startswith("tau2 1.0.1 retail ")
-    )
+    assert factory.may_block
+    assert factory.reward_max == 10.0
+    assert factory.fingerprint().startswith("tau2 1.0.1 retail ")
 
 
 def test_a_conversation_is_won():
     environment = start()
     prompt = environment.context()
-    assert "Cancel orders on request.\n\n# Tools" in prompt and prompt.count('{"name": "') == 4 - 1
+    assert "Cancel orders on request.\n\n# Tools" in prompt
+    assert prompt.count('{"name": "') == 4 - 1
     assert prompt.partition("# Conversation\n")[2].startswith(
         "user: Hi, please cancel order 8.\n\nNow"
     )
     assert environment.task == "user: Hi, please cancel order 8."
     outcome = environment.step(call("cancel", order="8", requestor="user"))
-    assert outcome.observation == 'tool: {"order": "8"}' and not outcome.done and outcome.valid
+    assert outcome.observation == 'tool: {"order": "8"}'
+    assert not outcome.done
+    assert outcome.valid
     assert environment.context().count("assistant: ") == 1
     outcome = environment.step(environment.format_action("It is cancelled."))
-    assert (outcome.action, outcome.reward, outcome.won, outcome.score) == (
-        "It is cancelled.",
-        10.0,
-        True,
-        1.0,
-    )
-    assert outcome.done and outcome.observation == "user: Thank you. ###STOP###"
+    assert outcome.action == "It is cancelled."
+    assert outcome.reward == 10.0
+    assert outcome.won is True
+    assert outcome.score == 1.0
+    assert outcome.done
+    assert outcome.observation == "user: Thank you. ###STOP###"
     with pytest.raises(AssertionError):
         environment.step("")
 
@@ -94,27 +98,24 @@ def test_as_a_conversation_with_tools():
     factory = make_factory(config)
     environment = CheckedEnv(factory.make(), config.env)
     environment.reset(eval_tasks(factory, "test", 0, 0)[0])
-    system, user = environment.context()
-    assert (
-        system["content"].endswith("# Policy\nCancel orders on request.")
-        and "<action>" not in system["content"]
-    )
-    assert user == {"role": "user", "content": "Hi, please cancel order 8."}
+    system, question = environment.context()
+    assert system["content"].endswith("# Policy\nCancel orders on request.")
+    assert "<action>" not in system["content"]
+    assert question == {"role": "user", "content": "Hi, please cancel order 8."}
     assert [tool["function"]["name"] for tool in environment.tools] == ["find", "cancel", "done"]
-    find, cancel = (ToolCall(name, {"order": "8"}, "call00000") for name in ("find", "cancel"))
-    for wrong, problem in (
-        (Reply.of("", find, cancel), "one tool at a time"),
+    find_call, cancel = (ToolCall(name, {"order": "8"}, "call00000") for name in ("find", "cancel"))
+    for reply, problem in (
+        (Reply.of("", find_call, cancel), "one tool at a time"),
         (Reply.of("", ToolCall("find", {"order": 8}, "k")), "8 is not of type 'string'"),
         (Reply('{"name": "cancel"'), "who reads no JSON"),
     ):
-        outcome = environment.step(wrong)
-        assert (
-            not outcome.valid
-            and problem in outcome.observation
-            and not environment._environment._game._gym.actions
-        )
+        outcome = environment.step(reply)
+        assert not outcome.valid
+        assert problem in outcome.observation
+        assert not environment._environment._game._gym.actions
     outcome = environment.step(Reply.of("", cancel))
-    assert outcome.valid and outcome.observation == '{"order": "8"}'
+    assert outcome.valid
+    assert outcome.observation == '{"order": "8"}'
     assert environment.context()[-1] == {
         "role": "tool", "name": "cancel", "tool_call_id": "call00000", "content": '{"order": "8"}'
     }  # fmt: skip
@@ -123,20 +124,22 @@ def test_as_a_conversation_with_tools():
 
 def test_the_end_of_the_turns_ends_the_conversation():
     environment = start()
-    gym = environment._gym
-    outcomes = [environment.step(environment.format_action("Which order?")) for _ in range(4)]
-    assert [o.done for o in outcomes] == [False, False, False, True]
-    assert (outcomes[-1].won, outcomes[-1].reward) == (False, 0.0)
+    simulation = environment._gym
+    outcomes = [environment.step(environment.format_action("Which order?")) for number in range(4)]
+    assert [outcome.done for outcome in outcomes] == [False, False, False, True]
+    assert outcomes[-1].won is False
+    assert outcomes[-1].reward == 0.0
     assert outcomes[-1].observation == "user: As I said,\nthe order."
     deadline = time.monotonic() + 5
-    while len(gym.actions) < 5 and time.monotonic() < deadline:
+    while len(simulation.actions) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)  # a thread tells it
-    assert len(gym.actions) == 5 and json.loads(gym.actions[-1])["name"] == "done"
+    assert len(simulation.actions) == 5
+    assert json.loads(simulation.actions[-1])["name"] == "done"
 
 
 def test_a_malformed_action_reaches_nobody():
     environment = start(max_turns=20)
-    gym = environment._gym
+    simulation = environment._gym
     for response, problem in (
         ("<action>Hello", "within <action>"),
         (f"{THOUGHT}<action> </action>", "within <action>"),
@@ -147,11 +150,15 @@ def test_a_malformed_action_reaches_nobody():
         (call("drop_tables", order="8"), "no tool 'drop_tables'"),
     ):
         outcome = environment.step(response)
-        assert (outcome.valid, outcome.done, gym.actions) == (False, False, [])
-        assert outcome.observation.startswith("Invalid action: ") and problem in outcome.observation
+        assert outcome.valid is False
+        assert outcome.done is False
+        assert simulation.actions == []
+        assert outcome.observation.startswith("Invalid action: ")
+        assert problem in outcome.observation
         assert outcome.observation in environment.context()
-    quiet = start(think=False)
-    assert "<think>" not in quiet.context() and quiet.step("<action>Hello</action>").valid
+    without_thoughts = start(think=False)
+    assert "<think>" not in without_thoughts.context()
+    assert without_thoughts.step("<action>Hello</action>").valid
 
 
 def test_what_breaks_is_a_failure():
@@ -174,15 +181,15 @@ def test_what_breaks_is_a_failure():
 
 
 def test_a_domain_or_split_that_is_not_there():
-    for env, message in (
+    for settings, message in (
         ({"domain": "bank"}, "env.domain = 'bank': tau2-bench has mock, retail"),
         ({"eval_split": "valid_unseen"}, "no split 'valid_unseen' to play; .* can be train, test"),
         ({"domain": "mock"}, "'mock' has no split 'train' to play; .* can be base"),
     ):
         with pytest.raises(UserError, match=message):
-            make_factory(config_of(**env))
-    whole = make_factory(config_of(domain="mock", train_split="base", eval_split="base"))
-    assert len(eval_tasks(whole, "base", 0, 0)) == 3
+            make_factory(config_of(**settings))
+    factory = make_factory(config_of(domain="mock", train_split="base", eval_split="base"))
+    assert len(eval_tasks(factory, "base", 0, 0)) == 3
 
 
 def test_no_tau2_or_another(path, tmp_path, monkeypatch):
@@ -210,12 +217,13 @@ def test_no_tau2_or_another(path, tmp_path, monkeypatch):
 
 def test_it_keeps_the_rules(capsys):
     assert cli.main(["env", "check", "tau2", "--env.max_turns", "6"]) == 0
-    out = capsys.readouterr().out
-    assert "'train': 8, 'test': 4\n" in out and "all 15 rules hold" in out
+    output = capsys.readouterr().out
+    assert "'train': 8, 'test': 4\n" in output
+    assert "all 15 rules hold" in output
 
 
 def script(prompt):
-    """Look an order up, cancel it and say so; without <action> in the very first turn."""
+    """Looks an order up, cancels it and says so; the very first turn lacks its <action>."""
     order = prompt.partition("cancel order ")[2].partition(".")[0]
     answers = [
         THOUGHT,
@@ -228,30 +236,32 @@ def script(prompt):
 
 def test_rollouts_become_triplets_of_next_states(tmp_path):
     def play(**changes):
-        config, chat = config_of(**changes), make_chat()
+        config = config_of(**changes)
+        chat = make_chat()
         factory = make_factory(config)
         rollouts = Rollouts(factory, Scripted(chat, script), chat, config)
         return rollouts.play_tasks(
             train_tasks(factory, 0, 2, 0), group_size=2, temperature=1.0, seed=0, stream="t"
         )
 
-    groups, stats = play()
-    assert not stats.failures and [len(group.trajectories) for group in groups] == [2, 2]
-    assert all(
-        e.won and e.episode_return == 10.0 and len(e.turns) == 4
-        for g in groups
-        for e in g.trajectories
-    )
+    groups, statistics = play()
+    assert not statistics.failures
+    assert [len(group.trajectories) for group in groups] == [2, 2]
+    for episode in [*groups[0].trajectories, *groups[1].trajectories]:
+        assert episode.won
+        assert episode.episode_return == 10.0
+        assert len(episode.turns) == 4
     triplets = cut(groups, dedup=True)
     assert len(triplets) == 2 * 3  # without the malformed one, each conversation once
-    assert [t.next_state for t in triplets[1:3]] == [
+    assert [triplet.next_state for triplet in triplets[1:3]] == [
         triplets[0].next_state,
         "user: Thank you. ###STOP###",
     ]
     write_triplets(tmp_path / "triplets.jsonl", triplets)
     assert read_triplets(tmp_path / "triplets.jsonl") == triplets
-    assert triplets[2].action == "Done." and "Done." in ask(
-        triplets[2], NextStateConfig(eval_split="held_out")
-    )
-    groups, stats = play(user_model="unreachable")  # costs its episodes alone
-    assert groups == [] and len(stats.failures) == 4 and "infrastructure_error" in stats.failures[0]
+    assert triplets[2].action == "Done."
+    assert "Done." in ask(triplets[2], NextStateConfig(eval_split="held_out"))
+    groups, statistics = play(user_model="unreachable")  # costs its episodes alone
+    assert groups == []
+    assert len(statistics.failures) == 4
+    assert "infrastructure_error" in statistics.failures[0]

@@ -34,12 +34,12 @@ PACKAGES = Path(__file__).with_name("verifiers_packages")
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch):
-    """The packages are found, by the processes of tool servers too; not for longer than a test."""
+    """The packages can be imported during a test, by the processes of tool servers too."""
     monkeypatch.syspath_prepend(PACKAGES)
     monkeypatch.setenv("PYTHONPATH", str(PACKAGES), prepend=os.pathsep)
-    known = {*sys.modules}
+    modules_before = {*sys.modules}
     yield monkeypatch.syspath_prepend
-    for name in {*sys.modules} - known:
+    for name in {*sys.modules} - modules_before:
         if name in ("sums", "guess", "library", "mine"):
             del sys.modules[name]
 
@@ -53,11 +53,11 @@ def config_of(name, **env):
     )
 
 
-def start(name, split="train", place=0, **env):
+def start(name, split="train", number=0, **env):
     config = config_of(name, **env)
     factory = make_factory(config)
     environment = CheckedEnv(factory.make(), config.env)
-    return environment, environment.reset(factory.tasks(split, 0)[place])
+    return environment, environment.reset(factory.tasks(split, 0)[number])
 
 
 def test_one_turn_with_an_answer():
@@ -70,43 +70,69 @@ def test_one_turn_with_an_answer():
         "sums/eval/2",
     ]
     assert len({task.id for task in train_tasks(factory, 0, 27, 0)}) == 27
-    assert (
-        factory.may_block
-        and factory.reward_max == 1.0
-        and factory.fingerprint().startswith("verifiers 0.4")
-    )
+    assert factory.may_block
+    assert factory.reward_max == 1.0
+    assert factory.fingerprint().startswith("verifiers 0.4")
     assert factory.fingerprint() == make_factory(config_of("sums")).fingerprint()
-    assert len({make_factory(config_of("guess", tasks=n)).fingerprint() for n in (20, 30, 30)}) == 2
+    assert (
+        len(
+            {
+                make_factory(config_of("guess", tasks=tasks_count)).fingerprint()
+                for tasks_count in (20, 30, 30)
+            }
+        )
+        == 2
+    )
     for answer, reward in (("38", 1.0), (" 38 ", 1.0), ("39", 0.0)):
-        environment, first = start("sums", "eval", 1)
-        assert first == "What is 19 + 19?" and environment.context() == [
-            {"role": "user", "content": first}
-        ]
+        environment, question = start("sums", "eval", 1)
+        assert question == "What is 19 + 19?"
+        assert environment.context() == [{"role": "user", "content": question}]
         outcome = environment.step(answer)
-        assert (outcome.reward, outcome.won, outcome.score) == (reward, reward == 1.0, reward)
-        assert outcome.done and outcome.valid and outcome.observation == ""
+        assert outcome.reward == reward
+        assert outcome.won == (reward == 1.0)
+        assert outcome.score == reward
+        assert outcome.done
+        assert outcome.valid
+        assert outcome.observation == ""
         environment.close()
 
 
 def test_a_conversation_grows_and_its_rewards_come_at_the_end():
-    environment, first = start("guess", reward=4.0, won_at=2.0, tasks=20)  # the number is 2
+    environment, opening = start("guess", reward=4.0, won_at=2.0, tasks=20)  # the number is 2
     system = {"role": "system", "content": "Only the number."}
-    assert environment.context() == [system, {"role": "user", "content": first}]
-    assert [(o.observation, o.reward, o.done) for o in map(environment.step, ("1", "9"))] == [
+    assert environment.context() == [system, {"role": "user", "content": opening}]
+    assert [
+        (outcome_of_guess.observation, outcome_of_guess.reward, outcome_of_guess.done)
+        for outcome_of_guess in map(environment.step, ("1", "9"))
+    ] == [
         ("higher", 0.0, False),
         ("lower", 0.0, False),
     ]
-    assert [m["content"] for m in environment.context()[2:]] == ["1", "higher", "9", "lower"]
-    assert [m["role"] for m in environment.context()[2:]] == ["assistant", "user"] * 2
+    assert [message["content"] for message in environment.context()[2:]] == [
+        "1",
+        "higher",
+        "9",
+        "lower",
+    ]
+    assert [message["role"] for message in environment.context()[2:]] == ["assistant", "user"] * 2
     outcome = environment.step("2")
-    assert (outcome.reward, outcome.score, outcome.won, outcome.done) == (2.0, 0.5, True, True)
+    assert outcome.reward == 2.0
+    assert outcome.score == 0.5
+    assert outcome.won is True
+    assert outcome.done is True
     # The same one again.
     environment.reset(make_factory(config_of("guess", tasks=20)).tasks("train", 0)[1])
     outcomes = [environment.step(guess) for guess in ("4", "", "6", "7")]
-    assert [o.observation for o in outcomes] == ["lower", "lower", "lower", ""]
+    assert [outcome_of_guess.observation for outcome_of_guess in outcomes] == [
+        "lower",
+        "lower",
+        "lower",
+        "",
+    ]
     # env.max_turns ends it, and it is scored.
-    assert outcomes[-1].done and outcomes[-1].reward == 0.0
-    assert [o.valid for o in outcomes] == [True, False, True, True]
+    assert outcomes[-1].done
+    assert outcomes[-1].reward == 0.0
+    assert [outcome_of_guess.valid for outcome_of_guess in outcomes] == [True, False, True, True]
     environment.close()
     environment, _ = start("guess", reward=4.0, tasks=20)  # without won_at the maximum wins alone
     assert not environment.step("2").won
@@ -114,20 +140,23 @@ def test_a_conversation_grows_and_its_rewards_come_at_the_end():
 
 
 def test_what_breaks_or_hangs_costs_its_episode():
-    config, chat = config_of("guess", tasks=20, step_timeout_s=2), make_chat()
+    config = config_of("guess", tasks=20, step_timeout_s=2)
+    chat = make_chat()
     before = threading.active_count()
-    words = [
+    first_answers = [
         "raise",
         "wait",
         "block",
         "1",
         "1",
     ]  # what each begins with, in the order of asking; they go on with 2
-    engine = Scripted(chat, lambda prompt: "2" if "higher" in prompt else words.pop(0))
+    engine = Scripted(chat, lambda prompt: "2" if "higher" in prompt else first_answers.pop(0))
     rollouts = Rollouts(make_factory(config), engine, chat, config)
     tasks = [rollouts.factory.tasks("train", 0)[0]]
-    groups, stats = rollouts.play_tasks(tasks, group_size=5, temperature=1.0, seed=0, stream="t")
-    assert sorted(failure.partition(": ")[2] for failure in stats.failures) == [
+    groups, statistics = rollouts.play_tasks(
+        tasks, group_size=5, temperature=1.0, seed=0, stream="t"
+    )
+    assert sorted(failure.partition(": ")[2] for failure in statistics.failures) == [
         "EnvironmentFailure: guess: RuntimeError: the game broke",
         "EnvironmentFailure: guess: neither a request nor an end within env.step_timeout_s = 2",
         "TimeoutError: no answer within 2 s",
@@ -137,13 +166,14 @@ def test_what_breaks_or_hangs_costs_its_episode():
         assert [turn.outcome.observation for turn in episode.turns] == [
             "higher",
             "",
-        ] and episode.episode_return == 2.0
-        one, two = episode.turns
+        ]
+        assert episode.episode_return == 2.0
+        first_turn, second_turn = episode.turns
         assert (
-            two.prompt_ids[: len(one.prompt_ids + one.response_ids)]
-            == one.prompt_ids + one.response_ids
+            second_turn.prompt_ids[: len(first_turn.prompt_ids + first_turn.response_ids)]
+            == first_turn.prompt_ids + first_turn.response_ids
         )
-    assert stats.threads_lost == 1
+    assert statistics.threads_lost == 1
     rollouts.close()
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
@@ -161,10 +191,12 @@ async def librarian(env, model):
     """Whatever the model says first, a book is looked up."""
     await env.reset()
     while not env.done:
-        said = await model.generate(env.context())
-        looks = env.observation.startswith("When")
+        response = await model.generate(env.context())
+        is_first = env.observation.startswith("When")
         await env.step(
-            Reply.of("", ToolCall("books_year", {"title": "Emma"}, "call00000")) if looks else said
+            Reply.of("", ToolCall("books_year", {"title": "Emma"}, "call00000"))
+            if is_first
+            else response
         )
 
 
@@ -173,19 +205,21 @@ def test_tools_of_a_server_that_episodes_share(tiny_llm, tmp_path, read_metrics,
     config = config_of("library", eval_split="test")
     factory = make_factory(config)
     assert [len(factory.tasks(split, 0)) for split in ("train", "test")] == [3, 1]
-    one, two = (CheckedEnv(factory.make(), config.env) for _ in range(2))
-    for environment in (one, two):
+    first, second = (CheckedEnv(factory.make(), config.env) for _ in range(2))
+    for environment in (first, second):
         assert environment.reset(factory.tasks("test", 0)[0]) == "When did Ulysses appear?"
         assert [tool["function"]["name"] for tool in environment.tools] == ["books_year"]
 
     def call(**arguments):
         return Reply.of("I look.", ToolCall("books_year", arguments, "c1"))
 
-    outcome = one.step(call(title="Ulysses"))
-    assert outcome.observation == "Ulysses appeared in 1922." and outcome.valid and not outcome.done
+    outcome = first.step(call(title="Ulysses"))
+    assert outcome.observation == "Ulysses appeared in 1922."
+    assert outcome.valid
+    assert not outcome.done
     assert outcome.action == 'books_year({"title": "Ulysses"})'
-    said, result = one.context()[1:]
-    assert said["tool_calls"][0]["function"] == {
+    message, result = first.context()[1:]
+    assert message["tool_calls"][0]["function"] == {
         "name": "books_year",
         "arguments": {"title": "Ulysses"},
     }
@@ -195,33 +229,39 @@ def test_tools_of_a_server_that_episodes_share(tiny_llm, tmp_path, read_metrics,
         "tool_call_id": "c1",
         "content": outcome.observation,
     }
-    for broken, seen in (
+    for broken, problem in (
         (Reply("<tool_call>{", "", problem="it is no JSON"), "Invalid call: it is no JSON"),
         (Reply.of("", ToolCall("shelf", {}, "c2")), "No tool 'shelf'."),
         (call(book="Emma"), "Field required"),
     ):
-        outcome = two.step(broken)
-        assert seen in outcome.observation and not outcome.valid and not outcome.done
-    assert one.step("In 1922.").won and not two.step("In 1815.").won
-    one.close(), two.close()
+        outcome = second.step(broken)
+        assert problem in outcome.observation
+        assert not outcome.valid
+        assert not outcome.done
+    assert first.step("In 1922.").won
+    assert not second.step("In 1815.").won
+    first.close(), second.close()
 
     folder = tiny_llm(tmp_path / "model")
     (folder / "chat_template.jinja").write_text(TOOLS)
-    same = type("Same", (), {"__new__": lambda cls: factory})  # with the server that runs
-    keys = {
+    same_factory = type("Same", (), {"__new__": lambda cls: factory})  # with the server that runs
+    settings = {
         "run.dir": str(tmp_path), "run.name": "r", "run.updates": 1, "run.threads": 1, "eval.games": 1, "eval.every": 0,
         "model.path": str(folder), "model.chat_template_kwargs": {}, "agent.type": give(librarian),
-        "env.name": give(same), "env.eval_split": "test", "env.max_turns": 2, "rollout.max_response_tokens": 8,
+        "env.name": give(same_factory), "env.eval_split": "test", "env.max_turns": 2, "rollout.max_response_tokens": 8,
         "rollout.tasks": 2, "rollout.group_size": 2, "wm.rho": 1.0, "wm.alpha": 1.0, "wm.weight": 1.0,
         "policy.kl_coef": 0.0,
     }  # fmt: skip
     monkeypatch.setitem(CALLBACKS, "report", "builtins:object")
-    train(load("own-environment", keys))
-    (row,) = [row for row in read_metrics(tmp_path / "r") if "wm/loss" in row]
+    train(load("own-environment", settings))
+    (metrics,) = [metrics for metrics in read_metrics(tmp_path / "r") if "wm/loss" in metrics]
     # The first turn of two has a target.
-    assert row["health/env_failures"] == 0 and row["wm/selected_frac"] == 0.5
+    assert metrics["health/env_failures"] == 0
+    assert metrics["wm/selected_frac"] == 0.5
     # Nothing else to learn.
-    assert row["wm/loss"] > 0 and row["optim/grad_norm"] > 0 and row["policy/loss"] == 0
+    assert metrics["wm/loss"] > 0
+    assert metrics["optim/grad_norm"] > 0
+    assert metrics["policy/loss"] == 0
     turns = json.loads((tmp_path / "r" / "samples.jsonl").read_text().splitlines()[-1])["turns"]
     assert ["".join(turn["observation_tokens"]) for turn in turns] == ["Emma appeared in 1815.", ""]
 
@@ -233,12 +273,12 @@ def test_a_program_may_stream_and_write_text_in_parts():
 
     async def play(part, url, model):
         async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
-            ask = client.chat.completions.create
+            create = client.chat.completions.create
             with pytest.raises(openai.NotFoundError, match="there is no model 'gpt' here"):
-                await ask(model="gpt", messages=[])
+                await create(model="gpt", messages=[])
             messages = [{"role": "user", "content": [{"type": "text", "text": "Yes"}, part]}]
             chunks = [
-                chunk async for chunk in await ask(model=model, messages=messages, stream=True)
+                chunk async for chunk in await create(model=model, messages=messages, stream=True)
             ]
         return float(chunks[0].choices[0].delta.content == "\U0001f600?")
 
@@ -257,7 +297,7 @@ def test_a_mistake_is_one_line(path, tmp_path):
     path(tmp_path)
     (tmp_path / "mine.py").write_text("def load_environment(): ...")
     (tmp_path / "needs.py").write_text("import a_package_that_is_missing")
-    judge = {"taskset": {"task": {"judges": [{"id": "reference", "api_key_var": "NO_SUCH_KEY"}]}}}
+    judged = {"taskset": {"task": {"judges": [{"id": "reference", "api_key_var": "NO_SUCH_KEY"}]}}}
     for name, env, message in (
         ("", {}, r"needs env\.id, the name of an environment's package"),
         (
@@ -273,7 +313,7 @@ def test_a_mistake_is_one_line(path, tmp_path):
             {"args": {"taskset": {"level": 3}}},
             "env.args of env.id = 'sums': taskset: level: Extra inputs",
         ),
-        ("sums", {"args": judge}, "key is missing: set the environment variable NO_SUCH_KEY"),
+        ("sums", {"args": judged}, "key is missing: set the environment variable NO_SUCH_KEY"),
     ):
         with pytest.raises(UserError, match=message) as error:
             make_factory(config_of(name, **env))
@@ -296,18 +336,18 @@ def test_without_verifiers_the_command_that_installs_it_is_named(monkeypatch):
 @pytest.mark.slow
 def test_ctrl_c_ends_tool_servers_too():
     def servers() -> set[str]:
-        found = set()
+        pids = set()
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                words = (process / "cmdline").read_bytes().split(b"\0")
+                command_words = (process / "cmdline").read_bytes().split(b"\0")
                 if (
-                    b"library" in words
+                    b"library" in command_words
                     and str(PACKAGES).encode() in (process / "environ").read_bytes()
                 ):
-                    found.add(process.name)
-        return found
+                    pids.add(process.name)
+        return pids
 
-    words = [
+    command_words = [
         "env",
         "check",
         "verifiers",
@@ -318,21 +358,24 @@ def test_ctrl_c_ends_tool_servers_too():
         "--env.max_turns",
         "2",
     ]
-    code = (
+    program = (
         "import paw.cli, paw.tools.env_check.env_check as c; c.TELL_S = 0.05;"
-        f" paw.cli.sys.argv[1:] = {words}; paw.cli.entry()"
+        f" paw.cli.sys.argv[1:] = {command_words}; paw.cli.entry()"
     )
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(PACKAGES), *filter(None, sys.path)])}
+    variables = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(PACKAGES), *filter(None, sys.path)])
+    }
     before = servers()
     with subprocess.Popen(
-        [sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], env=variables, stderr=subprocess.PIPE, text=True
     ) as child:
-        own = {str(child.pid)}
+        trainer = {str(child.pid)}
         assert any("outcomes: 1 episodes begun" in line for line in child.stderr)
-        started = servers() - before - own
+        started = servers() - before - trainer
         child.send_signal(signal.SIGINT)
         child.communicate(timeout=60)
-    assert child.returncode == 130 and started
+    assert child.returncode == 130
+    assert started
     deadline = time.monotonic() + 20
     while servers() & started and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -340,7 +383,7 @@ def test_ctrl_c_ends_tool_servers_too():
 
 
 def test_it_keeps_the_rules(capsys):
-    words = [
+    command = [
         "env",
         "check",
         "verifiers",
@@ -351,6 +394,7 @@ def test_it_keeps_the_rules(capsys):
         "--env.max_turns",
         "3",
     ]
-    assert cli.main(words) == 0, capsys.readouterr().out
-    out = capsys.readouterr().out
-    assert "'train': 36, 'eval': 4\n" in out and "all 15 rules hold" in out
+    assert cli.main(command) == 0, capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "'train': 36, 'eval': 4\n" in output
+    assert "all 15 rules hold" in output

@@ -1,4 +1,5 @@
-"""WebShop's files, goals and search on a shop of four products; the generated shop, its tasks and episodes."""
+"""WebShop's files, goals and search on a shop of four products; the generated shop, its tasks
+and episodes."""
 
 import hashlib
 import json
@@ -24,20 +25,20 @@ PEOPLE = WebshopConfig(goals="human", nouns="rules")
 
 
 def item(asin: str, name: str, **others) -> dict:
-    about = {
+    classification = {
         "category": "beauty",
         "query": " Shampoo ",
         "product_category": "Beauty › Hair › Shampoo",
     }
-    shown = {
+    texts = {
         "full_description": "Made by hand.",
         "small_description": ["Sulfate free", "Smells good"],
     }
     return {
         "asin": asin,
         "name": name,
-        **about,
-        **shown,
+        **classification,
+        **texts,
         "pricing": "$12.99",
         "customization_options": {},
         **others,
@@ -105,15 +106,19 @@ WRITTEN = {
 def shop(folder: Path, **changed) -> Path:
     for name, content in ((ITEMS, SHOP), (ENTRIES, ATTRIBUTES), (HUMAN, WRITTEN)):
         content = changed.get(name.split(".")[0], content)
-        text = content if isinstance(content, str) else json.dumps(content, indent=1)
+        file_text = content if isinstance(content, str) else json.dumps(content, indent=1)
         if content is not None:
-            (folder / name).write_text(text, "utf-8", errors="surrogateescape")
+            (folder / name).write_text(file_text, "utf-8", errors="surrogateescape")
     return folder
 
 
-FIND, LIMIT = "Find me sulfate free shampoo with scent: ", ", and price lower than 40.00 dollars"
-MINT, CITRUS = "lavender | mint", "citrus"
-GOALS = [  # as the reference makes them, its generator seeded with 233 before the prices and before the shuffle
+FIND = "Find me sulfate free shampoo with scent: "
+LIMIT = ", and price lower than 40.00 dollars"
+MINT = "lavender | mint"
+CITRUS = "citrus"
+# as the reference makes them, its generator seeded with 233 before the prices and before the
+# shuffle
+GOALS = [
     (f"{FIND}citrus, and size: 8 oz{LIMIT}", {"scent": CITRUS, "size": "8 oz"}, 40.0),
     (f"{FIND}lavender | mint, and size: 8 oz{LIMIT}", {"scent": MINT, "size": "8 oz"}, 40.0),
     (f"{FIND}citrus, and size: 12 oz{LIMIT}", {"scent": CITRUS, "size": "12 oz"}, 40.0),
@@ -133,41 +138,40 @@ HUMAN_GOALS = [
 
 
 def test_products_goals_and_search(tmp_path: Path):
-    tiny = load(shop(tmp_path), RULES)
-    first, second, third, fourth = tiny.products
-    assert list(tiny.by_asin) == ["b000000001", "b000000002", "b000000003", "b000000004"]
+    shop_of_four = load(shop(tmp_path), RULES)
+    first, second, third, fourth = shop_of_four.products
+    assert list(shop_of_four.by_asin) == ["b000000001", "b000000002", "b000000003", "b000000004"]
     assert first.options == {"size": ("8 oz", "12 oz"), "scent": ("lavender | mint", "citrus")}
-    assert (first.query, first.category, first.attributes) == (
-        "shampoo",
-        "beauty",
-        ("tea tree", "sulfate free"),
-    )
-    assert (first.price_text, first.price) == ("$12.99", 12.99)
-    assert (second.price_text, second.price) == (
-        "$10.0 to $30.5",
-        random.Random(233).uniform(10.0, 30.5),
-    )
-    assert (third.price_text, third.price, third.description, third.bullets) == (
-        "$100.0",
-        100.0,
-        "",
-        ("Brass",),
-    )
-    assert (second.options, third.attributes, fourth.bullets) == ({}, (), ())
-    assert [(goal.instruction, goal.options, goal.price_upper) for goal in tiny.goals] == GOALS
-    assert (tiny.goals[0].product, tiny.goals[0].attributes, tiny.n_test) == (
-        first,
-        ("sulfate free",),
-        1,
-    )
-    assert [product.title for product in tiny.search("LAMPS, shampoos")] == [
+    assert first.query == "shampoo"
+    assert first.category == "beauty"
+    assert first.attributes == ("tea tree", "sulfate free")
+    assert first.price_text == "$12.99"
+    assert first.price == 12.99
+    assert second.price_text == "$10.0 to $30.5"
+    assert second.price == random.Random(233).uniform(10.0, 30.5)
+    assert third.price_text == "$100.0"
+    assert third.price == 100.0
+    assert third.description == ""
+    assert third.bullets == ("Brass",)
+    assert second.options == {}
+    assert third.attributes == ()
+    assert fourth.bullets == ()
+    assert [
+        (goal.instruction, goal.options, goal.price_upper) for goal in shop_of_four.goals
+    ] == GOALS
+    assert shop_of_four.goals[0].product == first
+    assert shop_of_four.goals[0].attributes == ("sulfate free",)
+    assert shop_of_four.n_test == 1
+    assert [product.title for product in shop_of_four.search("LAMPS, shampoos")] == [
         "Old Lamp",
         "Lumo Tree Shampoo",
     ]
-    assert tiny.search("lavender") == [first]  # an option
-    assert tiny.search("good") == [] == tiny.search("the")  # the second bullet is not indexed
-    data = (tmp_path / ENTRIES).read_bytes() + (tmp_path / ITEMS).read_bytes()
-    assert tiny.digest == hashlib.sha256(data).hexdigest()
+    assert shop_of_four.search("lavender") == [first]  # an option
+    assert (
+        shop_of_four.search("good") == [] == shop_of_four.search("the")
+    )  # the second bullet is not indexed
+    file_bytes = (tmp_path / ENTRIES).read_bytes() + (tmp_path / ITEMS).read_bytes()
+    assert shop_of_four.digest == hashlib.sha256(file_bytes).hexdigest()
     people = load(tmp_path, PEOPLE).goals
     assert [
         (goal.instruction, goal.attributes, goal.options, goal.price_upper) for goal in people
@@ -175,14 +179,17 @@ def test_products_goals_and_search(tmp_path: Path):
     (tmp_path / HUMAN).unlink()
     for name in (ITEMS, ENTRIES):
         (tmp_path / name).rename(tmp_path / name.replace("_1000", ""))
-    assert load(tmp_path, WebshopConfig(catalogue="full", nouns="rules")).products == tiny.products
+    assert (
+        load(tmp_path, WebshopConfig(catalogue="full", nouns="rules")).products
+        == shop_of_four.products
+    )
 
 
 def second_item(**changes) -> dict:
     return {
         "items_shuffle_1000": [
             SHOP[0],
-            {k: v for k, v in {**SHOP[1], **changes}.items() if v is not Ellipsis},
+            {key: value for key, value in {**SHOP[1], **changes}.items() if value is not Ellipsis},
         ]
     }
 
@@ -249,7 +256,8 @@ def test_damage_is_named_in_one_line(
     monkeypatch.setattr(catalogue, "LARGEST", 4096)
     with pytest.raises(UserError) as caught:
         load(shop(tmp_path, **changed), PEOPLE if "items_human_ins" in changed else RULES)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_rapidfuzz_is_missed_before_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -261,41 +269,40 @@ def test_rapidfuzz_is_missed_before_files_are_read(tmp_path: Path, monkeypatch: 
 def test_an_array_is_read_piece_by_piece_and_a_cut_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    path, values = (
-        tmp_path / "array.json",
-        [{}, {"a, ]": 'ü"\\', "b": [1.5, None]}, {"c": {"d": [[]]}}, {}],
-    )
+    path = tmp_path / "array.json"
+    values = [{}, {"a, ]": 'ü"\\', "b": [1.5, None]}, {"c": {"d": [[]]}}, {}]
     for chunk in (4, 7, 40):
         monkeypatch.setattr(catalogue, "CHUNK", chunk)
-        path.write_text(
-            text := json.dumps(values, indent=chunk % 3 or None, ensure_ascii=chunk % 2 == 0),
-            "utf-8",
-        )
+        text = json.dumps(values, indent=chunk % 3 or None, ensure_ascii=chunk % 2 == 0)
+        path.write_text(text, "utf-8")
         digest = hashlib.sha256()
         assert list(catalogue.read_array(path, digest)) == values
         assert digest.digest() == hashlib.sha256(path.read_bytes()).digest()
-        for end in range(len(text)):
-            path.write_text(text[:end], "utf-8")
+        for length in range(len(text)):
+            path.write_text(text[:length], "utf-8")
             with pytest.raises(UserError, match="cut short in product"):
                 list(catalogue.read_array(path, hashlib.sha256()))
 
 
 def test_the_generated_shop_is_a_function_of_its_seed_and_its_goals_can_be_met(tmp_path: Path):
     assert generator.records(50, 3) == generator.records(50, 3) != generator.records(50, 4)
-    made = generated(600, "synthetic", "rules")
-    assert (
-        len(made.products) == len(made.by_asin) == 600
-        and made.n_test == 500
-        and len(made.goals) > 2000
-    )
-    assert {product.category for product in made.products} == set(generator.SHOP["roots"])
-    assert {product.query for product in made.products} == {ware.query for ware in generator.WARES}
-    assert 0.05 < sum(not product.options for product in made.products) / 600 < 0.3
+    synthetic = generated(600, "synthetic", "rules")
+    assert len(synthetic.products) == 600
+    assert len(synthetic.by_asin) == 600
+    assert synthetic.n_test == 500
+    assert len(synthetic.goals) > 2000
+    assert {product.category for product in synthetic.products} == set(generator.SHOP["roots"])
+    assert {product.query for product in synthetic.products} == {
+        sold.query for sold in generator.WARES
+    }
+    assert 0.05 < sum(not product.options for product in synthetic.products) / 600 < 0.3
     generator.write(tmp_path, 120)
     for config in (RULES, PEOPLE):
-        read, direct = load(tmp_path, config), generated(120, config.goals, "rules")
-        assert read.products == direct.products and read.goals == direct.goals
-    for goal in (*made.goals[:1000], *direct.goals):
+        from_files = load(tmp_path, config)
+        direct = generated(120, config.goals, "rules")
+        assert from_files.products == direct.products
+        assert from_files.goals == direct.goals
+    for goal in (*synthetic.goals[:1000], *direct.goals):
         assert all(
             wanted in goal.instruction for wanted in (*goal.attributes, *goal.options.values())
         )
@@ -326,30 +333,36 @@ def episode(environment, task, respond=lambda environment: environment.oracle())
 @pytest.mark.parametrize("style", ["paper", "compact"])
 @pytest.mark.parametrize("goals", ["synthetic", "human"])
 def test_the_buyer_buys_what_is_wanted_and_random_play_does_not(style, goals):
-    shop, rng = factory(style=style, goals=goals), random.Random(0)
+    shop = factory(style=style, goals=goals)
+    rng = random.Random(0)
 
     def at_random(environment) -> str:
         """Any action that does something, or a search for what the task is about."""
         query = environment.format_action(f"search[{environment.session.goal.product.query}]")
         return rng.choice(admissible_responses(environment) or [query])
 
-    environment, tasks = shop.make(), eval_tasks(shop, "test", 60, 0)
-    assert all((last := episode(environment, task)[-1]).won and last.score == 1 for task in tasks)
-    ends = [episode(environment, task, at_random)[-1] for task in tasks]
-    assert sum(end.won for end in ends) <= 3 and sum(end.score for end in ends) < 18
+    environment = shop.make()
+    tasks = eval_tasks(shop, "test", 60, 0)
+    for task in tasks:
+        final = episode(environment, task)[-1]
+        assert final.won
+        assert final.score == 1
+    random_ends = [episode(environment, task, at_random)[-1] for task in tasks]
+    assert sum(outcome.won for outcome in random_ends) <= 3
+    assert sum(outcome.score for outcome in random_ends) < 18
 
 
 def test_tasks_are_pure_and_splits_share_no_goal():
     shop = factory()
     assert train_tasks(shop, 3, 4, seed=1) == train_tasks(factory(), 3, 4, seed=1)
-    n = len(shop.catalogue.goals)
-    train = {task.id for task in train_tasks(shop, 0, n, 0)}
+    goal_count = len(shop.catalogue.goals)
+    train_ids = {task.id for task in train_tasks(shop, 0, goal_count, 0)}
     held_out = eval_tasks(shop, "test", 0, 0)
     # Drawn with replacement.
     assert len({task.id for task in eval_tasks(shop, "test", 400, 5)}) < 400
-    test = {task.id for task in held_out}
-    assert len(train) + len(test) == n == len(train | test)
-    assert test == {f"goal/{i}" for i in range(shop.catalogue.n_test)}
+    test_ids = {task.id for task in held_out}
+    assert len(train_ids) + len(test_ids) == goal_count == len(train_ids | test_ids)
+    assert test_ids == {f"goal/{number}" for number in range(shop.catalogue.n_test)}
     assert {task.kind for task in held_out} == set(generator.SHOP["roots"])
 
 
@@ -368,26 +381,39 @@ def test_the_warm_up_visits_shops_of_its_own():
 
 def test_outcomes_of_an_episode():
     shop = factory(reward=10.0)
-    environment, (task,) = shop.make(), eval_tasks(shop, "test", 1, 0)
-    *turns, last = episode(environment, task)
-    assert (last.reward, last.done, last.won, last.score) == (10.0, True, True, 1.0)
-    assert last.observation == "" and last.action == "click[buy now]"
-    assert all(
-        (turn.reward, turn.done, turn.won, turn.score) == (0.0, False, False, 0.0) for turn in turns
-    )
+    environment = shop.make()
+    (task,) = eval_tasks(shop, "test", 1, 0)
+    *turns, purchase = episode(environment, task)
+    assert purchase.reward == 10.0
+    assert purchase.done is True
+    assert purchase.won is True
+    assert purchase.score == 1.0
+    assert purchase.observation == ""
+    assert purchase.action == "click[buy now]"
+    for turn in turns:
+        assert turn.reward == 0.0
+        assert not turn.done
+        assert not turn.won
+        assert turn.score == 0.0
     assert environment.reset(task) == "'Search'"
-    assert (
-        environment.task == task.payload.goal.instruction and environment.admissible_actions() == []
-    )
-    found = environment.step(environment.oracle())
-    assert found.observation.startswith("'Back to Search' [SEP] 'Page 1")
-    assert found.valid and found.action == f"search[{task.payload.goal.product.query}]"
+    assert environment.task == task.payload.goal.instruction
+    assert environment.admissible_actions() == []
+    outcome = environment.step(environment.oracle())
+    assert outcome.observation.startswith("'Back to Search' [SEP] 'Page 1")
+    assert outcome.valid
+    assert outcome.action == f"search[{task.payload.goal.product.query}]"
     assert environment.admissible_actions()[:2] == ["click[back to search]", "click[next >]"]
     environment.step(environment.format_action(environment.admissible_actions()[2]))
     partly = environment.step(environment.format_action("click[buy now]"))
-    assert 0 < partly.score < 1 and partly.reward == 0 and partly.done and not partly.won
+    assert 0 < partly.score < 1
+    assert partly.reward == 0
+    assert partly.done
+    assert not partly.won
     outcomes = episode(factory(max_turns=3).make(), task, lambda environment: "no tags")
-    assert [(o.done, o.valid, o.score) for o in outcomes] == [
+    assert [
+        (outcome_of_turn.done, outcome_of_turn.valid, outcome_of_turn.score)
+        for outcome_of_turn in outcomes
+    ] == [
         (False, False, 0),
         (False, False, 0),
         (True, False, 0),
@@ -408,12 +434,15 @@ def test_no_other_splits_and_fingerprints_tell_catalogues_apart(tmp_path):
 
 def test_the_recipe_is_small_enough_for_its_model():
     shop = make_factory(load_recipe("webshop-quickstart"))
-    environment, lines, words = shop.make(), set(), 0
+    environment = shop.make()
+    responses = set()
+    longest_prompt = 0
     for task in warmup_tasks(shop, 0, 150, 0):
         environment.reset(task)
-        done = False
-        while not done:
-            lines.update(admissible_responses(environment))
-            words = max(words, len(environment.context().split()))
-            done = environment.step(environment.oracle()).done
-    assert len(lines) < 300 and words < 200
+        is_done = False
+        while not is_done:
+            responses.update(admissible_responses(environment))
+            longest_prompt = max(longest_prompt, len(environment.context().split()))
+            is_done = environment.step(environment.oracle()).done
+    assert len(responses) < 300
+    assert longest_prompt < 200

@@ -1,4 +1,5 @@
-"""WebShop's pages and prompts letter by letter, what each action does on each of them, and the reward by hand."""
+"""WebShop's pages and prompts letter by letter, what each action does on each of them, and the
+reward by hand."""
 
 import dataclasses
 import math
@@ -22,17 +23,17 @@ from paw.errors import UserError
 TASK = "Find me cotton men's shirts with color: red, and size: large, and price lower than 20.00 dollars"
 
 
-def shirt(i: int, **changes) -> Product:
-    shown = {"title": f"Plain Shirt {i}", "description": f"A shirt, number {i}."}
-    shown |= {"bullets": ("Cotton: soft.", "Washable."), "price_text": "$12.0 to $15.5"}
-    kind = {
+def shirt(number: int, **changes) -> Product:
+    texts = {"title": f"Plain Shirt {number}", "description": f"A shirt, number {number}."}
+    texts |= {"bullets": ("Cotton: soft.", "Washable."), "price_text": "$12.0 to $15.5"}
+    classification = {
         "category": "fashion",
         "query": "men's shirts",
         "product_category": "Clothing › Men › Shirts",
     }
     values = {"options": {"color": ("red", "navy blue"), "size": ("small", "large")}, "price": 13.0}
-    about = {"asin": f"B{i:09d}", "attributes": ("cotton", "machine wash")}
-    return Product(**{**shown, **kind, **values, **about, **changes})
+    identity = {"asin": f"B{number:09d}", "attributes": ("cotton", "machine wash")}
+    return Product(**{**texts, **classification, **values, **identity, **changes})
 
 
 GOAL = Goal(
@@ -69,11 +70,9 @@ def text(session: Session) -> str:
     return " [SEP] ".join(session.parts)
 
 
-SHIRTS, FIRST, MUG = (
-    "search[plain shirt]",
-    "click[b000000000]",
-    ("search[tea mug]", "click[b0oddasin9]"),
-)
+SHIRTS = "search[plain shirt]"
+FIRST = "click[b000000000]"
+MUG = ("search[tea mug]", "click[b0oddasin9]")
 ITEM = (
     "Back to Search [SEP] < Prev [SEP] color [SEP] red [SEP] navy blue [SEP] size [SEP] small [SEP] large [SEP] "
     "Plain Shirt 0 [SEP] Price: $12.0 to $15.5 [SEP] Rating: N.A. [SEP] "
@@ -83,7 +82,8 @@ ITEM = (
 
 def test_search_and_results_pages():
     session = play()
-    assert text(session) == "Search" and session.available() == [
+    assert text(session) == "Search"
+    assert session.available() == [
         "search[<your query>]",
         "click[search]",
     ]
@@ -126,22 +126,24 @@ def test_an_item_its_sub_pages_and_the_purchase():
         assert text(session) == ITEM  # what is chosen does not show
     assert session.options == {"color": "navy blue", "size": "large"}
     session.step("click[< prev]")
-    assert (session.page, session.product, session.options) == (1, None, {})
+    assert session.page == 1
+    assert session.product is None
+    assert session.options == {}
     pages = {
         "description": " [SEP] A shirt, number 0.",
         "features": " [SEP] Cotton: soft. [SEP] Washable.",
     }
-    for name, rest in {**pages, "reviews": ""}.items():
+    for name, content in {**pages, "reviews": ""}.items():
         session = play(SHIRTS, FIRST, "click[red]", f"click[{name}]", "click[buy now]")
-        assert text(session) == f"Back to Search [SEP] < Prev{rest}"
-        assert (
-            session.available() == ["click[back to search]", "click[< prev]"]
-            and session.reward is None
-        )
+        assert text(session) == f"Back to Search [SEP] < Prev{content}"
+        assert session.available() == ["click[back to search]", "click[< prev]"]
+        assert session.reward is None
         session.step("click[< prev]")
-        assert (text(session), session.options) == (ITEM, {"color": "red"})
+        assert text(session) == ITEM
+        assert session.options == {"color": "red"}
     session.step("click[buy now]")
-    assert (session.reward, session.available()) == (0.75, [])
+    assert session.reward == 0.75
+    assert session.available() == []
     with pytest.raises(AssertionError):
         session.step("click[buy now]")
     assert play(SHIRTS, FIRST, "click[large]", "click[red]", "click[buy now]").reward == 1.0
@@ -249,16 +251,17 @@ def test_paper_later_turn_has_the_last_two_numbered_from_one():
 
 
 def test_a_paper_prompt_that_gets_too_long_has_no_history():
-    style, session = PaperStyle(), play()
-    rest = len(style.prompt(session, [("", "x")]))
-    past = [("y" * (13_000 - rest), "x")]
+    style = PaperStyle()
+    session = play()
+    other_length = len(style.prompt(session, [("", "x")]))
+    past = [("y" * (13_000 - other_length), "x")]
     assert len(style.prompt(session, past)) == 13_000
     assert style.prompt(session, [("y" + past[0][0], "x")]) == style.prompt(session, [])
     assert PaperStyle(history=0).prompt(session, [("", "x")]) == style.prompt(session, [])
 
 
 def test_paper_projection():
-    """What it shares with ALFWorld's is tested there."""
+    """What both environments share is tested with ALFWorld."""
     unparsed = "<think>a</think>I would like to CLICK[buy now]"
     assert PaperStyle().parse_action(unparsed, {}) == ("ke to click[buy now]", False)
     assert (
@@ -268,37 +271,38 @@ def test_paper_projection():
 
 
 def test_compact_prompts():
-    style, task = (
-        CompactStyle(history=1),
-        "task:\nsearch men'sShirts\nwith cotton\npick red\npick large\n",
-    )
-    see, brief = f"{task}did:\nb\nsee:\n", "cotton machineWash"
+    style = CompactStyle(history=1)
+    task = "task:\nsearch men'sShirts\nwith cotton\npick red\npick large\n"
+    seen = f"{task}did:\nb\nsee:\n"
+    summary = "cotton machineWash"
     assert style.prompt(play(), []) == f"{task}see:\nshop\ncan:\nsearch men'sShirts\nsearch mugs"
-    mug = play("search[tea mug]")
+    mug_page = play("search[tea mug]")
     assert (
-        style.prompt(mug, [("", "a"), ("", "b")])
-        == f"{see}page 1\na: {brief}\ncan:\nopen a\nnext\nleave"
+        style.prompt(mug_page, [("", "a"), ("", "b")])
+        == f"{seen}page 1\na: {summary}\ncan:\nopen a\nnext\nleave"
     )
     chosen = play(SHIRTS, FIRST, "click[navy blue]")
     assert style.prompt(chosen, [("", "b")]) == (
-        f"{see}product: {brief}\ncolor: red navyBlue\nsize: small large\nchosen: navyBlue\n"
+        f"{seen}product: {summary}\ncolor: red navyBlue\nsize: small large\nchosen: navyBlue\n"
         "can:\npick red\npick navyBlue\npick small\npick large\nbuy\nprevious\nleave"
     )
-    dear = Session(Catalogue([shirt(1, price=20.01)], [GOAL], "", "rules"), GOAL)
-    dear.step(SHIRTS)
-    assert style.observation(dear) == f"page 1\na: {brief} dear"
+    too_expensive = Session(Catalogue([shirt(1, price=20.01)], [GOAL], "", "rules"), GOAL)
+    too_expensive.step(SHIRTS)
+    assert style.observation(too_expensive) == f"page 1\na: {summary} dear"
     assert style.actions(play())["search men'sShirts"].startswith(
         "search[men's shirts men's shirt button down"
     )
     assert style.actions(play())["search mugs"] == "search[mugs]"
     assert list(style.actions(play(SHIRTS, "click[next >]")))[2:] == ["next", "previous", "leave"]
     actions = style.actions(chosen)
-    assert (actions["pick navyBlue"], actions["buy"]) == ("click[navy blue]", "click[buy now]")
-    for shown in (actions, style.actions(play()), style.actions(play(SHIRTS))):
+    assert actions["pick navyBlue"] == "click[navy blue]"
+    assert actions["buy"] == "click[buy now]"
+    for offered in (actions, style.actions(play()), style.actions(play(SHIRTS))):
         assert all(
-            style.parse_action(style.format_action(name), shown) == (name, True) for name in shown
+            style.parse_action(style.format_action(name), offered) == (name, True)
+            for name in offered
         )
-        assert style.parse_action("\nopen z", shown) == ("open z", False)
+        assert style.parse_action("\nopen z", offered) == ("open z", False)
 
 
 # ---- the reward: r_type * (attributes + options + [price <= limit]) / (|attributes| + |options| +
@@ -339,14 +343,15 @@ def test_each_part_is_one_of_five():
 
 
 def test_an_attribute_may_stand_anywhere():
-    """In an attribute (also with all its words, or nearly), a bullet, the description lower-cased, or the title."""
-    found = ["long sleeve", "fit slim", "machine wash", "organic cotton", "vero"]
+    """In an attribute (also with all its words, or nearly), a bullet, the description
+    lower-cased, or the title."""
+    present = ["long sleeve", "fit slim", "machine wash", "organic cotton", "vero"]
     absent = [
         "washwear",
         "short sleeve",
         "Organic Cotton",
     ]  # not lower-cased itself, as in the reference
-    assert [earned(attributes=(attribute,)) for attribute in found] == [1.0] * 5
+    assert [earned(attributes=(attribute,)) for attribute in present] == [1.0] * 5
     assert [earned(attributes=(attribute,)) for attribute in absent] == [3 / 4] * 3
     # A ratio is rounded.
     product = dataclasses.replace(SHIRT, attributes=("aaaaaab", 23 * "a" + "bbbb"))
@@ -452,10 +457,10 @@ def test_nouns_of_titles():
         (cord, lead, 0.15),
         (knob, "Minkissy Stainless Steel Eyebrow Tweezers", 0.0),
     ):
-        own = title_nouns(wanted, "rules")
-        assert len({*own} & {*title_nouns(bought, "rules")}) / len(own) == pytest.approx(
-            share, abs=0.03
-        )
+        wanted_nouns = title_nouns(wanted, "rules")
+        assert len({*wanted_nouns} & {*title_nouns(bought, "rules")}) / len(
+            wanted_nouns
+        ) == pytest.approx(share, abs=0.03)
     title = "PEAK Men's High-Top Shoes for the Gym, 2pcs (Size 12) & More"
     assert title_nouns(title, "rules") == (
         "peak",
@@ -476,14 +481,13 @@ def test_which_nouns(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: name if name in installed else None
     )
-    assert (choose_nouns("auto"), choose_nouns("rules")) == ("rules", "rules")
+    assert choose_nouns("auto") == "rules"
+    assert choose_nouns("rules") == "rules"
     with pytest.raises(
         UserError, match=r"env.nouns = 'spacy' needs spaCy and en_core_web_sm: pip install spacy"
     ):
         choose_nouns("spacy")
     installed.add("en_core_web_sm")
-    assert (choose_nouns("auto"), choose_nouns("spacy"), choose_nouns("rules")) == (
-        "spacy",
-        "spacy",
-        "rules",
-    )
+    assert choose_nouns("auto") == "spacy"
+    assert choose_nouns("spacy") == "spacy"
+    assert choose_nouns("rules") == "rules"

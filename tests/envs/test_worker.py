@@ -1,4 +1,5 @@
-"""A worker's game may raise, hang, die or flood: the caller gets one EnvironmentFailure, no process stays behind."""
+"""A worker's game may raise, hang, die or flood: the caller gets one EnvironmentFailure, no
+process stays behind."""
 
 import os
 import signal
@@ -61,15 +62,19 @@ def make(tmp_path: Path, monkeypatch):
 def test_plays_and_is_reused(make):
     worker = make()
     assert worker.start(text="'héllo 看'") == "héllo 看"
-    assert (worker.admissible, worker.won) == (["look"], False)
+    assert worker.admissible == ["look"]
+    assert worker.won is False
     pid = worker.step(PID)
-    assert worker.step("'win'") == "win" and worker.won
+    assert worker.step("'win'") == "win"
+    assert worker.won
     for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: the trainer's to handle
         assert worker.step(f"os.kill(os.getpid(), {int(number)}) or 'on'") == "on"
     worker.start()
-    assert not worker.won and worker.step(PID) == pid
-    noise = "[os.write(fd, b'y' * 10**6) for fd in (1, 2) for _ in range(100)]"  # what a game prints goes nowhere
-    assert worker.step(f"str(len({noise}))") == "200"
+    assert not worker.won
+    assert worker.step(PID) == pid
+    # what a game prints goes nowhere
+    printing = "[os.write(fd, b'y' * 10**6) for fd in (1, 2) for _ in range(100)]"
+    assert worker.step(f"str(len({printing}))") == "200"
     worker.close()
     assert not _alive(int(pid))
 
@@ -114,9 +119,9 @@ worker.start()
 print(worker.step("str(os.getpid())"), flush=True)
 worker.step("time.sleep(600)")
 """
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     with subprocess.Popen(
-        [sys.executable, "-c", program], env=env, stdout=subprocess.PIPE
+        [sys.executable, "-c", program], env=variables, stdout=subprocess.PIPE
     ) as parent:
         pid = int(parent.stdout.readline())
         parent.kill()

@@ -1,4 +1,8 @@
-"""Where the tests here run: every backend of the head, and the operators of csrc/ on the CPU, emulated or on a GPU."""
+"""Fixtures: every backend of the head, and the operators of csrc/ on the CPU, emulated, or on a
+GPU."""
+
+import ctypes
+import fcntl
 
 import pytest
 import torch
@@ -16,13 +20,17 @@ MACHINES = [
 
 
 @pytest.fixture(scope="session")
-def emulator(tmp_path_factory):
-    """The CUDA kernels built for the CPU; `emulator.paw_emulate(order, dropped)` as cuda_on_cpu.h says."""
+def emulator(shared):
+    """The CUDA kernels built for the CPU; `emulator.paw_emulate(order, dropped)` as
+    cuda_on_cpu.h says."""
     import cuda_on_cpu
 
-    return cuda_on_cpu.compile_for_cpu(
-        tmp_path_factory.mktemp("cuda") / "kernels.so", *cuda_on_cpu.SOURCES
-    )
+    library = shared / "cuda_on_cpu.so"
+    with (shared / "cuda_on_cpu.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the first process that needs it builds it for all
+        if not library.exists():
+            return cuda_on_cpu.compile_for_cpu(library, *cuda_on_cpu.SOURCES)
+    return ctypes.CDLL(str(library))
 
 
 @pytest.fixture(params=BACKENDS)
@@ -32,8 +40,8 @@ def backend(request, monkeypatch):
 
     from paw_kernels import why_not_backend
 
-    name, _, place = request.param.partition(" on ")
-    if place:
+    name, _, on_gpu = request.param.partition(" on ")
+    if on_gpu:
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
         if reason := why_not_backend(name, torch.device("cuda"), torch.float32):

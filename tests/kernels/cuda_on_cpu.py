@@ -34,17 +34,18 @@ class Machine(NamedTuple):
     device: str
 
     def put(self, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-        return [None if t is None else t.to(self.device, copy=True) for t in tensors]
+        return [None if tensor is None else tensor.to(self.device, copy=True) for tensor in tensors]
 
 
 def compile_for_cpu(output: Path, *sources: Path) -> ctypes.CDLL:
-    """Vector accesses off their alignment end the process: the compiler checks them as CUDA does."""
+    """Compiles the sources. A misaligned vector access ends the process, as it would fail in
+    CUDA."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
     options = "-std=c++17 -O1 -fPIC -shared -w -fno-strict-aliasing -fno-gnu-unique -fsanitize=alignment,bounds"
     options += " -fsanitize-undefined-trap-on-error -DPAW_NAMESPACE=paw_on_cpu -DPAW_DEVICE=CPU"
-    places = [
+    paths = [
         "-DTORCH_TARGET_VERSION=0x020a000000000000",
         "-I",
         TORCH / "include",
@@ -53,6 +54,8 @@ def compile_for_cpu(output: Path, *sources: Path) -> ctypes.CDLL:
         "-o",
         output,
     ]
-    link = ["-x", "none", "-L", TORCH / "lib", "-Wl,--no-as-needed", "-ltorch"]
-    subprocess.run([compiler, *options.split(), *places, "-x", "c++", *sources, *link], check=True)
+    linking = ["-x", "none", "-L", TORCH / "lib", "-Wl,--no-as-needed", "-ltorch"]
+    subprocess.run(
+        [compiler, *options.split(), *paths, "-x", "c++", *sources, *linking], check=True
+    )
     return ctypes.CDLL(str(output))

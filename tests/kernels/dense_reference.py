@@ -1,4 +1,5 @@
-"""float64 autograd reference of the fused head: full logits, and a problem with every branch of the losses."""
+"""float64 autograd reference of the fused head: full logits, and a problem with every branch of
+the losses."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -26,19 +27,26 @@ class Rows:
 
     @property
     def loss(self):
-        of = {"wm": "cmae"} | self.options
-        policy = partial(losses.ppo, **{name: of[name] for name in POLICY if name in of})
-        wm = partial(
-            getattr(losses, of["wm"]), **{name: of[name] for name in ("rho", "q") if name in of}
+        settings = {"wm": "cmae"} | self.options
+        policy = partial(
+            losses.ppo, **{name: settings[name] for name in POLICY if name in settings}
         )
-        return losses.joint(policy, wm, **{name: of[name] for name in TERMS if name in of})
+        wm_loss = partial(
+            getattr(losses, settings["wm"]),
+            **{name: settings[name] for name in ("rho", "q") if name in settings},
+        )
+        return losses.joint(
+            policy, wm_loss, **{name: settings[name] for name in TERMS if name in settings}
+        )
 
     def map(self, change):
         return Rows(mapped(self.batch, change), self.options)
 
-    def to(self, *where):
+    def to(self, *target):
         return self.map(
-            lambda values: values.to(*where) if values.is_floating_point() else values.to(where[0])
+            lambda values: (
+                values.to(*target) if values.is_floating_point() else values.to(target[0])
+            )
         )
 
     def replace(self, **values):
@@ -46,7 +54,7 @@ class Rows:
 
 
 def columns(batch):
-    """Those that a loss reads, not the absent ones."""
+    """The columns of a batch that are present, by name."""
     return {name: value for name, value in vars(batch).items() if value is not None}
 
 
@@ -55,7 +63,7 @@ def mapped(batch, change):
 
 
 class Backend(NamedTuple):
-    """A backend of the head. Inputs of its methods and what they answer are on the CPU."""
+    """A backend of the head. Inputs and results of its methods are on the CPU."""
 
     name: str
     key: str
@@ -64,30 +72,42 @@ class Backend(NamedTuple):
     examples: int
     """Of a property."""
 
-    def loss(self, hidden, weight, target, rows, bias=None, *, upstream=1.0, **how):
+    def loss(self, hidden, weight, target, rows, bias=None, *, upstream=1.0, **options):
         """Results of token_loss, gradients of hidden, weight and bias."""
-        h, w, b = leaves(*self._put(hidden, weight, bias))
-        rows, target = rows.to(self.device, torch.float32), target.to(self.device)
-        out = fused_loss(h, w, target, rows, bias=b, backend=self.key, **how)
-        (upstream * out.loss).backward()
-        return TokenLoss(*(t.detach().cpu() for t in out)), [
-            x.grad.cpu() for x in (h, w, b) if x is not None
+        hidden_leaf, weight_leaf, bias_leaf = leaves(*self._put(hidden, weight, bias))
+        rows = rows.to(self.device, torch.float32)
+        target = target.to(self.device)
+        results = fused_loss(
+            hidden_leaf, weight_leaf, target, rows, bias=bias_leaf, backend=self.key, **options
+        )
+        (upstream * results.loss).backward()
+        return TokenLoss(*(t.detach().cpu() for t in results)), [
+            leaf.grad.cpu() for leaf in (hidden_leaf, weight_leaf, bias_leaf) if leaf is not None
         ]
 
-    def stats(self, hidden, weight, target, pull, bias=None, **how):
+    def stats(self, hidden, weight, target, pull, bias=None, **options):
         """Results of token_stats, gradients of pull(logp, entropy)."""
-        h, w, b = leaves(*self._put(hidden, weight, bias))
-        stats = token_stats(h, w, target.to(self.device), bias=b, backend=self.key, **how)
-        logp, entropy = (t.cpu() for t in stats)
+        hidden_leaf, weight_leaf, bias_leaf = leaves(*self._put(hidden, weight, bias))
+        statistics = token_stats(
+            hidden_leaf,
+            weight_leaf,
+            target.to(self.device),
+            bias=bias_leaf,
+            backend=self.key,
+            **options,
+        )
+        logp, entropy = (t.cpu() for t in statistics)
         pull(logp, entropy).backward()
-        return (logp.detach(), entropy.detach()), [x.grad.cpu() for x in (h, w, b) if x is not None]
+        return (logp.detach(), entropy.detach()), [
+            leaf.grad.cpu() for leaf in (hidden_leaf, weight_leaf, bias_leaf) if leaf is not None
+        ]
 
     def _put(self, *tensors):
-        return [None if t is None else t.to(self.device) for t in tensors]
+        return [None if tensor is None else tensor.to(self.device) for tensor in tensors]
 
 
-def fused_loss(hidden, weight, target, rows, **how):
-    return token_loss(hidden, weight, target, rows.loss, rows.batch, **how)
+def fused_loss(hidden, weight, target, rows, **options):
+    return token_loss(hidden, weight, target, rows.loss, rows.batch, **options)
 
 
 def dense_stats(hidden, weight, target, bias=None, temperature=1.0, softcap=None):
@@ -98,39 +118,48 @@ def dense_stats(hidden, weight, target, bias=None, temperature=1.0, softcap=None
     return logp.gather(1, target[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
 
-def dense_pulled(hidden, weight, target, pull, bias=None, *, dtype=torch.float64, **how):
+def dense_pulled(hidden, weight, target, pull, bias=None, *, dtype=torch.float64, **options):
     """As Backend.stats, with full logits of `dtype`."""
-    h, w, b = leaves(hidden, weight, bias, dtype=dtype)
-    logp, entropy = dense_stats(h, w, target, b, **how)
+    hidden_leaf, weight_leaf, bias_leaf = leaves(hidden, weight, bias, dtype=dtype)
+    logp, entropy = dense_stats(hidden_leaf, weight_leaf, target, bias_leaf, **options)
     pull(logp, entropy).backward()
-    return (logp.detach(), entropy.detach()), [x.grad for x in (h, w, b) if x is not None]
+    return (logp.detach(), entropy.detach()), [
+        leaf.grad for leaf in (hidden_leaf, weight_leaf, bias_leaf) if leaf is not None
+    ]
 
 
-def dense(hidden, weight, target, rows, bias=None, *, upstream=1.0, **how):
-    """As Backend.loss; the formulas of the loss are float64's."""
-    wide = rows.to("cpu", torch.float64).batch
-    stats, gradients = dense_pulled(
-        hidden, weight, target, lambda *stats: upstream * rows.loss(*stats, wide).sum(), bias, **how
+def dense(hidden, weight, target, rows, bias=None, *, upstream=1.0, **options):
+    """As Backend.loss, with the formulas of the loss in float64."""
+    double_batch = rows.to("cpu", torch.float64).batch
+    statistics, gradients = dense_pulled(
+        hidden,
+        weight,
+        target,
+        lambda *statistics: upstream * rows.loss(*statistics, double_batch).sum(),
+        bias,
+        **options,
     )
-    each = rows.loss(*stats, wide)
-    return (each.sum(), each, *stats), gradients
+    token_losses = rows.loss(*statistics, double_batch)
+    return (token_losses.sum(), token_losses, *statistics), gradients
 
 
 def problem(T, V, D, *, seed=0, bias=False, scale=1.0, temperature=1.0, softcap=None, **options):
-    """Random inputs (hidden, weight, target, bias, rows): actions and observations, some of weight or advantage 0."""
-    g = torch.Generator().manual_seed(seed)
+    """Random inputs (hidden, weight, target, bias, rows): actions and observations, some of
+    weight or advantage 0."""
+    generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
-        return torch.randn(*shape, generator=g)
+        return torch.randn(*shape, generator=generator)
 
-    hidden, weight = scale * randn(T, D), randn(V, D) / D**0.5
-    target = torch.randint(V, (T,), generator=g)
+    hidden = scale * randn(T, D)
+    weight = randn(V, D) / D**0.5
+    target = torch.randint(V, (T,), generator=generator)
     offset = randn(V) if bias else None
     logp = dense_stats(hidden, weight, target, offset, temperature, softcap)[0]
     batch = losses.TokenBatch(
-        observation=torch.rand(T, generator=g) < 0.4,
-        weight=torch.rand(T, generator=g) * (torch.rand(T, generator=g) > 0.3),
-        advantage=randn(T) * (torch.rand(T, generator=g) > 0.15),
+        observation=torch.rand(T, generator=generator) < 0.4,
+        weight=torch.rand(T, generator=generator) * (torch.rand(T, generator=generator) > 0.3),
+        advantage=randn(T) * (torch.rand(T, generator=generator) > 0.15),
         old_logp=logp + randn(T),
         sampled_logp=logp,
         ref_logp=logp + 2 * randn(T),
@@ -139,22 +168,25 @@ def problem(T, V, D, *, seed=0, bias=False, scale=1.0, temperature=1.0, softcap=
 
 
 def leaves(*tensors, dtype=None):
-    """Copies of their own that require gradients; None stays."""
+    """Copies that require gradients; None stays None."""
     return [
-        None if t is None else t.detach().to(dtype or t.dtype, copy=True).requires_grad_()
-        for t in tensors
+        None
+        if tensor is None
+        else tensor.detach().to(dtype or tensor.dtype, copy=True).requires_grad_()
+        for tensor in tensors
     ]
 
 
-def assert_close(got, want, tolerance=1e-5):
-    """Within `tolerance` of the largest number, and of 1."""
-    got, want = got.double().cpu(), want.double().cpu()
-    scale = max(1.0, want.abs().max().item()) if want.numel() else 1.0
-    torch.testing.assert_close(got, want, rtol=0, atol=tolerance * scale)
+def assert_close(actual, expected, tolerance=1e-5):
+    """The difference is within `tolerance` of the largest number, or of 1 if that is larger."""
+    actual = actual.double().cpu()
+    expected = expected.double().cpu()
+    scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
 
 
 def set_chunk_rows(patch, rows, *, vocabulary):
-    """Cut passes into chunks of so many rows; of Triton's, into chunks of one tile."""
+    """Cuts passes into chunks of so many rows; Triton's into chunks of one tile."""
     for device in ("cpu", "cuda"):
         patch.setitem(_torch.CHUNK_BYTES, device, rows * vocabulary * 4)
         patch.setitem(_rows.CHUNK_BYTES, device, rows * vocabulary * 4)

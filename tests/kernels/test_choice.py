@@ -1,4 +1,5 @@
-"""Which backend "auto" is: what was measured, else what works; and the trial that tells whether one does."""
+"""Which backend "auto" is: what was measured, else what works; and the trial that tells whether
+one does."""
 
 import json
 import os
@@ -8,77 +9,83 @@ from functools import partial
 
 import pytest
 import torch
-from dense_reference import dense_pulled
 
 import paw_kernels
 from paw_kernels import _backend, _measured, token_stats, trial
 from paw_kernels._torch import TorchRows, make_rows
 
-CPU, BF16 = torch.device("cpu"), torch.bfloat16
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
 GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def file(tmp_path, monkeypatch):
+def times_file(tmp_path, monkeypatch):
     monkeypatch.setenv("PAW_CACHE", str(tmp_path))
     _measured.times.cache_clear()
     yield tmp_path / "kernels.json"
     _measured.times.cache_clear()
 
 
-def time_of(backend, n, ms, **other):
-    return _measured.Time(backend, "float32", 70, 16, n, ms)._replace(**other)._asdict()
+def time_of(backend, rows, milliseconds, **changes):
+    return (
+        _measured.Time(backend, "float32", 70, 16, rows, milliseconds)._replace(**changes)._asdict()
+    )
 
 
-def test_auto_is_what_was_the_fastest_at_the_nearest_number_of_rows(file):
+def test_auto_is_what_was_the_fastest_at_the_nearest_number_of_rows(times_file):
     times = [
         time_of("cpu", 512, 1.0),
         time_of("torch", 512, 2.0),
         time_of("cpu", 4096, 9.0),
         time_of("torch", 4096, 8.0),
     ]
-    file.write_text(
+    times_file.write_text(
         json.dumps({_measured.key(CPU): times, "another": [time_of("torch", 512, 0.1)]})
     )
     choice = partial(paw_kernels.best_backend, CPU, torch.float32)
-    assert choice((70, 16), 1) == choice((70, 16), 700) == "cpu"
-    assert choice((70, 16), 3000) == choice((70, 16)) == "torch"
-    assert choice((71, 16)) == choice() == paw_kernels.best_backend(CPU, BF16, (70, 16)) == "cpu"
-    hidden, weight, target = (
-        torch.randn(3000, 16),
-        torch.randn(70, 16),
-        torch.zeros(3000, dtype=torch.int64),
-    )
+    assert choice((70, 16), 1) == "cpu"
+    assert choice((70, 16), 700) == "cpu"
+    assert choice((70, 16), 3000) == "torch"
+    assert choice((70, 16)) == "torch"
+    assert choice((71, 16)) == "cpu"
+    assert choice() == "cpu"
+    assert paw_kernels.best_backend(CPU, BF16, (70, 16)) == "cpu"
+    hidden = torch.randn(3000, 16)
+    weight = torch.randn(70, 16)
+    target = torch.zeros(3000, dtype=torch.int64)
     plain = token_stats(hidden, weight, target, backend="torch")
     other = token_stats(hidden, weight, target, backend="cpu")
     auto = token_stats(hidden, weight, target)
-    assert torch.equal(auto.entropy, plain.entropy) and not torch.equal(auto.entropy, other.entropy)
+    assert torch.equal(auto.entropy, plain.entropy)
+    assert not torch.equal(auto.entropy, other.entropy)
 
 
 @pytest.mark.parametrize(
     "content", ["{", "[]", '{"KEY": [{"ms": 1}]}', '{"KEY": 3}', b"\xff", None]
 )
-def test_a_file_that_cannot_be_read_is_one_warning(file, content):
+def test_a_file_that_cannot_be_read_is_one_warning(times_file, content):
     if content is None:
-        file.mkdir()
+        times_file.mkdir()
+    elif isinstance(content, bytes):
+        times_file.write_bytes(content)
     else:
-        file.write_bytes(
-            content
-            if isinstance(content, bytes)
-            else content.replace("KEY", _measured.key(CPU)).encode()
-        )
+        times_file.write_text(content.replace("KEY", _measured.key(CPU)))
     with pytest.warns(
         RuntimeWarning, match=r"kernels.json is left out \(.*paw doctor --kernels writes it anew"
-    ) as told:
+    ) as warnings:
         assert {paw_kernels.best_backend(CPU, torch.float32, (70, 16)) for _ in range(2)} == {"cpu"}
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
-def test_times_of_other_kernels_or_another_torch_do_not_count(file, monkeypatch):
-    key = _measured.key(CPU)
-    assert torch.__version__ in key and "kernels " in key
-    for part in (torch.__version__, key[-12:], key.partition(",")[0]):
-        file.write_text(json.dumps({key.replace(part, "another"): [time_of("torch", 512, 1.0)]}))
+def test_times_of_other_kernels_or_another_torch_do_not_count(times_file, monkeypatch):
+    machine_key = _measured.key(CPU)
+    assert torch.__version__ in machine_key
+    assert "kernels " in machine_key
+    for part in (torch.__version__, machine_key[-12:], machine_key.partition(",")[0]):
+        times_file.write_text(
+            json.dumps({machine_key.replace(part, "another"): [time_of("torch", 512, 1.0)]})
+        )
         _measured.times.cache_clear()
         assert paw_kernels.best_backend(CPU, torch.float32, (70, 16)) == "cpu"
 
@@ -106,9 +113,9 @@ class Wrong(TorchRows):
 
     def gradient(self, target, source, a, c):
         if self.column is not None:
-            dz = super().gradient(target, source, a, c)
-            dz[:, -1] = self.column
-            return dz
+            gradient = super().gradient(target, source, a, c)
+            gradient[:, -1] = self.column
+            return gradient
         return super().gradient(target, source, a, None if c is None else -c)
 
 
@@ -116,27 +123,15 @@ class Wrong(TorchRows):
 def test_a_trial_tells_right_results_from_wrong_ones(monkeypatch, dtype):
     sizes = CPU, dtype, 40, 101, 64
     assert 0 < trial.largest_error(make_rows, *sizes) <= 1
-    wrong = lambda head, N, _: (Wrong(head, N), N)  # noqa: E731
-    assert trial.largest_error(wrong, *sizes) > 1
+
+    def make_wrong_rows(head, N, _):
+        return Wrong(head, N), N
+
+    assert trial.largest_error(make_wrong_rows, *sizes) > 1
     monkeypatch.setattr(Wrong, "column", 0.0)
-    assert trial.largest_error(wrong, *sizes) > 1
+    assert trial.largest_error(make_wrong_rows, *sizes) > 1
     monkeypatch.setattr(Wrong, "column", torch.nan)
-    assert not trial.largest_error(wrong, *sizes) <= 1
-
-
-def test_the_yardstick_is_autograd():
-    problem = trial._Problem(CPU, torch.float64, 20, 31, 8, full=True)
-    h, head = problem.hidden, problem.head
-    stats, gradients = dense_pulled(
-        h,
-        head.weight,
-        problem.target,
-        lambda logp, entropy: (problem.a * logp + problem.c * entropy).sum(),
-        head.bias,
-        temperature=0.7,
-    )
-    for got, want in zip(problem.dense(torch.float64), [*stats, *gradients], strict=True):
-        torch.testing.assert_close(got, want)
+    assert not trial.largest_error(make_wrong_rows, *sizes) <= 1
 
 
 COMPILER = """if True:
@@ -166,12 +161,18 @@ def test_triton_that_cannot_compile_is_left_out_with_one_warning(tmp_path):
         '#!/bin/sh\n[ "$1" = --version ] && exec echo "release 12.8, V12.8.93"\necho broken >&2; exit 1\n'
     )
     ptxas.chmod(0o755)
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= dict.fromkeys(("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"), str(ptxas))
-    env["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
-    done = subprocess.run([sys.executable, "-c", COMPILER], env=env, capture_output=True, text=True)
-    said = (done.stdout.splitlines() or [done.stderr])[-1]  # after the assembly that Triton prints
-    assert said.startswith("torch 1 head backend 'triton' is left out: PTXASError: "), said
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables |= dict.fromkeys(("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"), str(ptxas))
+    variables["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    process = subprocess.run(
+        [sys.executable, "-c", COMPILER], env=variables, capture_output=True, text=True
+    )
+    last_line = (process.stdout.splitlines() or [process.stderr])[
+        -1
+    ]  # after the assembly that Triton prints
+    assert last_line.startswith("torch 1 head backend 'triton' is left out: PTXASError: "), (
+        last_line
+    )
 
 
 def test_wrong_tiles_in_the_interpreter_are_left_out(monkeypatch):
@@ -202,5 +203,8 @@ def test_gradient_values_of_several_tiles_a_program(backend, D):
     if reason := paw_kernels.why_not_backend(backend, GPU, BF16):
         pytest.skip(reason)
     tiles = 2.5 * torch.cuda.get_device_properties(GPU).multi_processor_count
-    for V in (int(tiles / 8 + 1) * 256, int(tiles / 8 + 1) * 256 - 27):
-        assert trial.largest_error(_backend.implementation(backend), GPU, BF16, 1000, V, D) <= 1
+    for vocabulary in (int(tiles / 8 + 1) * 256, int(tiles / 8 + 1) * 256 - 27):
+        assert (
+            trial.largest_error(_backend.implementation(backend), GPU, BF16, 1000, vocabulary, D)
+            <= 1
+        )

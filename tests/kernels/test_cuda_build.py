@@ -1,4 +1,5 @@
-"""The CUDA build: nvcc accepts the kernels for every architecture, without spills, and the library loads anywhere."""
+"""The CUDA build: nvcc accepts the kernels for every architecture, without spills, and the
+library loads anywhere."""
 
 import importlib.util
 import os
@@ -16,7 +17,7 @@ KERNELS = ("statistics", "gradient", "pack")
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
 
-def build(folder: Path, *python: str, **env: str) -> subprocess.CompletedProcess[str]:
+def build(folder: Path, *python: str, **changes: str) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
         *python,
@@ -27,28 +28,28 @@ def build(folder: Path, *python: str, **env: str) -> subprocess.CompletedProcess
         "-t",
         folder / "temp",
     ]
-    env = {**os.environ, "PAW_BUILD_CUDA": "1", **env}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    changes = {**os.environ, "PAW_BUILD_CUDA": "1", **changes}
+    return subprocess.run(command, cwd=ROOT, env=changes, capture_output=True, text=True)
 
 
 @needs_nvcc
 @pytest.mark.slow
 def test_the_library_builds_without_spills_and_loads_beside_a_torch_without_cuda(tmp_path):
     strict = "-Xptxas -v,--warn-on-spills,--warning-as-error -Werror all-warnings"
-    done = build(tmp_path, NVCC_APPEND_FLAGS=strict)
-    assert done.returncode == 0, done.stderr
-    report = done.stdout + done.stderr
+    finished = build(tmp_path, NVCC_APPEND_FLAGS=strict)
+    assert finished.returncode == 0, finished.stderr
+    report = finished.stdout + finished.stderr
     compiled = re.findall(r"Compiling entry function '\w*?(\w+_kernel)\w*' for 'sm_(\d+)'", report)
-    for arch in ("80", "90", "100"):
-        names = [name for name, of in compiled if of == arch]
-        assert len(names) == 9 and all(
-            any(name.endswith(f"{k}_kernel") for name in names) for k in KERNELS
-        )
+    for architecture in ("80", "90", "100"):
+        kernels = [name for name, compiled_for in compiled if compiled_for == architecture]
+        assert len(kernels) == 9
+        assert all(any(name.endswith(f"{kernel}_kernel") for name in kernels) for kernel in KERNELS)
     frames = re.findall(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
     )
-    assert len(frames) == len(compiled) and set(frames) == {("0", "0", "0")}
-    assert max(int(n) for n in re.findall(r"Used (\d+) registers", report)) <= 64
+    assert len(frames) == len(compiled)
+    assert set(frames) == {("0", "0", "0")}
+    assert max(int(count) for count in re.findall(r"Used (\d+) registers", report)) <= 64
 
     (library,) = (tmp_path / "lib" / "paw_kernels").glob("_cuda*.so")
     code = f"""if True:
@@ -77,13 +78,16 @@ def test_what_a_build_lacks_is_said_in_one_line(tmp_path):
         )
         (tools / "nvcc").chmod(0o755)
 
-    def last_line(path: str, *python: str, **env: str) -> str:
-        done = build(tmp_path, *python, CUDA_HOME="", CUDA_PATH="", PATH=path, **env)
-        assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-        return done.stderr.splitlines()[-1]
+    def last_line(path: str, *python: str, **variables: str) -> str:
+        finished = build(tmp_path, *python, CUDA_HOME="", CUDA_PATH="", PATH=path, **variables)
+        assert finished.returncode == 1, finished.stderr
+        assert "Traceback" not in finished.stderr, finished.stderr
+        return finished.stderr.splitlines()[-1]
 
     path = os.pathsep.join(
-        p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "nvcc").exists()
+        folder
+        for folder in os.environ["PATH"].split(os.pathsep)
+        if not (Path(folder) / "nvcc").exists()
     )
     assert (
         last_line(path)
@@ -99,17 +103,18 @@ def test_what_a_build_lacks_is_said_in_one_line(tmp_path):
     (torch / "include/torch/csrc/stable/c/shim.h").touch()
     (torch / "__init__.py").touch()
     (torch / "version.py").write_text("cuda: Optional[str] = '12.8'\n")
-    got = last_line(path, PYTHONPATH=str(torch.parent))
-    ours = f"{tools}/nvcc is of CUDA 13.0, the torch in {torch} of 12.8"
-    assert got == f"PAW_BUILD_CUDA: {ours}; point CUDA_HOME to a toolkit 12.x"
+    message = last_line(path, PYTHONPATH=str(torch.parent))
+    mismatch = f"{tools}/nvcc is of CUDA 13.0, the torch in {torch} of 12.8"
+    assert message == f"PAW_BUILD_CUDA: {mismatch}; point CUDA_HOME to a toolkit 12.x"
     bare = tmp_path / "bare"
     bare.mkdir()
     for package in ("setuptools", "_distutils_hack"):
         spec = importlib.util.find_spec(package)
-        assert spec is not None and spec.origin is not None
+        assert spec is not None
+        assert spec.origin is not None
         (bare / package).symlink_to(Path(spec.origin).parent)
-    got = last_line(path, "-S", PYTHONPATH=str(bare))
+    message = last_line(path, "-S", PYTHONPATH=str(bare))
     assert (
-        got
+        message
         == "PAW_BUILD_CUDA: torch is not importable in this build; pip install --no-build-isolation ."
     )

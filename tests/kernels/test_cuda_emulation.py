@@ -1,4 +1,5 @@
-"""The kernels give the same bits whatever the order in which threads take turns, unless any one barrier is left out."""
+"""The kernels give the same bits in whatever order threads take turns, and every barrier is
+needed for that."""
 
 import ctypes
 import faulthandler
@@ -21,13 +22,16 @@ def random(*shape, seed=0):
 
 
 def statistics():
-    x, target = random(3, 9001), torch.tensor([0, 9000, 5])
+    x = random(3, 9001)
+    target = torch.tensor([0, 9000, 5])
     return OPS.row_statistics(x, None, target, 1.0)
 
 
 def gradient():
     # Five tiles, rows at every alignment, one row that comes from behind.
-    x, target, ones = random(5, 20_001), torch.arange(5), torch.ones(5)
+    x = random(5, 20_001)
+    target = torch.arange(5)
+    ones = torch.ones(5)
     source = torch.tensor([0, 4, 2, 3])
     OPS.row_gradient_(
         x, None, target, source, 0 * ones, 10 * ones, ones, ones, ones, 1.0, torch.bfloat16
@@ -42,26 +46,26 @@ CALLS = {
 }
 
 
-def gives(call, want):
+def gives(call, expected):
     results = call()
     return all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        for a, b in zip(results, want, strict=True)
+        torch.equal(actual.view(torch.uint8), exact.view(torch.uint8))
+        for actual, exact in zip(results, expected, strict=True)
     )
 
 
-def goes_wrong(call, want):
-    """In a child, because a kernel that lacks a barrier may write anywhere."""
+def goes_wrong(call, expected):
+    """Runs the call in a child: a kernel that lacks a barrier may write anywhere."""
     child = os.fork()
     if child == 0:
         faulthandler.disable()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(3)
-        code = 1
+        exit_code = 1
         try:
-            code = 0 if gives(call, want) else 1
+            exit_code = 0 if gives(call, expected) else 1
         finally:
-            os._exit(code)
+            os._exit(exit_code)
     return os.waitpid(child, 0)[1] != 0
 
 
@@ -79,30 +83,30 @@ def emulate(emulator):
 def test_results_depend_on_the_order_of_turns_only_where_a_barrier_is_left_out(name, emulate):
     call, barriers = CALLS[name]
     emulate(0, -1)
-    want = [t.clone() for t in call()]
+    expected = [tensor.clone() for tensor in call()]
     assert emulate(0, -1) == barriers
     for order in ORDERS:
         emulate(order, -1)
-        assert gives(call, want), f"order {order}"
-    assert not goes_wrong(call, want)
+        assert gives(call, expected), f"order {order}"
+    assert not goes_wrong(call, expected)
     for dropped in range(barriers):
-        wrong = False
+        goes_wrong_once = False
         for order in ORDERS:
             emulate(order, dropped)
-            wrong = wrong or goes_wrong(call, want)
-        assert wrong, f"barrier {dropped} is not needed, or the emulation is blind"
+            goes_wrong_once = goes_wrong_once or goes_wrong(call, expected)
+        assert goes_wrong_once, f"barrier {dropped} is not needed, or the emulation is blind"
 
 
 def test_mistakes_show(tmp_path):
-    """A missing barrier in results, one that a thread never reaches as an error."""
+    """A missing barrier shows in the results; one that a thread never reaches is an error."""
     library = cuda_on_cpu.compile_for_cpu(
         tmp_path / "bad.so", Path(__file__).with_name("bad_kernels.cu")
     )
 
-    def run(which, order):
-        out = torch.zeros(128)
+    def run(kernel, order):
+        output = torch.zeros(128)
         library.paw_emulate(order, -1)
-        return library.run_bad(which, ctypes.c_void_p(out.data_ptr())), out.tolist()
+        return library.run_bad(kernel, ctypes.c_void_p(output.data_ptr())), output.tolist()
 
     assert len({tuple(run(0, order)[1]) for order in ORDERS}) > 1
     assert all(run(1, order)[0] != 0 for order in ORDERS)

@@ -1,4 +1,5 @@
-"""The passes as torch.library operators: torch.compile, FakeTensorMode, checkpointing, autocast; which backend runs."""
+"""The passes as torch.library operators: torch.compile, FakeTensorMode, checkpointing, autocast;
+which backend runs."""
 
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,13 +13,13 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import paw_kernels
-from paw_kernels import Loss, _native, token_loss, token_stats
+from paw_kernels import Loss, _native, _rows, token_loss, token_stats
 
 OPTIONS = {"kl_coef": 0.1, "entropy_coef": 0.02}
 
 
 class Fixed(NamedTuple):
-    """A batch and its loss, made once: outside of what is compiled."""
+    """A batch and its loss, made once, outside of what is compiled."""
 
     batch: Any
     loss: Loss
@@ -35,23 +36,24 @@ def gradients(loss, *parameters):
     return torch.autograd.grad(loss, parameters)
 
 
-def assert_equal(got, want):
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+def assert_equal(actual, expected):
+    for left, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_compiles_into_one_graph_with_the_body():
-    """For one temperature after another: it becomes a symbol, and no check of it may break the graph."""
+    """For several temperatures: they become a symbol, and no check may break the graph."""
     body, inputs, weight, target, rows = body_and_rows()
 
     def loss(inputs, temperature, softcap):
-        hidden, how = body(inputs), {"temperature": temperature, "softcap": softcap}
-        stats = token_stats(hidden, weight, target, **how)
+        hidden = body(inputs)
+        options = {"temperature": temperature, "softcap": softcap}
+        statistics = token_stats(hidden, weight, target, **options)
         return (
-            fused_loss(hidden, weight, target, rows, **how).loss
-            + 0.1 * stats.logp.mean()
-            - 0.2 * stats.entropy.sum()
+            fused_loss(hidden, weight, target, rows, **options).loss
+            + 0.1 * statistics.logp.mean()
+            - 0.2 * statistics.entropy.sum()
         )
 
     parameters = [*body.parameters(), weight]
@@ -61,15 +63,15 @@ def test_compiles_into_one_graph_with_the_body():
         gradients(loss(inputs, 1.0, None), *parameters),
     )
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for how in ((0.7, None), (1.3, None), (1.0, 2.0), (0.9, 3.0)):
+    for options in ((0.7, None), (1.3, None), (1.0, 2.0), (0.9, 3.0)):
         assert_equal(
-            gradients(compiled(inputs, *how), *parameters),
-            gradients(loss(inputs, *how), *parameters),
+            gradients(compiled(inputs, *options), *parameters),
+            gradients(loss(inputs, *options), *parameters),
         )
 
 
 def test_cuda_graphs_leave_the_operators_out():
-    """They wait for the host, which a captured graph cannot."""
+    """The operators wait for the host, which a captured graph cannot do."""
     for name in ("token_loss", "token_stats", "token_stats_backward"):
         operator = getattr(torch.ops.paw_kernels, name).default
         assert is_cudagraph_unsafe_fx_node(torch.fx.Graph().create_node("call_function", operator))
@@ -79,29 +81,28 @@ def test_cuda_graphs_leave_the_operators_out():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_graphs_around_the_head_change_nothing():
     body, inputs, weight, target, rows = body_and_rows()
-    body, inputs, target, weight = (
-        body.cuda(),
-        inputs.cuda(),
-        target.cuda(),
-        torch.nn.Parameter(weight.detach().cuda()),
-    )
+    body = body.cuda()
+    inputs = inputs.cuda()
+    target = target.cuda()
+    weight = torch.nn.Parameter(weight.detach().cuda())
     rows = Fixed(mapped(rows.batch, lambda values: values.cuda()), rows.loss)
 
     def loss(inputs):
         return fused_loss(body(inputs), weight, target, rows).loss
 
-    compiled, parameters = torch.compile(loss, mode="reduce-overhead"), [*body.parameters(), weight]
+    compiled = torch.compile(loss, mode="reduce-overhead")
+    parameters = [*body.parameters(), weight]
     for _ in range(3):
-        got = gradients(compiled(inputs), *parameters)
-        for a, b in zip(got, gradients(loss(inputs), *parameters), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        actual = gradients(compiled(inputs), *parameters)
+        for left, right in zip(actual, gradients(loss(inputs), *parameters), strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["token_loss", "token_stats"])
 def test_derivatives_that_do_not_exist_are_refused(name):
     _, hidden, weight, target, rows = body_and_rows()
 
-    def of(hidden, weight):
+    def run_head(hidden, weight):
         if name == "token_loss":
             return fused_loss(hidden, weight, target, rows).loss
         return token_stats(hidden, weight, target).entropy.sum()
@@ -109,17 +110,22 @@ def test_derivatives_that_do_not_exist_are_refused(name):
     with pytest.raises(
         RuntimeError, match=f"{name} has no second derivatives; .*create_graph=True"
     ):
-        torch.autograd.grad(of(hidden, weight), weight, create_graph=True)
-    hidden, weight = hidden.detach(), weight.detach()
+        torch.autograd.grad(run_head(hidden, weight), weight, create_graph=True)
+    hidden = hidden.detach()
+    weight = weight.detach()
     with (
         forward_ad.dual_level(),
         pytest.raises(RuntimeError, match=r"no forward-mode derivatives \(jvp\)"),
     ):
-        of(forward_ad.make_dual(hidden, torch.ones_like(hidden)), weight)
+        run_head(forward_ad.make_dual(hidden, torch.ones_like(hidden)), weight)
     with pytest.raises(RuntimeError, match=r"no forward-mode derivatives \(jvp\)"):
-        torch.func.jvp(lambda w: of(hidden, w), (weight,), (torch.ones_like(weight),))
+        torch.func.jvp(
+            lambda other_weight: run_head(hidden, other_weight),
+            (weight,),
+            (torch.ones_like(weight),),
+        )
     with forward_ad.dual_level():  # of nothing that the head sees
-        of(hidden, weight)
+        run_head(hidden, weight)
 
 
 @pytest.mark.parametrize(
@@ -127,38 +133,45 @@ def test_derivatives_that_do_not_exist_are_refused(name):
 )
 @pytest.mark.parametrize("name", ["token_loss", "token_stats"])
 def test_autocast_casts_several_dtypes_to_its_own(name, compiled):
-    """As torch.nn.functional.linear: a body under autocast answers bf16, the head's weight and bias are fp32."""
+    """As torch.nn.functional.linear does: a body under autocast returns bf16, while weight and
+    bias of the head are fp32."""
     hidden, weight, target, bias, rows = problem(60, 37, 12, bias=True, **OPTIONS)
     rows = Fixed(rows.batch, rows.loss)
 
-    def of(hidden, weight, bias):
+    def run_head(hidden, weight, bias):
         if name == "token_loss":
             return fused_loss(hidden, weight, target, rows, bias=bias).loss
-        return sum(t.sum() for t in token_stats(hidden, weight, target, bias=bias))
+        return sum(tensor.sum() for tensor in token_stats(hidden, weight, target, bias=bias))
 
-    mixed = [t.requires_grad_() for t in (hidden.bfloat16(), weight, bias)]
-    same = [t.detach().bfloat16().requires_grad_() for t in mixed]
+    mixed_leaves = [tensor.requires_grad_() for tensor in (hidden.bfloat16(), weight, bias)]
+    cast_leaves = [tensor.detach().bfloat16().requires_grad_() for tensor in mixed_leaves]
     with pytest.raises(ValueError, match=r"weight must be torch.bfloat16, got torch.float32"):
-        of(*mixed)
-    call = torch.compile(of, fullgraph=True, backend="aot_eager") if compiled else of
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = gradients(call(*mixed), *mixed)
-    assert [g.dtype for g in got] == [torch.bfloat16, torch.float32, torch.float32]
-    assert all(
-        torch.equal(g.bfloat16(), w) for g, w in zip(got, gradients(of(*same), *same), strict=True)
+        run_head(*mixed_leaves)
+    function = (
+        torch.compile(run_head, fullgraph=True, backend="aot_eager") if compiled else run_head
     )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = gradients(function(*mixed_leaves), *mixed_leaves)
+    assert [gradient.dtype for gradient in actual] == [torch.bfloat16, torch.float32, torch.float32]
+    of_cast_inputs = gradients(run_head(*cast_leaves), *cast_leaves)
+    for gradient, expected in zip(actual, of_cast_inputs, strict=True):
+        assert torch.equal(gradient.bfloat16(), expected)
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
         pytest.raises(ValueError, match=r"weight must be torch.bfloat16"),
     ):
-        of(mixed[0], weight.double(), bias)
+        run_head(mixed_leaves[0], weight.double(), bias)
 
 
 def test_inside_torch_compile_a_loss_is_made_before():
     """A function's closure may change without torch.compile seeing it."""
     _, hidden, weight, target, rows = body_and_rows()
+
+    def loss(logp, entropy, batch):
+        return -logp
+
     compiled = torch.compile(
-        lambda h: token_loss(h, weight, target, lambda *of: -of[0], rows.batch).loss
+        lambda states: token_loss(states, weight, target, loss, rows.batch).loss
     )
     with pytest.raises(Exception, match=r"must be a paw_kernels\.Loss"):
         torch.compile(compiled, fullgraph=True, backend="eager")(hidden)
@@ -172,10 +185,10 @@ def test_activation_checkpointing_changes_nothing(reentrant):
 
     def run(checkpointed):
         hidden = checkpoint(body, inputs, use_reentrant=reentrant) if checkpointed else body(inputs)
-        for p in parameters:
-            p.grad = None
+        for parameter in parameters:
+            parameter.grad = None
         fused_loss(hidden, weight, target, rows).loss.backward()
-        return [p.grad for p in parameters]
+        return [parameter.grad for parameter in parameters]
 
     assert_equal(run(True), run(False))
 
@@ -183,54 +196,59 @@ def test_activation_checkpointing_changes_nothing(reentrant):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_fake_tensors_get_the_shapes_and_dtypes_of_real_ones(device):
     _, inputs, weight, target, rows = body_and_rows()
-    real = fused_loss(inputs.bfloat16(), weight.bfloat16(), target, rows)
+    real_results = fused_loss(inputs.bfloat16(), weight.bfloat16(), target, rows)
     # Autograd of fake tensors of a device that this torch was not built for ends the process.
-    grad = device == "cpu"
-    with FakeTensorMode(), torch.set_grad_enabled(grad):
-        number, labels = (
-            torch.empty(60, device=device),
-            torch.empty(60, dtype=torch.int64, device=device),
+    with_gradients = device == "cpu"
+    with FakeTensorMode(), torch.set_grad_enabled(with_gradients):
+        number = torch.empty(60, device=device)
+        labels = torch.empty(60, dtype=torch.int64, device=device)
+        fake_batch = mapped(rows.batch, lambda values: number.to(values.dtype))
+        hidden, fake_weight = (
+            torch.empty(size, 12, dtype=torch.bfloat16, device=device, requires_grad=True)
+            for size in (60, 37)
         )
-        fake = mapped(rows.batch, lambda values: number.to(values.dtype))
-        hidden, head = (
-            torch.empty(n, 12, dtype=torch.bfloat16, device=device, requires_grad=True)
-            for n in (60, 37)
-        )
-        out = token_loss(hidden, head, labels, rows.loss, fake, backend="torch")
-        stats = token_stats(hidden, head, labels, backend="torch")
-        if grad:
-            (out.loss + stats.logp.sum() + stats.entropy.sum()).backward()
-            assert hidden.grad.shape == hidden.shape and head.grad.dtype == torch.bfloat16
-    for got, want, name in zip(out, real, out._fields, strict=True):
-        assert (got.shape, got.dtype, got.device.type) == (want.shape, want.dtype, device), name
-    assert stats.logp.shape == stats.entropy.shape == (60,) and stats.logp.dtype == torch.float32
+        results = token_loss(hidden, fake_weight, labels, rows.loss, fake_batch, backend="torch")
+        statistics = token_stats(hidden, fake_weight, labels, backend="torch")
+        if with_gradients:
+            (results.loss + statistics.logp.sum() + statistics.entropy.sum()).backward()
+            assert hidden.grad.shape == hidden.shape
+            assert fake_weight.grad.dtype == torch.bfloat16
+    for actual, expected, name in zip(results, real_results, results._fields, strict=True):
+        assert actual.shape == expected.shape, name
+        assert actual.dtype == expected.dtype, name
+        assert actual.device.type == device, name
+    assert statistics.logp.shape == (60,)
+    assert statistics.entropy.shape == (60,)
+    assert statistics.logp.dtype == torch.float32
 
 
 def test_operators_pass_the_checks_of_torch_library():
     hidden, weight, target, bias, rows = problem(20, 11, 6, bias=True, **OPTIONS)
-    values, loss = columns(rows.batch), rows.loss
+    values = columns(rows.batch)
+    loss = rows.loss
     names = ",".join(name if name in values else f"{name}?" for name in vars(rows.batch))
-    leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    leaves = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
         torch.ops.paw_kernels.token_loss,
         (*leaves, target, 0.7, 2.0, list(values.values()), names, loss.key, "auto", [True] * 3),
-        test_utils=tests,
+        test_utils=checks,
     )
     for keep in (False, True):
-        given = (*leaves, target, 0.7, 2.0, "auto", keep)
-        torch.library.opcheck(torch.ops.paw_kernels.token_stats, given, test_utils=tests)
-    z, plain = hidden.detach() @ weight.detach().t(), [t.detach() for t in (bias, target)]
-    torch.library.opcheck(torch.ops.paw_kernels.row_statistics, (z, *plain, 1.3, 2.0))
-    source, per_row = torch.arange(20), [torch.randn(20) for _ in range(5)]
+        arguments = (*leaves, target, 0.7, 2.0, "auto", keep)
+        torch.library.opcheck(torch.ops.paw_kernels.token_stats, arguments, test_utils=checks)
+    logits = hidden.detach() @ weight.detach().t()
+    detached = [tensor.detach() for tensor in (bias, target)]
+    torch.library.opcheck(torch.ops.paw_kernels.row_statistics, (logits, *detached, 1.3, 2.0))
+    source = torch.arange(20)
+    per_row = [torch.randn(20) for column in range(5)]
     torch.library.opcheck(
-        torch.ops.paw_kernels.row_gradient_, (z, *plain, source, *per_row, 1.3, torch.float32, 2.0)
+        torch.ops.paw_kernels.row_gradient_,
+        (logits, *detached, source, *per_row, 1.3, torch.float32, 2.0),
     )
 
 
 def test_without_a_compiler_the_head_falls_back_to_torch(monkeypatch):
-    from paw_kernels import _rows
-
     hidden, weight, target, _, rows = problem(20, 11, 6)
     monkeypatch.setattr(_rows, "cpu_library", lambda: None)
     assert paw_kernels.best_backend(hidden.device, hidden.dtype) == "torch"
@@ -242,8 +260,8 @@ def test_without_a_compiler_the_head_falls_back_to_torch(monkeypatch):
 
 def test_a_library_of_older_sources_is_not_called(monkeypatch):
     """Its functions of the same name would take other arguments."""
-    older = SimpleNamespace(origin="libc.so.6")
-    monkeypatch.setattr(_native.importlib.util, "find_spec", lambda name: older)
+    other_library = SimpleNamespace(origin="libc.so.6")
+    monkeypatch.setattr(_native.importlib.util, "find_spec", lambda name: other_library)
     assert _native.cpu_library.__wrapped__() is None
 
 

@@ -17,11 +17,16 @@ def test_packing_fills_every_hole_from_behind(machine, pattern, more, last):
     live = pattern + [last, not last, last] * (more // 3)
     operators, device = machine
     source, count = operators.pack(torch.tensor(live, dtype=torch.bool, device=device))
-    L, source = int(count), source.tolist()
-    assert sum(live) == L and source[L:] == [-1] * (len(live) - L)
-    assert sorted(source[:L]) == [i for i, alive in enumerate(live) if alive]
-    assert all(i == k if live[k] else i >= L for k, i in enumerate(source[:L]))
-    moved = [i for k, i in enumerate(source[:L]) if i != k]
+    live_count = int(count)
+    source = source.tolist()
+    assert sum(live) == live_count
+    assert source[live_count:] == [-1] * (len(live) - live_count)
+    assert sorted(source[:live_count]) == [row for row, alive in enumerate(live) if alive]
+    assert all(
+        row == slot if live[slot] else row >= live_count
+        for slot, row in enumerate(source[:live_count])
+    )
+    moved = [row for slot, row in enumerate(source[:live_count]) if row != slot]
     assert moved == sorted(moved)
 
 
@@ -32,18 +37,19 @@ def test_inputs_need_not_be_contiguous():
 def test_results_on_fake_cuda_tensors_have_the_shapes_and_dtypes():
     with FakeTensorMode(allow_non_fake_inputs=True):
         results = OPS.pack(torch.empty(5, dtype=torch.bool, device="cuda"))
-        x, n = torch.empty(4, 7, device="cuda"), torch.empty(4, device="cuda")
+        logits = torch.empty(4, 7, device="cuda")
+        per_row = torch.empty(4, device="cuda")
         target = torch.empty(4, dtype=torch.int64, device="cuda")
-        statistics = OPS.row_statistics(x, None, target, 1.0)
-        assert (
-            OPS.row_gradient_(x, None, target, target, n, n, n, n, None, 1.0, torch.float16) is None
-        )
-    assert [(tuple(r.shape), r.dtype) for r in results] == [
+        statistics = OPS.row_statistics(logits, None, target, 1.0)
+        four = [per_row] * 4
+        gradient = OPS.row_gradient_(logits, None, target, target, *four, None, 1.0, torch.float16)
+        assert gradient is None
+    assert [(tuple(result.shape), result.dtype) for result in results] == [
         ((5,), torch.int64),
         ((1,), torch.int64),
     ]
-    assert all(r.shape == (4,) and r.dtype == torch.float32 for r in statistics)
-    assert all(r.device.type == "cuda" for r in (*results, *statistics))
+    assert all(result.shape == (4,) and result.dtype == torch.float32 for result in statistics)
+    assert all(result.device.type == "cuda" for result in (*results, *statistics))
 
 
 def test_the_operator_passes_the_checks_of_torch_library():

@@ -1,4 +1,4 @@
-"""What is Triton's alone; its numbers are in test_head.py and test_extremes.py."""
+"""What only the Triton backend has; its numbers are tested in test_head.py and test_extremes.py."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from paw_kernels._head import Head
     ("V", "D"), [(128_256, 8192), (151_936, 2048), (152_064, 3584), (152_064, 8192)]
 )
 def test_chunks_are_few_equal_and_flat_in_T(monkeypatch, V, D):
-    """4,096 rows are one chunk at the vocabularies of Llama 3 and Qwen2.5, and no chunk takes 1.5 GiB."""
+    """4,096 rows are one chunk at the vocabularies of Llama 3 and Qwen2.5, and no chunk takes
+    1.5 GiB."""
     for tiles in ("interpreter", 2), ("interpreter", 4):
         monkeypatch.setitem(_triton.TILES, tiles, _triton.TILES["sm_90", tiles[1]])
     monkeypatch.setattr(_triton, "INTERPRETED", True)
@@ -21,14 +22,20 @@ def test_chunks_are_few_equal_and_flat_in_T(monkeypatch, V, D):
 
     def step(N, gradients=True):
         rows, step = _triton.make_rows(Head(weight, None, 1.0, None), N, gradients)
-        held = sum(t.nbytes for t in (rows._buffer, rows._partial, rows._result) if t is not None)
+        held_bytes = sum(
+            tensor.nbytes
+            for tensor in (rows._buffer, rows._partial, rows._result)
+            if tensor is not None
+        )
         # Of the chunk's hidden states: taken, packed, their gradient.
         copies = 3 if gradients else 1
-        assert held + copies * step * D * 2 <= (1.45 * 2**30 if gradients else 100 * 2**20)
+        assert held_bytes + copies * step * D * 2 <= (1.45 * 2**30 if gradients else 100 * 2**20)
         return step
 
     assert step(4096) == 4096
-    assert step(0) == step(1) == step(128) == 128
+    assert step(0) == 128
+    assert step(1) == 128
+    assert step(128) == 128
     assert step(5700) == 2944  # not 5,120 and 580
     assert 4096 <= step(32_768) <= 5504
     assert step(10**6) >= 4096
@@ -38,20 +45,24 @@ def test_chunks_are_few_equal_and_flat_in_T(monkeypatch, V, D):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_more_rows_than_a_grid_axis_and_more_weights_than_int32():
-    g = torch.Generator("cuda").manual_seed(0)
-    of = {"device": "cuda", "dtype": torch.bfloat16, "generator": g}
+    generator = torch.Generator("cuda").manual_seed(0)
+    options = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
     for T, V, D in ((70_000, 300, 64), (40, 300_000, 8192)):
-        hidden, weight = torch.randn(T, D, **of), torch.randn(V, D, **of) / D**0.5
-        target = torch.randint(V, (T,), device="cuda", generator=g)
+        hidden = torch.randn(T, D, **options)
+        weight = torch.randn(V, D, **options) / D**0.5
+        target = torch.randint(V, (T,), device="cuda", generator=generator)
         target[-1] = V - 1
-        h, w = leaves(hidden, weight)
-        logp, entropy = token_stats(h, w, target, backend="triton")
+        hidden_leaf, weight_leaf = leaves(hidden, weight)
+        logp, entropy = token_stats(hidden_leaf, weight_leaf, target, backend="triton")
         logp.sum().backward()
-        last = slice(T - 3, T)
-        logp64, entropy64 = dense_stats(hidden[last].double(), weight.double(), target[last])
-        assert_close(logp[last], logp64)
-        assert_close(entropy[last], entropy64)
-        assert h.grad.isfinite().all() and (h.grad[last] != 0).any()
+        last_rows = slice(T - 3, T)
+        logp64, entropy64 = dense_stats(
+            hidden[last_rows].double(), weight.double(), target[last_rows]
+        )
+        assert_close(logp[last_rows], logp64)
+        assert_close(entropy[last_rows], entropy64)
+        assert hidden_leaf.grad.isfinite().all()
+        assert (hidden_leaf.grad[last_rows] != 0).any()
 
 
 def test_why_not_names_value_and_fix(monkeypatch):
@@ -59,7 +70,8 @@ def test_why_not_names_value_and_fix(monkeypatch):
     assert "cpu" in _triton.why_not(torch.device("cpu"), torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     reason = _triton.why_not(torch.device("cuda", 0), torch.bfloat16)
-    assert "cuda:0 has 7.5" in reason and "backend='torch'" in reason
+    assert "cuda:0 has 7.5" in reason
+    assert "backend='torch'" in reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert _triton.why_not(torch.device("cuda", 0), torch.bfloat16) is None
 
@@ -69,13 +81,14 @@ def test_why_not_names_value_and_fix(monkeypatch):
 def test_the_head_runs_with_every_candidate(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     hidden, weight, target, _, _ = problem(40, 70, 16)
-    want = dense_stats(hidden.double(), weight.double(), target)
+    exact = dense_stats(hidden.double(), weight.double(), target)
     candidates = _triton.candidates(None)
-    assert len(set(candidates)) == 6 and candidates[0] == _triton.tiles_for(weight, None)
+    assert len(set(candidates)) == 6
+    assert candidates[0] == _triton.tiles_for(weight, None)
     for tiles in candidates:
         monkeypatch.setitem(_triton.TUNED, (70, 16, 4), tiles)
         assert _triton.tiles_for(weight, None) == tiles
-        for got, exact in zip(
-            token_stats(hidden, weight, target, backend="triton"), want, strict=True
+        for actual, expected in zip(
+            token_stats(hidden, weight, target, backend="triton"), exact, strict=True
         ):
-            assert_close(got, exact)
+            assert_close(actual, expected)

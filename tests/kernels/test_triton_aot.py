@@ -1,4 +1,5 @@
-"""The Triton kernels compiled ahead of time for GPUs that are not here: what the code takes and what it uses."""
+"""The Triton kernels compiled ahead of time for GPUs that this machine lacks: what the code
+takes and uses."""
 
 import importlib.util
 import json
@@ -23,18 +24,19 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def compiled():
-    """One line a kernel, of a process of its own: here the kernels may be interpreted."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    """One dict for each kernel, compiled in a separate process: in this one kernels may be
+    interpreted."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), "--tabled"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    finished = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=500)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    return [json.loads(line) for line in finished.stdout.splitlines()]
 
 
-def the(compiled, kernel, *archs):
-    found = [row for row in compiled if row["kernel"] == kernel and row["arch"] in archs]
-    assert {row["arch"] for row in found} == set(archs)
-    return found
+def the(compiled, kernel, *architectures):
+    matching = [row for row in compiled if row["kernel"] == kernel and row["arch"] in architectures]
+    assert {row["arch"] for row in matching} == set(architectures)
+    return matching
 
 
 def test_registers_and_shared_memory_suffice(compiled):
@@ -46,8 +48,8 @@ def test_registers_and_shared_memory_suffice(compiled):
 def test_matrix_products_run_on_tensor_cores(compiled):
     instruction = {"sm_80": "mma_sync", "sm_90": "wgmma", "sm_100": "tcgen05", "other": "mma_sync"}
     for row in the(compiled, "forward_kernel", *instruction):
-        used = {name for name in instruction.values() if row[name]}
-        assert used == {instruction[row["arch"]]}, row
+        products = {name for name in instruction.values() if row[name]}
+        assert products == {instruction[row["arch"]]}, row
 
 
 def test_loads_run_ahead_of_the_products(compiled):
@@ -60,10 +62,14 @@ def test_loads_run_ahead_of_the_products(compiled):
         tile = (row["rows"] + row["cols"]) * row["depth"] * BYTES[row["dtype"]]
         assert row["shared"] >= (row["stages"] - (not row["tma"])) * tile, row
         if row["arch"] in ("sm_90", "sm_100") and row["dtype"] != "float32":
-            assert row["tma_loads"] and bool(row["tma_stores"]) == row["gradients"], row
+            assert row["tma_loads"], row
+            assert bool(row["tma_stores"]) == row["gradients"], row
 
 
 def test_the_gradient_can_be_in_place(compiled):
-    """A conversion of layouts between load and store would let one thread write what another has yet to read."""
+    """A conversion of layouts between load and store would let one thread write what another has
+    yet to read."""
     for row in the(compiled, "gradient_kernel", *SHARED_KIB):
-        assert row["conversions"] == row["shared"] == row["spills"] == 0, row
+        assert row["conversions"] == 0, row
+        assert row["shared"] == 0, row
+        assert row["spills"] == 0, row

@@ -1,6 +1,6 @@
-"""Child of test_flash.py: flash-adamw on emulated kernels. Usage: flash_worker.py CASE,...
+"""Child of test_flash.py: flash-adamw on emulated kernels. Usage: flash_worker.py FOLDER PORT.
 
-FOLDER.
+One process and two ranks forked from it: importing all this takes seconds of a core.
 """
 
 import copy
@@ -28,7 +28,8 @@ from paw.tools.plan.shapes import from_config
 
 
 def make(*, offload=False, lr=1e-2, bits=32, model=None):
-    """Rows that 2 ranks share unevenly, norms of heads, a scalar head of one row, rows that are not whole groups."""
+    """Rows that 2 ranks share unevenly, norms of heads, a scalar head of one row, rows that are
+    not whole groups."""
     if model is None:
         torch.manual_seed(0)
         layers = [
@@ -43,109 +44,118 @@ def make(*, offload=False, lr=1e-2, bits=32, model=None):
     return model, make_optimizer(model.parameters(), config)
 
 
-def step(model, optimizer, i):
-    for n, p in enumerate(model.parameters()):
+def step(model, optimizer, number):
+    for position, parameter in enumerate(model.parameters()):
         gradient = torch.randn(
-            p.shape, generator=torch.Generator().manual_seed(100 * i + n)
+            parameter.shape, generator=torch.Generator().manual_seed(100 * number + position)
         ).bfloat16()
-        p.grad = shard_like(p, rows_like(p, {"": gradient}, ""))
+        parameter.grad = shard_like(parameter, rows_like(parameter, {"": gradient}, ""))
     optimizer.step()
 
 
-def same(a, b):
+def same(left, right):
     return all(
-        torch.equal(full_tensor(x.detach()), full_tensor(y.detach()))
-        for x, y in zip(a.parameters(), b.parameters(), strict=True)
+        torch.equal(full_tensor(ours.detach()), full_tensor(theirs.detach()))
+        for ours, theirs in zip(left.parameters(), right.parameters(), strict=True)
     )
 
 
 def resume(folder):
-    """From files, and offloaded or not the same; 24 bits are not loaded from 32."""
-    ends = []
+    """Training goes on bit for bit from files, offloaded or not; 24 bits are not loaded from 32."""
+    finished = []
     for offloaded in (False, True):
         straight, optimizer = make(offload=offloaded)
-        for i in range(2):
-            step(straight, optimizer, i)
-        model = {name: p.detach() for name, p in straight.named_parameters()}
+        for number in range(2):
+            step(straight, optimizer, number)
+        model = {name: parameter.detach() for name, parameter in straight.named_parameters()}
         tensors = {
             "optimizer": train_state.optimizer_tensors(optimizer, straight.named_parameters()),
             "model": model,
         }
         path = checkpoint.save(folder, int(offloaded), tensors, {})
         assert (path / "optimizer.safetensors").stat().st_size < 6 * sum(
-            p.numel() for p in model.values()
+            parameter.numel() for parameter in model.values()
         )
-        files = restore.load(path)[0]
-        again, fresh = make(offload=offloaded)
+        loaded = restore.load(path)[0]
+        resumed, new_optimizer = make(offload=offloaded)
         with torch.no_grad():
-            for name, p in again.named_parameters():
-                p.copy_(files["model"][name])
-        restore.load_optimizer(fresh, again.named_parameters(), files["optimizer"])
-        for i in range(2, 4):
-            step(straight, optimizer, i)
-            step(again, fresh, i)
-        assert same(again, straight) and not same(again, make()[0])
-        ends.append(again)
-    assert same(*ends)
-    other, fewer = make(bits=24)
+            for name, parameter in resumed.named_parameters():
+                parameter.copy_(loaded["model"][name])
+        restore.load_optimizer(new_optimizer, resumed.named_parameters(), loaded["optimizer"])
+        for number in range(2, 4):
+            step(straight, optimizer, number)
+            step(resumed, new_optimizer, number)
+        assert same(resumed, straight)
+        assert not same(resumed, make()[0])
+        finished.append(resumed)
+    assert same(*finished)
+    smaller_model, smaller_optimizer = make(bits=24)
     try:
-        restore.load_optimizer(fewer, other.named_parameters(), files["optimizer"])
+        restore.load_optimizer(
+            smaller_optimizer, smaller_model.named_parameters(), loaded["optimizer"]
+        )
     except checkpoint.CheckpointError as error:
         assert "optim.master_bits" in str(error)
     else:
         raise AssertionError("24 bits loaded from 32")
 
 
-def bits(_):
-    """An lr of 1e-6 on weights of 0.02: how far from fp32 AdamW the way travelled is."""
+def bits():
+    """With an lr of 1e-6 on weights of 0.02: the distance from fp32 AdamW, as a share of the way
+    travelled."""
     from flashoptim.optimizers import reconstruct_fp32_param
 
     for master_bits in (24, 32):
         torch.manual_seed(0)
-        start, slope = torch.randn(64, 64) * 0.02, torch.randn(64, 64) * 0.3
-        model, exact = (
-            nn.Linear(64, 64, bias=False).bfloat16(),
-            nn.Parameter(start.bfloat16().float()),
-        )
+        start = torch.randn(64, 64) * 0.02
+        drift = torch.randn(64, 64) * 0.3
+        model = nn.Linear(64, 64, bias=False).bfloat16()
+        exact_weight = nn.Parameter(start.bfloat16().float())
         model.weight.data = start.bfloat16()
         optimizer = make(model=model, lr=1e-6, bits=master_bits)[1]
-        reference = torch.optim.AdamW([exact], lr=1e-6, betas=(0.9, 0.999), weight_decay=0.01)
+        reference = torch.optim.AdamW(
+            [exact_weight], lr=1e-6, betas=(0.9, 0.999), weight_decay=0.01
+        )
         for _ in range(20):
-            gradient = (torch.randn(64, 64) + slope).bfloat16()
-            model.weight.grad, exact.grad = gradient, gradient.float()
+            gradient = (torch.randn(64, 64) + drift).bfloat16()
+            model.weight.grad = gradient
+            exact_weight.grad = gradient.float()
             optimizer.step()
             reference.step()
         whole_weight = reconstruct_fp32_param(
             model.weight.detach(), optimizer.state[model.weight]["error_bits"]
         )
-        way = exact.detach() - start.bfloat16().float()
-        off = float((whole_weight - exact.detach()).norm() / way.norm())
-        print(f"{master_bits} bits: {off:.2%} off")
-        assert off < 0.02 if master_bits == 32 else off > 0.08
+        travelled = exact_weight.detach() - start.bfloat16().float()
+        share_off = float((whole_weight - exact_weight.detach()).norm() / travelled.norm())
+        print(f"{master_bits} bits: {share_off:.2%} off")
+        assert share_off < 0.02 if master_bits == 32 else share_off > 0.08
 
 
-def plain(_):
-    """Norms, biases and odd rows go the way of torch's AdamW on float32 copies, bit for bit."""
+def plain():
+    """Norms, biases and odd rows follow torch's AdamW on float32 copies, bit for bit."""
     model, optimizer = make()
-    named = [(name, p) for name, p in model.named_parameters() if not in_groups(p)]
+    named = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if not in_groups(parameter)
+    ]
     assert [name for name, _ in named] == ["0.bias", "1.weight", "3.bias", "4.weight", "4.bias"]
-    exact = [nn.Parameter(p.detach().float()) for _, p in named]
+    exact_copies = [nn.Parameter(parameter.detach().float()) for _, parameter in named]
     reference = torch.optim.AdamW(
-        exact, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.01, foreach=False
+        exact_copies, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.01, foreach=False
     )
-    for i in range(4):
-        step(model, optimizer, i)
-        for copy_, (_, p) in zip(exact, named, strict=True):
-            copy_.grad = p.grad.float()
+    for number in range(4):
+        step(model, optimizer, number)
+        for exact_copy, (_, parameter) in zip(exact_copies, named, strict=True):
+            exact_copy.grad = parameter.grad.float()
         reference.step()
-    for copy_, (_, p) in zip(exact, named, strict=True):
-        assert torch.equal(optimizer.state[p]["weight"], copy_.detach()) and torch.equal(
-            p, copy_.detach().bfloat16()
-        )
+    for exact_copy, (_, parameter) in zip(exact_copies, named, strict=True):
+        assert torch.equal(optimizer.state[parameter]["weight"], exact_copy.detach())
+        assert torch.equal(parameter, exact_copy.detach().bfloat16())
 
 
-def planned(_):
-    """`paw plan` counts the bytes of the state, of a model with norms of heads."""
+def planned():
+    """`paw plan` counts the bytes of the optimizer's state for a model with norms of heads."""
     sizes = dict(
         vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32
     )
@@ -156,55 +166,80 @@ def planned(_):
     for master_bits in (24, 32):
         optimizer = make(model=model, bits=master_bits)[1]
         step(model, optimizer, 0)
-        found = sum(
-            t.nbytes
-            for p in model.parameters()
-            for k, t in optimizer.state_tensors(p).items()
-            if k != "step"
-        )
-        tree = {
+        state_bytes = 0
+        for parameter in model.parameters():
+            for name, tensor in optimizer.state_tensors(parameter).items():
+                if name != "step":
+                    state_bytes += tensor.nbytes
+        keys = {
             "model": {"path": "here"},
             "optim": {"name": "flash-adamw", "master_bits": master_bits},
         }
         shape = from_config(settings.to_dict(), origin="here")
-        wanted = Plan(validate(tree, origin="here"), shape, gpus=1, gpu_gib=80.0).phases["update"][
-            "optimizer"
-        ]
-        assert found == round(wanted * 2**30), (found, wanted * 2**30)
+        planned_gib = Plan(validate(keys, origin="here"), shape, gpus=1, gpu_gib=80.0).phases[
+            "update"
+        ]["optimizer"]
+        assert state_bytes == round(planned_gib * 2**30), (state_bytes, planned_gib * 2**30)
 
 
 def shards(folder):
-    """Several ranks, offloaded: the bits of one, and a checkpoint that any number can read."""
-    ranks = join_ranks(torch.device("cpu"), episodes=8)
-    one, first = make()
-    two = copy.deepcopy(one)
-    for layer in two:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (ranks.world_size,)))
-    two, second = make(model=two, offload=True)
-    for i in range(2):
-        step(one, first, i)
-        step(two, second, i)
-    assert same(one, two)
-    parts = train_state.optimizer_tensors(second, two.named_parameters())
-    tensors = {name: full_tensor(tensor) for name, tensor in parts}
-    expected = dict(train_state.optimizer_tensors(first, one.named_parameters()))
+    """Two offloaded ranks give the bits of one process, and a checkpoint that any number of
+    ranks can read."""
+    group = join_ranks(torch.device("cpu"), episodes=8)
+    plain, plain_optimizer = make()
+    sharded = copy.deepcopy(plain)
+    for layer in sharded:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (group.world_size,)))
+    sharded, sharded_optimizer = make(model=sharded, offload=True)
+    for number in range(2):
+        step(plain, plain_optimizer, number)
+        step(sharded, sharded_optimizer, number)
+    assert same(plain, sharded)
+    sharded_parts = train_state.optimizer_tensors(sharded_optimizer, sharded.named_parameters())
+    tensors = {name: full_tensor(tensor) for name, tensor in sharded_parts}
+    expected = dict(train_state.optimizer_tensors(plain_optimizer, plain.named_parameters()))
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():  # as bytes: what travels as bfloat16 may be a NaN there
         assert tensor.shape == expected[name].shape, name
         assert torch.equal(
             tensor.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)
         ), name
-    third = make(model=two)[1]
-    restore.load_optimizer(third, two.named_parameters(), expected)
-    fewer, last = make(model=copy.deepcopy(one))
-    restore.load_optimizer(last, fewer.named_parameters(), tensors)
-    for model, optimizer in ((one, first), (two, third), (fewer, last)):
+    resumed_optimizer = make(model=sharded)[1]
+    restore.load_optimizer(resumed_optimizer, sharded.named_parameters(), expected)
+    unsharded, unsharded_optimizer = make(model=copy.deepcopy(plain))
+    restore.load_optimizer(unsharded_optimizer, unsharded.named_parameters(), tensors)
+    for model, optimizer in (
+        (plain, plain_optimizer),
+        (sharded, resumed_optimizer),
+        (unsharded, unsharded_optimizer),
+    ):
         step(model, optimizer, 2)
-    assert same(one, two) and same(one, fewer)
-    ranks.close()
-    os._exit(0)
+    assert same(plain, sharded)
+    assert same(plain, unsharded)
+    group.close()
+
+
+def fork_rank(rank, folder, port):
+    """Forks one of two ranks that run `shards`; returns the id of its process."""
+    process = os.fork()
+    if process:
+        return process
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    try:
+        shards(folder)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)  # the interpreter's own way aborts now and then in a thread of gloo's
 
 
 if __name__ == "__main__":
-    for case in sys.argv[1].split(","):
-        globals()[case](Path(sys.argv[2]))
+    folder = Path(sys.argv[1])
+    ranks = [fork_rank(rank, folder, sys.argv[2]) for rank in range(2)]
+    resume(folder)
+    bits()
+    plain()
+    planned()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks]
+    assert codes == [0, 0], f"exit codes of the ranks: {codes}"

@@ -1,4 +1,5 @@
-"""Packed rows: whatever computes the attention, a row's hidden states are those of the row alone."""
+"""Packed rows: whatever computes the attention, a row's hidden states are those of the row
+alone."""
 
 from dataclasses import replace
 
@@ -11,15 +12,18 @@ from paw.errors import UserError
 from paw.model.attention import pack_rows, packed_attention, pick_attention
 from paw.model.policy import Policy
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 LENGTHS = [7, 1, 12, 12, 3]
 LONG = [300, 230, 260]  # which a CPU takes one by one
 
 
 def test_bounds_as_documented():
     packed = pack_rows([3, 2], kernel="sdpa", device=CPU)
-    assert (packed.cu_seqlens.tolist(), packed.cu_seqlens.dtype) == ([0, 3, 5], torch.int32)
-    assert packed.position_ids.tolist() == [0, 1, 2, 0, 1] and packed.slot.tolist() == [
+    assert packed.cu_seqlens.tolist() == [0, 3, 5]
+    assert packed.cu_seqlens.dtype == torch.int32
+    assert packed.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert packed.slot.tolist() == [
         0,
         1,
         2,
@@ -29,8 +33,9 @@ def test_bounds_as_documented():
     assert pack_rows([2, 3], kernel="sdpa", device=CPU).slot.tolist() == [0, 1, 3, 4, 5]
     assert pack_rows([2, 2], kernel="sdpa", device=CPU).slot is None
     assert pack_rows([2, 3], kernel="varlen", device=CPU).slot is None
-    apart = pack_rows(LONG, kernel="sdpa", device=CPU)
-    assert apart.one_by_one == tuple(LONG) and apart.slot is None
+    long_rows = pack_rows(LONG, kernel="sdpa", device=CPU)
+    assert long_rows.one_by_one == tuple(LONG)
+    assert long_rows.slot is None
     for lengths, padded in ((LONG, True), ([300, 300, 310], False), ([200, 60, 120], False)):
         assert pack_rows(lengths, kernel="sdpa", device=CPU, padded=padded).one_by_one == ()
 
@@ -39,36 +44,35 @@ def test_bounds_as_documented():
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 2.0), (4, 2.0)])
 def test_attention_is_that_of_a_block_diagonal_mask(lengths, window, softcap):
     torch.manual_seed(0)
-    total, atol = (
-        sum(lengths),
-        1e-12 if softcap is None else 1e-5,
-    )  # with a cap the softmax is float32's
+    # with a cap the softmax is float32's
+    total = sum(lengths)
+    tolerance = 1e-12 if softcap is None else 1e-5
     q, k, v = (
         torch.randn(1, heads, total, 16, dtype=torch.float64, requires_grad=True)
         for heads in (4, 2, 2)
     )
-    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    place = torch.arange(total)
+    row_of_token = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    position = torch.arange(total)
     mask = (
-        (row[:, None] == row)
-        & (place[:, None] >= place)
-        & (place[:, None] - place < (window or total))
+        (row_of_token[:, None] == row_of_token)
+        & (position[:, None] >= position)
+        & (position[:, None] - position < (window or total))
     )
     scores = 0.3 * q @ k.repeat_interleave(2, dim=1).mT
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     expected = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v.repeat_interleave(2, dim=1)
     packed = pack_rows(lengths, kernel="sdpa", device=CPU)
     options = {"scaling": 0.3, "sliding_window": window, "softcap": softcap}
-    out, _ = packed_attention(None, q, k, v, None, packed=packed, **options)
-    assert torch.allclose(out, expected.transpose(1, 2), atol=atol)
-    weight = torch.randn_like(out)
-    grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
-    for grad, other in zip(
-        grads,
+    output, _weights = packed_attention(None, q, k, v, None, packed=packed, **options)
+    assert torch.allclose(output, expected.transpose(1, 2), atol=tolerance)
+    weight = torch.randn_like(output)
+    gradients = torch.autograd.grad((output * weight).sum(), (q, k, v))
+    for gradient, expected_gradient in zip(
+        gradients,
         torch.autograd.grad((expected.transpose(1, 2) * weight).sum(), (q, k, v)),
         strict=True,
     ):
-        assert torch.allclose(grad, other, atol=atol)
+        assert torch.allclose(gradient, expected_gradient, atol=tolerance)
 
 
 def test_the_varlen_kernel_is_called_as_torch_declares_it():
@@ -80,8 +84,8 @@ def test_the_varlen_kernel_is_called_as_torch_declares_it():
         )
         bounds = torch.empty(len(LENGTHS) + 1, dtype=torch.int32, device="cuda")
         packed = replace(pack_rows(LENGTHS, kernel="varlen", device=CPU), cu_seqlens=bounds)
-        out, _ = packed_attention(None, q, k, v, None, packed=packed, scaling=0.125)
-    assert out.shape == (1, sum(LENGTHS), 4, 64)
+        output, _weights = packed_attention(None, q, k, v, None, packed=packed, scaling=0.125)
+    assert output.shape == (1, sum(LENGTHS), 4, 64)
 
 
 @pytest.mark.gpu
@@ -96,20 +100,20 @@ def test_kernels_agree_on_a_gpu(kernel):
         torch.randn(1, heads, sum(LENGTHS), 64, dtype=torch.bfloat16, device="cuda")
         for heads in (4, 2, 2)
     )
-    outs = [
+    outputs = [
         packed_attention(None, q, k, v, None, packed=pack_rows(LENGTHS, kernel=name, device=CUDA))[
             0
         ]
         for name in (kernel, "sdpa")
     ]
-    assert torch.allclose(*outs, atol=0.02)
+    assert torch.allclose(*outputs, atol=0.02)
 
 
 def test_varlen_refuses_what_it_would_leave_out():
-    x = torch.randn(1, 2, 5, 16)
+    states = torch.randn(1, 2, 5, 16)
     packed = pack_rows([3, 2], kernel="varlen", device=CPU)
     with pytest.raises(UserError, match=r"'varlen' supports no soft cap.*--model\.attention sdpa"):
-        packed_attention(None, x, x, x, None, packed=packed, softcap=50.0)
+        packed_attention(None, states, states, states, None, packed=packed, softcap=50.0)
 
 
 def test_kernels_that_cannot_run_are_refused():
@@ -129,12 +133,16 @@ def test_what_the_backward_pass_keeps_changes_no_bit():
     ids = torch.randint(VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
 
     def run(**options):
-        policy, calls = Policy(make_lm(), **options), []
+        policy = Policy(make_lm(), **options)
+        calls = []
         policy.lm.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
         hidden = policy.hidden(ids, LENGTHS)
         hidden.square().sum().backward()
         assert len(calls) == (2 if "checkpointing" in options else 1)
-        return [hidden.detach(), *(p.grad for p in policy.parameters() if p.grad is not None)]
+        return [
+            hidden.detach(),
+            *(parameter.grad for parameter in policy.parameters() if parameter.grad is not None),
+        ]
 
     plain = run()
     for options in (

@@ -1,6 +1,8 @@
-"""PPO: advantages and the critic against the reference code, by hand, and against plain autograd."""
+"""PPO: advantages and the critic against the reference code, by hand, and against plain
+autograd."""
 
 import copy
+import itertools
 import json
 import math
 import random
@@ -31,31 +33,37 @@ CPU = torch.device("cpu")
     "data", json.loads(PARITY.read_text()) if PARITY.exists() else [], ids=lambda _: ""
 )
 def test_advantages_returns_and_value_loss_match_the_reference_code(data):
-    expected, lengths = data["expected"], [int(sum(mask)) for mask in data["mask"]]
-    values, predictions, rewards, whitened, returns, gradient = (
-        [row[:n] for row, n in zip(table, lengths, strict=True)]
-        for table in (
-            data["values"],
-            data["value_predictions"],
-            data["token_rewards"],
-            expected["gae_whitened"],
-            expected["returns"],
-            expected["d_value_loss_d_prediction"],
-        )
-    )
-    raw = [gae(v, r[-1], gamma=1.0, lam=1.0) for v, r in zip(values, rewards, strict=True)]
-    for ours, theirs in zip(whiten(raw), whitened, strict=True):
-        assert ours == pytest.approx(theirs, abs=2e-6)
-    for a, v, theirs in zip(raw, values, returns, strict=True):
-        assert [x + y for x, y in zip(a, v, strict=True)] == pytest.approx(theirs, abs=3e-6)
-    flat = [
-        torch.tensor([x for row in table for x in row]) for table in (predictions, values, returns)
+    expected = data["expected"]
+    lengths = [int(sum(mask)) for mask in data["mask"]]
+
+    def without_padding(table):
+        return [row[:length] for row, length in zip(table, lengths, strict=True)]
+
+    values = without_padding(data["values"])
+    predictions = without_padding(data["value_predictions"])
+    rewards = without_padding(data["token_rewards"])
+    whitened = without_padding(expected["gae_whitened"])
+    returns = without_padding(expected["returns"])
+    gradient = without_padding(expected["d_value_loss_d_prediction"])
+    advantages = [
+        gae(value_row, reward_row[-1], gamma=1.0, lam=1.0)
+        for value_row, reward_row in zip(values, rewards, strict=True)
     ]
-    predicted = flat[0].requires_grad_()
-    loss = value_loss(predicted, flat[1], flat[2], clip=0.5)[0].mean()
+    for ours, theirs in zip(whiten(advantages), whitened, strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-6)
+    for advantage_row, value_row, theirs in zip(advantages, values, returns, strict=True):
+        assert [
+            left + right for left, right in zip(advantage_row, value_row, strict=True)
+        ] == pytest.approx(theirs, abs=3e-6)
+
+    def flat(table):
+        return torch.tensor(list(itertools.chain(*table)))
+
+    predicted = flat(predictions).requires_grad_()
+    loss = value_loss(predicted, flat(values), flat(returns), clip=0.5)[0].mean()
     loss.backward()
     assert loss.item() == pytest.approx(expected["value_loss"], rel=1e-5)
-    assert predicted.grad.tolist() == pytest.approx([x for row in gradient for x in row], abs=2e-6)
+    assert predicted.grad.tolist() == pytest.approx(list(itertools.chain(*gradient)), abs=2e-6)
 
 
 def test_gae_by_hand():
@@ -71,19 +79,21 @@ def test_gae_by_hand():
 def test_whitening_by_hand():
     """Mean 2, unbiased variance (1 + 0 + 1) / 2."""
     assert whiten([[1.0], [2.0, 3.0]]) == [pytest.approx([-1.0]), pytest.approx([0.0, 1.0])]
-    assert whiten([[5.0]]) == [[0.0]] and whiten([]) == []
+    assert whiten([[5.0]]) == [[0.0]]
+    assert whiten([]) == []
     # The eps stands under the root, unlike that of the group estimators: var 2e-8, so 1e-4 /
     # sqrt(3e-8).
     assert whiten([[0.0, 2e-4]])[0][1] == pytest.approx(1e-4 / math.sqrt(3e-8))
 
 
 def test_the_value_clip_by_hand():
-    """Old value 0, clip 0.5, return 3: the clipped term is the larger at 1 and 4, not at -1 and 0.4."""
+    """Old value 0, clip 0.5, return 3: the clipped term is the larger at 1 and 4, not at -1 and
+    0.4."""
     values = torch.tensor([1.0, 4.0, -1.0, 0.4], requires_grad=True)
-    loss, held = value_loss(values, torch.zeros(4), torch.full((4,), 3.0), clip=0.5)
+    loss, clipped = value_loss(values, torch.zeros(4), torch.full((4,), 3.0), clip=0.5)
     # max((1 - 3)^2, (0.5 - 3)^2), max(1, 2.5^2), max(16, 3.5^2), 2.6^2
     assert loss.tolist() == pytest.approx([6.25, 6.25, 16.0, 6.76])
-    assert held.tolist() == [True, True, False, False]
+    assert clipped.tolist() == [True, True, False, False]
     loss.sum().backward()
     assert values.grad.tolist() == pytest.approx([0.0, 0.0, -8.0, -5.2])
 
@@ -101,7 +111,7 @@ def make_critic(start, folder, **changes):  # noqa: F811
 
 
 def judged_rows(critic, rows=None, seed=0):
-    """Rows with values of a random head, and returns of their own."""
+    """Rows with values of a random head, and returns that differ from them."""
     rng = random.Random(seed)
     rows = rows or [make_row(rng, penalty=0.0) for _ in range(24)]
     with torch.no_grad():
@@ -114,36 +124,50 @@ def judged_rows(critic, rows=None, seed=0):
 
 
 def dense(critic, rows):
-    """(values of each row, gradient) in float64, row by row, by nothing but the body and the definition."""
-    lm = copy.deepcopy(critic.model.lm).double()
-    head, clip = lm.get_output_embeddings(), critic.config.critic.value_clip
+    """(values of each row, gradient, loss) in float64, row by row, using only the body and the
+    definition."""
+    model = copy.deepcopy(critic.model.lm).double()
+    head = model.get_output_embeddings()
+    clip = critic.config.critic.value_clip
     tokens = sum(len(row.response_ids) for row in rows)
-    found, total = [], torch.zeros((), dtype=torch.float64)
+    values_of_rows = []
+    total = torch.zeros((), dtype=torch.float64)
     for row in rows:
         ids = torch.tensor([row.prompt_ids + row.response_ids])
         packed = {"output_hidden_states": True, "use_cache": False}
-        lm.set_attn_implementation("sdpa")
-        hidden = lm(input_ids=ids, **packed).hidden_states[-1][0]
-        at = len(row.prompt_ids) - 1
-        values = (hidden[at : at + len(row.response_ids)] @ head.weight.T + head.bias)[:, 0]
-        found.append(values.tolist())
-        for value, old, target in zip(values, row.values, row.returns, strict=True):
-            near = min(max(value, torch.tensor(old - clip)), torch.tensor(old + clip))
-            total = total + max((value - target) ** 2, (near - target) ** 2) / tokens
+        model.set_attn_implementation("sdpa")
+        hidden = model(input_ids=ids, **packed).hidden_states[-1][0]
+        first_position = len(row.prompt_ids) - 1
+        values = (
+            hidden[first_position : first_position + len(row.response_ids)] @ head.weight.T
+            + head.bias
+        )[:, 0]
+        values_of_rows.append(values.tolist())
+        for value, old_value, target in zip(values, row.values, row.returns, strict=True):
+            clipped = min(
+                max(value, torch.tensor(old_value - clip)), torch.tensor(old_value + clip)
+            )
+            total = total + max((value - target) ** 2, (clipped - target) ** 2) / tokens
     total.backward()
-    return found, gradients(lm), float(total.detach())
+    return values_of_rows, gradients(model), float(total.detach())
 
 
 @pytest.mark.parametrize(
     "rows", [None, samples_of(conversation(turns=3))], ids=["one by one", "conversations"]
 )
 @pytest.mark.parametrize("budget", [20, 10**6])
-def test_values_loss_and_gradient_are_those_of_plain_autograd(start, tmp_path, budget, rows):  # noqa: F811
-    """Of samples that share a sequence too."""
+def test_values_loss_and_gradient_are_those_of_plain_autograd(
+    start,  # noqa: F811
+    tmp_path,
+    budget,
+    rows,
+):
+    """Also for samples that share a sequence."""
     critic = make_critic(start, tmp_path, optim_micro_batch_tokens=budget, optim_grad_clip=1e9)
     rows = judged_rows(critic, copy.deepcopy(rows))
     values, expected, loss = dense(critic, rows)
-    optimizer, formed = critic.optimizer, []
+    optimizer = critic.optimizer
+    formed = []
     optimizer.step = lambda: formed.append([p.grad.clone() for p in critic.model.parameters()])
     metrics = critic.optimize([rows])
     for parameter, gradient in zip(critic.model.parameters(), formed[0], strict=True):
@@ -164,18 +188,18 @@ def test_the_head_starts_at_zero_and_the_critic_learns_the_returns(critic):
     assert metrics == {"critic/explained_variance": pytest.approx(0.0)}
     assert all(row.values == [0.0] * len(row.response_ids) for row in rows)
     scores = [[row.score] * len(row.response_ids) for row in rows]
-    assert [row.returns for row in rows] == scores and [
-        row.token_advantage for row in rows
-    ] == whiten(scores)
-    found = [critic.compute_values(rows) | critic.optimize([rows]) for _ in range(20)]
-    assert found[-1]["critic/loss"] < 0.2 * found[0]["critic/loss"]
+    assert [row.returns for row in rows] == scores
+    assert [row.token_advantage for row in rows] == whiten(scores)
+    history = [critic.compute_values(rows) | critic.optimize([rows]) for _ in range(20)]
+    assert history[-1]["critic/loss"] < 0.2 * history[0]["critic/loss"]
     assert critic.compute_values(rows)["critic/explained_variance"] > 0.5
 
 
 def test_scores_that_are_all_zero_have_no_advantage(critic):
     rows = [replace(make_row(random.Random(i)), score=0.0) for i in range(12)]
     assert critic.compute_values(rows) == {}
-    assert not any(value for row in rows for value in row.token_advantage)
+    for row in rows:
+        assert not any(row.token_advantage)
 
 
 def test_an_update_trains_policy_and_critic(start, tmp_path):  # noqa: F811
@@ -187,10 +211,12 @@ def test_an_update_trains_policy_and_critic(start, tmp_path):  # noqa: F811
     }
     config = make_config(start, tmp_path, **options)
     weights, groups, metrics = run_updates(config, 2)
-    assert all(len(trajectories) == 1 for group in groups for trajectories in group)
+    for group in groups:
+        assert [len(trajectories) for trajectories in group] == [1] * len(group)
     initial = load_policy(start).named_parameters_once()
-    assert any(not torch.equal(weights[0][name], p) for name, p in initial.items())
-    assert metrics[0]["critic/loss"] > 0 and metrics[0]["critic/grad_norm"] > 0
+    assert any(not torch.equal(weights[0][name], parameter) for name, parameter in initial.items())
+    assert metrics[0]["critic/loss"] > 0
+    assert metrics[0]["critic/grad_norm"] > 0
     assert 0.0 <= metrics[0]["critic/clip_frac"] <= 1.0
     assert metrics[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[1]["critic/explained_variance"] != 0.0
@@ -212,11 +238,15 @@ def test_a_run_without_a_critic_cannot_get_one(start, tmp_path):  # noqa: F811
 
 def test_numbers_that_are_not_finite_reach_no_weight(critic):
     rows = judged_rows(critic)
-    before = [p.clone() for p in critic.model.parameters()]
+    before = [parameter.clone() for parameter in critic.model.parameters()]
     rows[3].returns[0] = math.nan
     metrics = critic.optimize([rows, rows])
-    assert critic.guard.skipped == 2 and "critic/grad_norm" not in metrics
-    assert all(torch.equal(a, b) for a, b in zip(before, critic.model.parameters(), strict=True))
+    assert critic.guard.skipped == 2
+    assert "critic/grad_norm" not in metrics
+    assert all(
+        torch.equal(parameter_before, parameter_now)
+        for parameter_before, parameter_now in zip(before, critic.model.parameters(), strict=True)
+    )
     with pytest.raises(TrainingStopped, match=r"lower critic\.lr"):
         critic.optimize([rows])
     with torch.no_grad():

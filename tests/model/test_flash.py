@@ -34,32 +34,17 @@ def test_settings_that_contradict_each_other_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", ["resume,bits,plain,planned"])
-def test_on_interpreted_kernels(cases, tmp_path):
-    run(cases, tmp_path, [{}])
-
-
-@pytest.mark.slow
-def test_ranks(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = {
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free.getsockname()[1]),
-        }
-    run("shards", tmp_path, [where | {"RANK": str(rank)} for rank in range(2)])
-
-
-def run(cases, folder, ranks):
-    """The worker, in a process for each of `ranks`: their variables."""
+def test_on_interpreted_kernels(tmp_path):
+    """Runs all cases of the worker, those of two ranks included."""
     pytest.importorskip("flashoptim")
-    command = [sys.executable, str(WORKER), cases, str(folder)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(command, env=environment | variables, **pipes) for variables in ranks
-    ]
-    for child in started:
-        _, error = child.communicate(timeout=300)
-        assert child.returncode == 0, error[-3000:]
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", 0))
+        port = free_socket.getsockname()[1]
+    finished = subprocess.run(
+        [sys.executable, str(WORKER), str(tmp_path), str(port)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]

@@ -7,21 +7,21 @@ from paw.model.host import HostMemory
 
 
 def test_tensors_are_apart_and_share_slabs(tmp_path):
-    memory, like = (
-        HostMemory(slab=4096),
-        [torch.full((n,), n, dtype=torch.float16) for n in (3, 700, 0, 1000, 900, 5000)],
-    )
-    found = [memory.empty_like(tensor, pin=False).copy_(tensor) for tensor in like]
-    for got, want in zip(found, like, strict=True):
-        assert got.dtype == want.dtype and torch.equal(got, want) and got.data_ptr() % 16 == 0
-    assert len({tensor.untyped_storage().data_ptr() for tensor in found[:2]}) == 1
-    sizes = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().size() for tensor in found
-    }
-    assert sorted(sizes.values()) == [4096, 4096, 10000]
-    named = {str(i): tensor for i, tensor in enumerate(found) if tensor.numel()}
+    memory = HostMemory(slab=4096)
+    sizes = (3, 700, 0, 1000, 900, 5000)
+    originals = [torch.full((size,), size, dtype=torch.float16) for size in sizes]
+    copies = [memory.empty_like(tensor, pin=False).copy_(tensor) for tensor in originals]
+    for actual, expected in zip(copies, originals, strict=True):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+        assert actual.data_ptr() % 16 == 0
+    assert len({tensor.untyped_storage().data_ptr() for tensor in copies[:2]}) == 1
+    slab_sizes = {}
+    for tensor in copies:
+        storage = tensor.untyped_storage()
+        slab_sizes[storage.data_ptr()] = storage.size()
+    assert sorted(slab_sizes.values()) == [4096, 4096, 10000]
+    named = {str(position): tensor for position, tensor in enumerate(copies) if tensor.numel()}
     save_file(named, tmp_path / "file.safetensors")  # which refuses tensors that overlap
-    assert all(
-        torch.equal(tensor, named[name])
-        for name, tensor in load_file(tmp_path / "file.safetensors").items()
-    )
+    for name, tensor in load_file(tmp_path / "file.safetensors").items():
+        assert torch.equal(tensor, named[name])

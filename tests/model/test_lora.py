@@ -27,16 +27,17 @@ def lora_policy(family="qwen2-tied", *, trained=True, config=CONFIG, **options):
     """A tiny policy with adapters, which `trained` moves away from zero."""
     policy = Policy(make_lm(family).to(DTYPES[options.get("dtype", "float32")]), **options)
     add_adapters(policy.lm, config, seed=0)
-    g = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     for name, parameter in policy.named_parameters_once().items():
         if trained and ".lora_B." in name:
-            parameter.data.normal_(0, 0.1, generator=g)
+            parameter.data.normal_(0, 0.1, generator=generator)
     return policy
 
 
 def logps(policy, rows):
     return [
-        logp for logp, _ in log_probs(policy, rows, Packing(budget=200), temperature=1.0).values()
+        logp
+        for logp, entropy in log_probs(policy, rows, Packing(budget=200), temperature=1.0).values()
     ]
 
 
@@ -48,23 +49,31 @@ def merged_policy(policy, family):
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "llama"])
 def test_without_its_adapters_the_model_is_the_base_and_merged_it_is_the_policy(family):
-    base, policy = tiny_policy(family), lora_policy(family)
+    base = tiny_policy(family)
+    policy = lora_policy(family)
     rows = make_rows(base)
-    before, plain = logps(policy, rows), logps(base, rows)
-    assert before != plain
-    assert logps(lora_policy(family, trained=False), rows) == plain
+    trained_logps = logps(policy, rows)
+    base_logps = logps(base, rows)
+    assert trained_logps != base_logps
+    assert logps(lora_policy(family, trained=False), rows) == base_logps
     with adapters_off(policy.lm), adapters_off(base.lm):  # which has none
-        assert logps(policy, rows) == logps(base, rows) == plain
-    assert logps(policy, rows) == before
+        assert logps(policy, rows) == base_logps
+        assert logps(base, rows) == base_logps
+    assert logps(policy, rows) == trained_logps
 
-    sent, start = dict(full_parameters(policy.lm)), base.lm.state_dict()
-    assert sent.keys() == start.keys()
-    moved = {name for name in sent if not torch.equal(sent[name], start[name])}
-    assert moved == {
-        name for name in sent if name.split(".")[-2] in CONFIG.targets and name.endswith(".weight")
+    sent_weights = dict(full_parameters(policy.lm))
+    base_weights = base.lm.state_dict()
+    assert sent_weights.keys() == base_weights.keys()
+    changed_names = {
+        name for name in sent_weights if not torch.equal(sent_weights[name], base_weights[name])
     }
-    found = sampler_mismatch(logps(merged_policy(policy, family), rows), before)
-    assert found["health/sampler_mismatch"] < 1e-5
+    assert changed_names == {
+        name
+        for name in sent_weights
+        if name.split(".")[-2] in CONFIG.targets and name.endswith(".weight")
+    }
+    mismatch = sampler_mismatch(logps(merged_policy(policy, family), rows), trained_logps)
+    assert mismatch["health/sampler_mismatch"] < 1e-5
 
 
 @pytest.mark.parametrize("own_weights", [True, False])
@@ -74,82 +83,106 @@ def test_the_transformers_engine_samples_from_the_merged_policy(own_weights):
     engine = TransformersEngine(lm, end_ids=[1], own_weights=own_weights)
     push_weights(policy.lm, engine, version=3)
     rows = make_rows(policy)
-    for i, row in enumerate(rows):
-        engine.submit(Request(i, row.prompt_ids, i, 1.0, 9))
+    for number, row in enumerate(rows):
+        engine.submit(Request(number, row.prompt_ids, number, 1.0, 9))
     for row, completion in zip(rows, engine.step(), strict=True):
-        row.response_ids, row.sampled_logp = completion.token_ids, completion.logp
-    found = sampler_mismatch(logps(policy, rows), [row.sampled_logp for row in rows])
-    assert found["health/sampler_mismatch"] < 1e-4
+        row.response_ids = completion.token_ids
+        row.sampled_logp = completion.logp
+    mismatch = sampler_mismatch(logps(policy, rows), [row.sampled_logp for row in rows])
+    assert mismatch["health/sampler_mismatch"] < 1e-4
 
 
 def named_gradients(policy, rows):
     """(loss, gradients by name in float64) of the joint objective."""
-    found, named = {}, policy.named_parameters_once().items()
+    gradients = {}
+    parameters = policy.named_parameters_once().items()
     hooks = [
-        p.register_hook(lambda g, n=n: found.update({n: found.get(n, 0) + g.double()}))
-        for n, p in named
+        parameter.register_hook(
+            lambda gradient, name=name: gradients.update(
+                {name: gradients.get(name, 0) + gradient.double()}
+            )
+        )
+        for name, parameter in parameters
     ]
     loss, _ = packed(policy, rows, Objective(), update_samples=len(rows))
-    for hook in hooks:
-        hook.remove()
-    return loss, found
+    for registered in hooks:
+        registered.remove()
+    return loss, gradients
 
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "llama"])
 def test_the_gradient_is_that_of_the_merged_weights_by_the_chain_rule(family):
     policy = lora_policy(family)
-    rows, parameters = make_rows(policy), dict(policy.lm.named_parameters())
-    (loss, found), (same, full) = (
-        named_gradients(p, rows) for p in (policy, merged_policy(policy, family))
+    rows = make_rows(policy)
+    parameters = dict(policy.lm.named_parameters())
+    (loss, gradients), (merged_loss, merged_gradients) = (
+        named_gradients(policy_or_merged, rows)
+        for policy_or_merged in (policy, merged_policy(policy, family))
     )
-    assert loss == pytest.approx(same, rel=1e-5)
-    assert found.keys() == {name for name in parameters if ".lora_" in name}
-    for name, gradient in found.items():
+    assert loss == pytest.approx(merged_loss, rel=1e-5)
+    assert gradients.keys() == {name for name in parameters if ".lora_" in name}
+    for name, gradient in gradients.items():
         layer, part = name.split(".lora_")
-        a, b = (parameters[f"{layer}.lora_{x}.default.weight"].detach().double() for x in "AB")
-        of_w = full[f"{layer}.weight"] * CONFIG.alpha / CONFIG.rank
-        assert relative(gradient, b.T @ of_w if part[0] == "A" else of_w @ a.T) < 1e-4
+        matrix_a, matrix_b = (
+            parameters[f"{layer}.lora_{letter}.default.weight"].detach().double() for letter in "AB"
+        )
+        weight_gradient = merged_gradients[f"{layer}.weight"] * CONFIG.alpha / CONFIG.rank
+        assert (
+            relative(
+                gradient,
+                matrix_b.T @ weight_gradient if part[0] == "A" else weight_gradient @ matrix_a.T,
+            )
+            < 1e-4
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_update_moves_the_adapters_alone_and_in_float32(dtype):
     policy = lora_policy(dtype=dtype)
-    rows, start = (
-        make_rows(policy),
-        {name: p.detach().clone() for name, p in policy.lm.named_parameters()},
-    )
+    rows = make_rows(policy)
+    weights_before = {
+        name: parameter.detach().clone() for name, parameter in policy.lm.named_parameters()
+    }
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
     for name, gradient in named_gradients(policy, rows)[1].items():
         policy.named_parameters_once()[name].grad = gradient.float()
     optimizer.step()
     adapters = policy.named_parameters_once()
     assert {
-        name for name, p in policy.lm.named_parameters() if not torch.equal(p, start[name])
+        name
+        for name, parameter in policy.lm.named_parameters()
+        if not torch.equal(parameter, weights_before[name])
     } == adapters.keys()
     assert all(
-        p.dtype == (torch.float32 if name in adapters else policy.dtype)
-        for name, p in start.items()
+        parameter.dtype == (torch.float32 if name in adapters else policy.dtype)
+        for name, parameter in weights_before.items()
     )
-    assert adapters.keys() == {name for name in start if ".lora_" in name}
+    assert adapters.keys() == {name for name in weights_before if ".lora_" in name}
 
 
 def test_bfloat16_log_probs_are_close_to_the_exact_ones():
-    exact, policy = lora_policy(), lora_policy(dtype="bfloat16")
-    rows = make_rows(exact)
-    found = sampler_mismatch(logps(policy, rows), logps(exact, rows))
-    assert 0 < found["health/sampler_mismatch"] < 0.2
+    exact_policy = lora_policy()
+    policy = lora_policy(dtype="bfloat16")
+    rows = make_rows(exact_policy)
+    mismatch = sampler_mismatch(logps(policy, rows), logps(exact_policy, rows))
+    assert 0 < mismatch["health/sampler_mismatch"] < 0.2
 
 
 def test_the_same_seed_gives_the_same_adapters_and_leaves_the_random_state():
-    one, two = make_lm(), make_lm()
+    first = make_lm()
+    second = make_lm()
     states = []
-    for lm in (one, two):
+    for model in (first, second):
         states.append(torch.get_rng_state())
-        add_adapters(lm, CONFIG, seed=5)
+        add_adapters(model, CONFIG, seed=5)
         states.append(torch.get_rng_state())
         torch.rand(1)
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    assert torch.equal(states[0], states[1]) and not torch.equal(states[0], states[2])
+    assert all(
+        torch.equal(left, right)
+        for left, right in zip(first.parameters(), second.parameters(), strict=True)
+    )
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
 
 
 def test_wrong_targets_are_named_and_missing_peft(monkeypatch):
@@ -194,6 +227,6 @@ def test_a_run_keeps_its_adapters_shape(tmp_path):
         ({"rank": 0}, "rank = 4"),
         ({"alpha": 2.0}, r"alpha = 6\.0"),
     ):
-        now = before.model_copy(update={"lora": CONFIG.model_copy(update=change)})
+        changed = before.model_copy(update={"lora": CONFIG.model_copy(update=change)})
         with pytest.raises(UserError, match=rf"run was trained with lora\.{words}"):
-            train(now, resume="auto")
+            train(changed, resume="auto")

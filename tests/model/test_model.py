@@ -1,4 +1,5 @@
-"""The policy: hidden states and head of any causal LM, and one line for a model that cannot be loaded."""
+"""The policy: hidden states and head of any causal LM, and one line for a model that cannot be
+loaded."""
 
 import io
 import json
@@ -104,7 +105,8 @@ def test_a_broken_model_is_a_users_error_of_one_line(broken, capfd, name):
         load_policy(broken)
     message = str(caught.value)
     assert message.startswith(f"model.path = '{broken}': ")
-    assert reason in message and "\n" not in message
+    assert reason in message
+    assert "\n" not in message
     assert capfd.readouterr() == ("", "")  # no load report around the line
 
 
@@ -141,7 +143,8 @@ def test_a_broken_tokenizer_is_a_users_error(broken):
 def test_a_saved_model_loads_with_its_weights(family, tmp_path):
     lm = make_lm(family)
     lm.save_pretrained(tmp_path)
-    policy, original = load_policy(tmp_path), Policy(lm)
+    policy = load_policy(tmp_path)
+    original = Policy(lm)
     ids = torch.randint(VOCAB, (18,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         hidden = policy.hidden(ids, [9, 9])
@@ -152,15 +155,17 @@ def test_a_saved_model_loads_with_its_weights(family, tmp_path):
             atol=1e-6,
         )
     assert policy.head_bias is None
-    assert policy.lm.num_parameters() == sum(p.numel() for p in lm.parameters())
+    assert policy.lm.num_parameters() == sum(parameter.numel() for parameter in lm.parameters())
     names = policy.named_parameters_once()
-    assert ("lm_head.weight" in names) is not FAMILIES[family][
-        2
-    ] and "model.embed_tokens.weight" in names
+    assert ("lm_head.weight" in names) is not FAMILIES[family][2]
+    assert "model.embed_tokens.weight" in names
     other = tiny_policy(family, seed=1)
-    policy.load({name: p.detach() for name, p in other.named_parameters_once().items()})
+    policy.load(
+        {name: parameter.detach() for name, parameter in other.named_parameters_once().items()}
+    )
     assert all(
-        torch.equal(a, b) for a, b in zip(policy.parameters(), other.parameters(), strict=True)
+        torch.equal(left, right)
+        for left, right in zip(policy.parameters(), other.parameters(), strict=True)
     )
 
 
@@ -175,7 +180,8 @@ def test_a_head_with_a_bias_is_read():
     )
     lm = PhiForCausalLM(PhiConfig(**sizes, max_position_embeddings=64))
     lm.lm_head.bias.data.normal_()
-    policy, ids = Policy(lm), torch.tensor([1, 2, 3])
+    policy = Policy(lm)
+    ids = torch.tensor([1, 2, 3])
     with torch.no_grad():
         logits = policy.hidden(ids, [3]) @ policy.head_weight.T + policy.head_bias
         assert torch.allclose(logits, lm(input_ids=ids[None]).logits[0], atol=1e-5)
@@ -183,26 +189,35 @@ def test_a_head_with_a_bias_is_read():
 
 @pytest.mark.parametrize(("family", "checkpointing"), [("qwen2-tied", "none"), ("llama", "full")])
 def test_bfloat16_is_that_of_a_model_stored_in_it(family, checkpointing):
-    """Whatever the optimizer wants stored: no residual stream of float32 where the weights are, as under autocast."""
-    small = {"initializer_range": 0.05}
-    policy = Policy(make_lm(family, **small), dtype="bfloat16", checkpointing=checkpointing)
-    stored, exact = make_lm(family, **small), tiny_policy(family, **small)
+    """Whatever the optimizer stores: with weights in bfloat16 the residual stream is not
+    float32, as under autocast."""
+    small_weights = {"initializer_range": 0.05}
+    policy = Policy(make_lm(family, **small_weights), dtype="bfloat16", checkpointing=checkpointing)
+    stored = make_lm(family, **small_weights)
+    exact_policy = tiny_policy(family, **small_weights)
     for parameter in stored.parameters():
         parameter.data = parameter.data.bfloat16()
-    plain, ids = Policy(stored, dtype="bfloat16", checkpointing=checkpointing), torch.arange(1, 12)
-    assert torch.equal(policy.hidden(ids, [5, 6]), plain.hidden(ids, [5, 6]))
+    stored_policy = Policy(stored, dtype="bfloat16", checkpointing=checkpointing)
+    ids = torch.arange(1, 12)
+    assert torch.equal(policy.hidden(ids, [5, 6]), stored_policy.hidden(ids, [5, 6]))
     assert torch.equal(policy.lm(input_ids=ids[None]).logits, stored(input_ids=ids[None]).logits)
-    rows, how = make_rows(exact), Objective(wm="ce")
-    ours, theirs, wanted = (
-        packed(p, rows, how, update_samples=len(rows))[1] for p in (policy, plain, exact)
+    rows = make_rows(exact_policy)
+    objective = Objective(wm="ce")
+    gradient, plain_gradient, exact_gradient = (
+        packed(p, rows, objective, update_samples=len(rows))[1]
+        for p in (policy, stored_policy, exact_policy)
     )
-    assert relative(ours, theirs) < 0.01  # the sums of gradients are of bfloat16 in the other
-    assert 0 < relative(ours, wanted) < 0.02
+    assert (
+        relative(gradient, plain_gradient) < 0.01
+    )  # the sums of gradients are of bfloat16 in the other
+    assert 0 < relative(gradient, exact_gradient) < 0.02
     scores = (
-        log_probs(p, rows, Packing(budget=99), temperature=1.0).values() for p in (policy, exact)
+        log_probs(p, rows, Packing(budget=99), temperature=1.0).values()
+        for p in (policy, exact_policy)
     )
-    for (logps, _), (exactly, _) in zip(*scores, strict=True):
-        assert logps == pytest.approx(exactly, abs=0.02) and logps != exactly
+    for (logps, _), (exact_logps, _) in zip(*scores, strict=True):
+        assert logps == pytest.approx(exact_logps, abs=0.02)
+        assert logps != exact_logps
     assert policy.hidden(ids, [5, 6]).dtype == policy.head_weight.dtype == torch.bfloat16
     policy.hidden(ids, [5, 6]).sum().backward()
     assert all(p.dtype == torch.float32 and p.is_leaf for p in policy.parameters())

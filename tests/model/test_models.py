@@ -19,7 +19,8 @@ from paw.model.policy import Policy
 from paw.rollouts.engines.generation import check_sampling
 from paw.rollouts.engines.transformers import TransformersEngine
 
-VOCAB, GUESS = 61, Path(__file__).parents[2] / "docs" / "example_environment.py"
+VOCAB = 61
+GUESS = Path(__file__).parents[2] / "docs" / "example_environment.py"
 SIZES = dict(
     vocab_size=VOCAB,
     hidden_size=32,
@@ -76,10 +77,8 @@ KNOWN = {
     "Olmo2": {},
     "Phi3": {},
 }
-SLOW, RECURRENT = (
-    ("FalconH1", "Qwen3_5", "Qwen3Next", "OlmoHybrid", "GraniteMoeHybrid"),
-    [pytest.mark.slow],
-)
+SLOW = ("FalconH1", "Qwen3_5", "Qwen3Next", "OlmoHybrid", "GraniteMoeHybrid")
+RECURRENT = [pytest.mark.slow]
 SAMPLED = ("NanoChat", "Granite", "Cohere", "FalconH1", "Qwen3_5", "Lfm2", "Mixtral")
 """One for each head and each cache."""
 
@@ -115,7 +114,8 @@ def test_bfloat16_weights_are_checked_in_float32_and_left_as_they_were(name):
     policy = Policy(lm, dtype="bfloat16")
     assert check_model(policy, "here") < 2e-5
     for key, value in policy.lm.named_parameters():
-        assert value.dtype == torch.bfloat16 and torch.equal(value, before[key]), key
+        assert value.dtype == torch.bfloat16, key
+        assert torch.equal(value, before[key]), key
     check_path(policy, "here")
 
 
@@ -123,11 +123,12 @@ def test_bfloat16_weights_are_checked_in_float32_and_left_as_they_were(name):
     "name", [pytest.param(name, marks=RECURRENT * (name in SLOW)) for name in SAMPLED]
 )
 def test_the_transformers_engine_samples_from_them(name):
-    lm, requests = make(name), make_requests(8)
+    lm = make(name)
+    requests = make_requests(8)
     engine = TransformersEngine(lm, end_ids={END})
     assert check_sampling(lm) < 2e-5
-    for got, request in zip(run(engine, requests), requests, strict=True):
-        assert_same(got, naive(lm, request, {END}))
+    for completion, request in zip(run(engine, requests), requests, strict=True):
+        assert_same(completion, naive(lm, request, {END}))
 
 
 REFUSED = {
@@ -192,10 +193,10 @@ def test_a_window_of_all_layers_is_trained_and_sampled_from_within_it(name):
 
 @pytest.mark.parametrize("name", ["Qwen2Moe", "Phimoe"])
 def test_windows_by_a_mask_alone_are_refused_where_a_row_may_be_longer(name):
-    more = EXPERTS | dict(
+    settings = EXPERTS | dict(
         use_sliding_window=True, max_window_layers=4, sliding_window=24, num_local_experts=4
     )
-    policy = Policy(make(name, **more))
+    policy = Policy(make(name, **settings))
     for longest in (0, 25):
         with pytest.raises(UserError, match="has sliding windows by a mask alone"):
             check_model(policy, "here", longest)
@@ -240,17 +241,21 @@ def test_what_hugging_face_refuses_is_one_line(tmp_path):
 
 
 def test_rows_stay_apart_when_layers_are_recomputed():
-    plain, thrifty = Policy(make("Qwen3_5")), Policy(make("Qwen3_5"), checkpointing="full")
+    plain = Policy(make("Qwen3_5"))
+    thrifty = Policy(make("Qwen3_5"), checkpointing="full")
     rows = make_rows(plain, n=6)
-    a, b = (packed(p, rows, Objective(), update_samples=len(rows)) for p in (plain, thrifty))
-    assert a[0] == b[0] and relative(b[1], a[1]) < 1e-6
+    plain_pass, thrifty_pass = (
+        packed(policy, rows, Objective(), update_samples=len(rows)) for policy in (plain, thrifty)
+    )
+    assert plain_pass[0] == thrifty_pass[0]
+    assert relative(thrifty_pass[1], plain_pass[1]) < 1e-6
 
 
 @pytest.mark.slow
 def test_qwen3_5_trains_with_its_own_template(paw_here, read_metrics, tmp_path):
     tokenizer = thinker()
-    ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    lm = make("Qwen3_5", vocab_size=len(tokenizer), max_position_embeddings=2048, **ends)
+    end_tokens = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    lm = make("Qwen3_5", vocab_size=len(tokenizer), max_position_embeddings=2048, **end_tokens)
     for part in (lm, tokenizer):
         part.save_pretrained(tmp_path / "model")
     sizes = {
@@ -259,7 +264,7 @@ def test_qwen3_5_trains_with_its_own_template(paw_here, read_metrics, tmp_path):
         "eval.games": 2,
         "rollout.max_response_tokens": 8,
     }
-    where = {
+    places = {
         "model.path": tmp_path / "model",
         "env.name": f"{GUESS}:Guess",
         "run.dir": tmp_path,
@@ -270,15 +275,13 @@ def test_qwen3_5_trains_with_its_own_template(paw_here, read_metrics, tmp_path):
         "train",
         "quickstart",
         sizes,
-        where,
+        places,
         run,
         {"model.chat_template_kwargs.enable_thinking": "false"},
     )
     line = read_metrics(tmp_path / "run")[-1]
-    assert (
-        line["optim/grad_norm"] > 0
-        and line["wm/loss"] > 0
-        and line["health/sampler_mismatch_mean"] < 0.01
-    )
+    assert line["optim/grad_norm"] > 0
+    assert line["wm/loss"] > 0
+    assert line["health/sampler_mismatch_mean"] < 0.01
     exported = (tmp_path / "run" / "hf" / "chat_template.jinja").read_text()
     assert exported.startswith("{%- set enable_thinking = false -%}")

@@ -21,24 +21,27 @@ needs_liger = pytest.mark.skipif(
 )
 
 
-def assert_same(fast, plain, *, n):
-    rows = make_rows(plain, n)
+def assert_same(fast, plain, *, count):
+    rows = make_rows(plain, count)
     scores = (
-        log_probs(p, rows, Packing(budget=60), temperature=1.0).values() for p in (fast, plain)
+        log_probs(policy, rows, Packing(budget=60), temperature=1.0).values()
+        for policy in (fast, plain)
     )
     assert all(
-        ours[0] == pytest.approx(theirs[0], abs=1e-5) for ours, theirs in zip(*scores, strict=True)
+        fast_results[0] == pytest.approx(plain_results[0], abs=1e-5)
+        for fast_results, plain_results in zip(*scores, strict=True)
     )
-    ours, theirs = (
-        packed(p, rows, Objective(), update_samples=n, budget=60) for p in (fast, plain)
+    fast_results, plain_results = (
+        packed(policy, rows, Objective(), update_samples=count, budget=60)
+        for policy in (fast, plain)
     )
-    assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
-    assert relative(ours[1], theirs[1]) < 1e-5
+    assert fast_results[0] == pytest.approx(plain_results[0], abs=1e-6)
+    assert relative(fast_results[1], plain_results[1]) < 1e-5
 
 
 @pytest.mark.slow
 def test_compiled_layers_give_the_same_and_sampling_stays_eager(monkeypatch):
-    """By a back end without code generation, which is torch's own business."""
+    """With a compiler back end that generates no code, which is torch's own business."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     fast = Policy(make_lm("qwen3", num_hidden_layers=1), checkpointing="full")
     plain = fast.lm.get_decoder().layers[0].forward
@@ -46,7 +49,7 @@ def test_compiled_layers_give_the_same_and_sampling_stays_eager(monkeypatch):
     with torch.compiler.set_stance("fail_on_recompile"):
         fast.lm(input_ids=torch.tensor([[1, 2, 3]]))
     assert fast.lm.get_decoder().layers[0].forward != plain
-    assert_same(fast, tiny_policy("qwen3", num_hidden_layers=1), n=8)
+    assert_same(fast, tiny_policy("qwen3", num_hidden_layers=1), count=8)
 
 
 INTERPRETED = """
@@ -55,7 +58,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np, torch, triton.language as tl
 from triton.runtime import interpreter
 
-as_tensor = interpreter._implicit_cvt  # which leaves floats as they are, while Liger's kernels call their methods
+# which leaves floats as they are, while Liger's kernels call their methods
+as_tensor = interpreter._implicit_cvt
 float32 = lambda x: tl.tensor(interpreter.TensorHandle(np.array([x], np.float32), tl.float32), tl.float32)
 interpreter._implicit_cvt = lambda x: float32(x) if isinstance(x, float) else as_tensor(x)
 from liger_kernel.ops import rms_norm
@@ -68,7 +72,7 @@ from test_patches import assert_same
 
 plain, fast = (tiny_policy("qwen3", num_hidden_layers=1) for _ in range(2))
 apply_liger(fast.lm)
-assert_same(fast, plain, n=2)
+assert_same(fast, plain, count=2)
 norm, mlp = fast.lm.model.norm, fast.lm.model.layers[0].mlp
 print(norm.forward.__func__.__module__, mlp.forward.__func__.__module__)
 """
@@ -77,15 +81,16 @@ print(norm.forward.__func__.__module__, mlp.forward.__func__.__module__)
 @needs_liger
 @pytest.mark.slow
 def test_liger_gives_the_same():
-    """In Triton's interpreter; the rotary embedding is the whole process's, so in a process of its own."""
-    words = [sys.executable, "-c", INTERPRETED, *sys.path]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [
+    """In Triton's interpreter, in a separate process: the rotary embedding is patched for the
+    whole process."""
+    command = [sys.executable, "-c", INTERPRETED, *sys.path]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert finished.stdout.split() == [
         "liger_kernel.transformers.rms_norm",
         "liger_kernel.transformers.swiglu",
     ]
-    assert not done.stderr
+    assert not finished.stderr
 
 
 @needs_liger

@@ -12,40 +12,38 @@ from paw.distributed.watchdog import Watchdog
 
 @pytest.fixture
 def make(monkeypatch):
-    """`make(rank, timeout_s=...)`: one of three ranks.
-
-    What ends a process is kept in `.ended` instead.
-    """
+    """`make(rank, timeout_s=...)` returns one of three ranks; the thread that would end the
+    process is replaced."""
     monkeypatch.setattr(watchdog, "TICK_S", 0.02)
     monkeypatch.setattr(watchdog, "PATIENCE_S", 2.0)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    made = []
+    watchdogs = []
 
     def start(rank, timeout_s):
         store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
         monkeypatch.setattr(Watchdog, "_judge", count)
-        made.append(Watchdog(store, rank, 3, timeout_s=timeout_s))
-        return made[-1]
+        watchdogs.append(Watchdog(store, rank, 3, timeout_s=timeout_s))
+        return watchdogs[-1]
 
     def count(self):
         while not self._closed.wait(watchdog.TICK_S):
             self._tick += 1
 
     yield start
-    for one in made:
-        one.close()
+    for started in watchdogs:
+        started.close()
 
 
-def verdict(dog, seconds=5.0):
-    end = time.monotonic() + seconds
-    while dog.verdict() is None and time.monotonic() < end:
+def verdict(watched, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while watched.verdict() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    return dog.verdict()
+    return watched.verdict()
 
 
-def silence(dog):
+def silence(watched):
     """As SIGSTOP does."""
-    dog._closed.set()
+    watched._closed.set()
 
 
 def test_a_silent_rank_is_named_with_its_phase(make):
@@ -54,10 +52,10 @@ def test_a_silent_rank_is_named_with_its_phase(make):
     time.sleep(0.2)
     silence(ranks[2])
     for rank in ranks[:2]:
-        found = verdict(rank)
+        sentence = verdict(rank)
         assert re.match(
             r"rank 2 has been silent for \d+ s \(run\.peer_timeout_s = 0\.5\), last in phase 'update'",
-            found,
+            sentence,
         )
 
 

@@ -1,4 +1,5 @@
-"""What a user gets wrong: one line that says so, exit code 2, and nothing left that is in the way of the next try."""
+"""What users get wrong: one line that says so, exit code 2, and nothing left behind that blocks
+the next try."""
 
 import re
 import resource
@@ -12,54 +13,53 @@ import pytest
 from paw.checkpoint import restore
 
 
-def assert_refused(done, message):
-    assert done.returncode == 2
-    assert (
-        done.stderr.startswith("paw: ")
-        and done.stderr.endswith("\n")
-        and done.stderr.count("\n") == 1
-    ), done.stderr
-    assert re.search(message, done.stderr), done.stderr
-    assert "Traceback" not in done.stdout
+def assert_refused(finished, message):
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("paw: "), finished.stderr
+    assert finished.stderr.endswith("\n"), finished.stderr
+    assert finished.stderr.count("\n") == 1, finished.stderr
+    assert re.search(message, finished.stderr), finished.stderr
+    assert "Traceback" not in finished.stdout
 
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_used_leaves_the_name_free(paw_here, quick, tiny_llm, tmp_path):
-    words = ["train", "quickstart", quick, {"model.path": "model", "run.name": "x"}]
-    run = tmp_path / "runs" / "x"
+    command = ["train", "quickstart", quick, {"model.path": "model", "run.name": "x"}]
+    directory = tmp_path / "runs" / "x"
     template = tiny_llm(tmp_path / "model", positions=64) / "chat_template.jinja"
     # At the last moment, the engine and the optimizer being there.
-    said = paw_here(*words, code=None, cwd=tmp_path)
-    assert_refused(said, "exceed the model's 64 positions; lower rollout.max_prompt_tokens")
-    assert (
-        (run / "config.toml").exists()
-        and not (run / "checkpoints").exists()
-        and not (run / "hf").exists()
-    )
+    refusal = paw_here(*command, code=None, cwd=tmp_path)
+    assert_refused(refusal, "exceed the model's 64 positions; lower rollout.max_prompt_tokens")
+    assert (directory / "config.toml").exists()
+    assert not (directory / "checkpoints").exists()
+    assert not (directory / "hf").exists()
     tiny_llm(tmp_path / "model")
     text = template.read_text()
     template.unlink()
-    assert_refused(paw_here(*words, code=None, cwd=tmp_path), "has no chat template")
+    assert_refused(paw_here(*command, code=None, cwd=tmp_path), "has no chat template")
     template.write_text(text)
-    paw_here(*words, {"run.updates": 1, "eval.games": 1, "env.max_turns": 2}, cwd=tmp_path)
+    paw_here(*command, {"run.updates": 1, "eval.games": 1, "env.max_turns": 2}, cwd=tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("out", [">&-", "> /dev/full", "| head -1"])
 def test_a_stdout_that_takes_nothing_ends_no_run(paw_env, quick, tmp_path, out):
-    keys = quick | {"run.dir": tmp_path, "run.name": "x", "run.updates": 1}
-    words = shlex.join(part for key, value in keys.items() for part in (f"--{key}", str(value)))
-    line = f"set -o pipefail; {sys.executable} -m paw train quickstart {words} {out}"
-    done = subprocess.run(
+    words = ["train", "quickstart"]
+    settings = quick | {"run.dir": tmp_path, "run.name": "x", "run.updates": 1}
+    for key, value in settings.items():
+        words += [f"--{key}", str(value)]
+    line = f"set -o pipefail; {sys.executable} -m paw {shlex.join(words)} {out}"
+    finished = subprocess.run(
         ["bash", "-c", line], env=paw_env, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert finished.returncode == 0, finished.stderr
+    assert "Traceback" not in finished.stderr, finished.stderr
     assert (tmp_path / "x" / "report.html").is_file()
 
 
 @pytest.mark.slow
 def test_extras_that_are_not_installed(paw_here, quick, quick_model, tmp_path, monkeypatch):
-    words = ["train", "quickstart", quick, {"model.path": quick_model, "run.dir": tmp_path}]
+    command = ["train", "quickstart", quick, {"model.path": quick_model, "run.dir": tmp_path}]
     for package, overrides in (
         ("vllm", {"engine.type": "vllm"}),
         ("textworld", {"env.backend": "textworld"}),
@@ -67,15 +67,15 @@ def test_extras_that_are_not_installed(paw_here, quick, quick_model, tmp_path, m
     ):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)  # as if it had never been installed
-            done = paw_here(*words, overrides, code=None)
-        assert_refused(done, rf"{package}.*pip install ('paw-trainer\[\w+\]'|wandb)")
+            finished = paw_here(*command, overrides, code=None)
+        assert_refused(finished, rf"{package}.*pip install ('paw-trainer\[\w+\]'|wandb)")
 
 
 @pytest.mark.slow
 def test_run_directories_in_the_way(paw_here, quick, tmp_path):
-    def refused(folder, name, message, *words):
-        where = {"run.dir": folder, "run.name": name}
-        assert_refused(paw_here("train", "quickstart", quick, where, *words, code=None), message)
+    def refused(folder, name, message, *options):
+        place = {"run.dir": folder, "run.name": name}
+        assert_refused(paw_here("train", "quickstart", quick, place, *options, code=None), message)
 
     (tmp_path / "file").write_text("")
     refused(tmp_path / "file", "x", "cannot create the run directory .*run.dir")
@@ -90,9 +90,9 @@ def test_run_directories_in_the_way(paw_here, quick, tmp_path):
 def test_a_full_disk(paw_here, quick, quick_run, tmp_path):
     """A file size limit stands in for the disk: writing beyond it fails as ENOSPC does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    run = tmp_path / "run"
-    shutil.copytree(quick_run, run)
-    words = [
+    directory = tmp_path / "run"
+    shutil.copytree(quick_run, directory)
+    command = [
         "train",
         "quickstart",
         quick,
@@ -100,9 +100,9 @@ def test_a_full_disk(paw_here, quick, quick_run, tmp_path):
     ]
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))  # room for every log
-        done = paw_here(*words, "--resume", "auto", code=None)
+        finished = paw_here(*command, "--resume", "auto", code=None)
         assert_refused(
-            done,
+            finished,
             "cannot write checkpoint .*step_000003: File too large; earlier checkpoints are intact",
         )
         first = paw_here(
@@ -110,16 +110,15 @@ def test_a_full_disk(paw_here, quick, quick_run, tmp_path):
         )
         assert_refused(first, "cannot write checkpoint .*: File too large; there is no earlier one")
         shutil.rmtree(tmp_path / "first")
-        done = paw_here("export", run, "--out", tmp_path / "hf", code=2)
+        finished = paw_here("export", directory, "--out", tmp_path / "hf", code=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000002"]
-    restore.verify(run / "checkpoints" / "step_000002")
-    assert done.stderr.splitlines()[-1].startswith(
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_000002"]
+    restore.verify(directory / "checkpoints" / "step_000002")
+    assert finished.stderr.splitlines()[-1].startswith(
         f"paw: cannot write the exported model to {tmp_path / 'hf'}: "
     )
-    assert "Traceback" not in done.stderr and sorted(path.name for path in tmp_path.iterdir()) == [
-        "run"
-    ]
-    paw_here(*words, "--resume", "auto")
-    assert "step_000003" in [path.name for path in (run / "checkpoints").iterdir()]
+    assert "Traceback" not in finished.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    paw_here(*command, "--resume", "auto")
+    assert "step_000003" in [path.name for path in (directory / "checkpoints").iterdir()]

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from paw.checkpoint import files as checkpoint
 from paw.checkpoint import restore, train_state
 from paw.checkpoint.files import CheckpointError
+from paw.run import Run
 
 FILES = [
     "manifest.json",
@@ -46,40 +47,48 @@ def tensors(seed: int, size: int = 64) -> checkpoint.Tensors:
 
 
 def latest(folder: Path, warn: Callable[[str], Any] = pytest.fail) -> Path | None:
-    found = restore.read_newest(folder, warn=warn)
-    return found and found[0]
+    newest = restore.read_newest(folder, warn=warn)
+    return newest and newest[0]
 
 
 def reseal(path: Path, order: int = 1) -> None:
-    """A manifest that agrees with whatever files are there: what an attacker, or an editor, can always make."""
-    files = {f.name: checkpoint.digest(f) for f in path.iterdir() if f.name != "manifest.json"}
+    """Writes a manifest that agrees with the files that are there, as an attacker or an editor
+    always can."""
+    files = {
+        file.name: checkpoint.digest(file)
+        for file in path.iterdir()
+        if file.name != "manifest.json"
+    }
     (path / "manifest.json").write_text(checkpoint.manifest_text(files, order))
 
 
-def refused(path: Path, name: str, read: Callable[[Path], Any] = restore.load) -> None:
-    """It is refused in one line that names the checkpoint and the file."""
+def refused(checkpoint_path: Path, name: str, read: Callable[[Path], Any] = restore.load) -> None:
+    """Reading it is refused in one line that names the checkpoint and the file."""
     with pytest.raises(CheckpointError) as caught:
-        read(path)
+        read(checkpoint_path)
     message = str(caught.value)
-    assert name in message and str(path) in message and "\n" not in message and len(message) < 500
+    assert name in message
+    assert str(checkpoint_path) in message
+    assert "\n" not in message
+    assert len(message) < 500
 
 
 def test_roundtrip_is_exact(tmp_path, monkeypatch):
-    """What exceeds a file goes on in the next."""
+    """What exceeds the size of a file goes on in the next one."""
     monkeypatch.setattr(checkpoint, "PART", 10_000)
-    before, state = tensors(1), {"lr": 0.1 + 0.2, "cursor": [1, 2], "none": None}
-    pairs = {stem: iter(named.items()) for stem, named in before.items()}
-    path = checkpoint.save(tmp_path / "checkpoints", 50, pairs, state)
+    before = tensors(1)
+    state = {"lr": 0.1 + 0.2, "cursor": [1, 2], "none": None}
+    parts = {part: iter(named.items()) for part, named in before.items()}
+    path = checkpoint.save(tmp_path / "checkpoints", 50, parts, state)
     assert path == tmp_path / "checkpoints" / "step_000050"
-    assert sorted(f.name for f in path.iterdir()) == sorted([*FILES, "model-2.safetensors"])
-    after, read = restore.load(path, like={"model": before["model"]})
-    assert read == {**state, "step": 50, "version": checkpoint.VERSION}
-    for stem, named in before.items():
-        assert after[stem].keys() == named.keys()
+    assert sorted(file.name for file in path.iterdir()) == sorted([*FILES, "model-2.safetensors"])
+    loaded, loaded_state = restore.load(path, like={"model": before["model"]})
+    assert loaded_state == {**state, "step": 50, "version": checkpoint.VERSION}
+    for part, named in before.items():
+        assert loaded[part].keys() == named.keys()
         for name, tensor in named.items():
-            assert after[stem][name].dtype == tensor.dtype and torch.equal(
-                after[stem][name], tensor
-            )
+            assert loaded[part][name].dtype == tensor.dtype
+            assert torch.equal(loaded[part][name], tensor)
     (path / "model-2.safetensors").unlink()
     refused(path, "model-2.safetensors")
     with pytest.raises(ValueError, match="JSON"):
@@ -88,7 +97,7 @@ def test_roundtrip_is_exact(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_resume_through_a_checkpoint_is_bitwise(tmp_path, fused):
-    """The one of a GPU keeps its steps where the parameters are."""
+    """The fused optimizer of a GPU keeps its steps where the parameters are."""
 
     def build(seed: int) -> tuple[torch.nn.Module, torch.optim.AdamW]:
         torch.manual_seed(seed)
@@ -109,24 +118,22 @@ def test_resume_through_a_checkpoint_is_bitwise(tmp_path, fused):
 
     model, optimizer = build(0)
     train(model, optimizer)
-    moments, (rng, state) = (
-        train_state.optimizer_tensors(optimizer, model.named_parameters()),
-        train_state.capture_random_states(),
-    )
-    parts = {"model": dict(model.named_parameters()), "optimizer": moments, "rng": rng}
+    moments = train_state.optimizer_tensors(optimizer, model.named_parameters())
+    random_states, state = train_state.capture_random_states()
+    parts = {"model": dict(model.named_parameters()), "optimizer": moments, "rng": random_states}
     path = checkpoint.save(tmp_path, 3, parts, {"rng": state})
     train(model, optimizer)
-    resumed, fresh = build(1)
+    resumed, new_optimizer = build(1)
     loaded, state = restore.load(path, like={"model": dict(resumed.named_parameters())})
     resumed.load_state_dict(loaded["model"])
-    restore.load_optimizer(fresh, resumed.named_parameters(), loaded["optimizer"])
+    restore.load_optimizer(new_optimizer, resumed.named_parameters(), loaded["optimizer"])
     restore.restore_random_states(loaded["rng"], state["rng"])
     shutil.rmtree(path)  # nothing loaded may still lean on the files
-    train(resumed, fresh)
-    for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(a, b)
-        for key, value in optimizer.state[a].items():
-            assert torch.equal(value, fresh.state[b][key]), key
+    train(resumed, new_optimizer)
+    for parameter, resumed_parameter in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(parameter, resumed_parameter)
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(value, new_optimizer.state[resumed_parameter][key]), key
 
 
 def test_random_states_return_mid_pair(tmp_path):
@@ -136,19 +143,19 @@ def test_random_states_return_mid_pair(tmp_path):
     """
 
     def draw() -> list[float]:
-        gauss = random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()
-        return [*gauss, random.random(), np.random.rand()]
+        numbers = random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()
+        return [*numbers, random.random(), np.random.rand()]
 
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     draw()
-    rng, state = train_state.capture_random_states()
-    path = checkpoint.save(tmp_path, 1, {"rng": rng}, {"rng": state})
-    expected = [draw() for _ in range(5)]
+    random_states, state = train_state.capture_random_states()
+    path = checkpoint.save(tmp_path, 1, {"rng": random_states}, {"rng": state})
+    expected = [draw() for number in range(5)]
     loaded, state = restore.load(path)
     restore.restore_random_states(loaded["rng"], state["rng"], trial=True)
     assert draw() not in expected
     restore.restore_random_states(loaded["rng"], state["rng"])
-    assert [draw() for _ in range(5)] == expected
+    assert [draw() for number in range(5)] == expected
 
 
 def flip(file: Path, position: float = 0.5) -> None:
@@ -181,14 +188,15 @@ DAMAGE = {
 def test_damage_is_found_named_and_stepped_over(tmp_path, damage):
     for name in FILES:
         folder = tmp_path / name
-        good, bad = (checkpoint.save(folder, step, tensors(step), {}) for step in (1, 2))
-        DAMAGE[damage](bad / name)
-        refused(bad, name)
-        said: list[str] = []
-        assert latest(folder, said.append) == good
-        assert f"{bad} is damaged ({name})" in said[0] and "using step_000001" in said[0]
-    (good / "extra.safetensors").write_bytes(b"")
-    refused(good, "extra.safetensors")
+        intact, damaged = (checkpoint.save(folder, step, tensors(step), {}) for step in (1, 2))
+        DAMAGE[damage](damaged / name)
+        refused(damaged, name)
+        warnings: list[str] = []
+        assert latest(folder, warnings.append) == intact
+        assert f"{damaged} is damaged ({name})" in warnings[0]
+        assert "using step_000001" in warnings[0]
+    (intact / "extra.safetensors").write_bytes(b"")
+    refused(intact, "extra.safetensors")
     # Rather than starting over.
     with pytest.raises(CheckpointError, match="no other checkpoint in"):
         latest(folder)
@@ -204,7 +212,8 @@ class Exploit:
 
 def test_a_pickle_never_runs(tmp_path):
     """Even under a manifest made to match it."""
-    proof, buffer = tmp_path / "proof", io.BytesIO()
+    proof = tmp_path / "proof"
+    buffer = io.BytesIO()
     torch.save(Exploit(proof), buffer)
     for payload in (pickle.dumps(Exploit(proof)), buffer.getvalue()):
         for name in ("model.pt", "state.json", "model.safetensors"):
@@ -218,7 +227,8 @@ def test_a_pickle_never_runs(tmp_path):
     assert not proof.exists()
 
 
-DEEP, LONG = "[" * 100_000, "1" * 5000
+DEEP = "[" * 100_000
+LONG = "1" * 5000
 MANIFESTS = [
     {"files": ["model.safetensors"], "order": 2}, {"files": {"state.json": 3}, "order": 2},
     {"files": {"state.json": {"sha256": "0"}}, "order": 2}, {"files": {}, "order": "2"}, {"files": {}, "order": -1},
@@ -232,35 +242,38 @@ STATES = [
 
 
 def test_a_manifest_or_a_state_of_another_shape_is_stepped_over(tmp_path):
-    good, bad = (checkpoint.save(tmp_path, step, tensors(step), {}) for step in (1, 2))
+    intact, damaged = (checkpoint.save(tmp_path, step, tensors(step), {}) for step in (1, 2))
     for text in STATES:
-        (bad / "state.json").write_text(text)
-        reseal(bad)
-        refused(bad, "state.json")
+        (damaged / "state.json").write_text(text)
+        reseal(damaged)
+        refused(damaged, "state.json")
     for body in MANIFESTS:
-        own = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        signed = {**body, "sha256": own} if isinstance(body, dict) else body
-        (bad / "manifest.json").write_text(json.dumps(signed, indent=1, sort_keys=True) + "\n")
-        said: list[str] = []
-        assert latest(tmp_path, said.append) == good
-        assert said == [
-            f"checkpoint {bad} is damaged (manifest.json): not a manifest: using step_000001"
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        signed = {**body, "sha256": digest} if isinstance(body, dict) else body
+        (damaged / "manifest.json").write_text(json.dumps(signed, indent=1, sort_keys=True) + "\n")
+        warnings: list[str] = []
+        assert latest(tmp_path, warnings.append) == intact
+        assert warnings == [
+            f"checkpoint {damaged} is damaged (manifest.json): not a manifest: using step_000001"
         ]
     checkpoint.prune(tmp_path, 1)
-    assert latest(tmp_path) == good and not bad.exists()
+    assert latest(tmp_path) == intact
+    assert not damaged.exists()
 
 
 def test_prune_keeps_the_last_saves_even_after_a_rewind(tmp_path):
     for step in (10, 20, 30):
         checkpoint.save(tmp_path, step, tensors(step), {})
     flip(tmp_path / "step_000030" / "model.safetensors")
-    kept = latest(tmp_path, warn=lambda message: None)
-    assert kept is not None and kept.name == "step_000020"
+    newest = latest(tmp_path, warn=lambda message: None)
+    assert newest is not None
+    assert newest.name == "step_000020"
     saved = checkpoint.save(tmp_path, 25, tensors(25), {})  # the run goes on from 20
     checkpoint.prune(tmp_path, keep=2)
-    assert saved.exists() and latest(tmp_path) == saved
+    assert saved.exists()
+    assert latest(tmp_path) == saved
     checkpoint.prune(tmp_path, keep=1)
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["step_000025"]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step_000025"]
     restore.verify(saved)
 
 
@@ -270,17 +283,16 @@ def test_what_is_in_the_way_of_a_save_goes(tmp_path):
     os.mkfifo(tmp_path / ".tmp_step_000001")
     assert latest(tmp_path) is None
     os.mkfifo(tmp_path / "step_000009")
-    good = checkpoint.save(tmp_path, 1, tensors(1), {})
-    assert latest(tmp_path, warn=lambda _: None) == good
+    intact = checkpoint.save(tmp_path, 1, tensors(1), {})
+    assert latest(tmp_path, warn=lambda _: None) == intact
     checkpoint.save(tmp_path, 9, tensors(2), {})
-    flip(good / "model.safetensors")
-    again = checkpoint.save(tmp_path, 1, tensors(2), {"second": True})  # over a damaged one
-    assert restore.load(again)[1]["second"] is True
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["step_000001", "step_000009"]
+    flip(intact / "model.safetensors")
+    replaced = checkpoint.save(tmp_path, 1, tensors(2), {"second": True})  # over a damaged one
+    assert restore.load(replaced)[1]["second"] is True
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step_000001", "step_000009"]
 
 
 # --- a save that is cut short
-# ----------------------------------------------------------------------------------------
 
 
 def save_forever(folder: Path) -> None:
@@ -293,7 +305,9 @@ def save_forever(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_kill_9_at_any_moment_leaves_whole_checkpoints(tmp_path):
-    folder, moments, interrupted = tmp_path / "c", random.Random(0), 0
+    folder = tmp_path / "c"
+    moments = random.Random(0)
+    interrupted = 0
     for _ in range(12):
         shutil.rmtree(folder, ignore_errors=True)
         child = CONTEXT.Process(target=save_forever, args=(folder,))
@@ -320,19 +334,23 @@ def test_kill_9_at_any_moment_leaves_whole_checkpoints(tmp_path):
 
 
 # --- a whole run
-# -----------------------------------------------------------------------------------------------------
 
 
 def change_tensors(path: Path, stem: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    found = {
+    changed = {
         name: tensor.clone() for name, tensor in load_file(path / f"{stem}.safetensors").items()
     }
-    change(found)
-    save_file(found, path / f"{stem}.safetensors")
+    change(changed)
+    save_file(changed, path / f"{stem}.safetensors")
 
 
-def first(found: dict[str, torch.Tensor], part: str) -> str:
-    return next(name for name in found if part in name)
+def first(named: dict[str, torch.Tensor], word: str) -> str:
+    return next(name for name in named if word in name)
+
+
+def doubled(named: dict[str, torch.Tensor], word: str) -> dict[str, torch.Tensor]:
+    """The tensors whose name has this word, in float64."""
+    return {name: tensor.double() for name, tensor in named.items() if word in name}
 
 
 STATE_CHANGES = [
@@ -342,52 +360,59 @@ STATE_CHANGES = [
     lambda state: state.pop("rng"),
     lambda state: state["rng"].update(python=[3]),
 ]
-TENSOR_CHANGES = [  # random words of another length, none; moments of nothing, of another shape or dtype, left out
-    ("rng", lambda found: found.update(torch=found["torch"][:-1])),
-    ("rng", lambda found: found.pop("numpy")),
-    ("optimizer", lambda found: found.update(nothing=torch.zeros(1))),
-    ("optimizer", lambda found: found.update({first(found, "exp_avg"): torch.zeros(3)})),
+# Random words of another length, none; moments of nothing, of another shape or dtype, left out
+TENSOR_CHANGES = [
+    ("rng", lambda named: named.update(torch=named["torch"][:-1])),
+    ("rng", lambda named: named.pop("numpy")),
+    ("optimizer", lambda named: named.update(nothing=torch.zeros(1))),
+    ("optimizer", lambda named: named.update({first(named, "exp_avg"): torch.zeros(3)})),
     (
         "optimizer",
-        lambda found: found.update({k: v.double() for k, v in found.items() if "exp_avg_sq" in k}),
+        lambda named: named.update(doubled(named, "exp_avg_sq")),
     ),
-    ("optimizer", lambda found: found.pop(first(found, "exp_avg_sq"))),
-    ("model", lambda found: found.pop("model.norm.weight")),
-    ("model", lambda found: found.update(surplus=torch.zeros(1))),
-    ("model", lambda found: found.update({"model.norm.weight": torch.zeros(65)})),
+    ("optimizer", lambda named: named.pop(first(named, "exp_avg_sq"))),
+    ("model", lambda named: named.pop("model.norm.weight")),
+    ("model", lambda named: named.update(surplus=torch.zeros(1))),
+    ("model", lambda named: named.update({"model.norm.weight": torch.zeros(65)})),
     (
         "model",
-        lambda found: found.update({"model.norm.weight": found["model.norm.weight"].double()}),
+        lambda named: named.update({"model.norm.weight": named["model.norm.weight"].double()}),
     ),
 ]
+
+
+def add_spoilt(intact: Path, step: int, change: Any) -> None:
+    """A later checkpoint beside an intact one, with this change, under a manifest that agrees."""
+    spoilt = intact.with_name(f"step_{step:06d}")
+    shutil.copytree(intact, spoilt)
+    state = json.loads((intact / "state.json").read_text()) | {"step": step}
+    if isinstance(change, tuple):
+        change_tensors(spoilt, *change)
+    else:
+        change(state)
+    (spoilt / "state.json").write_text(json.dumps(state))
+    reseal(spoilt, order=step)
 
 
 @pytest.mark.slow
 def test_a_run_falls_back_from_whatever_does_not_fit(
     paw_here, quick, quick_run, tmp_path, monkeypatch
 ):
-    """One run whose newer checkpoints are each spoilt in its own way, under manifests that agree; then its last too."""
-    from paw.run import Run
+    """A run whose newer checkpoints are each spoilt in another way, under manifests that agree;
+    then the last one too."""
 
     class Loaded(Exception):
-        """Far enough."""
+        """The run got as far as this test needs."""
 
     def stop(self, *_):
         raise Loaded
 
     shutil.copytree(quick_run, tmp_path / "run")
-    folder = tmp_path / "run" / "checkpoints"
-    good, step = folder / "step_000002", 2
-    kept = json.loads((good / "state.json").read_text())
-    for change in [*STATE_CHANGES, *TENSOR_CHANGES]:
-        step += 1
-        bad = folder / f"step_{step:06d}"
-        shutil.copytree(good, bad)
-        state = json.loads(json.dumps(kept | {"step": step}))
-        change_tensors(bad, *change) if isinstance(change, tuple) else change(state)
-        (bad / "state.json").write_text(json.dumps(state))
-        reseal(bad, order=step)
-    words = [
+    intact = tmp_path / "run" / "checkpoints" / "step_000002"
+    changes = [*STATE_CHANGES, *TENSOR_CHANGES]
+    for step, change in enumerate(changes, start=3):
+        add_spoilt(intact, step, change)
+    command = [
         "train",
         "quickstart",
         quick,
@@ -395,27 +420,28 @@ def test_a_run_falls_back_from_whatever_does_not_fit(
         "--resume",
         "auto",
     ]
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(Run, "catch_up", stop)
-    monkeypatch.setattr(Run, "say", lambda self, line: said.append(line))
+    monkeypatch.setattr(Run, "say", lambda self, line: messages.append(line))
     with pytest.raises(Loaded):
-        paw_here(*words)
-    passed = [line for line in said if line.endswith(": using step_000002")]
-    assert (
-        len({line.split(":")[0] for line in passed}) == len(passed) == step - 2
-        and f"resumed from {good}" in said
-    )
+        paw_here(*command)
+    passed = [line for line in messages if line.endswith(": using step_000002")]
+    assert len(passed) == len(changes)
+    assert len({line.split(":")[0] for line in passed}) == len(passed)
+    assert f"resumed from {intact}" in messages
     # The newest first.
     named = [re.search(r"/(\w+)\.safetensors: '(\S+)' is ", line) for line in passed[:8]]
-    assert [found and found[1] for found in named] == ["model"] * 4 + ["optimizer"] * 4
-    assert [found[2] for found in named[:4]] == [
+    assert [match and match[1] for match in named] == ["model"] * 4 + ["optimizer"] * 4
+    assert [match[2] for match in named[:4]] == [
         "model.norm.weight",
         "model.norm.weight",
         "surplus",
         "model.norm.weight",
     ]
-    (good / "state.json").write_text(json.dumps(kept | {"guard": 0}))
-    reseal(good)
-    done = paw_here(*words, code=2)
-    assert done.stderr.startswith("paw: ") and done.stderr.count("\n") == 1
-    assert "no other checkpoint in" in done.stderr
+    intact_state = json.loads((intact / "state.json").read_text())
+    (intact / "state.json").write_text(json.dumps(intact_state | {"guard": 0}))
+    reseal(intact)
+    finished = paw_here(*command, code=2)
+    assert finished.stderr.startswith("paw: ")
+    assert finished.stderr.count("\n") == 1
+    assert "no other checkpoint in" in finished.stderr

@@ -1,4 +1,5 @@
-"""No update from non-finite numbers, a warning on the collapse signature, a clean stop on signals."""
+"""No update from non-finite numbers, a warning on the collapse signature, a clean stop on
+signals."""
 
 import math
 import multiprocessing
@@ -20,9 +21,9 @@ from paw.rundir.signals import StopSignal
 
 def test_a_non_finite_loss_or_norm_is_refused_and_k_in_a_row_stop():
     guard = UpdateGuard(max_skipped=3)
-    for bad in (math.nan, math.inf, -math.inf):  # never three in a row
-        assert not guard.allows(loss=bad, grad_norm=1.0)
-        assert not guard.allows(loss=1.0, grad_norm=bad)
+    for not_finite in (math.nan, math.inf, -math.inf):  # never three in a row
+        assert not guard.allows(loss=not_finite, grad_norm=1.0)
+        assert not guard.allows(loss=1.0, grad_norm=not_finite)
         assert guard.allows(loss=-1.0, grad_norm=0.0)
     assert guard.skipped == 6
     guard.allows(loss=1.0, grad_norm=math.nan)
@@ -31,11 +32,9 @@ def test_a_non_finite_loss_or_norm_is_refused_and_k_in_a_row_stop():
     resumed.allows(loss=1.0, grad_norm=math.nan)
     with pytest.raises(TrainingStopped, match=r"3 optimizer steps in a row.*optim\.lr") as caught:
         resumed.allows(loss=1.0, grad_norm=math.nan)
-    assert (
-        resumed.skipped == 9
-        and isinstance(caught.value, UserError)
-        and "\n" not in str(caught.value)
-    )
+    assert resumed.skipped == 9
+    assert isinstance(caught.value, UserError)
+    assert "\n" not in str(caught.value)
 
 
 def row(valid: float, success: float, entropy: float | None) -> dict[str, float | None]:
@@ -57,31 +56,36 @@ NO_ALARM = {
 
 def test_collapse_is_told_once_when_the_signature_completes():
     history = HEALTHY + [COLLAPSED] * 8
-    told = [collapse_warning(history[: i + 1]) is not None for i in range(len(history))]
-    assert [i for i, said in enumerate(told) if said] == [len(HEALTHY) + 4]
-    # Rows without the metrics do not count.
-    mixed = [entry for line in history[:11] for entry in (line, {})][:-1]
+    warned = [collapse_warning(history[: length + 1]) is not None for length in range(len(history))]
+    assert [length for length, has_warned in enumerate(warned) if has_warned] == [len(HEALTHY) + 4]
+    mixed = []
+    for line in history[:11]:
+        mixed += [{}, line]  # rows without the metrics do not count
     message = collapse_warning(mixed) or ""
-    assert "advantage.penalty_only" in message and "\n" not in message
+    assert "advantage.penalty_only" in message
+    assert "\n" not in message
     # PPO has no such key.
     assert "penalty_only" not in (collapse_warning(mixed, in_groups=False) or "penalty_only")
     for name, other in NO_ALARM.items():
-        assert all(collapse_warning(other[: i + 1]) is None for i in range(len(other))), name
+        assert all(collapse_warning(other[: length + 1]) is None for length in range(len(other))), (
+            name
+        )
 
 
 def test_returns_above_the_largest_are_told_once():
     history = [{"reward/mean": value} for value in (0.5, 3.0, 4.0)]
 
-    def told(n, **wm):
-        wm = SimpleNamespace(**{"enabled": True, "weight": "adaptive", **wm})
-        config = SimpleNamespace(wm=wm, advantage=SimpleNamespace(type="grpo"))
-        return list(alarms(history[:n], config, reward_max=1.0))
+    def warnings(count, **changes):
+        wm_config = SimpleNamespace(**{"enabled": True, "weight": "adaptive", **changes})
+        config = SimpleNamespace(wm=wm_config, advantage=SimpleNamespace(type="grpo"))
+        return list(alarms(history[:count], config, reward_max=1.0))
 
-    assert [len(told(n)) for n in range(4)] == [0, 0, 1, 0]
-    assert told(2)[0].startswith(
+    assert [len(warnings(count)) for count in range(4)] == [0, 0, 1, 0]
+    assert warnings(2)[0].startswith(
         "warning: episodes return 3 in the mean, above the environment's reward_max = 1:"
     )
-    assert not told(2, weight=1.0) and not told(2, enabled=False)
+    assert not warnings(2, weight=1.0)
+    assert not warnings(2, enabled=False)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -89,9 +93,10 @@ def test_handlers_return_to_what_they_were(capfd, number):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopSignal() as stop:
         os.kill(os.getpid(), number)
-        assert stop.requested and stop.name == number.name
-        now = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-        assert now == (signal.SIG_DFL, signal.default_int_handler)  # a second one stops at once
+        assert stop.requested
+        assert stop.name == number.name
+        during = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+        assert during == (signal.SIG_DFL, signal.default_int_handler)  # a second one stops at once
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert f"{number.name}: finishing this update" in capfd.readouterr().err
 
@@ -118,17 +123,21 @@ print("saved")
 
 
 def test_a_closed_terminal_tells_twice_and_stops_nothing_at_once():
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", TERMINAL], capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, done.stdout) == (0, "saved\n") and "stopped at once" not in done.stderr
+    assert finished.returncode == 0
+    assert finished.stdout == "saved\n"
+    assert "stopped at once" not in finished.stderr
 
 
 def test_the_parent_of_a_server_leaves_signals_to_the_trainer():
     command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
-    words = [sys.executable, "-m", "paw.rollouts.engines.watch", *command]
-    child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdin and child.stdout and child.stdout.read(1)  # the server has begun
+    watched = [sys.executable, "-m", "paw.rollouts.engines.watch", *command]
+    child = subprocess.Popen(watched, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin
+    assert child.stdout
+    assert child.stdout.read(1)  # the server has begun
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         child.send_signal(number)
     time.sleep(0.3)
@@ -139,7 +148,7 @@ def test_the_parent_of_a_server_leaves_signals_to_the_trainer():
 
 
 def test_signals_of_a_forked_child_are_none_of_the_runs():
-    """As a pool's, which ends its workers by SIGTERM."""
+    """As a pool does, which ends its workers by SIGTERM."""
     context = multiprocessing.get_context("fork")
     with StopSignal() as stop:
         for _ in range(3):
@@ -149,7 +158,8 @@ def test_signals_of_a_forked_child_are_none_of_the_runs():
         child.start()
         child.terminate()
         child.join(10)
-        assert child.exitcode == -signal.SIGTERM and not stop.requested
+        assert child.exitcode == -signal.SIGTERM
+        assert not stop.requested
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested
 
@@ -159,7 +169,8 @@ def test_an_ignored_hangup_stays_ignored():
     try:
         with StopSignal() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop.requested and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert not stop.requested
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 

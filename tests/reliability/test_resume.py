@@ -1,4 +1,5 @@
-"""A run that is killed or stopped goes on bit for bit; one that meets non-finite numbers stops unharmed."""
+"""A run that is killed or stopped goes on bit for bit; one that meets non-finite numbers stops
+unharmed."""
 
 import json
 import os
@@ -19,7 +20,7 @@ UPDATES = 5
 
 @pytest.fixture
 def command(quick, quick_run, tmp_path):
-    """Of every run here, in the folder `run`; `quick_run` has made the model."""
+    """The words of every run here, in the folder `run`; `quick_run` has made the model."""
     sizes = {
         "run.updates": UPDATES,
         "run.save_every": 2,
@@ -32,20 +33,23 @@ def command(quick, quick_run, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The run that nothing interrupts: made by the first test, in this folder."""
+    """Folder of the run that nothing interrupts; the first test that needs it makes it."""
     return tmp_path_factory.mktemp("whole") / "run"
 
 
 @pytest.fixture
 def assert_same(paw_here, command, whole, read_metrics, tmp_path):
-    """A function: the run in `run` ends as the one that nothing interrupts."""
+    """A function that asserts that the run in `run` ended as the one that nothing interrupts."""
     if not whole.exists():
         paw_here(*command, {"run.dir": whole.parent})
 
     def check() -> None:
-        run, last = tmp_path / "run", f"checkpoints/step_{UPDATES:06d}"
-        ours, theirs = (checkpoint.read_manifest(folder / last) for folder in (run, whole))
-        assert ours[0] == theirs[0]
+        run = tmp_path / "run"
+        last_checkpoint = f"checkpoints/step_{UPDATES:06d}"
+        manifest, whole_manifest = (
+            checkpoint.read_manifest(folder / last_checkpoint) for folder in (run, whole)
+        )
+        assert manifest[0] == whole_manifest[0]
         for name in ("hf/model.safetensors", "samples.jsonl"):
             assert (run / name).read_bytes() == (whole / name).read_bytes()
         assert read_metrics(run) == read_metrics(whole)
@@ -64,7 +68,7 @@ def wait_for(condition, child):
 
 
 def logged(run: Path) -> int:
-    """Lines of metrics.jsonl."""
+    """The number of lines of metrics.jsonl."""
     path = run / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
 
@@ -74,7 +78,8 @@ def saved(run: Path) -> list[str]:
 
 
 def test_killed_between_checkpoints(paw_here, paw_start, command, assert_same, tmp_path):
-    """Then once more from a chosen checkpoint, with its own warm-up model: after an upgrade the cache has another."""
+    """Then resumed once more from a chosen checkpoint, with its own warm-up model: after an
+    upgrade the cache holds another one."""
     run = tmp_path / "run"
     child = paw_start(*command)
     wait_for(lambda: logged(run) > 3, child)  # updates 0 to 3 are written: the next one is at work
@@ -87,21 +92,19 @@ def test_killed_between_checkpoints(paw_here, paw_start, command, assert_same, t
     )  # the latter on a machine that let this process wait
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "reward/me')  # a line the kill tore
-    done = paw_here(*command, "--resume", "auto")
-    assert f"resumed from {run / 'checkpoints' / newest}" in done.stdout
+    finished = paw_here(*command, "--resume", "auto")
+    assert f"resumed from {run / 'checkpoints' / newest}" in finished.stdout
     assert_same()
-    done = paw_here(*command, {"warmup.seed": 5}, "--resume", "step_000002")
-    assert (
-        f"resumed from {run}/checkpoints/step_000002" in done.stdout
-        and "warm-up" not in done.stdout
-    )
+    finished = paw_here(*command, {"warmup.seed": 5}, "--resume", "step_000002")
+    assert f"resumed from {run}/checkpoints/step_000002" in finished.stdout
+    assert "warm-up" not in finished.stdout
     assert_same()
 
 
 def test_stopped_at_once_before_the_first_checkpoint(
     paw_here, paw_start, command, assert_same, tmp_path
 ):
-    """By a second Ctrl-C; a run without a checkpoint starts over."""
+    """A second Ctrl-C stops at once; a run without a checkpoint starts over."""
     run = tmp_path / "run"
     child = paw_start(*command, {"rollout.tasks": 200})
     wait_for(lambda: logged(run) > 0, child)
@@ -111,9 +114,11 @@ def test_stopped_at_once_before_the_first_checkpoint(
     child.send_signal(signal.SIGINT)
     assert child.wait(timeout=10) == 130
     assert "stopped at once: there is no checkpoint yet" in child.stderr.read()
-    assert logged(run) == 1 and saved(run) == []
-    done = paw_here(*command, "--resume", "auto")
-    assert "no checkpoint yet" in done.stdout and "starting over" in done.stdout
+    assert logged(run) == 1
+    assert saved(run) == []
+    finished = paw_here(*command, "--resume", "auto")
+    assert "no checkpoint yet" in finished.stdout
+    assert "starting over" in finished.stdout
     assert_same()
 
 
@@ -121,7 +126,8 @@ def test_a_stop_where_an_evaluation_is_due_loses_none(
     paw_here, command, assert_same, whole, read_metrics, tmp_path, monkeypatch
 ):
     """A finished run stays as it is."""
-    run, optimize = tmp_path / "run", trainer.optimize
+    run = tmp_path / "run"
+    optimize = trainer.optimize
 
     def stop_in_update_3(run, samples):
         if run.step == 2:
@@ -130,15 +136,15 @@ def test_a_stop_where_an_evaluation_is_due_loses_none(
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "optimize", stop_in_update_3)
-        done = paw_here(*command)
-    assert "SIGTERM: finishing this update, then saving (again: stop now)" in done.stderr
-    assert (
-        "stopped after update 3 of" in done.stdout
-        and "the same command with --resume goes on" in done.stdout
-    )
+        finished = paw_here(*command)
+    assert "SIGTERM: finishing this update, then saving (again: stop now)" in finished.stderr
+    assert "stopped after update 3 of" in finished.stdout
+    assert "the same command with --resume goes on" in finished.stdout
     # It did not wait for that.
-    assert saved(run)[-1] == "step_000003" and "eval/success" not in read_metrics(run)[3]
-    assert (run / "hf" / "model.safetensors").is_file() and "eval/success" in read_metrics(whole)[3]
+    assert saved(run)[-1] == "step_000003"
+    assert "eval/success" not in read_metrics(run)[3]
+    assert (run / "hf" / "model.safetensors").is_file()
+    assert "eval/success" in read_metrics(whole)[3]
     info = json.loads((run / "run.json").read_text())
     assert info["ended"]["why"] == "SIGTERM"
     paw_here(*command, "--resume")
@@ -153,22 +159,26 @@ def test_a_stop_where_an_evaluation_is_due_loses_none(
 def test_non_finite_updates_are_skipped_and_stop_the_run(
     paw_here, command, quick_model, read_metrics, tmp_path
 ):
-    """A world-model weight at the end of float32's range: the loss is finite or not, the gradient norm never is."""
-    wild = {"wm.scale": 1e38, "optim.minibatch_samples": 1000, "rollout.tasks": 4}
-    wild |= {"run.save_every": 1, "run.max_skipped": 4}
-    done = paw_here(*command, wild, code=2)
-    assert done.stderr.startswith("paw: stopped: 4 optimizer steps in a row had a non-finite loss")
-    assert done.stderr.count("\n") == 1
+    """A world-model weight at the end of float32's range: the loss is finite or not, the
+    gradient norm never is."""
+    wild_settings = {"wm.scale": 1e38, "optim.minibatch_samples": 1000, "rollout.tasks": 4}
+    wild_settings |= {"run.save_every": 1, "run.max_skipped": 4}
+    finished = paw_here(*command, wild_settings, code=2)
+    assert finished.stderr.startswith(
+        "paw: stopped: 4 optimizer steps in a row had a non-finite loss"
+    )
+    assert finished.stderr.count("\n") == 1
     run = tmp_path / "run"
     assert [line["optim/skipped"] for line in read_metrics(run)[1:]] == [1, 2, 3]
     assert saved(run) == ["step_000001", "step_000002", "step_000003"]
-    start = load_file(quick_model / "model.safetensors")
+    start_weights = load_file(quick_model / "model.safetensors")
     for name in saved(run):
-        now = load_file(run / "checkpoints" / name / "model.safetensors")
+        weights = load_file(run / "checkpoints" / name / "model.safetensors")
         assert all(
-            torch.equal(now[key].view(torch.int32), start[key].view(torch.int32)) for key in now
+            torch.equal(weights[key].view(torch.int32), start_weights[key].view(torch.int32))
+            for key in weights
         )
         assert not load_file(run / "checkpoints" / name / "optimizer.safetensors")
     # It does not forget what it has skipped.
-    again = paw_here(*command, wild, "--resume", "auto", code=2)
-    assert again.stderr == done.stderr
+    resumed = paw_here(*command, wild_settings, "--resume", "auto", code=2)
+    assert resumed.stderr == finished.stderr

@@ -17,8 +17,8 @@ from paw.rundir.run_lock import InUseError, lock, take_run_directory
 
 
 def config(folder: Path, **sections) -> Config:
-    tree = {"model": {"path": "m"}, "run": {"dir": str(folder)} | sections.pop("run", {})}
-    return Config.model_validate(tree | sections)
+    keys = {"model": {"path": "m"}, "run": {"dir": str(folder)} | sections.pop("run", {})}
+    return Config.model_validate(keys | sections)
 
 
 def test_a_held_folder_names_who_holds_it_and_a_child_holds_nothing(tmp_path):
@@ -44,25 +44,25 @@ def test_a_held_folder_names_who_holds_it_and_a_child_holds_nothing(tmp_path):
 def test_a_name_that_was_given_is_not_numbered(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "metrics.jsonl").write_text('{"step": 0}\n')
-    mine = config(tmp_path, run={"name": "mine"})
+    own_config = config(tmp_path, run={"name": "mine"})
     with pytest.raises(UserError, match="mine holds a run already; use --resume auto, or another"):
-        take_run_directory(mine, resume="", numbered=False)
+        take_run_directory(own_config, resume="", numbered=False)
     (tmp_path / "mine" / ".tmp_123_config.toml").write_text("half")  # left over by a kill
-    name, held = take_run_directory(mine, resume="auto", numbered=False)
-    with held, pytest.raises(InUseError, match=f"in use by process {os.getpid()}"):
-        take_run_directory(mine, resume="auto", numbered=False)
+    name, lock_file = take_run_directory(own_config, resume="auto", numbered=False)
+    with lock_file, pytest.raises(InUseError, match=f"in use by process {os.getpid()}"):
+        take_run_directory(own_config, resume="auto", numbered=False)
     assert name == "mine"
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == [".lock", "metrics.jsonl"]
-    names, held = zip(
-        *(take_run_directory(config(tmp_path), resume="", numbered=True) for _ in range(2)),
-        strict=True,
-    )
-    for file in held:
-        file.close()
+    first_name, first_lock = take_run_directory(config(tmp_path), resume="", numbered=True)
+    second_name, second_lock = take_run_directory(config(tmp_path), resume="", numbered=True)
+    first_lock.close()
+    second_lock.close()
+    assert first_name == "run"
+    assert second_name == "run-2"
     # One without a run is free.
-    name, file = take_run_directory(config(tmp_path), resume="", numbered=True)
-    file.close()
-    assert (*names, name) == ("run", "run-2", "run")
+    name, lock_file = take_run_directory(config(tmp_path), resume="", numbered=True)
+    lock_file.close()
+    assert name == "run"
 
 
 FIXED = [
@@ -73,27 +73,25 @@ FIXED = [
 
 def test_what_changes_is_told_and_what_gives_a_run_its_meaning_cannot(tmp_path):
     for key, value in FIXED:
-        section, leaf = key.split(".")
-        base = {"lora": {"rank": 2}} if section == "lora" else {}
-        (tmp_path / "config.toml").write_text(dump(config(tmp_path, **base)))
-        now = {
-            **base.get(section, {}),
+        section, last_key = key.split(".")
+        kept_keys = {"lora": {"rank": 2}} if section == "lora" else {}
+        (tmp_path / "config.toml").write_text(dump(config(tmp_path, **kept_keys)))
+        changed = {
+            **kept_keys.get(section, {}),
             **({"path": "m"} if section == "model" else {}),
-            leaf: value,
+            last_key: value,
         }
         with pytest.raises(UserError) as caught:
-            changes(tmp_path, config(tmp_path, **{section: now}))
-        said = str(caught.value)
-        assert (
-            said.startswith(f"--resume auto: {tmp_path} was trained with {key} = ")
-            and f", not {value!r}: " in said
-        )
-        assert "; keep it" in said
+            changes(tmp_path, config(tmp_path, **{section: changed}))
+        message = str(caught.value)
+        assert message.startswith(f"--resume auto: {tmp_path} was trained with {key} = ")
+        assert f", not {value!r}: " in message
+        assert "; keep it" in message
     (tmp_path / "config.toml").write_text(dump(config(tmp_path, env={"kinds": ["pick"]})))
-    now = config(
+    changed = config(
         tmp_path / "moved", optim={"lr": 2e-6}, advantage={"type": "gigpo"}, env={"data": "games"}
     )
-    assert changes(tmp_path, now) == [
+    assert changes(tmp_path, changed) == [
         "changed: advantage.type 'grpo' -> 'gigpo'",
         "changed: env.data none -> 'games'",
         "changed: env.kinds ['pick'] -> ['pick', 'look', 'clean', 'heat', 'cool', 'two']",
@@ -105,17 +103,19 @@ def test_what_changes_is_told_and_what_gives_a_run_its_meaning_cannot(tmp_path):
         .replace("save_every = 50\n", "")
     )
     (tmp_path / "config.toml").write_text(text)  # of another version: what it lacks are defaults
-    now = config(tmp_path, run={"save_every": 7})
-    assert changes(tmp_path, now) == [
+    changed = config(tmp_path, run={"save_every": 7})
+    assert changes(tmp_path, changed) == [
         "changed: run.future 1 -> none",
         "changed: run.save_every 50 -> 7",
     ]
     for text in ("[run", "x = " + "[" * 5000, "x = " + "1" * 5000, "\0", None):
-        (tmp_path / "config.toml").write_text(text) if text else (tmp_path / "config.toml").unlink()
-        (line,) = changes(tmp_path, now)
-        assert (
-            line.startswith(f"warning: {tmp_path}/config.toml cannot be read") and "\n" not in line
-        )
+        if text is None:
+            (tmp_path / "config.toml").unlink()
+        else:
+            (tmp_path / "config.toml").write_text(text)
+        (line,) = changes(tmp_path, changed)
+        assert line.startswith(f"warning: {tmp_path}/config.toml cannot be read")
+        assert "\n" not in line
 
 
 @pytest.mark.slow
@@ -126,14 +126,14 @@ def test_two_runs_of_one_recipe_at_the_same_moment(
 
     A name that is in use is refused.
     """
-    words = [
+    command = [
         "train",
         "quickstart",
         quick,
         # Enough updates that neither is over before the other has begun, on a busy machine too.
         {"run.dir": tmp_path, "model.path": quick_model, "run.updates": 4},
     ]
-    children = [paw_start(*words) for _ in range(2)]
+    children = [paw_start(*command), paw_start(*command)]
     names = ("quickstart", "quickstart-2")
     while not all((tmp_path / name / "metrics.jsonl").exists() for name in names):
         assert all(child.poll() is None for child in children), [
@@ -143,11 +143,11 @@ def test_two_runs_of_one_recipe_at_the_same_moment(
     trainers = [child.trainer for child in children]
     for trainer in trainers:
         os.kill(trainer, signal.SIGSTOP)  # at work, however long the next command takes to start
-    done = paw_here(*words, {"run.name": "quickstart"}, "--resume", "auto", code=2)
+    finished = paw_here(*command, {"run.name": "quickstart"}, "--resume", "auto", code=2)
     pid = (tmp_path / "quickstart" / ".lock").read_text().strip()
     assert int(pid) in trainers
     assert (
-        done.stderr
+        finished.stderr
         == f"paw: {tmp_path}/quickstart is in use by process {pid}; wait for it or stop it\n"
     )
     for trainer in trainers:
@@ -165,7 +165,7 @@ def test_two_runs_of_one_recipe_at_the_same_moment(
 @pytest.mark.slow
 def test_a_resume_tells_what_changed_and_refuses_another_seed(paw_here, quick, quick_run, tmp_path):
     shutil.copytree(quick_run, tmp_path / "run")
-    words = [
+    command = [
         "train",
         "quickstart",
         quick,
@@ -176,17 +176,18 @@ def test_a_resume_tells_what_changed_and_refuses_another_seed(paw_here, quick, q
     before = {
         path: path.read_bytes() for path in (tmp_path / "run").rglob("[!.]*") if path.is_file()
     }
-    done = paw_here(*words, {"run.seed": 3}, code=2)
-    assert f"{tmp_path}/run was trained with run.seed = 0, not 3: its tasks" in done.stderr
+    finished = paw_here(*command, {"run.seed": 3}, code=2)
+    assert f"{tmp_path}/run was trained with run.seed = 0, not 3: its tasks" in finished.stderr
     assert before == {path: path.read_bytes() for path in before}
-    done = paw_here(*words, {"optim.lr": 2e-3})
-    assert "\nchanged: optim.lr 0.001 -> 0.002\n" in done.stdout
-    was, now = (
-        json.loads((folder / "run.json").read_text()) for folder in (quick_run, tmp_path / "run")
-    )
-    assert all(now[key] == was[key] for key in ("started", "warmup_s"))
-    (resumed,) = now["resumed"]
-    assert resumed["update"] == 2 and resumed["notes"] == ["changed: optim.lr 0.001 -> 0.002"]
+    finished = paw_here(*command, {"optim.lr": 2e-3})
+    assert "\nchanged: optim.lr 0.001 -> 0.002\n" in finished.stdout
+    first_info = json.loads((quick_run / "run.json").read_text())
+    resumed_info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert resumed_info["started"] == first_info["started"]
+    assert resumed_info["warmup_s"] == first_info["warmup_s"]
+    (resumed,) = resumed_info["resumed"]
+    assert resumed["update"] == 2
+    assert resumed["notes"] == ["changed: optim.lr 0.001 -> 0.002"]
 
 
 def test_an_evaluation_has_its_folder_to_itself(paw_here, tmp_path, monkeypatch):
@@ -198,6 +199,6 @@ def test_an_evaluation_has_its_folder_to_itself(paw_here, tmp_path, monkeypatch)
     }
     monkeypatch.setattr("paw.agents.endpoint.Endpoint.check", lambda self: None)
     with lock(tmp_path):
-        done = paw_here("eval", "--recipe", "quickstart", "--out", tmp_path, endpoint, code=2)
-    assert f"{tmp_path} is in use by process {os.getpid()}" in done.stderr
+        finished = paw_here("eval", "--recipe", "quickstart", "--out", tmp_path, endpoint, code=2)
+    assert f"{tmp_path} is in use by process {os.getpid()}" in finished.stderr
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]

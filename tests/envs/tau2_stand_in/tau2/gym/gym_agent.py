@@ -1,4 +1,5 @@
-"""`AgentGymEnv` with its constructor, `reset`, `step` and `info`; the user is a script instead of an LLM.
+"""`AgentGymEnv` with its constructor, `reset`, `step` and `info`; the user is a script instead of
+an LLM.
 
 The user wants order W<task id> cancelled and leaves when the agent writes after that. `user_llm`
 says what breaks.
@@ -33,13 +34,13 @@ class AgentGymEnv:
         user_llm_args: dict | None = None,
         all_messages_as_observation: bool = False,
     ):
-        self.domain, self.task_id, self.max_steps, self.user_llm = (
-            domain,
-            task_id,
-            max_steps,
-            user_llm,
-        )
-        self.actions, self.run, self.cancelled = [], {}, False
+        self.domain = domain
+        self.task_id = task_id
+        self.max_steps = max_steps
+        self.user_llm = user_llm
+        self.actions = []
+        self.run = {}
+        self.cancelled = False
 
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         (self.scenario,) = (
