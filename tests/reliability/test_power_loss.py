@@ -70,7 +70,7 @@ def test_the_newest_checkpoint_survives_a_cut_at_any_moment(tmp_path, monkeypatc
         assert checkpoints.parent.stat().st_ino in synced
         checkpoint.prune(checkpoints, 1)
         write_file(tmp_path / "run.json", str(step))
-        cached(
+        ensure_cached(
             f"model{step}",
             lambda folder_of_model: (folder_of_model / "weights").write_text("whole"),
         )
