@@ -158,8 +158,10 @@ def search_over_http(name: str, corpus: Path, texts: list[str]) -> Work:
     command = [sys.executable, "-m", "paw", "serve", "retriever", *arguments]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert server.stderr is not None
-    url = re.match(r"(http://\S+): ", server.stderr.readline())
-    assert url is not None
+    # Libraries may write lines of their own before it.
+    matches = (re.match(r"(http://\S+): ", line) for line in server.stderr)
+    url = next((match for match in matches if match), None)
+    assert url is not None, "the server ended"
     client = RemoteRetriever(url[1], timeout_s=60)
 
     def search(number: int) -> int:
