@@ -9,6 +9,7 @@ import torch
 
 from paw.checkpoint import files as checkpoint
 from paw.checkpoint import restore
+from paw.io.cache import ensure_cached
 from paw.io.files import write_file
 
 
