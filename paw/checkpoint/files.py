@@ -206,7 +206,8 @@ def prune(folder: Path, keep: int) -> None:
 def name_and_tensor(tensors: Mapping[str, Tensor] | Named) -> Named:
     """The pairs (name, tensor) of a mapping; an iterable of pairs as it is."""
     if isinstance(tensors, Mapping):
-        return tensors.items()
+        mapping: Mapping[str, Tensor] = tensors
+        return mapping.items()
     return tensors
 
 

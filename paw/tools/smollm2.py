@@ -10,7 +10,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from paw.errors import UserError
-from paw.io.cache import cache_dir, cached, stamp
+from paw.io.cache import cache_dir, ensure_cached, stamp
 
 
 def smollm2(out: Path | None) -> Path:
@@ -35,7 +35,7 @@ def smollm2(out: Path | None) -> Path:
     folder = cache_dir() / f"smollm2-135m-instruct-{stamp(file)}"
     if out:
         folder = out.absolute()
-    return cached(folder.name, partial(_convert, file), home=folder.parent)
+    return ensure_cached(folder.name, partial(_convert, file), home=folder.parent)
 
 
 def _convert(file: Path, folder: Path) -> None:

@@ -17,7 +17,7 @@ from paw.model.check import check_model, check_path, number_of_experts
 from paw.model.dtype import pick_dtype
 from paw.model.loading import load_policy, load_tokenizer
 from paw.model.policy import DTYPES, Policy, decoder_layers, pick_backend, pick_device
-from paw.rollouts.engines.transformers import check_sampling
+from paw.rollouts.engines.generation import check_sampling
 from paw.rollouts.text.chat import Chat
 
 Result = TypeVar("Result")
