@@ -1,9 +1,10 @@
-"""The Triton backend, in Triton's interpreter where there is no GPU.
+"""The Triton backend, in Triton's interpreter if there is no GPU.
 
 To be imported before anything imports Triton.
 """
 
 import importlib.util
+import inspect
 
 import pytest
 import torch
@@ -19,3 +20,32 @@ with pytest.MonkeyPatch.context() as patch:
     from paw_kernels import _triton as backend
 
 __all__ = ["backend"]
+
+
+def patch_builtins_quickly():
+    """Give the interpreter a `_patch_builtin` that remembers which members are built-in.
+
+    Its own looks through every member of triton.language each time a kernel, or a function that
+    kernels share, is called: a sixth of the time of the tests.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    packages = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
+    builtins = {}
+    for package in packages:
+        members = inspect.getmembers(package)
+        builtins[package] = [
+            (name, member) for name, member in members if tl.core.is_builtin(member)
+        ]
+
+    def patch_builtin(package, builder, scope):
+        for name, member in builtins[package]:
+            if getattr(package, name) is member:  # not patched by the kernel that calls a function
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+
+if backend.INTERPRETED:
+    patch_builtins_quickly()
