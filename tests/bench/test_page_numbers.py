@@ -473,7 +473,7 @@ def environments() -> Iterator[str]:
     assert len(search) == 10
     assert 0.5 <= fmean(row["minutes"] for row in search) <= 1
     yield f"{per_cent(shop['before'])} to {per_cent(shop['after'])} % of {shop['games']:.0f} purchases"
-    yield f"in {shop['minutes']:.0f} (one seed"
+    yield f"in {shop['minutes']:.0f} minutes (one seed"
     assert shop["seed"] == 0
     assert shop["games"] == search[0]["games"] == 256
 

@@ -208,7 +208,9 @@ def test_mistakes_are_told_before_anything_loads(capsys):
 def test_prediction_as_a_reward_adds_to_the_score_what_an_episode_predicted():
     """Two episodes of one outcome: only the probability of their observations tells GRPO which is
     better."""
-    run = SimpleNamespace(policy=tiny_policy(), config=load("miniature"))
+    run = SimpleNamespace(
+        policy=tiny_policy(), config=load("miniature"), packing=Packing(budget=64)
+    )
     prediction.Prediction().on_start(run)
     observations = [[4, 5], [6, 7, 8]]
     samples = [

@@ -142,7 +142,7 @@ MISTAKES = [
     ([*TRAIN, "stray"], "'stray' is not an option"),
     ([*TRAIN, "--learning-rate", "1"], "unknown option '--learning-rate'; it is 'optim.lr' here"),
     ([*TRAIN, "--resume"], "there is no run in"),
-    ([*TRAIN, "--resume", "never"], "--resume never: takes auto"),
+    ([*TRAIN, "--resume", "never"], "--resume never: it takes auto"),
     ([*TRAIN, "--env.eval_split", "test"], "no split 'test'"),
     ([*TRAIN, "--model.path", "."], "model.path = '.': there is no config.json"),
     ([*TRAIN, "--endpoint.url", "http://a"], "an endpoint plays in `paw eval`"),

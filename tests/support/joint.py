@@ -76,7 +76,7 @@ class Objective:
             kl_coef=self.kl_coef,
             entropy_coef=self.entropy_coef,
             tis_cap=self.tis_cap,
-            ratio_bounds=self.is_mask,
+            ratio_bounds=self.ratio_bounds,
         )
 
     def tokens(self, batch, minibatch, update_samples):
@@ -88,7 +88,7 @@ class Objective:
             norm=self.norm,
             verl_samples=self.verl_samples,
             wm_scale=self.wm_scale,
-            is_level=self.is_level,
+            ratio_level=self.ratio_level,
         )
 
     def forward(self, policy, batch, minibatch, update_samples):
@@ -268,7 +268,7 @@ def response_loss(logps, row, objective):
     logps = logps[len(row.prompt_ids) - 1 :][: len(row.response_ids)]
     gaps = [logps[t, token] - row.old_logp[t] for t, token in enumerate(row.response_ids)]
     drift = [old - sampled for old, sampled in zip(row.old_logp, row.sampled_logp, strict=True)]
-    if objective.is_level == "response":
+    if objective.ratio_level == "response":
         drift = [sum(drift) / len(drift)] * len(drift)
 
     total = torch.zeros((), dtype=torch.float64)
@@ -287,8 +287,8 @@ def response_loss(logps, row, objective):
         sampler_ratio = math.exp(drift[t])
         if objective.tis_cap is not None:
             term = term * min(sampler_ratio, objective.tis_cap)
-        if objective.is_mask:
-            low, high = objective.is_mask
+        if objective.ratio_bounds:
+            low, high = objective.ratio_bounds
             if not low <= sampler_ratio <= high:
                 term = 0.0 * term
         if objective.kl_coef:
