@@ -20,7 +20,7 @@ WORKER = Path(__file__).with_name("flash_worker.py")
 def test_it_is_refused_where_it_cannot_run():
     if torch.cuda.is_available():
         pytest.skip("it can run here")
-    with pytest.raises(UserError, match=r"it needs .* or use --optim\.name adamw"):
+    with pytest.raises(UserError, match=r"needs .* use --optim\.name adamw$"):
         make_optimizer([torch.nn.Parameter(torch.zeros(4))], OptimConfig(name="flash-adamw"))
 
 

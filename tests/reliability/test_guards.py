@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from paw.config.sections import AdvantageConfig
 from paw.distributed.ranks import out_of_memory
 from paw.errors import UserError
 from paw.guards import TrainingStopped, UpdateGuard, alarms, collapse_warning
@@ -77,7 +78,7 @@ def test_returns_above_the_largest_are_told_once():
 
     def warnings(count, **changes):
         wm_config = SimpleNamespace(**{"enabled": True, "weight": "adaptive", **changes})
-        config = SimpleNamespace(wm=wm_config, advantage=SimpleNamespace(type="grpo"))
+        config = SimpleNamespace(wm=wm_config, advantage=AdvantageConfig(type="grpo"))
         return list(alarms(history[:count], config, reward_max=1.0))
 
     assert [len(warnings(count)) for count in range(4)] == [0, 0, 1, 0]
