@@ -114,7 +114,7 @@ def table() -> str:
         if run.files:
             settings += ", weights to files"
         cells = [
-            f"**{run.source}**" if run.open_directory else run.source,
+            f"**{run.source}**" if run.held else run.source,
             run.model,
             str(run.gpus),
             f"{run.length:,}",

@@ -33,7 +33,7 @@ pytestmark = [
 bench = importlib.import_module("bench.rollout.continuous")
 simulation = importlib.import_module("bench.rollout.simulation")
 SHAPE = simulation.SHAPES["quickstart"]
-LIMIT = simulation.MOST_PROMPT + simulation.MOST_RESPONSE
+LIMIT = simulation.MAX_PROMPT + simulation.MAX_RESPONSE
 BLOCK = 32  # of the prefix cache on a CPU
 
 
@@ -291,7 +291,7 @@ def test_the_hit_rate_that_training_logs(setup):
     """One turn of two groups of eight: the first member of a group computes its whole prompt, the
     others only the end of theirs."""
     groups, stats, _ = play(setup, environments=16, most_turns=1)
-    shared = simulation.SHARED // BLOCK * BLOCK  # observations differ from member to member
+    shared = simulation.TASK_TOKENS // BLOCK * BLOCK  # observations differ from member to member
     prompts = sum(len(turn.prompt_ids) for turn in bench.turns_of(groups))
     assert stats.metrics()["perf/cached_frac"] == pytest.approx(2 * 7 * shared / prompts)
 

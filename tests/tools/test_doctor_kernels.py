@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_no_error(cache, capsys):
 def test_on_a_gpu_six_ways_of_triton_are_timed_beside_cuda_and_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     devices = {"triton": "cuda", "cuda": "cuda", "cpu": "cpu", "torch": "cuda"}
-    cases = kernels.contest(151_936, 896, devices)
+    cases = kernels.cases_to_time(151_936, 896, devices)
     assert {case.dtype for case in cases} == {"bfloat16"}
     assert {case.device for case in cases} == {"cuda"}
     assert len(set(cases)) == 16
@@ -72,9 +72,9 @@ def test_on_a_gpu_six_ways_of_triton_are_timed_beside_cuda_and_torch(monkeypatch
     assert len(ways) == 8
     assert len(set(ways)) == 8
     assert sum(way.startswith("triton 128x") for way in ways) == 6
-    assert {case.backend for case in kernels.contest(600, 64, {"triton": "cpu", "cpu": "cpu"})} == {
-        "cpu"
-    }
+    assert {
+        case.backend for case in kernels.cases_to_time(600, 64, {"triton": "cpu", "cpu": "cpu"})
+    } == {"cpu"}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from toyworld import make_model
 
+from paw.algo.packing import Packing
 from paw.model.policy import Policy
 from paw.tools.sft import sft
 from paw.types import Outcome, Sample, Turn
@@ -62,7 +63,7 @@ def test_a_step_is_that_of_the_mean_over_answers_and_the_weighed_rest(
             "lm_weight": lm_weight,
             "observations": observations,
             "by_row": by_row,
-            "budget": budget,
+            "packing": budget and Packing(budget=budget),
         }
         reported_loss = sft.step(Policy(model), [optimizer], ROWS, lr=0.0, **options)
         assert reported_loss == pytest.approx(float(answer.detach()), abs=1e-4)
