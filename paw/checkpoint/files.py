@@ -206,8 +206,7 @@ def prune(folder: Path, keep: int) -> None:
 def name_and_tensor(tensors: Mapping[str, Tensor] | Named) -> Named:
     """The pairs (name, tensor) of a mapping; an iterable of pairs as it is."""
     if isinstance(tensors, Mapping):
-        mapping: Mapping[str, Tensor] = tensors
-        return mapping.items()
+        return cast(Mapping[str, Tensor], tensors).items()
     return tensors
 
 

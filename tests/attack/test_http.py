@@ -76,12 +76,12 @@ HITS = b'{"result": [[{"document": {"id": 1, "contents": "x"}, "score": 0.5}]]}'
 BAD = {
     "a head without end": (
         trickle(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"),
-        "no (whole )?answer within",
+        "no (complete )?answer within",
     ),
-    "a body without end": (trickle(HEAD, b" "), "no (whole )?answer within"),
+    "a body without end": (trickle(HEAD, b" "), "no (complete )?answer within"),
     "a flood": (flood, TOO_LARGE),
     "a bomb in an error": ((500, BOMB, {"Content-Encoding": "gzip"}), TOO_LARGE),
-    "no gzip": ((200, HITS, {"Content-Encoding": "gzip"}), "is no gzip"),
+    "no gzip": ((200, HITS, {"Content-Encoding": "gzip"}), "is not gzip"),
     "a bomb in a bomb": (
         (200, gzip.compress(BOMB), {"Content-Encoding": "gzip, gzip"}),
         "encoding is",
