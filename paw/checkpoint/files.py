@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 from safetensors.torch import save_file
 from torch import Tensor
