@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paw.algo import loss as losses
+from paw.algo.packing import Packing
 from paw.algo.samples import micro_batches
 from paw.config.sections import LoraConfig
 from paw.errors import UserError
@@ -235,7 +236,9 @@ def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_tra
             row.advantage = (-1.0) ** i
             row.wm_weight = 0.1
             rows.append(row)
-        (batch,) = micro_batches(rows, budget=10**6, with_observation=True, device=policy.device)
+        (batch,) = micro_batches(
+            rows, Packing(budget=10**6), with_observation=True, device=policy.device
+        )
         tokens = losses.token_batch(batch, rows, update_samples=len(rows))
         loss = losses.joint(losses.ppo, losses.ce)
         losses.joint_loss(policy, batch, tokens, loss, temperature=1.0).loss.backward()
@@ -251,12 +254,12 @@ def test_the_gradient_is_the_same_with_the_log_probs_of_either_engine_or_the_tra
         assert difference.norm() < 1e-4 * expected.norm()
 
 
-def play(setup, *, reference=False, environments=32, most_turns=20):
+def play(setup, *, reference=False, environments=32, max_turns=20):
     """(groups, statistics, engine steps) of episodes with responses a fifth as long as the
     benchmark's."""
     model, engine = setup
     push_weights(model, engine, version=0)  # empties the cache
-    factory = simulation.SimulatedFactory(SHAPE.vocab_size, most_turns=most_turns)
+    factory = simulation.SimulatedFactory(SHAPE.vocab_size, max_turns=max_turns)
     chat = simulation.make_chat(SHAPE.vocab_size)
     meter = simulation.Meter(
         engine, chat, factory.made if reference else (), lock_step=reference, median=11
@@ -290,7 +293,7 @@ def test_the_same_episodes_in_half_the_engine_steps(setup):
 def test_the_hit_rate_that_training_logs(setup):
     """One turn of two groups of eight: the first member of a group computes its whole prompt, the
     others only the end of theirs."""
-    groups, stats, _ = play(setup, environments=16, most_turns=1)
+    groups, stats, _ = play(setup, environments=16, max_turns=1)
     shared = simulation.TASK_TOKENS // BLOCK * BLOCK  # observations differ from member to member
     prompts = sum(len(turn.prompt_ids) for turn in bench.turns_of(groups))
     assert stats.metrics()["perf/cached_frac"] == pytest.approx(2 * 7 * shared / prompts)
