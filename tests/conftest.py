@@ -379,13 +379,13 @@ def updated() -> Callable[[Any], Any]:
 
         played = []
         rollouts = Rollouts(run.factory, run.engine, run.chat, run.config)
-        played_share = rollouts.share
+        gather_groups = rollouts.gather_groups
 
         def remembering(*args: Any) -> Any:
-            played.append(played_share(*args))
+            played.append(gather_groups(*args))
             return played[-1]
 
-        rollouts.share = remembering
+        rollouts.gather_groups = remembering
         push_weights(run.policy.lm, run.engine, version=0)
         update(run, rollouts)
         return played[0]
