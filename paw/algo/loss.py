@@ -14,8 +14,8 @@ mini-batch's gradient is the same however it is cut into micro-batches.
 
 A token loss is a function of each token's log-probability and entropy under the policy, (logp [n],
 entropy [n], batch) -> [n] with a `TokenBatch`, without the token weights. Its keyword-only
-parameters are its settings. A built-in one is a function here and its name in
-`paw.config.plugins.BUILT_IN`; a user's own plugs in by name (docs/algorithm.md).
+parameters are its settings. A built-in one is a function here, what the trainer may rely on in
+`TRAITS`, and its name in `paw.config.plugins`; a user's own plugs in by name (docs/algorithm.md).
 """
 
 import inspect

@@ -131,9 +131,14 @@ def _former(new_key: str | None) -> str:
 
 
 def plugin_keys() -> Iterator[tuple[str, set[str]]]:
-    """("env.name = 'webshop'", its own keys) of each built-in plug-in. Imports all of them."""
+    """("env.name = 'webshop'", its own keys) of each built-in plug-in. Imports all of them.
+
+    Losses are left out, because importing them loads torch, which takes seconds.
+    """
     for section, field in Config.model_fields.items():
         base: Any = field.annotation
+        if getattr(base, "KIND", "") == "losses":
+            continue
         for name in built_in(base):
             own_keys = {key for key, _, _ in own_fields(section, base, name)}
             yield f"{section}.{base.KEY} = '{name}'", own_keys

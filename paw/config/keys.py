@@ -151,15 +151,20 @@ def fields(prefix: str, section: type[Section]) -> Sequence[Row]:
 
 
 def built_in(base: Any) -> Iterable[str]:
-    """The built-in plug-ins of a section that add keys to it."""
-    if issubclass(base, PluginSection) and not base.WITHIN:
-        return plugins.BUILT_IN[base.KIND]
-    return ()
+    """The built-in plug-ins of a section that may add keys to it, or give its keys other defaults.
+
+    Those of `WITHIN` do neither.
+    """
+    if not issubclass(base, PluginSection):
+        return ()
+    names = plugins.BUILT_IN[base.KIND] if base.CHOICES is None else base.CHOICES
+    return [name for name in names if name not in base.WITHIN]
 
 
 def own_defaults(section: str, base: Any, name: str) -> list[Row]:
-    """The keys of a section to which a built-in plug-in gives another default."""
+    """The keys of a section to which a built-in plug-in gives another default, less its name's."""
     defaults = {key: field.default for key, field, _ in fields(section, base)}
+    del defaults[f"{section}.{base.KEY}"]
     return [
         row
         for row in fields(section, section_type(base, name))

@@ -59,6 +59,17 @@ CALLBACKS = {
     "trackio": "paw.tools.train.trackers:Trackio",
     "mlflow": "paw.tools.train.trackers:Mlflow",
 }
+POLICY_LOSSES = {
+    "ppo": "paw.algo.loss:ppo",
+    "cispo": "paw.algo.loss:cispo",
+    "gspo": "paw.algo.loss:gspo",
+}
+WORLD_LOSSES = {
+    "cmae": "paw.algo.loss:cmae",
+    "mae": "paw.algo.loss:mae",
+    "ce": "paw.algo.loss:ce",
+    "gce": "paw.algo.loss:gce",
+}
 BUILT_IN: dict[str, dict[str, str]] = {
     "envs": ENVS,
     "engines": {
@@ -72,15 +83,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "gigpo": "paw.algo.advantages:gigpo",
         "ppo": "paw.algo.gae:gae",  # one a token, from the critic's values
     },
-    "losses": {
-        "ppo": "paw.algo.loss:ppo",
-        "cispo": "paw.algo.loss:cispo",
-        "gspo": "paw.algo.loss:gspo",
-        "cmae": "paw.algo.loss:cmae",
-        "mae": "paw.algo.loss:mae",
-        "ce": "paw.algo.loss:ce",
-        "gce": "paw.algo.loss:gce",
-    },
+    "losses": POLICY_LOSSES | WORLD_LOSSES,
     "agents": {
         "plain": "paw.rollouts.episode:plain",
         "react": "paw.agents.react:React",

@@ -226,8 +226,11 @@ class AgentConfig(PluginSection):
 
     KIND = "agents"
     KEY = "type"
-    type: str = "plain"
-    """plain, react, reflexion, search-r1, zerosearch, or an agent of your own (docs/agents.md)."""
+    type: str = Field(
+        "plain",
+        description=f"{', '.join(plugins.BUILT_IN['agents'])}, or an agent of your own "
+        "(docs/agents.md).",
+    )
 
 
 class RewardConfig(PluginSection):
@@ -261,7 +264,7 @@ class RolloutConfig(Section):
 
 
 class AdvantageConfig(PluginSection):
-    """The advantage estimator; its own keys are those of its function in paw/algo/advantages.py."""
+    """The advantage estimator. Its own keys are the keyword-only parameters of its function."""
 
     KIND = "advantages"
     KEY = "type"
@@ -294,10 +297,12 @@ class PolicyConfig(PluginSection):
     KIND = "losses"
     KEY = "loss"
     WITHIN = ("ppo",)
-    OWN_DEFAULTS = ("cispo", "gspo")
-    loss: str = "ppo"
-    """Loss of responses: ppo, cispo, gspo (with the gradient of GSPO-token), or one of your own,
-    "module:name" or "FILE.py:name" (docs/algorithm.md)."""
+    CHOICES = tuple(plugins.POLICY_LOSSES)
+    loss: str = Field(
+        "ppo",
+        description=f"Loss of responses: {', '.join(CHOICES)}, or one of your own, "
+        '"module:name" or "FILE.py:name" (docs/algorithm.md).',
+    )
     clip_low: Annotated[Share, PPO] = 0.2
     """Ratios below 1 - clip_low are clipped."""
     clip_high: Annotated[NonNegative, PPO] = 0.2
@@ -333,6 +338,7 @@ class WorldConfig(PluginSection):
 
     KIND = "losses"
     KEY = "loss"
+    CHOICES = tuple(plugins.WORLD_LOSSES)
     WITHIN = ("cmae", "mae", "ce", "gce")
     enabled: bool = True
     """Whether observations are predicted too."""
@@ -498,7 +504,8 @@ class Config(Section):
                 raise ValueError(
                     "policy.is_mask and policy.is_level need policy.old_logp = 'trainer'"
                 )
-            if policy.tis_cap and policy.loss in ("cispo", "gspo"):
+            # Only ppo's ratio is replaced, see `learn.Objective`.
+            if policy.tis_cap and policy.loss in plugins.POLICY_LOSSES and policy.loss != "ppo":
                 raise ValueError(
                     f"policy.tis_cap and policy.loss = '{policy.loss}' need "
                     "policy.old_logp = 'trainer'"

@@ -106,8 +106,8 @@ class PluginSection(Section):
 
     Nothing is imported to check them.
     """
-    OWN_DEFAULTS: ClassVar[tuple[str, ...]] = ()
-    """Names of built-in plug-ins that give keys of the section defaults of their own."""
+    CHOICES: ClassVar[tuple[str, ...] | None] = None
+    """Names of the built-in plug-ins that are meant for this section; None: all of the kind."""
 
     def settings(self) -> dict[str, Any]:
         """The plug-in's own keys with their values: the arguments of its function."""

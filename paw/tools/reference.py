@@ -79,13 +79,10 @@ def page() -> str:
         lines += _table(fields(section, base), base.ONLY)
 
         for name in built_in(base):
-            rows = own_fields(section, base, name)
+            rows = own_defaults(section, base, name) + own_fields(section, base, name)
             if rows:
                 lines += ["", f'With `{section}.{base.KEY} = "{name}"`:']
                 lines += _table(rows, base.ONLY)
-        for name in getattr(base, "OWN_DEFAULTS", ()):
-            lines += ["", f'With `{section}.{base.KEY} = "{name}"`:']
-            lines += _table(own_defaults(section, base, name), base.ONLY)
     return "\n".join(lines)
 
 

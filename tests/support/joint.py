@@ -60,14 +60,13 @@ class Objective:
     @property
     def terms(self):
         """The losses of response and of observation tokens."""
-        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        if self.policy == "ppo":
-            clips["dual_clip"] = self.dual_clip
-        policy_loss = partial(getattr(losses, self.policy), **clips)
+        return self._with_settings(self.policy), self._with_settings(self.wm)
 
-        settings_of_wm = {"cmae": {"rho": self.rho}, "gce": {"q": self.q}}
-        wm_loss = partial(getattr(losses, self.wm), **settings_of_wm.get(self.wm, {}))
-        return policy_loss, wm_loss
+    def _with_settings(self, name):
+        """A loss with its settings, which are fields of the objective."""
+        function = getattr(losses, name)
+        settings = {key: getattr(self, key) for key in losses.settings_of(function)}
+        return partial(function, **settings)
 
     @property
     def loss(self):

@@ -60,7 +60,8 @@ def test_one_variant_has_a_figure_of_its_curve_alone():
 
 
 def test_variants_and_seeds():
-    vanilla = ("grpo", "rloo", "gigpo", "dr-grpo", "ppo")
+    assert {"rloo", "gigpo", "dr-grpo", "ppo"} <= runs.ESTIMATORS.keys()
+    vanilla = {"grpo", *runs.ESTIMATORS}
     for name in VARIANTS:
         assert load("quickstart", parse_variants(name, [])[name]).wm.enabled == (
             name not in vanilla

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from paw.config import plugins
 from paw.config.keys import flatten
 from paw.config.recipe import load
 from paw.config.sections import Config
@@ -28,11 +29,9 @@ from paw.processes import watcher
 from paw.tools.report.rundir import Run, load_run
 
 ESTIMATORS = {
-    "rloo": "advantage.type=rloo",
-    "gigpo": "advantage.type=gigpo",
-    "dr-grpo": "advantage.type=grpo advantage.norm_std=false",
-    "ppo": "advantage.type=ppo",
+    name: f"advantage.type={name}" for name in plugins.BUILT_IN["advantages"] if name != "grpo"
 }
+ESTIMATORS["dr-grpo"] = "advantage.type=grpo advantage.norm_std=false"
 PAW = "advantage.type=grpo wm.enabled=true"
 VARIANTS = {
     "grpo": ("advantage.type=grpo wm.enabled=false", "GRPO without a world model"),
