@@ -28,8 +28,9 @@ class Packing:
     """How sequences are cut into micro-batches, and which of these are this rank's.
 
     A run makes it once (`of`), in `paw.build`; the models of a run have the same layers, and so the
-    same packing. To add a way to cut, write a function beside those below and choose it in `cut`; a
-    setting of it is a key in `paw.config.sections.OptimConfig`, which `of` reads.
+    same packing. To add a way to cut, write a function beside those below and choose it in `cut`. A
+    setting of it is a key in `paw.config.sections.OptimConfig`, a member of `BatchSettings`, and a
+    field here, which `of` fills.
     """
 
     budget: int

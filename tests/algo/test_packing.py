@@ -10,6 +10,7 @@ from joint import make_row
 
 from paw.algo.packing import Packing, balanced_batches, batches_of_similar_length
 from paw.algo.samples import minibatches
+from paw.config.sections import OptimConfig
 
 
 @given(n=st.integers(0, 300), size=st.integers(1, 100), seed=st.integers(0, 2**40))
@@ -93,7 +94,7 @@ def test_neighbours_in_length_are_padded_together():
 @pytest.mark.parametrize("pads", [False, True])
 def test_a_packing_takes_the_configuration_s_budget_and_the_model_s_attention(pads):
     """Ranks take turns at the batches that one rank would have, as the model's attention wants them."""
-    settings = SimpleNamespace(micro_batch_tokens=100)
+    settings = OptimConfig(micro_batch_tokens=100)
     model = SimpleNamespace(pads_sequences=pads, quadratic=0.5)
     lengths = [3, 90, 40, 41, 10, 60, 59, 7]
     if pads:

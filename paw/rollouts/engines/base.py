@@ -65,7 +65,8 @@ class Completion:
     its own (health/sampler_mismatch), ends the run if they differ, and with policy.old_logp =
     "engine" trains on it. At temperature 0 any number will do: nothing is trained on it."""
     entropy: list[float] | None
-    """Entropy at each token, nats; None if the engine does not give it."""
+    """Entropy of the distribution that `logp` is from, at each token, nats; None if the engine does
+    not give it. With policy.old_logp = "engine" it is compared like `logp`."""
     cached_tokens: int = 0
     """Prompt tokens served from the prefix cache."""
     versions: list[int] | None = None
