@@ -163,7 +163,7 @@ def choose_dtype(
         return dtype, []
     change = f"--model.dtype {dtype}, which suits this machine, changes that"
     return began_in, [
-        f"model.dtype = 'auto': the run began in {began_in} and goes on in it ({change})"
+        f"model.dtype = 'auto': the run began in {began_in} and continues in it ({change})"
     ]
 
 
@@ -268,7 +268,7 @@ def _agree_on_kernels(config: Config, device: torch.device, ranks: Ranks) -> Ker
     kernels = ranks.run_on_all(pick)
     ranks.check_agreement(
         f"{kernels.head_backend} {kernels.attention}",
-        "rank {} has other kernels than rank 0: install the same, or name some in model.attention "
+        "rank {} has different kernels from rank 0: install the same, or name some in model.attention "
         "and head_backend",
     )
     return kernels

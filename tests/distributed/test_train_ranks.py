@@ -100,7 +100,7 @@ def test_two_machines_resume_what_they_saved(start, tmp_path):
 
     ended = two_machines(tmp_path, recipe, "--run.name", "new", second=["--optim.lr", "1e-3"])
     errors = same_line_of_all(ended)
-    assert "rank 1 was started with other settings than rank 0" in errors
+    assert "rank 1 was started with different settings from rank 0" in errors
 
     own_folder = ["--run.dir", str(tmp_path / "machine1" / "runs")]
     ended = two_machines(tmp_path, recipe, "--run.name", "apart", second=own_folder)
