@@ -204,7 +204,7 @@ def compute_log_probs(run: Run, samples: list[Sample]) -> None:
     for logp, entropy in scored:
         if not all(math.isfinite(value) for value in (*logp, entropy)):
             raise TrainingStopped(
-                f"stopped at update {run.step + 1}: the policy's log-probs are not finite, its "
+                f"stopped at update {run.step + 1}: the policy's log-probs are not finite, so its "
                 "weights have diverged; resume an earlier checkpoint with a lower optim.lr"
             )
     if pass_needed:

@@ -121,7 +121,7 @@ def test_kernels_that_cannot_run_are_refused():
     assert pick_attention("auto", CUDA, torch.float32) == "sdpa"
     assert pick_attention("varlen", CUDA, torch.bfloat16) == "varlen"
     with pytest.raises(
-        UserError, match=r"model\.attention = 'varlen': it runs on a GPU in bfloat16 only"
+        UserError, match=r"model\.attention = 'varlen': it runs only on a GPU in bfloat16"
     ):
         pick_attention("varlen", CPU, torch.bfloat16)
     with pytest.raises(UserError, match="flash-attn is not installed; run: pip install flash-attn"):
