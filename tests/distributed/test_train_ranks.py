@@ -383,11 +383,11 @@ def test_ranks_share_the_cores_of_this_process(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert launch(2, ["train", "quickstart"]) == 0
     assert environments[-1]["OMP_NUM_THREADS"] == "3"
-    with pytest.raises(UserError, match=r"--gpus 99: from 1 to 64 on this machine"):
+    with pytest.raises(UserError, match=r"--gpus 99: this machine allows 1 to 64"):
         launch(99, [])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(UserError, match=r"--gpus 2: from 1 to 1 on this machine"):
+    with pytest.raises(UserError, match=r"--gpus 2: this machine allows 1 to 1"):
         launch(2, [])
     assert launch(2, ["train", "quickstart"], device="cpu") == 0
 
@@ -409,7 +409,7 @@ class Done:
     [
         (
             {"RANK": "1", "WORLD_SIZE": "4"},
-            r"group_size = 3 episodes on 4 ranks leaves some without one; lower --gpus",
+            r"group_size = 3 episodes for 4 ranks leave some ranks without an episode; lower --gpus",
         ),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 and WORLD_SIZE = 2 do not fit"),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK = 'zero' in the environment is not a number"),
