@@ -44,8 +44,7 @@ from paw.rundir.resume import recorded_dtype
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a run needs from the tools before it loads a model. The core does not import the
-    tools."""
+    """What a run needs from the tools before it loads a model. The core does not import tools."""
 
     start_model: Callable[[Path | None, Config, Callable[[str], None]], str]
     """(directory of a run to resume, configuration, message) -> the model's folder, or its Hugging
@@ -147,8 +146,7 @@ def check_extras(config: Config, device: torch.device) -> None:
 def choose_dtype(
     config: Config, device: torch.device, ranks: Ranks, *, resumed: Path | None
 ) -> tuple[str, list[str]]:
-    """Return (the dtype of the run's computations, lines to report about it). All ranks must call
-    it.
+    """Return (the dtype of the run's computations, lines to report). All ranks must call it.
 
     "auto" means bfloat16 if that suits the machines of all ranks. A run that is resumed from its
     directory `resumed` keeps the dtype it began with. A different dtype would give different
@@ -250,8 +248,7 @@ def _observation_encoder(chat: Chat, max_tokens: int) -> Callable[[str], list[in
 
 
 def _agree_on_kernels(config: Config, device: torch.device, ranks: Ranks) -> Kernels:
-    """Return the kernels that all ranks use. Raises UserError if a rank cannot use those of rank
-    0."""
+    """Return the kernels for all ranks. Raises UserError if a rank cannot use those of rank 0."""
     dtype = config.model.dtype
 
     # Rank 0 alone resolves "auto": measurements on other machines may favour a different choice.
@@ -387,8 +384,7 @@ def _make_learners(
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed all generators. This comes after the warm-up, which draws numbers unless it was
-    cached."""
+    """Seed all generators, after the warm-up, which draws numbers unless its model was cached."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

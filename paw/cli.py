@@ -157,8 +157,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(words: list[str]) -> argparse.ArgumentParser:
-    """Return a parser of all commands, with the arguments of the command that `words` begins
-    with."""
+    """Return a parser of all commands, with the arguments of the one that begins `words`."""
     parser = _Parser(
         prog="paw", description="Policy and world-model co-training for language agents."
     )

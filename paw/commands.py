@@ -33,8 +33,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> Command:
 
 
 def _run_of(module: str) -> Command:
-    """Return the function `run(options, overrides)` of a module that is imported on the first
-    call."""
+    """Return a module's function `run(options, overrides)`. Its first call imports the module."""
 
     def run(options: argparse.Namespace, overrides: Overrides) -> int:
         return importlib.import_module(module).run(options, overrides)

@@ -119,8 +119,7 @@ def others_code(
 
 
 def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:
-    """Return `value` as text that is safe to print, of at most `limit` characters. It is one line
-    unless `lines`.
+    """Return `value` as safe text of at most `limit` characters, on one line unless `lines`.
 
     Control sequences, control characters, and bidirectional and zero-width controls are removed.
     Lone surrogates become question marks. Line ends become spaces, so that no text can fake a line

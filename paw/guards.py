@@ -50,8 +50,10 @@ class UpdateGuard:
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state. Raises KeyError, TypeError or ValueError, and changes nothing, if it
-        is malformed."""
+        """Load a saved state.
+
+        If it is malformed, raises KeyError, TypeError or ValueError and changes nothing.
+        """
         skipped = int(state["skipped"])
         in_a_row = int(state["in_a_row"])
         self.skipped = skipped
@@ -92,8 +94,7 @@ def what_is_saved(step: int) -> str:
 def alarms(
     history: Sequence[Mapping[str, Any]], config: Config, *, reward_max: float
 ) -> Iterator[str]:
-    """Return the warnings to print after an update. `history` has all updates' metrics, oldest
-    first."""
+    """Return the warnings after an update. `history` has all updates' metrics, oldest first."""
     if warning := collapse_warning(history, in_groups=config.advantage.traits.needs_groups):
         yield warning
 

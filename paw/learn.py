@@ -66,8 +66,7 @@ class Objective:
     tis_cap: float | None
     """Upper bound of the factor pi_old / pi_sampler on the policy loss; None without the factor."""
     ratio_bounds: tuple[float, float] | None
-    """Bounds of pi_old / pi_sampler. Tokens outside them have no policy loss. None without a
-    mask."""
+    """Bounds of pi_old / pi_sampler. Tokens outside have no policy loss. None without a mask."""
 
     @classmethod
     def from_config(cls, config: Config) -> "Objective":

@@ -107,8 +107,10 @@ class Run(Parts, RunProgress):
         return self.learners[0].guard
 
     def make_rollouts(self) -> RolloutSource:
-        """Return the source of the run's episodes. It plays them when they are needed, or
-        `rollout.ahead` updates early."""
+        """Return the source of the run's episodes.
+
+        It plays them when they are needed, or `rollout.ahead` updates early.
+        """
         rollouts = Rollouts(
             self.factory,
             self.engine,
@@ -132,8 +134,10 @@ class Run(Parts, RunProgress):
 
     @contextmanager
     def stage(self, phase: str) -> Iterator[None]:
-        """Run a phase of an update. First publishes the pending checkpoint if it has been written
-        by now, then times the block."""
+        """Run a phase of an update.
+
+        First publishes the pending checkpoint if it has been written by now, then times the block.
+        """
         self.settle(wait=False)
         with self.clock(phase):
             yield
@@ -208,14 +212,15 @@ class Run(Parts, RunProgress):
         if self.config.rollout.ahead or not self.engine.exclude(error.servers):
             raise error
         servers = ", ".join(error.servers)
-        self.say(f"update {self.step + 1}: {error}; {servers} excluded, playing its episodes again")
+        self.say(
+            f"update {self.step + 1}: {error}; {servers} excluded; its episodes are played again"
+        )
 
     # --- between updates
     # ---------------------------------------------------------------------------------------------
 
     def count_update(self) -> None:
-        """Count an update that changed the weights. Call it before the weights are sent
-        anywhere."""
+        """Count an update that changed the weights. Call it before the weights are sent."""
         self.step += 1
         self.remember_random_states()
 

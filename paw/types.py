@@ -18,8 +18,7 @@ class Task:
     """Unique in the split and the same in every run: a game's path, or generator, split and
     index."""
     kind: str = "task"
-    """The kind of task, for which success is reported (ALFWorld: pick, look, clean, heat, cool,
-    two)."""
+    """The kind of task, used to report success (ALFWorld: pick, look, clean, heat, cool, two)."""
     payload: Any = field(default=None, repr=False)
     """What the environment needs to start the task; read-only, shared by the members of a group."""
 
@@ -111,8 +110,7 @@ class Outcome:
     action: str = ""
     """The action played, as parsed from the response."""
     valid: bool = True
-    """Whether the response was well-formed. If not, `invalid_penalty` is subtracted from its
-    sample."""
+    """Whether the response was well-formed. If not, its sample's score loses `invalid_penalty`."""
     score: float | None = None
     """The environment's own score of the episode so far, in [0, 1], if it has one (WebShop)."""
     results: list[str] = field(default_factory=list)
@@ -259,8 +257,7 @@ class Sample:
 
     @property
     def targets(self) -> list[tuple[int, list[int]]]:
-        """Return (index in `observation_ids`, ids) of each part that the world model learns to
-        predict."""
+        """Return (index in `observation_ids`, ids) of each part that is a world-model target."""
         spans = self.spans or [(0, len(self.observation_ids))]
         return [(start, self.observation_ids[start:end]) for start, end in spans]
 

@@ -1,5 +1,4 @@
-"""Fused language-model head: log-probabilities, entropies and any loss of both, without full
-logits.
+"""Fused language-model head: log-probabilities, entropies and any loss, without full logits.
 
 It works without the trainer and needs only torch.
 """

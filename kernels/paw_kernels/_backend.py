@@ -1,5 +1,4 @@
-"""Chooses the implementation of `token_stats` and `token_loss`, and says why others cannot run
-here."""
+"""Chooses the implementation of `token_stats` and `token_loss`, or says why one cannot run here."""
 
 import importlib.util
 import os
@@ -89,8 +88,10 @@ def first_that_works(
     dtype: torch.dtype,
     shape: tuple[int, int] | None = None,
 ) -> str:
-    """Return the first backend that can run on such tensors and passes its trial. Warns of each
-    that fails its trial."""
+    """Return the first backend that can run on such tensors and passes its trial.
+
+    Warns of each backend that fails its trial.
+    """
     for name in names:
         if why_not_backend(name, device, dtype) is not None:
             continue
@@ -106,8 +107,7 @@ def first_that_works(
 def fault_of_backend(
     backend: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None
 ) -> str | None:
-    """Compare a tiny pass of compiled GPU kernels with plain torch. Returns what went wrong, or
-    None.
+    """Compare a tiny pass of compiled GPU kernels with plain torch. Returns the fault, or None.
 
     `shape` is the head's (V, D). The pass uses a smaller V that ends like the full one. It runs
     once per process, and takes seconds if kernels must be compiled, else milliseconds.

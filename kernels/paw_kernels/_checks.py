@@ -27,8 +27,7 @@ def check_head(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check shapes, dtypes and devices of a head call. It reads no values, so it never waits for
-    the device.
+    """Check shapes, dtypes and devices of a head call, without waiting for the device.
 
     Returns hidden, weight and bias in one dtype. Under autocast, different dtypes become autocast's
     own, as in nn.functional.linear. Raises ValueError naming the argument.
@@ -114,8 +113,7 @@ def without_dispatch(
 
 
 def refuse_second_derivatives(name: str) -> None:
-    """Raise RuntimeError in a backward pass with create_graph=True, the only case in which
-    gradients are recorded."""
+    """Raise RuntimeError if gradients are recorded: in a backward pass with create_graph=True."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} has no second derivatives; backward with create_graph=True would omit them"
@@ -141,8 +139,7 @@ class Values:
         self, target: Tensor, vocabulary: int, batch: Sequence[tuple[str, Tensor]] = ()
     ) -> None:
         self.target = target.contiguous()
-        """The targets, clamped to [0, vocabulary) so that kernels may run before the checks are
-        read."""
+        """Targets clamped to [0, vocabulary), so that kernels can run before checks are read."""
         self._messages: list[str] = []
         """The error of each check, raised if its number is not 0."""
         self._pending: list[Tensor] = []

@@ -37,8 +37,7 @@ class HeadPass(NamedTuple):
     entropy: Tensor
     """[N] float32, nats."""
     d_hidden: Tensor | None
-    """[T, D] of `gradient_dtype`. Exactly 0 on rows that were not chosen or whose coefficients are
-    0."""
+    """[T, D] of `gradient_dtype`. Exactly 0 on rows that were not chosen or have coefficients 0."""
     d_weight: Tensor | None
     """[V, D] of `gradient_dtype`, summed in float32."""
     d_bias: Tensor | None
@@ -61,8 +60,7 @@ class Rows(Protocol):
         ...
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
-        """Return dL/d(W h + b) of the rows `source` ([L] int64 into the chunk) as [L, V] in the
-        dtype of head.
+        """Return dL/d(W h + b) of rows `source` ([L] int64 into the chunk): [L, V], dtype of head.
 
         `source` comes from `pack`. target, a and c cover the whole chunk. It may overwrite the
         buffer.
@@ -87,12 +85,11 @@ def head_pass(
     wants: Sequence[bool] = (False, False, False),
     values: Values | None = None,
 ) -> HeadPass:
-    """Compute statistics and gradients of the rows `index` ([N] int64, distinct; None for all) of
-    hidden in one pass.
+    """Compute statistics and gradients of some rows of hidden in one pass.
 
-    `coefficients` is called once for each chunk, in order. `wants` says which gradients to form, of
-    hidden, weight and bias. `values` are the checks of the targets, which raise when the host first
-    waits for the device.
+    The rows are `index` ([N] int64, distinct; None for all). `coefficients` is called once for each
+    chunk, in order. `wants` says which gradients to form, of hidden, weight and bias. `values` are
+    the checks of the targets, which raise when the host first waits for the device.
     """
     values = values or Values(target, head.weight.shape[0])
     N = len(hidden)
@@ -132,8 +129,7 @@ def head_pass(
 
 
 class _Gradients:
-    """Adds up dL/dhidden, dL/dweight and dL/dbias over the chunks of a pass. Unwanted ones are
-    None."""
+    """Sums dL/dhidden, dL/dweight and dL/dbias over the chunks of a pass, or None if unwanted."""
 
     def __init__(
         self,
@@ -278,8 +274,7 @@ def chunk_bytes(usual: int, device: torch.device, most: int = 0) -> int:
 
 
 def equal_chunks(N: int, most: int) -> int:
-    """Return the rows of a chunk if N rows are cut into the fewest equal chunks of at most `most`
-    rows.
+    """Return the rows of a chunk if N rows form the fewest equal chunks of at most `most` rows.
 
     Chunks are equal because a short last chunk costs as much traffic for dW as a full one.
     """
@@ -310,8 +305,7 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 def in_units(
     a: Tensor, c: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return a and c as multiples of a unit [n] of each row, and that unit. In these units dL/dz
-    fits float16.
+    """Return a and c in units [n], one for each row, in which dL/dz fits float16, and the units.
 
     |dz| <= (|a| + |c| ln V) / temperature, at most 16,384 units if ln V < 16. The smallest value is
     6e-8 units, so p counts from 6e-11 up, whatever the weight, advantage and temperature.
@@ -343,8 +337,10 @@ def float32_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> T
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, add: bool, factor: float) -> None:
-    """Set total = factor left @ right, or with `add` total += that. It sums in float32 and writes
-    in the dtype of total."""
+    """Set total = factor left @ right, or with `add` total += that.
+
+    It sums in float32 and writes in the dtype of total.
+    """
     beta = int(add)  # with beta 0, the old content is not read
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, beta=beta, alpha=factor, out=total)

@@ -1,8 +1,7 @@
-"""The times that `paw doctor --kernels` measured on this machine, in a JSON file. `auto` takes the
-shortest.
+"""Times that `paw doctor --kernels` measured on this machine. `auto` takes the shortest.
 
-Only times with the same device, driver, torch, triton and kernels (`key`), dtype, V and D count.
-Without the file, or without such times in it, this module decides nothing.
+They are in a JSON file. Only times with the same device, driver, torch, triton and kernels (`key`),
+dtype, V and D count. Without the file, or without such times in it, this module decides nothing.
 """
 
 import hashlib
@@ -47,8 +46,10 @@ def fastest(
     n: int | None = None,
     backend: str | None = None,
 ) -> Time | None:
-    """Return the shortest time at the measured n nearest to n (None: the largest), of that backend
-    or of any."""
+    """Return the shortest time of that backend or of any.
+
+    It is for the measured n nearest to n (None: the largest).
+    """
     dtype_name = str(dtype).removeprefix("torch.")
     measured = [
         time
@@ -67,10 +68,9 @@ def fastest(
 
 @cache
 def times(path: Path, device: torch.device) -> tuple[Time, ...]:
-    """Return the times of this device with its current software. Warns and returns none if the file
-    cannot be read.
+    """Return the times of this device with its current software.
 
-    The file is read once per process.
+    The file is read once per process. If it cannot be read, this warns and returns no times.
     """
     try:
         return tuple(

@@ -37,8 +37,7 @@ _LIBRARY.define("pack(Tensor chosen) -> (Tensor, Tensor)")
 
 
 def pack(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Say which chosen row goes to each of the first L rows, so that packing in place can be
-    parallel.
+    """Say which chosen row goes to each of the first L rows, for parallel packing in place.
 
     Takes chosen [n] bool. Returns source [n] int64 and L [1] int64, the number of chosen rows,
     without waiting for the device. For k < L, source[k] = k if row k is chosen. The other rows
@@ -68,8 +67,7 @@ def _pack(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def cpu_library() -> ctypes.CDLL | None:
-    """Return the C++ row operations, or None if they were not built, or were built from older
-    sources."""
+    """Return the C++ row operations, or None if they are missing or older than the sources."""
     spec = importlib.util.find_spec("paw_kernels._cpu")
     if spec is None or spec.origin is None:
         return None
@@ -148,14 +146,18 @@ why_no_cuda()  # registers the kernels, which operators on CUDA tensors use wher
 
 
 def packed_rows(logits: Tensor, L: int, dtype: torch.dtype) -> Tensor:
-    """Return the first L rows that `row_gradient_` left: [L, V] of dtype, starting at the first
-    byte of each row."""
+    """Return the first L rows that `row_gradient_` left: [L, V] of dtype.
+
+    They start at the first byte of each row of logits.
+    """
     return logits.view(dtype)[:L, : logits.shape[1]]
 
 
 def claim_memory(tensor: Tensor) -> Tensor:
-    """Return the same tensor, which is about to be filled. If it is large and on a CPU, map all its
-    memory at once."""
+    """Return the same tensor, which is about to be filled.
+
+    If it is large and on a CPU, all its memory is mapped at once.
+    """
     library = _library_for(tensor)
     if library and tensor.nbytes > _REUSED:
         library.paw_claim(tensor.data_ptr(), tensor.nbytes, torch.get_num_threads())
@@ -180,8 +182,10 @@ def are_finite(values: Tensor) -> bool:
 
 
 def _library_for(tensor: Tensor) -> ctypes.CDLL | None:
-    """Return the C++ row operations if they can read this tensor's memory: it must be on the CPU
-    and not a subclass."""
+    """Return the C++ row operations if they can read this tensor.
+
+    For that, it must be on the CPU and not a subclass.
+    """
     if type(tensor) is Tensor and tensor.device.type == "cpu":
         return cpu_library()
     return None

@@ -1,8 +1,7 @@
-"""The compiled row operations around torch's matmul. One [n, V] float32 buffer holds logits, then
-gradients.
+"""The compiled row operations around torch's matmul.
 
-Memory: that buffer and, on the CPU, a float32 copy of 16-bit weights, because its 16-bit matmuls
-cannot return float32 sums.
+One [n, V] float32 buffer holds logits, then gradients. Memory: that buffer and, on the CPU, a
+float32 copy of 16-bit weights, because its 16-bit matmuls cannot return float32 sums.
 """
 
 from collections.abc import Sequence
@@ -83,8 +82,7 @@ class KeptRows(NativeRows):
         return self._logp, self._entropy
 
     def left(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits [N, V], top and log_total [N]. Preceded by logp and entropy, they make
-        `kept`."""
+        """Return logits [N, V], top and log_total [N]. After logp and entropy, they make `kept`."""
         return self._buffer, self._top, self._log_total
 
 
@@ -107,8 +105,10 @@ def make_rows(head: Head, N: int, gradients: bool) -> tuple[NativeRows, int]:
 
 
 def aligned(V: int) -> int:
-    """Return the elements from one row to the next. Rows are 16-byte aligned for wide accesses in
-    32 and 16 bits."""
+    """Return the elements from one row to the next.
+
+    Rows are 16-byte aligned, for wide accesses in 32 and 16 bits.
+    """
     return -(-V // 4) * 4
 
 

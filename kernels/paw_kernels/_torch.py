@@ -1,5 +1,4 @@
-"""The row operations in plain torch. They work on every device, and are the fallback and reference
-for other backends.
+"""The row operations in plain torch, for every device. Fallback and reference of other backends.
 
 Memory: three float32 [n, V] buffers of CHUNK_BYTES each, or five with a soft cap. With 16-bit
 weights on the CPU, whose matmuls cannot return float32 sums, there is also a float32 copy of the
@@ -20,8 +19,7 @@ CHUNK_ROWS = 128
 """Minimum rows of a chunk on a CPU. With fewer rows, its matmuls are slow."""
 
 _FLOOR = -1e30
-"""Smallest logit of a token that is not the target. With a bias of -inf, 0 * inf would be NaN, not
-0."""
+"""Smallest logit of a non-target token. With a bias of -inf, 0 * inf would be NaN, not 0."""
 
 
 class TorchRows:
@@ -36,8 +34,11 @@ class TorchRows:
         self._top = self._log_sum = self._entropy = torch.empty(0)
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits are shifted by the row's maximum, so that logp (<= 0) and entropy (>= 0) are sums
-        of terms of one sign."""
+        """See `_head.Rows`.
+
+        Logits are shifted by the row's maximum, so that logp (<= 0) and entropy (>= 0) are sums of
+        terms of one sign.
+        """
         n = x.shape[0]
         z = logits(x, self.head, self._z)
         if self._bias is not None:
@@ -60,8 +61,7 @@ class TorchRows:
         return logp, self._entropy
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
-        """Return (a (1[j = y] - p_j) - c p_j (log p_j + H)) / temperature, built in the buffers of
-        z and e.
+        """Return (a (1[j = y] - p_j) - c p_j (log p_j + H)) / temperature in the buffers z and e.
 
         With a soft cap, this is multiplied by 1 - tanh^2, from z, which is still known.
         """

@@ -1,10 +1,9 @@
-"""The Triton backend: a persistent matmul whose epilogue writes statistics and e = 2^x, then dL/dz
-in place of e.
+"""The Triton backend: a persistent matmul whose epilogue writes statistics and e = 2^x.
 
-Passes without gradients keep no logits at all. With gradients, a chunk's e has the dtype of the
-inputs. It takes half the bytes of float32 logits, and is read and written once more. Memory:
-CHUNK_BYTES, or without gradients STATISTICS_BYTES, whatever T. The kernels and their arithmetic are
-in `_triton_kernels`.
+Then dL/dz takes the place of e. Passes without gradients keep no logits at all. With gradients, a
+chunk's e has the dtype of the inputs. It takes half the bytes of float32 logits, and is read and
+written once more. Memory: CHUNK_BYTES, or without gradients STATISTICS_BYTES, whatever T. The
+kernels and their arithmetic are in `_triton_kernels`.
 """
 
 import math
@@ -124,8 +123,7 @@ NCCL_PROCESSORS = 16
 assumed, not measured."""
 
 _MERGE_ROWS = 32
-"""Rows of one program of the merge kernel. They are few, so that a chunk has a program for each
-multiprocessor."""
+"""Rows of one program of the merge kernel: few, so that each multiprocessor gets a program."""
 
 INTERPRETED = not isinstance(kernels.forward_kernel, triton.JITFunction)
 """Whether TRITON_INTERPRET=1 was set when the kernels were defined. Then they run in numpy, on
@@ -203,8 +201,7 @@ class TritonRows:
         )
 
     def _operands(self, x: Tensor) -> tuple[Any, ...]:
-        """Return x, the weight and e (None without gradients) in the form that the forward kernel
-        takes."""
+        """Return x, the weight and e (None without gradients) as the forward kernel takes them."""
         tiles = self._tiles
         weight = self._weight
         x = x.to(weight.dtype).contiguous()
@@ -298,8 +295,7 @@ def make_rows(head: Head, N: int, gradients: bool) -> tuple[TritonRows, int]:
 def tiles_for(
     weight: Tensor, softcap: float | None, arch: str | None = None, n: int | None = None
 ) -> Tiles:
-    """Return the tiles for a weight [V, D]: tuned, else measured (for about n rows), else from the
-    table.
+    """Return the tiles for a weight [V, D]: tuned, measured (for about n rows), or from the table.
 
     They are smaller and use pointers if tensor descriptors cannot describe the weight. They are
     also smaller with a soft cap, whose arithmetic would spill beside the sums of 128 x 256 logits.
@@ -328,10 +324,10 @@ def tiles_for(
 
 
 def candidates(capability: tuple[int, int] | None, size: int = 2) -> list[Tiles]:
-    """Return tiles worth timing on a GPU of that capability (None: the interpreter) for elements of
-    `size` bytes.
+    """Return tiles worth timing on a GPU of that capability for elements of `size` bytes.
 
-    The table's entry is first. To run the head with one of them, assign it to TUNED[V, D, size].
+    None means the interpreter. The table's entry is first. To run the head with one of them, assign
+    it to TUNED[V, D, size].
     """
     arch = _architecture(capability)
     tabled = TILES[arch, size]
@@ -341,8 +337,7 @@ def candidates(capability: tuple[int, int] | None, size: int = 2) -> list[Tiles]
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the kernels cannot run on tensors of that device and dtype and what would help, or
-    None if they can."""
+    """Return why the kernels cannot run on that device and dtype and what would help, or None."""
     if INTERPRETED:
         return None
     if device.type != "cuda":
@@ -368,8 +363,10 @@ def _launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None
 
 
 def _architecture(capability: tuple[int, int] | None) -> str:
-    """Return a key of TILES. "other" means capabilities with at most 99 KiB of shared memory per
-    block: 8.6, 8.9 and 12.x."""
+    """Return a key of TILES.
+
+    "other" is for at most 99 KiB of shared memory per block: capabilities 8.6, 8.9 and 12.x.
+    """
     if capability is None:
         return "interpreter"
     if capability[0] == 10:
@@ -378,11 +375,10 @@ def _architecture(capability: tuple[int, int] | None) -> str:
 
 
 def _processors(device: torch.device) -> int:
-    """Return the number of programs of a persistent kernel: one per multiprocessor, minus those
-    that collectives may hold.
+    """Return the number of programs of a persistent kernel.
 
-    A program takes a whole multiprocessor. If one had to wait for NCCL's kernels, the kernel would
-    take twice as long.
+    There is one per multiprocessor, except those that collectives may hold. A program takes a whole
+    multiprocessor. If one had to wait for NCCL's kernels, the kernel would take twice as long.
     """
     if device.type != "cuda":
         return 3
@@ -394,6 +390,8 @@ def _processors(device: torch.device) -> int:
 
 
 def _padded(V: int) -> int:
-    """Return the elements from one row of e to the next: whole cache lines, for wide accesses and
-    tensor descriptors."""
+    """Return the elements from one row of e to the next.
+
+    They fill whole cache lines, for wide accesses and tensor descriptors.
+    """
     return triton.cdiv(V, 64) * 64

@@ -72,11 +72,10 @@ def _tanh(x):
 
 @triton.jit
 def _logits(u, first, target, bias, softcap, V, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
-    """Return WIDTH columns from `first`, with bias and soft cap, masking those beyond V, and the
-    target's logit or 0.
+    """Return WIDTH columns from `first`, with bias and soft cap, and the target's logit or 0.
 
-    Few tiles hold the target of one of their rows, and only the last has columns beyond V. The
-    others skip that work.
+    Columns beyond V are masked. Few tiles hold the target of one of their rows, and only the last
+    has columns beyond V. The others skip that work.
     """
     cols = first + tl.arange(0, WIDTH)
     if bias is not None:
@@ -252,13 +251,13 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Compute partial [V / COLS, capacity, 4] (peak, slant, total, chosen) and e [n, V] of x [n, D]
-    @ w [V, D]^T + bias [V].
+    """Compute statistics `partial` and e [n, V] of x [n, D] @ w [V, D]^T + bias [V].
 
-    With TMA, x and w (and e) are tensor descriptors, else pointers (x contiguous). bias, softcap
-    and e may be None. A fixed number of programs shares the tiles. GROUP tiles of rows go through
-    the vocabulary together, so that all of them read a tile of w from the L2 cache. HALVES handles
-    a tile's columns in two steps, which needs fewer registers.
+    `partial` is [V / COLS, capacity, 4] (peak, slant, total, chosen). With TMA, x and w (and e) are
+    tensor descriptors, else pointers (x contiguous). bias, softcap and e may be None. A fixed
+    number of programs shares the tiles. GROUP tiles of rows go through the vocabulary together, so
+    that all of them read a tile of w from the L2 cache. HALVES handles a tile's columns in two
+    steps, which needs fewer registers.
     """
     row_tiles = tl.cdiv(n, ROWS)
     col_tiles = tl.cdiv(V, COLS)
@@ -321,10 +320,10 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def merge_kernel(partial, result, n, P, capacity, scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Compute result [4, capacity] (log p of the target, entropy, M, log2 S) from partial [P,
-    capacity, 4].
+    """Merge partial [P, capacity, 4] into result [4, capacity].
 
-    Rows in which every logit is -inf are NaN. So is log p of a target whose logit is -inf.
+    The result is (log p of the target, entropy, M, log2 S). Rows in which every logit is -inf are
+    NaN. So is log p of a target whose logit is -inf.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_ok = rows < n
@@ -381,10 +380,10 @@ def gradient_kernel(
     LOSSY: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Replace row k of e by dL/d(W h + b) of row source[k], (a (1[j = y] - p_j) - c p_j (log p_j +
-    H)) / T.
+    """Replace row k of e by dL/d(W h + b) of row source[k].
 
-    With a soft cap, this is multiplied by 1 - (u / softcap)^2.
+    The gradient is (a (1[j = y] - p_j) - c p_j (log p_j + H)) / T. With a soft cap, this is
+    multiplied by 1 - (u / softcap)^2.
 
     A program owns BLOCKS tiles of COLS columns of one row k. Programs do not conflict, because no
     row reads a row that is overwritten (`_native.pack`). A program is safe in itself, because each

@@ -1,7 +1,7 @@
-"""A loss of packed tokens in one pass through the head. Gradients are formed while a chunk's logits
-exist.
+"""A loss of packed tokens in one pass through the head.
 
-A loss is a function of each token's log-probability l and entropy H, written in plain torch:
+Gradients are formed while a chunk's logits exist. A loss is a function of each token's
+log-probability l and entropy H, written in plain torch:
 
     def cross_entropy(logp, entropy, batch):  # [n], [n], the tensors of `batch` at these n tokens -> [n]
         return -batch.weight * logp
@@ -174,10 +174,10 @@ def _batch_fields(names: str, values: Sequence[Tensor]) -> dict[str, Tensor | No
 def _loss_derivatives(
     loss: LossFunction, logp: Tensor, entropy: Tensor, batch: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the losses of a chunk's tokens, a = dL/dlogp and c = dL/dentropy: [n] float32, c None
-    for all zeros.
+    """Return the losses of a chunk's tokens, a = dL/dlogp and c = dL/dentropy.
 
-    Raises ValueError if the loss does not return one float32 number for each token.
+    All are [n] float32, with c None for all zeros. Raises ValueError if the loss does not return
+    one float32 number for each token.
     """
     # An operator runs below autograd and below any mode that sees it. This undoes that.
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
@@ -284,16 +284,15 @@ def token_loss(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> TokenLoss:
-    """Return the sum over tokens of loss(logp, entropy, batch), with logp and entropy as in
-    `token_stats`.
+    """Return the sum over tokens of loss(logp, entropy, batch).
 
-    hidden [T, D], weight [V, D] and bias [V] share one dtype (float32, bfloat16, float16) and
-    device; target [T] int64. softcap: see `token_stats`. Logits, statistics and the loss are
-    float32. `batch` is a dataclass with the data that the loss reads. Its fields are None or
-    tensors [T] on the same device, and floating-point ones must be float32 and finite. The loss is
-    called once per chunk, with an object of the same fields cut to the chunk's tokens. Inside
-    `torch.compile` it must be a `Loss`. A NaN hidden state makes the loss NaN. No gradient is
-    formed under no_grad or for inputs that require none.
+    logp and entropy are as in `token_stats`. hidden [T, D], weight [V, D] and bias [V] share one
+    dtype (float32, bfloat16, float16) and device. target is [T] int64. softcap: see `token_stats`.
+    Logits, statistics and the loss are float32. `batch` is a dataclass with the data that the loss
+    reads. Its fields are None or tensors [T] on the same device, and floating-point ones must be
+    float32 and finite. The loss is called once per chunk, with an object of the same fields cut to
+    the chunk's tokens. Inside `torch.compile` it must be a `Loss`. A NaN hidden state makes the
+    loss NaN. No gradient is formed under no_grad or for inputs that require none.
 
     Raises ValueError, naming the argument, for mismatched shapes, dtypes or devices, targets
     outside [0, V), numbers in `batch` that are not finite, a loss of the wrong shape, a temperature

@@ -216,13 +216,13 @@ def token_stats(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> TokenStats:
-    """Return log-probability and entropy of target [T] int64 under softmax(z), z = (hidden weight^T
-    + bias) / temperature.
+    """Return log-probability and entropy of target [T] int64 under softmax(z).
 
-    With a soft cap, z = softcap tanh(u / softcap) / temperature, u = hidden weight^T + bias (Gemma
-    2, arXiv 2408.00118). hidden [T, D], weight [V, D] and bias [V] share one dtype (float32,
-    bfloat16, float16) and device. Statistics are computed from float32 logits and are float32
-    whatever the inputs are. They are differentiable in hidden, weight and bias.
+    z is (hidden weight^T + bias) / temperature. With a soft cap, z = softcap tanh(u / softcap) /
+    temperature, u = hidden weight^T + bias (Gemma 2, arXiv 2408.00118). hidden [T, D], weight [V,
+    D] and bias [V] share one dtype (float32, bfloat16, float16) and device. Statistics are computed
+    from float32 logits and are float32 whatever the inputs are. They are differentiable in hidden,
+    weight and bias.
 
     Raises ValueError for mismatched shapes, dtypes or devices, targets outside [0, V), a
     temperature or softcap that is not positive and finite, or a backend that is unknown or cannot

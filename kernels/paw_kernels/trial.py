@@ -12,8 +12,7 @@ from torch import Tensor
 from paw_kernels._head import Head, HeadPass, MakeRows, head_pass, rows_of
 
 FLOOR = 1e-4
-"""Error that is always allowed, however small that of plain torch is. Relative to numbers below
-1."""
+"""Error that is always allowed, however small plain torch's is. Relative to numbers below 1."""
 
 
 class _Problem:
@@ -59,8 +58,10 @@ class _Problem:
         )
 
     def dense(self, dtype: torch.dtype) -> list[Tensor]:
-        """Run the pass in plain torch with full logits of `dtype`. Returns logp, entropy, dhidden,
-        dweight and dbias."""
+        """Run the pass in plain torch with full logits of `dtype`.
+
+        Returns logp, entropy, dhidden, dweight and dbias.
+        """
         hidden = self.hidden.to(dtype)
         weight = self.head.weight.to(dtype)
         z = hidden @ weight.t()
@@ -83,12 +84,11 @@ class _Problem:
 def largest_error(
     make_rows: MakeRows, device: torch.device, dtype: torch.dtype, n: int, V: int, D: int
 ) -> float:
-    """Return the largest error against float64 as a share of the allowed one. Up to 1, a backend is
-    correct.
+    """Return the largest error against float64 as a share of the allowed one.
 
-    It is NaN if a result is NaN. The allowed error is twice that of plain torch in that dtype, plus
-    FLOOR. For log-probabilities and entropies, which are always float32, plain torch in float32 is
-    the reference.
+    A backend is correct if this is at most 1. It is NaN if a result is NaN. The allowed error is
+    twice that of plain torch in that dtype, plus FLOOR. For log-probabilities and entropies, which
+    are always float32, plain torch in float32 is the reference.
     """
     shares: list[Tensor] = []
     with torch.autocast(device.type, enabled=False):
@@ -108,8 +108,7 @@ def largest_error(
 
 
 def _share_of_allowed(value: Tensor, exact: Tensor, torch_value: Tensor) -> Tensor:
-    """Return the largest error of `value` over the allowed one. `torch_value` is plain torch's
-    result."""
+    """Return `value`'s largest error over the allowed one. `torch_value` is plain torch's."""
     allowed = 2 * (torch_value - exact).abs().max() + FLOOR * exact.abs().max().clamp(max=1)
     return (value - exact).abs().max() / allowed
 

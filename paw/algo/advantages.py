@@ -163,8 +163,7 @@ def gigpo(
 
 
 def step_returns(samples: Sequence[Sample], *, gamma: float) -> list[float]:
-    """Return G_t = r_t + gamma G_{t+1} within the trajectory, minus the sample's own invalid
-    penalty.
+    """Return G_t = r_t + gamma G_{t+1} in the trajectory, minus the sample's own invalid penalty.
 
     The penalty does not enter the returns of earlier steps.
     """

@@ -78,8 +78,7 @@ class TokenBatch:
     sample: Tensor | None = None
     """int64: the index of the token's sample in the batch."""
     response_gap: Tensor | None = None
-    """Mean of log pi - log pi_old over the response, detached. Only set for a loss that needs
-    it."""
+    """Mean of log pi - log pi_old over the response, detached. Only set if a loss needs it."""
 
 
 TokenLossFunction = Callable[[Tensor, Tensor, TokenBatch], Tensor]
@@ -252,8 +251,7 @@ def joint(
     tis_cap: float | None = None,
     ratio_bounds: tuple[float, float] | None = None,
 ) -> JointLoss:
-    """Return the objective: `policy` + kl_coef KL - entropy_coef H on response tokens, `wm` on
-    others.
+    """Return the objective: `policy` + kl_coef KL - entropy_coef H on responses, `wm` on the rest.
 
     Both are multiplied by the token weights. The policy loss is also multiplied by min(pi_old /
     pi_sampler, tis_cap), and is 0 if that ratio is outside `ratio_bounds` (IcePop, arXiv
@@ -360,8 +358,7 @@ def token_batch(
         return torch.tensor(values, dtype=torch.float32, device=device)
 
     def of_responses(rows: Iterable[list[float]]) -> Tensor:
-        """Return [N]: each sample's row of values on its response tokens, 0 on observation
-        tokens."""
+        """Return [N]: each sample's row of values on response tokens, 0 on observation tokens."""
         values: list[float] = []
         for row, count in zip(rows, target_counts, strict=True):
             values += row

@@ -107,8 +107,7 @@ def balanced_batches(
 def _fill(
     lengths: Sequence[int], budget: int, count: int, quadratic: float
 ) -> list[list[int]] | None:
-    """Fill `count` batches. Returns None if the batch with the least work lacks room for a
-    sample."""
+    """Fill `count` batches, or return None if the lightest batch lacks room for a sample."""
     lightest_first = [(0.0, batch, 0) for batch in range(count)]  # (work, batch, tokens)
     batches: list[list[int]] = [[] for _ in range(count)]
     batch_work = [0.0] * count

@@ -177,8 +177,7 @@ def collate(
     with_observation: bool,
     device: torch.device,
 ) -> Batch:
-    """Pack the chosen `sequences`. Observations are included only if they have a world-model
-    weight.
+    """Pack the chosen `sequences`, with the observations of samples with a world-model weight.
 
     If no sequence is chosen, the batch has one token and no target.
     """

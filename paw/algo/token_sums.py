@@ -64,8 +64,7 @@ def token_sums(
 
 
 def _clipped(policy: TokenLossFunction, out: TokenLoss, tokens: TokenBatch) -> Tensor:
-    """Return [N] bool: which tokens the policy loss clips. Valid only for tokens with an
-    advantage."""
+    """Return [N] bool: which tokens the policy loss clips. Only valid with an advantage."""
     clipped = traits_of(policy).clipped
     if clipped is None:
         _, slope = _loss_and_slope(policy, out, tokens)

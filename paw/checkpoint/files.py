@@ -36,8 +36,7 @@ VERSION = 1
 SHARDED = 2
 """Version of a checkpoint with a file for each rank."""
 PART = 4 << 30
-"""Size in bytes at which the next file begins. Host memory need not hold more of a model than
-this."""
+"""Size in bytes at which the next file begins. Host memory holds at most this much of a model."""
 MANIFEST = "manifest.json"
 NOTE = ".written_by_rank_"
 """Prefix of the file in a draft that lists what a rank has written. The file holds `Files`."""

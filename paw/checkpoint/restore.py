@@ -1,5 +1,4 @@
-"""Reading checkpoints. They are checked against their manifest and the run, and restored bit for
-bit.
+"""Reading checkpoints, checked against their manifest and the run, and restored bit for bit.
 
 All ranks see the same files. They share the work of checking them and agree on whether a checkpoint
 can be used. Each rank reads its own rows.

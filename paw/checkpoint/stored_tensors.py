@@ -39,8 +39,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return self.rows(name, 0, sys.maxsize)
 
     def rows(self, name: str, first: int, end: int) -> Tensor:
-        """Return rows `first` to `end` (exclusive) of a tensor. A 0-dim tensor is returned
-        whole."""
+        """Return rows `first` to `end` (exclusive) of a tensor, or a 0-dim tensor whole."""
         full_meta = self.meta[name]
         if full_meta.ndim == 0:
             return self._pieces[name][0]

@@ -166,8 +166,7 @@ class DistributedRanks(Ranks):
         offload: bool = False,
         sharers: int | None = None,
     ) -> None:
-        """Shard `policy` with FSDP2: first each of its `layers`, then the rest with `policy`
-        itself.
+        """Shard `policy` with FSDP2: each of its `layers`, then the rest with `policy` itself.
 
         The rest is the embedding, the last norm and the head.
 

@@ -176,8 +176,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a shard (a collective call). Other tensors are returned
-    unchanged."""
+    """Return the full tensor of a shard (a collective call), or any other tensor unchanged."""
     if hasattr(tensor, "full_tensor"):
         return cast(Any, tensor).full_tensor()
     return tensor

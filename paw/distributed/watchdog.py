@@ -100,8 +100,7 @@ class Watchdog:
         return None
 
     def _hanging_rank(self) -> str | None:
-        """Blame the rank furthest behind if this phase exceeds the timeout and all earlier
-        times."""
+        """Blame the rank furthest behind if the phase exceeds the timeout and all earlier times."""
         longest_s = max(self._longest.values(), default=0) * TICK_S
         limit_s = self.timeout_s + longest_s
         if self._phase not in self._longest or self._phase == "save":

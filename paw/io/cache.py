@@ -23,8 +23,7 @@ def cache_dir() -> Path:
 
 
 def stamp(file: Path) -> str:
-    """Return a name for a file's current state, a digest of its path, size and modification
-    time."""
+    """Name a file's current state, by a digest of its path, size and modification time."""
     status = file.stat()
     state = f"{file.resolve()} {status.st_size} {status.st_mtime_ns}"
     return hashlib.sha256(state.encode()).hexdigest()[:16]

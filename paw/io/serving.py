@@ -19,8 +19,7 @@ MAX_BYTES = 4 << 20
 MAX_HEAD = 16 << 10
 """Size limit of a request's head."""
 MAX_CONNECTIONS = 2048
-"""Maximum number of open connections. If there are more, the one that has been idle longest is
-closed."""
+"""Maximum number of open connections. Beyond it, the one that has been idle longest is closed."""
 SPARE_FILES = 64
 """Number of file descriptors reserved for everything else."""
 HEAD_S = 10

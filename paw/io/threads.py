@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 from paw.errors import EnvironmentFailure, UserError, describe
 
 MAX_LOST = 100
-"""Maximum number of hanging threads. One more ends the run, since each keeps memory and maybe a
-core."""
+"""Maximum number of hanging threads. One more ends the run: each keeps memory and maybe a core."""
 DAY_S = 86400.0
 """Longest single wait if there is no time limit."""
 

@@ -263,8 +263,7 @@ def logp_difference(policy: Policy, lengths: Sequence[int] = LENGTHS) -> Tensor:
 
 @torch.no_grad()
 def own_logp(lm: PreTrainedModel, row: Tensor) -> Tensor:
-    """Return the log-probs [n - 1] float32 of a row's tokens after the first, by the model's
-    forward."""
+    """Return log-probs [n - 1] float32 of a row's tokens after the first, by the model itself."""
     attention: Any = lm.config._attn_implementation
     lm.set_attn_implementation("eager")  # computes everything that the model asks for
     try:

@@ -163,8 +163,7 @@ class Critic:
         return loss, clipped
 
     def values(self, batch: Batch) -> Tensor:
-        """Return the value before each response token, [N] float32. Only inside a call of the
-        model."""
+        """Return the value before each response token, [N] float32. Only inside a model call."""
         model: Any = self.model
         hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position].float()
         return linear(hidden, model.head_weight.float(), model.head_bias.float()).squeeze(-1)

@@ -9,8 +9,7 @@ from paw.config.sections import Config
 from paw.io.files import text_of
 
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "svebf16"})
-"""x86 and ARM instruction sets that compute in bfloat16, as torch and the Linux kernel name
-them."""
+"""x86 and ARM instruction sets for bfloat16, as torch and the Linux kernel name them."""
 
 
 def cpu_features() -> frozenset[str]:

@@ -23,8 +23,7 @@ transformers_logging.set_verbosity_error()
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Load the tokenizer of a model folder or Hugging Face name. Raises UserError if there is
-    none."""
+    """Load the tokenizer of a model folder or hub name. Raises UserError if there is none."""
     check_hub(str(path))
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -43,8 +42,7 @@ def load_policy(
     longest: int = 0,
     **options: Any,
 ) -> Policy:
-    """Load the policy from a model folder or Hugging Face name. Its parameters have dtype
-    `weights`.
+    """Load the policy of a model folder or Hugging Face name, with parameters of dtype `weights`.
 
     The policy will compute on `device`. Without `on_device`, its parameters stay in host memory.
     With `empty`, its parameters and buffers have arbitrary values, for a rank that will be sent the

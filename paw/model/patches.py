@@ -47,8 +47,7 @@ def apply_liger(lm: PreTrainedModel) -> None:
 
 
 def compile_layers(lm: PreTrainedModel) -> None:
-    """Compile every decoder layer with torch.compile for any number of tokens. Call before
-    sharding.
+    """Compile every decoder layer with torch.compile, for any number of tokens, before sharding.
 
     Only `forward` is compiled. Hooks (FSDP's) and checkpointing stay outside it. Attention over
     packed rows is not in the graph, and nothing in the graph depends on the rows. Sampling does not

@@ -117,10 +117,9 @@ class Policy(nn.Module):
         return compute()
 
     def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Return hidden states [T, D] in `dtype` of rows of these lengths. Rows do not see each
-        other.
+        """Return hidden states [T, D] in `dtype` of rows of these lengths.
 
-        `input_ids` [T] int64 has one row after another.
+        `input_ids` [T] int64 has one row after another. Rows do not see each other.
         """
         packed = pack_rows(
             lengths, kernel=self.attention, device=input_ids.device, padded=self._padded
@@ -205,8 +204,7 @@ def full_parameters(
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors in a model's files that are not parameters, by name (some router
-    biases)."""
+    """Return tensors in a model's files that are not parameters, by name (some router biases)."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {
         name: tensor.cpu() for name, tensor in model.state_dict().items() if name not in parameters

@@ -245,8 +245,7 @@ class _Watch:
         return min(60.0, max(0.0, next_time - time.monotonic()))
 
     def _note_arrived(self, numbers: bytes) -> None:
-        """Note signals of this process. Signals that the child has also received are not passed
-        on."""
+        """Note signals of this process. If the child has also received one, it is not passed on."""
         now = time.monotonic()
         for number in numbers:
             if number not in STOPS:

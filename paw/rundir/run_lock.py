@@ -138,8 +138,7 @@ def _numbered(stem: str, number: int) -> str:
 
 
 def _highest_number(folder: Path, stem: str) -> int:
-    """Return the highest number of the runs STEM (1), STEM-2, ... in a folder, or 0 if none
-    exist."""
+    """Return the highest number of the runs STEM (1), STEM-2, ... in a folder, or 0."""
     highest = 0
     for path in folder.glob("*/metrics.jsonl"):
         match = re.fullmatch(rf"{re.escape(stem)}(?:-(\d+))?", path.parent.name)

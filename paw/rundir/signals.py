@@ -21,8 +21,10 @@ _masks = threading.local()
 
 
 def _before_fork() -> None:
-    """Block the signals. A child's signals are not the run's, and they wait until the child has its
-    own handlers."""
+    """Block the signals.
+
+    A child's signals are not the run's, so they wait until the child has its own handlers.
+    """
     _masks.before_fork = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
 
 
@@ -90,8 +92,7 @@ class StopSignal:
     """
 
     def __init__(self, unit: str = "update", resume_hint: str = "--resume auto") -> None:
-        """`unit` names the work that is finished first. `resume_hint` says how to continue
-        later."""
+        """`unit` names the work to finish first. `resume_hint` says how to continue later."""
         self._unit = unit
         self._resume_hint = resume_hint
         self.requested = False

@@ -411,7 +411,7 @@ class Done:
             {"RANK": "1", "WORLD_SIZE": "4"},
             r"group_size = 3 episodes for 4 ranks leave some ranks without an episode; lower --gpus",
         ),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 and WORLD_SIZE = 2 do not fit"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 and WORLD_SIZE = 2 do not match"),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK = 'zero' in the environment is not a number"),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"},

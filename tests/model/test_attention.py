@@ -112,7 +112,9 @@ def test_kernels_agree_on_a_gpu(kernel):
 def test_varlen_refuses_what_it_would_leave_out():
     states = torch.randn(1, 2, 5, 16)
     packed = pack_rows([3, 2], kernel="varlen", device=CPU)
-    with pytest.raises(UserError, match=r"'varlen' supports no soft cap.*--model\.attention sdpa"):
+    with pytest.raises(
+        UserError, match=r"'varlen' does not support soft caps.*--model\.attention sdpa"
+    ):
         packed_attention(None, states, states, states, None, packed=packed, softcap=50.0)
 
 
