@@ -110,7 +110,7 @@ class PolicyUpdate:
         """This rank's sums over tokens so far."""
         self.steps = 0
         self.grad_norms: list[float] = []
-        """Those of the steps taken, before clipping."""
+        """Norms of the steps taken, before clipping."""
         self.sampler_metrics: dict[str, float] = {}
         self.sampler_is_checked = "health/sampler_mismatch" in run.metrics
 

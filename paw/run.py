@@ -293,7 +293,7 @@ class Run(Parts, RunProgress):
 
     def check_directory(self) -> None:
         """Raises UserError if the run directory was deleted or renamed, before anything is written
-        in its place. Log files that were deleted are written anew."""
+        in its place. Recreates log files that were deleted."""
         if self.ranks.first:
             self.open_directory.check(self.saved)
         if self.log:
@@ -398,7 +398,7 @@ class Run(Parts, RunProgress):
 
         self.optimizer.state.clear()  # room for full weights
         weights: dict[str, torch.Tensor] = {}
-        for name, tensor in full_parameters(self.policy.lm, once=True):  # a call of all ranks
+        for name, tensor in full_parameters(self.policy.lm, once=True):  # all ranks must call this
             if self.ranks.first:
                 weights[name] = tensor.cpu()
         if self.record:

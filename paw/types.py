@@ -56,7 +56,7 @@ class Reply(str):
     """The text without calls and without a <think> block."""
     calls: list[ToolCall]
     problem: str
-    """What is wrong with the calls, in one line; "" if nothing is."""
+    """Problem with the calls, in one line, or "" if there is none."""
 
     def __new__(
         cls,

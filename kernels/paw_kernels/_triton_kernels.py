@@ -43,7 +43,7 @@ SMALLEST = tl.constexpr(1e-30)  # for logarithms; a subnormal would be flushed t
 
 @triton.jit
 def _narrowed(x, dtype: tl.constexpr):
-    """x as it is stored.
+    """Return x in the dtype in which it is stored.
 
     The interpreter truncates float32 to bfloat16, while a GPU rounds to even. Truncation has twice
     the error.

@@ -299,7 +299,7 @@ def token_mixers(layer: nn.Module) -> list[Any]:
     """Return the modules of a decoder layer, other than attention, that mix tokens: gated delta
     nets, Mamba, short convolutions.
 
-    Each has a causal convolution of its own.
+    Each has its own causal convolution.
     """
     mixers = []
     for module in layer.modules():

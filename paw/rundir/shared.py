@@ -11,7 +11,7 @@ from paw.io.files import writing
 def check_shared(directory: Path, ranks: Ranks) -> None:
     """Raise UserError on all ranks if one of them does not see rank 0's `directory`.
 
-    A call of all ranks.
+    All ranks must call it.
     """
     marker = Path(ranks.broadcast_from_rank0(lambda: _make_marker(directory), str))
     is_seen_by = ranks.gather((directory / marker.name).exists())
