@@ -1,5 +1,5 @@
-// What the kernels need of the machine and share with each other. tests/kernels/cuda_on_cpu.h defines the CUDA names, and
-// those of the first part, for the CPU.
+// Machine-level helpers that the kernels share. tests/kernels/cuda_on_cpu.h defines the CUDA names
+// and the names of the first part for the CPU.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@
 
 namespace paw {
 
-// exp in one multiplication and one instruction; results below 1e-38 are 0.
+// exp in one multiplication and one instruction. Results below 1e-38 are 0.
 __device__ inline float fast_exp(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504f));
@@ -50,7 +50,7 @@ cudaError_t launch(void (*kernel)(P...), Grid grid, cudaStream_t stream, A... ar
 
 namespace paw {
 
-// tanh to about 2 ulp: a polynomial where the quotient would cancel.
+// tanh to about 2 ulp. It uses a polynomial where the quotient would cancel.
 __device__ inline float fast_tanh(float x) {
   const float size = fabsf(x), s = x * x;
   const float p = ((1.643756359e-2f * s - 5.267180450e-2f) * s + 1.332072492e-1f) * s - 3.333294663e-1f;
@@ -65,12 +65,12 @@ __device__ inline int warp() { return threadIdx.x / 32; }
 
 template <class T>
 struct Partials {
-  T of[32];  // one a warp
+  T of[32];  // one per warp
 };
 
 __device__ inline double merge(double a, double b) { return a + b; }
 
-// Merges the 32 values of a warp, in a fixed order; merge(T, T) must commute.
+// Merges the 32 values of a warp in a fixed order. merge(T, T) must commute.
 template <class T>
 __device__ T warp_reduce(T value) {
   for (int mask = 16; mask > 0; mask /= 2) {
@@ -84,7 +84,7 @@ __device__ T warp_reduce(T value) {
   return value;
 }
 
-// The same over a block; the result is warp 0's. Once in a kernel. `none` is neutral.
+// The same over a block. Only warp 0 gets the result. Call it once in a kernel. `none` is neutral.
 template <class T>
 __device__ T block_reduce(T value, T none) {
   SHARED(Partials<T>, partials);
@@ -107,8 +107,9 @@ struct Scan {
   int before, total;
 };
 
-// Sum of the values of the block's threads before this one, and of all. One object in a kernel, for any number of calls:
-// by turns they use two buffers, so one barrier each is enough.
+// Sums the values of the block's threads before this one, and of all threads. A kernel has one
+// object for any number of calls. The calls alternate between two buffers, so one barrier per call
+// is enough.
 class BlockScan {
  public:
   __device__ Scan operator()(int value) {

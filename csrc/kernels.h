@@ -1,5 +1,6 @@
-// The CUDA kernels as functions on raw device pointers. Each starts one kernel on `stream` and answers its error code.
-// Legend: n rows of V logits, L rows that have a gradient; every other array has one element a row unless noted.
+// The CUDA kernels as functions on raw device pointers. Each starts one kernel on `stream` and
+// returns its error code. Notation: n rows of V logits, L rows that have a gradient. Other arrays
+// have one element per row unless noted.
 #pragma once
 
 #include <cstdint>
@@ -22,16 +23,17 @@ struct Rows {
 
 struct Statistics {
   float *logp, *entropy;
-  float *top, *log_total;  // max u, and logsumexp(z - top scale): apart, because their sum would round small ones away
+  float *top, *log_total;  // max u, logsumexp(z - top scale); their sum would lose small values
 };
 
 enum class Type { float32, bfloat16, float16 };
 
 cudaError_t row_statistics(Rows rows, int64_t n, Statistics out, cudaStream_t stream);
 
-// Row k < L of the logits becomes, in place, scale (a (1[j = y] - p_j) - c p_j (log p_j + H)) du/dlogit of row source[k],
-// written as `type` from the first byte of row k on. source[k] is k, or at least L while row k is no source: so rows are
-// independent. logp is not read; c may be null.
+// In place, row k < L of the logits becomes scale (a (1[j = y] - p_j) - c p_j (log p_j + H))
+// du/dlogit of row source[k], written as `type` starting at the first byte of row k. source[k] is
+// k, or it is at least L and no row reads row k, so rows are independent. logp is not read. c may
+// be null.
 cudaError_t row_gradient(Rows rows, const int64_t* source, int64_t L, Statistics of, const float* a, const float* c,
                          Type type, cudaStream_t stream);
 

@@ -1,6 +1,7 @@
 // Row operations of the CPU head: statistics of a softmax, and the gradient of its logits in place.
-// Plain C interface on raw pointers (no torch, no Python headers), so building it needs a C++ compiler and nothing else.
-// Every row is one thread's; blocks of a row stay in the first-level cache, so memory is read once per operation.
+// It has a plain C interface on raw pointers (no torch, no Python headers), so building it needs
+// only a C++ compiler. One thread handles each row. Blocks of a row stay in the first-level cache,
+// so memory is read once per operation.
 
 #include <cfloat>
 #include <cmath>
@@ -22,12 +23,13 @@ namespace {
 constexpr int64_t BLOCK = 2048, LANES = 16;
 const float zeros[BLOCK] = {};
 
-constexpr float LOWEST = -88.0f;  // of an exponent that is looked at: e to it is 0 here
+constexpr float LOWEST = -88.0f;  // smallest exponent in use: exp of it is 0 here
 
-// exp for LOWEST <= x <= 88, to about 1 ulp; 0 below -87.7; NaN stays NaN. Branch-free, so that the compiler can
-// vectorise it.
+// exp for LOWEST <= x <= 88, to about 1 ulp. It is 0 below -87.7, and NaN stays NaN. It has no
+// branches, so that the compiler can vectorise it.
 inline __attribute__((always_inline)) float exp_above(float x) {
-  // 1.5 * 2^23: adding it rounds to an integer, held in the low mantissa bits. And 127: as the bits of an exponent.
+  // Adding 1.5 * 2^23 rounds to an integer, held in the low mantissa bits. Adding 127 makes these
+  // the bits of an exponent.
   const float magic = 12582912.0f + 127.0f;
   const float shifted = x * 1.44269504f + magic;
   const float n = shifted - magic;
@@ -50,7 +52,8 @@ inline __attribute__((always_inline)) float exp_above(float x) {
 
 inline __attribute__((always_inline)) float bounded(float x) { return x < LOWEST ? LOWEST : x; }
 
-// tanh to about 2 ulp: a polynomial where the quotient would cancel. The same as in device.cuh and _triton_kernels.py.
+// tanh to about 2 ulp. It uses a polynomial where the quotient would cancel, as do device.cuh and
+// _triton_kernels.py.
 inline __attribute__((always_inline)) float fast_tanh(float x) {
   const float size = std::fabs(x), s = x * x;
   const float p = ((1.643756359e-2f * s - 5.267180450e-2f) * s + 1.332072492e-1f) * s - 3.333294663e-1f;
@@ -66,11 +69,11 @@ inline __attribute__((always_inline)) void cap(const float* u, const float* b, f
 
 struct Sums {
   float top, chosen;  // the largest logit and the target's, with bias, capped, before scaling
-  double sum, dot;    // of exp(z - max), and of exp(z - max) (z - max): both keep their sign, nothing cancels
+  double sum, dot;    // of exp(z - max), and of exp(z - max) (z - max): one sign each, no cancelling
 };
 
 CLONES Sums statistics(const float* row, const float* bias, float scale, float softcap, int64_t V, int64_t target) {
-  Sums of{-FLT_MAX, 0, 0, 0};  // a finite top: -inf - -inf is NaN
+  Sums of{-FLT_MAX, 0, 0, 0};  // the top is finite, because -inf - -inf is NaN
   float value[BLOCK];
   for (int64_t start = 0; start < V; start += BLOCK) {
     const int64_t n = V - start < BLOCK ? V - start : BLOCK, here = target - start;
@@ -81,10 +84,11 @@ CLONES Sums statistics(const float* row, const float* bias, float scale, float s
     else
       for (int64_t j = 0; j < n; j++) value[j] = u[j] + b[j];
     if (here >= 0 && here < n) of.chosen = value[here];
-    // Whole vectors from here on: one by one, the last 8 of 600 took a fifth of the time. e of the padding is 0.
+    // Only whole vectors from here on: one by one, the last 8 of 600 took a fifth of the time. e of
+    // the padding is 0.
     const int64_t half = (n + 2 * LANES - 1) / (2 * LANES) * LANES;
     for (int64_t j = n; j < 2 * half; j++) value[j] = -INFINITY;
-    float top = of.top, other = of.top;  // two, because each waits for its own last one
+    float top = of.top, other = of.top;  // two, because each waits for its own previous value
 #pragma omp simd reduction(max : top, other)
     for (int64_t j = 0; j < half; j++) {
       top = value[j] > top ? value[j] : top;
@@ -158,7 +162,7 @@ CLONES void gradient(const float* row, float* out, const float* bias, float scal
 
 extern "C" {
 
-// Renamed whenever a function below changes, so that Python never calls an older library.
+// Rename this whenever a function below changes, so that Python never calls an older library.
 extern const int paw_cpu_interface_4 = 4;
 
 // logits [n, V], rows `stride` apart; bias [V] or null; target [n] in [0, V). u = logits + bias, or with a softcap > 0
@@ -177,9 +181,10 @@ void paw_row_statistics(const float* logits, int64_t stride, const float* bias, 
   }
 }
 
-// Row k < L of logits becomes dL/dlogits of row source[k]: scale (a (1[j = y] - p_j) - c p_j (log p_j + H)) du/dlogit.
-// target, top, log_total, entropy, a and c (or null) belong to the n rows before packing. Each source[k] is k, or lies at
-// or beyond L while row k is no source: then no row that is written is read by another.
+// Row k < L of logits becomes dL/dlogits of row source[k]: scale (a (1[j = y] - p_j) - c p_j (log
+// p_j + H)) du/dlogit. target, top, log_total, entropy, a and c (or null) belong to the n rows
+// before packing. Each source[k] is k, or it is at least L and no row reads row k. So no row reads
+// a row that is overwritten.
 void paw_row_gradient(float* logits, int64_t stride, const float* bias, const int64_t* target, const int64_t* source,
                       const float* top, const float* log_total, const float* entropy, const float* a, const float* c,
                       float scale, float softcap, int64_t L, int64_t V, int threads) {
@@ -191,7 +196,7 @@ void paw_row_gradient(float* logits, int64_t stride, const float* bias, const in
   }
 }
 
-// source [n] and the number of chosen rows as `_native.pack` has them.
+// Writes source [n] and the number of chosen rows, as in `_native.pack`.
 int64_t paw_pack(const bool* chosen, int64_t n, int64_t* source) {
   int64_t L = 0;
   for (int64_t i = 0; i < n; i++) L += chosen[i];
@@ -204,9 +209,9 @@ int64_t paw_pack(const bool* chosen, int64_t n, int64_t* source) {
   return L;
 }
 
-// Whether all of values [n] lie in [0, limit).
+// Whether all of values [n] are in [0, limit).
 bool paw_in_range(const int64_t* values, int64_t n, int64_t limit) {
-  uint64_t most = 0;  // negative ones are the largest
+  uint64_t most = 0;  // negative values become the largest
   for (int64_t i = 0; i < n; i++) most = uint64_t(values[i]) > most ? values[i] : most;
   return n == 0 || most < uint64_t(limit);
 }
@@ -218,11 +223,12 @@ bool paw_finite(const uint32_t* values, int64_t n) {
   return most < 0xFF000000u;
 }
 
-// Has memory that is about to be written mapped at once: a fault for each of its pages takes 1.5 times as long.
+// Maps memory that is about to be written at once. A fault for each page would take 1.5 times as
+// long.
 void paw_claim(char* start, int64_t bytes, int threads) {
 #ifdef __linux__
   constexpr int64_t PAGE = 4096, STEP = 8 << 20;
-  constexpr int POPULATE_WRITE = 23;  // Linux 5.14; before, an error that leaves all as it was
+  constexpr int POPULATE_WRITE = 23;  // Linux 5.14; an error without effect before that
   char* const first = start + (-reinterpret_cast<intptr_t>(start) & (PAGE - 1));
   const int64_t size = (bytes - (first - start)) / PAGE * PAGE;
 #pragma omp parallel for num_threads(threads) schedule(static)

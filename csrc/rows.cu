@@ -1,5 +1,5 @@
-// Row kernels of the head: statistics of a softmax, and the gradient of its logits in place.
-// Bytes of device memory a row: 4 V for the statistics, (4 + size) V for the gradient.
+// Row kernels of the head: statistics of a softmax, and the gradient of its logits in place. Bytes
+// of device memory accessed per row: 4 V for the statistics, (4 + size) V for the gradient.
 
 #include <type_traits>
 
@@ -10,11 +10,12 @@ namespace paw {
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int LOADS = 4;         // 16-byte vectors of a thread in a tile: as many loads in flight
-constexpr float FLOOR = -126.f;  // exp(FLOOR) is 0: bounds a logarithm that is multiplied by its own exponential
+constexpr int LOADS = 4;         // 16-byte vectors of a thread in a tile; all of them load at once
+constexpr float FLOOR = -126.f;  // exp(FLOOR) is 0; bounds log p in p log p
 
-// top of u, sum of exp((u - top) scale), and dot of these times (u - top) scale: each has one sign, so log(sum) - dot / sum
-// does not cancel. A difference is taken before it is scaled: exact however large the logits are, and 0 at the top.
+// top is max u, sum adds exp((u - top) scale), and dot adds these times (u - top) scale. Each has
+// one sign, so log(sum) - dot / sum does not cancel. The difference is taken before scaling, so it
+// is exact however large the logits are, and 0 at the top.
 struct Sums {
   float top, sum, dot, scale;
 
@@ -39,7 +40,7 @@ struct Sums {
   }
 };
 
-__device__ Sums no_sums(float scale) { return {-3.402823466e38f, 0, 0, scale}; }  // a finite top: -inf - -inf is NaN
+__device__ Sums no_sums(float scale) { return {-3.402823466e38f, 0, 0, scale}; }  // finite, because -inf - -inf is NaN
 
 __device__ Sums merge(Sums a, Sums b) {
   const float high = fmaxf(a.top, b.top);
@@ -58,13 +59,14 @@ struct Softmax {
   }
 };
 
-// A row cut into aligned vectors: vector i holds the logits 4 i - shift + {0, 1, 2, 3}, with -inf outside of [0, V).
+// A row cut into aligned vectors. Vector i holds the logits 4 i - shift + {0, 1, 2, 3}, with -inf
+// outside [0, V).
 template <bool CAPPED>
 struct Row {
   const float *x, *bias;
   float scale, softcap, inverse;
   int V, shift;
-  int whole_end;  // vectors that begin before it, from 0 on, do not reach beyond V
+  int whole_end;  // vectors from 0 up to this one (exclusive) do not reach beyond V
 
   __device__ Row(const Rows& rows, int64_t k)
       : x(rows.logits + k * rows.stride), bias(rows.bias), scale(rows.scale), softcap(rows.softcap),
@@ -83,7 +85,7 @@ struct Row {
     return {at(first(i)), at(first(i) + 1), at(first(i) + 2), at(first(i) + 3)};
   }
 
-  // The thread's vectors of the tile at `start`. Away from the ends no load waits for another.
+  // The thread's vectors of the tile at `start`. Except at the ends, no load waits for another.
   __device__ void load(float4 (&to)[LOADS], int start) const {
     const bool clear = whole(start) && whole(start + LOADS * blockDim.x - 1);
 #pragma unroll
@@ -149,7 +151,7 @@ struct Gradient {
     }
   }
 
-  // Then, by the same thread, the target.
+  // Then the same thread writes the target.
   template <class T, class R>
   __device__ void store_target(T* out, const R& row, int target, float u) const {
     alignas(2 * sizeof(T)) T d[2];
@@ -195,7 +197,8 @@ __global__ void __launch_bounds__(THREADS, 4)
   for (int start = 0; start < row.vectors(); start += tile) {
     float4 x[LOADS];
     row.load(x, start);
-    // 16-bit values of the first v vectors lie on the first v / 2 + 1: all threads must have read those.
+    // 16-bit values of the first v vectors overwrite the first v / 2 + 1, so all threads must have
+    // read those.
     if (sizeof(T) < sizeof(float) && start >= safe) {
       __syncthreads();
       safe = 2 * start + tile;
@@ -209,21 +212,21 @@ __global__ void __launch_bounds__(THREADS, 4)
   if (mine) gradient.store_target(out, row, target, u_target);
 }
 
-// Threads of a block that has so many vectors: whole warps, at most one tile's.
+// Number of threads of a block for that many vectors: whole warps, at most enough for one tile.
 int threads(int vectors) {
   const int warps = (vectors + 32 * LOADS - 1) / (32 * LOADS);
   return 32 * (warps < 1 ? 1 : warps < THREADS / 32 ? warps : THREADS / 32);
 }
 
-int vectors(int V) { return (V + 6) / 4; }  // of the worst aligned row
+int vectors(int V) { return (V + 6) / 4; }  // of the worst-aligned row
 
-// launch(capped), a type with a constant value.
+// Calls launch(capped), where capped is a type with a constant value.
 template <class Launch>
 cudaError_t with(float softcap, Launch launch) {
   return softcap > 0 ? launch(std::true_type()) : launch(std::false_type());
 }
 
-// launch(T(), capped) with the T of `type`.
+// Calls launch(T(), capped) with the T of `type`.
 template <class Launch>
 cudaError_t with(Type type, float softcap, Launch launch) {
   return with(softcap, [&](auto capped) {

@@ -1,4 +1,4 @@
-// The compaction scan: its result depends on nothing but the input, bit for bit.
+// The compaction scan. Its result depends only on the input, bit for bit.
 
 #include "device.cuh"
 #include "kernels.h"
@@ -6,7 +6,7 @@
 namespace paw {
 namespace {
 
-constexpr int SELECT_THREADS = 1024;  // one block: no other launch, nor the host, is needed to know its total
+constexpr int SELECT_THREADS = 1024;  // one block, so the total needs no other launch or host
 
 __global__ void __launch_bounds__(SELECT_THREADS)
     pack_kernel(const bool* __restrict__ live, int n, int64_t* source, int64_t* count) {
@@ -17,7 +17,8 @@ __global__ void __launch_bounds__(SELECT_THREADS)
   for (int k = thread; k < n; k += SELECT_THREADS) here += live[k];
   const int L = scan(here).total;
 
-  // The h-th hole below L is noted at source[L + h], then filled by the h-th live row from L on: there are as many.
+  // The h-th hole below L is noted at source[L + h], then filled by the h-th live row from L on.
+  // There are equally many.
   int holes = 0;
   for (int start = 0; start < L; start += SELECT_THREADS) {
     const int k = start + thread;
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(SELECT_THREADS)
   for (int start = L; start < n; start += SELECT_THREADS) {
     const int k = start + thread;
     const bool mover = k < n && live[k];
-    const Scan of = scan(mover);  // its barrier stands between the notes and their readers
+    const Scan of = scan(mover);  // its barrier separates writing the notes from reading them
     if (mover) source[source[L + movers + of.before]] = k;
     movers += of.total;
   }

@@ -1,5 +1,5 @@
-// The CUDA kernels behind the operators that paw_kernels defines in Python, on torch's stable ABI: a build against one
-// release of torch from TORCH_TARGET_VERSION on serves them all.
+// The CUDA kernels behind the operators that paw_kernels defines in Python. They use torch's stable
+// ABI, so one build serves all torch releases from TORCH_TARGET_VERSION on.
 
 #include <optional>
 #include <stdexcept>
@@ -16,7 +16,7 @@
 #ifndef PAW_ON_CPU
 #define PAW_NAMESPACE paw_kernels
 #define PAW_DEVICE CUDA
-// Weak: so the library loads beside a torch without CUDA too, where it is never called.
+// Weak, so that the library also loads with a torch without CUDA, which never calls it.
 extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
 #endif
 
@@ -26,7 +26,7 @@ using std::optional;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// One call on the device of `like`: current while this lives.
+// One call on the device of `like`, which is current while this object lives.
 class Call {
  public:
 #ifdef PAW_ON_CPU
@@ -65,7 +65,7 @@ class Call {
 
   void check(cudaError_t error) const {
     if (error == cudaSuccess) return;
-    cudaGetLastError();  // so that nobody else reports it again
+    cudaGetLastError();  // clears the error, so that nothing else reports it again
     throw std::runtime_error(std::string("paw_kernels: ") + cudaGetErrorString(error));
   }
 
@@ -94,7 +94,7 @@ paw::Type type_of(ScalarType dtype) {
 }
 
 int size_of(const Tensor& tensor, const char* name) {
-  STD_TORCH_CHECK(tensor.numel() <= INT32_MAX, name, " must have less than 2^31 elements");
+  STD_TORCH_CHECK(tensor.numel() <= INT32_MAX, name, " must have fewer than 2^31 elements");
   return int(tensor.numel());
 }
 
@@ -136,8 +136,8 @@ std::tuple<Tensor, Tensor> pack(Tensor live) {
 
 }  // namespace
 
-// What it was built for, oldest first, 800 for sm_80. Renamed whenever an operator changes, so that Python never calls an
-// older library.
+// The architectures it was built for, oldest first, 800 for sm_80. Rename this whenever an operator
+// changes, so that Python never calls an older library.
 extern "C" __attribute__((visibility("default"), used)) const int paw_cuda_interface_4[] = {__CUDA_ARCH_LIST__};
 
 STABLE_TORCH_LIBRARY_IMPL(PAW_NAMESPACE, PAW_DEVICE, m) {

@@ -1,4 +1,4 @@
-"""PaW: a lean trainer for language agents that learn to act and to predict their world at once.
+"""PaW: a lean trainer for language agents that learn to act and to predict their world together.
 
 arXiv 2606.02388. The functions of this module do what the commands of the same names do;
 docs/python.md shows each.

@@ -8,10 +8,10 @@ from paw.processes import watcher
 
 
 def run() -> None:
-    """The `paw` command, under a parent process that watches it.
+    """Run the `paw` command under a parent process that watches it.
 
-    Ctrl-C ends it at once while it is imported, and training also while things load: there an
-    exception may be swallowed, and inside a C++ library that starts it aborts.
+    While `paw` is being imported, Ctrl-C ends it at once. In training, it does so while things load
+    too: an exception there may be swallowed, or abort a C++ library that is starting.
     """
     watcher.watch(sys.argv[1:])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -22,7 +22,7 @@ def run() -> None:
 
 
 def _end_at_once(*_: object) -> NoReturn:
-    """The handler of Ctrl-C while things load; of several ranks the first prints a line."""
+    """Handle Ctrl-C while things load. With several ranks, only the first prints a line."""
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):
             os.write(2, b"\npaw: interrupted while loading\n")

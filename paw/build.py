@@ -1,6 +1,6 @@
-"""From a configuration to the parts of a run: environment, models, engine, optimizer.
+"""Build the parts of a run from its configuration: environment, models, engine, optimizer.
 
-Cheap checks come first.
+Cheap checks run first.
 """
 
 import os
@@ -44,11 +44,11 @@ from paw.rundir.resume import recorded_dtype
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a run asks of the tools before it loads a model: the core imports none of them."""
+    """What a run needs from the tools before it loads a model. The core does not import tools."""
 
     start_model: Callable[[Path | None, Config, Callable[[str], None]], str]
     """(directory of a run to resume, configuration, message) -> the model's folder, or its Hugging
-    Face name. `message` is called with lines about the progress."""
+    Face name. `message` is called with each line of progress."""
     check_memory: Callable[[Config, torch.device, Ranks], None]
     """Raises UserError if model and optimizer cannot fit this machine."""
 
@@ -57,7 +57,7 @@ WITHOUT_TOOLS = Preparation(
     start_model=lambda resumed, config, message: config.model.path,
     check_memory=lambda config, device, ranks: None,
 )
-"""For configurations that name their model; memory is not planned."""
+"""For configurations that name their model. It does not plan memory."""
 
 
 @dataclass
@@ -67,8 +67,8 @@ class Parts:
     chat: Chat
     policy: Policy
     reference: Policy
-    """The policy itself if there is no separate one: with LoRA, whose adapters are switched off for
-    it, or without a KL term."""
+    """The policy itself if there is no separate model. That is so without a KL term, and with LoRA,
+    whose adapters are switched off to get the reference."""
     critic: Critic | None
     engine: Engine
     learners: list[Learner]
@@ -77,12 +77,12 @@ class Parts:
     path: str
     """The model's folder on this machine, or its Hugging Face name."""
     info: dict[str, Any]
-    """For run.json: start (the model it began from), dtype that it is computed in, backend of the
-    head, warmup_s."""
+    """For run.json: start (the model it began from), the dtype of its computations, the backend of
+    the head, warmup_s."""
 
 
 class Kernels(NamedTuple):
-    """What the models compute with."""
+    """The kernels that the models use."""
 
     head_backend: str
     attention: str
@@ -91,7 +91,7 @@ class Kernels(NamedTuple):
 class Models(NamedTuple):
     policy: Policy
     reference: Policy
-    """The policy itself if there is no separate one."""
+    """The policy itself if there is no separate model."""
     critic: Policy | None
 
     @property
@@ -105,9 +105,9 @@ class Models(NamedTuple):
 
 
 def join_ranks(device: torch.device, *, episodes: int, peer_timeout_s: float = 600.0) -> Ranks:
-    """Meet the other ranks that torchrun's environment variables announce.
+    """Join the other ranks described by torchrun's environment variables.
 
-    Raises UserError if the variables do not fit together, or if there are more ranks than
+    Raises UserError if the variables contradict each other, or if there are more ranks than
     `episodes` in an update.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
@@ -121,7 +121,7 @@ def join_ranks(device: torch.device, *, episodes: int, peer_timeout_s: float = 6
 
 
 def check_environment(config: Config) -> EnvFactory:
-    """The environment of the run.
+    """Return the environment of the run.
 
     Raises UserError if the environment or the agent is unusable, or reward_max is missing.
     """
@@ -135,7 +135,7 @@ def check_environment(config: Config) -> EnvFactory:
 
 
 def check_extras(config: Config, device: torch.device) -> None:
-    """Raises UserError if a library that the configuration needs is missing, or its engine is."""
+    """Raises UserError if the engine, or a library that the configuration needs, is missing."""
     find_engine(config.engine.type)
     if config.lora.rank:
         needed("peft", "lora.rank", "lora")
@@ -146,11 +146,11 @@ def check_extras(config: Config, device: torch.device) -> None:
 def choose_dtype(
     config: Config, device: torch.device, ranks: Ranks, *, resumed: Path | None
 ) -> tuple[str, list[str]]:
-    """(the dtype that the run is computed in, lines to report about it); a call of all ranks.
+    """Return (the dtype of the run's computations, lines to report). All ranks must call it.
 
-    "auto" is bfloat16 if that suits the machines of all ranks. A run that is resumed, from its
-    directory `resumed`, keeps the dtype that it began in: another would give other numbers, and
-    with LoRA another base model.
+    "auto" means bfloat16 if that suits the machines of all ranks. A run that is resumed from its
+    directory `resumed` keeps the dtype it began with. A different dtype would give different
+    numbers, and with LoRA a different base model.
     """
     if config.model.dtype != "auto":
         return config.model.dtype, []
@@ -161,7 +161,7 @@ def choose_dtype(
         return dtype, []
     change = f"--model.dtype {dtype}, which suits this machine, changes that"
     return began_in, [
-        f"model.dtype = 'auto': the run began in {began_in} and goes on in it ({change})"
+        f"model.dtype = 'auto': the run began in {began_in} and continues in it ({change})"
     ]
 
 
@@ -175,10 +175,10 @@ def build(
     preparation: Preparation,
     message: Callable[[str], None],
 ) -> Parts:
-    """Load, shard and check everything, with rank 0's weights; a call of all ranks.
+    """Load, shard and check everything, with rank 0's weights. All ranks must call it.
 
-    `stack` gets what has to be closed. `resumed` is the directory of a run to resume, which began
-    from its own warm-up model. `config.model.dtype` must not be "auto".
+    Whatever has to be closed is added to `stack`. `resumed` is the directory of a run to resume,
+    which began from its own warm-up model. `config.model.dtype` must not be "auto".
     """
     device = pick_device(config.model.device)
     kernels = _agree_on_kernels(config, device, ranks)
@@ -248,10 +248,10 @@ def _observation_encoder(chat: Chat, max_tokens: int) -> Callable[[str], list[in
 
 
 def _agree_on_kernels(config: Config, device: torch.device, ranks: Ranks) -> Kernels:
-    """The kernels of all ranks. Raises UserError if a rank cannot have those of rank 0."""
+    """Return the kernels for all ranks. Raises UserError if a rank cannot use those of rank 0."""
     dtype = config.model.dtype
 
-    # "auto" is resolved by rank 0 alone: measurements on other machines may favour another one.
+    # Rank 0 alone resolves "auto": measurements on other machines may favour a different choice.
     wanted = ranks.broadcast_from_rank0(
         lambda: pick_backend(config.model.head_backend, device, dtype, config.model.path)
     )
@@ -265,14 +265,14 @@ def _agree_on_kernels(config: Config, device: torch.device, ranks: Ranks) -> Ker
     kernels = ranks.run_on_all(pick)
     ranks.check_agreement(
         f"{kernels.head_backend} {kernels.attention}",
-        "rank {} has other kernels than rank 0: install the same, or name some in model.attention "
+        "rank {} has different kernels from rank 0: install the same, or name some in model.attention "
         "and head_backend",
     )
     return kernels
 
 
 def _sent_adapters(config: Config, engine_type: type[Engine]) -> LoraConfig | None:
-    """The adapters that the engine is sent apart from the base weights, if any."""
+    """Return the adapters that are sent to the engine separately from the base weights, if any."""
     if config.lora.rank and config.lora.send == "adapters" and engine_type.takes_adapters:
         return config.lora
     return None
@@ -286,7 +286,7 @@ def _start_engine(
     adapters: LoraConfig | None,
     stack: ExitStack,
 ) -> Closable | None:
-    """The processes that the engine needs, started on rank 0; `stack` closes them."""
+    """Start the processes that the engine needs, on rank 0. `stack` closes them."""
     if not ranks.first:
         return None
     started = start_engine(config, path, device=device, ranks=ranks, lora=adapters)
@@ -298,9 +298,9 @@ def _start_engine(
 def _load_models(
     config: Config, path: str, device: torch.device, kernels: Kernels, ranks: Ranks
 ) -> Models:
-    """The models: on the device if there is one rank, else in host memory until they are sharded.
+    """Load the models: onto the device if there is one rank, else into host memory until sharded.
 
-    On ranks other than the first they are empty.
+    They are empty on all ranks but the first.
     """
     is_alone = ranks.world_size == 1
     shared_options: dict[str, Any] = {
@@ -335,10 +335,10 @@ def _load_models(
 
 
 def _send_buffers(models: Sequence[Policy], ranks: Ranks) -> None:
-    """Give all ranks the buffers of rank 0: the biases of some routers are not parameters.
+    """Give all ranks the buffers of rank 0, because the biases of some routers are not parameters.
 
-    The dtypes are those of rank 0 too: the empty models of other ranks do not have those of the
-    files.
+    The buffers also take the dtypes of rank 0: the empty models of other ranks lack the dtypes of
+    the files.
     """
     buffers = [buffer for model in models for buffer in model.buffers()]
     dtypes = ranks.broadcast_from_rank0(
@@ -367,7 +367,7 @@ def _compile_and_shard(config: Config, models: Models, ranks: Ranks) -> None:
 def _make_learners(
     config: Config, models: Models, ranks: Ranks, packing: Packing
 ) -> tuple[list[Learner], Critic | None]:
-    """The models that are trained, policy first, and the critic if there is one."""
+    """Return the models that are trained: the policy first, then the critic if there is one."""
     policy_learner = Learner(
         prefix="",
         model=models.policy,
@@ -384,7 +384,7 @@ def _make_learners(
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed all generators, after the warm-up: it draws numbers, unless its model was cached."""
+    """Seed all generators, after the warm-up, which draws numbers unless its model was cached."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

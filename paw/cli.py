@@ -1,7 +1,7 @@
 """The command line: `paw train | eval | rollout | ...`, see `paw --help`.
 
 The modules of a command are imported only when it runs, so that `paw --help` is quick. A user's
-mistake is one line on stderr and exit code 2.
+mistake prints one line on stderr and exits with code 2.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SHORT_OPTIONS = {
     "--endpoint": "endpoint.url",
     "--model": "endpoint.model",
 }
-"""Options that are short for a key of the configuration."""
+"""Short options, each for a key of the configuration."""
 OWN_MODEL_OPTION = ("rwml", "plan", "doctor")
 """Commands with an option --model of their own."""
 COMMANDS = {
@@ -54,16 +54,16 @@ COMMANDS = {
     "or check and time the kernels",
 }
 VARIABLES = {
-    # Nothing sends reports of its use.
+    # No library sends usage reports.
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     # torch's profiler does not print its stages.
     "KINETO_LOG_LEVEL": "99",
-    # OpenMP's waiting threads would spin for long, and slow down a machine with other work.
+    # By default, waiting OpenMP threads spin for long and slow down a busy machine.
     "GOMP_SPINCOUNT": "3000",
 }
-"""Environment variables that are set before torch is loaded, unless they are set already."""
+"""Environment variables to set before torch is loaded, unless the user has set them."""
 Overrides = dict[str, str]
 
 
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
 def _set_variables() -> None:
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
-    # Loses less memory to fragments. vLLM's sleeping allocator turns it off for its own pool.
+    # Less memory is lost to fragmentation. vLLM's sleeping allocator turns it off for its own pool.
     allocator = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     if not any(name in os.environ for name in allocator):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -109,7 +109,7 @@ def _run(arguments: list[str]) -> int:
     if unknown_words:
         raise UserError(f"command line: {_unknown(unknown_words[0], takes_overrides)}")
 
-    # The handler of `paw.__main__` leaves at once. Only training keeps it, until it has started.
+    # The handler of `paw.__main__` exits at once. Only training keeps it, until it has started.
     usual_handlers = (signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler)
     if options.name != "train" and signal.getsignal(signal.SIGINT) not in usual_handlers:
         signal.signal(signal.SIGINT, watcher.interrupt)
@@ -122,8 +122,8 @@ def _run(arguments: list[str]) -> int:
 def entry() -> NoReturn:
     """`main` for the shell.
 
-    Ranks and interrupted commands skip the end of the interpreter, in which threads of C++
-    libraries abort now and then.
+    Ranks and interrupted commands skip the interpreter's shutdown, during which threads of C++
+    libraries sometimes abort.
     """
     try:
         code = main()
@@ -157,7 +157,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(words: list[str]) -> argparse.ArgumentParser:
-    """All commands by name, with the arguments of the one that `words` begin with."""
+    """Return a parser of all commands, with the arguments of the one that begins `words`."""
     parser = _Parser(
         prog="paw", description="Policy and world-model co-training for language agents."
     )
@@ -175,7 +175,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
 
 
 def _unknown(word: str, takes_overrides: bool) -> str:
-    """What is wrong with a word of the command line that is neither an argument nor an override."""
+    """Explain what is wrong with a word that is neither an argument nor an override."""
     if not word.startswith("--"):
         return f"'{clean(word)}' is not an option; overrides look like --optim.lr 5e-4"
     if not takes_overrides:
@@ -187,9 +187,9 @@ def _unknown(word: str, takes_overrides: bool) -> str:
 
 
 def _split_overrides(arguments: list[str]) -> tuple[list[str], Overrides]:
-    """(other arguments, overrides) of a command line.
+    """Split a command line into (other arguments, overrides).
 
-    Overrides are `--a.b value`, `--a.b=value` and the options that are short for them.
+    Overrides are `--a.b value`, `--a.b=value` and their short options.
     """
     others: list[str] = []
     overrides: Overrides = {}

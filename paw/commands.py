@@ -33,7 +33,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> Command:
 
 
 def _run_of(module: str) -> Command:
-    """The function `run(options, overrides)` of a module, which is imported when it is called."""
+    """Return a module's function `run(options, overrides)`. Its first call imports the module."""
 
     def run(options: argparse.Namespace, overrides: Overrides) -> int:
         return importlib.import_module(module).run(options, overrides)
@@ -51,11 +51,15 @@ def _train(parser: argparse.ArgumentParser) -> Command:
         const="auto",
         default="",
         metavar="CHECKPOINT",
-        help="continue this run (of the name's highest number), from its newest checkpoint "
+        help="continue this run (the highest number of its name) from its newest checkpoint "
         "or from step_NNNNNN",
     )
     parser.add_argument(
-        "--gpus", type=int, default=1, metavar="N", help="GPUs, or CPUs: a process each"
+        "--gpus",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of GPUs (or CPUs), one process each",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration, and stop"
@@ -64,7 +68,7 @@ def _train(parser: argparse.ArgumentParser) -> Command:
 
 
 def _train_epilog() -> str:
-    """How an environment of one's own is named, and the names of all recipes."""
+    """Explain how to name an environment of your own, and list all recipes."""
     names = textwrap.fill(
         "  ".join(recipe_names()),
         width=100,
@@ -158,20 +162,20 @@ def _plan(parser: argparse.ArgumentParser) -> Command:
         "--gpus",
         default="1x80GB",
         metavar="NxGB",
-        help="all cards, and their memory (default: %(default)s)",
+        help="number of cards, and the memory of each (default: %(default)s)",
     )
     parser.add_argument(
         "--host-gib",
         type=float,
         metavar="N",
-        help="memory of a host (default: not limited)",
+        help="memory of a host (default: unlimited)",
     )
     parser.add_argument(
         "--hosts",
         type=int,
         default=1,
         metavar="N",
-        help="hosts the cards are in (default: 1)",
+        help="number of hosts that hold the cards (default: 1)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the recipe that fits")
@@ -201,24 +205,24 @@ def _experiment(parser: argparse.ArgumentParser) -> Command:
         type=int,
         default=1,
         metavar="N",
-        help="runs at once, of one thread if several",
+        help="runs at once; each uses one thread if there are several",
     )
     parser.add_argument(
         "--gpus",
         type=int,
         default=1,
         metavar="N",
-        help="of each run, as `paw train --gpus N`",
+        help="GPUs of each run, as in `paw train --gpus N`",
     )
     parser.add_argument(
-        "--report-only", action="store_true", help="train nothing, use what is finished"
+        "--report-only", action="store_true", help="train nothing; report what is finished"
     )
     _add_variants(parser)
     return _run_of("paw.tools.experiment.compare")
 
 
 def _add_variants(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say which variants are compared."""
+    """Add the arguments that say which variants are compared."""
     parser.add_argument(
         "--variants",
         default="grpo,paw,ce,constant,unselected",
@@ -238,7 +242,7 @@ def _add_variants(parser: argparse.ArgumentParser) -> None:
         type=parse_seeds,
         default=[],
         metavar="N",
-        help="seeds of the first two variants, if they are to have more",
+        help="seeds of the first two variants, if they need more",
     )
     listing = "\n".join(
         f"{name:12} {description}\n{'':12} {keys}" for name, (keys, description) in VARIANTS.items()
@@ -250,7 +254,7 @@ def _add_variants(parser: argparse.ArgumentParser) -> None:
 
 def _sft(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument(
-        "model", help="model folder, Hugging Face name or run directory: what learns"
+        "model", help="model to train: a model folder, Hugging Face name or run directory"
     )
     parser.add_argument(
         "--recipe",
@@ -266,7 +270,7 @@ def _sft(parser: argparse.ArgumentParser) -> Command:
         "--out",
         type=Path,
         required=True,
-        help="folder to write; stopped, the same command goes on from there",
+        help="folder to write; if stopped, the same command continues from there",
     )
     return _run_of("paw.tools.sft.sft")
 
@@ -304,7 +308,7 @@ def _play(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="one command a line in, one JSON object a line out",
+        help="read one command per line, write one JSON object per line",
     )
     return _run_of("paw.tools.play.play")
 
@@ -338,7 +342,7 @@ def _data(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument(
         "env",
         choices=["alfworld", "webshop", "search", "smollm2"],
-        help="whose files are meant",
+        help="environment or model that the files belong to",
     )
     parser.add_argument(
         "--dir",
@@ -418,9 +422,11 @@ def _export(parser: argparse.ArgumentParser) -> Command:
         "--push",
         default="",
         metavar="USER/NAME",
-        help="send it to the Hugging Face hub, as a private model",
+        help="push it to the Hugging Face hub as a private model",
     )
-    parser.add_argument("--public", action="store_true", help="with --push: a new one is public")
+    parser.add_argument(
+        "--public", action="store_true", help="with --push: make a new repository public"
+    )
     return _run_of("paw.tools.export")
 
 
@@ -437,13 +443,13 @@ def _doctor(parser: argparse.ArgumentParser) -> Command:
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="a model's folder or Hugging Face name: can it be trained?",
+        help="model folder or Hugging Face name: report whether it can be trained",
     )
     parser.add_argument("--json", action="store_true", help="with --model: as JSON")
     parser.add_argument(
         "--kernels",
         action="store_true",
-        help="check every backend of the head here; with --model, time them",
+        help="check every backend of the head on this machine; with --model, time them",
     )
     parser.add_argument(
         "--shape", metavar="VxD", help="with --kernels: time them at the size of this head"
@@ -485,7 +491,7 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
         "--host", default="127.0.0.1", help="address to listen at (default: %(default)s)"
     )
     parser.add_argument(
-        "--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)"
+        "--port", type=int, default=8000, help="port; 0 picks a free one (default: %(default)s)"
     )
 
 

@@ -1,7 +1,7 @@
-"""User-facing errors, and text that is safe to print.
+"""Errors for users, and text that is safe to print.
 
-A mistake of the user ends the command with one line and exit code 2 (UserError). Whatever an
-environment, a model or a server wrote passes `clean` before it reaches a terminal or a log.
+A user's mistake (UserError) ends the command with one line and exit code 2. Text from an
+environment, a model or a server goes through `clean` before it reaches a terminal or a log.
 """
 
 import difflib
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 LINE_CHARS = 2000
-"""Characters of a line on the terminal."""
+"""Maximum characters of a line on the terminal."""
 ESCAPE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?|\x1b(?:[]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?"
 )
-"""Terminal control sequences (ECMA-48): colours and cursors, then titles and clipboards, then short
-ones."""
+"""Terminal control sequences (ECMA-48): first colours and cursors, then titles and clipboards, then
+short sequences."""
 PASSWORD = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]*://[^\s/?#@:]*:)[^\s/?#]*@")
 """A URL up to the end of its password: scheme://user:password@."""
 HIDDEN = "***"
@@ -31,8 +31,8 @@ HIDDEN = "***"
 class UserError(Exception):
     """A user-facing error.
 
-    The message names the value, where it came from and the fix, in one line. Passwords of URLs in
-    it become ***.
+    The message is one line that gives the value, its source and the fix. Passwords in its URLs
+    become ***.
     """
 
     exit_code = 2
@@ -50,22 +50,22 @@ class NoOracleError(Exception):
 
 
 class EnvironmentFailure(Exception):
-    """The environment broke, through no fault of the agent: its episode is dropped.
+    """The environment broke through no fault of the agent, so its episode is dropped.
 
     The message is one line.
     """
 
 
 OURS = (KeyboardInterrupt, UserError)
-"""The exceptions by which an environment may end a run.
+"""The only exceptions from an environment that may end a run.
 
-Anything else that it raises, SystemExit too, costs only its own episode.
+Any other exception, even SystemExit, costs only the episode that raised it.
 """
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Ignore whatever a broken or no longer needed environment raises, except Ctrl-C."""
+    """Ignore whatever an environment that is broken or no longer needed raises, except Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
@@ -75,7 +75,7 @@ def quietly() -> Iterator[None]:
 
 
 def masked(value: Any) -> Any:
-    """A text, or a tree of lists and dicts, with the password of every URL in it replaced by ***.
+    """Return a text, or a tree of lists and dicts, with the password of every URL replaced by ***.
 
     >>> masked({"urls": ["http://me:secret@host:8000/v1", "http://host"]})
     {'urls': ['http://me:***@host:8000/v1', 'http://host']}
@@ -96,14 +96,14 @@ def others_code(
     is_exempt: Callable[[Exception], bool] = lambda error: False,
     all_theirs: bool = False,
 ) -> Iterator[None]:
-    """Raise a failure of a user's own code, SystemExit included, as OthersCodeError.
+    """Turn a failure of a user's own code, including SystemExit, into OthersCodeError.
 
-    Its message is one line that begins with `origin`, the key that names the code, and says where
+    Its message is one line. It begins with `origin`, the key that names the code, and says where
     the code failed.
 
-    An Exception that did not pass through a user's code is a bug of ours or of a library, and is
-    raised as it is, unless only a user's code runs in the block (`all_theirs`). An Exception for
-    which `is_exempt` is true is raised as it is too.
+    An Exception that did not pass through a user's code is a bug in PaW or a library, and is raised
+    unchanged, unless the block runs only a user's code (`all_theirs`). An Exception for which
+    `is_exempt` is true is also raised unchanged.
     """
     try:
         yield
@@ -119,11 +119,11 @@ def others_code(
 
 
 def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:
-    """`value` as text that is safe to print: at most `limit` characters, one line unless `lines`.
+    """Return `value` as safe text of at most `limit` characters, on one line unless `lines`.
 
-    Control sequences, control characters, bidirectional and zero-width controls are removed, lone
-    surrogates become question marks, and line ends become spaces, so that no text fakes a line of
-    progress. Passwords of URLs become ***.
+    Control sequences, control characters, and bidirectional and zero-width controls are removed.
+    Lone surrogates become question marks. Line ends become spaces, so that no text can fake a line
+    of progress. Passwords in URLs become ***.
 
     >>> clean("it\\x1b[2J broke\\nstep 99/99\\u202e \\ud800!", 20)
     'it broke step 99/99 ...'
@@ -147,13 +147,13 @@ def clean(value: object, limit: int = 500, *, lines: bool = False) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an exception as one line, also of one whose `__str__` raises."""
+    """Return an exception's type and message as one line, even if its `__str__` raises."""
     return f"{type(error).__name__}: {clean(error)}".removesuffix(": ")
 
 
 def user_location(error: BaseException) -> str:
-    """ " (FILE, line N)" of the last line of a user's own code that an exception passed, or ""."""
-    if isinstance(error, SyntaxError):  # its message has the line
+    """Return " (FILE, line N)" for the last line of a user's code in the traceback, or ""."""
+    if isinstance(error, SyntaxError):  # its message already gives the line
         return ""
     location = ""
     for frame in traceback.extract_tb(error.__traceback__):
@@ -163,7 +163,7 @@ def user_location(error: BaseException) -> str:
 
 
 def _is_users(file: str) -> bool:
-    """Whether a traceback's file is a user's own: not PaW's, Python's or an installed library's."""
+    """Whether a file in a traceback is a user's, not PaW's, Python's or an installed library's."""
     package = Path(__file__).parent
     kernels = package.with_name("kernels")  # beside it in an editable install
     not_a_file = "<"
@@ -173,7 +173,7 @@ def _is_users(file: str) -> bool:
 
 
 def short_repr(value: object, limit: int = 100) -> str:
-    """The repr of a value as one short line, long texts and containers cut."""
+    """Return a value's repr as one short line. Long texts and containers are cut."""
     text = f"a {type(value).__name__} that cannot be printed"
     with quietly():
         text = ShortRepr(limit).repr(value)
@@ -181,7 +181,7 @@ def short_repr(value: object, limit: int = 100) -> str:
 
 
 class ShortRepr(reprlib.Repr):
-    """A repr that cuts texts to `limit` characters, after passwords of URLs are masked."""
+    """A repr that masks passwords in URLs, then cuts texts to `limit` characters."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def to_stdout(line: str) -> None:
 def _print(line: str, *streams: Any) -> None:
     """Print a line to the first stream that takes it.
 
-    No stream does if the terminal is gone, the disk is full, or a library has closed them.
+    The line is lost if the terminal is gone, the disk is full, or a library has closed the streams.
     """
     for stream in streams:
         with suppress(AttributeError, OSError, ValueError):
@@ -230,7 +230,7 @@ def _print(line: str, *streams: Any) -> None:
 
 
 def progress(activity: str, done: int, total: int) -> None:
-    """Show on one line of a terminal how far an activity is; elsewhere show nothing."""
+    """Show the progress of an activity on one line of a terminal. Print nothing elsewhere."""
     with suppress(AttributeError, OSError, ValueError):  # the stream may be gone, as in `_print`
         if sys.stderr.isatty():
             text = f"{activity} {done}/{total}"
@@ -239,6 +239,6 @@ def progress(activity: str, done: int, total: int) -> None:
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
-    """ "did you mean 'X'?" with the candidate most like `word`; "" if none is like it."""
+    """Return "did you mean 'X'?" with the candidate closest to `word`, or "" if none is close."""
     matches = difflib.get_close_matches(word[:255], list(candidates), n=1, cutoff=cutoff)
     return f"did you mean '{matches[0]}'?" if matches else ""

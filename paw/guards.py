@@ -1,4 +1,4 @@
-"""Guards of the training loop: no step from non-finite numbers, a warning at a collapse."""
+"""Guards of the training loop: skip steps that are not finite, and warn of a collapse."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,27 +9,27 @@ from paw.errors import UserError
 
 
 class TrainingStopped(UserError):
-    """The run stopped itself, on all ranks alike; the message says why and what to change."""
+    """The run stopped itself, on all ranks. The message says why and what to change."""
 
 
 class UpdateGuard:
     """Decides from the loss and the total gradient norm whether an optimizer step is taken.
 
-    Through clipping and AdamW one NaN gradient makes every parameter NaN. Pass all-reduced values,
-    so that every rank decides alike: a NaN on one rank is a NaN in the sum.
+    After clipping and AdamW, a single NaN gradient makes every parameter NaN. Pass all-reduced
+    values, so that every rank makes the same decision: a NaN on one rank makes the sum NaN.
     """
 
     def __init__(self, max_skipped: int, *, lr: str = "optim.lr") -> None:
-        """`lr` is the key of the learning rate, which the message names."""
+        """`lr` is the learning rate's key, for the error message."""
         self.max_skipped = max_skipped
         self.lr = lr
         self.skipped = 0
         self.in_a_row = 0
 
     def allows(self, *, loss: float, grad_norm: float) -> bool:
-        """Whether to take the step; if not, these gradients are to be dropped.
+        """Whether to take the step. If not, drop these gradients.
 
-        Raises TrainingStopped at the `max_skipped`-th refusal in a row.
+        Raises TrainingStopped after `max_skipped` refusals in a row.
         """
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.in_a_row = 0
@@ -46,11 +46,14 @@ class UpdateGuard:
         )
 
     def state(self) -> dict[str, int]:
-        """What the checkpoint holds, as JSON."""
+        """Return the state to save in a checkpoint, as JSON."""
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Changes nothing if it raises KeyError, TypeError or ValueError: `state` is malformed."""
+        """Load a saved state.
+
+        If it is malformed, raises KeyError, TypeError or ValueError and changes nothing.
+        """
         skipped = int(state["skipped"])
         in_a_row = int(state["in_a_row"])
         self.skipped = skipped
@@ -68,11 +71,11 @@ MEMORY_SETTINGS = {
 }
 """Settings to change if memory runs out, by phase."""
 COLLAPSE_WINDOW = 5
-"""Updates that the collapse signature has to last."""
+"""Number of updates that the signature of a collapse must last."""
 
 
 def memory_message(phase: str, *, update: int, rank: int, peak_gib: float, saved: int) -> str:
-    """One line for the user: where memory ran out, how much was in use, and what to change."""
+    """Return one line for the user: where memory ran out, how much was in use, what to change."""
     settings = MEMORY_SETTINGS.get(phase, MEMORY_SETTINGS["update"])
     return (
         f"out of memory in phase '{phase}' of update {update} on rank {rank}, "
@@ -82,7 +85,7 @@ def memory_message(phase: str, *, update: int, rank: int, peak_gib: float, saved
 
 
 def what_is_saved(step: int) -> str:
-    """What a user can continue from; `step` is the newest checkpoint's, 0 if there is none."""
+    """Say what a user can resume. `step` is that of the newest checkpoint, 0 if there is none."""
     if step:
         return f"the checkpoint of update {step} is intact (--resume auto)"
     return "there is no checkpoint yet"
@@ -91,16 +94,16 @@ def what_is_saved(step: int) -> str:
 def alarms(
     history: Sequence[Mapping[str, Any]], config: Config, *, reward_max: float
 ) -> Iterator[str]:
-    """The warnings to print after an update; `history` has the metrics of all, oldest first."""
+    """Return the warnings after an update. `history` has all updates' metrics, oldest first."""
     if warning := collapse_warning(history, in_groups=config.advantage.traits.needs_groups):
         yield warning
 
     is_adaptive = config.wm.enabled and config.wm.weight == "adaptive"
     above_max = [line for line in history if (line.get("reward/mean") or 0.0) > reward_max]
-    # Once, at the first such update.
+    # Warn only once, at the first such update.
     if is_adaptive and len(above_max) == 1 and above_max[0] is history[-1]:
         yield (
-            f"warning: episodes return {above_max[0]['reward/mean']:g} in the mean, "
+            f"warning: the mean return of episodes is {above_max[0]['reward/mean']:g}, "
             f"above the environment's reward_max = {reward_max:g}: the adaptive weight of "
             "the world model is 0 there; raise reward_max, or set wm.weight"
         )
@@ -109,12 +112,12 @@ def alarms(
 def collapse_warning(
     history: Sequence[Mapping[str, float | None]], *, in_groups: bool = True
 ) -> str | None:
-    """A warning at the update at which the signature of a collapse is complete, else None.
+    """Return a warning at the update that completes the signature of a collapse, else None.
 
-    `history` is oldest first. The signature, over the last 5 updates: every action is well-formed
-    (>= 0.98), next to none succeeds (<= 0.01) after some did before, and the entropy is under a
-    tenth of its highest. The cause is groups in which every episode fails: only the invalid-action
-    penalty varies there, and the division by the standard deviation scales it up to full size.
+    `history` is oldest first. The signature, over the last 5 updates: nearly every action is
+    well-formed (>= 0.98), almost none succeeds (<= 0.01) though some did before, and the entropy is
+    below a tenth of its maximum. The cause is groups in which every episode fails. In them only the
+    invalid-action penalty varies, and dividing by the standard deviation scales it up to full size.
     `in_groups` says whether advantages are relative to the group, so that advantage.penalty_only
     applies.
     """

@@ -1,6 +1,7 @@
-"""User code in a run: callbacks, made by name and called at their hooks, advantages and losses.
+"""User code in a run: callbacks, advantages and losses.
 
-A failure in it becomes one line that names it.
+Callbacks are made by name and called at their hooks. A failure in user code becomes one line that
+names the code.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from paw.rundir.log import metrics_problem
 
 
 class HookedRun(Protocol):
-    """What calling a hook needs of a run. The callbacks themselves get the whole `paw.run.Run`."""
+    """The parts of a run needed to call a hook. The callbacks get the whole `paw.run.Run`."""
 
     callbacks: list[Any]
     metrics: dict[str, float]
@@ -24,7 +25,7 @@ class HookedRun(Protocol):
 
 
 def user_code(name: str, *, all_theirs: bool = False) -> AbstractContextManager[None]:
-    """`others_code` inside training, where memory may run out and another rank may end."""
+    """`others_code` for training, where memory may run out or another rank may end."""
 
     def is_not_theirs(error: BaseException) -> bool:
         return out_of_memory(error) or lost_peer(error)
@@ -46,7 +47,7 @@ def users_losses(config: Config) -> AbstractContextManager[None]:
 
 
 def make_callbacks(names: Sequence[str]) -> list[Any]:
-    """Raises UserError if one cannot be loaded or made."""
+    """Make the callbacks. Raises UserError if one cannot be loaded or made."""
     return [_make_callback(name) for name in names]
 
 
@@ -64,8 +65,8 @@ def _make_callback(name: str) -> Any:
 def call(run: HookedRun, hook: str, *arguments: Any) -> None:
     """Call a hook of all callbacks, with the run and `arguments`.
 
-    Raises UserError for what a user's callback raises, SystemExit included, and for a metric that
-    it added and no log can hold; the run's metrics are then those from before the call.
+    Raises UserError if a user's callback raises anything, even SystemExit, or adds a metric that no
+    log can hold. The run's metrics are then restored to those before the call.
     """
     for callback in run.callbacks:
         name = f"run.callbacks: {type(callback).__name__}.{hook}"
@@ -86,7 +87,7 @@ def call(run: HookedRun, hook: str, *arguments: Any) -> None:
 def call_on_end(run: HookedRun) -> None:
     """Call `on_end` of all callbacks.
 
-    One that fails is reported, and the others are still called.
+    If one fails, the failure is reported and the others are still called.
     """
     for callback in run.callbacks:
         try:

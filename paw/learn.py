@@ -1,7 +1,8 @@
-"""The optimizer steps of an update: mini-batches, each cut into micro-batches, each one fused pass.
+"""The optimizer steps of an update.
 
-The loss and its gradient are those of the whole mini-batch, however it is cut into micro-batches
-and however these are shared among ranks.
+Each step takes a mini-batch, which is cut into micro-batches of one fused pass each. The loss and
+its gradient are those of the whole mini-batch, however it is cut into micro-batches and however
+these are shared among ranks.
 """
 
 import math
@@ -28,11 +29,11 @@ from paw_kernels import TokenLoss
 
 
 def optimize(run: Run, samples: list[Sample]) -> dict[str, float]:
-    """Take the update's optimizer steps and return its metrics. PPO's critic steps last.
+    """Take the update's optimizer steps and return its metrics. PPO's critic takes its steps last.
 
-    Raises StaleWeightsError, before any step or gradient, if no log-prob pass was made and the
-    first micro-batch shows that the sampler had other weights. Raises TrainingStopped if too many
-    steps in a row are not finite.
+    Raises StaleWeightsError, before any gradient or step, if there was no scoring pass and the
+    first micro-batch shows that the sampler had different weights. Raises TrainingStopped if too
+    many steps in a row are not finite.
     """
     config = run.config
     objective = Objective.from_config(config)
@@ -61,11 +62,11 @@ class Objective:
     wm: TokenLossFunction
     """The loss of observation tokens, with its settings."""
     loss: JointLoss
-    """Both with their weights and the KL and entropy terms, for the fused head."""
+    """Both losses with their weights, and the KL and entropy terms, for the fused head."""
     tis_cap: float | None
-    """Bound of pi_old / pi_sampler, by which the policy loss is multiplied; None if it is not."""
+    """Upper bound of the factor pi_old / pi_sampler on the policy loss; None without the factor."""
     ratio_bounds: tuple[float, float] | None
-    """Bounds of pi_old / pi_sampler, outside which there is no policy loss; None without a mask."""
+    """Bounds of pi_old / pi_sampler. Tokens outside have no policy loss. None without a mask."""
 
     @classmethod
     def from_config(cls, config: Config) -> "Objective":
@@ -74,7 +75,7 @@ class Objective:
         tis_cap = options.tis_cap
         policy_loss = plugins.load("losses", options.loss)
         if options.old_logp == "engine":
-            # pi_old is pi_sampler: the cap bounds pi / pi_old, in place of PPO's clip.
+            # Here pi_old is pi_sampler, so the cap bounds pi / pi_old instead of PPO's clip.
             if tis_cap is not None and options.loss == "ppo":
                 policy_loss = losses.tis
             tis_cap = None
@@ -99,7 +100,7 @@ class Objective:
 
 
 class PolicyUpdate:
-    """The policy's gradients and steps in one update, and what is measured on the way."""
+    """The policy's gradients and steps in one update, and the measurements made on the way."""
 
     def __init__(self, run: Run, objective: Objective, *, update_samples: int) -> None:
         self.run = run
@@ -109,7 +110,7 @@ class PolicyUpdate:
         """This rank's sums over tokens so far."""
         self.steps = 0
         self.grad_norms: list[float] = []
-        """Of the steps that were taken, before clipping."""
+        """Norms of the steps taken, before clipping."""
         self.sampler_metrics: dict[str, float] = {}
         self.sampler_is_checked = "health/sampler_mismatch" in run.metrics
 
@@ -137,7 +138,7 @@ class PolicyUpdate:
         return loss
 
     def _backward(self, batch: Batch, minibatch: list[Sample]) -> float:
-        """Forward and backward pass of a micro-batch; returns its part of the mini-batch's loss."""
+        """Run a micro-batch forward and backward. Returns its part of the mini-batch's loss."""
         run = self.run
         world_size = run.ranks.world_size
         tokens = losses.token_batch(
@@ -150,7 +151,7 @@ class PolicyUpdate:
             reference=run.config.policy.kl_coef > 0.0,
             ratio_level=run.config.policy.is_level,
         )
-        # Gradients are averaged over the ranks, but the loss is a sum over them.
+        # Gradients are averaged over the ranks, but the loss is summed over them.
         scaled_tokens = replace(tokens, weight=world_size * tokens.weight)
         out = losses.joint_loss(
             run.policy,
@@ -180,7 +181,7 @@ class PolicyUpdate:
         return float(out.loss.detach()) / world_size
 
     def optimizer_step(self, loss: float) -> None:
-        """Take a step from the gradients, unless they or the loss are not finite.
+        """Take a step if the gradients and the loss are finite.
 
         `loss` is this rank's part of the mini-batch's loss.
         """
@@ -194,7 +195,7 @@ class PolicyUpdate:
         run.optimizer.zero_grad(set_to_none=True)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of the update, of all ranks. A collective call."""
+        """Return the metrics of the update over all ranks. A collective call."""
         totals: dict[str, float] = {}
         for rank_totals in self.run.ranks.gather(self.totals, dict[str, float]):
             add(totals, rank_totals)
@@ -208,7 +209,7 @@ class PolicyUpdate:
 
 
 def has_no_gradient(config: Config, objective: Objective, sample: Sample) -> bool:
-    """Whether a sample surely has no gradient, so that it needs no forward pass."""
+    """Whether a sample is certain to have no gradient and so needs no forward pass."""
     if config.policy.kl_coef > 0.0 or config.policy.entropy_coef > 0.0:
         return False
     if not traits_of(objective.policy).zero_without_advantage:
@@ -219,11 +220,12 @@ def has_no_gradient(config: Config, objective: Objective, sample: Sample) -> boo
 def compare_sampler(
     out: TokenLoss, tokens: TokenBatch, samples: Sequence[Sample], *, ranks: Ranks, version: int
 ) -> dict[str, float]:
-    """Metrics of how far the log-probs of a micro-batch's responses are from the sampler's.
+    """Return metrics of how far a micro-batch's response log-probs are from the sampler's.
 
-    A collective call, to be made before the first gradient. `version` is that of the weights. Empty
-    if a log-prob is not finite: then the guard skips the step. Raises StaleWeightsError, on all
-    ranks, if the sampler had other weights, by the entropies too if the sampler gave them.
+    A collective call, to be made before the first gradient. `version` is the version of the
+    weights. The result is empty if a log-prob is not finite, since the guard then skips the step.
+    Raises StaleWeightsError on all ranks if the sampler had different weights. If the sampler
+    reported entropies, they are compared too.
     """
     is_response = ~tokens.observation
     servers: list[str | None] = []
@@ -248,7 +250,7 @@ def compare_sampler(
     )
     rank_servers = ranks.gather(servers)
 
-    # From here on all ranks have the same numbers, and raise the same.
+    # From here on, all ranks have the same numbers and raise the same errors.
     trainer_logp, sampled_logp, trainer_entropies, sampled_entropies = zip(*rank_rows, strict=True)
     if not all(math.isfinite(logp) for row in trainer_logp for logp in row):
         return {}

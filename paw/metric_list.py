@@ -24,11 +24,11 @@ PAGE_HEADING = """# Metrics
 <!-- written by `python -m paw.metric_list > docs/metrics.md` -->
 `metrics.jsonl` in the run directory has one JSON object for each update, with these keys and
 `step`. A metric that was not measured is absent, never 0. `<kind>` stands for the kinds of tasks
-that the environment has. "line": it is on the line of progress, which also shows an evaluation as
-`eval 41.0% of 100 games`. "report": it is in the report's table.
+that the environment has. "line": shown on the line of progress, which also shows an evaluation as
+`eval 41.0% of 100 games`. "report": shown in the report's table.
 
 With several ranks, "same" metrics are computed on every rank from the data of all of them,
-"sum" means that the ranks' parts are added up (for a share or a mean: before dividing),
+"sum" means that the ranks' parts are added up (before dividing, for a share or a mean),
 and "first" that rank 0 reports its own.
 """
 
@@ -41,16 +41,16 @@ class Metric:
     label: str
     """A heading of a few words."""
     meaning: str
-    """One or two sentences. They stand under its chart and in docs/metrics.md."""
+    """One or two sentences, shown under its chart and in docs/metrics.md."""
     unit: str = ""
-    """`%`: a share from 0 to 1, shown in per cent. `count`: events of an update. `running count`:
-    events so far. Anything else: a unit."""
+    """`%` is a share from 0 to 1, shown in per cent. `count` is events in an update. `running
+    count` is events so far. Anything else is a unit."""
     ranks: Literal["same", "sum", "first"] = "same"
-    """How several ranks make one value, see PAGE_HEADING."""
+    """How the values of several ranks are combined, see PAGE_HEADING."""
     mean_of: tuple[str, str] | None = None
     """(numerator, denominator) of a mean over tokens, both keys of `algo.token_sums.token_sums`."""
     progress: str = ""
-    """Its format on the line of progress; empty if it is not there."""
+    """Its format on the line of progress; empty if it is not shown there."""
     trouble: str = ""
     """Its format at the end of that line, where it is shown unless it is 0."""
     section: Literal["", "Policy", "World model", "Critic", "Cost", "Health"] = ""
@@ -75,8 +75,8 @@ EPISODES = (
     Metric(
         name="success/all",
         label="Success in training",
-        meaning="Of all episodes played for the update, those that `rollout.refill` leaves out"
-        " included.",
+        meaning="Over all episodes played for the update, including those that `rollout.refill`"
+        " leaves out.",
         unit="%",
         progress="success {:.1%}",
         section="Policy",
@@ -149,7 +149,7 @@ LOSSES = (
     Metric(
         name="wm/lambda",
         label="Weight λ",
-        meaning="Mean of 1 − return / R_max over groups: falls as tasks are solved.",
+        meaning="Mean over groups of 1 − return / R_max. Falls as tasks are solved.",
         progress="lambda {:.3f}",
         section="World model",
         chart=True,
@@ -157,7 +157,7 @@ LOSSES = (
     Metric(
         name="policy/loss",
         label="Policy loss",
-        meaning="As it enters the objective, weights included; mean over optimizer steps.",
+        meaning="Its value in the objective, weights included; mean over optimizer steps.",
         ranks="sum",
         progress="policy {:.3g}",
         section="Policy",
@@ -165,7 +165,7 @@ LOSSES = (
     Metric(
         name="wm/loss",
         label="World-model loss",
-        meaning="As it enters the objective, weights included.",
+        meaning="Its value in the objective, weights included.",
         ranks="sum",
         progress="world {:.3g}",
         section="World model",
@@ -174,7 +174,7 @@ LOSSES = (
     Metric(
         name="wm/masked_frac",
         label="Masked tokens",
-        meaning="Observation tokens left out: predicted, p > ρ.",
+        meaning="Share of observation tokens left out because they are predicted already (p > ρ).",
         unit="%",
         ranks="sum",
         mean_of=("masked", "observation_tokens"),
@@ -200,7 +200,7 @@ POLICY = (
     Metric(
         name="policy/entropy",
         label="Policy entropy",
-        meaning="Per response token. Towards 0, exploration ends.",
+        meaning="Per response token. Exploration ends as it nears 0.",
         unit="nats",
         ranks="sum",
         mean_of=("entropy", "response_tokens"),
@@ -300,7 +300,7 @@ CRITIC = (
     Metric(
         name="critic/loss",
         label="Value loss",
-        meaning="PPO's critic; mean over optimizer steps.",
+        meaning="Loss of PPO's critic; mean over optimizer steps.",
         ranks="sum",
         section="Critic",
         chart=True,
@@ -308,7 +308,7 @@ CRITIC = (
     Metric(
         name="critic/explained_variance",
         label="Explained variance",
-        meaning="Of the returns, by the values.",
+        meaning="Share of the variance of the returns that the critic's values explain.",
         section="Critic",
         chart=True,
     ),
@@ -321,7 +321,7 @@ CRITIC = (
     Metric(
         name="critic/clip_frac",
         label="Clipped values",
-        meaning="Share of response tokens whose clipped loss is the larger one.",
+        meaning="Share of response tokens whose clipped loss is larger than the unclipped one.",
         unit="%",
         ranks="sum",
         section="Critic",
@@ -331,7 +331,7 @@ COST = (
     Metric(
         name="perf/tokens_per_s",
         label="Throughput",
-        meaning="Prompt and response tokens of the update by its seconds, saving left out.",
+        meaning="Prompt and response tokens of the update per second, not counting time spent saving.",
         unit="tokens/s",
         ranks="first",
         progress="{:,.0f} tok/s",
@@ -351,7 +351,7 @@ COST = (
     Metric(
         name="perf/peak_gib",
         label="Peak memory",
-        meaning="Most memory in use so far: of the GPU, or of the process on a CPU.",
+        meaning="Peak memory so far, of the GPU, or on a CPU of the process.",
         unit="GiB",
         ranks="first",
         progress="{:.1f} GiB",
@@ -360,7 +360,7 @@ COST = (
     Metric(
         name="perf/cached_frac",
         label="Cached prompt tokens",
-        meaning="Share of the prompt tokens that the engine had in its cache.",
+        meaning="Share of the prompt tokens that were in the engine's cache.",
         unit="%",
         ranks="sum",
     ),
@@ -375,7 +375,7 @@ COST = (
     Metric(
         name="time/score",
         label="Scoring pass",
-        meaning="Samples, advantages, log-probs and selection.",
+        meaning="Making samples, advantages, log-probs and the selection.",
         unit="s",
         ranks="first",
         section="Cost",
@@ -383,7 +383,7 @@ COST = (
     Metric(
         name="time/update",
         label="Update",
-        meaning="Gradients and optimizer steps.",
+        meaning="Computing gradients and taking optimizer steps.",
         unit="s",
         ranks="first",
         section="Cost",
@@ -407,7 +407,7 @@ COST = (
     Metric(
         name="time/save",
         label="Training waited for a checkpoint",
-        meaning="In the line of the update after the checkpoint.",
+        meaning="Logged for the update after the checkpoint.",
         unit="s",
         ranks="first",
         section="Cost",
@@ -417,7 +417,7 @@ HEALTH = (
     Metric(
         name="optim/skipped",
         label="Steps skipped, not finite",
-        meaning="Optimizer steps dropped so far because loss or gradient was not finite.",
+        meaning="Optimizer steps skipped so far because the loss or gradient was not finite.",
         unit="running count",
         trouble="steps skipped {:.0f}",
         section="Health",
@@ -425,7 +425,7 @@ HEALTH = (
     Metric(
         name="health/env_failures",
         label="Environment failures",
-        meaning="Training episodes whose environment or agent failed. They are in no group.",
+        meaning="Training episodes whose environment or agent failed. They are left out of their group.",
         unit="count",
         ranks="sum",
         trouble="environment failures {:.0f}",
@@ -434,7 +434,7 @@ HEALTH = (
     Metric(
         name="eval/failures",
         label="Environment failures in evaluation",
-        meaning="Evaluation games that failed. They count as not successful.",
+        meaning="Evaluation games that failed. They count as unsuccessful.",
         unit="count",
         ranks="sum",
         section="Health",
@@ -442,7 +442,7 @@ HEALTH = (
     Metric(
         name="health/groups_dropped",
         label="Groups dropped",
-        meaning="Groups left with fewer than two episodes.",
+        meaning="Groups left out because fewer than two episodes remained.",
         unit="count",
         trouble="groups dropped {:.0f}",
         section="Health",
@@ -450,7 +450,7 @@ HEALTH = (
     Metric(
         name="health/threads_lost",
         label="Threads lost to environments that hang",
-        meaning="Calls given up after `env.step_timeout_s`, each with its thread.",
+        meaning="Calls abandoned after `env.step_timeout_s`. Each costs a thread.",
         unit="count",
         ranks="sum",
         trouble="threads lost {:.0f}",
@@ -486,14 +486,14 @@ HEALTH = (
     Metric(
         name="health/sampler_mismatch",
         label="Sampler mismatch, largest",
-        meaning="Largest distance of a token's log-probs under trainer and sampler.",
+        meaning="Largest difference between the trainer's and the sampler's log-prob of a token.",
         unit="nats",
         section="Health",
     ),
     Metric(
         name="health/sampler_mismatch_mean",
         label="Sampler mismatch, mean",
-        meaning="Mean distance of the tokens' log-probs under trainer and sampler.",
+        meaning="Mean difference between the trainer's and the sampler's log-prob of a token.",
         unit="nats",
         section="Health",
     ),
@@ -503,7 +503,7 @@ METRICS = (*EPISODES, *EVALUATION, *LOSSES, *POLICY, *CRITIC, *COST, *HEALTH)
 
 
 def page() -> str:
-    """docs/metrics.md."""
+    """Return the text of docs/metrics.md."""
     rows = ["| metric | what | meaning | ranks | shown |", "|---|---|---|---|---|"]
     for metric in METRICS:
         label = metric.label

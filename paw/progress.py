@@ -1,4 +1,4 @@
-"""How far a run is, and whether what it has done can be saved when something fails."""
+"""The progress of a run, and whether it can be saved after a failure."""
 
 from dataclasses import dataclass
 
@@ -16,22 +16,22 @@ class RunProgress:
     step: int = 0
     """Updates done; the weight version."""
     logged: int = 0
-    """The step of the newest line of metrics: resuming a checkpoint needs the line of its step."""
+    """The step of the newest line of metrics. Resuming a checkpoint needs the line of its step."""
     saved: int = 0
     """The step of the newest checkpoint on disk."""
     phase: str = "start"
-    """The current phase, or the last one: start, or the name of a stage, or save."""
+    """The current or last phase: start, the name of a stage, or save."""
 
     @property
     def lacks_only_its_line(self) -> bool:
-        """Whether the newest update is over, except that its line of metrics is not written."""
+        """Whether the newest update is complete except for its line of metrics."""
         return self.logged < self.step and self.phase in ("sync", "eval")
 
     def can_be_saved(self, error: BaseException) -> bool:
-        """Whether `error` left the run as the newest update did, and that is not saved yet."""
+        """Whether the newest update is unsaved and `error` left the run's state intact."""
         if self.phase == "start":  # nothing has been done
             return False
-        if self.phase == "update":  # the weights may be changed already
+        if self.phase == "update":  # the weights may already have changed
             return False
         if self.phase == "save":  # saving is what failed
             return False

@@ -1,6 +1,6 @@
-"""A run in progress: its parts, its directory, and what happens between updates.
+"""A run in progress: its parts, its directory, and the work between updates.
 
-Between updates it evaluates, writes its files, saves, and ends.
+Between updates a run evaluates, writes its files, saves, and ends.
 
 runs/<name>/{config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/step_000050/, hf/,
 plots/, report.html}
@@ -72,14 +72,14 @@ STARTING_OVER = -1
 
 @dataclass(kw_only=True)
 class Run(Parts, RunProgress):
-    """What `train` reads and advances."""
+    """The state that `train` reads and advances."""
 
     config: Config
     ranks: Ranks
     directory: Path
     callbacks: list[Any]
     """Objects with any of four hooks, called on every rank: on_start(run), on_update(run, metrics),
-    on_evaluation(run, groups, metrics), on_end(run). The last is called however the run ends, see
+    on_evaluation(run, groups, metrics), on_end(run). `on_end` is called however the run ends, see
     `failed`."""
     signal: StopSignal
     open_directory: OpenDirectory
@@ -87,8 +87,8 @@ class Run(Parts, RunProgress):
     pending: PendingCheckpoint | None = None
     """The checkpoint that is being written."""
     random_states: RandomStates | None = None
-    """Those right after the newest update: before its evaluation, or once its line is written. None
-    before there is either. Set by `remember_random_states` alone."""
+    """The random states right after the newest update, taken before its evaluation or once its line
+    is written. None before the first. Only `remember_random_states` sets it."""
     log: MetricsLog | None = None
     """Set on rank 0 only."""
     record: RunRecord | None = None
@@ -96,7 +96,7 @@ class Run(Parts, RunProgress):
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the update in progress."""
     failed: bool = True
-    """Whether the run has not ended in order (yet)."""
+    """True until the run has ended in order."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -107,7 +107,10 @@ class Run(Parts, RunProgress):
         return self.learners[0].guard
 
     def make_rollouts(self) -> RolloutSource:
-        """What plays the run's episodes, when they are needed or `rollout.ahead` updates early."""
+        """Return the source of the run's episodes.
+
+        It plays them when they are needed, or `rollout.ahead` updates early.
+        """
         rollouts = Rollouts(
             self.factory,
             self.engine,
@@ -124,15 +127,17 @@ class Run(Parts, RunProgress):
         say(text, self.ranks)
 
     def counting(self, phase: str) -> Callable[[int, int], None]:
-        """A function of (done, total) that shows them on the first rank's terminal."""
+        """Return a function of (done, total) that shows both on the first rank's terminal."""
         if self.ranks.first:
             return partial(progress, phase)
         return lambda done, total: None
 
     @contextmanager
     def stage(self, phase: str) -> Iterator[None]:
-        """A phase of an update: publish the pending checkpoint if it has been written meanwhile,
-        then clock what is done inside."""
+        """Run a phase of an update.
+
+        First publishes the pending checkpoint if it has been written by now, then times the block.
+        """
         self.settle(wait=False)
         with self.clock(phase):
             yield
@@ -151,13 +156,13 @@ class Run(Parts, RunProgress):
         self.metrics[key] = self.metrics.get(key, 0.0) + seconds
 
     def stop_requested(self) -> bool:
-        """Whether any rank was told to stop: signals reach them at different moments."""
+        """Whether any rank was told to stop. Signals reach ranks at different moments."""
         return any(self.ranks.gather(self.signal.requested))
 
     def log_probs(self, model: Policy, samples: list[Sample]) -> list[tuple[list[float], float]]:
-        """(log-probs, mean entropy) of every sample, see `algo.loss.log_probs`.
+        """Return (log-probs, mean entropy) of every sample, see `algo.loss.log_probs`.
 
-        The ranks share the batches; each gets the results of all.
+        The ranks share the batches, and each gets the results of all.
         """
         scored = log_probs(
             model,
@@ -174,8 +179,8 @@ class Run(Parts, RunProgress):
 
     @contextmanager
     def reference_on_device(self) -> Iterator[None]:
-        """The reference model is ready inside the block: the policy without its LoRA adapters, or a
-        separate model, moved to the device for the block if it is offloaded."""
+        """Make the reference model ready inside the block. It is the policy without its LoRA
+        adapters, or a separate model. If it is offloaded, it is on the device during the block."""
         if self.config.lora.rank:
             with adapters_off(self.policy.lm):
                 yield
@@ -190,32 +195,32 @@ class Run(Parts, RunProgress):
             self.reference.to("cpu")
 
     def minibatches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
-        """The samples of each optimizer step of the update, all epochs.
+        """Yield the samples of each optimizer step of the update, over all epochs.
 
-        Policy and critic step on the same ones.
+        Policy and critic use the same mini-batches.
         """
         for epoch in range(self.config.optim.epochs):
             seed = self.config.run.seed * 1_000_003 + self.step * 31 + epoch
             yield from minibatches(samples, size=self.config.optim.minibatch_samples, seed=seed)
 
     def exclude_stale_servers(self, error: StaleWeightsError) -> None:
-        """Exclude the servers that have other weights, for good.
+        """Permanently exclude the servers that have different weights.
 
-        Raises the error if no others are left, or if episodes are played ahead: those have tokens
-        of these servers too.
+        Raises the error if no other servers are left, or if episodes are played ahead, since those
+        have tokens of these servers too.
         """
         if self.config.rollout.ahead or not self.engine.exclude(error.servers):
             raise error
         servers = ", ".join(error.servers)
         self.say(
-            f"update {self.step + 1}: {error}; {servers} left out, its episodes are played again"
+            f"update {self.step + 1}: {error}; {servers} excluded; its episodes are played again"
         )
 
     # --- between updates
     # ---------------------------------------------------------------------------------------------
 
     def count_update(self) -> None:
-        """The weights are those of the next step; to be called before they are sent anywhere."""
+        """Count an update that changed the weights. Call it before the weights are sent."""
         self.step += 1
         self.remember_random_states()
 
@@ -225,7 +230,7 @@ class Run(Parts, RunProgress):
     def catch_up(self, rollouts: RolloutSource) -> None:
         """Evaluate if an evaluation is due and not yet logged.
 
-        That is so before the first update, and after a stop.
+        This happens before the first update and after a stop.
         """
         if not self._evaluation_due:
             return
@@ -254,7 +259,7 @@ class Run(Parts, RunProgress):
             self.save(wait=False)
 
     def evaluate(self, rollouts: RolloutSource) -> None:
-        """Play the evaluation games once each; adds `eval/*` to the metrics.
+        """Play each evaluation game once and add `eval/*` to the metrics.
 
         Raises TrainingStopped if every episode failed, after the update has been logged and saved.
         """
@@ -288,7 +293,7 @@ class Run(Parts, RunProgress):
 
     def check_directory(self) -> None:
         """Raises UserError if the run directory was deleted or renamed, before anything is written
-        in its place. Log files that were deleted are written anew."""
+        in its place. Recreates log files that were deleted."""
         if self.ranks.first:
             self.open_directory.check(self.saved)
         if self.log:
@@ -309,8 +314,8 @@ class Run(Parts, RunProgress):
     def save(self, *, wait: bool = True) -> None:
         """Save weights, optimizer, random states and counters; remove the oldest beyond run.keep.
 
-        With `wait`, it is on disk on return; otherwise it is written in the background, and
-        `settle` publishes it.
+        With `wait`, the checkpoint is on disk on return. Otherwise it is written in the background,
+        and `settle` publishes it.
         """
         is_pending = self.pending is not None and self.pending.step == self.step
         self.settle()
@@ -358,8 +363,8 @@ class Run(Parts, RunProgress):
     def save_what_is_done(self, error: BaseException) -> None:
         """After a failure: publish the pending checkpoint, and save the newest update if possible.
 
-        Saving takes all ranks. After TrainingStopped all are here; after another error of several
-        ranks only what they have written already is published.
+        Saving needs all ranks. After TrainingStopped, all ranks get here. After any other error
+        with several ranks, only what is already written is published.
         """
         with suppress(UserError):
             if self.ranks.world_size == 1 or isinstance(error, TrainingStopped):
@@ -367,7 +372,7 @@ class Run(Parts, RunProgress):
                 self.save_finished_update(error)
             elif self.pending:
                 self.check_directory()
-                # A rank that ended in order has waited for the files of this one.
+                # A rank that ended in order has waited for this rank's files.
                 wait = not lost_peer(error)
                 if self.pending.publish_alone(self.config.run.keep, wait=wait):
                     self._note_published(self.pending)
@@ -386,14 +391,14 @@ class Run(Parts, RunProgress):
             self.save()
 
     def finish(self) -> Path:
-        """Save, and export to Hugging Face format; returns the path that the report will have."""
+        """Save and export to Hugging Face format. Returns the path that the report will have."""
         if self.saved != self.step:
             self.save()
         self.check_directory()
 
         self.optimizer.state.clear()  # room for full weights
         weights: dict[str, torch.Tensor] = {}
-        for name, tensor in full_parameters(self.policy.lm, once=True):  # a call of all ranks
+        for name, tensor in full_parameters(self.policy.lm, once=True):  # all ranks must call this
             if self.ranks.first:
                 weights[name] = tensor.cpu()
         if self.record:
@@ -416,7 +421,7 @@ class Run(Parts, RunProgress):
         record.end("stopped", self.signal.name)
         self.say(
             f"stopped after update {self.step} of {self.config.run.updates}, which is saved; "
-            "the same command with --resume goes on"
+            "the same command with --resume continues"
         )
 
 
@@ -428,9 +433,9 @@ def open_run(
     numbered: bool = False,
     preparation: Preparation = WITHOUT_TOOLS,
 ) -> Iterator[Run]:
-    """A run ready to train, see `paw.tools.train.train.train`; cleaned up on exit.
+    """Open a run that is ready to train, see `paw.tools.train.train.train`. Cleans up on exit.
 
-    Raises UserError if memory runs out, with the settings to change.
+    Raises UserError if memory runs out, naming the settings to change.
     """
     run: Run | None = None
     try:
@@ -452,7 +457,7 @@ def open_run(
         raise
     except Exception as error:
         if lost_peer(error):
-            raise PeerLostError("another rank has ended, this one cannot go on") from None
+            raise PeerLostError("another rank has ended, so this one cannot continue") from None
         if not out_of_memory(error):
             raise
         reached = run or RunProgress()
@@ -467,24 +472,24 @@ def open_run(
 
 
 class _Directory(NamedTuple):
-    """The directory that a run has taken."""
+    """The directory that a run has claimed."""
 
     path: Path
-    """Absolute: an environment may change the current folder."""
+    """Absolute, because an environment may change the current folder."""
     config: Config
-    """With the name of the run."""
+    """The configuration, with the name of the run."""
     notes: list[str]
-    """What to report about it."""
+    """Messages to report about it."""
 
 
 def _start(
     config: Config, stack: ExitStack, preparation: Preparation, *, resume: str, numbered: bool
 ) -> Run:
-    """Meet the other ranks, take the directory, build or restore the parts.
+    """Join the other ranks, claim the directory, and build or restore the parts.
 
-    `stack` closes what was opened.
+    `stack` closes everything that was opened.
     """
-    # Before an environment changes the current folder.
+    # This must come before an environment changes the current folder.
     started = {"started": now(), "folder": str(Path.cwd())}
     callbacks = hooks.make_callbacks(
         ["progress", "samples", *config.run.trackers, *config.run.callbacks, "report"]
@@ -499,7 +504,7 @@ def _start(
     resumed = directory.path if resume else None
 
     dtype, dtype_notes = choose_dtype(config, device, ranks, resumed=resumed)
-    # config.toml keeps "auto": another machine may choose another.
+    # config.toml keeps "auto", because another machine may choose another dtype.
     config_in_dtype = with_dtype(config, dtype)
     if ranks.first:
         for line in remove_abandoned([None, *config.engine.weight_folders]):
@@ -543,7 +548,7 @@ def _begin(run: Run, stack: ExitStack, *, resume: str, notes: list[str]) -> None
 def _meet(config: Config, device: torch.device, stack: ExitStack, *, resume: str) -> Ranks:
     """Meet the other ranks.
 
-    Raises UserError if they were started with other settings, or lack a library that is needed.
+    Raises UserError if they were started with different settings or lack a library they need.
     """
     ranks = join_ranks(
         device,
@@ -554,13 +559,13 @@ def _meet(config: Config, device: torch.device, stack: ExitStack, *, resume: str
     settings = config.model_dump_json(exclude={"run": {"dir", "name"}})
     ranks.check_agreement(
         f"{settings} resume {resume}",
-        "rank {} was started with other settings than rank 0: use the same recipe and options",
+        "rank {} was started with different settings from rank 0: use the same recipe and options",
     )
     if config.model.shard == "node":
         ranks.check_agreement(
             str(ranks.on_host),
-            "model.shard = 'node': rank {}'s machine has another number of ranks than rank 0's; "
-            "start as many on each, or use --model.shard world",
+            "model.shard = 'node': rank {}'s machine has a different number of ranks from rank 0's; "
+            "start the same number on each, or use --model.shard world",
         )
     ranks.run_on_all(lambda: check_extras(config, device))
     return ranks
@@ -569,7 +574,7 @@ def _meet(config: Config, device: torch.device, stack: ExitStack, *, resume: str
 def _take_directory(
     config: Config, ranks: Ranks, stack: ExitStack, *, resume: str, numbered: bool
 ) -> _Directory:
-    """Take the run's directory, locked by rank 0 until `stack` closes; a call of all ranks."""
+    """Claim the run's directory. Rank 0 locks it until `stack` closes. All ranks must call this."""
 
     def take() -> tuple[str, list[str]]:
         name, lock_file = take_run_directory(config, resume=resume, numbered=numbered)
@@ -578,7 +583,7 @@ def _take_directory(
             return name, changes(config.run.dir / name, config)
         if name != config.run.name:
             wanted = config.run.dir / config.run.name
-            return name, [f"{wanted} is another run's: this one is {name}"]
+            return name, [f"{wanted} belongs to another run: this run is {name}"]
         return name, []
 
     name, notes = ranks.broadcast_from_rank0(take)
@@ -593,7 +598,7 @@ def _take_directory(
 def _check_environment(
     config: Config, device: torch.device, ranks: Ranks, preparation: Preparation
 ) -> EnvFactory:
-    """The run's environment, the same on all ranks. Checks first that the model fits."""
+    """Return the run's environment, the same on all ranks. First checks that the model fits."""
 
     def check() -> EnvFactory:
         preparation.check_memory(config, device, ranks)
@@ -603,7 +608,7 @@ def _check_environment(
     if ranks.world_size > 1:
         ranks.check_agreement(
             factory.fingerprint(),
-            "rank {} has other games than rank 0: its machine needs the same files for "
+            "rank {} has different games from rank 0: its machine needs the same files for "
             f"env.name = '{config.env.name}'",
         )
     return factory
@@ -642,6 +647,6 @@ def _open_files(run: Run, stack: ExitStack, *, resumes: bool, notes: list[str]) 
 
 
 def say(text: str, ranks: Ranks) -> None:
-    """One line on the first rank's terminal."""
+    """Print one line on the first rank's terminal."""
     if ranks.first:
         to_stdout(text)

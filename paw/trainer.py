@@ -4,9 +4,9 @@
           selection and weights -> packed micro-batches -> fused loss -> optimizer -> weights to the
           engine
 
-Deviations from the reference code, on purpose: no random duplication of samples to fill a batch, no
-generation for finished episodes, denominators of the whole mini-batch instead of means of
-micro-batch means.
+It deliberately differs from the reference code: it does not duplicate random samples to fill a
+batch, does not generate for finished episodes, and divides by totals over the whole mini-batch
+instead of averaging micro-batch means.
 """
 
 import math
@@ -31,7 +31,7 @@ from paw.run import Run, open_run
 from paw.types import Group, Sample
 
 PAUSES_S = (5, 10, 20, 40, 60)
-"""Seconds before failed episodes of an update are played again; more than two minutes in all."""
+"""Seconds to wait before each replay of an update's failed episodes; over two minutes in all."""
 
 
 def train(
@@ -41,13 +41,13 @@ def train(
     numbered: bool = False,
     preparation: Preparation = WITHOUT_TOOLS,
 ) -> Path:
-    """Train to config.run.updates and write the run directory; returns the path of the report.
+    """Train to config.run.updates and write the run directory. Returns the path of the report.
 
     `resume` continues a run: "auto" from its newest checkpoint that verifies, or the name of a
-    checkpoint, such as "step_000100". With `numbered`, run.name is a stem: if there is a run NAME,
-    a new one becomes NAME-2, and so on, and `resume` continues the one with the highest number.
-    `preparation` comes from the tools (`paw.tools.train.train`). Raises UserError for a mistake of
-    the user; checkpoints are kept.
+    checkpoint, such as "step_000100". With `numbered`, run.name is a stem: if a run NAME exists, a
+    new run is named NAME-2, and so on, and `resume` continues the run with the highest number.
+    `preparation` comes from the tools (`paw.tools.train.train`). Raises UserError for a user's
+    mistake. Checkpoints are kept.
     """
     with open_run(config, resume=resume, numbered=numbered, preparation=preparation) as run:
         with closing(run.make_rollouts()) as rollouts:
@@ -64,7 +64,7 @@ def update(run: Run, rollouts: RolloutSource) -> None:
     groups, sampled = rollout(run, rollouts)
     if not groups:  # a stop was requested
         return
-    run.engine.sleep()  # until the next weights: training needs the memory
+    run.engine.sleep()  # until the next weights, because training needs the memory
     log.update(rollout_metrics(groups + sampled.uniform) | sampled.metrics())
 
     if not learn(run, groups):
@@ -80,10 +80,10 @@ def update(run: Run, rollouts: RolloutSource) -> None:
 
 
 def learn(run: Run, groups: list[Group]) -> bool:
-    """Make samples of the groups and take the optimizer steps.
+    """Turn the groups into samples and take the optimizer steps.
 
-    Returns False if servers that sampled them had other weights: those are excluded, nothing is
-    learnt, and the episodes have to be played again.
+    Returns False if servers that sampled them had different weights. Then those servers are
+    excluded, nothing is learnt, and the episodes must be played again.
     """
     try:
         with run.stage("score"), hooks.users_advantages(run.config):
@@ -97,11 +97,11 @@ def learn(run: Run, groups: list[Group]) -> bool:
 
 
 def rollout(run: Run, rollouts: RolloutSource) -> tuple[list[Group], RolloutStats]:
-    """The update's episodes in groups, and statistics of all that were played.
+    """Play the update's episodes. Returns them in groups, with statistics of all episodes played.
 
-    Returns no groups if a stop was requested. If no group is left because episodes failed, as when
-    a server that they need restarts, the run is saved, and they are played again after each of
-    PAUSES_S. Raises TrainingStopped if they fail after the last pause too.
+    Returns no groups if a stop was requested. If failed episodes leave no group, for example while
+    a server restarts, the run is saved and the episodes are played again after each of PAUSES_S.
+    Raises TrainingStopped if they still fail after the last pause.
     """
     tries: list[RolloutStats] = []
     for pause in (*PAUSES_S, None):
@@ -137,7 +137,7 @@ def rollout(run: Run, rollouts: RolloutSource) -> tuple[list[Group], RolloutStat
 
 
 def _stop_requested_within(run: Run, seconds: int) -> bool:
-    """Wait, but return early if a stop is requested; returns whether one was."""
+    """Wait, but return early if a stop is requested. Returns whether one was."""
     for _ in range(seconds):
         if run.stop_requested():
             return True
@@ -146,7 +146,7 @@ def _stop_requested_within(run: Run, seconds: int) -> bool:
 
 
 def prepare(run: Run, groups: list[Group]) -> list[Sample]:
-    """The update's samples, with advantages, old log-probs and the world model's weights."""
+    """Return the update's samples, with advantages, old log-probs and world-model weights."""
     config = run.config
     samples = to_samples(
         groups,
@@ -204,7 +204,7 @@ def compute_log_probs(run: Run, samples: list[Sample]) -> None:
     for logp, entropy in scored:
         if not all(math.isfinite(value) for value in (*logp, entropy)):
             raise TrainingStopped(
-                f"stopped at update {run.step + 1}: the policy's log-probs are not finite, its "
+                f"stopped at update {run.step + 1}: the policy's log-probs are not finite, so its "
                 "weights have diverged; resume an earlier checkpoint with a lower optim.lr"
             )
     if pass_needed:
@@ -251,7 +251,7 @@ def select_targets(run: Run, samples: list[Sample], *, n_groups: int) -> None:
 
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
-    """Reward and success of the episodes that were played for an update."""
+    """Return reward and success of the episodes played for an update."""
     success = success_metrics(groups)
     lengths: list[int] = []
     mixed = 0

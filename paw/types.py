@@ -18,7 +18,7 @@ class Task:
     """Unique in the split and the same in every run: a game's path, or generator, split and
     index."""
     kind: str = "task"
-    """The key under which success is reported (ALFWorld: pick, look, clean, heat, cool, two)."""
+    """The kind of task, used to report success (ALFWorld: pick, look, clean, heat, cool, two)."""
     payload: Any = field(default=None, repr=False)
     """What the environment needs to start the task; read-only, shared by the members of a group."""
 
@@ -34,7 +34,7 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     id: str = ""
-    """Identifies the call in its conversation: the message that answers it has this
+    """Identifies the call in its conversation. The message that answers it has this
     `tool_call_id`."""
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class ToolCall:
 
 
 class Reply(str):
-    """A model's answer in an environment with tools: the raw text, and what the parser read in it.
+    """A model's answer in an environment with tools: the raw text and what was parsed from it.
 
     >>> Reply.of("I look it up.", ToolCall("search", {"query": "Nile"})).calls[0].name
     'search'
@@ -56,7 +56,7 @@ class Reply(str):
     """The text without calls and without a <think> block."""
     calls: list[ToolCall]
     problem: str
-    """What is wrong with the calls, in one line; "" if nothing is."""
+    """Problem with the calls, in one line, or "" if there is none."""
 
     def __new__(
         cls,
@@ -73,7 +73,7 @@ class Reply(str):
 
     @classmethod
     def of(cls, content: str, *calls: ToolCall) -> "Reply":
-        """A reply that no model wrote, with the most common form of calls (Hermes, Qwen)."""
+        """Make a reply without a model. Calls take the most common form (Hermes, Qwen)."""
         parts = [content] if content else []
         for call in calls:
             function = {"name": call.name, "arguments": call.arguments}
@@ -82,7 +82,7 @@ class Reply(str):
         return cls("\n".join(parts), content, calls)
 
     def message(self) -> dict[str, Any]:
-        """The reply as a message of a conversation."""
+        """Return the reply as a message of a conversation."""
         calls = [
             {
                 "id": call.id,
@@ -108,20 +108,19 @@ class Outcome:
     done: bool
     won: bool
     action: str = ""
-    """The action that was played, as parsed from the response."""
+    """The action played, as parsed from the response."""
     valid: bool = True
-    """Whether the response was well-formed; the sample of an invalid one loses
-    `invalid_penalty`."""
+    """Whether the response was well-formed. If not, its sample's score loses `invalid_penalty`."""
     score: float | None = None
     """The environment's own score of the episode so far, in [0, 1], if it has one (WebShop)."""
     results: list[str] = field(default_factory=list)
-    """The result of each call of an answer with several: a tool message each. The observation is
-    all of them."""
+    """If the answer made several calls, one tool message with the result of each. The observation
+    is all of them together."""
 
 
 @dataclass
 class Turn:
-    """One prompt, one sampled response, one answer of the environment: one training sample."""
+    """One prompt, one sampled response and the environment's answer. Makes one training sample."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -135,28 +134,29 @@ class Turn:
     response: str
     outcome: Outcome
     anchor: str
-    """Text of the observation that the action answered. Equal anchors of a group form GiGPO's
-    clusters."""
+    """Text of the observation that the action answered. Turns of a group with equal anchors form
+    GiGPO's clusters."""
     version: int
     """Weight version that the response was sampled from: the number of updates done.
 
-    The oldest if it changed within the response.
+    If it changed within the response, this is the oldest one.
     """
     versions: list[int] | None = None
     """Weight version of each response token, if it changed within the response."""
     observation_ids: list[int] | None = None
-    """Token ids of the outcome's observation, if they are known: those of several results, or if
-    the rank that played the turn has encoded it."""
+    """Token ids of the outcome's observation, if known. They are known if it has several results,
+    or if the rank that played the turn has encoded it."""
     spans: list[tuple[int, int]] = field(default_factory=list)
-    """[start, end) of each of several results in `observation_ids`; the template writes the
-    rest."""
+    """[start, end) of each result in `observation_ids`, if there are several. The template writes
+    the rest."""
     server: str = ""
     """URL of the server that sampled it; "" without servers."""
     separator_ids: list[int] | None = None
-    """Token ids between the response and the observation, if they are not only what begins a user
-    message: what begins a tool's result, or first the end token that a cut response lacks."""
+    """Token ids between the response and the observation, if they are not just the opening of a
+    user message. They may be the opening of a tool's result, or start with the end token that a cut
+    response lacks."""
     rendered_observation: str | None = None
-    """The observation as the next prompt writes it, if that differs (JSON)."""
+    """The observation as the next prompt writes it, if different (JSON)."""
 
     @property
     def observation(self) -> str:
@@ -176,7 +176,7 @@ class Trajectory:
     failure: str | None = None
     """Why the environment broke, if it did.
 
-    Such an episode is left out of its group; it is never rewarded.
+    Such an episode is left out of its group and never rewarded.
     """
 
     @property
@@ -191,12 +191,12 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """The episodes of one task, played by the same weights."""
+    """The episodes of one task, played with the same weights."""
 
     task: Task
     trajectories: list[Trajectory]
     index: int = 0
-    """Of the task among those of the update."""
+    """The index of the task among the tasks of the update."""
 
 
 @dataclass
@@ -204,8 +204,8 @@ class Sample:
     """One turn as the learner sees it: prompt h_t, response a_t, separator, observation o_{t+1}.
 
     Example, with made-up ids: prompt [1, 5, 6], response [7, 2], separator [1], observation [8, 9]
-    is the sequence 1 5 6 7 2 1 8 9. The policy loss is on 7 2, the world-model loss on 8 9, and
-    there is none on the rest.
+    is the sequence 1 5 6 7 2 1 8 9. The policy loss is on 7 2, the world-model loss on 8 9, and the
+    other tokens have none.
     """
 
     group: int
@@ -218,8 +218,8 @@ class Sample:
     """The end token that a cut response lacks, then the template's separator; never in the loss."""
     observation_ids: list[int] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
-    """[start, end) of the `observation_ids` that are targets, if not all are: the results of
-    several calls."""
+    """[start, end) of the `observation_ids` that are targets, if not all are. That is so for the
+    results of several calls."""
     sampled_logp: list[float] = field(default_factory=list)
     sampled_entropy: list[float] | None = None
     versions: list[int] = field(default_factory=list)
@@ -233,8 +233,8 @@ class Sample:
     penalty: float = 0.0
     anchor: str = ""
     continues: bool = False
-    """Whether the prompt begins with the prompt and response of the turn before: both fit in one
-    sequence."""
+    """Whether the prompt begins with the previous turn's prompt and response, so that both turns
+    fit in one sequence."""
     advantage: float = 0.0
     """One scalar per sample, broadcast to its response tokens."""
     token_advantage: list[float] | None = None
@@ -257,7 +257,7 @@ class Sample:
 
     @property
     def targets(self) -> list[tuple[int, list[int]]]:
-        """(index in `observation_ids`, ids) of each part that the world model learns to predict."""
+        """Return (index in `observation_ids`, ids) of each part that is a world-model target."""
         spans = self.spans or [(0, len(self.observation_ids))]
         return [(start, self.observation_ids[start:end]) for start, end in spans]
 

@@ -1,3 +1,3 @@
-"""The version of this package. Imports nothing, so that any module can ask for it."""
+"""The version of this package. This module imports nothing, so any module can import it."""
 
 __version__ = "0.1.0"

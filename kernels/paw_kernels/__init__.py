@@ -1,6 +1,6 @@
-"""Fused language-model head: log-probabilities, entropies and any loss of these two, without full logits.
+"""Fused language-model head: log-probabilities, entropies and any loss, without full logits.
 
-Usable without the trainer: needs torch and nothing else.
+It works without the trainer and needs only torch.
 """
 
 from paw_kernels._backend import BACKENDS, best_backend, fault_of_backend, why_not_backend

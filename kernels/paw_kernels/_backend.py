@@ -1,4 +1,4 @@
-"""Choice of the implementation behind `token_stats` and `token_loss`, and why another one cannot run here."""
+"""Chooses the implementation of `token_stats` and `token_loss`, or says why one cannot run here."""
 
 import importlib.util
 import os
@@ -13,13 +13,13 @@ from paw_kernels import _measured, _rows
 from paw_kernels._head import MakeRows
 
 BACKENDS = ("triton", "cuda", "cpu", "torch")
-"""All there are; `best_backend` is the one of "auto"."""
+"""All backends. `best_backend` chooses the one for "auto"."""
 
 
 def resolve(backend: str, hidden: Tensor, weight: Tensor) -> MakeRows:
-    """The implementation called `backend` for these hidden states [n, D] and weight [V, D].
+    """Return the implementation called `backend` for these hidden states [n, D] and weight [V, D].
 
-    Raises ValueError for an unknown name, or one that cannot run on the tensor's device and dtype.
+    Raises ValueError if the name is unknown or cannot run on the tensor's device and dtype.
     """
     name = backend
     if backend == "auto":
@@ -47,12 +47,13 @@ def best_backend(
     shape: tuple[int, int] | None = None,
     n: int | None = None,
 ) -> str:
-    """The backend of "auto" for hidden states on this device, of this dtype.
+    """Return the backend that "auto" means for hidden states of this device and dtype.
 
-    The fastest that `paw doctor --kernels` measured at the head's shape (V, D) and about n rows
-    (None: many), else the first that works of those that are expected to be.
+    It is the fastest one that `paw doctor --kernels` measured at the head's shape (V, D) and about
+    n rows (None: many). Without measurements, it is the first that works in the expected order of
+    speed.
 
-    Compiled kernels for a GPU are tried out once a process: one that fails is left out with a
+    Compiled kernels for a GPU are tried once per process. One that fails is left out with a
     warning.
     """
     if shape:
@@ -67,10 +68,10 @@ def best_backend(
 
 
 def order(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """The one expected to be the fastest first."""
+    """Return the backends, the one expected to be fastest first."""
     if device.type != "cuda":
         return "cpu", "torch"
-    # Which Triton multiplies as three tf32 products, where cuBLAS does better.
+    # Triton multiplies these as three tf32 products, and cuBLAS is faster.
     if dtype == torch.float32:
         return "cuda", "torch"
     major, _ = torch.cuda.get_device_capability(device)
@@ -87,7 +88,10 @@ def first_that_works(
     dtype: torch.dtype,
     shape: tuple[int, int] | None = None,
 ) -> str:
-    """The first that can run on such tensors and passes its trial, with a warning for each that fails that."""
+    """Return the first backend that can run on such tensors and passes its trial.
+
+    Warns of each backend that fails its trial.
+    """
     for name in names:
         if why_not_backend(name, device, dtype) is not None:
             continue
@@ -103,10 +107,10 @@ def first_that_works(
 def fault_of_backend(
     backend: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, int] | None = None
 ) -> str | None:
-    """What went wrong in a tiny pass of compiled kernels for a GPU, compared with plain torch; None if nothing.
+    """Compare a tiny pass of compiled GPU kernels with plain torch. Returns the fault, or None.
 
-    `shape` is the head's (V, D): of V the pass has a part that ends as it does. Once a process;
-    seconds where kernels are yet to be compiled, else milliseconds.
+    `shape` is the head's (V, D). The pass uses a smaller V that ends like the full one. It runs
+    once per process, and takes seconds if kernels must be compiled, else milliseconds.
     """
     if backend not in ("triton", "cuda"):
         return None
@@ -115,7 +119,7 @@ def fault_of_backend(
     V, D = shape or (600, 64)
     try:
         share = largest_error(implementation(backend), device, dtype, 300, 512 + V % 256, D)
-    except Exception as error:  # of a compiler, assembler, driver: whatever they meet first
+    except Exception as error:  # any error of a compiler, assembler or driver
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if share <= 1:
         return None
@@ -123,9 +127,9 @@ def fault_of_backend(
 
 
 def why_not_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why `backend` cannot run there, and what would help; None if it can.
+    """Return why `backend` cannot run there and what would help, or None if it can.
 
-    Raises ValueError for an unknown name.
+    Raises ValueError if the name is unknown.
     """
     if backend not in BACKENDS:
         raise ValueError(
@@ -134,7 +138,7 @@ def why_not_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
     if backend == "triton":
         # The interpreter runs on the CPU.
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            return f"it needs tensors of device cuda, these are on {device}"
+            return f"it needs tensors on cuda, but these are on {device}"
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; pip install triton"
         from paw_kernels import _triton

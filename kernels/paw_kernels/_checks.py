@@ -1,6 +1,6 @@
 """Argument checks of the public functions.
 
-Each error names the argument and what it should have been.
+Each error names the argument and says what it should have been.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch.autograd.forward_ad import unpack_dual
 from paw_kernels._native import are_finite, in_range
 
 TAGS = (torch.Tag.cudagraph_unsafe,)
-"""The tags of operators that wait for the device: torch.compile leaves them out of CUDA graphs."""
+"""Tags of operators that wait for the device. torch.compile leaves these out of CUDA graphs."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,10 +27,10 @@ def check_head(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Checks shapes, dtypes and devices of a head call; reads no values, so it never waits for the device.
+    """Check shapes, dtypes and devices of a head call, without waiting for the device.
 
-    Returns hidden, weight and bias in one dtype: under autocast different dtypes become autocast's
-    own, as in nn.functional.linear. Raises ValueError that names the argument.
+    Returns hidden, weight and bias in one dtype. Under autocast, different dtypes become autocast's
+    own, as in nn.functional.linear. Raises ValueError naming the argument.
     """
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _refuse_forward_mode(hidden, weight, bias)
@@ -47,7 +47,7 @@ def check_head(
     check_tensor("target", target, [T], torch.int64, hidden.device)
     if bias is not None:
         check_tensor("bias", bias, [weight.shape[0]], hidden.dtype, hidden.device)
-    # Comparisons, because torch.compile makes a symbol of a float that changes.
+    # Use comparisons, because torch.compile turns a float that changes into a symbol.
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
     if softcap is not None and not 0 < softcap < math.inf:
@@ -78,7 +78,8 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
 
 
 def unobserved(*tensors: Tensor | None) -> bool:
-    """Whether an operator's dispatch may be skipped: no subclass, trace, mode or transform sees it on these."""
+    """Whether an operator's dispatch may be skipped for these tensors, because no subclass, trace,
+    mode or transform would see it."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
@@ -89,7 +90,7 @@ def unobserved(*tensors: Tensor | None) -> bool:
 def without_dispatch(
     one_pass: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]
 ) -> Any:
-    """An operator's function, context and backward pass, to be called without the dispatcher.
+    """Wrap an operator's function, context and backward pass for calls without the dispatcher.
 
     Dispatch takes as long as the matmuls of a small head. Only the first three inputs may have
     gradients.
@@ -112,10 +113,10 @@ def without_dispatch(
 
 
 def refuse_second_derivatives(name: str) -> None:
-    """Raises RuntimeError in a backward pass with create_graph=True: only there are gradients recorded."""
+    """Raise RuntimeError if gradients are recorded: in a backward pass with create_graph=True."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{name} has no second derivatives; backward with create_graph=True would leave them out"
+            f"{name} has no second derivatives; backward with create_graph=True would omit them"
         )
 
 
@@ -127,21 +128,22 @@ def check_tensor(
     if tensor.dtype != dtype:
         raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
     if tensor.device != device:
-        raise ValueError(f"{name} must be on {device} as hidden is, got {tensor.device}")
+        raise ValueError(f"{name} must be on {device} like hidden, got {tensor.device}")
 
 
 class Values:
-    """Checks of a call's values, whose results the host reads together with the first numbers that it needs anyway."""
+    """Checks of a call's values. The host reads their results together with the first numbers that
+    it needs anyway."""
 
     def __init__(
         self, target: Tensor, vocabulary: int, batch: Sequence[tuple[str, Tensor]] = ()
     ) -> None:
         self.target = target.contiguous()
-        """Clamped to [0, vocabulary), so that kernels may run before the checks are read."""
+        """Targets clamped to [0, vocabulary), so that kernels can run before checks are read."""
         self._messages: list[str] = []
-        """Of each check: the error if its number is not 0."""
+        """The error of each check, raised if its number is not 0."""
         self._pending: list[Tensor] = []
-        """The numbers of the checks, [1] or [len(batch)]."""
+        """The numbers of the checks, each [1] or [len(batch)]."""
 
         if in_range(target, vocabulary) and all(are_finite(value) for _, value in batch):
             return
@@ -154,10 +156,10 @@ class Values:
             self._pending.append(stacked.mul(0).sum(1))  # 0 if all are finite, else NaN
 
     def read(self, *more: Tensor) -> list[float]:
-        """The numbers of `more` (one-dimensional tensors, exact in float32), in one copy.
+        """Read the numbers of `more` (one-dimensional tensors, exact in float32) in one copy.
 
-        Raises ValueError, the first time, for targets outside [0, V) and for tensors of `batch`
-        that are not finite.
+        On the first call, raises ValueError if targets are outside [0, V) or tensors of `batch` are
+        not finite.
         """
         if not self._pending and not more:
             return []
@@ -168,7 +170,7 @@ class Values:
         numbers = joined.tolist()
         check_count = len(self._messages)
         for message, number in zip(self._messages, numbers[:check_count], strict=True):
-            if number:  # NaN is true, too
+            if number:  # NaN is also true
                 raise ValueError(message)
 
         self._pending = []

@@ -1,11 +1,11 @@
-"""The chunk loop of every backend: logits, statistics and gradients of some rows at a time, 1 + 2f matmul passes.
+"""The chunk loop of every backend: logits, statistics and gradients of some rows at a time.
 
-Per chunk of n rows a backend (`Rows`) fills its one [n, V] buffer with logits and returns their
-statistics; from these come the coefficients a and c of each row, and the backend turns the buffer
-into dL/dz of the rows that have a gradient, packed to its front. Only those reach the two gradient
-matmuls; f is their share.
+For each chunk of n rows, a backend (`Rows`) fills its single [n, V] buffer with logits and returns
+their statistics. These give the coefficients a and c of each row. The backend then turns the buffer
+into dL/dz of the rows that have a gradient, packed to the front. Only these rows enter the two
+gradient matmuls. If f is their share, this takes 1 + 2f matmul passes.
 
-Memory beside inputs and results: the backend's buffer, flat in T.
+Memory besides inputs and results: the backend's buffer, whose size does not grow with T.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,25 +19,25 @@ from paw_kernels._native import claim_memory, pack
 
 
 class Head(NamedTuple):
-    """What the logits of one pass are computed from; as in `token_stats`."""
+    """The inputs that determine the logits of one pass, as in `token_stats`."""
 
     weight: Tensor
     bias: Tensor | None
     temperature: float
     softcap: float | None
     entropy: bool = True
-    """Whether the rows' entropy is needed; a backend may skip it if not."""
+    """Whether the rows' entropy is needed. If not, a backend may skip it."""
 
 
 class HeadPass(NamedTuple):
-    """Results of one pass over N chosen rows; gradients that were not asked for are None."""
+    """Results of one pass over N chosen rows. Gradients that were not asked for are None."""
 
     logp: Tensor
     """[N] float32."""
     entropy: Tensor
     """[N] float32, nats."""
     d_hidden: Tensor | None
-    """[T, D] of `gradient_dtype`; exactly 0 on rows that were not chosen or whose coefficients are 0."""
+    """[T, D] of `gradient_dtype`. Exactly 0 on rows that were not chosen or have coefficients 0."""
     d_weight: Tensor | None
     """[V, D] of `gradient_dtype`, summed in float32."""
     d_bias: Tensor | None
@@ -47,22 +47,22 @@ class HeadPass(NamedTuple):
 
 
 class Rows(Protocol):
-    """What a backend does with the [n, V] buffer of one chunk.
+    """A backend's operations on the [n, V] buffer of one chunk.
 
     One object serves one pass and holds the buffer.
     """
 
     head: Tensor
-    """[V, D]: the weight as the gradient matmuls read it."""
+    """[V, D]: the weight in the form that the gradient matmuls read."""
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """logp and entropy [n] float32 of the logits of x [n, D], which are kept for `gradient`."""
+        """Return logp and entropy [n] float32 for x [n, D]. The logits are kept for `gradient`."""
         ...
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
-        """dL/d(W h + b) of the rows `source` ([L] int64 into the chunk) as [L, V] in the dtype of head.
+        """Return dL/d(W h + b) of rows `source` ([L] int64 into the chunk): [L, V], dtype of head.
 
-        `source` comes from `pack`; target, a and c are those of the whole chunk. May overwrite the
+        `source` comes from `pack`. target, a and c cover the whole chunk. It may overwrite the
         buffer.
         """
         ...
@@ -85,11 +85,11 @@ def head_pass(
     wants: Sequence[bool] = (False, False, False),
     values: Values | None = None,
 ) -> HeadPass:
-    """Statistics of the rows `index` ([N] int64, distinct; None for all) of hidden, and their gradients in one pass.
+    """Compute statistics and gradients of some rows of hidden in one pass.
 
-    `coefficients` is called once for each chunk, in order. `wants` says which gradients to form:
-    hidden, weight, bias. `values` are the targets' checks: they raise when the host first waits for
-    the device.
+    The rows are `index` ([N] int64, distinct; None for all). `coefficients` is called once for each
+    chunk, in order. `wants` says which gradients to form, of hidden, weight and bias. `values` are
+    the checks of the targets, which raise when the host first waits for the device.
     """
     values = values or Values(target, head.weight.shape[0])
     N = len(hidden)
@@ -122,14 +122,14 @@ def head_pass(
             run_chunk(rows, slice(start, min(start + step, N)), only_chunk=step >= N)
     gradients.fill_missing()
     values.read()
-    # Beside a float32 dW there is never both the backend's buffer and the rounded dW.
+    # The backend's buffer and the rounded dW never exist together beside a float32 dW.
     del rows
     d_weight, d_bias = gradients.rounded()
     return HeadPass(logp, entropy, gradients.d_hidden, d_weight, d_bias, row_has_gradient)
 
 
 class _Gradients:
-    """Adds up dL/dhidden, dL/dweight and dL/dbias over the chunks of a pass; None for those that are not wanted."""
+    """Sums dL/dhidden, dL/dweight and dL/dbias over the chunks of a pass, or None if unwanted."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _Gradients:
         self._values = values
         self._in_float16 = hidden.dtype == torch.float16
         self._every_row = index is None
-        """Whether the chunks are all rows of hidden, in order."""
+        """Whether the chunks cover all rows of hidden, in order."""
         self._dtype = gradient_dtype(hidden.dtype)
         self._wants_weight = wants[1]
         self.d_hidden: Tensor | None = None
@@ -170,7 +170,7 @@ class _Gradients:
         *,
         only_chunk: bool,
     ) -> None:
-        """Add a chunk: x [n, D] and its targets [n], which stand at `position` in hidden.
+        """Add a chunk: x [n, D] and its targets [n], located at `position` in hidden.
 
         `live` rows have a gradient.
         """
@@ -178,7 +178,8 @@ class _Gradients:
         if self._in_float16:
             a, c, unit = in_units(a, c, self._head.temperature)
         source, length = pack(live)
-        # Waits for the device: the shapes of the matmuls depend on the number of live rows.
+        # This waits for the device, because the shapes of the matmuls depend on the number of live
+        # rows.
         largest = 1.0
         if unit is None:
             (count,) = self._values.read(length)
@@ -226,12 +227,12 @@ class _Gradients:
         self, dz: Tensor, x: Tensor, unit: Tensor | None, largest: float, *, only_chunk: bool
     ) -> None:
         if unit is not None:
-            # A row counts by its share of the largest unit, which fits float16 again.
+            # Scale each row by its share of the largest unit, which fits float16.
             x = (x * (unit / largest)[:, None]).to(x.dtype)
         is_first = self.d_weight is None
         if self.d_weight is None:
-            # The first product overwrites it: an accumulator the size of the head is neither zeroed
-            # nor read. A single chunk needs no float32 accumulator.
+            # The first product overwrites the accumulator, so this head-sized tensor is neither
+            # zeroed nor read. A single chunk needs no float32 accumulator.
             dtype = torch.float32
             if only_chunk and dz.dtype == self._dtype:
                 dtype = self._dtype
@@ -241,13 +242,13 @@ class _Gradients:
         _add_product(self.d_weight, dz.t(), x, add=not is_first, factor=largest)
 
     def fill_missing(self) -> None:
-        """If no row had a gradient, dW is zero."""
+        """Set dW to zero if no row had a gradient."""
         if self._wants_weight and self.d_weight is None:
             weight = self._head.weight
             self.d_weight = torch.zeros(weight.shape, dtype=self._dtype, device=weight.device)
 
     def rounded(self) -> tuple[Tensor | None, Tensor | None]:
-        """dW and db in the dtype of gradients."""
+        """Return dW and db in the dtype of gradients."""
         dtype = gradient_dtype(self._head.weight.dtype)
         d_weight = self.d_weight
         if d_weight is not None:
@@ -259,10 +260,11 @@ class _Gradients:
 
 
 def chunk_bytes(usual: int, device: torch.device, most: int = 0) -> int:
-    """Bytes a chunk may take: `usual`; on a GPU an eighth of the free memory, up to `most`, and never over half of it.
+    """Return the bytes that a chunk may take.
 
-    Together with a backend's CHUNK_BYTES and `equal_chunks` this decides the chunks, and so the
-    order of sums.
+    This is `usual`. On a GPU it is an eighth of the free memory if that is more, up to `most`, but
+    never over half of the free memory. Together with a backend's CHUNK_BYTES and `equal_chunks`,
+    this determines the chunks and so the order of sums.
     """
     if device.type != "cuda":
         return usual
@@ -272,30 +274,30 @@ def chunk_bytes(usual: int, device: torch.device, most: int = 0) -> int:
 
 
 def equal_chunks(N: int, most: int) -> int:
-    """Rows of a chunk when N rows are cut into the fewest equal chunks of at most `most` rows.
+    """Return the rows of a chunk if N rows form the fewest equal chunks of at most `most` rows.
 
-    Equal, because a short last chunk costs as much traffic for dW as a full one.
+    Chunks are equal because a short last chunk costs as much traffic for dW as a full one.
     """
     chunks = max(1, -(-N // most))
     return max(1, -(-N // chunks))
 
 
 def has_gradient(a: Tensor, c: Tensor | None) -> Tensor:
-    """bool: rows whose gradient is not zero. NaN counts as one."""
+    """Return bool: rows whose gradient is not zero. NaN counts as not zero."""
     if c is None:
         return a != 0
     return (a != 0) | (c != 0)
 
 
 def rows_of(tensor: Tensor | None, rows: slice | Tensor) -> Tensor | None:
-    """Those rows of a tensor; None of a missing one."""
+    """Return those rows of a tensor, or None if there is no tensor."""
     return None if tensor is None else tensor[rows]
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of gradients before the upstream factor, for inputs of `dtype`.
+    """Return the dtype of gradients before the upstream factor, for inputs of `dtype`.
 
-    float16 (6e-8 to 65,504) holds neither sums nor a token's weight.
+    float16 (6e-8 to 65,504) can hold neither sums nor a token's weight.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 
@@ -303,10 +305,10 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 def in_units(
     a: Tensor, c: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """a and c as multiples of a unit [n] of each row, and that unit: in these dL/dz fits float16.
+    """Return a and c in units [n], one for each row, in which dL/dz fits float16, and the units.
 
     |dz| <= (|a| + |c| ln V) / temperature, at most 16,384 units if ln V < 16. The smallest value is
-    6e-8 units, so p counts from 6e-11 on, whatever weight, advantage and temperature are.
+    6e-8 units, so p counts from 6e-11 up, whatever the weight, advantage and temperature.
     """
     size = a.abs()
     if c is not None:
@@ -319,12 +321,12 @@ def in_units(
 
 
 def total_of(dz: Tensor, unit: Tensor, largest: float) -> Tensor:
-    """sum_r unit_r dz_r in float32, without a copy of dz [L, V] in it."""
+    """Return sum_r unit_r dz_r in float32, without a float32 copy of dz [L, V]."""
     return float32_product((unit / largest)[None].to(dz.dtype), dz)[0] * largest
 
 
 def logits(x: Tensor, head: Tensor, out: Tensor) -> Tensor:
-    """x head^T in float32, written to the first rows of `out`."""
+    """Write x head^T in float32 to the first rows of `out` and return them."""
     return float32_product(x, head.t(), out[: x.shape[0]])
 
 
@@ -335,8 +337,11 @@ def float32_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> T
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, add: bool, factor: float) -> None:
-    """total = factor left @ right, or with `add` total += that; summed in float32, written in the dtype of total."""
-    beta = int(add)  # with beta 0 the old content is not read
+    """Set total = factor left @ right, or with `add` total += that.
+
+    It sums in float32 and writes in the dtype of total.
+    """
+    beta = int(add)  # with beta 0, the old content is not read
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, beta=beta, alpha=factor, out=total)
     else:

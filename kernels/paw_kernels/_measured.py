@@ -1,7 +1,7 @@
-"""What `paw doctor --kernels` measured on this machine: a JSON file of times, of which `auto` takes the least.
+"""Times that `paw doctor --kernels` measured on this machine. `auto` takes the shortest.
 
-Only times of the same device, driver, torch, triton and kernels count (`key`), and of the same
-dtype, V and D. Without the file, or such times in it, nothing here decides.
+They are in a JSON file. Only times with the same device, driver, torch, triton and kernels (`key`),
+dtype, V and D count. Without the file, or without such times in it, this module decides nothing.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import torch
 
 
 class Time(NamedTuple):
-    """Of a forward and backward pass over n rows of a [V, D] head."""
+    """Time of a forward and backward pass over n rows of a [V, D] head."""
 
     backend: str
     dtype: str
@@ -33,7 +33,7 @@ class Time(NamedTuple):
 
 
 def file() -> Path:
-    """kernels.json in $PAW_CACHE, else in $XDG_CACHE_HOME/paw, else in ~/.cache/paw."""
+    """Return kernels.json in $PAW_CACHE, else in $XDG_CACHE_HOME/paw, else in ~/.cache/paw."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("PAW_CACHE") or Path(home) / "paw") / "kernels.json"
 
@@ -46,7 +46,10 @@ def fastest(
     n: int | None = None,
     backend: str | None = None,
 ) -> Time | None:
-    """The least time at the measured n that is nearest to n (None: the largest), of that backend or of any."""
+    """Return the shortest time of that backend or of any.
+
+    It is for the measured n nearest to n (None: the largest).
+    """
     dtype_name = str(dtype).removeprefix("torch.")
     measured = [
         time
@@ -65,9 +68,9 @@ def fastest(
 
 @cache
 def times(path: Path, device: torch.device) -> tuple[Time, ...]:
-    """Those of this device as it is now; a file that cannot be read is a warning, and none.
+    """Return the times of this device with its current software.
 
-    Read once a process.
+    The file is read once per process. If it cannot be read, this warns and returns no times.
     """
     try:
         return tuple(
@@ -78,7 +81,7 @@ def times(path: Path, device: torch.device) -> tuple[Time, ...]:
         return ()
     except (OSError, ValueError, TypeError, AttributeError) as error:
         warnings.warn(
-            f"{path} is left out ({error}): paw doctor --kernels writes it anew",
+            f"{path} is ignored ({error}): paw doctor --kernels writes a new one",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -87,7 +90,8 @@ def times(path: Path, device: torch.device) -> tuple[Time, ...]:
 
 @cache
 def key(device: torch.device) -> str:
-    """Device, driver, torch, triton and kernels, compiled ones included; a time of others says nothing here."""
+    """Return the device and the versions of driver, torch, triton and kernels, including compiled
+    kernels. Times under other keys are not comparable."""
     name = platform.processor() or platform.machine()
     driver = ""
     if device.type == "cuda":

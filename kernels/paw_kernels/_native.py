@@ -1,8 +1,8 @@
 """The compiled row operations of csrc/ as torch.library operators, by device.
 
-On the CPU they are plain C functions called through ctypes (which releases the GIL); building them
-needs no torch. On CUDA devices they are kernels that the library built from csrc/*.cu registers
-itself, when it is loaded here.
+On the CPU they are plain C functions, called through ctypes (which releases the GIL). Building them
+does not need torch. On CUDA devices they are kernels. The library built from csrc/*.cu registers
+them when it is loaded here.
 """
 
 import ctypes
@@ -15,18 +15,19 @@ from torch import Tensor
 _LIBRARY = torch.library.Library("paw_kernels", "FRAGMENT")
 
 _REUSED = 32 << 20
-"""Bytes up to which the C library hands out memory again that a process has mapped."""
+"""Largest allocation, in bytes, for which the C library reuses memory that a process has mapped."""
 
-# Takes logits [n, V] float32, rows contiguous; bias [V] float32; target [n] int64 in [0, V). With u
-# = logits + bias, or under a soft cap softcap tanh((logits + bias) / softcap), and z = u scale, it
-# returns logp, entropy, top = max u and the log-sum-exp of z - top scale: [n] float32 each.
+# Takes logits [n, V] float32 with contiguous rows, bias [V] float32 and target [n] int64 in [0, V).
+# With u = logits + bias, or under a soft cap softcap tanh((logits + bias) / softcap), and z = u
+# scale, it returns logp, entropy, top = max u and the log-sum-exp of z - top scale: [n] float32
+# each.
 _LIBRARY.define(
     "row_statistics(Tensor logits, Tensor? bias, Tensor target, float scale, float? softcap=None) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
-# Works in place: row k < L of logits becomes scale (a (1[j = y] - p_j) - c p_j (log p_j + H))
-# du/dlogit of row source[k]. source [L] int64 comes from `pack`; target, the statistics, a and c
-# are those of all n rows. Read the result with `packed_rows(logits, L, dtype)`; on the CPU dtype is
+# Works in place. Row k < L of logits becomes scale (a (1[j = y] - p_j) - c p_j (log p_j + H))
+# du/dlogit of row source[k]. source [L] int64 comes from `pack`. target, the statistics, a and c
+# cover all n rows. Read the result with `packed_rows(logits, L, dtype)`. On the CPU, dtype is
 # float32.
 _LIBRARY.define(
     "row_gradient_(Tensor(a!) logits, Tensor? bias, Tensor target, Tensor source, Tensor top, Tensor log_total, "
@@ -36,12 +37,12 @@ _LIBRARY.define("pack(Tensor chosen) -> (Tensor, Tensor)")
 
 
 def pack(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Which chosen row goes to each of the first L rows, so that packing in place can be parallel.
+    """Say which chosen row goes to each of the first L rows, for parallel packing in place.
 
-    Takes chosen [n] bool; returns source [n] int64 and L, the number of chosen rows, [1] int64,
-    without waiting for the device. For k < L, source[k] = k if row k is chosen; the other rows
-    below L are filled by the chosen rows from L on, in order. From L on source is -1. So no row
-    that is written is read by another.
+    Takes chosen [n] bool. Returns source [n] int64 and L [1] int64, the number of chosen rows,
+    without waiting for the device. For k < L, source[k] = k if row k is chosen. The other rows
+    below L are filled by the chosen rows from L on, in order. From L on, source is -1. So no row
+    reads a row that is overwritten.
 
     >>> source, count = pack(torch.tensor([True, False, True, False, False, True]))
     >>> source.tolist(), count.tolist()
@@ -54,11 +55,11 @@ def _pack(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """`pack` in plain torch, for every device."""
     index = torch.arange(chosen.numel(), device=chosen.device)
     count = chosen.sum().reshape(1)
-    # The chosen rows, ascending; then the others.
+    # First the chosen rows, ascending, then the others.
     order = torch.argsort(chosen, descending=True, stable=True)
     is_packed = index < count
     is_hole = is_packed > chosen
-    # The last of the chosen rows fill the holes, in order.
+    # The last chosen rows fill the holes, in order.
     hole_number = is_hole.cumsum(0)
     source = torch.where(is_hole, order[hole_number + (count - hole_number[-1:] - 1)], index)
     return torch.where(is_packed, source, -1), count
@@ -66,7 +67,7 @@ def _pack(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def cpu_library() -> ctypes.CDLL | None:
-    """The C++ row operations; None if they were not built, or were built from older sources."""
+    """Return the C++ row operations, or None if they are missing or older than the sources."""
     spec = importlib.util.find_spec("paw_kernels._cpu")
     if spec is None or spec.origin is None:
         return None
@@ -78,13 +79,13 @@ def cpu_library() -> ctypes.CDLL | None:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    """Sets the types of the functions in csrc/rows.cpp."""
+    """Set the types of the functions in csrc/rows.cpp."""
     pointer = ctypes.c_void_p
     size = ctypes.c_int64
     real = ctypes.c_float
     integer = ctypes.c_int
 
-    logits = [pointer, size]  # and elements from one row to the next
+    logits = [pointer, size]  # and the number of elements from one row to the next
     shape = [size, size]
     numbers = [real, real]  # scale, softcap
     row_inputs = [pointer, pointer]  # bias, target
@@ -115,42 +116,48 @@ def _declare(library: ctypes.CDLL) -> None:
 
 @cache
 def why_no_cuda(capability: tuple[int, int] | None = None) -> str | None:
-    """Why the CUDA kernels cannot be used (on a GPU of that compute capability); None if they can.
+    """Return why the CUDA kernels cannot be used (on a GPU of that compute capability), or None.
 
     The first call loads them.
     """
     spec = importlib.util.find_spec("paw_kernels._cuda")
     if spec is None or spec.origin is None:
-        return "csrc/*.cu was not built; PAW_BUILD_CUDA=1 pip install --no-build-isolation -e . (needs nvcc)"
+        return "csrc/*.cu was not built; run PAW_BUILD_CUDA=1 pip install --no-build-isolation -e . (needs nvcc)"
     try:
         torch.ops.load_library(spec.origin)
     except OSError as error:
-        return f"{spec.origin} does not load beside this torch ({error}); build it again"
+        return f"{spec.origin} does not load with this torch ({error}); build it again"
     try:
         # The oldest architecture it was built for, as in __CUDA_ARCH__: 900 for 9.0.
         oldest = ctypes.c_int.in_dll(ctypes.CDLL(spec.origin), "paw_cuda_interface_4").value
     except ValueError:
         return f"{spec.origin} was built from older sources; build it again"
     major, minor = divmod(oldest // 10, 10)
-    # No newest: the library also has PTX, which later GPUs compile.
+    # There is no newest one, because the library also has PTX, which later GPUs compile.
     if capability and capability < (major, minor):
         return (
             f"csrc/*.cu was built for compute capability {major}.{minor} and later,"
-            " this GPU has {}.{}".format(*capability)
+            " but this GPU has {}.{}".format(*capability)
         )
     return None
 
 
-why_no_cuda()  # registers the kernels: operators on CUDA tensors use them wherever they are called from
+why_no_cuda()  # registers the kernels, which operators on CUDA tensors use wherever they are called
 
 
 def packed_rows(logits: Tensor, L: int, dtype: torch.dtype) -> Tensor:
-    """The first L rows that `row_gradient_` left: [L, V] of dtype, from the first byte of each row on."""
+    """Return the first L rows that `row_gradient_` left: [L, V] of dtype.
+
+    They start at the first byte of each row of logits.
+    """
     return logits.view(dtype)[:L, : logits.shape[1]]
 
 
 def claim_memory(tensor: Tensor) -> Tensor:
-    """The same tensor, about to be written from end to end; a large one on a CPU gets all its memory mapped at once."""
+    """Return the same tensor, which is about to be filled.
+
+    If it is large and on a CPU, all its memory is mapped at once.
+    """
     library = _library_for(tensor)
     if library and tensor.nbytes > _REUSED:
         library.paw_claim(tensor.data_ptr(), tensor.nbytes, torch.get_num_threads())
@@ -158,9 +165,9 @@ def claim_memory(tensor: Tensor) -> Tensor:
 
 
 def in_range(values: Tensor, limit: int) -> bool:
-    """Whether values int64 are known to lie in [0, limit).
+    """Whether int64 values are known to be in [0, limit).
 
-    False says nothing on a GPU, where looking would wait, and without the compiled library.
+    False tells nothing on a GPU, where a check would wait, or without the compiled library.
     """
     library = _library_for(values)
     values = values.contiguous()
@@ -168,14 +175,17 @@ def in_range(values: Tensor, limit: int) -> bool:
 
 
 def are_finite(values: Tensor) -> bool:
-    """Whether values float32 are known to be finite; False as in `in_range`."""
+    """Whether float32 values are known to be finite. For False see `in_range`."""
     library = _library_for(values)
     values = values.contiguous()
     return bool(library and library.paw_finite(values.data_ptr(), values.numel()))
 
 
 def _library_for(tensor: Tensor) -> ctypes.CDLL | None:
-    """The C++ row operations if they can read this tensor's memory: it is on the CPU, and no subclass."""
+    """Return the C++ row operations if they can read this tensor.
+
+    For that, it must be on the CPU and not a subclass.
+    """
     if type(tensor) is Tensor and tensor.device.type == "cpu":
         return cpu_library()
     return None
@@ -226,7 +236,7 @@ def _row_gradient_cpu(
         raise ValueError(f"dtype must be float32 on the CPU, got {dtype}")
     library = cpu_library()
     assert library, "the C++ row operations are not built"
-    # The list keeps copies alive while C reads them.
+    # The list keeps copies alive while the C code reads them.
     per_row = [
         None if tensor is None else tensor.contiguous()
         for tensor in (target, source, top, log_total, entropy, a, c)

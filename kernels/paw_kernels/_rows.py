@@ -1,7 +1,7 @@
-"""The compiled row operations around torch's matmul: one [n, V] float32 buffer holds logits, then gradients.
+"""The compiled row operations around torch's matmul.
 
-Memory: that buffer and, on the CPU, a float32 copy of 16-bit weights (its matmuls cannot keep their
-float32 sums).
+One [n, V] float32 buffer holds logits, then gradients. Memory: that buffer and, on the CPU, a
+float32 copy of 16-bit weights, because its 16-bit matmuls cannot return float32 sums.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,14 @@ from paw_kernels._head import Head, chunk_bytes, equal_chunks, logits
 from paw_kernels._native import claim_memory, cpu_library, packed_rows, why_no_cuda
 
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1400 << 20}
-"""Of one chunk's logits. On the CPU they stay in the last-level cache."""
+"""Bytes of one chunk's logits. On the CPU they stay in the last-level cache."""
 ROOMY_BYTES = 2400 << 20
-"""The same on a GPU with eight times as much to spare: 4,096 rows of 152,064 are one chunk."""
+"""The same on a GPU with eight times as much free memory. 4,096 rows of 152,064 make one chunk."""
 CHUNK_ROWS = 256
-"""At least: each chunk reads and writes the whole accumulator of dW."""
+"""Minimum rows of a chunk, because each chunk reads and writes the whole accumulator of dW."""
 KEPT_BYTES = 160 << 20
-"""Up to here `token_stats` keeps all logits from forward to backward on a CPU; beyond, they are computed again."""
+"""Up to this size, `token_stats` keeps all logits from forward to backward on a CPU. Larger ones
+are recomputed."""
 
 
 class NativeRows:
@@ -66,7 +67,7 @@ class NativeRows:
 class KeptRows(NativeRows):
     """All N rows of a pass in one chunk.
 
-    With `kept`, what an earlier pass left, `forward` computes nothing.
+    If given `kept`, the results of an earlier pass, `forward` computes nothing.
     """
 
     def __init__(self, head: Head, N: int, kept: Sequence[Tensor] = ()) -> None:
@@ -81,14 +82,14 @@ class KeptRows(NativeRows):
         return self._logp, self._entropy
 
     def left(self) -> tuple[Tensor, Tensor, Tensor]:
-        """logits [N, V], top and log_total [N]; after logp and entropy they are `kept`."""
+        """Return logits [N, V], top and log_total [N]. After logp and entropy, they make `kept`."""
         return self._buffer, self._top, self._log_total
 
 
 def keeps(hidden: Tensor, weight: Tensor) -> bool:
     """Whether a pass over these may keep its logits.
 
-    No traced pass does: it is not told in advance.
+    A traced pass does not, because it cannot know in advance.
     """
     are_plain = all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in (hidden, weight))
     logits_fit = hidden.device.type == "cpu" and 0 < 4 * len(hidden) * len(weight) <= KEPT_BYTES
@@ -104,19 +105,22 @@ def make_rows(head: Head, N: int, gradients: bool) -> tuple[NativeRows, int]:
 
 
 def aligned(V: int) -> int:
-    """Elements from one row to the next: each begins at 16 bytes, for wide accesses in 32 and 16 bits."""
+    """Return the elements from one row to the next.
+
+    Rows are 16-byte aligned, for wide accesses in 32 and 16 bits.
+    """
     return -(-V // 4) * 4
 
 
 def why_not(backend: str, device: torch.device) -> str | None:
-    """Why "cpu" or "cuda" cannot run on that device, or None."""
+    """Return why "cpu" or "cuda" cannot run on that device, or None."""
     if device.type != backend:
-        return f"it needs tensors of device {backend}, these are on {device}"
+        return f"it needs tensors on {backend}, but these are on {device}"
     if backend == "cuda":
         capability = None
         if why_no_cuda() is None and torch.cuda.is_available():
             capability = torch.cuda.get_device_capability(device)
         return why_no_cuda(capability)
     if cpu_library() is None:
-        return "csrc/rows.cpp was not built, or has changed since; install a C++ compiler and repeat pip install -e ."
+        return "csrc/rows.cpp was not built, or has changed since; install a C++ compiler and rerun pip install -e ."
     return None

@@ -1,7 +1,8 @@
-"""The row operations in plain torch: correct on every device, the fallback, and the yardstick of the other backends.
+"""The row operations in plain torch, for every device. Fallback and reference of other backends.
 
-Memory: three float32 [n, V] buffers of CHUNK_BYTES each, five under a soft cap, and, for 16-bit
-weights on the CPU (where matmuls cannot keep their float32 sums), a float32 copy of the weight.
+Memory: three float32 [n, V] buffers of CHUNK_BYTES each, or five with a soft cap. With 16-bit
+weights on the CPU, whose matmuls cannot return float32 sums, there is also a float32 copy of the
+weight.
 """
 
 import torch
@@ -12,13 +13,13 @@ from paw_kernels._head import Head, chunk_bytes, equal_chunks, logits, rows_of
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 """Bytes of one chunk's float32 logits.
 
-Large on GPUs: each chunk reads and writes the whole accumulator of dW.
+This is large on GPUs, because each chunk reads and writes the whole accumulator of dW.
 """
 CHUNK_ROWS = 128
-"""Rows of a chunk on a CPU, at least: with fewer its matmuls are slow."""
+"""Minimum rows of a chunk on a CPU. With fewer rows, its matmuls are slow."""
 
 _FLOOR = -1e30
-"""The least logit of a token that is not the target: with a bias of -inf 0 * inf would be NaN, not 0."""
+"""Smallest logit of a non-target token. With a bias of -inf, 0 * inf would be NaN, not 0."""
 
 
 class TorchRows:
@@ -33,7 +34,11 @@ class TorchRows:
         self._top = self._log_sum = self._entropy = torch.empty(0)
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Shifted by the row's maximum, so that logp (<= 0) and entropy (>= 0) are sums of terms of one sign."""
+        """See `_head.Rows`.
+
+        Logits are shifted by the row's maximum, so that logp (<= 0) and entropy (>= 0) are sums of
+        terms of one sign.
+        """
         n = x.shape[0]
         z = logits(x, self.head, self._z)
         if self._bias is not None:
@@ -42,12 +47,12 @@ class TorchRows:
             z.div_(self._softcap).tanh_().mul_(self._softcap)
         self._top = z.amax(1)
         z -= self._top[:, None]
-        if self._temperature != 1.0:  # a difference is scaled: exact however large the logits are
+        if self._temperature != 1.0:  # scaling the difference is exact for logits of any size
             z *= 1 / self._temperature
         chosen = z.gather(1, target[:, None]).squeeze(1)
         if self._bias is not None:
             z.clamp_(min=_FLOOR)
-        # e = exp(z) is kept: p = e / exp(log_sum) without a second exponential.
+        # Keep e = exp(z): p = e / exp(log_sum) then needs no second exponential.
         e = torch.exp(z, out=self._e[:n])
         total = e.sum(1)
         self._log_sum = total.log()
@@ -56,9 +61,9 @@ class TorchRows:
         return logp, self._entropy
 
     def gradient(self, target: Tensor, source: Tensor, a: Tensor, c: Tensor | None) -> Tensor:
-        """a (1[j = y] - p_j) - c p_j (log p_j + H) over the temperature, built in the buffers of z and e.
+        """Return (a (1[j = y] - p_j) - c p_j (log p_j + H)) / temperature in the buffers z and e.
 
-        Times 1 - tanh^2 under a soft cap, of which z is still known.
+        With a soft cap, this is multiplied by 1 - tanh^2, from z, which is still known.
         """
         n = target.numel()
         z = self._z[:n]

@@ -1,9 +1,9 @@
-"""The Triton backend: a persistent matmul whose epilogue leaves statistics and e = 2^x, then dL/dz in place of e.
+"""The Triton backend: a persistent matmul whose epilogue writes statistics and e = 2^x.
 
-Passes without gradients keep no logits at all. With gradients a chunk's e, in the dtype of the
-inputs, takes half the bytes of float32 logits and is read and written once more. Memory:
-CHUNK_BYTES, flat in T; without gradients STATISTICS_BYTES. The kernels and their arithmetic are in
-`_triton_kernels`.
+Then dL/dz takes the place of e. Passes without gradients keep no logits at all. With gradients, a
+chunk's e has the dtype of the inputs. It takes half the bytes of float32 logits, and is read and
+written once more. Memory: CHUNK_BYTES, or without gradients STATISTICS_BYTES, whatever T. The
+kernels and their arithmetic are in `_triton_kernels`.
 """
 
 import math
@@ -21,15 +21,15 @@ from paw_kernels._measured import fastest
 CHUNK_BYTES = 1440 << 20
 """Bytes of a chunk's e, statistics and copies of hidden states.
 
-Large, because each chunk reads and writes all of dW: with this 4,096 rows are one chunk up to the
-152,064 x 8,192 of Qwen2.5 72B.
+It is large, because each chunk reads and writes all of dW. With this, 4,096 rows make one chunk up
+to the 152,064 x 8,192 of Qwen2.5 72B.
 """
 STATISTICS_BYTES = 96 << 20
-"""Bytes of a chunk's statistics in a pass without gradients, which keeps no e."""
+"""Bytes of a chunk's statistics in a pass without gradients, which does not keep e."""
 
 
 class Tiles(NamedTuple):
-    """How the forward kernel cuts its matmul, and the gradient kernel its rows."""
+    """The tiles into which the forward kernel cuts its matmul and the gradient kernel its rows."""
 
     rows: int
     cols: int
@@ -37,17 +37,18 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     halves: bool = True
-    """The epilogue takes the columns in two steps."""
+    """Whether the epilogue handles the columns in two steps."""
     tma: bool = True
-    """Loads and stores through tensor descriptors; False: through pointers (cp.async)."""
+    """Whether loads and stores use tensor descriptors instead of pointers (cp.async)."""
     flatten: bool = True
-    """One loop over tiles and depth: the next tile is on its way during the epilogue."""
+    """Whether one loop covers tiles and depth, so that the next tile loads during the epilogue."""
     specialize: bool = False
-    """Loads, products and epilogue each in warps of their own; sm_100 alone (on sm_90 it does not compile)."""
+    """Whether loads, products and epilogue each have their own warps. Only for sm_100 (it does not
+    compile on sm_90)."""
     group: int = 16
-    """Row tiles that share a tile of the weight in the L2 cache."""
+    """Number of row tiles that share a tile of the weight in the L2 cache."""
     span: int = 4096
-    """Columns of a row that one program of the gradient kernel handles."""
+    """Number of columns of a row that one program of the gradient kernel handles."""
 
 
 _POINTERS = {"halves": False, "tma": False, "flatten": False, "specialize": False}
@@ -65,11 +66,12 @@ TILES = {
 }
 """By architecture and bytes of an element. Chosen ahead of time (bench/results/triton_aot.csv) and
 not yet timed. 128 x 256 has the arithmetic per loaded byte that tensor cores need, and its sums
-fill half the registers of 8 warps. Of what fits in shared memory and spills next to nothing, the
-table takes the most loads in flight. On sm_90 `flatten` keeps wgmma asynchronous and loads the next
-tile during the epilogue; on sm_100 it doubles the epilogue's code, and spills: there `specialize`
-keeps the sums of two tiles in tensor memory, one that grows while the other is read. float32 takes
-smaller tiles: each operand is split in two. "other" is for 99 KiB of shared memory."""
+fill half the registers of 8 warps. Among tiles that fit in shared memory and spill almost nothing,
+the table takes those with the most loads in flight. On sm_90, `flatten` keeps wgmma asynchronous
+and loads the next tile during the epilogue. On sm_100, it doubles the epilogue's code and spills.
+There, `specialize` keeps the sums of two tiles in tensor memory, so that one grows while the other
+is read. float32 takes smaller tiles, because each operand is split in two. "other" is for 99 KiB of
+shared memory."""
 
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "sm_80": (
@@ -108,33 +110,35 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
         {"group": 1},
     ),
 }
-"""Changes to the table's entry for 16 bits that may well be faster on a GPU, by architecture.
+"""Changes to the table's 16-bit entry that may be faster on a GPU, by architecture.
 
-They are compiled ahead of time, as the table is.
+They are compiled ahead of time, like the table.
 """
 
 TUNED: dict[tuple[int, int, int], Tiles] = {}
-"""By V, D and bytes of an element: these go before measured tiles and the table."""
+"""Tiles by V, D and bytes of an element. They take precedence over measured tiles and the table."""
 
 NCCL_PROCESSORS = 16
-"""Multiprocessors that the forward kernel leaves to collectives of a process group; assumed, not measured."""
+"""Multiprocessors that the forward kernel leaves to collectives of a process group. This is
+assumed, not measured."""
 
 _MERGE_ROWS = 32
-"""Rows of one program of the merge kernel; few, so that a chunk has a program for each multiprocessor."""
+"""Rows of one program of the merge kernel: few, so that each multiprocessor gets a program."""
 
 INTERPRETED = not isinstance(kernels.forward_kernel, triton.JITFunction)
-"""TRITON_INTERPRET=1 was set when the kernels were defined: they run in numpy, on tensors of any device."""
+"""Whether TRITON_INTERPRET=1 was set when the kernels were defined. Then they run in numpy, on
+tensors of any device."""
 
 
 class TritonRows:
     """See `_head.Rows`.
 
-    Holds the statistics of the tiles of n rows and, with `gradients`, their e or dL/dz.
+    Holds the tile statistics of n rows and, with `gradients`, their e or dL/dz.
     """
 
     def __init__(self, head: Head, n: int, gradients: bool, tiles: Tiles) -> None:
         weight = head.weight
-        # On the CPU (interpreter) torch's matmuls could not keep their float32 sums.
+        # On the CPU (interpreter), torch's 16-bit matmuls could not return float32 sums.
         self.head = weight.float() if weight.is_cpu else weight
         self._weight = weight
         self._bias = None
@@ -197,7 +201,7 @@ class TritonRows:
         )
 
     def _operands(self, x: Tensor) -> tuple[Any, ...]:
-        """x, the weight and e (None without gradients) as the forward kernel reads and writes them."""
+        """Return x, the weight and e (None without gradients) as the forward kernel takes them."""
         tiles = self._tiles
         weight = self._weight
         x = x.to(weight.dtype).contiguous()
@@ -272,7 +276,7 @@ class TritonRows:
 def make_rows(head: Head, N: int, gradients: bool) -> tuple[TritonRows, int]:
     """See `_head.MakeRows`.
 
-    Chunks are as few as fit and of equal size: 6,000 rows become two of 3,072.
+    Chunks are as few as possible and of equal size. 6,000 rows become two chunks of 3,072.
     """
     tiles = tiles_for(head.weight, head.softcap, n=N)
     V, D = head.weight.shape
@@ -280,7 +284,7 @@ def make_rows(head: Head, N: int, gradients: bool) -> tuple[TritonRows, int]:
     row_bytes = 16 * triton.cdiv(V, tiles.cols) + D * element
     available = STATISTICS_BYTES
     if gradients:
-        # e, and the packed hidden states and their gradient.
+        # This counts e, and the packed hidden states and their gradient.
         row_bytes += (_padded(V) + 2 * D) * element
         available = chunk_bytes(CHUNK_BYTES, head.weight.device)
     most_row_tiles = max(1, available // (row_bytes * tiles.rows))
@@ -291,10 +295,10 @@ def make_rows(head: Head, N: int, gradients: bool) -> tuple[TritonRows, int]:
 def tiles_for(
     weight: Tensor, softcap: float | None, arch: str | None = None, n: int | None = None
 ) -> Tiles:
-    """The tiles for a weight [V, D]: tuned, else measured (for about n rows), else those of the table.
+    """Return the tiles for a weight [V, D]: tuned, measured (for about n rows), or from the table.
 
-    Smaller, and with pointers, if tensor descriptors cannot describe the weight. Smaller under a
-    soft cap too, whose arithmetic would spill beside the sums of 128 x 256 logits.
+    They are smaller and use pointers if tensor descriptors cannot describe the weight. They are
+    also smaller with a soft cap, whose arithmetic would spill beside the sums of 128 x 256 logits.
     """
     if arch is None:
         capability = None
@@ -320,9 +324,10 @@ def tiles_for(
 
 
 def candidates(capability: tuple[int, int] | None, size: int = 2) -> list[Tiles]:
-    """Tiles worth timing on a GPU of that capability (None: the interpreter) for elements of `size` bytes.
+    """Return tiles worth timing on a GPU of that capability for elements of `size` bytes.
 
-    The table's entry is first. To run the head with one of them: TUNED[V, D, size] = it.
+    None means the interpreter. The table's entry is first. To run the head with one of them, assign
+    it to TUNED[V, D, size].
     """
     arch = _architecture(capability)
     tabled = TILES[arch, size]
@@ -332,31 +337,36 @@ def candidates(capability: tuple[int, int] | None, size: int = 2) -> list[Tiles]
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot run on tensors of that device and dtype, and what would help; None if they can."""
+    """Return why the kernels cannot run on that device and dtype and what would help, or None."""
     if INTERPRETED:
         return None
     if device.type != "cuda":
         return (
-            f"it needs tensors of device cuda, these are on {device}"
+            f"it needs tensors on cuda, but these are on {device}"
             " (or TRITON_INTERPRET=1 before triton is imported)"
         )
     if torch.version.hip is not None:
-        return "it is written for NVIDIA GPUs, this torch is built for ROCm; use backend='torch'"
+        return (
+            "it is written for NVIDIA GPUs, but this torch is built for ROCm; use backend='torch'"
+        )
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
-        return f"it needs compute capability 8.0 or later, {device} has {major}.{minor}; use backend='torch'"
+        return f"it needs compute capability 8.0 or later, but {device} has {major}.{minor}; use backend='torch'"
     return None
 
 
 def _launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """Run a kernel on a grid of one dimension: the others end at 65,535."""
+    """Run a kernel on a one-dimensional grid, because the other dimensions end at 65,535."""
     with torch.cuda.device_of(next(a for a in arguments if isinstance(a, Tensor))):
-        # Set here because its default differs between versions of Triton.
+        # This is set because its default differs between versions of Triton.
         kernel[(programs,)](*arguments, **options, enable_fp_fusion=True)
 
 
 def _architecture(capability: tuple[int, int] | None) -> str:
-    """A key of TILES. "other": capabilities with at most 99 KiB of shared memory for a block, 8.6, 8.9 and 12.x."""
+    """Return a key of TILES.
+
+    "other" is for at most 99 KiB of shared memory per block: capabilities 8.6, 8.9 and 12.x.
+    """
     if capability is None:
         return "interpreter"
     if capability[0] == 10:
@@ -365,10 +375,10 @@ def _architecture(capability: tuple[int, int] | None) -> str:
 
 
 def _processors(device: torch.device) -> int:
-    """Programs of a persistent kernel: one a multiprocessor, less those that collectives may hold meanwhile.
+    """Return the number of programs of a persistent kernel.
 
-    A program takes a multiprocessor whole. One that had to wait for NCCL's kernels would double the
-    time of all.
+    There is one per multiprocessor, except those that collectives may hold. A program takes a whole
+    multiprocessor. If one had to wait for NCCL's kernels, the kernel would take twice as long.
     """
     if device.type != "cuda":
         return 3
@@ -380,5 +390,8 @@ def _processors(device: torch.device) -> int:
 
 
 def _padded(V: int) -> int:
-    """Elements from one row of e to the next: whole cache lines, for wide accesses and tensor descriptors."""
+    """Return the elements from one row of e to the next.
+
+    They fill whole cache lines, for wide accesses and tensor descriptors.
+    """
     return triton.cdiv(V, 64) * 64

@@ -1,31 +1,31 @@
 """Triton kernels of the fused head: logits a tile at a time, statistics of a row, dL/dz in place.
 
-With u the logits after the soft cap, before temperature T, and scale = log2(e) / T, a tile of ROWS
-x COLS logits is never written. Of each of its rows there remain four float32 numbers,
+Let u be the logits after the soft cap and before the temperature T, and scale = log2(e) / T. A tile
+of ROWS x COLS logits is never written. Each of its rows leaves four float32 numbers,
 
     peak = max u,   total = sum e,   slant = sum e x,   chosen = u at the target, else 0,   where x = (u - peak) scale,
 
-and, for passes with gradients, the row of e = 2^x in (0, 1] in the dtype of the inputs. x is a
-difference before it is scaled: exactly 0 at the peak, so total >= 1 and slant <= 0 in any rounding.
-With M the largest peak of a row over its tiles, shift = (peak - M) scale <= 0 and S = sum 2^shift
-total,
+and, for passes with gradients, the row of e = 2^x in (0, 1] in the dtype of the inputs. The
+difference in x is taken before scaling, so x is exactly 0 at the peak, and total >= 1 and slant <=
+0 in any rounding. With M the largest peak of a row over its tiles, shift = (peak - M) scale <= 0
+and S = sum 2^shift total,
 
     log2 p_y = (u_y - M) scale - log2 S,   H / ln 2 = log2 S - sum 2^shift (slant + shift total) / S
 
-add terms of one sign: nothing cancels, log p <= 0, H >= 0. p_j = e_j 2^(shift - log2 S), so
-rounding e is a relative error of p_j whatever the size of the logits (logits rounded to bfloat16
-would be off by 6 % in p at |z| = 16). At the peak e is 1 exactly: 1 - p of a sure token, its whole
-gradient, carries no rounding of e. The derivative of a soft cap is 1 - (u / softcap)^2 with u =
-peak + log2(e) / scale, but that of the target from its log p where its e has vanished or has 16
-bits (LOSSY).
+add terms of one sign, so nothing cancels, log p <= 0 and H >= 0. p_j = e_j 2^(shift - log2 S), so
+rounding e gives a relative error of p_j, whatever the size of the logits (logits rounded to
+bfloat16 would be off by 6 % in p at |z| = 16). At the peak e is exactly 1, so 1 - p of a sure
+token, which is its whole gradient, has no rounding error of e. The derivative of a soft cap is 1 -
+(u / softcap)^2 with u = peak + log2(e) / scale. For the target, u comes from its log p if its e has
+vanished or has 16 bits (LOSSY).
 
-Every sum has a fixed order and nothing is atomic: results repeat bit for bit. `tl.max` skips NaN,
-but e is NaN beside it, and so is every sum of the row.
+Every sum has a fixed order and nothing is atomic, so results repeat bit for bit. `tl.max` skips
+NaN, but e is still NaN there, and so is every sum of the row.
 """
 
-# Triton's own annotations are those of host code: a kernel's constexpr and range mean something
-# else to it.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
+# Triton's type annotations are meant for host code. Inside a kernel, constexpr and range mean
+# something else. pyright: reportGeneralTypeIssues=false, reportArgumentType=false,
+# reportOperatorIssue=false
 
 import triton
 import triton.language as tl
@@ -34,17 +34,19 @@ from triton.language.extra import libdevice
 
 TRUNCATES = tl.constexpr(knobs.runtime.interpret)
 LN2 = tl.constexpr(0.6931471805599453)
-# The logit of columns beyond V, and of -inf: finite, because e x would be 0 * inf = NaN.
+# The logit used for columns beyond V and for -inf. It is finite, because otherwise e x would be 0 *
+# inf = NaN.
 OUTSIDE = tl.constexpr(-1e30)
-FAR = tl.constexpr(-1e20)  # the least log2 of e: times it, a sum of e is finite
+FAR = tl.constexpr(-1e20)  # the smallest log2 of e, so that a sum of e times it is finite
 SMALLEST = tl.constexpr(1e-30)  # for logarithms; a subnormal would be flushed to 0 on the GPU
 
 
 @triton.jit
 def _narrowed(x, dtype: tl.constexpr):
-    """x as it is stored.
+    """Return x in the dtype in which it is stored.
 
-    The interpreter cuts float32 to bfloat16 where a GPU rounds to even: twice the error.
+    The interpreter truncates float32 to bfloat16, while a GPU rounds to even. Truncation has twice
+    the error.
     """
     if TRUNCATES and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
@@ -52,13 +54,13 @@ def _narrowed(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
-# What of a tile is alive at once decides whether its registers spill: the target's logit is taken
-# first, then u is only needed less its peak.
+# Registers spill if too much of a tile is alive at once. So the target's logit is taken first, and
+# after that u is needed only minus its peak.
 
 
 @triton.jit
 def _tanh(x):
-    """To about 4 ulp: a polynomial where 1 - 2 / (1 + exp(2 x)) would cancel."""
+    """tanh to about 4 ulp. It uses a polynomial where 1 - 2 / (1 + exp(2 x)) would cancel."""
     square = x * x
     p = 1.643756359e-2 * square - 5.267180450e-2
     p = p * square + 1.332072492e-1
@@ -70,10 +72,10 @@ def _tanh(x):
 
 @triton.jit
 def _logits(u, first, target, bias, softcap, V, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
-    """WIDTH columns from `first`, with bias and soft cap, those beyond V closed; and the logit of the target, or 0.
+    """Return WIDTH columns from `first`, with bias and soft cap, and the target's logit or 0.
 
-    Few tiles hold the target of one of their rows, and only the last has columns beyond V: the
-    others skip that work.
+    Columns beyond V are masked. Few tiles hold the target of one of their rows, and only the last
+    has columns beyond V. The others skip that work.
     """
     cols = first + tl.arange(0, WIDTH)
     if bias is not None:
@@ -105,7 +107,7 @@ def _powers(
     TMA: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """(total, slant) of WIDTH columns, slant 0 where no ENTROPY is asked for; stores their e."""
+    """Store e of WIDTH columns and return their (total, slant). slant is 0 without ENTROPY."""
     x = (u - peak[:, None]) * scale
     power = tl.exp2(x)
     total = tl.sum(power, 1)
@@ -143,7 +145,7 @@ def _product(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """x @ w^T of the tile that begins at (row, col): [ROWS, COLS] float32."""
+    """Return x @ w^T [ROWS, COLS] float32 of the tile that begins at (row, col)."""
     acc = tl.zeros((ROWS, COLS), tl.float32)
     if TMA:
         for k in range(0, D, DEPTH):
@@ -154,7 +156,7 @@ def _product(
                 right = right.to(tl.float32)
             acc = tl.dot(left, right.T, acc, input_precision=PRECISION)
     else:
-        # Rows and columns outside repeat the last one, so that only a ragged D needs masks.
+        # Rows and columns outside repeat the last one, so only a ragged D needs masks.
         rows = row + tl.arange(0, ROWS)
         ks = tl.arange(0, DEPTH)
         cols = tl.minimum(col + tl.arange(0, COLS), V - 1)
@@ -196,7 +198,7 @@ def _statistics(
     RAGGED: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """(peak, total, slant, chosen) of each row of a tile; stores its e."""
+    """Store e of a tile and return (peak, total, slant, chosen) of each row."""
     rows = row + tl.arange(0, ROWS)
     y = tl.load(target + rows, mask=row_ok, other=-1).to(tl.int32)
     if HALVES:
@@ -249,12 +251,13 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """partial [V / COLS, capacity, 4] (peak, slant, total, chosen), and e [n, V], of x [n, D] @ w [V, D]^T + bias [V].
+    """Compute statistics `partial` and e [n, V] of x [n, D] @ w [V, D]^T + bias [V].
 
-    x and w (and e) are tensor descriptors with TMA, else pointers (x contiguous). bias, softcap, e
-    may be None. A fixed number of programs shares the tiles; GROUP tiles of rows go through the
-    vocabulary together, so that a tile of w is read from the L2 cache by all of them. HALVES
-    handles a tile's columns in two steps, which needs fewer registers.
+    `partial` is [V / COLS, capacity, 4] (peak, slant, total, chosen). With TMA, x and w (and e) are
+    tensor descriptors, else pointers (x contiguous). bias, softcap and e may be None. A fixed
+    number of programs shares the tiles. GROUP tiles of rows go through the vocabulary together, so
+    that all of them read a tile of w from the L2 cache. HALVES handles a tile's columns in two
+    steps, which needs fewer registers.
     """
     row_tiles = tl.cdiv(n, ROWS)
     col_tiles = tl.cdiv(V, COLS)
@@ -307,7 +310,7 @@ def forward_kernel(
             RAGGED,
             ENTROPY,
         )
-        # One 16-byte store a row: [ROWS, 2, 2] with the last index fastest.
+        # One 16-byte store per row: [ROWS, 2, 2] with the last index fastest.
         statistics = tl.reshape(tl.join(tl.join(peak, total), tl.join(slant, chosen)), (ROWS, 4))
         address = (
             partial + (block.to(tl.int64) * capacity + rows)[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -317,9 +320,10 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def merge_kernel(partial, result, n, P, capacity, scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """result [4, capacity] (log p of the target, entropy, M, log2 S) from partial [P, capacity, 4].
+    """Merge partial [P, capacity, 4] into result [4, capacity].
 
-    Rows of which every logit is -inf are NaN, and log p of a target whose logit is.
+    The result is (log p of the target, entropy, M, log2 S). Rows in which every logit is -inf are
+    NaN. So is log p of a target whose logit is -inf.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_ok = rows < n
@@ -376,14 +380,16 @@ def gradient_kernel(
     LOSSY: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """In place: row k of e becomes dL/d(W h + b) of row source[k], (a (1[j = y] - p_j) - c p_j (log p_j + H)) / T.
+    """Replace row k of e by dL/d(W h + b) of row source[k].
 
-    Under a soft cap times 1 - (u / softcap)^2.
+    The gradient is (a (1[j = y] - p_j) - c p_j (log p_j + H)) / T. With a soft cap, this is
+    multiplied by 1 - (u / softcap)^2.
 
-    A program owns BLOCKS tiles of COLS columns of one row k. Beside others it is safe because no
-    row that is written is read by another (`_native.pack`), in itself because each thread loads and
-    stores the same elements. `width` is V with the row's padding, whose content is never used: a
-    mask by V would forbid wide loads for odd vocabularies. c and softcap may be None.
+    A program owns BLOCKS tiles of COLS columns of one row k. Programs do not conflict, because no
+    row reads a row that is overwritten (`_native.pack`). A program is safe in itself, because each
+    thread loads and stores the same elements. `width` is V plus the row's padding, whose content is
+    never used. A mask by V would prevent wide loads for odd vocabularies. c and softcap may be
+    None.
     """
     spans = tl.cdiv(width, BLOCKS * COLS)
     k = tl.program_id(0) // spans
@@ -405,8 +411,8 @@ def gradient_kernel(
     slope = at_target
     if (c is not None) | (softcap is not None):
         power = tl.maximum(power, SMALLEST)
-        # One instruction, wrong by 2^-22; the exact one has 25 and would take longer than the
-        # memory does.
+        # This is one instruction with an error of 2^-22. The exact version has 25 and would take
+        # longer than the memory accesses.
         log_power = tl.log2(power) if INTERPRETED else libdevice.fast_log2f(power)
     if c is not None:
         offset = shift * LN2 + tl.load(result + capacity + row)
@@ -416,13 +422,13 @@ def gradient_kernel(
     if softcap is not None:
         to_logit = 1 / scale
         highest = tl.load(result + 2 * capacity + row)
-        # log2 of e, were it of M.
+        # log2 of e relative to M.
         log_chosen = tl.load(result + row) / LN2 + tl.load(result + 3 * capacity + row)
         chosen &= LOSSY | (power <= SMALLEST)
         near = tl.where(chosen, highest, peak[:, None])
         below = tl.where(chosen, log_chosen, log_power) * to_logit
-        # u = near + below, but never as one number: softcap - near is exact where the cap
-        # saturates.
+        # u = near + below, but the sum is never formed, because softcap - near is exact where the
+        # cap saturates.
         dz *= ((softcap - near) - below) * ((softcap + near) + below) * (1 / (softcap * softcap))
     out = e + k.to(tl.int64) * width + cols
     tl.store(out, _narrowed(dz, e.dtype.element_ty), mask=cols < width)

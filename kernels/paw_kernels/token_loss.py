@@ -1,20 +1,21 @@
-"""A loss of packed tokens in one pass through the head: gradients are formed while the chunk's logits are there.
+"""A loss of packed tokens in one pass through the head.
 
-A loss is a function of each token's log-probability l and entropy H, written in plain torch:
+Gradients are formed while a chunk's logits exist. A loss is a function of each token's
+log-probability l and entropy H, written in plain torch:
 
     def cross_entropy(logp, entropy, batch):  # [n], [n], the tensors of `batch` at these n tokens -> [n]
         return -batch.weight * logp
 
-Its derivatives a = dL/dl and c = dL/dH come from autograd on vectors of n numbers. They are all
-that the head needs:
+Autograd on vectors of n numbers gives its derivatives a = dL/dl and c = dL/dH. The head needs only
+these:
 
     dL/dz_j = a (1[j = y] - p_j) - c p_j (log p_j + H)
 
-A pass costs 1 + 2f matmuls of [T, D] by [V, D], f the share of tokens with a gradient: masked
-observation tokens, clipped actions and zero weights drop out before the two gradient matmuls.
-Backward hands over the gradients (scaled, if the loss was). Memory: the gradients of hidden [T, D]
-and weight [V, D] are kept from forward to backward, and a float32 sum of the latter during a
-forward of several chunks.
+A pass costs 1 + 2f matmuls of [T, D] by [V, D], where f is the share of tokens with a gradient.
+Masked observation tokens, clipped actions and zero weights drop out before the two gradient
+matmuls. Backward only returns the gradients (scaled, if the loss was). Memory: the gradients of
+hidden [T, D] and weight [V, D] are kept from forward to backward. A forward of several chunks also
+needs a float32 sum of the latter.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,27 +41,28 @@ from paw_kernels._checks import (
 from paw_kernels._head import Head, gradient_dtype, head_pass, rows_of
 
 LossFunction = Callable[[Tensor, Tensor, Any], Tensor]
-"""(logp [n], entropy [n], batch) -> the loss of each token [n], weights and normalisers included; float32.
+"""(logp [n], entropy [n], batch) -> the loss of each token [n] float32, including weights and
+normalisers.
 
-Each token's loss may depend on its own log-probability and entropy alone: the head cuts tokens into
-chunks. Derivatives must be finite where log p is -inf.
+Each token's loss may depend only on its own log-probability and entropy, because the head cuts
+tokens into chunks. Derivatives must be finite where log p is -inf.
 """
 
 _losses: "WeakValueDictionary[str, Loss]" = WeakValueDictionary()
-"""The losses that are alive, by key: an operator takes a key in place of a function."""
+"""The losses that exist, by key. An operator takes a key in place of a function."""
 _loss_numbers = count()
 
 _OUTSIDE = (
     torch._C._dispatch_tls_local_include_set(),
     torch._C._dispatch_tls_local_exclude_set(),
 )
-"""The dispatch keys (included, excluded) outside of every operator."""
+"""The dispatch keys (included, excluded) outside any operator."""
 
 
 class Loss:
-    """A loss function that `torch.compile` may use too; also a decorator.
+    """A loss function that `torch.compile` can use too. It is also a decorator.
 
-    Made once, outside of what is compiled.
+    Make it once, outside the compiled code.
     """
 
     def __init__(self, function: LossFunction) -> None:
@@ -73,15 +75,15 @@ class Loss:
 
 
 class TokenLoss(NamedTuple):
-    """The loss, and results of each token [T]: detached, float32 unless noted."""
+    """The loss and the results of each token [T], which are detached and float32 unless noted."""
 
     loss: Tensor
-    """Scalar, the sum over tokens; differentiable in hidden, weight and bias."""
+    """Scalar, the sum over tokens. Differentiable in hidden, weight and bias."""
     token_loss: Tensor
     logp: Tensor
     entropy: Tensor
     has_gradient: Tensor
-    """bool: tokens whose gradient is not zero; their share is f."""
+    """bool: tokens whose gradient is not zero. Their share is f."""
 
 
 _SCHEMA = """(
@@ -93,8 +95,9 @@ _SCHEMA = """(
 )"""
 """The fields of TokenLoss, then the gradients (of `gradient_dtype`, empty unless in `wants`).
 
-Operators take neither functions nor dataclasses. So `loss` is the key of a `Loss`, and `names` are
-the fields of the batch, separated by commas: "x" for the next tensor of `values`, "x?" for x = None.
+Operators accept neither functions nor dataclasses. So `loss` is the key of a `Loss`, and `names`
+lists the fields of the batch, separated by commas. "x" takes the next tensor of `values`, and "x?"
+means x = None.
 """
 
 
@@ -111,7 +114,7 @@ def _one_pass(
     backend: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """Implements the operator `_SCHEMA`."""
+    """Implement the operator `_SCHEMA`."""
     loss_function = _losses[loss]
     batch = _batch_fields(names, values)
     numbers = [
@@ -155,7 +158,7 @@ def _one_pass(
 
 
 def _batch_fields(names: str, values: Sequence[Tensor]) -> dict[str, Tensor | None]:
-    """The batch by field: `names` and `values` as in `_SCHEMA`."""
+    """Return the batch by field, from `names` and `values` as in `_SCHEMA`."""
     batch: dict[str, Tensor | None] = {}
     if not names:
         return batch
@@ -171,11 +174,12 @@ def _batch_fields(names: str, values: Sequence[Tensor]) -> dict[str, Tensor | No
 def _loss_derivatives(
     loss: LossFunction, logp: Tensor, entropy: Tensor, batch: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The losses of a chunk's tokens, a = dL/dlogp and c = dL/dentropy: [n] float32, c None for all zeros.
+    """Return the losses of a chunk's tokens, a = dL/dlogp and c = dL/dentropy.
 
-    Raises ValueError if the loss does not return one float32 number for each token.
+    All are [n] float32, with c None for all zeros. Raises ValueError if the loss does not return
+    one float32 number for each token.
     """
-    # An operator runs below autograd, and below any mode that sees it: here that is undone.
+    # An operator runs below autograd and below any mode that sees it. This undoes that.
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
         logp_leaf = logp.detach().requires_grad_()
         entropy_leaf = entropy.detach().requires_grad_()
@@ -194,7 +198,7 @@ def _loss_derivatives(
     losses = losses.detach()
     if a is None:
         a = torch.zeros_like(logp)
-    # A clamp in the loss would stop a NaN on its way to the gradient.
+    # A clamp in the loss would keep a NaN from reaching the gradient.
     a = a.masked_fill(losses.isnan(), torch.nan)
     return losses, a, c
 
@@ -228,8 +232,8 @@ def _(hidden, weight, *rest) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    # Kept as attributes, not saved for backward, so that the first backward can hand them over and
-    # let go of them. That makes no reference cycle, because they take no part in autograd.
+    # They are kept as attributes, not saved for backward, so that the first backward can hand them
+    # over and release them. This makes no reference cycle, because they are not part of autograd.
     ctx.gradients = output[5:]
     ctx.mark_non_differentiable(*output[5:])
     ctx.dtype = inputs[0].dtype
@@ -245,7 +249,7 @@ def _backward(ctx: Any, factor: Tensor, *_: Any) -> tuple[Any, ...]:
             "backward through token_loss a second time; the first needs retain_graph=True"
         )
     keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
-    traced = type(factor) is not Tensor  # a fake or functional tensor has no value to look at
+    traced = type(factor) is not Tensor  # a fake or functional tensor has no value to read
     scaled = keep_graph or traced or factor != 1
 
     gradients = []
@@ -259,8 +263,8 @@ def _backward(ctx: Any, factor: Tensor, *_: Any) -> tuple[Any, ...]:
     if not keep_graph:
         ctx.gradients = None
 
-    # Of hidden, weight and bias; then of target, temperature, softcap, values, names, loss,
-    # backend and wants.
+    # First the gradients of hidden, weight and bias, then of target, temperature, softcap, values,
+    # names, loss, backend and wants.
     return *gradients, None, None, None, [None] * ctx.value_count, None, None, None, None
 
 
@@ -280,26 +284,26 @@ def token_loss(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> TokenLoss:
-    """The sum over tokens of loss(logp, entropy, batch), with logp and entropy as in `token_stats`.
+    """Return the sum over tokens of loss(logp, entropy, batch).
 
-    hidden [T, D], weight [V, D] and bias [V] share one dtype (float32, bfloat16, float16) and
-    device; target [T] int64. softcap: see `token_stats`. Logits, statistics and the loss are
-    float32. `batch` is a dataclass of what the loss reads: tensors [T] on the same device,
-    floating-point ones float32 and finite, or None. The loss is called once a chunk, with an object
-    of the same fields cut to the chunk's tokens. Inside `torch.compile` it must be a `Loss`. A NaN
-    hidden state makes the loss NaN. No gradient is formed under no_grad or for inputs that require
-    none.
+    logp and entropy are as in `token_stats`. hidden [T, D], weight [V, D] and bias [V] share one
+    dtype (float32, bfloat16, float16) and device. target is [T] int64. softcap: see `token_stats`.
+    Logits, statistics and the loss are float32. `batch` is a dataclass with the data that the loss
+    reads. Its fields are None or tensors [T] on the same device, and floating-point ones must be
+    float32 and finite. The loss is called once per chunk, with an object of the same fields cut to
+    the chunk's tokens. Inside `torch.compile` it must be a `Loss`. A NaN hidden state makes the
+    loss NaN. No gradient is formed under no_grad or for inputs that require none.
 
     Raises ValueError, naming the argument, for mismatched shapes, dtypes or devices, targets
-    outside [0, V), numbers in `batch` that are not finite, a loss of another shape, a temperature
-    or softcap that is not positive and finite, a backend that is unknown or cannot run here.
+    outside [0, V), numbers in `batch` that are not finite, a loss of the wrong shape, a temperature
+    or softcap that is not positive and finite, or a backend that is unknown or cannot run here.
     """
     hidden, weight, bias = check_head(hidden, weight, target, bias, temperature, softcap)
     names, values = _batch_tensors(batch, hidden)
     if not isinstance(loss, Loss):
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                "inside torch.compile the loss must be a paw_kernels.Loss, made outside of it"
+                "inside torch.compile the loss must be a paw_kernels.Loss that was made outside it"
             )
         loss = Loss(loss)
     wants = [
@@ -329,7 +333,7 @@ def token_loss(
 
 
 def _batch_tensors(batch: Any, hidden: Tensor) -> tuple[str, list[Tensor]]:
-    """`names` and `values` of `_SCHEMA`, checked; `_batch_fields` is the way back."""
+    """Return `names` and `values` of `_SCHEMA`, checked. `_batch_fields` is the inverse."""
     if not is_dataclass(batch):
         raise ValueError(f"batch must be a dataclass of tensors, got {type(batch).__name__}")
     names: list[str] = []

@@ -1,8 +1,8 @@
-"""Log-probability and entropy of each target token, without the [T, V] logits; differentiable.
+"""Differentiable log-probability and entropy of each target token, without the [T, V] logits.
 
-For scoring passes, evaluation and losses that couple rows. Backward recomputes the logits, chunk by
-chunk, of the rows whose upstream gradient is not zero. Memory: see the backend; nothing is saved
-but the inputs. On a CPU logits that fit into `_rows.KEPT_BYTES` are kept instead.
+They are for scoring passes, evaluation and losses that couple rows. Backward recomputes the logits
+of the rows whose upstream gradient is not zero, chunk by chunk. Memory: see the backend. Only the
+inputs are saved. On a CPU, logits that fit into `_rows.KEPT_BYTES` are kept instead of recomputed.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,8 @@ def _one_pass(
     backend: str,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """logp, entropy, and with `keep` what `KeptRows` leaves for the backward pass, else empty tensors."""
+    """Return logp, entropy, and the tensors that `KeptRows` leaves for the backward pass (empty
+    without `keep`)."""
     head = Head(weight, bias, temperature, softcap)
     values = Values(target, weight.shape[0])
     if not keep:
@@ -58,7 +59,7 @@ def _one_pass(
 
 
 def _one_chunk(rows: KeptRows) -> MakeRows:
-    """Gives a pass these rows, as its only chunk."""
+    """Give a pass these rows as its only chunk."""
     return lambda head, N, gradients: (rows, N)
 
 
@@ -115,10 +116,10 @@ def _gradients(
     c: Tensor | None,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dL/dhidden, dL/dweight and dL/dbias in the dtype of hidden, empty unless in `wants`.
+    """Return dL/dhidden, dL/dweight and dL/dbias in the dtype of hidden, empty unless in `wants`.
 
-    a = dL/dlogp and c = dL/dentropy ([N] float32, c None for all zeros) are those of the rows
-    `index` ([N] int64; None for all).
+    a = dL/dlogp and c = dL/dentropy ([N] float32, c None for all zeros) belong to the rows `index`
+    ([N] int64; None for all).
     """
 
     def coefficients(chunk: slice, *_: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -166,8 +167,8 @@ def _backward(
     wants = list(ctx.needs_input_grad[:3])
     keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
     if kept and not keep_graph:
-        # This overwrites the kept logits. With the graph kept there may be another backward pass,
-        # which needs them as they are.
+        # This overwrites the kept logits. If the graph is kept, another backward pass may need them
+        # unchanged.
         head = Head(weight, bias, ctx.temperature, ctx.softcap)
         rows = KeptRows(head, len(hidden), kept)
         gradients = _gradients(
@@ -197,7 +198,7 @@ def _backward(
     d_hidden, d_weight, d_bias = (
         gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=True)
     )
-    # Then of target, temperature, softcap, backend and keep.
+    # Then the gradients of target, temperature, softcap, backend and keep.
     return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
@@ -215,16 +216,17 @@ def token_stats(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> TokenStats:
-    """Log-probability and entropy of target [T] int64 under softmax(z), z = (hidden weight^T + bias) / temperature.
+    """Return log-probability and entropy of target [T] int64 under softmax(z).
 
-    With a soft cap z = softcap tanh(u / softcap) / temperature, u = hidden weight^T + bias (Gemma
-    2, arXiv 2408.00118). hidden [T, D], weight [V, D] and bias [V] share one dtype (float32,
-    bfloat16, float16) and device; statistics are computed from float32 logits and are float32
-    whatever the inputs are. Differentiable in hidden, weight and bias.
+    z is (hidden weight^T + bias) / temperature. With a soft cap, z = softcap tanh(u / softcap) /
+    temperature, u = hidden weight^T + bias (Gemma 2, arXiv 2408.00118). hidden [T, D], weight [V,
+    D] and bias [V] share one dtype (float32, bfloat16, float16) and device. Statistics are computed
+    from float32 logits and are float32 whatever the inputs are. They are differentiable in hidden,
+    weight and bias.
 
     Raises ValueError for mismatched shapes, dtypes or devices, targets outside [0, V), a
-    temperature or softcap that is not positive and finite, a backend that is unknown or cannot run
-    here.
+    temperature or softcap that is not positive and finite, or a backend that is unknown or cannot
+    run here.
     """
     hidden, weight, bias = check_head(hidden, weight, target, bias, temperature, softcap)
     needs_gradient = torch.is_grad_enabled() and any(

@@ -1,6 +1,6 @@
-"""Whether a backend is right on this machine, and how long it takes.
+"""Tests whether a backend is correct on this machine, and measures how long it takes.
 
-For `paw doctor --kernels`, and for the first use of a compiled backend on a GPU.
+`paw doctor --kernels` and the first use of a compiled backend on a GPU call it.
 """
 
 import time
@@ -12,19 +12,20 @@ from torch import Tensor
 from paw_kernels._head import Head, HeadPass, MakeRows, head_pass, rows_of
 
 FLOOR = 1e-4
-"""An error that is allowed however small that of plain torch is; relative to numbers below 1."""
+"""Error that is always allowed, however small plain torch's is. Relative to numbers below 1."""
 
 
 class _Problem:
     """Random inputs of one pass on `device`.
 
-    Half of the rows have no gradient, as masked tokens have none.
+    Half of the rows have no gradient, like masked tokens.
     """
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, n: int, V: int, D: int, *, full: bool
     ) -> None:
-        """`full`: with bias, temperature and a gradient of the entropy, for which kernels have code of their own."""
+        """`full` adds bias, temperature and a gradient of the entropy, for which kernels have
+        separate code."""
         generator = torch.Generator(device).manual_seed(0)
         randn = partial(torch.randn, generator=generator, device=device, dtype=torch.float32)
         self.hidden = (2 * randn(n, D)).to(dtype)
@@ -57,7 +58,10 @@ class _Problem:
         )
 
     def dense(self, dtype: torch.dtype) -> list[Tensor]:
-        """The pass in plain torch with full logits of `dtype`: logp, entropy, dhidden, dweight and dbias."""
+        """Run the pass in plain torch with full logits of `dtype`.
+
+        Returns logp, entropy, dhidden, dweight and dbias.
+        """
         hidden = self.hidden.to(dtype)
         weight = self.head.weight.to(dtype)
         z = hidden @ weight.t()
@@ -80,11 +84,11 @@ class _Problem:
 def largest_error(
     make_rows: MakeRows, device: torch.device, dtype: torch.dtype, n: int, V: int, D: int
 ) -> float:
-    """The largest error against float64 as a share of the allowed one: a backend is right up to 1.
+    """Return the largest error against float64 as a share of the allowed one.
 
-    NaN if a result is NaN. Allowed is twice the error of plain torch in that dtype, plus FLOOR. Of
-    log-probabilities and entropies, which are float32 whatever the inputs are, it is that of plain
-    torch in float32.
+    A backend is correct if this is at most 1. It is NaN if a result is NaN. The allowed error is
+    twice that of plain torch in that dtype, plus FLOOR. For log-probabilities and entropies, which
+    are always float32, plain torch in float32 is the reference.
     """
     shares: list[Tensor] = []
     with torch.autocast(device.type, enabled=False):
@@ -104,7 +108,7 @@ def largest_error(
 
 
 def _share_of_allowed(value: Tensor, exact: Tensor, torch_value: Tensor) -> Tensor:
-    """The largest error of `value` over the allowed one; `torch_value` is plain torch's result."""
+    """Return `value`'s largest error over the allowed one. `torch_value` is plain torch's."""
     allowed = 2 * (torch_value - exact).abs().max() + FLOOR * exact.abs().max().clamp(max=1)
     return (value - exact).abs().max() / allowed
 
@@ -120,9 +124,9 @@ def milliseconds(
     *,
     seconds: float = 2.0,
 ) -> float:
-    """The median time of a forward and backward pass over n rows of a [V, D] head.
+    """Return the median time of a forward and backward pass over n rows of a [V, D] head.
 
-    Of as many passes as take `seconds`, at least one, after one that is not timed.
+    After one pass that is not timed, it times as many as fit in `seconds`, at least one.
     """
     problem = _Problem(device, dtype, n, V, D, full=False)
     problem.run(make_rows)

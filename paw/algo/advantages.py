@@ -1,14 +1,14 @@
 """Group-relative advantages: one scalar per sample, broadcast to its response tokens.
 
-GRPO (arXiv 2402.03300) and its Dr. GRPO form, RLOO (arXiv 2402.14740), GiGPO (arXiv 2505.10978),
-with the semantics of GiGPO's public code (verl-agent, commit 796ed31), which the paper's baselines
-ran. A sample's score is its episode return less its own invalid penalty. Samples are ordered by
-group, trajectory and step, and so are the advantages returned. PPO's, one per token, are in
+GRPO (arXiv 2402.03300) and its Dr. GRPO form, RLOO (arXiv 2402.14740), GiGPO (arXiv 2505.10978).
+They follow GiGPO's public code (verl-agent, commit 796ed31), which the paper's baselines used. A
+sample's score is its episode return minus its own invalid penalty. Samples are ordered by group,
+trajectory and step, and so are the advantages returned. PPO's advantages, one per token, are in
 `algo.gae`.
 
-Worked example. One group: trajectory A wins 10 in two steps; B fails in three, its second step
-invalid (-0.1). Scores are [10, 10 | 0, -0.1, 0]; GRPO over steps gives [1.095, 1.095 | -0.724,
--0.742, -0.724].
+Worked example. One group: trajectory A wins 10 in two steps. B fails in three steps, and its second
+step is invalid (-0.1). Scores are [10, 10 | 0, -0.1, 0]; GRPO over steps gives [1.095, 1.095 |
+-0.724, -0.742, -0.724].
 """
 
 import math
@@ -27,9 +27,9 @@ Stat = Literal["steps", "trajectories"]
 def check_advantages(
     returned: Any, name: str, *, count: int, unit: Literal["sample", "token"] = "sample"
 ) -> list[float]:
-    """The advantages that the estimator called `name` returned.
+    """Return the advantages that the estimator `name` computed.
 
-    Raises UserError if they are not one finite number for each of `count` samples or tokens.
+    Raises UserError unless there is one finite number for each of `count` samples or tokens.
     """
     try:
         advantages = [float(value) for value in returned]
@@ -52,10 +52,10 @@ def check_advantages(
 
 
 def drop_penalty_only(samples: Sequence[Sample], advantages: Sequence[float]) -> list[float]:
-    """The advantages, with 0 for every sample of a group whose episode returns are all equal.
+    """Return the advantages, set to 0 in every group whose episode returns are all equal.
 
     In such a group only the invalid penalties vary, and dividing by their standard deviation would
-    blow them up.
+    magnify them.
     """
     result = list(advantages)
     for members in _indices_by(sample.group for sample in samples):
@@ -72,7 +72,7 @@ def grpo(
     norm_std: bool = True,
     eps: NonNegative = 1e-6,
 ) -> list[float]:
-    """(score - mean) / (std + eps) within the group, std unbiased.
+    """Return (score - mean) / (std + eps) within the group, std unbiased.
 
     Without norm_std there is no division (Dr. GRPO).
 
@@ -101,7 +101,7 @@ def grpo(
 
 
 def rloo(samples: Sequence[Sample], *, stat: Stat = "steps") -> list[float]:
-    """(score - mean) n / (n - 1): the score less the mean of the other entries.
+    """Return (score - mean) n / (n - 1), which is the score minus the mean of the other entries.
 
     A single entry keeps its score.
 
@@ -132,12 +132,13 @@ def gigpo(
     gamma: Share = 0.95,
     similarity: Share | None = None,
 ) -> list[float]:
-    """Episode advantage (GRPO, divided by its std if norm_std) + omega * step advantage.
+    """Return the episode advantage (GRPO, divided by its std if norm_std) + omega * step advantage.
 
-    The step advantage compares samples of one group that answered the same anchor observation: by
-    their discounted step returns, less their own penalties, normalised like the episode's. It is 0
-    for a sample alone with its anchor. Anchors match if their texts are equal, or with `similarity`
-    if the difflib ratio to a cluster's first anchor is at least that.
+    The step advantage compares the samples of one group that answered the same anchor observation.
+    It takes their discounted step returns minus their own penalties, and normalises them like the
+    episode's. It is 0 for a sample that shares its anchor with no other. Anchors match if their
+    texts are equal. With `similarity`, they match if the difflib ratio to a cluster's first anchor
+    is at least that.
 
     Args:
         stat: mean and standard deviation over all turns of the group, or over one score a
@@ -162,7 +163,7 @@ def gigpo(
 
 
 def step_returns(samples: Sequence[Sample], *, gamma: float) -> list[float]:
-    """G_t = r_t + gamma G_{t+1} within the trajectory, less the sample's own invalid penalty.
+    """Return G_t = r_t + gamma G_{t+1} in the trajectory, minus the sample's own invalid penalty.
 
     The penalty does not enter the returns of earlier steps.
     """
@@ -176,7 +177,7 @@ def step_returns(samples: Sequence[Sample], *, gamma: float) -> list[float]:
 
 
 def _indices_by(keys: Iterable[Hashable]) -> list[list[int]]:
-    """The indices of equal keys, one list per key, in the order of first appearance."""
+    """Group the indices of equal keys: one list per key, in order of first appearance."""
     members: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         members.setdefault(key, []).append(i)
@@ -184,7 +185,7 @@ def _indices_by(keys: Iterable[Hashable]) -> list[list[int]]:
 
 
 def _entries(samples: Sequence[Sample], members: list[int], stat: Stat) -> list[float]:
-    """The scores over which a group's mean and std are taken, see `grpo`."""
+    """Return the scores that a group's mean and std are taken over, see `grpo`."""
     if stat == "steps":
         return [samples[i].score for i in members]
     first_scores = {samples[i].trajectory: samples[i].score for i in reversed(members)}
@@ -194,7 +195,7 @@ def _entries(samples: Sequence[Sample], members: list[int], stat: Stat) -> list[
 def _clusters(
     samples: Sequence[Sample], members: list[int], similarity: float | None
 ) -> list[list[int]]:
-    """Samples of a group by anchor; greedy in sample order if anchors match by similarity."""
+    """Cluster a group's samples by anchor, greedily in sample order if matched by similarity."""
     clusters: list[list[int]] = []
     if similarity is None:
         for positions in _indices_by(samples[i].anchor for i in members):

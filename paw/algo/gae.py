@@ -1,4 +1,4 @@
-"""PPO's advantages, one per token, from the values of `model.critic`."""
+"""PPO's advantages, one per token, computed from the values of `model.critic`."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from paw.config.values import Share
 def gae(
     values: Sequence[float], score: float, *, gamma: Share = 1.0, lam: Share = 1.0
 ) -> list[float]:
-    """The advantages of a sample's response tokens, from the critic's value before each.
+    """Return the advantages of a sample's response tokens, given the critic's value before each.
 
     GAE, arXiv 1506.02438:
     A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. The score is the reward
@@ -35,7 +35,7 @@ def gae(
 
 
 def whiten(advantages: Sequence[Sequence[float]], *, eps: float = 1e-8) -> list[list[float]]:
-    """(A - mean) / sqrt(var + eps) over all tokens of all samples, var unbiased.
+    """Return (A - mean) / sqrt(var + eps) over all tokens of all samples, var unbiased.
 
     A single token gets 0.
     """

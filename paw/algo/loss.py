@@ -1,21 +1,22 @@
-"""Token losses, and the joint objective of PaW Eq. (11) through the fused head.
+"""Token losses, and the joint objective of PaW Eq. (11), computed through the fused head.
 
     Eq. (11):  mean over groups of
                    L_RL(g) + lambda_g * mean over the selected samples of g of CMAE
     computed:  mean over the mini-batch's response tokens of L_RL
                + mean over groups of lambda_g * mean over the selected samples of g of CMAE
 
-The world-model term is the equation's. The policy term is that of the reference code: every token
-weighs the same, so a group weighs by its tokens. `norm = "group"` is the equation to the letter,
-with L_RL(g) the mean over g's response tokens; "sample" and "verl" are further means. World-model
-weights, and those of "group", are fixed for the whole update, and scaled here by (samples in the
-update / samples in the mini-batch). All normalisers are part of the token weights, so a
-mini-batch's gradient is the same however it is cut into micro-batches.
+The world-model term follows the equation. The policy term follows the reference code: every token
+has the same weight, so a group's weight grows with its tokens. `norm = "group"` follows the
+equation exactly, with L_RL(g) the mean over g's response tokens. "sample" and "verl" are other
+means. World-model weights and the weights of "group" are fixed for the whole update. They are
+scaled here by (samples in the update / samples in the mini-batch). All normalisers are part of the
+token weights, so a mini-batch's gradient is the same however it is cut into micro-batches.
 
-A token loss is a function of each token's log-probability and entropy under the policy, (logp [n],
-entropy [n], batch) -> [n] with a `TokenBatch`, without the token weights. Its keyword-only
-parameters are its settings. A built-in one is a function here, what the trainer may rely on in
-`TRAITS`, and its name in `paw.config.plugins`; a user's own plugs in by name (docs/algorithm.md).
+A token loss is a function (logp [n], entropy [n], batch) -> [n] of each token's log-probability and
+entropy under the policy and a `TokenBatch`. It does not apply the token weights. Its keyword-only
+parameters are its settings. A built-in loss is a function here, with what the trainer may rely on in
+`TRAITS` and its name in `paw.config.plugins`. A user's own loss is given by name
+(docs/algorithm.md).
 """
 
 import inspect
@@ -43,12 +44,12 @@ T = TypeVar("T")
 KL_CLAMP = 10.0
 """Bound of the k3 estimate, as in verl."""
 LOG_RATIO_MAX = 20.0
-"""Bound of a log-ratio. It is beyond every clip, and exp(20) is finite."""
+"""Bound of a log-ratio. It is larger than any clip, and exp(20) is finite."""
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What a loss may read of N target tokens.
+    """The data of N target tokens that a loss may read.
 
     Each field is [N] float32 unless noted, on the policy's device.
 
@@ -57,14 +58,14 @@ class TokenBatch:
     """
 
     weight: Tensor
-    """The token's weight in the objective, normalisers and lambda_g included.
+    """The token's weight in the objective, including normalisers and lambda_g.
 
     The trainer multiplies the loss by it.
     """
     observation: Tensor
     """bool: whether the token belongs to an observation, not to a response.
 
-    All that follows is 0 on observation tokens.
+    All fields below are 0 on observation tokens.
     """
     advantage: Tensor
     old_logp: Tensor
@@ -78,7 +79,7 @@ class TokenBatch:
     sample: Tensor | None = None
     """int64: the index of the token's sample in the batch."""
     response_gap: Tensor | None = None
-    """Mean of log pi - log pi_old over the response, detached; only for a loss that needs it."""
+    """Mean of log pi - log pi_old over the response, detached. Only set if a loss needs it."""
 
 
 TokenLossFunction = Callable[[Tensor, Tensor, TokenBatch], Tensor]
@@ -110,7 +111,7 @@ def cispo(
     clip_low: Share = 1.0,
     clip_high: NonNegative = 0.28,
 ) -> Tensor:
-    """-A r log p with r the clipped ratio, detached, so that every token keeps its gradient.
+    """-A r log p, where r is the clipped ratio, detached so that every token keeps its gradient.
 
     CISPO, arXiv 2506.13585, Eq. (4).
 
@@ -135,10 +136,10 @@ def gspo(
     clip_low: Share = 3e-4,
     clip_high: NonNegative = 4e-4,
 ) -> Tensor:
-    """The clipped surrogate of the response's ratio, the geometric mean of its tokens' ratios.
+    """Clipped surrogate of the response's ratio, which is the geometric mean of its tokens' ratios.
 
-    GSPO, arXiv 2507.18071, Eq. (5). Each token has the value of its response and its own share of
-    the gradient, which is the paper's GSPO-token (Section 4.3). `policy.loss_norm = "sample"` makes
+    GSPO, arXiv 2507.18071, Eq. (5). Each token has the loss of its response and its own share of
+    the gradient, as in the paper's GSPO-token (Section 4.3). `policy.loss_norm = "sample"` gives
     the paper's mean over responses.
 
     clip_low: Ratios of responses below 1 - clip_low are clipped.
@@ -157,7 +158,7 @@ def tis(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, tis_cap: float) -> 
 
 
 def cmae(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, rho: float = 0.2) -> Tensor:
-    """Clipped mean absolute error [p <= rho] (1 - p), the mask detached (PaW Eq. (7))."""
+    """Clipped mean absolute error [p <= rho] (1 - p), with the mask detached (PaW Eq. (7))."""
     p = logp.exp()
     return torch.where(p.detach() > rho, 0.0, 1 - p)  # NaN is not masked
 
@@ -181,18 +182,18 @@ def gce(logp: Tensor, entropy: Tensor, batch: TokenBatch, *, q: float = 0.7) -> 
 class Traits:
     """Properties of a token loss that the trainer relies on.
 
-    The defaults are safe for any loss, and hold for a user's.
+    The defaults are safe for any loss and are used for a user's loss.
     """
 
     zero_without_advantage: bool = False
-    """A token with advantage 0 has no gradient, so the trainer may skip samples of such tokens."""
+    """Tokens with advantage 0 have no gradient, so the trainer may skip samples made of them."""
     needs_response_gap: bool = False
-    """It reads `TokenBatch.response_gap`, for which the head makes one more matmul."""
+    """The loss reads `TokenBatch.response_gap`, which costs the head one more matmul."""
     masks: bool = False
-    """It leaves tokens out. Their share is a metric."""
+    """The loss leaves some tokens out. Their share is a metric."""
     clipped: Callable[..., Tensor] | None = None
-    """(logp, batch, **settings) -> [N] bool: which tokens it clips. None if those are the ones that
-    have an advantage but no gradient."""
+    """(logp, batch, **settings) -> [N] bool: which tokens the loss clips. None if it clips exactly
+    the tokens that have an advantage but no gradient."""
 
 
 TRAITS: dict[Callable[..., Tensor], Traits] = {
@@ -202,11 +203,11 @@ TRAITS: dict[Callable[..., Tensor], Traits] = {
     tis: Traits(zero_without_advantage=True),
     cmae: Traits(masks=True),
 }
-"""Traits of the built-in losses that have any."""
+"""Traits of the built-in losses that differ from the defaults."""
 
 
 def traits_of(loss: TokenLossFunction) -> Traits:
-    """The traits of a token loss, or of the function inside a partial."""
+    """Return the traits of a token loss, or of the function inside a partial."""
     function = loss.func if isinstance(loss, partial) else loss
     if isinstance(function, FunctionType):
         return TRAITS.get(function, Traits())
@@ -214,7 +215,7 @@ def traits_of(loss: TokenLossFunction) -> Traits:
 
 
 def settings_of(loss: TokenLossFunction) -> dict[str, Any]:
-    """The values of a token loss's keyword-only parameters."""
+    """Return the values of a token loss's keyword-only parameters."""
     settings: dict[str, Any] = {}
     for parameter in inspect.signature(loss).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY:
@@ -223,9 +224,9 @@ def settings_of(loss: TokenLossFunction) -> dict[str, Any]:
 
 
 def k3(logp: Tensor, batch: TokenBatch) -> Tensor:
-    """Estimate of KL(pi || ref): e^g - g - 1 with g = log ref - log pi.
+    """Estimate KL(pi || ref) as e^g - g - 1 with g = log ref - log pi.
 
-    Clamped to 10, where its gradient is 0.
+    The estimate is clamped to 10. Its gradient is 0 there.
     """
     assert batch.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
     gap = (batch.ref_logp - logp).clamp(max=LOG_RATIO_MAX)
@@ -251,12 +252,12 @@ def joint(
     tis_cap: float | None = None,
     ratio_bounds: tuple[float, float] | None = None,
 ) -> JointLoss:
-    """The objective: `policy` + kl_coef KL - entropy_coef H on response tokens, `wm` on the others.
+    """Return the objective: `policy` + kl_coef KL - entropy_coef H on responses, `wm` on the rest.
 
-    Both are multiplied by the token weights. The policy loss is multiplied by
-    min(pi_old / pi_sampler, tis_cap), and is 0 if that ratio is not within `ratio_bounds` (IcePop,
-    arXiv 2510.18855; by response: masked importance sampling). When called, it raises UserError if
-    one of the losses does not return one number for each token.
+    Both are multiplied by the token weights. The policy loss is also multiplied by min(pi_old /
+    pi_sampler, tis_cap), and is 0 if that ratio is outside `ratio_bounds` (IcePop, arXiv
+    2510.18855; with ratios of responses, masked importance sampling). When called, the objective
+    raises UserError if a loss does not return one number for each token.
     """
 
     def loss(logp: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
@@ -279,7 +280,7 @@ def joint(
 
 
 def _check_is_per_token(values: Any, logp: Tensor, batch: TokenBatch, key: str) -> None:
-    """Raise UserError if a loss did not return one number for each token: torch would broadcast."""
+    """Raise UserError unless a loss returned one number per token, since torch would broadcast."""
     # Both are float32, except in a check of another precision.
     dtypes = (logp.dtype, batch.weight.dtype)
     if isinstance(values, Tensor):
@@ -295,7 +296,7 @@ def _check_is_per_token(values: Any, logp: Tensor, batch: TokenBatch, key: str) 
 
 
 def sampler_gap(batch: TokenBatch) -> Tensor:
-    """[N]: log pi_old - log pi_sampler of each token, or the mean over its response."""
+    """Return [N]: log pi_old - log pi_sampler of each token, or the mean over its response."""
     if batch.sampler_gap is None:
         return batch.old_logp - batch.sampled_logp
     return batch.sampler_gap
@@ -309,7 +310,7 @@ def outside_bounds(batch: TokenBatch, bounds: tuple[float, float]) -> Tensor:
 
 
 def with_response_gap(tokens: TokenBatch, logp: Tensor) -> TokenBatch:
-    """The batch with `response_gap`, given the tokens' log-probs [N] under the policy."""
+    """Return the batch with `response_gap`, given the tokens' log-probs [N] under the policy."""
     assert tokens.sample is not None
     is_response = (~tokens.observation).float()
     gap = ((logp - tokens.old_logp) * is_response).nan_to_num(0.0)
@@ -331,7 +332,7 @@ def token_batch(
     reference: bool = False,
     ratio_level: str = "token",
 ) -> TokenBatch:
-    """What the losses read of a batch that was cut from `minibatch`.
+    """Return the data that the losses read, for a batch that was cut from `minibatch`.
 
     The update has `update_samples` samples. `reference` adds ref_logp, and `ratio_level` =
     "response" adds sampler_gap. For `norm` see `_token_weights`.
@@ -358,7 +359,7 @@ def token_batch(
         return torch.tensor(values, dtype=torch.float32, device=device)
 
     def of_responses(rows: Iterable[list[float]]) -> Tensor:
-        """[N]: a row of values for each sample's response tokens, 0 on observation tokens."""
+        """Return [N]: each sample's row of values on response tokens, 0 on observation tokens."""
         values: list[float] = []
         for row, count in zip(rows, target_counts, strict=True):
             values += row
@@ -378,7 +379,7 @@ def token_batch(
 
 
 def _target_count(sample: Sample, with_observation: bool) -> int:
-    """How many observation tokens of a sample are targets."""
+    """Return the number of observation tokens of a sample that are targets."""
     if with_observation and sample.wm_weight > 0.0:
         return sum(len(ids) for _, ids in sample.targets)
     return 0
@@ -390,7 +391,7 @@ def _ref_logp(sample: Sample) -> list[float]:
 
 
 def _gaps(sample: Sample) -> list[float]:
-    """The mean of log pi_old - log pi_sampler over the response, for each of its tokens."""
+    """Return the mean of log pi_old - log pi_sampler over the response, once per token."""
     gap = fmean(sample.old_logp) - fmean(sample.sampled_logp)
     return [gap] * len(sample.response_ids)
 
@@ -398,10 +399,11 @@ def _gaps(sample: Sample) -> list[float]:
 def _token_weights(
     minibatch: Sequence[Sample], norm: str, *, verl_samples: int, update_samples: int
 ) -> list[float]:
-    """The weight of a response token of each sample.
+    """Return the weight of a response token of each sample.
 
-    `norm` is what the mean is taken over: "token" all response tokens, "sample" the samples' means,
-    "group" the groups' means, "verl" the means of micro-batches of `verl_samples` samples.
+    `norm` says what the mean is taken over: all response tokens ("token"), the samples' means
+    ("sample"), the groups' means ("group"), or the means of micro-batches of `verl_samples` samples
+    ("verl").
     """
     if norm == "group":
         return [sample.token_weight * update_samples / len(minibatch) for sample in minibatch]
@@ -418,7 +420,7 @@ def _token_weights(
 
 
 class ScoredModel(Protocol):
-    """What the losses need of a model; `paw.model.policy.Policy` documents each member."""
+    """The members of a model that the losses need; `paw.model.policy.Policy` documents them."""
 
     device: torch.device
 
@@ -435,7 +437,7 @@ class ScoredModel(Protocol):
 def joint_loss(
     model: ScoredModel, batch: Batch, tokens: TokenBatch, loss: JointLoss, *, temperature: float
 ) -> TokenLoss:
-    """The objective on one batch: one forward pass, which also forms the gradients."""
+    """Compute the objective on one batch, in one forward pass that also forms the gradients."""
 
     def forward() -> TokenLoss:
         hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position]
@@ -460,10 +462,10 @@ def log_probs(
     *,
     temperature: float,
 ) -> dict[int, tuple[list[float], float]]:
-    """By index of the sample: (log-prob of each response token, their mean entropy), nats.
+    """Return, by sample index, (log-prob of each response token, their mean entropy), in nats.
 
-    The entropy is that over the full vocabulary. Covers the samples in this rank's batches, in the
-    order of samples.
+    The entropy is over the full vocabulary. The result covers the samples in this rank's batches,
+    in sample order.
     """
     scored: dict[int, tuple[list[float], float]] = {}
     for batch in micro_batches(samples, packing, with_observation=False, device=model.device):
@@ -481,6 +483,6 @@ def log_probs(
 
 
 def _head_stats(model: ScoredModel, batch: Batch, temperature: float) -> TokenStats:
-    """Log-probs and entropies of a batch's targets. To be called inside a call of the model."""
+    """Return log-probs and entropies of a batch's targets. Call it inside a call of the model."""
     hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position]
     return token_stats(hidden, model.head_weight, batch.target, **model.head_options(temperature))

@@ -1,6 +1,6 @@
-"""How sequences are cut into micro-batches, by their lengths alone.
+"""Dividing sequences into micro-batches, by their lengths alone.
 
-The gradient does not depend on how they are cut (tested).
+The gradient does not depend on the division (tested).
 """
 
 import heapq
@@ -10,14 +10,14 @@ from typing import Protocol
 
 
 class BatchSettings(Protocol):
-    """What a packing needs of the configuration: `paw.config.sections.OptimConfig` has it."""
+    """The settings that a packing needs; `paw.config.sections.OptimConfig` has them."""
 
     @property
     def micro_batch_tokens(self) -> int: ...
 
 
 class PackedModel(Protocol):
-    """What a packing needs of a model; `paw.model.policy.Policy` documents each member."""
+    """The members of a model that a packing needs; `paw.model.policy.Policy` documents them."""
 
     pads_sequences: bool
     quadratic: float
@@ -25,21 +25,21 @@ class PackedModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """How sequences are cut into micro-batches, and which of these are this rank's.
+    """The way sequences are divided into micro-batches, and which of these belong to this rank.
 
-    A run makes it once (`of`), in `paw.build`; the models of a run have the same layers, and so the
-    same packing. To add a way to cut, write a function beside those below and choose it in `cut`. A
-    setting of it is a key in `paw.config.sections.OptimConfig`, a member of `BatchSettings`, and a
-    field here, which `of` fills.
+    A run makes it once (`of`), in `paw.build`. The models of a run have the same layers and so
+    share the packing. To add a way of cutting, write a function beside those below and choose it in
+    `cut`. A setting for it is a key in `paw.config.sections.OptimConfig`, a member of
+    `BatchSettings`, and a field here, which `of` fills.
     """
 
     budget: int
-    """Most tokens of a batch. A longer sequence has a batch of its own."""
+    """Maximum tokens in a batch. A longer sequence gets a batch of its own."""
     pads: bool = False
     """Whether attention pads the sequences of a batch to the longest."""
     quadratic: float = 0.0
-    """What attention costs for a sequence of n tokens over n^2, in units of what the rest costs a
-    token."""
+    """Cost of attention for a sequence of n tokens, divided by n^2. The unit is the cost of all
+    other work per token."""
     rank: int = 0
     world_size: int = 1
 
@@ -47,9 +47,9 @@ class Packing:
     def of(
         cls, settings: BatchSettings, model: PackedModel, *, rank: int = 0, world_size: int = 1
     ) -> "Packing":
-        """The packing of a configuration's `optim` section for a model.
+        """Return the packing that a configuration's `optim` section gives for a model.
 
-        Without `rank` and `world_size` all batches are this rank's.
+        Without `rank` and `world_size`, all batches belong to this rank.
         """
         return cls(
             budget=settings.micro_batch_tokens,
@@ -60,10 +60,11 @@ class Packing:
         )
 
     def cut(self, lengths: Sequence[int]) -> list[list[int]]:
-        """This rank's batches, as indices of the sequences of these lengths.
+        """Return this rank's batches of sequences of these lengths, as lists of indices.
 
-        That is every `world_size`-th batch, from the `rank`-th on. Each rank gets as many as the
-        others, because forward passes are collective; if sequences are few, some batches are empty.
+        The rank gets every `world_size`-th batch, starting at its own number. All ranks get the
+        same number of batches, because forward passes are collective. If there are few sequences,
+        some batches are empty.
         """
         if self.pads:
             batches = batches_of_similar_length(
@@ -82,14 +83,15 @@ class Packing:
 def balanced_batches(
     lengths: Sequence[int], *, budget: int, multiple: int = 1, quadratic: float = 0.0
 ) -> list[list[int]]:
-    """Indices in batches of at most `budget` tokens and nearly equal work.
+    """Divide indices into batches of at most `budget` tokens and nearly equal work.
 
-    The number of batches is a multiple of `multiple`. A sample of n tokens costs n + quadratic *
-    n^2: everything linear in tokens, and attention. Longest-processing-time first (Graham 1969):
-    each sample, most expensive first, goes to the batch with the least work. Batches are sorted,
-    most expensive first, so that ranks which take every `multiple`-th one work side by side on
-    equals; if samples are few, some are empty. A sample longer than the budget has a batch of its
-    own.
+    The number of batches is a multiple of `multiple`. A sample of n tokens costs n for the work
+    that is linear in tokens, plus quadratic * n^2 for attention. The method is
+    longest-processing-time first (Graham 1969): samples are taken from the most expensive down, and
+    each goes to the batch with the least work. Batches are sorted, most expensive first, so that
+    ranks that take every `multiple`-th batch work on batches of similar cost at the same time. If
+    there are few samples, some batches are empty. A sample longer than the budget gets a batch of
+    its own.
 
     >>> balanced_batches([3, 9, 4, 10], budget=14)
     [[0, 3], [1, 2]]
@@ -106,7 +108,7 @@ def balanced_batches(
 def _fill(
     lengths: Sequence[int], budget: int, count: int, quadratic: float
 ) -> list[list[int]] | None:
-    """`count` batches, or None if the batch with the least work lacks room for a sample."""
+    """Fill `count` batches, or return None if the lightest batch lacks room for a sample."""
     lightest_first = [(0.0, batch, 0) for batch in range(count)]  # (work, batch, tokens)
     batches: list[list[int]] = [[] for _ in range(count)]
     batch_work = [0.0] * count
@@ -124,11 +126,11 @@ def _fill(
 def batches_of_similar_length(
     lengths: Sequence[int], *, budget: int, multiple: int = 1
 ) -> list[list[int]]:
-    """Indices in batches of neighbours in length, longest first.
+    """Divide indices into batches of similar length, longest first.
 
-    For attention that pads a batch to its longest sample. A batch has at most `budget` padded
-    tokens, but a sample longer than that has one of its own. Empty batches make their number a
-    multiple of `multiple`.
+    This suits attention that pads a batch to its longest sample. A batch has at most `budget`
+    padded tokens, but a longer sample gets a batch of its own. Empty batches are added until their
+    number is a multiple of `multiple`.
 
     >>> batches_of_similar_length([3, 9, 4, 10], budget=20)
     [[3, 1], [2, 0]]

@@ -1,15 +1,16 @@
 """Trajectories -> samples -> sequences -> micro-batches of tokens.
 
-A sample is one turn, a sequence is made of turns that continue one another.
+A sample is one turn. A sequence consists of turns that continue one another.
 
-A turn whose prompt begins with the turn before it, prompt and response, continues that turn's
-sequence: nothing is run twice, and the observation between them is already there as a target. So a
-conversation is one sequence, and the paper's prompts, each of one message, are a sequence each.
-What is learned is the same either way (tested). Weights, advantages and selection belong to the
-turns. A target counts as found inside the next prompt only if it has the same context there: right
-after what the template puts before it, its turn separator or what begins a tool's result (preceded
-by the end token, if the response was cut). If a turn's target is not found there, its sequence ends
-and its observation is appended, as that of the last turn is.
+A turn continues the sequence of the previous turn if its prompt begins with that turn's prompt and
+response. Then no token is computed twice, and the observation between the turns is already in the
+sequence as a target. So a conversation is one sequence. The paper's prompts consist of one message
+each, and each makes its own sequence. The result of learning is the same either way (tested).
+Weights, advantages and selection belong to the turns. A target counts as found in the next prompt
+only if its context there is the same. It must come right after the text that the template puts
+before it: the turn separator, or the opening of a tool's result (preceded by the end token if the
+response was cut). If a turn's target is not found there, its sequence ends and its observation is
+appended, as for the last turn.
 """
 
 import random
@@ -32,18 +33,18 @@ def to_samples(
     encode_observation: Callable[[str], list[int]] | None,
     invalid_penalty: float,
 ) -> list[Sample]:
-    """Samples of an update in group, trajectory, step order.
+    """Return the samples of an update, ordered by group, trajectory and step.
 
     Token ids and log-probs are the engine's own, never re-encoded. `encode_observation` turns the
-    raw next observation into target ids; None (world model off) leaves samples without a target, as
-    an empty observation does.
+    raw next observation into target ids. If it is None (world model off), or if an observation is
+    empty, samples have no target.
     """
     samples: list[Sample] = []
     trajectory_index = 0
     for group_index, group in enumerate(groups):
         for trajectory in group.trajectories:
             episode_return = trajectory.episode_return
-            previous_ids: list[int] = []  # prompt and response of the turn before
+            previous_ids: list[int] = []  # prompt and response of the previous turn
             for step, turn in enumerate(trajectory.turns):
                 penalty = 0.0 if turn.outcome.valid else invalid_penalty
                 target = _target_ids(turn, encode_observation)
@@ -78,7 +79,7 @@ def to_samples(
 
 
 def _fill_token_weights(samples: list[Sample], *, n_groups: int) -> None:
-    """The weight of a response token in the mean over groups of the mean over their tokens."""
+    """Fill the weight of a response token: a mean over each group's tokens, then over groups."""
     group_tokens: Counter[int] = Counter()
     for sample in samples:
         group_tokens[sample.group] += len(sample.response_ids)
@@ -87,7 +88,7 @@ def _fill_token_weights(samples: list[Sample], *, n_groups: int) -> None:
 
 
 def _target_ids(turn: Turn, encode_observation: Callable[[str], list[int]] | None) -> list[int]:
-    """The world model's target of a turn; empty without a world model."""
+    """Return the world model's target of a turn; empty without a world model."""
     if encode_observation is None:
         return []
     if turn.observation_ids is not None:
@@ -96,10 +97,10 @@ def _target_ids(turn: Turn, encode_observation: Callable[[str], list[int]] | Non
 
 
 def sequences(samples: Sequence[Sample], *, with_observation: bool) -> list[list[int]]:
-    """Indices of the samples that share a sequence, in the order of samples.
+    """Return, for each sequence, the indices of its samples, in sample order.
 
-    Without observations, those are all samples that continue one another. With observations, one
-    that is a target must also stand in the prompt that follows.
+    Without observations, samples share a sequence if they continue one another. With observations,
+    an observation that is a target must also be in the prompt that follows.
     """
     members_of: list[list[int]] = []
     for i, sample in enumerate(samples):
@@ -111,7 +112,7 @@ def sequences(samples: Sequence[Sample], *, with_observation: bool) -> list[list
 
 
 def _continues(previous: Sample, sample: Sample, with_observation: bool) -> bool:
-    """Whether a sample goes on in the sequence of the previous one."""
+    """Whether a sample continues the sequence of the previous one."""
     is_next_turn = (sample.trajectory, sample.step) == (previous.trajectory, previous.step + 1)
     if not (sample.continues and is_next_turn):
         return False
@@ -121,7 +122,7 @@ def _continues(previous: Sample, sample: Sample, with_observation: bool) -> bool
 
 
 def _appended_ids(sample: Sample, with_observation: bool) -> list[int]:
-    """The separator and observation after a sample's response, if the observation is a target."""
+    """Return the separator and observation to append after a response, if it is a target."""
     if with_observation and sample.wm_weight > 0.0:
         return sample.separator_ids + sample.observation_ids
     return []
@@ -130,7 +131,7 @@ def _appended_ids(sample: Sample, with_observation: bool) -> list[int]:
 def minibatches(samples: Sequence[Sample], *, size: int, seed: int) -> list[list[Sample]]:
     """Cut a seeded shuffle of the update's sequences into mini-batches of about `size` samples.
 
-    n samples make round(n / size) mini-batches, at least one. Sequences stay whole.
+    n samples make round(n / size) mini-batches, but at least one. Sequences are not split.
     """
     shuffled = sequences(samples, with_observation=False)
     random.Random(seed).shuffle(shuffled)
@@ -176,7 +177,7 @@ def collate(
     with_observation: bool,
     device: torch.device,
 ) -> Batch:
-    """Pack the chosen `sequences`; observations only of samples with a world-model weight.
+    """Pack the chosen `sequences`, with the observations of samples with a world-model weight.
 
     If no sequence is chosen, the batch has one token and no target.
     """
@@ -225,10 +226,10 @@ def micro_batches(
     device: torch.device,
     skip: Callable[[Sample], bool] | None = None,
 ) -> list[Batch]:
-    """This rank's batches of the sequences, except those that have only skipped samples.
+    """Return this rank's batches, leaving out sequences whose samples are all skipped.
 
-    `skip(sample)` says whether a sample needs no forward pass. If samples are few, some batches are
-    empty (`Packing.cut`).
+    `skip(sample)` says whether a sample needs no forward pass. If there are few samples, some
+    batches are empty (`Packing.cut`).
     """
     sequence_members: list[list[int]] = []
     lengths: list[int] = []

@@ -1,4 +1,4 @@
-"""Sums over the tokens of an update's micro-batches, and the metrics made of them."""
+"""Sums over the tokens of an update's micro-batches, and the metrics computed from them."""
 
 from collections.abc import Mapping
 
@@ -27,11 +27,11 @@ def token_sums(
     tis_cap: float | None = None,
     ratio_bounds: tuple[float, float] | None = None,
 ) -> dict[str, float]:
-    """Sums over the tokens of a batch, by name; `policy` and `wm` are the two token losses.
+    """Return sums over a batch's tokens, by name. `policy` and `wm` are the two token losses.
 
-    A sum that the settings do not measure is absent. "clipped" counts response tokens with an
-    advantage that `policy` clips: those without a gradient of it, unless its traits say otherwise.
-    "masked" counts observation tokens without a gradient of `wm`.
+    A sum that the settings do not need is absent. "clipped" counts the response tokens with an
+    advantage that `policy` clips. Unless its traits say otherwise, those are the tokens to which it
+    gives no gradient. "masked" counts observation tokens without a gradient of `wm`.
     """
     if traits_of(policy).needs_response_gap:
         tokens = with_response_gap(tokens, out.logp)
@@ -64,7 +64,7 @@ def token_sums(
 
 
 def _clipped(policy: TokenLossFunction, out: TokenLoss, tokens: TokenBatch) -> Tensor:
-    """[N] bool: which tokens the policy loss clips, if they have an advantage."""
+    """Return [N] bool: which tokens the policy loss clips. Only valid with an advantage."""
     clipped = traits_of(policy).clipped
     if clipped is None:
         _, slope = _loss_and_slope(policy, out, tokens)
@@ -75,7 +75,7 @@ def _clipped(policy: TokenLossFunction, out: TokenLoss, tokens: TokenBatch) -> T
 def _loss_and_slope(
     loss: TokenLossFunction, out: TokenLoss, tokens: TokenBatch
 ) -> tuple[Tensor, Tensor]:
-    """(the loss of each token, its derivative by log p); both [N]."""
+    """Return (the loss of each token, its derivative with respect to log p), both [N]."""
     logp = out.logp.clone().requires_grad_()
     with torch.enable_grad():
         values = loss(logp, out.entropy, tokens)
@@ -94,10 +94,11 @@ def add(totals: dict[str, float], sums: Mapping[str, float]) -> None:
 
 
 def token_metrics(totals: Mapping[str, float], *, steps: int) -> dict[str, float]:
-    """The metrics of an update of `steps` optimizer steps, from its sums over all ranks.
+    """Return the metrics of an update of `steps` optimizer steps, from its sums over all ranks.
 
-    Losses are means over the steps, all others means over tokens (`Metric.mean_of`). A mean over no
-    tokens is absent. Samples without any gradient had no forward pass, so no mean includes them.
+    Losses are means over the steps. All others are means over tokens (`Metric.mean_of`). A mean
+    over no tokens is absent. Samples without any gradient had no forward pass, so no mean includes
+    them.
     """
     steps = max(1, steps)
     metrics = {"policy/loss": totals.get("policy_loss", 0.0) / steps}

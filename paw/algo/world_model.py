@@ -1,8 +1,8 @@
-"""Which samples the world model learns from, and how much: PaW Eqs. (8) to (11).
+"""Selecting and weighting the samples that the world model learns from: PaW Eqs. (8) to (11).
 
-Selected, over the whole update, are the samples whose action the policy was least sure of: the top
-share alpha by action entropy. The less a group succeeds, the more its term weighs (lambda_g). The
-normalisation by the observation's length happens at token level, in the loss.
+The samples of the whole update whose actions the policy was least sure of are selected: the top
+share alpha by action entropy. The less a group succeeds, the higher the weight of its term
+(lambda_g). The loss normalises by the observation's length, at token level.
 """
 
 import math
@@ -39,14 +39,14 @@ def select(
     n_groups: int,
     dedup: bool = False,
 ) -> Selection:
-    """Select the top ceil(alpha n) samples by `sample.entropy` and weigh them.
+    """Select the top ceil(alpha n) samples by `sample.entropy` and weight them.
 
-    Only samples with a target (non-empty observation_ids) are candidates, and n counts only them:
-    the world model can learn nothing from others. Ties go to the lower index. S_g are the selected
-    samples of group g; a group without any adds nothing but still counts in n_groups. With `dedup`
-    (beyond the paper), of samples with the same prompt, response and targets only the first is a
-    candidate. lambda_g = 1 - (mean raw return over the group's trajectories) / reward_max, clamped
-    to [0, 1], or the constant `weight`.
+    Only samples with a target (non-empty observation_ids) are candidates, and n counts only them,
+    since the world model can learn nothing from others. Ties go to the lower index. S_g is the set
+    of selected samples of group g. A group with none adds nothing but still counts in n_groups.
+    With `dedup` (not in the paper), only the first of the samples with the same prompt, response
+    and targets is a candidate. lambda_g = 1 - (mean raw return over the group's trajectories) /
+    reward_max, clamped to [0, 1], or the constant `weight`.
 
     Raises ValueError for alpha outside [0, 1], reward_max <= 0 with the adaptive weight, fewer
     n_groups than groups, or entropy that is not finite.
@@ -84,7 +84,7 @@ def select(
 def _lambdas(
     samples: Sequence[Sample], weight: Literal["adaptive"] | float, reward_max: float
 ) -> dict[int, float]:
-    """lambda_g by group (PaW Eq. (10)), in which each trajectory counts once."""
+    """Return lambda_g by group (PaW Eq. (10)). Each trajectory counts once."""
     returns: dict[int, dict[int, float]] = {}  # by group and trajectory
     for sample in samples:
         returns.setdefault(sample.group, {})[sample.trajectory] = sample.episode_return
@@ -99,7 +99,7 @@ def _lambdas(
 
 
 def _first_of_equals(samples: Sequence[Sample], candidates: list[int]) -> list[int]:
-    """The candidates, except those that repeat prompt, response and targets of an earlier one."""
+    """Return the candidates, without those that repeat an earlier prompt, response and targets."""
     first: dict[tuple[tuple[int, ...], ...], int] = {}
     for i in candidates:
         sample = samples[i]

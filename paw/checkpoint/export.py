@@ -1,4 +1,4 @@
-"""Export to the Hugging Face format: AutoModelForCausalLM and `vllm serve` load it as it is."""
+"""Export to the Hugging Face format, which AutoModelForCausalLM and `vllm serve` load directly."""
 
 import copy
 import json
@@ -39,11 +39,11 @@ def export(
     step: int,
     method: str = "",
 ) -> Path:
-    """Write weights, tokenizer, chat template and a model card to `folder`; returns it.
+    """Write weights, tokenizer, chat template and a model card to `folder`, and return it.
 
-    `weights` come from `full_parameters`, tied ones once. `method` describes the updates if they
-    are not those of `config`. The files are written to another folder and moved when all are
-    complete; other files in `folder` stay. Raises UserError if they cannot be written.
+    `weights` come from `full_parameters`, each tied weight once. `method` describes the updates if
+    they were not made by `config`. The files are written to a different folder and moved when all
+    are complete. Other files in `folder` stay. Raises UserError if they cannot be written.
     """
     if not method:
         world_model = "no world model"
@@ -58,7 +58,7 @@ def export(
     temporary = folder.with_name(f".tmp_{folder.name}")
     try:
         with writing(f"the exported model to {folder}"):
-            shutil.rmtree(temporary, ignore_errors=True)  # left by an export that was killed
+            shutil.rmtree(temporary, ignore_errors=True)  # left over from an export that was killed
             temporary.mkdir(parents=True)
             policy.lm.save_pretrained(temporary, state_dict=kept_buffers(policy.lm) | weights)
             served_tokenizer.save_pretrained(temporary)
@@ -76,7 +76,7 @@ def export(
 
 
 def metadata(config: Config) -> str:
-    """The head of the model card, in YAML, by which the hub finds a model.
+    """Return the YAML head of the model card. The hub uses it to find models.
 
     Names that are folders on this disk are left out.
     """
@@ -107,7 +107,7 @@ def _is_at_hub(name: str) -> bool:
 
 
 def _license_of(model: Path) -> str | None:
-    """The license that the card in a model's folder names; None if there is none."""
+    """Return the license named by the card in a model's folder, or None."""
     readme = model / "README.md"
     with quietly():  # the card may hold anything
         if readme.is_file():
@@ -116,8 +116,8 @@ def _license_of(model: Path) -> str | None:
 
 
 def _with_options(tokenizer: Any, options: dict[str, Any]) -> Any:
-    """The tokenizer with `model.chat_template_kwargs` written into its chat template, so that
-    servers need not know them."""
+    """Return the tokenizer with `model.chat_template_kwargs` written into its chat template, so
+    that servers do not need to know them."""
     if not options:
         return tokenizer
     tokenizer = copy.deepcopy(tokenizer)

@@ -6,13 +6,13 @@
         state.json                                 step, version, and the caller's counters
         manifest.json                              size and sha256 of each file above
 
-If there are more than 4 GiB of tensors, the rest is in model-2.safetensors, and so on.
+Tensors beyond 4 GiB continue in model-2.safetensors, and so on.
 
-With several ranks each writes its rows of every tensor, as `model.rank_1.safetensors`, to the same
-folder. The rows of all ranks, one after another, form the tensor.
+With several ranks, each writes its rows of every tensor to the same folder, as
+`model.rank_1.safetensors`. The rows of all ranks in order form the tensor.
 
 A save writes a hidden folder, fsyncs it and renames it into place. A load checks the manifest
-first, because no format in common use notices a flipped byte. Nothing is ever unpickled.
+first, because no common format detects a flipped byte. Nothing is ever unpickled.
 """
 
 import hashlib
@@ -36,17 +36,16 @@ VERSION = 1
 SHARDED = 2
 """Version of a checkpoint with a file for each rank."""
 PART = 4 << 30
-"""Size in bytes at which the next file begins, so that host memory need not hold more of a model
-than this."""
+"""Size in bytes at which the next file begins. Host memory holds at most this much of a model."""
 MANIFEST = "manifest.json"
 NOTE = ".written_by_rank_"
-"""Beginning of the name of a file in a draft that says what a rank has written; it has `Files`."""
+"""Prefix of the file in a draft that lists what a rank has written. The file holds `Files`."""
 CLAIM = ".claimed"
-"""File in a draft: the rank that created it publishes it."""
+"""Name of a file in a draft. The rank that creates it publishes the draft."""
 STATE = "state.json"
 Tensors = dict[str, dict[str, Tensor]]
 Named = Iterable[tuple[str, Tensor]]
-"""What `named_parameters()` returns."""
+"""The type that `named_parameters()` returns."""
 Files = dict[str, dict[str, Any]]
 """Size and sha256 by file name."""
 
@@ -61,13 +60,13 @@ class CheckpointError(UserError):
 class Draft:
     """A checkpoint that is being written, in a hidden folder until it gets its name.
 
-    Whatever fails, earlier checkpoints stay as they were. Raises UserError if the disk refuses.
+    Whatever fails, earlier checkpoints are left unchanged. Raises UserError if the disk refuses.
     """
 
     def __init__(
         self, folder: Path, step: int, state: Mapping[str, Any], *, version: int = VERSION
     ) -> None:
-        """`state` holds JSON values; raises ValueError for a NaN in it."""
+        """`state` holds JSON values. Raises ValueError if it contains NaN."""
         self._text = json.dumps(
             {**state, "version": version, "step": step}, indent=1, allow_nan=False
         )
@@ -80,12 +79,12 @@ class Draft:
             if not self._folder.is_dir():
                 self._folder.mkdir(parents=True)
                 fsync(self._folder.parent)
-            for leftover in self._folder.glob(".tmp_*"):  # left by a save that was killed
+            for leftover in self._folder.glob(".tmp_*"):  # left over from a save that was killed
                 _remove(leftover)
             self._temporary.mkdir()
 
     def write(self, tensors: Mapping[str, Mapping[str, Tensor] | Named]) -> Files:
-        """Write `tensors` (see `save`). The files are on the disk when this returns."""
+        """Write `tensors` (see `save`). The files are on disk when this returns."""
         files: Files = {}
         with self._writing():
             for stem, named_tensors in tensors.items():
@@ -101,7 +100,7 @@ class Draft:
         return files
 
     def publish(self, files: Files) -> None:
-        """Add state and manifest, and rename the folder into place."""
+        """Add the state and manifest, and rename the folder into place."""
         with self._writing():
             (self._temporary / STATE).write_text(self._text, encoding="utf-8")
             last_order = max((_order(path) for path in self._folder.glob("step_*")), default=0)
@@ -121,12 +120,12 @@ class Draft:
             _remove(replaced)
 
     def note(self, rank: int, files: Files) -> None:
-        """Leave word in the draft that a rank has written these files."""
+        """Note in the draft that a rank has written these files."""
         with self._writing():
             write_file(self._temporary / f"{NOTE}{rank}", json.dumps(files))
 
     def noted(self, world_size: int) -> list[Files] | None:
-        """What each rank has written, or None while a rank has not left word."""
+        """Return the files each rank has written, or None while the note of a rank is missing."""
         notes: list[Files] = []
         for rank in range(world_size):
             try:
@@ -139,7 +138,7 @@ class Draft:
         return notes
 
     def claim(self) -> bool:
-        """Whether this process is the first to claim the draft, in order to publish it."""
+        """Whether this process is the first to claim the draft for publishing."""
         try:
             with self._writing():
                 (self._temporary / CLAIM).touch(exist_ok=False)
@@ -155,7 +154,7 @@ class Draft:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _writing(self) -> AbstractContextManager[None]:
-        advice = "there is no earlier one"
+        advice = "there is no earlier checkpoint"
         if any(self._folder.glob("step_*")):
             advice = "earlier checkpoints are intact"
         return writing(f"checkpoint {self.path}", f"; {advice}")
@@ -169,8 +168,8 @@ def save(
 ) -> Path:
     """Write the checkpoint `folder`/step_NNNNNN and return its path; see `Draft`.
 
-    `tensors` maps a file stem to {name: tensor}, or to pairs (name, tensor), which are read one by
-    one; tied weights appear once.
+    `tensors` maps a file stem to {name: tensor}, or to pairs (name, tensor) that are read one by
+    one. Tied weights appear once.
     """
     draft = Draft(folder, step, state)
     try:
@@ -182,9 +181,9 @@ def save(
 
 
 def saved(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, newest save first.
+    """Return the checkpoints of a folder, newest save first.
 
-    Those whose manifest cannot be read come before all others.
+    Checkpoints whose manifest cannot be read come before all others.
     """
     return sorted(
         folder.glob("step_*"), key=lambda path: (_order(path) or math.inf, path.name), reverse=True
@@ -192,9 +191,9 @@ def saved(folder: Path) -> list[Path]:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the `keep` (>= 1) checkpoints saved last.
+    """Remove all but the last `keep` (>= 1) saved checkpoints.
 
-    A removal that is interrupted leaves no half checkpoint behind.
+    An interrupted removal does not leave half a checkpoint behind.
     """
     oldest_first = sorted(folder.glob("step_*"), key=lambda path: (_order(path), path.name))
     for path in oldest_first[:-keep]:
@@ -204,7 +203,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def name_and_tensor(tensors: Mapping[str, Tensor] | Named) -> Named:
-    """The pairs (name, tensor) of a mapping; an iterable of pairs as it is."""
+    """Return the pairs (name, tensor) of a mapping. An iterable of pairs is returned unchanged."""
     if isinstance(tensors, Mapping):
         return cast(Mapping[str, Tensor], tensors).items()
     return tensors
@@ -218,7 +217,7 @@ def _remove(path: Path) -> None:
 
 
 def digest(file: Path) -> dict[str, Any]:
-    """Size and sha256 of a file, as in the manifest. Raises OSError."""
+    """Return the size and sha256 of a file, as in the manifest. Raises OSError."""
     if not file.is_file():  # reading a pipe would wait for its writer
         raise OSError("not a file")
     with file.open("rb") as stream:
@@ -229,7 +228,7 @@ def digest(file: Path) -> dict[str, Any]:
 
 
 def manifest_text(files: Files, order: int) -> str:
-    """The text of manifest.json: `files`, `order`, and the digest of these two.
+    """Return the text of manifest.json: `files`, `order`, and the digest of both.
 
     `order` is the number of this save in its folder.
     """
@@ -239,7 +238,7 @@ def manifest_text(files: Files, order: int) -> str:
 
 
 def read_manifest(path: Path) -> tuple[Files, int]:
-    """(files, order) of the checkpoint at `path`.
+    """Return (files, order) of the checkpoint at `path`.
 
     Raises CheckpointError if its manifest is missing or damaged.
     """
@@ -269,7 +268,7 @@ def _is_file_table(value: Any) -> TypeGuard[Files]:
 
 
 def _order(path: Path) -> int:
-    """The number of this save in its folder, from 1; 0 if the manifest is unreadable."""
+    """Return the number of this save in its folder, from 1; 0 if the manifest is unreadable."""
     try:
         return read_manifest(path)[1]
     except CheckpointError:
@@ -277,7 +276,7 @@ def _order(path: Path) -> int:
 
 
 def rng_name(rank: int) -> str:
-    """The file stem, and the key in state.json, of a rank's random state."""
+    """Return the file stem of a rank's random state, which is also its key in state.json."""
     if rank == 0:
         return "rng"
     return f"rng_{rank}"

@@ -15,28 +15,29 @@ EXPORTED = (
     "*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.model", "chat_template.jinja",
     "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
 )  # fmt: skip
-"""The files of an exported folder that are sent; other files there stay on this machine."""
+"""The files of an exported folder that are sent. Other files there stay on this machine."""
 
 
 def check_push(name: str) -> None:
-    """Raises UserError if `name` is not USER/NAME; called before a model is exported."""
+    """Raise UserError if `name` is not USER/NAME. Called before a model is exported."""
     if not is_hub_name(name):
-        raise UserError(f"--push {name}: it takes USER/NAME, of letters, digits, '-', '_' and '.'")
+        raise UserError(f"--push {name}: use USER/NAME, made of letters, digits, '-', '_' and '.'")
 
 
 def push(folder: Path, name: str, *, public: bool = False) -> str:
-    """Send an exported model to the hub as USER/NAME; returns its address.
+    """Send an exported model to the hub as USER/NAME. Returns its address.
 
-    A new model is private unless `public`. The base model's license is taken over if its card names
-    one. Raises UserError if there is no token, network or permission; the folder stays as it is.
+    A new model is private unless `public`. The model gets the base model's license if the base
+    model's card names one. Raises UserError if there is no token, network or permission. The folder
+    is left unchanged.
     """
     problem = unreachable()
     if not problem and not get_token():
-        problem = "there is no token: `hf auth login`, or set HF_TOKEN"
+        problem = "there is no token: run `hf auth login`, or set HF_TOKEN"
     if not problem:
         try:
             return _upload(folder, name, public=public)
-        except Exception as error:  # from the client, from HTTP, or the hub rejects the card
+        except Exception as error:  # from the client, HTTP, or the hub, which may reject the card
             problem = describe(error)
     raise UserError(f"--push {name}: {problem}; the model is in {folder}")
 

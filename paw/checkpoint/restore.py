@@ -1,7 +1,7 @@
-"""Reading checkpoints: checked against their manifest and against the run, restored bit for bit.
+"""Reading checkpoints, checked against their manifest and the run, and restored bit for bit.
 
-All ranks see the same files. They share the work of checking them, agree on whether a checkpoint
-can be used, and each reads its own rows.
+All ranks see the same files. They share the work of checking them and agree on whether a checkpoint
+can be used. Each rank reads its own rows.
 """
 
 import random
@@ -45,11 +45,11 @@ ALONE = Ranks()
 
 
 def verify(path: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """Check every file of a checkpoint against its manifest; returns the content of state.json.
+    """Check every file of a checkpoint against its manifest. Returns the content of state.json.
 
-    Reads all bytes once. A call of all ranks, which divide the files among themselves. Raises
-    CheckpointError, on all ranks, with the name of a file that is missing, unexpected, truncated or
-    altered, or if the checkpoint has another version.
+    All ranks must call it. They divide the files among themselves and read all bytes once. Raises
+    CheckpointError on all ranks if a file is missing, unexpected, truncated or altered, with its
+    name, or if the checkpoint has a different version.
     """
     files = ranks.broadcast_from_rank0(lambda: read_manifest(path)[0], Files, CheckpointError)
     ranks.gather_results(lambda: _check_files(path, files, ranks), refusal=CheckpointError)
@@ -59,7 +59,7 @@ def verify(path: Path, ranks: Ranks = ALONE) -> dict[str, Any]:
 
 
 def _check_files(path: Path, files: Files, ranks: Ranks) -> None:
-    """Check that exactly the files of the manifest exist, and the bytes of this rank's share."""
+    """Check that exactly the manifest's files exist, and check the bytes of this rank's share."""
     present: set[str] = set()
     if path.is_dir():
         present = {file.name for file in path.iterdir()} - {MANIFEST}
@@ -103,11 +103,11 @@ def _read_state(path: Path, files: Files) -> dict[str, Any]:
 def load(
     path: Path, ranks: Ranks = ALONE, *, like: Shapes | None = None
 ) -> tuple[dict[str, StoredTensors], dict[str, Any]]:
-    """Verify a checkpoint and read it: (file stem -> name -> CPU tensor, mapped from disk; state).
+    """Verify and read a checkpoint. Returns (file stem -> name -> CPU tensor from disk, state).
 
-    A call of all ranks. Raises CheckpointError, the same on all ranks, if the checkpoint is damaged
-    or has another version, or if names, shapes or dtypes differ from those in `like`, which has the
-    expected tensors of some stems.
+    The tensors are mapped from disk. All ranks must call it. Raises the same CheckpointError on all
+    ranks if the checkpoint is damaged or has a different version, or if names, shapes or dtypes
+    differ from those in `like`, which has the expected tensors of some stems.
     """
     state = verify(path, ranks)
     tensors: dict[str, StoredTensors] = defaultdict(StoredTensors)
@@ -126,7 +126,7 @@ def _map_files(path: Path, tensors: dict[str, StoredTensors]) -> None:
     for name in sorted(names, key=_row_order):
         stem = re.split(r"[.-]", name)[0]
         try:
-            # Any error: bytes that match the manifest may not be a tensor file, or rows not fit.
+            # Any error may occur: the bytes may not be a tensor file, or the rows may not fit.
             for tensor_name, rows in load_file(path / name).items():
                 tensors[stem].add(tensor_name, rows)
         except Exception as error:
@@ -134,7 +134,7 @@ def _map_files(path: Path, tensors: dict[str, StoredTensors]) -> None:
 
 
 def _row_order(file: str) -> tuple[int, str]:
-    """Sorts files by the rows that they hold: in the order of the ranks that wrote them."""
+    """Return a key that sorts files by their rows, in the order of the ranks that wrote them."""
     match = re.search(r"\.rank_(\d+)", file)
     writer = int(match[1]) if match else 0
     return writer, file
@@ -146,12 +146,12 @@ def read_newest(
     warn: Callable[[str], None] = to_stderr,
     ranks: Ranks = ALONE,
 ) -> tuple[Path, T] | None:
-    """The checkpoint saved last that `read` accepts, and what `read` returns.
+    """Return the last saved checkpoint that `read` accepts, and the result of `read`.
 
-    None if the folder has no checkpoint at all. `read` refuses with CheckpointError, on all ranks;
-    `warn` is called for each checkpoint that is passed over. Saved last, not highest step, because
-    after a rewind the new branch counts. Raises CheckpointError if there are only damaged ones,
-    rather than starting over.
+    Returns None if the folder has no checkpoint at all. `read` refuses a checkpoint by raising
+    CheckpointError on all ranks, and `warn` is called for each one that is skipped. The last saved
+    checkpoint counts, not the highest step, because after a rewind the new branch is the right one.
+    Raises CheckpointError if all are damaged, so that the run does not silently start over.
     """
     refused: list[CheckpointError] = []
     names = ranks.broadcast_from_rank0(lambda: [path.name for path in saved(folder)], list[str])
@@ -167,7 +167,7 @@ def read_newest(
         return path, content
     if refused:
         raise CheckpointError(
-            f"{refused[0]}; no other checkpoint in {folder} can be used: take another --run.name"
+            f"{refused[0]}; no other checkpoint in {folder} can be used: set another --run.name"
         )
     return None
 
@@ -175,14 +175,14 @@ def read_newest(
 def _check_fit(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, origin: str
 ) -> None:
-    """Raises CheckpointError for the first name whose dtype or shape differs, or that one lacks."""
+    """Raise CheckpointError for the first name that differs in dtype or shape or is missing."""
     for name in sorted(actual.keys() | expected.keys()):
         actual_type = _dtype_and_shape(actual, name)
         expected_type = _dtype_and_shape(expected, name)
         if actual_type != expected_type:
             raise CheckpointError(
-                f"{origin}: '{name}' is {actual_type}, in this model {expected_type}; "
-                "was it saved with another one?"
+                f"{origin}: '{name}' is {actual_type}, but {expected_type} in this model; "
+                "was it saved with a different model?"
             )
 
 
@@ -203,8 +203,8 @@ def restore(
     """Continue from the newest checkpoint in `folder` that verifies, or from the `chosen` one.
 
     Sets models, optimizers, guards and this process's random states. Returns the checkpoint's path
-    and its step, or None if there is none. A call of all ranks; raises CheckpointError, on all of
-    them, if no checkpoint fits.
+    and step, or None if there is no checkpoint. All ranks must call it. Raises CheckpointError on
+    all of them if no checkpoint fits.
     """
     read = partial(_read, learners, ranks)
     try:
@@ -236,9 +236,9 @@ def restore(
 def _read(
     learners: Sequence[Learner], ranks: Ranks, path: Path
 ) -> tuple[dict[str, StoredTensors], dict[str, Any], Tensors]:
-    """(tensors, state, random states by file stem) of a checkpoint.
+    """Return (tensors, state, random states by file stem) of a checkpoint.
 
-    Raises CheckpointError, on all ranks, if the run could not be restored from it.
+    Raises CheckpointError on all ranks if the run could not be restored from it.
     """
     models = {f"{learner.prefix}model": learner.parameters for learner in learners}
     tensors, state = load(path, ranks, like=models)
@@ -268,7 +268,7 @@ def _read(
 
 
 def _expected_moments(learner: Learner, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """AdamW's state, as "<parameter>/<key>", for each parameter that has any state in `saved`."""
+    """Return AdamW's state as "<parameter>/<key>" for each parameter that has state in `saved`."""
     parameters_with_state = {name.rpartition("/")[0] for name in saved}
     expected = {}
     for name, parameter in learner.parameters.items():
@@ -282,7 +282,7 @@ def _expected_moments(learner: Learner, saved: Mapping[str, Tensor]) -> dict[str
 def load_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Named, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Put `optimizer_tensors` back bit for bit, on each parameter's device and with its sharding.
+    """Restore `optimizer_tensors` bit for bit, on each parameter's device and with its sharding.
 
     Raises CheckpointError if a compressed state does not fit.
     """
@@ -307,7 +307,8 @@ def load_optimizer(
                 _load_compressed(optimizer, parameter, values)
                 continue
 
-            # Set directly: Optimizer.load_state_dict would cast to the parameter's dtype.
+            # Set it directly, because Optimizer.load_state_dict would cast to the parameter's
+            # dtype.
             step_device = parameter.device if step_on_device else torch.device("cpu")
             state = {"step": values.pop("step").to(step_device, copy=True)}
             for key, rows in values.items():
@@ -330,10 +331,11 @@ def _load_compressed(optimizer: Any, parameter: Tensor, values: dict[str, Tensor
 def restore_random_states(
     tensors: Mapping[str, Tensor], info: Mapping[str, Any], *, trial: bool = False
 ) -> None:
-    """Put the states of `capture_random_states` back.
+    """Restore the states of `capture_random_states`.
 
-    With `trial`, into unused generators, to see whether it can be done. Raises CheckpointError if
-    these are not random states. A CUDA state is ignored on a machine without CUDA.
+    With `trial`, restore them into unused generators, to see whether this works. Raises
+    CheckpointError if these are not random states. A CUDA state is ignored on a machine without
+    CUDA.
     """
     torch_generator: Any = torch.default_generator
     python_generator: Any = random

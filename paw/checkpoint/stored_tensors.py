@@ -13,12 +13,12 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __init__(self) -> None:
         self._pieces: dict[str, list[Tensor]] = defaultdict(list)
-        """The rows of each tensor that one file holds, in order, mapped from disk."""
+        """The parts of each tensor in row order, one from each file, mapped from disk."""
         self.meta: dict[str, Tensor] = {}
-        """Each full tensor without its values, on the meta device: its dtype and shape."""
+        """The dtype and shape of each full tensor, as a meta tensor without values."""
 
     def add(self, name: str, rows: Tensor) -> None:
-        """Add the next rows of a tensor, or all of it.
+        """Add the next rows of a tensor, or the whole tensor.
 
         Raises RuntimeError if they do not fit the earlier rows.
         """
@@ -39,7 +39,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return self.rows(name, 0, sys.maxsize)
 
     def rows(self, name: str, first: int, end: int) -> Tensor:
-        """Rows from `first` up to `end` of a tensor; a tensor of 0 dimensions as it is."""
+        """Return rows `first` to `end` (exclusive) of a tensor, or a 0-dim tensor whole."""
         full_meta = self.meta[name]
         if full_meta.ndim == 0:
             return self._pieces[name][0]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run: models, optimizers, guards and every rank's random states.
+"""The part of a run that a checkpoint holds: models, optimizers, guards and all random states.
 
 Each rank writes its own tensors to the same folder.
 """
@@ -30,16 +30,16 @@ from paw.model.host import available_memory
 from paw.model.policy import Policy
 
 PATIENCE_S = 60.0
-"""How long a rank of a run that has failed waits for the files of the others."""
+"""Seconds that a rank of a failed run waits for the files of the others."""
 RandomStates = tuple[dict[str, Tensor], dict[str, Any]]
-"""What `capture_random_states` returns."""
+"""The type that `capture_random_states` returns."""
 
 
 class Learner(NamedTuple):
     """A model that is trained, with its optimizer."""
 
     prefix: str
-    """How the names of its files begin."""
+    """The prefix of its file names."""
     model: Policy
     optimizer: torch.optim.Optimizer
     guard: UpdateGuard
@@ -50,7 +50,7 @@ class Learner(NamedTuple):
 
 
 class PendingCheckpoint:
-    """A checkpoint that is being written. Its content is fixed; `publish` gives it its name."""
+    """A checkpoint that is being written. Its content is fixed, and `publish` gives it its name."""
 
     def __init__(
         self,
@@ -67,30 +67,30 @@ class PendingCheckpoint:
 
     @property
     def done(self) -> bool:
-        """Whether this rank has written its files, or failed."""
+        """Whether this rank has written its files or failed."""
         return self._written.done()
 
     def publish(self, keep: int) -> None:
-        """Wait for all ranks, rename the checkpoint into place, remove all but the newest `keep`.
+        """Wait for all ranks, rename the checkpoint into place, and keep only the newest `keep`.
 
-        A call of all ranks. Raises UserError if the disk refuses.
+        All ranks must call it. Raises UserError if the disk refuses.
         """
         try:
             files_by_rank = self._ranks.gather_results(self._written.result, checkpoint.Files)
             self._ranks.broadcast_from_rank0(lambda: self._publish(files_by_rank, keep))
         except BaseException as error:
-            # A rank that ended first may be publishing it, see `publish_alone`.
+            # A rank that ended earlier may be publishing it, see `publish_alone`.
             if self._ranks.first and not lost_peer(error):
                 self._draft.discard()
             raise
 
     def publish_alone(self, keep: int, *, wait: bool) -> bool:
-        """Publish the checkpoint once all ranks have written their files; the first to see it does.
+        """Publish the checkpoint if this rank is first to see that all ranks have written theirs.
 
-        For the end of a run that has failed: no collective call, because other ranks may be in
-        another one, or gone. The ranks agree through notes in the folder, which all of them see.
-        Returns whether it is published. With `wait`, waits for this rank's files and then, at most
-        PATIENCE_S, for those of the others. Raises UserError if the disk refuses.
+        This is for the end of a failed run. It makes no collective call, because other ranks may be
+        in a different one, or gone. The ranks agree through notes in the folder, which all of them
+        see. Returns whether the checkpoint is published. With `wait`, waits for this rank's files
+        and then at most PATIENCE_S for those of the others. Raises UserError if the disk refuses.
         """
         deadline = time.monotonic()
         if wait:
@@ -123,12 +123,11 @@ def start_saving(
     random_states: RandomStates,
     background: bool,
 ) -> PendingCheckpoint:
-    """Begin to write the checkpoint `folder`/step_NNNNNN; a call of all ranks.
+    """Begin to write the checkpoint `folder`/step_NNNNNN. All ranks must call it.
 
-    With `background` a thread writes it, from copies in host memory. Otherwise, or if the copies
-    would take more than half of the memory that is available to the rank, it is on the disk when
-    this returns, and only a part of a file is in memory at a time. Raises UserError if the disk
-    refuses.
+    With `background`, a thread writes it from copies in host memory. Otherwise, or if the copies
+    would take more than half of the rank's available memory, it is on disk when this returns, and
+    only part of a file is in memory at a time. Raises UserError if the disk refuses.
     """
     random_tensors, random_info = random_states
     state: dict[str, Any] = {}
@@ -156,7 +155,7 @@ def start_saving(
 
 
 def _write(draft: checkpoint.Draft, tensors: Mapping[str, Any], ranks: Ranks) -> checkpoint.Files:
-    """Write this rank's files; with several ranks, also leave word of them in the draft."""
+    """Write this rank's files. With several ranks, also note them in the draft."""
     files = draft.write(tensors)
     if ranks.world_size > 1:
         draft.note(ranks.rank, files)
@@ -166,7 +165,7 @@ def _write(draft: checkpoint.Draft, tensors: Mapping[str, Any], ranks: Ranks) ->
 def _own_files(
     learners: Sequence[Learner], ranks: Ranks, random_bytes: Sequence[bytes]
 ) -> dict[str, Any]:
-    """The tensors that this rank writes, by file stem.
+    """Return the tensors that this rank writes, by file stem.
 
     Rank 0 also writes the random states of all ranks.
     """
@@ -186,10 +185,10 @@ def _own_files(
 
 
 def shards(named: Named, first: bool) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a rank writes.
+    """Yield the tensors that a rank writes.
 
-    Of sharded ones its own rows, unless an earlier rank has the same rows; on the `first` rank also
-    those that are not sharded.
+    For sharded tensors, these are its own rows, unless an earlier rank has the same rows. The
+    `first` rank also writes the tensors that are not sharded.
     """
     for name, tensor in named:
         row_range = local_row_range(tensor)
@@ -203,7 +202,7 @@ def shards(named: Named, first: bool) -> Iterator[tuple[str, Tensor]]:
 
 
 def _copies(files: Mapping[str, Any], *, max_bytes: float) -> dict[str, Any] | None:
-    """Copies in host memory; None if they would take more than `max_bytes`."""
+    """Copy tensors to host memory. Returns None if that would take more than `max_bytes`."""
     copies: dict[str, Any] = {}
     remaining_bytes = max_bytes
     for stem, named_tensors in files.items():
@@ -219,10 +218,10 @@ def _copies(files: Mapping[str, Any], *, max_bytes: float) -> dict[str, Any] | N
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Named
 ) -> Iterator[tuple[str, Tensor]]:
-    """An optimizer's state as ("<parameter>/<key>", tensor).
+    """Yield an optimizer's state as ("<parameter>/<key>", tensor).
 
     The keys of torch's AdamW are step, exp_avg and exp_avg_sq. Parameters without state are
-    skipped; the tensors of sharded parameters are sharded.
+    skipped. The tensors of sharded parameters are sharded.
     """
     names = {parameter: name for name, parameter in parameters}
     for parameter, values in optimizer.state.items():
@@ -233,9 +232,9 @@ def optimizer_tensors(
 
 
 def capture_random_states() -> RandomStates:
-    """This process's random states: (tensors, JSON values).
+    """Return this process's random states as (tensors, JSON values).
 
-    Those of torch (CPU, and the current CUDA device), Python and NumPy.
+    They cover torch (CPU and the current CUDA device), Python and NumPy.
     """
     version, words, next_gauss = random.getstate()
     algorithm, keys, position, has_gauss, cached_gauss = np.random.get_state(legacy=True)

@@ -1,6 +1,6 @@
-"""`paw train --gpus N`: one process per GPU of this machine. They end together.
+"""`paw train --gpus N` runs one process per GPU of this machine. All of them end together.
 
-Imports no torch until it starts them.
+torch is not imported before they are started.
 """
 
 import os
@@ -19,24 +19,24 @@ from paw.processes import watcher
 from paw.processes.lifeline import die_with_parent
 
 LAUNCHER = "PAW_LAUNCHER"
-"""Environment variable of a rank: the process that started it."""
+"""Environment variable of a rank that holds the id of the process that started it."""
 GRACE_S = 3.0
-"""Seconds that the other ranks have to say why they fail, after one has failed."""
+"""Seconds that the other ranks have to report their own errors after one has failed."""
 
 
 def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
     """Run `paw <arguments>` in `count` processes on this machine.
 
-    Returns the exit code of a process that failed, or 0 if none did. A rank that has not said that
-    it ends in order has failed, whatever its exit code. When one fails, the others are stopped:
-    they would wait for it for ever.
+    Returns the exit code of a process that failed, or 0 if none did. A rank that ends without
+    announcing it has failed, whatever its exit code. When one fails, the others are stopped,
+    because they would wait for it forever.
 
-    Rank 0 has the terminal. The standard error of another rank is shown if it failed first. SIGTERM
-    is passed on to all; Ctrl-C and the end of a terminal reach them anyway. They do not outlive
-    this process.
+    Rank 0 has the terminal. Another rank's standard error is shown if that rank failed first.
+    SIGTERM is passed on to all ranks. Ctrl-C and the end of a terminal reach them anyway. They do
+    not outlive this process.
 
-    Raises UserError if there are fewer GPUs than `count`, or fewer cores if `device` (model.device)
-    is "cpu".
+    Raises UserError if there are fewer than `count` GPUs, or fewer than `count` cores if `device`
+    (model.device) is "cpu".
     """
     _check_count(count, device)
     stops = _StopSignals()
@@ -60,16 +60,16 @@ def _check_count(count: int, device: str) -> None:
     if device != "cpu" and torch.cuda.is_available():
         available = torch.cuda.device_count()
     if not 1 <= count <= available:
-        raise UserError(f"--gpus {count}: from 1 to {available} on this machine; see `paw doctor`")
+        raise UserError(f"--gpus {count}: this machine allows 1 to {available}; see `paw doctor`")
 
 
 class _StopSignals:
-    """The signals to stop that have reached this process."""
+    """The stop signals that this process has received."""
 
     def __init__(self) -> None:
         self.last = signal.SIGTERM
         self.times: list[float] = []
-        """When each arrived."""
+        """The arrival time of each signal."""
 
     @property
     def count(self) -> int:
@@ -83,7 +83,7 @@ class _StopSignals:
 
 
 class _Rank:
-    """A rank's process, and what it says on the descriptor `words`, see `paw.processes.watcher`."""
+    """A rank's process, and its messages on the descriptor `words`, see `paw.processes.watcher`."""
 
     def __init__(
         self, process: "subprocess.Popen[bytes]", words: int, log: BinaryIO | None
@@ -92,15 +92,15 @@ class _Rank:
         self.log = log
         """Its standard error; None for rank 0, which has the terminal."""
         self.code: int | None = None
-        """Its exit code, None while it runs; not 0 if it did not say that it ends in order."""
+        """Its exit code, None while it runs. Not 0 if it ended without announcing it."""
         self.vanished = False
-        """Whether it ended without a signal, and without saying so."""
+        """Whether it ended without a signal and without announcing it."""
         self._descriptor = words
         self._words = ""
 
     @property
     def has_heard(self) -> bool:
-        """Whether its Python has heard of a signal, or it has ended."""
+        """Whether its Python has noticed a signal, or it has ended."""
         return "heard" in self._words or self.code is not None
 
     def poll(self) -> None:
@@ -114,7 +114,7 @@ class _Rank:
         self.code = code
 
     def fate(self, *, asked: bool) -> str:
-        """What happened to it; "" if it said so itself, or if it was `asked` to end."""
+        """Return what happened to it, or "" if it reported that itself or was `asked` to end."""
         if self.vanished:
             return watcher.VANISHED.format(code=self.process.returncode)
         if self.code is None or self.code >= 0 or self.code == -signal.SIGINT:
@@ -133,7 +133,7 @@ def _start_ranks(
     cores_per_rank = max(1, len(os.sched_getaffinity(0)) // count)
     variables = {
         "OMP_NUM_THREADS": str(cores_per_rank),
-        **os.environ,  # may set the number of threads
+        **os.environ,  # this may set the number of threads
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
@@ -160,7 +160,7 @@ def _start_rank(
 ) -> "subprocess.Popen[bytes]":
     """Start one rank.
 
-    Rank 0 has the terminal and the store's listening socket; the others write to their `log`.
+    Rank 0 has the terminal and the store's listening socket. Other ranks write to their `log`.
     """
     from paw.distributed.parallel import STORE  # imports torch
 
@@ -192,12 +192,12 @@ def _handle_signals(stops: _StopSignals, ranks: list[_Rank]) -> None:
 
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, stops.note)  # the terminal has sent it to the ranks too
+        signal.signal(signal.SIGINT, stops.note)  # the terminal has also sent it to the ranks
     signal.signal(signal.SIGTERM, pass_on)
 
 
 def _wait(stops: _StopSignals, ranks: list[_Rank]) -> None:
-    """Wait until all ranks have ended, at most GRACE_S after a failure or a second signal."""
+    """Wait until all ranks have ended, but at most GRACE_S after a failure or a second signal."""
     deadline = float("inf")
     warned = False
     while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
@@ -205,7 +205,7 @@ def _wait(stops: _StopSignals, ranks: list[_Rank]) -> None:
         for rank in ranks:
             rank.poll()
         if any(rank.code for rank in ranks) or stops.count > 1:
-            # The others may still say what is wrong.
+            # The other ranks may still report what is wrong.
             deadline = min(deadline, time.monotonic() + GRACE_S)
         if stops.count and not warned and time.monotonic() > stops.times[0] + watcher.ANSWER_S:
             warned = True
@@ -214,9 +214,9 @@ def _wait(stops: _StopSignals, ranks: list[_Rank]) -> None:
 
 
 def _report(stops: _StopSignals, ranks: list[_Rank], stopped: list[str]) -> int:
-    """Print why the run has ended, unless rank 0 has said so; returns the exit code.
+    """Print why the run has ended, unless rank 0 has done so. Returns the exit code.
 
-    `stopped` has, for each rank, which signal had stopped it when the others ended, or "".
+    For each rank, `stopped` names the signal that had stopped it when the others ended, or "".
     """
     some_ran_on = any(rank.code is None for rank in ranks)
     failed = [number for number, rank in enumerate(ranks) if rank.code]
@@ -248,11 +248,11 @@ def _report(stops: _StopSignals, ranks: list[_Rank], stopped: list[str]) -> int:
 
 
 def _most_telling(failed: list[int], ranks: list[_Rank]) -> int:
-    """The failed rank whose end says most about what is wrong; the lowest of several.
+    """Return the failed rank whose end tells most about the cause. Ties go to the lowest rank.
 
-    One that vanished in foreign code has said nothing itself, so it comes first. Otherwise a
-    mistake of the user says most, then a traceback, then a rank that a signal ended; a lost peer
-    says little.
+    A rank that vanished in foreign code has reported nothing itself, so it comes first. After that,
+    a user's mistake tells most, then a traceback, then a rank ended by a signal. A lost peer tells
+    least.
     """
 
     def position(number: int) -> tuple[bool, bool, bool, bool, int]:
@@ -263,7 +263,7 @@ def _most_telling(failed: list[int], ranks: list[_Rank]) -> int:
 
 
 def _stopped(process: "subprocess.Popen[bytes]") -> str:
-    """Which signal has stopped (not ended) a process; "" if none has."""
+    """Return which signal has stopped (not ended) a process, or "" if none has."""
     with suppress(ChildProcessError):
         state = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         if state:
@@ -272,7 +272,7 @@ def _stopped(process: "subprocess.Popen[bytes]") -> str:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel end this rank when its launcher ends, however that happens."""
+    """Make the kernel end this rank when its launcher ends for any reason."""
     launcher = os.environ.get(LAUNCHER)
     if launcher:
         die_with_parent(int(launcher))

@@ -1,12 +1,12 @@
-"""Several ranks, one process for each device: how they meet and what they exchange.
+"""Several ranks, one process per device: how they connect and what they exchange.
 
 `paw train --gpus N` or torchrun starts them.
 
-The ranks divide the work, not the data. After the rollout every rank holds the rows of the full
-update (token ids and floats), computes the advantages, the selection and the mini-batches of all of
-them, and runs its share of the micro-batches. So an update does not depend on the number of ranks,
-up to the order of sums. Weights, gradients and optimizer state are sharded by FSDP2. Each rank has
-its own engine.
+The ranks divide the work, not the data. After the rollout, every rank holds the rows of the full
+update (token ids and floats). It computes the advantages, selection and mini-batches of all of
+them, and runs its share of the micro-batches. So apart from the order of sums, an update does not
+depend on the number of ranks. Weights, gradients and optimizer state are sharded by FSDP2. Each
+rank has its own engine.
 """
 
 import os
@@ -34,13 +34,13 @@ from paw.errors import UserError
 
 T = TypeVar("T")
 STORE = "PAW_STORE_FD"
-"""Environment variable of rank 0: the descriptor of the socket on which the store listens, which
-`paw train --gpus` has opened."""
+"""Environment variable of rank 0 with the descriptor of the socket on which the store listens. `paw
+train --gpus` has opened it."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 MEETING = timedelta(minutes=60)
-"""How long ranks wait for each other at the start."""
+"""The time that ranks wait for each other at the start."""
 FOREVER = timedelta(days=30)
-"""Timeout of collective calls: the watchdog ends them, not torch."""
+"""Timeout of collective calls. It is long because the watchdog ends them, not torch."""
 
 
 class DistributedRanks(Ranks):
@@ -48,7 +48,7 @@ class DistributedRanks(Ranks):
 
     _mesh: DeviceMesh | None = None
     met = False
-    """Whether this process has met all others."""
+    """Whether this process has connected to all others."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class DistributedRanks(Ranks):
         *,
         peer_timeout_s: float = 600.0,
     ) -> "DistributedRanks":
-        """Meet the other ranks. Called by all of them.
+        """Connect to the other ranks. All ranks must call it.
 
         Raises UserError if this machine has no device for the rank, or if the others cannot be
         reached.
@@ -99,7 +99,7 @@ class DistributedRanks(Ranks):
         return cls(rank, world_size, on_host, device, watchdog)
 
     def gather(self, item: T, kind: Any = None) -> list[T]:
-        """Items are sent as JSON. With pickles a rank could run code in the others."""
+        """Items are sent as JSON. With pickles, a rank could run code in the others."""
         data = to_json(item, inf_nan_mode="constants")
         adapter = _adapter(kind or type(item))
         return [adapter.validate_json(part) for part in self.gather_bytes(data)]
@@ -127,9 +127,9 @@ class DistributedRanks(Ranks):
         return gathered
 
     def gather_flat(self, values: Tensor) -> list[Tensor]:
-        """The `values` [n] of all ranks, in rank order, as views of one tensor.
+        """Return the `values` [n] of all ranks, in rank order, as views of one tensor.
 
-        Lengths may differ between ranks. All have one dtype and are in host memory.
+        Lengths may differ between ranks. All values have the same dtype and are in host memory.
         """
         self._watchdog.note_wait()
         lengths = torch.empty(self.world_size, 1, dtype=torch.int64)
@@ -166,18 +166,18 @@ class DistributedRanks(Ranks):
         offload: bool = False,
         sharers: int | None = None,
     ) -> None:
-        """Shard `policy` by FSDP2: each of its `layers`, then the rest with `policy` itself.
+        """Shard `policy` with FSDP2: each of its `layers`, then the rest with `policy` itself.
 
         The rest is the embedding, the last norm and the head.
 
         `policy` is in host memory. Rank 0's parameters replace those of the other ranks. Full
-        weights exist only inside calls of `policy`: everything, the root included, is resharded
-        after each forward pass, so that between calls `parameters()` are the shards that the
-        optimizer updates.
+        weights exist only inside calls of `policy`. Everything, including the root, is resharded
+        after each forward pass. So between calls, `parameters()` are the shards that the optimizer
+        updates.
 
-        With `offload` the shards stay in host memory. `sharers` is the number of ranks that hold
-        one full model together, a divisor of the world size (default: all ranks); gradients are
-        summed over the copies. With 1 nothing is sharded.
+        With `offload`, the shards stay in host memory. `sharers` is the number of ranks that
+        together hold one full model. It divides the world size (default: all ranks). Gradients are
+        summed over the copies. With `sharers` 1, nothing is sharded.
         """
         if sharers == 1:
             for parameter in policy.parameters():
@@ -199,12 +199,12 @@ class DistributedRanks(Ranks):
             parameter.to_local().detach().copy_(shard.to_local())
 
     def _fsdp_options(self, dtype: torch.dtype, *, offload: bool, sharers: int) -> dict[str, Any]:
-        """Keyword arguments of `fully_shard`."""
+        """Return the keyword arguments of `fully_shard`."""
         if self._mesh is None:
             self._mesh = self._make_mesh(sharers)
         options: dict[str, Any] = {"mesh": self._mesh}
         if dtype != torch.float32:
-            # Inputs keep their dtype: weights of rows and log-probs are float32.
+            # Inputs keep their dtype, because weights of rows and log-probs are float32.
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=dtype,
                 reduce_dtype=torch.float32,
@@ -215,7 +215,7 @@ class DistributedRanks(Ranks):
         return options
 
     def _make_mesh(self, sharers: int) -> DeviceMesh:
-        """A mesh [ranks], or [copies, ranks of a copy] if FSDP shards several copies."""
+        """Make a mesh [ranks], or [copies, ranks of a copy] if FSDP shards several copies."""
         if sharers == self.world_size:
             return init_device_mesh(self._device.type, (self.world_size,))
         grid = torch.arange(self.world_size).view(-1, sharers)
@@ -238,7 +238,7 @@ class DistributedRanks(Ranks):
         ranks_with_gradient = torch.tensor(has_gradient)
         dist.all_reduce(ranks_with_gradient)
         for parameter, count in zip(trained, ranks_with_gradient.tolist(), strict=True):
-            if count == 0:  # without a gradient on any rank it keeps none, as with one rank
+            if count == 0:  # if no rank has a gradient, it keeps none, as with one rank
                 continue
             grad = parameter.grad
             if grad is None:
@@ -257,7 +257,7 @@ _adapter = cache(TypeAdapter)
 
 
 def _use_own_gpu(rank: int) -> torch.device:
-    """Make this rank's GPU the current device, and return it.
+    """Make this rank's GPU the current device and return it.
 
     Raises UserError if the machine has fewer GPUs than ranks.
     """
@@ -272,7 +272,7 @@ def _use_own_gpu(rank: int) -> torch.device:
 
 
 def _use_loopback() -> None:
-    """Make the collective libraries use the loopback interface: one machine needs no network."""
+    """Make collective libraries use the loopback interface, as one machine needs no network."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
         for library in ("GLOO", "NCCL"):
@@ -280,7 +280,7 @@ def _use_loopback() -> None:
 
 
 def _variable(name: str, default: int) -> int:
-    """The number in an environment variable. Raises UserError if it holds something else."""
+    """Return the number in an environment variable. Raises UserError if it is not a number."""
     value = os.environ.get(name, str(default))
     if not value.isdecimal():
         raise UserError(
@@ -290,9 +290,9 @@ def _variable(name: str, default: int) -> int:
 
 
 def read_variables(episodes: int) -> tuple[int, int, int]:
-    """torchrun's (rank, number of ranks, ranks on this machine).
+    """Return torchrun's (rank, number of ranks, ranks on this machine).
 
-    Raises UserError if they do not fit together, or if there are more ranks than `episodes` in an
+    Raises UserError if they contradict each other, or if there are more ranks than `episodes` in an
     update.
     """
     rank = _variable("RANK", 0)
@@ -304,21 +304,21 @@ def read_variables(episodes: int) -> tuple[int, int, int]:
     ):
         if not in_range:
             raise UserError(
-                f"{name} = {value} and WORLD_SIZE = {world_size} do not fit; "
+                f"{name} = {value} and WORLD_SIZE = {world_size} do not match; "
                 "start with --gpus or torchrun"
             )
     if episodes < world_size:
         raise UserError(
-            f"rollout.tasks x rollout.group_size = {episodes} episodes on {world_size} ranks "
-            "leaves some without one; lower --gpus"
+            f"rollout.tasks x rollout.group_size = {episodes} episodes for {world_size} ranks "
+            "leave some ranks without an episode; lower --gpus"
         )
     return rank, world_size, on_host
 
 
 def decline(reason: str) -> None:
-    """Tell the other ranks, which are waiting for this one, why it will not come.
+    """Tell the ranks that are waiting for this one why it will not connect.
 
-    Does nothing once they have met.
+    Does nothing once the ranks are connected.
     """
     with suppress(UserError, RuntimeError, OSError):
         rank = _variable("RANK", 0)
@@ -344,16 +344,16 @@ def _start_key(rank: int) -> str:
 
 
 def _stores(rank: int, timeout: timedelta = MEETING) -> tuple[Any, Any]:
-    """Two connections to the store at MASTER_ADDR and MASTER_PORT: one is for the watchdog.
+    """Return two connections to the store at MASTER_ADDR and MASTER_PORT, one for the watchdog.
 
     Rank 0 opens the store, unless torchrun has done so. A store that torch opens listens on every
-    interface; this one listens on MASTER_ADDR alone if that is loopback.
+    interface. This one listens only on MASTER_ADDR if that is loopback.
     """
     host = os.environ.get("MASTER_ADDR", "")
     port = _variable("MASTER_PORT", 0)
     if not host or not port:
         raise UserError(
-            "MASTER_ADDR and MASTER_PORT in the environment name no rank 0; "
+            "MASTER_ADDR and MASTER_PORT in the environment do not lead to rank 0; "
             "start with --gpus or torchrun"
         )
     is_master = rank == 0 and os.environ.get(_AGENT_STORE) != "True"

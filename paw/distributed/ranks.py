@@ -1,6 +1,6 @@
-"""The processes of a run, as a run of a single process sees them.
+"""The ranks of a run, for a run of a single process.
 
-`paw.distributed.parallel` has several, one for each device.
+`paw.distributed.parallel` has the version with several processes, one per device.
 """
 
 import hashlib
@@ -19,28 +19,28 @@ T = TypeVar("T")
 class Ranks:
     """The only rank.
 
-    Every method that exchanges something with other ranks returns what this rank has.
+    Every method that exchanges data with other ranks returns this rank's own data.
     """
 
     rank = 0
     world_size = 1
     on_host = 1
-    """Ranks on this machine."""
+    """Number of ranks on this machine."""
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which writes files and the terminal."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     def gather(self, item: T, kind: Any = None) -> list[T]:
-        """The items of all ranks, in rank order.
+        """Return the items of all ranks, in rank order.
 
         `kind` is their type if `type(item)` is not specific enough.
         """
         return [item]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """The bytes of all ranks, in rank order."""
+        """Return the bytes of all ranks, in rank order."""
         return [data]
 
     def gather_results(
@@ -75,11 +75,11 @@ class Ranks:
         return [result for result, _ in gathered]  # type: ignore[misc]
 
     def gather_rows(self, rows: list[list[T]], kind: type[T]) -> list[list[list[T]]]:
-        """The rows of all ranks, in rank order: float (sent as float32) or int (0 to 2^31 - 1)."""
+        """Return all ranks' rows, in rank order: float (sent as float32) or int (0 to 2^31 - 1)."""
         return [rows]
 
     def gather_numbered(self, rows: dict[int, list[float]]) -> list[list[float]]:
-        """Rows 0 to n - 1, each of which exactly one rank has, sent as float32."""
+        """Return rows 0 to n - 1. Exactly one rank has each row. They are sent as float32."""
         numbers = self.gather(list(rows), list[int])
         values = self.gather_rows(list(rows.values()), float)
         by_number: dict[int, list[float]] = {}
@@ -98,10 +98,10 @@ class Ranks:
         return results[0]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill a tensor in host memory with rank `source`'s."""
+        """Fill a tensor in host memory with that of rank `source`."""
 
     def run_on_all(self, make: Callable[[], T]) -> T:
-        """Call `make` on every rank; each keeps its own result, which need not be sendable.
+        """Call `make` on every rank. Each keeps its own result, which is not sent.
 
         Errors as in `gather_results`.
         """
@@ -110,7 +110,7 @@ class Ranks:
         return results[0]
 
     def check_agreement(self, text: str, message: str) -> None:
-        """Raises UserError on all ranks if the `text` of some rank differs from rank 0's.
+        """Raise UserError on all ranks if the `text` of some rank differs from rank 0's.
 
         {} in the `message` stands for the number of that rank.
         """
@@ -135,18 +135,18 @@ class Ranks:
         offload: bool = False,
         sharers: int | None = None,
     ) -> None:
-        """Divide the parameters of `policy` among the ranks, see `parallel.DistributedRanks`."""
+        """Shard the parameters of `policy` over the ranks, see `parallel.DistributedRanks`."""
 
     def sync_gradients(self, policy: nn.Module, last: bool) -> None:
         """Set whether the next backward pass reduces gradients over the ranks.
 
-        If not, it adds to full gradients on each rank.
+        If not, the pass adds to full gradients on each rank.
         """
 
     def average_gradients(self, policy: nn.Module) -> None:
         """Average a mini-batch's gradients in float32 if every rank holds the full model.
 
-        FSDP averages by itself.
+        FSDP does its own averaging.
         """
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class Ranks:
 
 
 class PeerLostError(UserError):
-    """Another rank has ended. It prints the reason itself."""
+    """Another rank has ended. That rank prints the reason."""
 
     exit_code = 3
 
@@ -176,14 +176,14 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor of a shard (a collective call); any other tensor as it is."""
+    """Return the full tensor of a shard (a collective call), or any other tensor unchanged."""
     if hasattr(tensor, "full_tensor"):
         return cast(Any, tensor).full_tensor()
     return tensor
 
 
 def local_row_range(tensor: Tensor) -> tuple[int, int] | None:
-    """[start, end) of the rows of a sharded tensor that this rank holds; None if not sharded."""
+    """Return [start, end) of this rank's rows of a sharded tensor; None if it is not sharded."""
     for dim, placement in enumerate(getattr(tensor, "placements", ())):
         if placement.is_shard():
             mesh = cast(Any, tensor).device_mesh
@@ -195,7 +195,7 @@ def local_row_range(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def in_first_replica(tensor: Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same rows of a sharded tensor."""
+    """Whether this rank is the first of the ranks with the same rows of a sharded tensor."""
     for dim, placement in enumerate(getattr(tensor, "placements", ())):
         if placement.is_replicate() and cast(Any, tensor).device_mesh.get_local_rank(dim) != 0:
             return False
@@ -203,14 +203,14 @@ def in_first_replica(tensor: Tensor) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor; any other tensor as it is."""
+    """Return this rank's rows of a sharded tensor. Other tensors are returned unchanged."""
     if hasattr(tensor, "placements"):
         return cast(Any, tensor).to_local()
     return tensor
 
 
 def rows_like(like: Tensor, named: Mapping[str, Tensor], name: str) -> Tensor:
-    """Those rows of the full tensor `named[name]` that this rank holds of `like`.
+    """Return the rows of the full tensor `named[name]` that this rank holds of `like`.
 
     If `named` has a method `rows(name, start, end)`, only those rows are read.
     """
@@ -224,7 +224,7 @@ def rows_like(like: Tensor, named: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def shard_like(like: Tensor, rows: Tensor) -> Tensor:
-    """A copy of `rows` on the device of `like`, as a tensor that is sharded as `like` is.
+    """Copy `rows` to the device of `like`, as a tensor that is sharded like `like`.
 
     `rows` are this rank's rows of a tensor that has as many rows as `like`; the other dimensions
     may differ.
@@ -232,7 +232,7 @@ def shard_like(like: Tensor, rows: Tensor) -> Tensor:
     rows = rows.to(like.device, copy=True)
     if not hasattr(like, "placements"):
         return rows
-    from torch.distributed.tensor import DTensor  # slow to import; one process does not need it
+    from torch.distributed.tensor import DTensor  # slow to import, and one process does not need it
 
     shape = torch.Size([len(like), *rows.shape[1:]])
     return DTensor.from_local(

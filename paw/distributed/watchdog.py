@@ -1,9 +1,9 @@
-"""Ends a rank that waits in vain for another one, from outside the collective call it waits in.
+"""Ends a rank that waits in vain for another one, from outside its collective call.
 
 Every second, each rank tells the others through the store how many steps it has taken and which
 phase it is in. A rank that is stopped, or whose machine is gone, falls silent. Time is counted in
-ticks of a rank's own threads, so if all ranks are stopped (Ctrl-Z) and continue later, none has
-missed anything.
+ticks of a rank's own threads, so no rank looks silent if all are stopped (Ctrl-Z) and continue
+later.
 """
 
 import os
@@ -16,10 +16,10 @@ from paw.processes.watcher import say_ending
 
 TICK_S = 1.0
 PATIENCE_S = 3600.0
-"""Lowest limit for a phase that no update has been through yet, such as loading, and for "save", in
-which some ranks start a checkpoint while others wait for the disk."""
+"""Lowest limit for a phase that no update has gone through yet, such as loading. It also applies to
+"save", in which some ranks start a checkpoint while others wait for the disk."""
 DONE = -1
-"""Message number of a rank that has left."""
+"""Message number of a rank that has left the run."""
 
 
 @dataclass
@@ -27,19 +27,19 @@ class Message:
     """The newest message of another rank."""
 
     number: int
-    """Counts that rank's messages: a rank whose number does not change is silent.
+    """The number of that rank's messages so far. A rank whose number does not change is silent.
 
-    DONE once it has left.
+    It is DONE once the rank has left.
     """
     moves: int
-    """How many phases and waits that rank has entered."""
+    """Number of phases and waits that rank has entered."""
     phase: str
     tick: int
-    """This rank's tick at which the message was first seen."""
+    """This rank's tick when it first saw the message."""
 
 
 class Watchdog:
-    """Two threads of a rank, until `close`: one reports to the other ranks, one judges them."""
+    """Two threads of a rank: until `close`, one reports to the other ranks and one judges them."""
 
     def __init__(self, store: Any, rank: int, world: int, *, timeout_s: float) -> None:
         """`store` is a torch.distributed Store that nothing else uses; `timeout_s` is
@@ -50,11 +50,11 @@ class Watchdog:
         self._tick = 0
         self._phase = "start"
         self._phase_began = 0
-        """Tick at which this rank entered the phase."""
+        """The tick at which this rank entered the phase."""
         self._moves = 0
-        """How many phases and waits this rank has entered."""
+        """Number of phases and waits this rank has entered."""
         self._longest: dict[str, int] = {}
-        """Ticks of the longest time this rank has spent in each phase."""
+        """The longest time this rank has spent in each phase, in ticks."""
         others = [other for other in range(world) if other != rank]
         self._heard = {other: Message(number=0, moves=0, phase="start", tick=0) for other in others}
         self._closed = threading.Event()
@@ -79,13 +79,13 @@ class Watchdog:
         self._moves += 1
 
     def close(self) -> None:
-        """Tell the others that they need not wait for this rank any more."""
+        """Tell the others that they no longer need to wait for this rank."""
         with suppress(RuntimeError):  # rank 0 may have gone, and the store with it
             self._send(DONE)
         self._closed.set()
 
     def verdict(self) -> str | None:
-        """Why the run cannot go on, and which rank is to blame; None as long as it can."""
+        """Return why the run cannot continue and which rank is to blame; None while it can."""
         return self._silent_rank() or self._hanging_rank()
 
     def _silent_rank(self) -> str | None:
@@ -100,7 +100,7 @@ class Watchdog:
         return None
 
     def _hanging_rank(self) -> str | None:
-        """The rank furthest behind, if this phase takes longer than any before and the timeout."""
+        """Blame the rank furthest behind if the phase exceeds the timeout and all earlier times."""
         longest_s = max(self._longest.values(), default=0) * TICK_S
         limit_s = self.timeout_s + longest_s
         if self._phase not in self._longest or self._phase == "save":
@@ -113,7 +113,7 @@ class Watchdog:
         moves[self.rank] = self._moves
         furthest_behind = min(moves, key=lambda rank: (moves[rank], rank))
         return (
-            f"rank {furthest_behind} does not go on: phase '{self._phase}' has taken "
+            f"rank {furthest_behind} is stuck: phase '{self._phase}' has taken "
             f"{spent_s:.0f} s, the longest before it {longest_s:.0f} "
             f"(run.peer_timeout_s = {self.timeout_s:g})"
         )

@@ -1,4 +1,4 @@
-"""The cache: things that are made once and kept, each in a folder under $PAW_CACHE."""
+"""The cache, for data that is made once and kept, each in a folder under $PAW_CACHE."""
 
 import hashlib
 import os
@@ -12,27 +12,27 @@ from pathlib import Path
 from paw.io.files import fsync, fsync_tree, writing
 
 LEFTOVER_S = 14 * 86400.0
-"""Age from which an unfinished folder must have been left by a process that was killed."""
+"""Age at which an unfinished folder is taken for one left by a killed process."""
 
 
 def cache_dir() -> Path:
-    """$PAW_CACHE, else $XDG_CACHE_HOME/paw, else ~/.cache/paw."""
+    """Return $PAW_CACHE, else $XDG_CACHE_HOME/paw, else ~/.cache/paw."""
     if "PAW_CACHE" in os.environ:
         return Path(os.environ["PAW_CACHE"]).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paw"
 
 
 def stamp(file: Path) -> str:
-    """A name for the current state of a file: a digest of its path, size and modification time."""
+    """Name a file's current state, by a digest of its path, size and modification time."""
     status = file.stat()
     state = f"{file.resolve()} {status.st_size} {status.st_mtime_ns}"
     return hashlib.sha256(state.encode()).hexdigest()[:16]
 
 
 def ensure_cached(name: str, fill: Callable[[Path], object], *, home: Path | None = None) -> Path:
-    """Make folder `name` of the cache, or of `home`, unless it exists; returns its path.
+    """Make folder `name` in the cache, or in `home`, unless it exists. Returns its path.
 
-    `fill(folder)` makes its content. The folder is complete or not there at all.
+    `fill(folder)` makes its content. The folder is either complete or absent.
     """
     folder = (home or cache_dir()) / name
     if folder.is_dir():

@@ -1,4 +1,4 @@
-"""Files that are complete or absent: written to another file, fsynced, renamed into place.
+"""Files that are complete or absent. Each is written to another file, fsynced and renamed.
 
 Imports no torch.
 """
@@ -19,23 +19,23 @@ from paw.errors import UserError
 
 HINTS = {
     errno.ENOSPC: ": free some space",
-    errno.EDQUOT: ": free some space, the quota is used up",
+    errno.EDQUOT: ": free some space, because the quota is used up",
     errno.EROFS: ": choose a writable folder",
 }
 
 
 @contextmanager
 def writing(subject: object, advice: str = "") -> Iterator[None]:
-    """Raises UserError if the disk refuses: "cannot write SUBJECT", the cause, and `advice`."""
+    """Raise UserError if the disk refuses: "cannot write SUBJECT", the cause, and `advice`."""
     try:
         yield
-    except (OSError, SafetensorError) as error:  # a limit on file sizes too: Python ignores SIGXFSZ
+    except (OSError, SafetensorError) as error:  # a file size limit too: Python ignores SIGXFSZ
         raise UserError(f"cannot write {subject}: {cause(error)}{advice}") from None
 
 
 @contextmanager
 def reading(subject: object, advice: str = "") -> Iterator[None]:
-    """Raises UserError if reading fails: "SUBJECT: cannot be read", the cause, and `advice`."""
+    """Raise UserError if reading fails: "SUBJECT: cannot be read", the cause, and `advice`."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
@@ -43,10 +43,10 @@ def reading(subject: object, advice: str = "") -> Iterator[None]:
 
 
 def write_file(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
-    """Replace a file by `content`. After any failure, power loss included, the old file is there.
+    """Replace a file by `content`. After any failure, even power loss, the old file is intact.
 
-    Text is written as UTF-8; a function, such as `figure.savefig`, gets the open file. A device or
-    a pipe, which cannot be replaced, is written to directly. Raises OSError.
+    Text is written as UTF-8. A function, such as `figure.savefig`, gets the open file. Devices and
+    pipes cannot be replaced, so they are written to directly. Raises OSError.
     """
 
     def fill(file: Any) -> None:
@@ -61,7 +61,7 @@ def write_file(path: Path, content: str | bytes | Callable[[BinaryIO], object]) 
         with io.BufferedWriter(io.FileIO(path, "w", opener=_open)) as file:
             fill(file)
         return
-    path = Path(os.path.realpath(path))  # a link stays, and the file that it points to is replaced
+    path = Path(os.path.realpath(path))  # a link is kept, and its target is replaced
     temporary = path.with_name(f".tmp_{os.getpid()}_{path.name}")
     try:
         with temporary.open("wb") as file:
@@ -76,19 +76,19 @@ def write_file(path: Path, content: str | bytes | Callable[[BinaryIO], object]) 
 
 
 def open_append(path: Path) -> io.FileIO:
-    """Open a file to append to it. It has no buffer, so a failed write is not repeated later."""
+    """Open a file for appending. It has no buffer, so a failed write is not repeated later."""
     return io.FileIO(path, "a", opener=_open)
 
 
 def _open(path: str, flags: int) -> int:
-    """An opener that fails for a pipe without a reader instead of waiting for one."""
+    """Open a file, but fail for a pipe without a reader instead of waiting for one."""
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor
 
 
 def fsync(path: Path) -> None:
-    """Wait until the content of `path` is on the disk: a file's bytes, the names in a folder."""
+    """Wait until the bytes of a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -97,16 +97,16 @@ def fsync(path: Path) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """`fsync` everything in a folder, the folder itself last."""
+    """`fsync` everything in a folder, then the folder itself."""
     for path in sorted(folder.rglob("*"), reverse=True):
         fsync(path)
     fsync(folder)
 
 
 def text_of(path: Path) -> str:
-    """The text of a file; "" if it is missing or is not a regular file.
+    """Return the text of a file, or "" if it is missing or not a regular file.
 
-    A pipe is not read: that would wait for its writer.
+    A pipe is not read, because that would wait for its writer.
     """
     with suppress(OSError):
         if path.is_file():
@@ -115,7 +115,7 @@ def text_of(path: Path) -> str:
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:
-    """The JSON object that `text` holds; None if it holds anything else, however malformed."""
+    """Return the JSON object in `text`, or None if it holds anything else, however malformed."""
     with suppress(ValueError, RecursionError):
         value = json.loads(text)
         if isinstance(value, dict):
@@ -124,7 +124,7 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
 
 
 def update_of(record: dict[str, Any] | None) -> int | None:
-    """The update that a line of metrics.jsonl or samples.jsonl belongs to; None if to none."""
+    """Return the update of a line of metrics.jsonl or samples.jsonl, or None if it has none."""
     if not record:
         return None
     step = record.get("step")
@@ -134,7 +134,7 @@ def update_of(record: dict[str, Any] | None) -> int | None:
 
 
 def cause(error: Exception) -> str:
-    """Why the operating system refused, without the path, and what helps."""
+    """Return why the operating system refused, without the path, and what helps."""
     number = getattr(error, "errno", None)
     if number is None:
         match = re.search(r"os error (\d+)", str(error))  # safetensors reports "... (os error 28)"

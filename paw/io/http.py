@@ -1,7 +1,7 @@
-"""HTTP calls with limits of total time and size.
+"""HTTP calls with limits on total time and size.
 
-httpx limits only the time of each read, which a server that sends byte by byte never exceeds, and
-it decompresses a few kilobytes of gzip to gigabytes.
+httpx limits only the time of each read, and a server that sends byte by byte never exceeds that
+limit. It also decompresses a few kilobytes of gzip into gigabytes.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ T = TypeVar("T")
 MAX_BYTES = 16 << 20
 """Size limit of an answer, decompressed."""
 KEEP_S = 2.0
-"""How long an unused connection is kept. Servers close theirs after 5 s, perhaps just when it is
-about to be used again."""
+"""Seconds that an unused connection is kept. Servers close theirs after 5 s, perhaps just when it
+is about to be used again."""
 CLOSE_S = 5.0
 """Time limit for closing the connections to all servers."""
 PLAIN = ("", "identity")
@@ -29,20 +29,20 @@ PLAIN = ("", "identity")
 PACKED = ("gzip", "deflate")
 """Encodings of an answer that is compressed."""
 GZIP_OR_ZLIB = 47
-"""Window bits with which zlib recognizes the format itself."""
+"""Window bits that make zlib detect the format."""
 
 
 class BadAnswer(Exception):
-    """An answer that was not read to its end. The message is one line."""
+    """An answer that was not read to the end. The message is one line."""
 
 
 def import_httpx(user: str) -> Any:
-    """The module httpx. Raises UserError, which begins with `user`, if it is not installed."""
+    """Import httpx. Raises UserError, starting with `user`, if it is not installed."""
     return needed("httpx", f"{user}: asking a server", "search")
 
 
 def bounded(client: type[Any]) -> type[Any]:
-    """A subclass of `client`, a class like httpx.AsyncClient, with limits for answers.
+    """Return a subclass of `client`, a class like httpx.AsyncClient, that limits answers.
 
     It raises BadAnswer for answers above MAX_BYTES or with an unknown encoding.
     """
@@ -65,7 +65,7 @@ def bounded(client: type[Any]) -> type[Any]:
 
 
 async def _read_body(answer: Any, max_bytes: int) -> bytes:
-    """The decompressed body of an httpx response that is a stream. Closes the response."""
+    """Return the decompressed body of a streamed httpx response. Closes the response."""
     encoding = answer.headers.get("Content-Encoding", "")
     body = bytearray()
     try:
@@ -74,7 +74,7 @@ async def _read_body(answer: Any, max_bytes: int) -> bytes:
         decompressor = None
         if encoding.lower() in PACKED:
             decompressor = zlib.decompressobj(GZIP_OR_ZLIB)
-        # Raw parts, because httpx would decompress all of a part, to a thousand times its size.
+        # Read raw parts, because httpx would decompress a whole part, to a thousand times its size.
         async for part in answer.aiter_raw():
             if decompressor:
                 part = decompressor.decompress(part, max_bytes + 1 - len(body))
@@ -91,7 +91,7 @@ async def _read_body(answer: Any, max_bytes: int) -> bytes:
 async def _split_lines(
     parts: AsyncIterator[bytes], *, max_line: int, max_bytes: int
 ) -> AsyncIterator[str]:
-    """The lines of a body that comes in `parts`.
+    """Yield the lines of a body that arrives in `parts`.
 
     Raises BadAnswer for a line or a body that is too long.
     """
@@ -100,13 +100,11 @@ async def _split_lines(
     async for part in parts:
         received += len(part)
         if received > max_bytes:
-            raise BadAnswer(f"a stream without end: it has more than {max_bytes:,} bytes")
+            raise BadAnswer(f"endless stream: it has more than {max_bytes:,} bytes")
         for piece in part.splitlines(keepends=True):
             line += piece
             if len(line) > max_line:
-                raise BadAnswer(
-                    f"a stream without end: a line of it has more than {max_line:,} bytes"
-                )
+                raise BadAnswer(f"endless stream: one line has more than {max_line:,} bytes")
             if piece.endswith(b"\n"):
                 yield line.decode("utf-8", "replace").rstrip("\r\n")
                 line.clear()
@@ -125,13 +123,13 @@ class HttpAnswer:
 
 
 class HttpClient:
-    """Sends requests to servers. Whatever a server does, a call has a time limit for all of it, and
-    its answer a size limit.
+    """Sends requests to servers. Whatever a server does, the whole call has a time limit and its
+    answer has a size limit.
 
     It opens as many connections as there are calls. It uses no proxy, because servers are in the
-    cluster. It keeps no cookies: those of one server would be sent to others on the same machine.
-    Use it on one event loop. `user` says who needs it: the UserError begins with that if httpx is
-    not installed.
+    cluster. It keeps no cookies, because one server's cookies would be sent to others on the same
+    machine. Use it on one event loop only. `user` says who needs it. If httpx is not installed, the
+    UserError begins with `user`.
     """
 
     def __init__(self, user: str, *, timeout_s: float) -> None:
@@ -155,7 +153,7 @@ class HttpClient:
         timeout_s: float | None = None,
         max_bytes: int = MAX_BYTES,
     ) -> HttpAnswer:
-        """The answer, whatever its status; `body` is sent as JSON.
+        """Return the answer, whatever its status. `body` is sent as JSON.
 
         Raises BadAnswer if it is too large, TimeoutError after `timeout_s` (default: the client's),
         and httpx's errors if there is no connection.
@@ -169,9 +167,9 @@ class HttpClient:
     async def lines(
         self, url: str, body: Any, *, max_line: int, max_bytes: int, timeout_s: float | None = None
     ) -> AsyncIterator[AsyncIterator[str]]:
-        """The lines of the answer to a POST, as they arrive.
+        """Yield the lines of the answer to a POST as they arrive.
 
-        Leaving the context closes the connection, so the server notices that nobody reads any more.
+        Leaving the context closes the connection, so the server notices that nobody is reading.
         Raises what `ask` raises, and BadAnswer for a status other than 200.
         """
         async with _deadline(timeout_s or self.timeout_s):
@@ -200,7 +198,7 @@ class HttpClient:
 
 
 class BlockingHttpClient:
-    """An HttpClient for callers in any thread, on an event loop of its own."""
+    """An HttpClient for callers in any thread, with its own event loop."""
 
     def __init__(self, user: str, *, timeout_s: float) -> None:
         self._client = HttpClient(user, timeout_s=timeout_s)
@@ -227,7 +225,7 @@ class BlockingHttpClient:
 
 @asynccontextmanager
 async def _deadline(seconds: float) -> AsyncIterator[None]:
-    """Raises TimeoutError, which names the limit, if the block takes longer."""
+    """Raise TimeoutError, naming the limit, if the block takes longer."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -236,9 +234,9 @@ async def _deadline(seconds: float) -> AsyncIterator[None]:
 
 
 class Loop:
-    """An event loop in a thread of its own, for callers in any thread.
+    """An event loop in its own thread, for callers in any thread.
 
-    It ends with the process, unless it is closed before that.
+    It ends with the process, unless it is closed earlier.
     """
 
     def __init__(self) -> None:
@@ -246,17 +244,17 @@ class Loop:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def run(self, call: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """What `call` returns or raises. Raises TimeoutError after `timeout_s` seconds."""
+        """Return or raise what `call` does. Raises TimeoutError after `timeout_s` seconds."""
         limited = asyncio.wait_for(call, timeout_s)
         try:
             return asyncio.run_coroutine_threadsafe(limited, self._loop).result()
         except TimeoutError:
             if timeout_s == math.inf:
-                raise  # of a time limit within the call, which has its own message
+                raise  # from a time limit inside the call, which has its own message
             raise TimeoutError(f"no complete answer within {timeout_s:g} s") from None
 
     def start(self, call: Coroutine[Any, Any, Any]) -> None:
-        """Start `call` without waiting for it; its result and its errors are ignored."""
+        """Start `call` without waiting for it. Its result and errors are ignored."""
         asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached: known at once, not after half a minute of attempts.
+"""Checks at once whether the Hugging Face hub can be reached, without half a minute of retries.
 
 Imports no torch.
 """
@@ -16,9 +16,9 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def check_hub(name: str) -> None:
-    """Raise UserError if there is no such model here and the hub cannot be reached.
+    """Raise UserError if the model is not on this machine and the hub cannot be reached.
 
-    `name` is a folder, or a name on the hub, whose files may be in the hub's cache.
+    `name` is a folder or a name on the hub. Files of the latter may be in the hub's cache.
     """
     path = Path(name).expanduser()
     if path.exists():
@@ -52,7 +52,7 @@ def _in_cache(name: str) -> bool:
 
 
 def unreachable() -> str:
-    """Why the hub cannot be reached; "" if it answers, or if there is a proxy."""
+    """Return why the hub cannot be reached, or "" if it answers or there is a proxy."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return "HF_HUB_OFFLINE is set"
     if any(os.environ.get(variable) for variable in PROXIES):
@@ -68,7 +68,7 @@ def unreachable() -> str:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it could be the name of a model on the hub: USER/NAME."""
+    """Whether this could be the name of a model on the hub: USER/NAME."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 

@@ -1,7 +1,7 @@
 """Our HTTP servers: `paw serve retriever` and `paw serve env`.
 
-Every connection has a time limit and every body a size limit, so that slow, silent or greedy
-clients do not shut others out.
+Every connection has a time limit and every body has a size limit, so that slow, silent or greedy
+clients cannot shut others out.
 """
 
 import asyncio
@@ -19,25 +19,24 @@ MAX_BYTES = 4 << 20
 MAX_HEAD = 16 << 10
 """Size limit of a request's head."""
 MAX_CONNECTIONS = 2048
-"""Connections that may be open at once. If there are more, the one that has been without a request
-for longest is closed."""
+"""Maximum number of open connections. Beyond it, the one that has been idle longest is closed."""
 SPARE_FILES = 64
-"""File descriptors kept for everything else."""
+"""Number of file descriptors reserved for everything else."""
 HEAD_S = 10
 """Time limit for a request's head, from its first byte or the start of the connection."""
 BODY_S = 30
 """Time limit for a request's body."""
 KEEP_ALIVE_S = 75
-"""How long an unused connection is kept: longer than clients keep it, so that they close it."""
+"""Seconds that an unused connection is kept. Clients keep it for less, so they close it first."""
 SHUTDOWN_S = 5
-"""Time limit for unfinished requests when the server ends."""
+"""Time limit for unfinished requests when the server shuts down."""
 
 
 class LimitedBodies:
     """ASGI middleware that limits the bodies of requests.
 
-    A body may have MAX_BYTES and take BODY_S, or `timeout_s` if that is less. Otherwise reading it
-    raises an HTTPException, which is then the application's answer.
+    A body may have at most MAX_BYTES and take at most BODY_S, or `timeout_s` if that is less.
+    Otherwise reading it raises an HTTPException, which becomes the application's answer.
     """
 
     def __init__(self, app: Any, timeout_s: float) -> None:
@@ -76,17 +75,17 @@ class LimitedBodies:
         return limited
 
 
-_Protocol = cast(Any, object)  # stands for uvicorn's, which is an extra
+_Protocol = cast(Any, object)  # stands for uvicorn's class, as uvicorn is an extra
 
 
 class _TimedConnection(_Protocol):
-    """Mixed into uvicorn's HTTP protocol: limits the time of every connection, and their number."""
+    """A mixin for uvicorn's HTTP protocol that limits the time and the number of connections."""
 
     max_connections: int
     request_s: float
-    """Time limit for a request: its body, the application's work and the answer."""
+    """Time limit for a request, including its body, the application's work and the answer."""
     idle: dict[Any, None]
-    """The connections without a complete head, longest idle first."""
+    """Connections without a complete head, longest idle first."""
     timer: asyncio.TimerHandle | None = None
     has_begun = False
     """Whether bytes of a head have arrived."""
@@ -97,7 +96,7 @@ class _TimedConnection(_Protocol):
         self.has_begun = True
         self.close_after(HEAD_S)
         if len(self.connections) > self.max_connections:
-            # Removed now, because it is only lost in a later round of the event loop, and more
+            # Remove it now. The event loop reports it as lost only in a later round, and more
             # connections may arrive before that.
             oldest = next(iter(self.idle))
             del self.idle[oldest]
@@ -115,7 +114,7 @@ class _TimedConnection(_Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete:  # otherwise the next request has arrived already
+        if self.cycle.response_complete:  # otherwise the next request has already arrived
             self.idle[self] = None
             self.has_begun = False
         self.close_after(KEEP_ALIVE_S + self.request_s)
@@ -140,11 +139,11 @@ class _TimedConnection(_Protocol):
 
 
 def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
-    """The uvicorn server of an application with LimitedBodies.
+    """Make a uvicorn server for an application with LimitedBodies.
 
-    Every connection has a time limit and can be closed in favour of a new one. `timeout_s` is the
-    longest that the application takes for a request. A WebSocket has no time limit: its session
-    lasts as long as the client answers pings.
+    Every connection has a time limit and may be closed to make room for a new one. `timeout_s` is
+    the longest time that the application takes for a request. A WebSocket has no time limit. Its
+    session lasts as long as the client answers pings.
     """
     uvicorn = needed("uvicorn", "serving", "search")
     H11Protocol: Any = needed("uvicorn.protocols.http.h11_impl", "serving", "search").H11Protocol
@@ -173,9 +172,9 @@ def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
 
 
 def _raise_file_limit() -> int:
-    """Raise the limit of open files as far as needed; returns how many connections may be open.
+    """Raise the limit of open files as needed. Returns how many connections may be open.
 
-    MAX_CONNECTIONS, or fewer if the limit cannot be raised that far.
+    That is MAX_CONNECTIONS, or fewer if the limit cannot be raised that far.
     """
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     max_files = _finite(soft_limit)
@@ -192,9 +191,9 @@ def _finite(limit: int) -> int:
 
 
 def listen(host: str, port: int, command: str) -> tuple[socket.socket, str]:
-    """A listening socket and its URL.
+    """Return a listening socket and its URL.
 
-    Raises UserError, which begins with `command`, if the address cannot be used.
+    Raises UserError, starting with `command`, if the address cannot be used.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -207,8 +206,8 @@ def listen(host: str, port: int, command: str) -> tuple[socket.socket, str]:
 
 
 def run_server(server: Any, listener: socket.socket, banner: str) -> int:
-    """Print `banner`, then run a uvicorn server until Ctrl-C or SIGTERM; returns 0."""
-    # uvicorn raises the signal once more after it has ended; that one is ignored.
+    """Print `banner` and run a uvicorn server until Ctrl-C or SIGTERM. Returns 0."""
+    # uvicorn raises the signal again after it has ended. That second signal is ignored.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     handle_exit = server.handle_exit

@@ -1,7 +1,7 @@
-"""Calls in threads, each with a time limit: code that hangs costs its caller only that call.
+"""Calls in threads, each with a time limit. Code that hangs costs its caller only that call.
 
-Python cannot end a thread. A thread that exceeds the limit is given up, and another takes its
-place. All are daemons, so the interpreter ends without waiting for them.
+Python cannot end a thread. A thread that exceeds the limit is abandoned, and another takes its
+place. All threads are daemons, so the interpreter ends without waiting for them.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 from paw.errors import EnvironmentFailure, UserError, describe
 
 MAX_LOST = 100
-"""Threads that may hang at once. One more ends the run: each keeps memory, and perhaps a core."""
+"""Maximum number of hanging threads. One more ends the run: each keeps memory and maybe a core."""
 DAY_S = 86400.0
-"""How long one wait may take if there is no time limit."""
+"""Longest single wait if there is no time limit."""
 
 
 class Threads:
@@ -32,24 +32,24 @@ class Threads:
         self.count = count
         self.timeout_s = timeout_s
         self.given_up = 0
-        """Number of calls that exceeded the time limit, or that Ctrl-C left unanswered."""
+        """Number of calls that exceeded the time limit or were abandoned at Ctrl-C."""
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
-        """Calls that wait for a thread; None ends a thread."""
+        """Calls that wait for a thread. None ends a thread."""
         self._threads = 0
         """Number of threads that take calls."""
         self._open_calls = 0
         """Number of calls that have not ended yet."""
         self._hanging: list[threading.Thread] = []
-        """Threads that were given up and still run."""
+        """Threads that were abandoned and still run."""
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What function(*args) returns or raises."""
+        """Return or raise what function(*args) does."""
         call = self._submit(function, *args)
         try:
             while remaining_s := self._remaining_s(call):
                 wait([call], remaining_s)
         except KeyboardInterrupt:
-            self.given_up += 1  # so nobody waits for this thread, for example to close a game
+            self.given_up += 1  # so nobody waits for this thread, for example when closing a game
             raise
         return self._result(call)
 
@@ -63,7 +63,7 @@ class Threads:
     def close(self, *last: Callable[[], Any]) -> None:
         """Make the `last` calls, whatever they raise, then end the threads.
 
-        Waits for these calls no longer than the time limit.
+        Waits for these calls for at most the time limit.
         """
         wait([self._submit(function) for function in last], self.timeout_s)
         for _ in range(self._threads):
@@ -83,13 +83,13 @@ class Threads:
         return call
 
     def _start_threads(self) -> None:
-        """Start threads until there is one for each open call, or `count`."""
+        """Start threads until there is one for each open call, or `count` threads."""
         while self._threads < min(self.count, self._open_calls):
             self._threads += 1
             threading.Thread(target=_work, args=(self._queue,), daemon=True).start()
 
     def _remaining_s(self, call: "_Call") -> float:
-        """Seconds until the call exceeds the limit; 0 if it has ended."""
+        """Return the seconds until the call exceeds the limit, 0 if it has ended."""
         if call.done():
             return 0.0
         elapsed_s = 0.0
@@ -98,7 +98,7 @@ class Threads:
         return max(0.0, (self.timeout_s or DAY_S) - elapsed_s)
 
     def _result(self, call: "_Call") -> Any:
-        """The result of a call that has ended; gives the call up if it has not."""
+        """Return the result of a call that has ended. Abandons the call if it has not."""
         self._open_calls -= 1
         has_ended = not call.cancel()
         if not has_ended:
@@ -109,9 +109,9 @@ class Threads:
         return value
 
     def _give_up(self, call: "_Call") -> NoReturn:
-        """Leave the call's thread to itself, put another in its place, and raise."""
+        """Abandon the call's thread, put another in its place, and raise."""
         assert call.thread
-        # Ends a thread that runs Python code at once, and one that waits in C when it returns.
+        # This ends a thread at once if it runs Python code, or when it returns if it waits in C.
         thread_id = ctypes.c_ulong(call.thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(SystemExit))
         self.given_up += 1
@@ -123,7 +123,7 @@ class Threads:
             raise UserError(
                 f"stopped: {len(self._hanging)} threads hang in calls that took longer than "
                 f"env.step_timeout_s = {self.timeout_s:g}; "
-                "give what the environment waits for a time limit of its own"
+                "set a time limit on whatever the environment waits for"
             )
         raise TimeoutError(f"no answer within {self.timeout_s:g} s")
 
@@ -149,24 +149,24 @@ class Daemons(ThreadPoolExecutor):
 
 
 class _Call(Future[tuple[Any, BaseException | None]]):
-    """A call whose result is (what it returned, what it raised). Cancelling it gives it up."""
+    """A call whose result is (what it returned, what it raised). Cancelling it abandons it."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         super().__init__()
         self.function = function
         self.args = args
         self.started = 0.0
-        """Time at which it started, once it has a thread."""
+        """Start time of the call, once it has a thread."""
         self.thread: threading.Thread | None = None
 
     def make(self) -> bool:
-        """Make the call; returns whether it was in time."""
+        """Make the call and return whether it was in time."""
         self.started = time.monotonic()
         self.thread = threading.current_thread()
         try:
             result = self.function(*self.args), None
         except (StopIteration, asyncio.CancelledError) as error:
-            # Raised from a coroutine, these would have another meaning.
+            # These would have a different meaning if raised from a coroutine.
             result = None, EnvironmentFailure(describe(error))
         except BaseException as error:
             result = None, error
@@ -178,6 +178,6 @@ class _Call(Future[tuple[Any, BaseException | None]]):
 
 
 def _work(calls: "SimpleQueue[_Call | None]") -> None:
-    """Make the calls of a queue, until None comes or a call is given up."""
+    """Make the calls of a queue until None arrives or a call is abandoned."""
     while (call := calls.get()) and call.make():
         del call  # keep nothing alive while waiting for the next one

@@ -1,11 +1,12 @@
-"""Attention over packed rows: those of a micro-batch lie one after another, and none sees another.
+"""Attention over packed rows.
 
-Hugging Face models call `packed_attention` by the name `ATTENTION`; the rows' bounds reach it as
-the keyword `packed`. flash-attn and torch's varlen kernel read them as they are. Elsewhere (CPUs,
-fp32) the rows are laid side by side for torch's sdpa. It is causal, so padding on the right reaches
-no row, and this is cheaper than a mask of T x T. On a CPU long rows of different lengths go through
-sdpa one by one. Layers that mix tokens by recurrence or convolution (mixers.py) take no bounds;
-they get the rows side by side too.
+The rows of a micro-batch lie one after another, and no row sees another. Hugging Face models call
+`packed_attention` by the name `ATTENTION` and pass it the rows' bounds as the keyword `packed`.
+flash-attn and torch's varlen kernel take these bounds directly. Elsewhere (CPUs, fp32) the rows are
+laid side by side for torch's sdpa. It is causal, so no row sees the padding on its right, and this
+costs less than a T x T mask. On a CPU, long rows of different lengths go through sdpa one by one.
+Layers that mix tokens by recurrence or convolution (mixers.py) take no bounds, so they get the rows
+side by side too.
 """
 
 import inspect
@@ -29,7 +30,7 @@ ATTENTION = "paw_packed"
 LONG_ROW = 256
 MAX_PADDING = 1.1
 """On a CPU, rows of at least LONG_ROW tokens on average go through sdpa one by one if padding would
-make it more than MAX_PADDING times the work."""
+multiply the work by more than MAX_PADDING."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +45,7 @@ class Packed:
     rows: int
     longest: int
     cu_seqlens: Tensor
-    """[rows + 1] int32: where each row starts, and T."""
+    """[rows + 1] int32: the start of each row, then T."""
     position_ids: Tensor
     """[T] int64, from 0 in each row."""
     slot: Tensor | None
@@ -56,7 +57,7 @@ class Packed:
     """Lengths of the rows if sdpa takes them one by one, else ()."""
 
     def side_by_side(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [rows, longest, ...], zeros behind shorter rows."""
+        """[T, ...] -> [rows, longest, ...], with zeros after shorter rows."""
         if self.slot is not None:
             x = x.new_zeros(self.rows * self.longest, *x.shape[1:]).index_copy(0, self.slot, x)
         return x.unflatten(0, (self.rows, self.longest))
@@ -71,18 +72,18 @@ class Packed:
 
 @dataclass(frozen=True)
 class ScoreSettings:
-    """How a layer turns products of queries and keys into attention."""
+    """A layer's settings for turning products of queries and keys into attention."""
 
     scaling: float | None
-    """Factor of the scores; None for size^-1/2."""
+    """Factor of the scores. None means size^-1/2."""
     sliding_window: int | None
-    """How many tokens a token sees, itself included; None for all before it."""
+    """Number of tokens that a token sees, including itself. None means all tokens up to it."""
     softcap: float | None
-    """Bound of the scores, softcap tanh(score / softcap); None for none."""
+    """Bound of the scores, softcap tanh(score / softcap). None means no bound."""
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """How many tokens a token sees to its left and right; -1 for all that causality allows."""
+        """Number of tokens seen to the left and right; -1 for all that causality allows."""
         if not self.sliding_window:
             return (-1, 0)
         return (self.sliding_window - 1, 0)
@@ -91,9 +92,9 @@ class ScoreSettings:
 def pack_rows(
     lengths: Sequence[int], *, kernel: str, device: torch.device, padded: bool = False
 ) -> Packed:
-    """Bounds of rows of the given lengths (>= 1), on `device`.
+    """Return the bounds of rows of the given lengths (>= 1), on `device`.
 
-    `padded`: some layers need the rows side by side, whatever the attention kernel takes.
+    `padded` says that some layers need the rows side by side, whatever the attention kernel takes.
     """
     starts = [0, *accumulate(lengths)]
     longest = max(lengths)
@@ -123,7 +124,7 @@ def pack_rows(
 
 
 def _padding_is_costly(lengths: Sequence[int]) -> bool:
-    """Whether rows are long and take much more work side by side: it is quadratic in lengths."""
+    """Whether rows are long and cost much more side by side, as work is quadratic in length."""
     if sum(lengths) < LONG_ROW * len(lengths):
         return False
     padded_work = max(lengths) ** 2 * len(lengths)
@@ -131,7 +132,7 @@ def _padding_is_costly(lengths: Sequence[int]) -> bool:
 
 
 def pick_attention(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel to use: flash, varlen or sdpa.
+    """Return the kernel to use: flash, varlen or sdpa.
 
     Raises UserError if the wanted one cannot run there.
     """
@@ -161,18 +162,17 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each row.
 
-    Query is [1, heads, T, size], key and value are [1, kv heads, T, size].
-    `softcap` (Gemma 2) bounds the scores before the softmax. flash-attn takes one; torch's sdpa and
-    varlen do not.
+    Query is [1, heads, T, size], key and value are [1, kv heads, T, size]. `softcap` (Gemma 2)
+    bounds the scores before the softmax. flash-attn supports it, torch's sdpa and varlen do not.
 
-    Returns [1, T, heads, size], the layout that Hugging Face models expect. Without `packed` this
-    is their own sdpa.
+    Returns [1, T, heads, size], the layout that Hugging Face models expect. Without `packed`, this
+    is the sdpa of transformers.
     """
     if packed is None:
         if softcap is not None:
             raise ValueError(
-                "sdpa has no soft cap of attention scores; "
-                "sampling from such a model is left to vLLM"
+                "sdpa does not support soft caps of attention scores; "
+                "use vLLM to sample from such a model"
             )
         return sdpa_attention_forward(
             module,
@@ -215,8 +215,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, packed: Packed, settings: ScoreSetti
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, settings: ScoreSettings) -> Tensor:
     if settings.softcap is not None:
         raise UserError(
-            "model.attention = 'varlen' supports no soft cap of attention scores, "
-            "which this model has; install flash-attn, or use --model.attention sdpa"
+            "model.attention = 'varlen' does not support soft caps of attention scores, "
+            "which this model uses; install flash-attn, or use --model.attention sdpa"
         )
     from torch.nn.attention.varlen import varlen_attn
 
@@ -254,7 +254,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, packed: Packed, settings: ScoreSettin
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, settings: ScoreSettings) -> Tensor:
-    """Causal attention of rows of one length, with torch's sdpa unless there is a soft cap.
+    """Causal attention of rows of equal length. Uses torch's sdpa unless there is a soft cap.
 
     Query [rows, heads, length, size], key and value [rows, kv heads, length, size].
     """
@@ -277,7 +277,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, settings: ScoreSettings) -> Tensor:
             enable_gqa=True,
         )
 
-    # softcap tanh(score / softcap), which takes [rows, heads, length, length] in memory
+    # softcap tanh(score / softcap): this needs [rows, heads, length, length] in memory
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     scale = settings.scaling or q.shape[-1] ** -0.5
@@ -291,15 +291,15 @@ KERNELS = {"flash": _flash, "varlen": _varlen, "sdpa": _sdpa}
 
 
 def decoder_layers(lm: nn.Module) -> list[nn.Module]:
-    """The layers, which are checkpointed, sharded and compiled one by one."""
+    """Return the layers. They are checkpointed, sharded and compiled one by one."""
     return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def token_mixers(layer: nn.Module) -> list[Any]:
-    """The modules other than attention that mix the tokens of a decoder layer: gated delta nets,
-    Mamba, short convolutions.
+    """Return the modules of a decoder layer, other than attention, that mix tokens: gated delta
+    nets, Mamba, short convolutions.
 
-    Each has a causal convolution of its own.
+    Each has its own causal convolution.
     """
     mixers = []
     for module in layer.modules():
@@ -309,11 +309,11 @@ def token_mixers(layer: nn.Module) -> list[Any]:
 
 
 def _why_not(kernel: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Why a kernel cannot run; "" if it can."""
+    """Return why a kernel cannot run, or "" if it can."""
     if kernel == "sdpa":
         return ""
     if device.type != "cuda" or dtype == torch.float32:
-        return "it runs on a GPU in bfloat16 only"
+        return "it runs only on a GPU in bfloat16"
     if kernel == "varlen" and "window_size" not in _varlen_options():
         return "it needs torch 2.11 or later"
     if kernel == "flash" and not _flash_installed():
@@ -339,18 +339,18 @@ def _flash_installed() -> bool:
 
 @dataclass
 class AttentionCalls:
-    """How layers have called `packed_attention`."""
+    """A record of how layers called `packed_attention`."""
 
     windows: set[int | None] = field(default_factory=set)
-    """Sliding windows; None for a call without one."""
+    """Sliding windows of the calls; None for a call without one."""
     count: int = 0
     without_bounds: int = 0
-    """Calls that do not say where rows end."""
+    """Number of calls that did not say where rows end."""
 
 
 @contextmanager
 def record_attention() -> Iterator[AttentionCalls]:
-    """The calls of `packed_attention` in this block."""
+    """Record the calls of `packed_attention` in this block."""
     calls = AttentionCalls()
     attention: Any = ALL_ATTENTION_FUNCTIONS[ATTENTION]
 

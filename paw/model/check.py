@@ -1,8 +1,8 @@
 """Checks that the trainer computes a model's own log-probs.
 
-It compares packed rows, through the model's hidden states and head, with the model run on each row
-alone. This finds layers that let packed rows see each other, heads that transform their logits in
-an unknown way, and attention with terms that our kernels leave out.
+The checks run packed rows through the model's hidden states and head, and compare the result with
+the model's output for each row alone. They find layers that let packed rows see each other, heads
+that transform their logits in an unknown way, and attention with terms that our kernels leave out.
 """
 
 import copy
@@ -25,23 +25,23 @@ from paw.model.precision import running_in
 from paw_kernels import best_backend, token_stats
 
 LENGTHS = (13, 19)
-"""Tokens of the two rows."""
+"""Number of tokens in each of the two rows."""
 EXACT = 1e-3
 """Largest difference of log-probs allowed in float32, in nats (small models reach 1e-6)."""
 ROUNDED = 0.25
-"""Mean difference of log-probs allowed in bfloat16, in nats: there a model's own logits of 32 are
-rounded to multiples of 0.25."""
+"""Mean difference of log-probs allowed in bfloat16, in nats. In bfloat16, a model's own logits
+around 32 are rounded to multiples of 0.25."""
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 TEMPLATE_TOKENS = 64
 """Tokens that a chat template may put before an observation."""
 
 
 def check_model(policy: Policy, path: str, longest: int = 0) -> float:
-    """Check a policy in float32, whatever its weights are stored in, before it is sharded.
+    """Check a policy in float32, whatever the dtype of its weights, before it is sharded.
 
-    Returns the largest difference of a log-prob in nats. `longest` is the number of tokens of the
-    longest row, 0 if it is not known. Raises UserError, naming the model's type and the difference,
-    if the model cannot be trained as it is.
+    Returns the largest difference between log-probs, in nats. `longest` is the number of tokens of
+    the longest row, 0 if it is not known. Raises UserError if the model cannot be trained as it is.
+    The message gives the model's type and the difference.
     """
     exact = copy.copy(policy)
     exact.dtype = torch.float32
@@ -60,9 +60,9 @@ def check_model(policy: Policy, path: str, longest: int = 0) -> float:
 
 @contextmanager
 def _failures_refused(lm: PreTrainedModel, path: str) -> Iterator[None]:
-    """Turn whatever the model's own code raises into a UserError that refuses the model.
+    """Turn any exception of the model's own code into a UserError that refuses the model.
 
-    Running out of memory and the loss of another rank keep their own errors.
+    Errors for running out of memory or losing another rank pass through unchanged.
     """
     try:
         yield
@@ -76,7 +76,7 @@ def _failures_refused(lm: PreTrainedModel, path: str) -> Iterator[None]:
 
 
 def check_path(policy: Policy, path: str) -> float:
-    """Check a policy with its own kernels and in its own dtype. Called by all ranks.
+    """Check a policy with its own kernels and dtype. All ranks must call it.
 
     Returns and raises as `check_model` does.
     """
@@ -91,7 +91,7 @@ def check_path(policy: Policy, path: str) -> float:
         off_by = mean
         bound = ROUNDED
 
-    if not off_by <= bound:  # true for NaN too
+    if not off_by <= bound:  # also true for NaN
         raise refused(
             policy.lm,
             path,
@@ -103,30 +103,31 @@ def check_path(policy: Policy, path: str) -> float:
 
 
 def _reason(policy: Policy, bound: float) -> str:
-    """Why log-probs of packed rows are off by more than `bound`.
+    """Explain why log-probs of packed rows are off by more than `bound`.
 
-    Judged by how the layers call `packed_attention`, and by whether a row alone is right.
+    The reason is inferred from how the layers call `packed_attention`, and from whether a single
+    row gives the right log-probs.
     """
     with record_attention() as calls:
         logp_difference(policy)
     if calls.without_bounds:
         return "its layers do not tell attention where rows end, so packed rows see each other"
     if not calls.count:
-        return "its attention is code of its own, in which packed rows see each other"
+        return "its attention is its own code, in which packed rows see each other"
     difference_alone = logp_difference(policy, LENGTHS[:1])
     if typical_difference(difference_alone, policy.lm) <= bound:
-        return "it does not start anew in each row: positions go on, or rows see each other"
+        return "it does not restart at each row: positions continue, or rows see each other"
     return "a layer or the head does something that the trainer does not know"
 
 
 def refused(lm: PreTrainedModel, path: str, reason: str) -> UserError:
-    """The error for a model that cannot be trained; `reason` continues "model type 'X'"."""
+    """Return the error for a model that cannot be trained. `reason` follows "model type 'X'"."""
     model_type = lm.config.get_text_config().model_type
     return UserError(f"model.path = '{path}': model type '{model_type}' {reason}")
 
 
 def number_of_experts(config: Any) -> int:
-    """The number of experts in each layer; 0 for dense models."""
+    """Return the number of experts in each layer, 0 for dense models."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         experts = getattr(config.get_text_config(), name, None)
         if experts:
@@ -135,9 +136,9 @@ def number_of_experts(config: Any) -> int:
 
 
 def typical_difference(difference: Tensor, lm: PreTrainedModel) -> float:
-    """The largest difference; for a model with experts the median.
+    """Return the largest difference, or for a model with experts the median.
 
-    There, rounding sends the odd token to another expert.
+    With experts, rounding sends an occasional token to a different expert.
     """
     if number_of_experts(lm.config):
         return float(difference.median())
@@ -145,7 +146,7 @@ def typical_difference(difference: Tensor, lm: PreTrainedModel) -> float:
 
 
 def check_layers(lm: PreTrainedModel, path: str) -> None:
-    """Raise UserError if a layer mixes tokens in an unknown way, or if the head is not linear.
+    """Raise UserError if a layer mixes tokens in an unknown way or the head is not linear.
 
     The few tokens of `logp_difference` may not reveal such a layer.
     """
@@ -167,9 +168,9 @@ def check_layers(lm: PreTrainedModel, path: str) -> None:
 
 
 def sliding_window(config: Any) -> int | None:
-    """The window of all layers; None if there is none, or if config.json has `layer_types`.
+    """Return the window of all layers. None if there is none or config.json has `layer_types`.
 
-    Mistral and Phi-3 have one.
+    Mistral and Phi-3 have such a window.
     """
     if getattr(config, "layer_types", None) or not getattr(config, "use_sliding_window", True):
         return None
@@ -179,11 +180,11 @@ def sliding_window(config: Any) -> int | None:
 def check_windows(
     lm: PreTrainedModel, path: str, called_windows: set[int | None], longest: int
 ) -> None:
-    """Raise UserError if config.json has sliding windows, but attention was called without any.
+    """Raise UserError if config.json has sliding windows but attention was called without them.
 
-    Some models apply them by a mask alone, which packed rows do not have. The short rows of
-    `logp_difference` do not reveal this. Windows as wide as the `longest` row (0: not known) do not
-    matter.
+    Some models apply windows only through a mask, which packed rows do not have. The short rows of
+    `logp_difference` do not reveal this. Windows at least as wide as the `longest` row (0 if not
+    known) do not matter.
     """
     config: Any = lm.config.get_text_config()
     layer_types = getattr(config, "layer_types", None) or []
@@ -192,14 +193,16 @@ def check_windows(
     covers_rows = 0 < longest <= width
     if has_windows and called_windows <= {None} and not covers_rows:
         raise refused(
-            lm, path, "has sliding windows by a mask alone, which cannot be trained on packed rows"
+            lm,
+            path,
+            "applies sliding windows only through a mask, which cannot be trained on packed rows",
         )
 
 
 def longest_row(config: Config, *, update: bool = True) -> int:
-    """The largest number of tokens of a row.
+    """Return the largest number of tokens in a row.
 
-    In an `update` with the world model a row ends with an observation.
+    In an `update` with the world model, a row ends with an observation.
     """
     tokens = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if config.wm.enabled and update:
@@ -210,7 +213,7 @@ def longest_row(config: Config, *, update: bool = True) -> int:
 def check_rope(lm: PreTrainedModel, path: str, longest: int) -> None:
     """Raise UserError if rows of up to `longest` tokens may have different rotary frequencies.
 
-    With Phi-3's longrope and dynamic NTK the longest row of a batch chooses them for all rows.
+    With Phi-3's longrope and dynamic NTK, the longest row of a batch sets them for all rows.
     """
     config: Any = lm.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -227,7 +230,7 @@ def check_rope(lm: PreTrainedModel, path: str, longest: int) -> None:
             raise refused(
                 lm,
                 path,
-                f"has other rotary frequencies ({rope_type}) beyond {limit} tokens, "
+                f"changes its rotary frequencies ({rope_type}) beyond {limit} tokens, "
                 f"and rows may have {longest}; lower rollout.max_prompt_tokens, "
                 "rollout.max_response_tokens or wm.max_tokens",
             )
@@ -235,9 +238,9 @@ def check_rope(lm: PreTrainedModel, path: str, longest: int) -> None:
 
 @torch.no_grad()
 def logp_difference(policy: Policy, lengths: Sequence[int] = LENGTHS) -> Tensor:
-    """|our log-prob - the model's own| of rows of random tokens, all but the first of each row.
+    """Return |our log-prob - the model's own| for all but the first token of random rows.
 
-    [sum(lengths) - rows] float32.
+    The result is [sum(lengths) - rows] float32.
     """
     vocabulary = policy.lm.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -260,7 +263,7 @@ def logp_difference(policy: Policy, lengths: Sequence[int] = LENGTHS) -> Tensor:
 
 @torch.no_grad()
 def own_logp(lm: PreTrainedModel, row: Tensor) -> Tensor:
-    """Log-probs of a row's tokens but the first, by the model's own forward: [n - 1] float32."""
+    """Return log-probs [n - 1] float32 of a row's tokens after the first, by the model itself."""
     attention: Any = lm.config._attn_implementation
     lm.set_attn_implementation("eager")  # computes everything that the model asks for
     try:

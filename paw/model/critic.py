@@ -4,8 +4,9 @@
     loss = mean over the mini-batch's response tokens of
            max((V - R)^2, (clip(V, V_old -+ value_clip) - R)^2)
 
-V_old are the values when the sample was played, R = A + V_old the returns (algo.gae). The head
-starts at zero, so the first advantages are the returns themselves; verl's starts at random.
+V_old are the values at the time the sample was played, and R = A + V_old are the returns
+(algo.gae). The head starts at zero, so the first advantages are the returns themselves. verl starts
+its head at random.
 """
 
 import math
@@ -33,7 +34,7 @@ from paw.types import Sample
 
 
 def load_critic(path: str, **options: Any) -> Policy:
-    """The model at `path` with a scalar head of zeros in place of the vocabulary's.
+    """Load the model at `path`, with a scalar head of zeros in place of the vocabulary's.
 
     `options` are those of `load_policy`.
     """
@@ -62,15 +63,16 @@ class Critic:
         self.guard = UpdateGuard(config.run.max_skipped, lr="critic.lr")
 
     def compute_values(self, samples: list[Sample]) -> dict[str, float]:
-        """Fill values, returns and token advantages: by sample, then whitened over all tokens.
+        """Fill values, returns and token advantages.
 
-        Returns critic/explained_variance, unless all returns are equal. Raises TrainingStopped if a
-        value is not finite.
+        Advantages are computed by sample, then whitened over all tokens. Returns
+        critic/explained_variance, unless all returns are equal. Raises TrainingStopped if a value
+        is not finite.
         """
         values = self.ranks.gather_numbered(self._values_of_own_share(samples))
         if not all(math.isfinite(value) for row in values for value in row):
             raise TrainingStopped(
-                "stopped: the critic's values are not finite, its weights have diverged; "
+                "stopped: the critic's values are not finite, so its weights have diverged; "
                 "resume an earlier checkpoint with a lower critic.lr"
             )
 
@@ -98,7 +100,7 @@ class Critic:
 
     @torch.no_grad()
     def _values_of_own_share(self, samples: list[Sample]) -> dict[int, list[float]]:
-        """The values before each response token, by sample index, for this rank's share."""
+        """Return the values before each response token of this rank's share, by sample index."""
         values: dict[int, list[float]] = {}
         for batch in self._batches(samples):
             lengths = [len(samples[i].response_ids) for i in batch.indices]
@@ -108,9 +110,9 @@ class Critic:
         return values
 
     def optimize(self, minibatches: Iterable[list[Sample]]) -> dict[str, float]:
-        """Take an optimizer step over each mini-batch, unless its loss or gradient is not finite.
+        """Take an optimizer step on each mini-batch, unless its loss or gradient is not finite.
 
-        Returns critic/loss, critic/clip_frac and, unless every step was skipped, critic/grad_norm.
+        Returns critic/loss, critic/clip_frac, and critic/grad_norm unless every step was skipped.
         """
         losses: list[float] = []
         grad_norms: list[float] = []
@@ -152,7 +154,7 @@ class Critic:
             sync = self.config.optim.grad_sync == "each" or batch is batches[-1]
             self.ranks.sync_gradients(self.model, sync)
             batch_loss, batch_clipped = self.model(partial(self.loss, batch, minibatch))
-            # Gradients are averaged over the ranks, but the loss is a sum over them.
+            # Gradients are averaged over the ranks, but the loss is summed over them.
             scaled_loss = batch_loss * (self.ranks.world_size / tokens)
             scaled_loss.backward()
             loss += float(batch_loss.detach()) / tokens
@@ -161,13 +163,13 @@ class Critic:
         return loss, clipped
 
     def values(self, batch: Batch) -> Tensor:
-        """The value before each response token: [N] float32. Only inside a call of the model."""
+        """Return the value before each response token, [N] float32. Only inside a model call."""
         model: Any = self.model
         hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position].float()
         return linear(hidden, model.head_weight.float(), model.head_bias.float()).squeeze(-1)
 
     def loss(self, batch: Batch, minibatch: list[Sample]) -> tuple[Tensor, Tensor]:
-        """(sum of the loss, number of clipped tokens). Only inside a call of the model."""
+        """Return (sum of the loss, number of clipped tokens). Only inside a call of the model."""
         old_values: list[float] = []
         returns: list[float] = []
         for i in batch.indices:
@@ -191,9 +193,9 @@ class Critic:
 def value_loss(
     values: Tensor, old: Tensor, returns: Tensor, *, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """(loss, whether the clipped term is the larger one) of each token, as in the reference code.
+    """Return (loss, whether the clipped term is larger) for each token, as in the reference code.
 
-    All are [N].
+    Both are [N].
     """
     clipped_values = torch.clamp(values, old - clip, old + clip)
     loss = (values - returns) ** 2

@@ -1,4 +1,4 @@
-"""The precision that a model is computed in: what model.dtype = "auto" chooses."""
+"""The precision of a model's computations, as chosen by model.dtype = "auto"."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -9,11 +9,11 @@ from paw.config.sections import Config
 from paw.io.files import text_of
 
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16", "sve_bf16", "svebf16"})
-"""Instruction sets of x86 and ARM that compute in bfloat16, by torch's and the kernel's names."""
+"""x86 and ARM instruction sets for bfloat16, as torch and the Linux kernel name them."""
 
 
 def cpu_features() -> frozenset[str]:
-    """The instruction sets of this CPU, from torch or, if it is too old, the Linux kernel."""
+    """Return this CPU's instruction sets, from torch or, if torch is too old, the Linux kernel."""
     if hasattr(torch.cpu, "get_capabilities"):
         capabilities = torch.cpu.get_capabilities()
         return frozenset(name for name, present in capabilities.items() if present is True)
@@ -21,9 +21,9 @@ def cpu_features() -> frozenset[str]:
 
 
 def pick_dtype(device: torch.device, features: Collection[str] | None = None) -> str:
-    """bfloat16 on a GPU, and on a CPU with instructions for it; else float32.
+    """Return bfloat16 on a GPU, and on a CPU with instructions for it, else float32.
 
-    Without them torch emulates bfloat16, many times slower than it computes in float32. `features`
+    Without these instructions, torch emulates bfloat16 many times slower than float32. `features`
     are the CPU's instruction sets (default: this machine's).
     """
     if device.type == "cuda":
@@ -36,10 +36,10 @@ def pick_dtype(device: torch.device, features: Collection[str] | None = None) ->
 
 
 def training_dtype(config: Config, device: torch.device) -> str:
-    """The dtype in which `config` is trained on this machine.
+    """Return the dtype in which `config` is trained on this machine.
 
-    The one that model.dtype names, otherwise the one that the optimizer needs, otherwise the one
-    that suits `device`.
+    It is the dtype that model.dtype names, or else the one that the optimizer needs, or else the
+    one that suits `device`.
     """
     if config.model.dtype != "auto":
         return config.model.dtype
@@ -49,7 +49,7 @@ def training_dtype(config: Config, device: torch.device) -> str:
 
 
 def with_dtype(config: Config, dtype: str) -> Config:
-    """`config` with `dtype` in place of "auto"."""
+    """Return `config` with `dtype` in place of "auto"."""
     if config.model.dtype != "auto":
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})

@@ -1,11 +1,11 @@
-"""AdamW of flashoptim (arXiv 2602.23349): bf16 parameters, extra bits and 8-bit moments.
+"""flashoptim's AdamW (arXiv 2602.23349): bf16 parameters, extra bits and 8-bit moments.
 
 Bytes per parameter: 2 for the weight, 2 for its gradient, 1 or 2 for the weight's extra bits (24 or
-32 in all), 2 for the moments and 1/8 for their scales, one for every 32 values. With `offload` the
-state stays in pinned host memory and comes to the device during the step, one parameter at a time.
+32 in all), 2 for the moments and 1/8 for their scales, one for every 32 values. With `offload`, the
+state stays in pinned host memory and moves to the device during the step, one parameter at a time.
 
 Parameters whose rows are not a multiple of 32 values (norms, biases, ...) are updated by AdamW in
-float32, with 12 bytes of state each, because a group of 32 would straddle two ranks. This holds for
+float32, with 12 bytes of state each, because a group of 32 would straddle two ranks. This is so for
 any number of ranks.
 """
 
@@ -44,7 +44,7 @@ class FlashAdamW(flashoptim.FlashAdamW):
 
     @torch.no_grad()
     def step_param(self, p: Any, group: dict[str, Any] | None = None) -> None:
-        """Update one parameter; offloaded state comes to the device and goes back."""
+        """Update one parameter. Offloaded state moves to the device and back."""
         host_tensors = {}
         if self._offload:
             for name, owner, key in parts(self.state[p]):
@@ -61,7 +61,7 @@ class FlashAdamW(flashoptim.FlashAdamW):
         return loss
 
     def state_tensors(self, p: Tensor) -> dict[str, Tensor]:
-        """The state tensors of one parameter by name, sharded as the parameter is."""
+        """Return the state tensors of one parameter by name, sharded like the parameter."""
         tensors = {"step": self.state[p]["step"]}
         for name, owner, key in parts(self.state[p]):
             tensor = _portable(owner[key]).view(-1, *_row(name, p))
@@ -71,9 +71,9 @@ class FlashAdamW(flashoptim.FlashAdamW):
         return tensors
 
     def load_tensors(self, p: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Load this rank's rows of what `state_tensors` returned.
+        """Load this rank's rows of the tensors that `state_tensors` returned.
 
-        Raises KeyError if one is missing or has another dtype.
+        Raises KeyError if one is missing or has a different dtype.
         """
         self._ensure_state_initialized(p, self._find_group(p))
         for name, owner, key in parts(self.state[p]):
@@ -118,7 +118,7 @@ class FlashAdamW(flashoptim.FlashAdamW):
         param.copy_(param_state["weight"])
 
     def _move_to_host(self, p: Tensor, host_tensors: Mapping[str, Tensor]) -> None:
-        """Copy the state of a parameter into its host tensors, allocated the first time."""
+        """Copy the state of a parameter into its host tensors, which the first call allocates."""
         on_gpu = p.device.type == "cuda"
         for name, owner, key in parts(self.state[p]):
             host_tensor = host_tensors.get(name)
@@ -134,7 +134,7 @@ def in_groups(p: Tensor) -> bool:
 
 
 def parts(state: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(name, dict that holds it, key in that dict) of each tensor of a state but the step count."""
+    """Yield (name, dict that holds it, key in that dict) of each tensor except the step count."""
     for key, value in list(state.items()):
         if isinstance(value, Tensor):
             if key != "step":
@@ -147,14 +147,14 @@ def parts(state: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _portable(tensor: Tensor) -> Tensor:
-    """The tensor; if it is int16, as bfloat16 of the same bits: collective calls have no int16."""
+    """Return the tensor. View int16 as bfloat16, because collective calls do not support int16."""
     if tensor.dtype == torch.int16:
         return tensor.view(torch.bfloat16)
     return tensor
 
 
 def _row(name: str, p: Tensor) -> torch.Size | tuple[int]:
-    """Shape of one row of `p` in the state tensor `name`."""
+    """Return the shape of one row of `p` in the state tensor `name`."""
     if name.endswith("::scales"):
         return (math.prod(p.shape[1:]) // GROUP,)
     return p.shape[1:]

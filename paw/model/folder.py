@@ -1,4 +1,4 @@
-"""A model's folder on every machine: only rank 0's has to be complete."""
+"""Copies of a model's folder on every machine. Only rank 0's folder has to be complete."""
 
 import hashlib
 from pathlib import Path
@@ -13,15 +13,15 @@ from paw.io.files import write_file
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 MAX_BYTES = 64 << 20
-"""Bytes from which on a file is not taken to be a tokenizer's, a template or a configuration."""
+"""Files of at least this many bytes are not taken for tokenizers, templates or configurations."""
 
 
 def copy_to_this_machine(path: str, ranks: Ranks) -> str:
-    """Copy rank 0's model folder into the cache if this machine lacks its files; called by all
-    ranks.
+    """Copy rank 0's model folder into the cache if this machine lacks its files. All ranks must
+    call it.
 
-    Returns the path of the folder on this machine: `path`, or the copy. The copy has all files but
-    the weights, of which each rank is sent its share.
+    Returns the path of the folder on this machine, which is `path` or the copy. The copy has all
+    files except the weights, because each rank is sent its share of those.
     """
     content = _pack_small_files(Path(path).expanduser())
     digests = ranks.gather((hashlib.sha256(content).hexdigest(), len(content)), tuple[str, int])
@@ -45,7 +45,7 @@ def copy_to_this_machine(path: str, ranks: Ranks) -> str:
 
 
 def _pack_small_files(folder: Path) -> bytes:
-    """All files of a folder but weights, as one safetensors file; b"" if there are none."""
+    """Pack a folder's files except weights into one safetensors file; b"" if there are none."""
     tensors = {}
     for path in sorted(folder.glob("*")):
         if path.is_file() and path.suffix not in WEIGHTS and path.stat().st_size < MAX_BYTES:

@@ -1,4 +1,4 @@
-"""Host memory: how much is available, page-locked slabs, and tensors copied to the host in parts.
+"""Host memory: the amount available, page-locked slabs, and copying tensors to the host in parts.
 
 Slabs are needed because torch rounds each pinned tensor up to a power of two: 1.7 times the bytes
 at 14B parameters.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 SLAB = 2 << 30
-"""Bytes of a slab: a power of two, which torch does not round up.
+"""Bytes of a slab. It is a power of two, so torch does not round it up.
 
 A larger tensor gets its own allocation.
 """
@@ -22,14 +22,14 @@ ALIGNMENT = 256
 
 
 class HostMemory:
-    """Allocates tensors that stay for the whole run: nothing is freed."""
+    """Allocates tensors that last for the whole run. Nothing is freed."""
 
     def __init__(self, *, slab: int = SLAB):
         self._slab = slab
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def empty_like(self, tensor: Tensor, *, pin: bool) -> Tensor:
-        """An uninitialised tensor with the shape and dtype of `tensor`, page-locked if `pin`."""
+        """Return an uninitialised tensor like `tensor` in shape and dtype, page-locked if `pin`."""
         size = math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT
         if size > self._slab:
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
@@ -41,7 +41,7 @@ class HostMemory:
 
 
 def in_parts(named: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Copies of tensors in host memory, in parts of at most `max_bytes` bytes or of one tensor.
+    """Copy tensors to host memory in parts of at most `max_bytes` bytes, or of one tensor.
 
     The last part may be empty.
     """
@@ -61,20 +61,20 @@ CGROUP_FILES = {
     "memory.max": "memory.current",
     "memory/memory.limit_in_bytes": "memory/memory.usage_in_bytes",
 }
-"""Files of a control group with its memory limit and its usage, in version 2 and in version 1."""
+"""Files with a control group's memory limit and usage, in versions 2 and 1."""
 
 
 def peak_gib(device: torch.device) -> float:
-    """Peak memory so far in GiB: the GPU allocator's, or on a CPU the process's."""
+    """Return peak memory so far in GiB, of the GPU's allocator, or on a CPU of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def available_memory(system: Path = Path("/")) -> int:
-    """Bytes of memory that this machine or its container has left; caches count as free.
+    """Return the bytes of memory left to this machine or its container. Caches count as free.
 
-    0 if neither is known.
+    Returns 0 if neither is known.
     """
     available = _numbers(system / "proc/meminfo").get("MemAvailable", 0) * 1024
     cgroup = system / "sys/fs/cgroup"
@@ -89,7 +89,7 @@ def available_memory(system: Path = Path("/")) -> int:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The numbers of a kernel file with lines "name 5", "name: 5 kB" or "5", by name.
+    """Read the numbers of a kernel file with lines "name 5", "name: 5 kB" or "5", by name.
 
     A number without a name has the key "".
     """

@@ -1,4 +1,4 @@
-"""Loading a causal LM or a tokenizer from a folder or by its Hugging Face name.
+"""Loading a causal LM or a tokenizer, from a folder or by its Hugging Face name.
 
 Code that comes with a model's files is never run, and pickles are never read.
 """
@@ -16,14 +16,14 @@ from paw.io.hub import check_hub
 from paw.model.check import check_model, check_rope, refused
 from paw.model.policy import Policy
 
-# transformers' progress bars would break up our lines of progress. So would its report on loading,
-# whose problems `_check_weights` raises.
+# transformers' progress bars would break up our lines of progress. So would its loading report.
+# `_check_weights` raises the problems in that report.
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a model folder or Hugging Face name. Raises UserError if there is none."""
+    """Load the tokenizer of a model folder or hub name. Raises UserError if there is none."""
     check_hub(str(path))
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -42,16 +42,16 @@ def load_policy(
     longest: int = 0,
     **options: Any,
 ) -> Policy:
-    """The policy of a model folder or Hugging Face name, its parameters stored as `weights`.
+    """Load the policy of a model folder or Hugging Face name, with parameters of dtype `weights`.
 
-    `device` is where it will compute; without `on_device` its parameters stay in host memory. With
-    `empty` its parameters and buffers have arbitrary values, for a rank that will be sent its own.
-    `longest` is the number of tokens that a row may have (`check_rope`). `options` are those of
-    Policy.
+    The policy will compute on `device`. Without `on_device`, its parameters stay in host memory.
+    With `empty`, its parameters and buffers have arbitrary values, for a rank that will be sent the
+    real ones. `longest` is the maximum number of tokens in a row (`check_rope`). `options` are
+    those of Policy.
 
-    Raises UserError if there is no such model, if its weights do not fit its config.json or are not
-    finite, or if the trainer computes other log-probs than the model itself (`model.check`; only
-    with `check`).
+    Raises UserError if there is no such model, or if its weights do not fit its config.json or are
+    not finite. With `check`, also raises it if the trainer's log-probs differ from the model's own
+    (`model.check`).
     """
     check_hub(str(path))
     lm, report = _load_lm(path, weights, empty=empty)
@@ -70,7 +70,7 @@ def load_policy(
 def _load_lm(
     path: str | Path, weights: torch.dtype, *, empty: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """(model, transformers' report on its weights); the report of an `empty` model is empty."""
+    """Return (model, transformers' report on its weights). An `empty` model has an empty report."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         check_architecture(config, str(path))
@@ -98,7 +98,7 @@ def _load_lm(
 
 
 def check_architecture(config: Any, path: str) -> None:
-    """Raise UserError unless a config.json is of a causal LM whose attention can be replaced."""
+    """Raise UserError unless config.json describes a causal LM whose attention can be replaced."""
     model_classes: Any = AutoModelForCausalLM._model_mapping
     model_class = model_classes.get(type(config), None)
     subject = f"model.path = '{path}': model type '{config.model_type}'"
@@ -106,24 +106,24 @@ def check_architecture(config: Any, path: str) -> None:
         raise UserError(f"{subject} is not a causal language model of transformers")
     if not getattr(model_class, "_supports_sdpa", True):
         raise UserError(
-            f"{subject} cannot be trained here: it mixes tokens by code of its own "
-            "(attention sinks, ALiBi, recurrence, ...), not by torch's attention, "
+            f"{subject} cannot be trained here: it mixes tokens with its own code "
+            "(attention sinks, ALiBi, recurrence, ...), not with torch's attention, "
             "which PaW replaces to keep packed rows apart"
         )
 
 
 def _check_weights(lm: PreTrainedModel, path: str | Path, report: dict[str, Any]) -> None:
-    """Raise UserError if weights are missing, not finite, or of a wrong shape."""
+    """Raise UserError if weights are missing, not finite, or of the wrong shape."""
     for name, stored_shape, expected_shape in sorted(report["mismatched_keys"]):
         raise _broken(
             path,
             f"'{name}' has shape {list(stored_shape)} in its files, "
-            f"{list(expected_shape)} by its config.json",
+            f"{list(expected_shape)} in its config.json",
         )
     missing = sorted(report["missing_keys"])
     if missing:
         raise _broken(
-            path, f"{len(missing)} weights are missing in its files, first '{missing[0]}'"
+            path, f"{len(missing)} weights are missing from its files, the first is '{missing[0]}'"
         )
     for name, parameter in lm.named_parameters():
         if not parameter.isfinite().all():
@@ -155,10 +155,10 @@ def _broken(path: str | Path, reason: str) -> UserError:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an exception's message, or its type if it has none."""
+    """Return the first line of an exception's message, or its type if it has no message."""
     message = str(error).strip()
     if "trust_remote_code" in message:
-        return "its files name code of their own (auto_map), which is never run"
+        return "its files point to custom code (auto_map), which PaW never runs"
     if not message:
         return type(error).__name__
     return message.splitlines()[0]

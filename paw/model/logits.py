@@ -1,5 +1,5 @@
-"""What a model does to its head's logits before the softmax: a scale (Granite, Cohere, Falcon-H1)
-or a soft cap (Gemma, nanochat). The kernels and the transformers engine do the same.
+"""The transform of a head's logits before the softmax: a scale (Granite, Cohere, Falcon-H1) or a
+soft cap (Gemma, nanochat). The kernels and the transformers engine apply it too.
 
     z = softcap tanh(scale u / softcap),  u = W h + b        without a soft cap z = scale u
 """
@@ -21,7 +21,7 @@ class LogitTransform:
 
     @classmethod
     def of(cls, config: Any) -> "LogitTransform":
-        """The transform that a Hugging Face model's config asks for.
+        """Return the transform that a Hugging Face model's config asks for.
 
         `model.check` checks that the model applies it.
         """
@@ -34,7 +34,7 @@ class LogitTransform:
         return cls(scale=scale, softcap=softcap)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The logits that the softmax takes, in float32, from those of the head [..., V]."""
+        """Transform the head's logits [..., V] into the softmax's, in float32."""
         logits = logits.float()
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -43,7 +43,7 @@ class LogitTransform:
         return logits
 
     def options(self, temperature: float) -> dict[str, Any]:
-        """The `temperature` and `softcap` that the kernels take: they cap first and scale last."""
+        """Return the kernels' `temperature` and `softcap`. Kernels cap first and scale last."""
         options = {"temperature": temperature / self.scale}
         if self.softcap is not None:
             options["softcap"] = self.softcap / self.scale

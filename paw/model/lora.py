@@ -1,11 +1,11 @@
 """LoRA (Hu et al., arXiv 2106.09685): low-rank adapters beside frozen weights, made by peft.
 
-    W' = W + alpha / rank * B A    W [out, in]; at the start A [rank, in] random, B [out, rank] zero
+    W' = W + alpha / rank * B A    W [out, in]; A [rank, in] starts random, B [out, rank] zero
 
 peft replaces layers in place: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside
 `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. vLLM gets only A and B (or W').
-The export, and the transformers engine with several ranks, get W' under the old names. The frozen
-weights have the dtype of the forward pass; the adapters are float32.
+The export gets W' under the old names, and so does the transformers engine with several ranks. The
+frozen weights have the dtype of the forward pass; the adapters are float32.
 """
 
 import json
@@ -31,7 +31,7 @@ def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:
     available = sorted(linear_layers)
     for target in config.targets:
         if target not in available:
-            hint = nearest(target, available) or f"there are: {', '.join(available) or 'none'}"
+            hint = nearest(target, available) or f"available: {', '.join(available) or 'none'}"
             raise UserError(
                 f"lora.targets: '{target}' is not a linear layer of this model's decoder; {hint}"
             )
@@ -47,7 +47,7 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
     settings = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=config.targets
     )
-    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
+    with torch.random.fork_rng(devices=[]):  # peft draws random numbers on the CPU
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, lm)
     _refuse_experts(lm, config)
@@ -62,7 +62,7 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
 def _refuse_experts(lm: PreTrainedModel, config: LoraConfig) -> None:
     """Raise UserError if peft has adapted expert weights, which are one tensor for all experts.
 
-    It does so if a target also names such weights.
+    peft does so if a target also names such weights.
     """
     expert_words: set[str] = set()
     for layer in _lora_layers(lm):
@@ -73,15 +73,15 @@ def _refuse_experts(lm: PreTrainedModel, config: LoraConfig) -> None:
             target for target in config.targets if target.split("_")[0] not in expert_words
         ]
         raise UserError(
-            f"lora.targets: in a '{lm.config.model_type}' some name weights of experts, "
-            "one tensor for all, which get no adapters here; "
+            f"lora.targets: in a '{lm.config.model_type}' some targets name expert weights, "
+            "one tensor for all experts, which cannot have adapters; "
             f"leave them out: --lora.targets '{json.dumps(dense_targets)}'"
         )
 
 
 @contextmanager
 def adapters_off(lm: PreTrainedModel) -> Iterator[None]:
-    """In this block the model runs without its adapters, as the reference policy.
+    """Run the model without its adapters in this block, as the reference policy.
 
     peft's own `enable_adapters` also changes which parameters are trainable, and FSDP reads that
     only once.
@@ -96,9 +96,9 @@ def adapters_off(lm: PreTrainedModel) -> Iterator[None]:
 
 
 def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
-    """The full parameter `name` of one of peft's layers with its adapter added, as a new tensor.
+    """Return parameter `name` of a peft layer, with its adapter added, as a new full tensor.
 
-    A bias is returned as it is.
+    A bias is returned unchanged.
     """
     if name.endswith(".bias"):
         return weight
@@ -110,7 +110,7 @@ def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name as in peft's files, full tensor) of every A and B, gathered one at a time."""
+    """Yield (name as in peft's files, full tensor) of every A and B, gathered one at a time."""
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             peft_name = f"base_model.model.{name.replace('.default.', '.')}"

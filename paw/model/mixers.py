@@ -1,4 +1,4 @@
-"""Layers that mix tokens by recurrence or convolution get packed rows side by side.
+"""Passes packed rows side by side to layers that mix tokens by recurrence or convolution.
 
 Such layers do not know where rows end.
 """
@@ -15,9 +15,9 @@ from paw.model.attention import token_mixers
 def separate_rows(layers: Iterable[nn.Module]) -> None:
     """Make every token mixer in these decoder layers see each row alone.
 
-    This is done by hooks on the modules themselves, which a deep copy of the model keeps. A decoder
-    layer hands the bounds down each time it runs, also when it is recomputed, because not every
-    model passes them on.
+    Hooks on the modules do this, and a deep copy of the model keeps them. A decoder layer hands the
+    bounds down each time it runs, including when it is recomputed, because not every model passes
+    them on.
     """
     for layer in layers:
         mixers = token_mixers(layer)
@@ -38,7 +38,7 @@ def _hand_down(layer: nn.Module, args: tuple, options: dict[str, Any]) -> None:
 def _lay_side_by_side(
     mixer: Any, args: tuple, options: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]] | None:
-    """A mixer's arguments with hidden states [rows, longest, D] in place of [1, T, D]."""
+    """Return a mixer's arguments with hidden states [rows, longest, D] in place of [1, T, D]."""
     if mixer.packed is None:
         return None
     if args:
@@ -50,7 +50,7 @@ def _lay_side_by_side(
 
 @torch.compiler.disable
 def _lay_one_after_another(mixer: Any, args: tuple, output: Any) -> Any:
-    """A mixer's output with hidden states [1, T, D] again."""
+    """Return a mixer's output with hidden states as [1, T, D] again."""
     if mixer.packed is None:
         return None
     if isinstance(output, tuple):

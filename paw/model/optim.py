@@ -14,9 +14,9 @@ from paw.errors import UserError, needed
 def make_optimizer(
     parameters: Iterable[nn.Parameter], config: OptimConfig
 ) -> torch.optim.Optimizer:
-    """The optimizer `optim.name` for the parameters that require a gradient.
+    """Make the optimizer `optim.name` for the parameters that require a gradient.
 
-    Raises UserError if that is flash-adamw, which cannot run here.
+    Raises UserError if it is flash-adamw and cannot run here.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if config.name == "adamw":
@@ -44,9 +44,10 @@ def make_optimizer(
 
 
 def learning_rate(config: OptimConfig, *, update: int, updates: int) -> float:
-    """The learning rate of `update`, which counts from 0 to `updates` - 1.
+    """Return the learning rate of `update`, which counts from 0 to `updates` - 1.
 
-    A linear warm-up over `warmup_updates`, then constant, or a cosine down to final_lr * lr.
+    It warms up linearly over `warmup_updates`. Then it stays constant or follows a cosine down to
+    final_lr * lr.
     """
     factor = 1.0
     if config.warmup_updates:

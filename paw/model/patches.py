@@ -1,4 +1,4 @@
-"""Faster layers, on request: Liger's kernels (`model.liger`) and torch.compile (`model.compile`).
+"""Optional faster layers: Liger's kernels (`model.liger`) and torch.compile (`model.compile`).
 
 They compute the same function.
 """
@@ -15,10 +15,10 @@ from paw.model.attention import ATTENTION, decoder_layers, packed_attention
 
 
 def import_liger(device: torch.device) -> Any:
-    """Liger's module of patches. Raises UserError if it is not installed or cannot run."""
+    """Import Liger's module of patches. Raises UserError if it is not installed or cannot run."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(
-            f"model.liger needs a GPU, this run is on '{device.type}'; use --model.liger false"
+            f"model.liger needs a GPU, but this run is on '{device.type}'; use --model.liger false"
         )
     return needed(
         "liger_kernel.transformers.monkey_patch",
@@ -31,8 +31,9 @@ def import_liger(device: torch.device) -> Any:
 def apply_liger(lm: PreTrainedModel) -> None:
     """Replace `lm`'s norms, rotary embedding and gated MLP with Liger's. The head stays ours.
 
-    The rotary embedding is replaced for every model of this type in the process, the rest for this
-    model and for those made from now on. Raises UserError if Liger has no kernels for the model.
+    The rotary embedding is replaced for every model of this type in the process. The rest is
+    replaced for this model and for those made later. Raises UserError if Liger has no kernels for
+    the model.
     """
     # Liger warns about back ends that nobody asked for.
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)
@@ -48,9 +49,9 @@ def apply_liger(lm: PreTrainedModel) -> None:
 def compile_layers(lm: PreTrainedModel) -> None:
     """Compile every decoder layer with torch.compile, for any number of tokens, before sharding.
 
-    Only `forward` is compiled: hooks (FSDP's) and checkpointing stay around it. Attention over
-    packed rows is not in the graph, and nothing in the graph depends on the rows. Sampling, which
-    packs no rows, runs the layers uncompiled.
+    Only `forward` is compiled. Hooks (FSDP's) and checkpointing stay outside it. Attention over
+    packed rows is not in the graph, and nothing in the graph depends on the rows. Sampling does not
+    pack rows, so it runs the layers uncompiled.
     """
     AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
     for layer in decoder_layers(lm):

@@ -1,8 +1,8 @@
-"""The policy: a Hugging Face causal LM, split into a body that returns hidden states, and a head.
+"""The policy: a Hugging Face causal LM, split into a head and a body that returns hidden states.
 
-The kernels read the hidden states and the head; logits are never formed here. Qwen2.5, Qwen3,
-Llama 3 and any other AutoModelForCausalLM go through the same code. `paw.model.loading` loads one,
-`paw.model.check` checks that it can be trained.
+The kernels read the hidden states and the head. Logits are never formed here. Qwen2.5, Qwen3, Llama
+3 and any other AutoModelForCausalLM go through the same code. `paw.model.loading` loads a policy,
+and `paw.model.check` checks that it can be trained.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,9 +31,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Policy(nn.Module):
-    """A causal LM whose body runs in `dtype`, whatever its parameters are stored in (`precision`).
+    """A causal LM whose body runs in `dtype`, whatever the dtype of its parameters (`precision`).
 
-    bf16 parameters lose updates of lr 1e-6 to rounding unless the optimizer keeps more bits
+    With lr 1e-6, rounding swallows updates of bf16 parameters unless the optimizer keeps extra bits
     (flash-adamw). Dropout stays off, so that scoring and update see the same log-probs. `attention`
     is a kernel that `attention.pick_attention` returns.
     """
@@ -57,7 +57,7 @@ class Policy(nn.Module):
         self.head_backend = head_backend
         self.transform = LogitTransform.of(lm.config)
         self.device = lm.device
-        """Where it computes; parameters may lie elsewhere."""
+        """The device that computes. Parameters may be elsewhere."""
         self._checkpointed: list[nn.Module] = []
         if checkpointing != "none":
             self._checkpointed = layers
@@ -68,8 +68,8 @@ class Policy(nn.Module):
         self.pads_sequences = attention == "sdpa" or self._padded
         """Whether attention pads the sequences of a batch to the longest."""
         self.quadratic = width / layer_parameters
-        """What attention costs for a sequence of n tokens over n^2, in units of what the rest costs
-        a token (2 n^2 width FLOPs, 2 n layer_parameters)."""
+        """Cost of attention for a sequence of n tokens, divided by n^2. The unit is the cost of all
+        other work per token (2 n^2 width FLOPs, 2 n layer_parameters)."""
 
         lm.config.use_cache = False
         lm.set_attn_implementation(ATTENTION)
@@ -109,24 +109,24 @@ class Policy(nn.Module):
         return self.lm.get_output_embeddings()  # type: ignore[return-value]
 
     def forward(self, compute: Callable[[], T]) -> T:
-        """compute(), with full weights: a sharded model has them only inside calls of itself.
+        """Return compute(). A sharded model has its full weights only inside such a call.
 
-        Results with a gradient must be tensors or tuples of tensors, because FSDP looks there for
-        the place where backward will start.
+        Results with a gradient must be tensors or tuples of tensors, because FSDP searches them for
+        the point where backward will start.
         """
         return compute()
 
     def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Hidden states [T, D] in `dtype` of rows of these lengths, which do not see each other.
+        """Return hidden states [T, D] in `dtype` of rows of these lengths.
 
-        `input_ids` [T] int64 has one row after another.
+        `input_ids` [T] int64 has one row after another. Rows do not see each other.
         """
         packed = pack_rows(
             lengths, kernel=self.attention, device=input_ids.device, padded=self._padded
         )
         for layer in self._checkpointed:
-            # Training mode makes the layer checkpoint. The modules inside stay in evaluation mode:
-            # no dropout.
+            # Training mode makes the layer checkpoint. The modules inside it stay in evaluation
+            # mode, so there is no dropout.
             layer.training = True
 
         saved_activations: AbstractContextManager[Any] = nullcontext()
@@ -142,7 +142,7 @@ class Policy(nn.Module):
         return out.last_hidden_state[0].to(self.dtype)
 
     def named_parameters_once(self) -> dict[str, nn.Parameter]:
-        """The trained parameters by their Hugging Face or LoRA names.
+        """Return the trained parameters by their Hugging Face or LoRA names.
 
         A tied head is included only as the embedding.
         """
@@ -154,13 +154,13 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy weights in; `tensors` has the names and full shapes of `named_parameters_once`."""
+        """Copy weights in. `tensors` has the names and full shapes of `named_parameters_once`."""
         for name, parameter in self.named_parameters_once().items():
             local_tensor(parameter).copy_(rows_like(parameter, tensors, name))
 
 
 def _attention_width(config: Any) -> int:
-    """The sum of the sizes of all attention heads of all layers."""
+    """Return the sum of the sizes of all attention heads of all layers."""
     head_size = getattr(config, "head_dim", None)
     if not head_size:
         head_size = config.hidden_size // config.num_attention_heads
@@ -170,7 +170,7 @@ def _attention_width(config: Any) -> int:
 def _enable_checkpointing(
     lm: PreTrainedModel, layers: Sequence[nn.Module], *, selective: bool
 ) -> None:
-    """Have the layers recompute activations in the backward pass: all, or some if `selective`."""
+    """Make the layers recompute all activations, or some if `selective`, in the backward pass."""
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
         options["context_fn"] = selective_contexts
@@ -186,11 +186,11 @@ def _enable_checkpointing(
 def full_parameters(
     model: nn.Module, *, once: bool = False, merge: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of each parameter, gathered one at a time.
+    """Yield (Hugging Face name, full tensor) of each parameter, gathered one at a time.
 
-    LoRA adapters are merged into the weights, or left out without `merge`. A tied head also comes
-    under its own name, unless `once`: vLLM on a CPU keeps a repacked copy of it, which the
-    embedding's name does not reach.
+    LoRA adapters are merged into the weights, or left out without `merge`. Unless `once`, a tied
+    head is also yielded under its own name. vLLM on a CPU needs this, because the embedding's name
+    does not reach its repacked copy of the head.
     """
     for name, parameter in model.named_parameters(remove_duplicate=once):
         if ".lora_" in name:
@@ -204,7 +204,7 @@ def full_parameters(
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors in a model's files that are not parameters, by name (biases of some routers)."""
+    """Return tensors in a model's files that are not parameters, by name (some router biases)."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {
         name: tensor.cpu() for name, tensor in model.state_dict().items() if name not in parameters
@@ -212,9 +212,9 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def weights_dtype(config: Config) -> torch.dtype:
-    """The dtype in which parameters are stored.
+    """Return the dtype in which parameters are stored.
 
-    float32, or model.dtype if the optimizer keeps further bits or LoRA freezes the weights.
+    It is float32, or model.dtype if the optimizer keeps extra bits or LoRA freezes the weights.
     """
     if config.optim.name == "flash-adamw" or config.lora.rank:
         return DTYPES[config.model.dtype]
@@ -222,7 +222,7 @@ def weights_dtype(config: Config) -> torch.dtype:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device that model.device means. Raises UserError if it is "cuda" and there is no GPU."""
+    """Return the device for model.device. Raises UserError if it is "cuda" and there is no GPU."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "model.device = 'cuda', but torch sees no GPU; "
@@ -236,7 +236,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def pick_backend(wanted: str, device: torch.device, dtype: str, path: str = "quickstart") -> str:
-    """The name of the head's implementation for the model at `path`.
+    """Return the name of the head's implementation for the model at `path`.
 
     Raises UserError if the wanted one does not work.
     """
@@ -254,9 +254,9 @@ def pick_backend(wanted: str, device: torch.device, dtype: str, path: str = "qui
 
 
 def head_shape(path: str) -> tuple[int, int] | None:
-    """(V, D) according to the config.json of a model folder or Hugging Face name.
+    """Return (V, D) from the config.json of a model folder or Hugging Face name.
 
-    None if there is no such model (yet).
+    Returns None if there is no such model (yet).
     """
     if path == "quickstart":
         return None
@@ -264,5 +264,5 @@ def head_shape(path: str) -> tuple[int, int] | None:
         check_hub(path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
         return config.vocab_size, config.hidden_size
-    except Exception:  # whatever is wrong with it is reported when the model is loaded
+    except Exception:  # any problem is reported when the model is loaded
         return None

@@ -1,10 +1,10 @@
-"""One definition of bf16 for any number of ranks: every module sees its parameters as bf16.
+"""One meaning of bf16 for any number of ranks: every module sees its parameters as bf16.
 
-Nothing else is cast. With several ranks FSDP2's MixedPrecisionPolicy does this, and so does vLLM.
-Parameters that are stored in float32 (AdamW's, LoRA's adapters) stay float32 for the optimizer, and
-so do their gradients. With one rank, a decoder layer has bf16 copies of them while it runs: in the
-forward pass, and again in the backward pass if it is checkpointed. autocast would keep the copies
-of all layers, and a residual stream of float32.
+Nothing else is cast. With several ranks, FSDP2's MixedPrecisionPolicy does this. vLLM does the
+same. Parameters that are stored in float32 (AdamW's, LoRA's adapters) stay float32 for the
+optimizer, and so do their gradients. With one rank, a decoder layer has bf16 copies of them while
+it runs, in the forward pass and, if it is checkpointed, again in the backward pass. autocast would
+keep the copies of all layers, and would keep the residual stream in float32.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 @contextmanager
 def parameters_as(dtype: torch.dtype, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """In this block the modules' own floating-point parameters are copies in `dtype`.
+    """Replace the modules' own floating-point parameters by copies in `dtype` in this block.
 
-    Those that have this dtype stay. Gradients flow through the copies. A shared parameter has one
-    copy.
+    Parameters that already have this dtype are not replaced. Gradients flow through the copies. A
+    shared parameter has one copy.
     """
     originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     for module in modules:
@@ -43,10 +43,10 @@ def parameters_as(dtype: torch.dtype, modules: Iterable[nn.Module]) -> Iterator[
 
 
 def run_in(dtype: torch.dtype, lm: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Make the `layers`, and all other modules of `lm`, run with their parameters as `dtype`.
+    """Make the `layers` and all other modules of `lm` run with their parameters in `dtype`.
 
-    This is done by hooks, which stay outside what torch.compile makes of a layer, and inside what
-    is checkpointed.
+    Hooks do this. They stay outside the compiled code of a layer and inside the checkpointed
+    region.
     """
     in_layers: set[nn.Module] = set()
     for layer in layers:
@@ -59,7 +59,7 @@ def run_in(dtype: torch.dtype, lm: nn.Module, layers: Iterable[nn.Module]) -> No
 
 @contextmanager
 def running_in(dtype: torch.dtype, lm: nn.Module) -> Iterator[None]:
-    """In this block the modules that `run_in` has prepared run in another dtype."""
+    """Run the modules that `run_in` has prepared in a different dtype in this block."""
     usual_dtypes: dict[Any, torch.dtype] = {}
     for module in lm.modules():
         if hasattr(module, "_runs_in"):
@@ -78,7 +78,7 @@ def _add_hooks(module: nn.Module, dtype: torch.dtype, *, with_submodules: bool) 
     module._runs_in = dtype  # type: ignore[assignment]
     casting = ExitStack()
 
-    # A hook gets the module that is called, which may be a deep copy of the one it was made for.
+    # A hook gets the called module, which may be a deep copy of the one the hook was made for.
     def enter(called: Any, *_: Any) -> None:
         modules = [called]
         if with_submodules:
@@ -89,5 +89,6 @@ def _add_hooks(module: nn.Module, dtype: torch.dtype, *, with_submodules: bool) 
         casting.close()
 
     module.register_forward_pre_hook(enter)
-    # always_call: when a checkpointed layer is recomputed, an exception ends it early.
+    # always_call is needed because an exception ends the recomputation of a checkpointed layer
+    # early.
     module.register_forward_hook(leave, always_call=True)

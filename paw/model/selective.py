@@ -1,4 +1,4 @@
-"""Which activations are kept for the backward pass with `model.checkpointing = "selective"`."""
+"""The choice of activations to keep for backward with `model.checkpointing = "selective"`."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 
 def selective_contexts() -> tuple[Any, Any]:
-    """Contexts that keep the outputs of attention and of every second matrix product.
+    """Return contexts that keep the outputs of attention and of every second matrix product.
 
     The rest is recomputed, as in torchtitan.
     """
     products = {"forward": 0, "recompute": 0}
-    """Matrix products counted so far in each pass."""
+    """Number of matrix products so far in each pass."""
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):

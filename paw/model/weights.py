@@ -1,4 +1,4 @@
-"""A policy's weights, as engines take them."""
+"""A policy's weights in the form that engines take."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from paw.model.policy import full_parameters
 
 
 class Weights:
-    """Every parameter of a Hugging Face causal LM as an engine takes them, LoRA adapters merged.
+    """Every parameter of a Hugging Face causal LM, in an engine's form, with LoRA adapters merged.
 
     If the model is sharded, each pass is a collective call of all ranks.
     """
@@ -23,26 +23,26 @@ class Weights:
         self._merge = merge
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor), one gathered at a time."""
+        """Yield (Hugging Face name, full tensor), gathering one tensor at a time."""
         return self._named(full_parameters(self._model, merge=self._merge))
 
     @property
     def base(self) -> "Weights":
-        """The same parameters without adapters."""
+        """Return the same parameters without adapters."""
         return Weights(self._model, self._checkpoint_names, merge=False)
 
     @property
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """(peft's name, full tensor) of each LoRA parameter, for one pass."""
+        """Yield (peft's name, full tensor) of each LoRA parameter, for one pass."""
         return lora.adapters(self._model)
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(name, full shape) of each parameter, without gathering."""
+        """Return (name, full shape) of each parameter, without gathering."""
         named = self._named(self._empty_parameters())
         return [(name, tuple(tensor.shape)) for name, tensor in named]
 
     def _empty_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor without data) of each parameter but the adapters'.
+        """Yield (name, tensor without data) of each parameter except the adapters'.
 
         Names are those from before peft wrapped layers.
         """
@@ -51,7 +51,7 @@ class Weights:
                 yield name.replace(".base_layer.", "."), torch.empty(tensor.shape, device="meta")
 
     def _named(self, parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The parameters under the names that the engine expects."""
+        """Yield the parameters under the names that the engine expects."""
         if not self._checkpoint_names:
             return parameters
         return checkpoint_parameters(self._model, parameters)
@@ -60,9 +60,9 @@ class Weights:
 def checkpoint_parameters(
     model: nn.Module, named: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The parameters under the names of the model's files.
+    """Yield the parameters under the names in the model's files.
 
-    transformers keeps all experts of a layer in one tensor; the files have a tensor for each.
+    transformers keeps all experts of a layer in one tensor. The files have one tensor per expert.
     """
     for name, tensor in named:
         if tensor.dim() == 3:

@@ -1,4 +1,4 @@
-"""How a process ends together with the one that started it, and with those that it has started.
+"""Makes a process end with its parent, and makes the processes that it started end with it.
 
 Imports no torch.
 """
@@ -14,16 +14,16 @@ import time
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: the signal to send when the parent ends."""
 MOST_DESCRIPTORS = 1024
-"""Descriptors that a process is given by the one that forks it are below this."""
+"""Descriptors that a forked process inherits are below this number."""
 WATCH_S = 1.0
-"""Seconds between two looks at the parent on systems without prctl."""
+"""Seconds between two checks of the parent on systems without prctl."""
 
 
 def die_with_parent(parent: int) -> None:
     """Make this process end when process `parent`, which started it, ends.
 
-    Linux kills it, whatever it is doing, when the thread that started it ends, so start it in a
-    thread that lasts. On other systems a thread looks every second, unless code that holds the
+    Linux kills it, whatever it is doing, when the thread that started it ends, so start it from a
+    thread that lasts. On other systems a thread checks every second, unless code that holds the
     interpreter keeps that thread from running.
     """
     if sys.platform == "linux":
@@ -35,11 +35,12 @@ def die_with_parent(parent: int) -> None:
 
 
 def end_group_with_this() -> None:
-    """Have all that this process starts end with it, even by kill -9. Does so on Linux alone.
+    """Make all processes that this one starts end with it, even after kill -9. Linux only.
 
-    This process must lead a process group, which a process that only waits kills in the end; what
-    leaves the group is not reached. That process is not a child of this one, so code that waits for
-    any child is not held up. Call this before there are threads, because it forks.
+    This process must lead a process group. A separate process waits for it to end and then kills
+    the group. It does not reach processes that have left the group. The waiting process is not a
+    child of this one, so it does not hold up code that waits for any child. Call this before there
+    are threads, because it forks.
     """
     if sys.platform != "linux":
         return
@@ -55,8 +56,8 @@ def end_group_with_this() -> None:
 
 
 def _kill_group_after(leader: int) -> None:
-    """Kill the group of process `leader`, this one's too, once that process has ended."""
-    os.closerange(0, MOST_DESCRIPTORS)  # another process may wait for their ends
+    """Kill the group of process `leader`, including this process, once `leader` has ended."""
+    os.closerange(0, MOST_DESCRIPTORS)  # another process may be waiting for them to close
     try:
         ended = os.pidfd_open(leader)
     except ProcessLookupError:
@@ -76,9 +77,9 @@ def _watch(parent: int) -> None:
 
 
 def end_tool_servers() -> None:
-    """End the tool servers of verifiers before `os._exit`, which calls no exit handlers.
+    """End the tool servers of verifiers. Call before `os._exit`, which runs no exit handlers.
 
-    They have their own sessions, which neither Ctrl-C nor the end of this process's group reaches.
+    They run in their own sessions, out of reach of Ctrl-C and of the end of this process's group.
     """
     runtimes = sys.modules.get("verifiers.v1.runtimes.base")
     if runtimes:

@@ -1,12 +1,12 @@
 """A parent process that watches a command from outside its interpreter.
 
-Whatever an environment does to the command's process, the exit code is true, one line says what
+Whatever an environment does to the command's process, the exit code is correct, one line says what
 happened, and two signals end it.
 
-The parent is a bare interpreter; the command runs in a child. Through one pipe the child says that
-it ends in order. Through another the C handler of its signals says which have reached it. The child
-dies with its parent. The ranks of `paw train --gpus` tell their launcher how they end. This module
-imports no torch, and nothing that the command imports.
+The parent is a bare interpreter, and the command runs in a child. Through one pipe, the child
+announces that it ends in order. Through another, its C signal handler reports the signals that have
+reached it. The child dies with its parent. The ranks of `paw train --gpus` tell their launcher how
+they end. This module imports neither torch nor anything else that the command imports.
 """
 
 import os
@@ -27,9 +27,9 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """The signals that ask a command to stop."""
 KEPT = {
     "train": "; checkpoints are kept (--resume auto)",
-    "sft": "; the same command goes on from what it has saved",
+    "sft": "; the same command continues from what it has saved",
 }
-"""Command -> what is added to a line about its end."""
+"""Command -> text added to a line about its end."""
 WATCHED = (
     "train",
     "eval",
@@ -48,22 +48,22 @@ VANISHED = (
     "ended inside code that is not PaW's, with exit code {code} (os._exit? see env.processes)"
 )
 PIPE = "PAW_WATCHER"
-"""Environment variable of a rank: the descriptor by which it tells its launcher how it ends."""
+"""Environment variable of a rank with the descriptor on which it tells its launcher how it ends."""
 MOMENT_S = 0.3
-"""A signal that reaches parent and child within this time was sent to both, as terminals do."""
+"""A signal that reaches parent and child within this time was sent to both, as by a terminal."""
 ANSWER_S = 3.0
-"""Seconds for Python to answer a signal before a line says that it does not."""
+"""Seconds that Python has to answer a signal before a line reports that it does not."""
 GRACE_S = 5.0
-"""Seconds for the command to end after a second signal, if it has answered the first."""
+"""Seconds that the command has to end after a second signal if it has answered the first."""
 SHORT_GRACE_S = 1.0
-"""Seconds for it to end after a second signal, if it has not answered the first."""
+"""Seconds that it has to end after a second signal if it has not answered the first."""
 NEVER = float("inf")
 _words: int | None = None
-"""The descriptor on which this process says how it ends; None if nobody listens."""
+"""The descriptor on which this process announces how it ends; None if nobody listens."""
 
 
 def watch(arguments: list[str]) -> None:
-    """Fork if the command has to be watched, and return in the child.
+    """Fork if the command must be watched, and return in the child.
 
     The parent passes signals on, waits for the child, and ends as the child should have ended.
     """
@@ -79,7 +79,7 @@ def watch(arguments: list[str]) -> None:
     words, words_end = os.pipe()
     os.set_blocking(signals_end, False)
     parent = os.getpid()
-    # No signal is lost before both processes are ready for it.
+    # This way no signal is lost before both processes are ready for it.
     usual_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOPS, signal.SIGCHLD})
     child = os.fork()
     if child == 0:
@@ -117,9 +117,9 @@ def say_heard() -> None:
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """The handler of Ctrl-C in commands that need not finish anything.
+    """Handle Ctrl-C in commands that do not need to finish anything.
 
-    Tells the parent that Python has received it, and raises KeyboardInterrupt.
+    Tells the parent that Python has received the signal, and raises KeyboardInterrupt.
     """
     say_heard()
     signal.default_int_handler(number, frame)
@@ -127,7 +127,7 @@ def interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def ending(words: str) -> int | None:
-    """The exit code in a process's words; None if it has not said that it ends in order."""
+    """Return the exit code in a process's messages; None if it has not announced its end."""
     code = None
     for line in words.splitlines():
         if line.startswith("end "):
@@ -136,7 +136,7 @@ def ending(words: str) -> int | None:
 
 
 def read_words(descriptor: int) -> tuple[str, bool]:
-    """(what a process has said since the last call, whether it has closed its end of the pipe)."""
+    """Return (new messages of a process, whether it has closed its end of the pipe)."""
     os.set_blocking(descriptor, False)
     words = b""
     closed = False
@@ -148,15 +148,14 @@ def read_words(descriptor: int) -> tuple[str, bool]:
 
 
 def unanswered(name: str) -> str:
-    """The line for a signal that Python has not received."""
+    """Return the line to print for a signal that Python has not received."""
     return (
-        f"{name}: Python does not answer, it may be in code that holds it for ever "
-        "(again: stop now)"
+        f"{name}: Python does not answer; it may be in code that holds it forever (again: stop now)"
     )
 
 
 def _speak_to(descriptor: int) -> None:
-    """Make this process say on `descriptor` how it ends, unless that is -1."""
+    """Make this process announce its end on `descriptor`, unless that is -1."""
     global _words
     if descriptor >= 0:
         os.set_inheritable(descriptor, False)
@@ -165,8 +164,7 @@ def _speak_to(descriptor: int) -> None:
 
 
 def _be_silent() -> None:
-    """Called in processes that the command forks: their end and their signals are not the
-    command's."""
+    """Called in processes that the command forks, whose end and signals are not the command's."""
     global _words
     if _words is not None:
         os.close(_words)
@@ -182,10 +180,10 @@ def _say(word: str) -> None:
 
 
 class _Watch:
-    """The parent's side: what it knows of the child's signals and words.
+    """The parent's side, with its knowledge of the child's signals and messages.
 
     A signal may reach the child directly, or only this process, which then passes it on. A terminal
-    sends it to both, a short time apart; such a signal counts once.
+    sends it to both within a short time, and such a signal counts once.
     """
 
     def __init__(self, child: int, signals: int, words: int, command: str) -> None:
@@ -194,28 +192,28 @@ class _Watch:
         self._words = words
         self._command = command
         self._open = {signals, words}
-        """The child's pipes that it has not closed yet."""
+        """The pipes that the child has not closed yet."""
         self._said = ""
-        """All words of the child."""
+        """All messages of the child."""
         self._arrived_at: dict[int, float] = {}
-        """Signal -> when this process last received it."""
+        """Signal -> time when this process last received it."""
         self._pass_on_at: dict[int, float] = {}
-        """Signal that only this process has received so far -> when to pass it on."""
+        """Signal that only this process has received so far -> time to pass it on."""
         self._on_their_way: dict[int, int] = {}
-        """Signal -> how many of those passed on have not reached the child yet."""
+        """Signal -> number of those passed on that have not reached the child yet."""
         self._direct_at: dict[int, float] = {}
-        """Signal that has reached the child, but not (yet) this process -> when it did."""
+        """Signal that has reached the child but not (yet) this process -> time when it did."""
         self._stops = 0
-        """Number of signals to stop that have reached the child."""
+        """Number of stop signals that have reached the child."""
         self._last = signal.SIGTERM
-        """The last of them."""
+        """The last of these signals."""
         self._warn_at = NEVER
-        """When to print that Python does not answer."""
+        """Time at which to print that Python does not answer."""
         self._kill_at = NEVER
         self._killed = False
 
     def run(self, mask: Iterable[int]) -> NoReturn:
-        """Watch until the child has ended, and end as it did. `mask` is the usual signal mask."""
+        """Watch until the child has ended, then end as it did. `mask` is the usual signal mask."""
         own_signals, own_signals_end = os.pipe()
         os.set_blocking(own_signals_end, False)
         signal.set_wakeup_fd(own_signals_end, warn_on_full_buffer=False)
@@ -242,17 +240,17 @@ class _Watch:
         self._end(status)
 
     def _timeout_s(self) -> float:
-        """Seconds until there is something to do, at most a minute."""
+        """Return the seconds until there is something to do, at most a minute."""
         next_time = min([self._warn_at, self._kill_at, *self._pass_on_at.values()])
         return min(60.0, max(0.0, next_time - time.monotonic()))
 
     def _note_arrived(self, numbers: bytes) -> None:
-        """Note signals of this process. Those that the child has received too are not passed on."""
+        """Note signals of this process. If the child has also received one, it is not passed on."""
         now = time.monotonic()
         for number in numbers:
             if number not in STOPS:
                 continue
-            # Sent to the process, and again to its group.
+            # It was sent to the process, and again to its group.
             is_repeated = now - self._arrived_at.get(number, -MOMENT_S) < MOMENT_S
             child_has_it = now - self._direct_at.pop(number, -MOMENT_S) < MOMENT_S
             self._arrived_at[number] = now
@@ -260,7 +258,7 @@ class _Watch:
                 self._pass_on_at[number] = now + MOMENT_S
 
     def _note_reached(self, numbers: bytes) -> None:
-        """Note signals of the child, which its C handler reports whatever Python is doing."""
+        """Note the child's signals. Its C handler reports them whatever Python is doing."""
         if not numbers:
             self._open.discard(self._signals)
         now = time.monotonic()
@@ -274,7 +272,7 @@ class _Watch:
             else:
                 self._direct_at[number] = now
 
-            if number == signal.SIGHUP and self._stops:  # a closed terminal sends two
+            if number == signal.SIGHUP and self._stops:  # a closed terminal causes two
                 continue
             self._stops += 1
             self._last = signal.Signals(number)
@@ -298,7 +296,7 @@ class _Watch:
             self._warn_at = NEVER
 
     def _act(self) -> None:
-        """Pass signals on, warn and kill, if it is time to."""
+        """Pass on signals, warn and kill, each when it is due."""
         now = time.monotonic()
         for number, pass_on_at in list(self._pass_on_at.items()):
             if pass_on_at > now:
@@ -316,7 +314,7 @@ class _Watch:
             os.kill(self._child, signal.SIGKILL)
 
     def _end(self, status: int) -> NoReturn:
-        """End as the child did, or as it should have; print a line unless it ended in order."""
+        """End as the child did or should have. Prints a line unless the child ended in order."""
         what_is_kept = KEPT.get(self._command, "")
         code = ending(self._said)
         if code is not None:
@@ -329,7 +327,7 @@ class _Watch:
             if number not in STOPS:
                 reason = ""
                 if number == signal.SIGKILL:
-                    reason = " (for want of memory?)"
+                    reason = " (out of memory?)"
                 _print(f"paw: {self._command} was killed by {number.name}{reason}{what_is_kept}")
             elif self._stops:
                 _print(f"paw: stopped at once by a second {number.name}{what_is_kept}")
@@ -340,9 +338,9 @@ class _Watch:
 
 
 def _pending(child: int) -> list[int]:
-    """The signals to stop that were sent to a process, and that it has not received.
+    """Return the stop signals that were sent to a process but that it has not received.
 
-    It has had no time for them yet, or it is stopped.
+    Either it has not had time for them yet, or it is stopped.
     """
     masks = []
     with suppress(OSError), Path(f"/proc/{child}/status").open() as lines:
@@ -353,7 +351,7 @@ def _pending(child: int) -> list[int]:
 
 
 def _die_of(number: signal.Signals) -> NoReturn:
-    """End this process by a signal, so that whoever waits for it sees the child's end."""
+    """End this process by a signal, so that its parent sees how the child ended."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)

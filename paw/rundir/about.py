@@ -1,4 +1,4 @@
-"""What a run is, for run.json and its first printed lines: versions, machine, model, games."""
+"""The description of a run for run.json and its first lines: versions, machine, model, games."""
 
 import platform
 from pathlib import Path
@@ -17,7 +17,7 @@ from paw.version import __version__
 def describe_run(
     config: Config, policy: Policy, factory: EnvFactory, ranks: Ranks
 ) -> dict[str, Any]:
-    """What run.json says about a run, except how its parts were built."""
+    """Return the content of run.json, except how the run's parts were built."""
     device = policy.device
     threads = torch.get_num_threads()
     if device.type == "cuda":
@@ -42,7 +42,7 @@ def describe_run(
 
 
 def _processes(ranks: int, threads: int) -> str:
-    """8 threads; 2 processes of 1 thread; ..."""
+    """Return "8 threads", "2 processes of 1 thread", ..."""
     threads_text = "1 thread" if threads == 1 else f"{threads} threads"
     if ranks == 1:
         return threads_text
@@ -50,7 +50,7 @@ def _processes(ranks: int, threads: int) -> str:
 
 
 def header_lines(directory: Path, info: dict[str, Any], config: Config) -> list[str]:
-    """The first lines that a run prints; `info` is the content of run.json."""
+    """Return the first lines that a run prints. `info` is the content of run.json."""
     world_model = "no world model"
     if config.wm.enabled:
         world_model = f"PaW: {config.wm.loss}, alpha {config.wm.alpha:g}"

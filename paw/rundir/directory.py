@@ -1,4 +1,4 @@
-"""Whether a run directory is still the one that the run started in, and where it is now."""
+"""Tells whether the run directory is still the one that the run started in, and where it is now."""
 
 import errno
 import os
@@ -10,20 +10,20 @@ from paw.errors import UserError
 from paw.io.files import writing
 
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-"""Errors of a path at which there is nothing."""
+"""Errors for a path that does not exist."""
 
 
 class OpenDirectory:
-    """An open folder, which the system finds by its number even after it is renamed."""
+    """An open folder. The system finds it by its number even after it is renamed."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
 
     def check(self, saved: int) -> None:
-        """Raises UserError if the folder was deleted or renamed.
+        """Raise UserError if the folder was deleted or renamed.
 
-        `saved` is the update of its newest checkpoint, for the message.
+        `saved` is the update of its newest checkpoint, for the error message.
         """
         path = self.where()
         if path == self.path:
@@ -33,19 +33,19 @@ class OpenDirectory:
                 f"the run directory {self.path} was deleted with everything saved in it: "
                 "the run has ended"
             )
-        content = "no checkpoint is in it yet"
+        content = "it has no checkpoint yet"
         if saved:
-            content = f"the checkpoint of update {saved} is in it"
+            content = f"it has the checkpoint of update {saved}"
         raise UserError(
             f"the run directory {self.path} was renamed to {path}, so the run has ended; "
             f"{content}: rename it back, then --resume auto"
         )
 
     def where(self) -> Path | None:
-        """The folder's path now; None if it was deleted."""
+        """Return the folder's current path; None if it was deleted."""
         if self._is(self.path):
             return self.path
-        with suppress(OSError):  # Linux has its path here, or a path with " (deleted)" behind it
+        with suppress(OSError):  # Linux has its path here, with " (deleted)" appended if it is gone
             path = Path(f"/proc/self/fd/{self._descriptor}").readlink()
             if self._is(path):
                 return path
@@ -55,7 +55,7 @@ class OpenDirectory:
         try:
             return os.path.samestat(path.stat(), os.fstat(self._descriptor))
         except OSError as error:
-            # Any other trouble is reported by whoever writes to the folder next.
+            # The next write to the folder reports any other problem.
             return error.errno not in MISSING
 
 

@@ -1,6 +1,6 @@
 """The logs of a run: metrics.jsonl and samples.jsonl.
 
-paw/metric_list.py has the names of the metrics and what they mean.
+paw/metric_list.py has the names and meanings of the metrics.
 """
 
 import errno
@@ -25,8 +25,8 @@ Record = dict[str, Any]
 class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Appends one JSON object per update to metrics.jsonl, and sampled episodes to samples.jsonl.
 
-    Made by `open_log`. Lines reach the operating system as they are written, and the disk with
-    `sync`. Log an update and sync before saving its checkpoint.
+    `open_log` makes it. Lines reach the operating system as they are written, and reach the disk
+    with `sync`. Log an update and sync before you save its checkpoint.
     """
 
     def __init__(
@@ -35,20 +35,21 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self.history = history
         """Every update logged so far, including those before the run was resumed."""
         self.lost = lost
-        """What is missing in the files of the resumed run, a sentence each."""
+        """Sentences about what is missing in the files of the resumed run."""
         self._metrics = metrics
         self._samples = samples
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Append the metrics of update `step`: numbers or one-element tensors.
 
-        NaN and infinities become null. If the newest line is already of update `step`, the metrics
-        are an evaluation that it lacked: the file is replaced by one whose last line has it.
+        NaN and infinities become null. If the newest line already belongs to update `step`, the
+        metrics are an evaluation that it lacked. Then the file is replaced by one whose last line
+        includes it.
         """
         named: Record = {"step": step}
         for name, value in metrics.items():
             if name != "step":
-                named[clean(name)] = value  # a callback's name may be anything
+                named[clean(name)] = value  # a callback may use any name
         record = _plain(named)
         if self.history and self.history[-1]["step"] == step:
             self._add_to_last_line(record)
@@ -57,7 +58,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self.history.append(record)
 
     def _add_to_last_line(self, record: Record) -> None:
-        """Add `record` to the newest line, in place of the evaluation that it may have."""
+        """Add `record` to the newest line, replacing its evaluation if it has one."""
         newest = self.history.pop()
         merged = {name: value for name, value in newest.items() if not name.startswith("eval/")}
         merged.update(record)
@@ -69,10 +70,10 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self.history.append(merged)
 
     def restore(self) -> list[str]:
-        """Write files again that were deleted or replaced since they were opened.
+        """Rewrite the files that were deleted or replaced since they were opened.
 
-        Returns a sentence for each. The metrics are taken from memory. What was in samples.jsonl
-        is lost.
+        Returns a sentence for each. The metrics come from memory. The earlier content of
+        samples.jsonl is lost.
         """
         messages = []
         metrics_path = _path(self._metrics)
@@ -95,11 +96,11 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         return messages
 
     def evaluated(self, step: int) -> bool:
-        """Whether the line of update `step` has an evaluation in which not every episode failed."""
+        """Whether the line of update `step` has an evaluation with an episode that did not fail."""
         return _evaluated(self.history, step)
 
     def sync(self) -> None:
-        """Make sure that everything logged is on the disk, where it survives a power cut."""
+        """Make sure that everything logged is on disk, where it survives a power cut."""
         for file in (self._metrics, self._samples):
             with writing(file.name):
                 try:
@@ -109,7 +110,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
                         raise
 
     def sample(self, step: int, record: Mapping[str, Any]) -> None:
-        """Append something worth reading, such as one episode's turns, to samples.jsonl."""
+        """Append a record worth reading, such as an episode's turns, to samples.jsonl."""
         _append(self._samples, _plain({"step": step, **record}))
 
     def __exit__(self, *_: object) -> None:
@@ -118,12 +119,12 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
 
 def open_log(run_dir: Path, *, resume_step: int | None = None) -> MetricsLog:
-    """Open the log files of a run directory, made if it is missing.
+    """Open the log files of a run directory, which is made if it is missing.
 
-    `resume_step` is the step of the checkpoint that is resumed; None for a new run, -1 for one that
-    starts over. The files are cut back to that step, so that they end up equal to those of an
+    `resume_step` is the step of the resumed checkpoint, None for a new run, -1 for one that starts
+    over. The files are cut back to that step, so that in the end they equal those of an
     uninterrupted run, except for time/* and perf/*. Raises UserError if the folder holds another
-    run, or if the disk refuses.
+    run or the disk refuses.
     """
     metrics = run_dir / "metrics.jsonl"
     samples = run_dir / "samples.jsonl"
@@ -135,12 +136,13 @@ def open_log(run_dir: Path, *, resume_step: int | None = None) -> MetricsLog:
             for path in (metrics, samples):
                 if path.exists() and path.stat().st_size:
                     raise UserError(
-                        f"{path} already holds a run: go on with --resume auto, "
+                        f"{path} already holds a run: continue it with --resume auto, "
                         "or set another --run.name"
                     )
         else:
             history = rewind(metrics, resume_step, lost)
-            # Samples are of evaluations, and one that has not reached its line will be repeated.
+            # Samples come from evaluations. An evaluation that is not in its line yet will be
+            # repeated.
             sampled_step = resume_step
             if not _evaluated(history, resume_step):
                 sampled_step -= 1
@@ -169,7 +171,7 @@ def _is_at(file: FileIO, path: Path) -> bool:
 
 
 def metrics_problem(metrics: Any) -> str:
-    """What is wrong with the first metric that cannot be logged; "" if all can be.
+    """Return what is wrong with the first metric that cannot be logged, or "" if all can be.
 
     Such a metric may come from a callback.
     """
@@ -189,14 +191,14 @@ def _can_be_logged(name: str, value: Any) -> bool:
         plain_value = _plain({"value": value})["value"]
         if isinstance(value, int | float):
             float(value)
-    except Exception:  # a user's type of number may raise anything
+    except Exception:  # a user's number type may raise anything
         return False
-    # The run adds seconds to those of time/.
+    # The run adds seconds to the values of time/.
     return not name.startswith("time/") or isinstance(plain_value, int | float)
 
 
 def _plain(record: Mapping[str, Any]) -> Record:
-    """The record as JSON values: scalars of numpy and torch become numbers.
+    """Return the record as JSON values. Scalars of numpy and torch become numbers.
 
     NaN, infinities and integers too large for a float become null.
     """
@@ -227,5 +229,5 @@ def _lines(records: list[Record]) -> bytes:
 def _append(file: FileIO, record: Mapping[str, Any]) -> None:
     unwritten = memoryview(_line(record))
     with writing(file.name):
-        while unwritten:  # a disk that fills up takes only a part
+        while unwritten:  # a disk that fills up takes only part of it
             unwritten = unwritten[file.write(unwritten) :]

@@ -1,4 +1,4 @@
-"""run.json: what a run is, when it was resumed and with which changes, and how it ended."""
+"""run.json: a description of a run, when and with what changes it was resumed, and how it ended."""
 
 import json
 import shutil
@@ -18,9 +18,9 @@ from paw.rundir.directory import OpenDirectory
 class RunRecord:
     """Writes run.json.
 
-    A context manager: an exception that leaves it is recorded as the end of the run. A process that
-    is killed records no end. If the run's directory was renamed, the end is written to its new
-    place; if it was deleted, nothing is written.
+    It is a context manager. An exception that leaves it is recorded as the end of the run. A killed
+    process records no end. If the run's directory was renamed, the end is written to its new place.
+    If it was deleted, nothing is written.
     """
 
     def __init__(self, about: dict[str, Any], directory: OpenDirectory) -> None:
@@ -29,12 +29,12 @@ class RunRecord:
         self._path = directory.path / "run.json"
         self._started = time.monotonic()
         self._earlier_s = 0.0
-        """Wall time before the run was resumed."""
+        """Wall time of the run before it was resumed."""
 
     def resume(self, earlier: dict[str, Any], *, update: int, notes: Sequence[str]) -> None:
-        """Keep what `earlier`, the content of run.json before, says about the earlier time.
+        """Carry over the history in `earlier`, the previous content of run.json.
 
-        The run continues from `update`; `notes` say what has changed since.
+        The run continues from `update`. `notes` say what has changed since.
         """
         for key in ("started", "warmup_s"):
             if key in earlier:
@@ -84,12 +84,12 @@ def now() -> str:
 
 
 def read_info(run_dir: Path) -> dict[str, Any]:
-    """The content of run.json; empty if it is missing or damaged."""
+    """Return the content of run.json, empty if it is missing or damaged."""
     return json_object(text_of(run_dir / "run.json")) or {}
 
 
 def code_commit() -> str:
-    """The commit of this checkout, with "-dirty" if there are changes; "" if it is no checkout."""
+    """Return this checkout's commit, with "-dirty" if changed, or "" outside a checkout."""
     if not shutil.which("git"):
         return ""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]

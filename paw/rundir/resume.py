@@ -1,6 +1,6 @@
-"""What may change when a run is resumed, what it keeps, and how its logs are cut back.
+"""The rules for resuming a run: what may change, what is kept, and how its logs are cut back.
 
-Every key may change, unless the run's past or its checkpoints would lose their meaning.
+Every key may change, unless the change would make the run's past or checkpoints meaningless.
 """
 
 import tomllib
@@ -18,22 +18,23 @@ from paw.rundir.record import read_info
 FIXED = {
     "run.seed": "its tasks and mini-batches come from its seed",
     "model.path": "its weights come from that model",
-    "env.name": "it has learnt that environment",
+    "env.name": "it has trained on that environment",
     "lora.rank": "its checkpoints hold these adapters",
     "lora.alpha": "its checkpoints hold these adapters",
     "lora.targets": "its checkpoints hold these adapters",
     "optim.name": "its checkpoints hold this optimizer's state",
     "optim.master_bits": "its checkpoints hold this optimizer's state",
 }
-"""Keys that a resumed run keeps, and why."""
+"""The keys that a resumed run keeps, and why."""
 
 
 def changes(directory: Path, config: Config) -> list[str]:
-    """A line for each key in which `config` differs from the directory's config.toml.
+    """Return a line for each key in which `config` differs from the directory's config.toml.
 
-    Except run.name and run.dir, which say where the run lies. A key that either version of PaW does
-    not know counts as its default. Raises UserError for a key that cannot change: `FIXED`, and
-    advantage.type from or to one that needs a critic, which is in the checkpoints.
+    It ignores run.name and run.dir, which say where the run is. A key that one of the two versions
+    of PaW does not know counts as its default. Raises UserError for a key that cannot change. Those
+    are the keys in `FIXED`, and advantage.type if only the old or only the new one needs a critic,
+    because checkpoints include the critic.
     """
     path = directory / "config.toml"
     try:
@@ -65,7 +66,7 @@ def changes(directory: Path, config: Config) -> list[str]:
 
 
 def _why_fixed(key: str, old: Any, new: Any) -> str:
-    """Why a key cannot change from `old` to `new`; empty if it can."""
+    """Return why a key cannot change from `old` to `new`, or "" if it can."""
     if key == "advantage.type":
         had_critic = estimator_traits(old).needs_critic
         if had_critic != estimator_traits(new).needs_critic:
@@ -78,9 +79,9 @@ def _value(value: Any) -> str:
 
 
 def recorded_dtype(directory: Path) -> str:
-    """The dtype that a run was computed in; empty if it is not recorded.
+    """Return the dtype of a run's computations, or "" if it is not recorded.
 
-    From run.json or, if its version of PaW did not write it there yet, from config.toml.
+    It comes from run.json, or from config.toml if the run's version of PaW did not record it there.
     """
     dtype = read_info(directory).get("dtype")
     if dtype is None:
@@ -92,7 +93,7 @@ def recorded_dtype(directory: Path) -> str:
 
 
 def recorded_start_model(directory: Path) -> str:
-    """The folder of the model that a run started from; "" if it is not recorded, or gone."""
+    """Return the folder of a run's start model, or "" if it is not recorded or is gone."""
     model = str(read_info(directory).get("start", ""))
     if model and (Path(model) / "config.json").is_file():
         return model
@@ -100,9 +101,9 @@ def recorded_start_model(directory: Path) -> str:
 
 
 def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
-    """Remove a log's lines after update `step`, and a last line that a kill has cut off.
+    """Remove a log's lines after update `step`, and a last line that was cut off by a kill.
 
-    Returns the records that stay. Lines that belong to no update are removed too, and a sentence
+    Returns the remaining records. Lines that belong to no update are also removed, and a sentence
     about them is added to `lost`.
     """
     if not path.is_file():
@@ -131,7 +132,7 @@ def rewind(path: Path, step: int, lost: list[str]) -> list[dict[str, Any]]:
 
 
 def gaps(path: Path, history: list[dict[str, Any]], last: int) -> list[str]:
-    """A sentence if lines of the updates 0 to `last` are missing."""
+    """Return a sentence if lines of updates 0 to `last` are missing."""
     logged = {record["step"] for record in history}
     missing = sorted(set(range(last + 1)) - logged)
     if not missing:
@@ -141,5 +142,5 @@ def gaps(path: Path, history: list[dict[str, Any]], last: int) -> list[str]:
         updates += ", ..."
     return [
         f"{path} lacks {len(missing)} of {last + 1} lines (updates {updates}); "
-        "the run goes on without them"
+        "the run continues without them"
     ]

@@ -1,6 +1,7 @@
-"""The lock of a run directory: it belongs to one process, until that ends.
+"""The lock of a run directory, which belongs to one process until that process ends.
 
-It is taken before anything is made in the directory. The kernel holds it, so kill -9 frees it too.
+It is taken before anything is created in the directory. The kernel holds it, so even kill -9 frees
+it.
 """
 
 import errno
@@ -19,24 +20,24 @@ from paw.errors import UserError, clean
 from paw.io.files import cause, fsync, writing
 
 LOCK = ".lock"
-"""Name of a file with the id of the process that has the folder, or had it last. What counts is the
-kernel's lock on the file."""
+"""Name of the file with the id of the process that has the folder, or had it last. Only the
+kernel's lock on the file counts."""
 WAIT_S = 2.0
-"""Seconds to wait for a process that has not written its id yet, or that was killed a moment ago
-together with the parent that watches it."""
+"""Seconds to wait for a process that has not written its id yet, or that was just killed together
+with its watching parent."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of a file system that has no locks."""
+"""Errors of a file system without locks."""
 
 
 class InUseError(UserError):
-    """The folder is another run's, or another living process's."""
+    """The folder belongs to another run or another living process."""
 
 
 def lock(folder: Path) -> IO[str]:
-    """Lock `folder`, which exists, until the returned file is closed or this process ends.
+    """Lock an existing folder until the returned file is closed or this process ends.
 
-    On a file system without locks nothing is locked. Raises InUseError with the id of the process
-    that has the folder.
+    On a file system without locks nothing is locked. Raises InUseError, with the id of the other
+    process, if the folder is in use.
     """
     path = folder / LOCK
     deadline = time.monotonic() + WAIT_S
@@ -49,7 +50,7 @@ def lock(folder: Path) -> IO[str]:
                 f"{folder} is in use by process {_process_id(path)}; wait for it or stop it"
             )
         time.sleep(0.02)
-    with suppress(OSError):  # on a full disk the lock holds all the same
+    with suppress(OSError):  # the lock holds even if the disk is full
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
@@ -59,7 +60,7 @@ def lock(folder: Path) -> IO[str]:
 
 
 def _try_lock(file: IO[str]) -> bool:
-    """Try to lock the file; returns whether no other process has it."""
+    """Try to lock the file. Returns False if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -78,10 +79,10 @@ def _process_id(path: Path) -> str:
 
 
 def take_run_directory(config: Config, *, resume: str, numbered: bool) -> tuple[str, IO[str]]:
-    """Make and lock the directory of a new run, or lock that of the run to resume.
+    """Make and lock the directory of a new run, or lock the directory of the run to resume.
 
-    Returns the name of the run, and the lock, which is released when it is closed. Raises UserError
-    if the directory holds another run, is in use, or has no run to resume.
+    Returns the name of the run and the lock. Closing the lock releases it. Raises UserError if the
+    directory holds another run, is in use, or has no run to resume.
     """
     for name in run_names(config, resume=resume, numbered=numbered):
         directory = config.run.dir / name
@@ -112,10 +113,10 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def run_names(config: Config, *, resume: str, numbered: bool) -> Iterator[str]:
-    """Names that a run may take.
+    """Yield the names that a run may take.
 
-    Without `numbered`, only run.name. With it, run.name is a stem: a new run takes the next free
-    number, one to resume the highest that exists.
+    Without `numbered`, this is only run.name. With it, run.name is a stem: a new run takes the next
+    free number, and a resumed run takes the highest existing number.
     """
     stem = config.run.name
     if not numbered:
@@ -130,14 +131,14 @@ def run_names(config: Config, *, resume: str, numbered: bool) -> Iterator[str]:
 
 
 def _numbered(stem: str, number: int) -> str:
-    """The name of the run with that number: STEM for 1, STEM-2, ..."""
+    """Return the name of the run with that number: STEM for 1, STEM-2, ..."""
     if number == 1:
         return stem
     return f"{stem}-{number}"
 
 
 def _highest_number(folder: Path, stem: str) -> int:
-    """The highest number of the runs STEM (1), STEM-2, ... in a folder; 0 if there are none."""
+    """Return the highest number of the runs STEM (1), STEM-2, ... in a folder, or 0."""
     highest = 0
     for path in folder.glob("*/metrics.jsonl"):
         match = re.fullmatch(rf"{re.escape(stem)}(?:-(\d+))?", path.parent.name)
@@ -147,21 +148,21 @@ def _highest_number(folder: Path, stem: str) -> int:
 
 
 def check_free(directory: Path, *, resume: str) -> None:
-    """Raises UserError if a directory holds another run, or no run to resume."""
+    """Raise UserError if a directory holds another run, or no run to resume."""
     metrics = directory / "metrics.jsonl"
     checkpoints = directory / "checkpoints"
     if not resume:
-        # The log of a run that was stopped before its first update is empty.
+        # If a run was stopped before its first update, its log is empty.
         has_log = metrics.exists() and metrics.stat().st_size > 0
         if has_log or any(checkpoints.glob("step_*")):
             raise InUseError(
-                f"{directory} holds a run already; use --resume auto, or another --run.name"
+                f"{directory} already holds a run; use --resume auto, or set another --run.name"
             )
         return
 
     if resume != "auto" and not re.fullmatch(r"step_\d+", resume):
         raise UserError(
-            f"--resume {clean(resume)}: it takes auto or a checkpoint's name, such as step_000100"
+            f"--resume {clean(resume)}: use auto or a checkpoint's name, such as step_000100"
         )
     if not metrics.is_file():
         raise UserError(f"--resume: there is no run in {directory}; start without --resume")
@@ -169,5 +170,5 @@ def check_free(directory: Path, *, resume: str) -> None:
     if resume not in ("auto", *names):
         available = "there are none"
         if names:
-            available = f"there are: {', '.join(names)}"
+            available = f"available: {', '.join(names)}"
         raise UserError(f"--resume {resume}: no such checkpoint in {checkpoints}; {available}")

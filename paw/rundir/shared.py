@@ -1,4 +1,4 @@
-"""Checks that all machines of a run see the run directory."""
+"""Checks that all machines of a run see its directory."""
 
 import secrets
 from pathlib import Path
@@ -9,9 +9,9 @@ from paw.io.files import writing
 
 
 def check_shared(directory: Path, ranks: Ranks) -> None:
-    """Raises UserError, on all ranks, if one of them does not see rank 0's `directory`.
+    """Raise UserError on all ranks if one of them does not see rank 0's `directory`.
 
-    A call of all ranks.
+    All ranks must call it.
     """
     marker = Path(ranks.broadcast_from_rank0(lambda: _make_marker(directory), str))
     is_seen_by = ranks.gather((directory / marker.name).exists())
@@ -26,7 +26,7 @@ def check_shared(directory: Path, ranks: Ranks) -> None:
 
 
 def _make_marker(directory: Path) -> str:
-    """Make a file with a new name in `directory`; returns its path."""
+    """Make a file with a new name in `directory` and return its path."""
     marker = directory / f".tmp_{secrets.token_hex(8)}_shared"
     with writing(marker):
         marker.touch()

@@ -1,6 +1,6 @@
-"""A clean stop between updates: the first signal asks for it, a second one ends the process.
+"""A clean stop between updates. The first signal asks for it, and a second one ends the process.
 
-Before and after it, Ctrl-C is handled by `paw.__main__`. Imports no torch.
+Outside of it, `paw.__main__` handles Ctrl-C. This module does not import torch.
 """
 
 import os
@@ -14,15 +14,17 @@ from typing import Any, Self
 from paw.processes.watcher import STOPS, is_watched, say_ending, say_heard
 
 GRACE_S = 5.0
-"""Seconds for the main thread to stop at a second signal."""
+"""Seconds that the main thread has to stop after a second signal."""
 _active: list["StopSignal"] = []
 _masks = threading.local()
 """The signal mask of a thread before it forks."""
 
 
 def _before_fork() -> None:
-    """Block the signals: those of a child are not the run's, and wait until it has its own
-    handlers."""
+    """Block the signals.
+
+    A child's signals are not the run's, so they wait until the child has its own handlers.
+    """
     _masks.before_fork = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
 
 
@@ -43,8 +45,8 @@ def _in_child() -> None:
 def ignore_stops() -> None:
     """Make this process ignore the signals that stop a run.
 
-    It has handlers that do nothing, because SIG_IGN would be inherited by programs that it starts.
-    Those, and forked children, have the default handlers.
+    It gets handlers that do nothing, because programs that it starts would inherit SIG_IGN. Those
+    programs and forked children have the default handlers.
     """
     for number in STOPS:
         signal.signal(number, _ignore)
@@ -55,7 +57,7 @@ def _ignore(*_: object) -> None:
 
 
 def _restore_default_handlers() -> None:
-    """Give each signal its default handler, unless it is ignored."""
+    """Restore the default handler of each signal that is not ignored."""
     for number in STOPS:
         if signal.getsignal(number) is signal.SIG_IGN:
             continue
@@ -69,28 +71,28 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_c
 
 
 def _write(text: str) -> None:
-    """Write to stderr if it still exists.
+    """Write to stderr if it is still open.
 
-    Without `print`, which a signal handler must not re-enter.
+    This does not use `print`, which a signal handler must not re-enter.
     """
     with suppress(OSError):
         os.write(2, f"\n{text}\n".encode())
 
 
 class StopSignal:
-    """The first SIGTERM, SIGINT or SIGHUP sets `requested`, a second one ends the process.
+    """The first SIGTERM, SIGINT or SIGHUP sets `requested`, and a second one ends the process.
 
-    A context manager, for the main thread only. A second SIGHUP does not end the process, because a
-    closed terminal sends two, from the shell and from the kernel. A signal that is ignored (nohup)
-    stays ignored.
+    It is a context manager for the main thread only. A second SIGHUP does not end the process,
+    because a closed terminal causes two, one from the shell and one from the kernel. An ignored
+    signal (nohup) stays ignored.
 
     Ranks get the signal at different moments, so they agree on the flag before they act on it. If
-    the main thread is in a call that does not return, such as a collective one, the second signal
-    is handled by a thread, or by the parent (`paw.processes.watcher`).
+    the main thread is in a call that does not return, such as a collective one, a thread or the
+    parent (`paw.processes.watcher`) handles the second signal.
     """
 
     def __init__(self, unit: str = "update", resume_hint: str = "--resume auto") -> None:
-        """`unit` is what is finished before the stop; `resume_hint` says how to continue later."""
+        """`unit` names the work to finish first. `resume_hint` says how to continue later."""
         self._unit = unit
         self._resume_hint = resume_hint
         self.requested = False
@@ -135,7 +137,7 @@ class StopSignal:
     def _watch(self, numbers_fd: int) -> None:
         """End the process at the second signal, unless the main thread does so in time.
 
-        Python's handlers run only in the main thread; the numbers of signals arrive here at once.
+        Python's handlers run only in the main thread, but signal numbers arrive here at once.
         """
         stops = 0
         with os.fdopen(numbers_fd, "rb", buffering=0) as numbers:
@@ -147,7 +149,8 @@ class StopSignal:
                     stops += 1
                 if stops < 2:
                     continue
-                # Readable if the main thread closes the pipe in time, or at a further signal.
+                # The pipe is readable if the main thread closes it in time or another signal
+                # arrives.
                 readable, _, _ = select.select([numbers], [], [], GRACE_S)
                 if not readable:
                     _write(f"stopped at once: the newest checkpoint is kept ({self._resume_hint})")

@@ -12,9 +12,9 @@ from paw.model.loading import load_policy
 from paw.rollouts.engines.generation import check_sampling
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 48}
-OWN_CODE = "it mixes tokens by code of its own (attention sinks, ALiBi, recurrence, ...)"
+OWN_CODE = "it mixes tokens with its own code (attention sinks, ALiBi, recurrence, ...)"
 BOUNDS = "its layers do not tell attention where rows end, so packed rows see each other"
-ANEW = "it does not start anew in each row: positions go on, or rows see each other"
+ANEW = "it does not restart at each row: positions continue, or rows see each other"
 SINGLE = {
     "layers_block_type": ["mamba", "hybrid"],
     "mamba_n_heads": 8,
@@ -38,7 +38,7 @@ REFUSED = {
     "nemotron": ({}, BOUNDS),
     "falcon": (
         {"alibi": False},
-        "its attention is code of its own, in which packed rows see each other",
+        "its attention is its own code, in which packed rows see each other",
     ),
     "bart": (
         {"d_model": 32, "decoder_ffn_dim": 48, "decoder_attention_heads": 4, "decoder_layers": 2},

@@ -118,7 +118,7 @@ def test_a_run_names_its_dtype_and_goes_on_in_it_on_another_machine(
 
     machine(other)  # the run goes on, on another machine
     output = paw_here("train", recipe, keys, {"run.updates": 2}, "--resume", "auto").stdout
-    assert f"the run began in {began} and goes on in it (--model.dtype {other}" in output
+    assert f"the run began in {began} and continues in it (--model.dtype {other}" in output
     assert f", {began}, engine transformers" in output
     assert dtypes_of(tmp_path / "run") == ("auto", began)
     assert read_metrics(tmp_path / "run")[:2] == metrics

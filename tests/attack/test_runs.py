@@ -193,7 +193,7 @@ def test_a_run_whose_directory_is_gone_ends_with_one_line_and_writes_no_half_one
         assert not elsewhere.exists()
         return
 
-    saved = "the checkpoint of update 1 is in it" if save_every else "no checkpoint is in it yet"
+    saved = "it has the checkpoint of update 1" if save_every else "it has no checkpoint yet"
     assert errors == (
         f"paw: the run directory {run} was renamed to {elsewhere}, so the run has ended; {saved}: rename it back, then "
         "--resume auto\n"

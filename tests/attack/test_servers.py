@@ -558,7 +558,7 @@ def test_entropies_that_no_distribution_has_cost_their_server(entropy, fault, co
 
 
 STREAMS = {
-    "streams a line without end": "a stream without end: ",
+    "streams a line without end": "endless stream: ",
     "streams empty lines without end": "it has more than 98,304 bytes",
     "streams tokens of another vocabulary": "token 50 of a vocabulary of 50",
     "trickles": "no complete answer within engine.timeout_s = 2",
@@ -629,7 +629,7 @@ def test_a_response_that_is_complete_ends_the_request(connected):
     assert completions[0].logp == [-0.5] * 5
     wait_until(lambda: peer.dropped == 2, seconds=5)  # it notices that nobody listens any more
     peer.habit = "streams without end"
-    assert "a stream without end" in ask(engine, count=1, stopped=lambda ids: False)[0].failure
+    assert "endless stream" in ask(engine, count=1, stopped=lambda ids: False)[0].failure
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ MISTAKES = [
     ([*TRAIN, "stray"], "'stray' is not an option"),
     ([*TRAIN, "--learning-rate", "1"], "unknown option '--learning-rate'; it is 'optim.lr' here"),
     ([*TRAIN, "--resume"], "there is no run in"),
-    ([*TRAIN, "--resume", "never"], "--resume never: it takes auto"),
+    ([*TRAIN, "--resume", "never"], "--resume never: use auto"),
     ([*TRAIN, "--env.eval_split", "test"], "no split 'test'"),
     ([*TRAIN, "--model.path", "."], "model.path = '.': there is no config.json"),
     ([*TRAIN, "--endpoint.url", "http://a"], "an endpoint plays in `paw eval`"),
@@ -212,7 +212,7 @@ def test_a_chosen_checkpoint_must_be_there(capfd, tmp_path):
     (tmp_path / "quickstart" / "checkpoints" / "step_000040").mkdir(parents=True)
     error = mistake(capfd, *TRAIN, "--run.dir", tmp_path, "--resume", "step_000100")
     assert "--resume step_000100: no such checkpoint in" in error
-    assert error.endswith("there are: step_000040\n")
+    assert error.endswith("available: step_000040\n")
 
 
 @pytest.mark.slow

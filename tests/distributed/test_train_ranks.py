@@ -100,7 +100,7 @@ def test_two_machines_resume_what_they_saved(start, tmp_path):
 
     ended = two_machines(tmp_path, recipe, "--run.name", "new", second=["--optim.lr", "1e-3"])
     errors = same_line_of_all(ended)
-    assert "rank 1 was started with other settings than rank 0" in errors
+    assert "rank 1 was started with different settings from rank 0" in errors
 
     own_folder = ["--run.dir", str(tmp_path / "machine1" / "runs")]
     ended = two_machines(tmp_path, recipe, "--run.name", "apart", second=own_folder)
@@ -383,11 +383,11 @@ def test_ranks_share_the_cores_of_this_process(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert launch(2, ["train", "quickstart"]) == 0
     assert environments[-1]["OMP_NUM_THREADS"] == "3"
-    with pytest.raises(UserError, match=r"--gpus 99: from 1 to 64 on this machine"):
+    with pytest.raises(UserError, match=r"--gpus 99: this machine allows 1 to 64"):
         launch(99, [])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(UserError, match=r"--gpus 2: from 1 to 1 on this machine"):
+    with pytest.raises(UserError, match=r"--gpus 2: this machine allows 1 to 1"):
         launch(2, [])
     assert launch(2, ["train", "quickstart"], device="cpu") == 0
 
@@ -409,9 +409,9 @@ class Done:
     [
         (
             {"RANK": "1", "WORLD_SIZE": "4"},
-            r"group_size = 3 episodes on 4 ranks leaves some without one; lower --gpus",
+            r"group_size = 3 episodes for 4 ranks leave some ranks without an episode; lower --gpus",
         ),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 and WORLD_SIZE = 2 do not fit"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 and WORLD_SIZE = 2 do not match"),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK = 'zero' in the environment is not a number"),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"},

@@ -88,7 +88,10 @@ def test_two_machines_train_are_killed_and_go_on_to_the_weights_of_one(
             assert time.monotonic() < deadline, first.communicate()[1]
             time.sleep(0.1)
         kill(second)
-        assert "another rank has ended, this one cannot go on" in first.communicate(timeout=30)[1]
+        assert (
+            "another rank has ended, so this one cannot continue"
+            in first.communicate(timeout=30)[1]
+        )
 
     newest = max((run / "checkpoints").glob("step_*"))
     updates = int(newest.name.removeprefix("step_")) + 1
@@ -123,7 +126,7 @@ class Games(AlfworldFactory):
             "mine.py:Say",
             "rank 1: run.callbacks: 'mine.py:Say': there is no file",
         ),
-        ("--env.name", "games.py:Games", "rank 1 has other games than rank 0"),
+        ("--env.name", "games.py:Games", "rank 1 has different games from rank 0"),
     ],
 )
 def test_what_one_machine_lacks_is_reported_on_both(start, tmp_path, option, name, problem):

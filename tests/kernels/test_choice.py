@@ -72,7 +72,7 @@ def test_a_file_that_cannot_be_read_is_one_warning(times_file, content):
     else:
         times_file.write_text(content.replace("KEY", _measured.key(CPU)))
     with pytest.warns(
-        RuntimeWarning, match=r"kernels.json is left out \(.*paw doctor --kernels writes it anew"
+        RuntimeWarning, match=r"kernels.json is ignored \(.*paw doctor --kernels writes a new one"
     ) as warnings:
         assert {paw_kernels.best_backend(CPU, torch.float32, (70, 16)) for _ in range(2)} == {"cpu"}
     assert len(warnings) == 1

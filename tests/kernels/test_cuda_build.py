@@ -60,7 +60,7 @@ def test_the_library_builds_without_spills_and_loads_beside_a_torch_without_cuda
         _native.why_no_cuda.cache_clear()  # asked while it was imported
         _native.importlib.util.find_spec = lambda name: SimpleNamespace(origin={str(library)!r})
         assert _native.why_no_cuda() is _native.why_no_cuda((9, 0)) is _native.why_no_cuda((8, 0)) is None
-        assert "compute capability 8.0 and later, this GPU has 7.5" in _native.why_no_cuda((7, 5))
+        assert "compute capability 8.0 and later, but this GPU has 7.5" in _native.why_no_cuda((7, 5))
         for name in {OPERATORS!r}:
             assert torch._C._dispatch_has_kernel_for_dispatch_key("paw_kernels::" + name, "CUDA"), name
         assert _native.pack(torch.tensor([False, True]))[0].tolist() == [1, -1]"""

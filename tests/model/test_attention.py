@@ -112,7 +112,9 @@ def test_kernels_agree_on_a_gpu(kernel):
 def test_varlen_refuses_what_it_would_leave_out():
     states = torch.randn(1, 2, 5, 16)
     packed = pack_rows([3, 2], kernel="varlen", device=CPU)
-    with pytest.raises(UserError, match=r"'varlen' supports no soft cap.*--model\.attention sdpa"):
+    with pytest.raises(
+        UserError, match=r"'varlen' does not support soft caps.*--model\.attention sdpa"
+    ):
         packed_attention(None, states, states, states, None, packed=packed, softcap=50.0)
 
 
@@ -121,7 +123,7 @@ def test_kernels_that_cannot_run_are_refused():
     assert pick_attention("auto", CUDA, torch.float32) == "sdpa"
     assert pick_attention("varlen", CUDA, torch.bfloat16) == "varlen"
     with pytest.raises(
-        UserError, match=r"model\.attention = 'varlen': it runs on a GPU in bfloat16 only"
+        UserError, match=r"model\.attention = 'varlen': it runs only on a GPU in bfloat16"
     ):
         pick_attention("varlen", CPU, torch.bfloat16)
     with pytest.raises(UserError, match="flash-attn is not installed; run: pip install flash-attn"):

@@ -79,7 +79,7 @@ BREAKS = {
     "unknown architecture": (lambda f: rewrite(f, model_type="nonesuch"), "nonesuch"),
     "code of its own": (
         lambda f: rewrite(f, model_type="mine", auto_map={"AutoConfig": "mine.Mine"}),
-        "its files name code of their own (auto_map), which is never run",
+        "its files point to custom code (auto_map), which PaW never runs",
     ),
     "pickled weights alone": (only_pickled, "model.safetensors"),
     "garbage": (
@@ -88,11 +88,11 @@ BREAKS = {
     ),
     "a missing tensor": (
         without_norm,
-        "1 weights are missing in its files, first 'model.norm.weight'",
+        "1 weights are missing from its files, the first is 'model.norm.weight'",
     ),
     "other shapes": (
         lambda f: rewrite(f, hidden_size=64),
-        "has shape [61, 32] in its files, [61, 64] by its config",
+        "has shape [61, 32] in its files, [61, 64] in its config",
     ),
 }
 

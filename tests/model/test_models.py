@@ -198,7 +198,7 @@ def test_windows_by_a_mask_alone_are_refused_where_a_row_may_be_longer(name):
     )
     policy = Policy(make(name, **settings))
     for longest in (0, 25):
-        with pytest.raises(UserError, match="has sliding windows by a mask alone"):
+        with pytest.raises(UserError, match="applies sliding windows only through a mask"):
             check_model(policy, "here", longest)
     check_model(policy, "here", 24)
     assert logp_difference(policy, [24, 20]).max() < 2e-5 < logp_difference(policy, [40]).max()

@@ -95,7 +95,7 @@ def test_liger_gives_the_same():
 
 @needs_liger
 def test_liger_says_what_it_cannot_do(monkeypatch):
-    with pytest.raises(UserError, match=r"model\.liger needs a GPU, this run is on 'cpu'"):
+    with pytest.raises(UserError, match=r"model\.liger needs a GPU, but this run is on 'cpu'"):
         import_liger(torch.device("cpu"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(UserError, match="Liger has no kernels for 'gpt2' models"):

@@ -77,7 +77,7 @@ def test_a_rank_that_does_not_go_on_is_named_by_those_who_wait(make):
     ranks[0].note_wait()
     ranks[2].note_wait()
     for rank in ranks:
-        assert re.match(r"rank 1 does not go on: phase 'rollout' has taken", verdict(rank))
+        assert re.match(r"rank 1 is stuck: phase 'rollout' has taken", verdict(rank))
 
 
 @pytest.mark.slow

@@ -108,7 +108,9 @@ def test_a_full_disk(paw_here, quick, quick_run, tmp_path):
         first = paw_here(
             "train", "quickstart", quick, {"run.dir": tmp_path, "run.name": "first"}, code=None
         )
-        assert_refused(first, "cannot write checkpoint .*: File too large; there is no earlier one")
+        assert_refused(
+            first, "cannot write checkpoint .*: File too large; there is no earlier checkpoint"
+        )
         shutil.rmtree(tmp_path / "first")
         finished = paw_here("export", directory, "--out", tmp_path / "hf", code=2)
     finally:

@@ -76,7 +76,7 @@ def test_lines_that_a_power_cut_took_are_told(tmp_path):
         text = "".join(json.dumps({"step": step, "eval/success": 0.5}) + "\n" for step in steps)
         (tmp_path / "metrics.jsonl").write_text(text)
         with open_log(tmp_path, resume_step=5) as log:
-            lacks = f"{tmp_path}/metrics.jsonl lacks {missing}; the run goes on without them"
+            lacks = f"{tmp_path}/metrics.jsonl lacks {missing}; the run continues without them"
             assert log.lost == ([lacks] if missing else [])
             assert [record["step"] for record in log.history] == list(steps)
 

@@ -83,7 +83,7 @@ def test_returns_above_the_largest_are_told_once():
 
     assert [len(warnings(count)) for count in range(4)] == [0, 0, 1, 0]
     assert warnings(2)[0].startswith(
-        "warning: episodes return 3 in the mean, above the environment's reward_max = 1:"
+        "warning: the mean return of episodes is 3, above the environment's reward_max = 1:"
     )
     assert not warnings(2, weight=1.0)
     assert not warnings(2, enabled=False)

@@ -139,7 +139,7 @@ def test_a_stop_where_an_evaluation_is_due_loses_none(
         finished = paw_here(*command)
     assert "SIGTERM: finishing this update, then saving (again: stop now)" in finished.stderr
     assert "stopped after update 3 of" in finished.stdout
-    assert "the same command with --resume goes on" in finished.stdout
+    assert "the same command with --resume continues" in finished.stdout
     # It did not wait for that.
     assert saved(run)[-1] == "step_000003"
     assert "eval/success" not in read_metrics(run)[3]

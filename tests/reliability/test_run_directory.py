@@ -45,7 +45,9 @@ def test_a_name_that_was_given_is_not_numbered(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "metrics.jsonl").write_text('{"step": 0}\n')
     own_config = config(tmp_path, run={"name": "mine"})
-    with pytest.raises(UserError, match="mine holds a run already; use --resume auto, or another"):
+    with pytest.raises(
+        UserError, match="mine already holds a run; use --resume auto, or set another"
+    ):
         take_run_directory(own_config, resume="", numbered=False)
     (tmp_path / "mine" / ".tmp_123_config.toml").write_text("half")  # left over by a kill
     name, lock_file = take_run_directory(own_config, resume="auto", numbered=False)

@@ -43,7 +43,7 @@ def test_a_card_names_base_data_and_method(tmp_path):
 
 @pytest.mark.parametrize("name", ["mine", "a/b/c", "me/.hidden", "me/a--b", "/tmp", "./x", "me/"])
 def test_a_name_that_is_none_is_refused_before_the_export(name):
-    with pytest.raises(UserError, match=f"--push {name}: it takes USER/NAME"):
+    with pytest.raises(UserError, match=f"--push {name}: use USER/NAME"):
         check_push(name)
 
 
@@ -130,7 +130,9 @@ def test_what_the_hub_refuses_is_one_line_and_the_model_stays(tmp_path, hub, mon
     assert refused.startswith("--push me/mine: HfHubHTTPError: ")
     assert "403 Forbidden" in refused
     without = pushed(tmp_path, HF_HOME=str(tmp_path / "none"), HF_TOKEN="")
-    assert without == f"--push me/mine: there is no token: `hf auth login`, or set HF_TOKEN{end}"
+    assert (
+        without == f"--push me/mine: there is no token: run `hf auth login`, or set HF_TOKEN{end}"
+    )
     hub.shutdown()
     hub.server_close()
     assert (

@@ -245,9 +245,7 @@ class ServerPool:
         async with stream as lines:
             async for line in lines:
                 if len(token_ids) > request.max_tokens:
-                    raise WrongAnswer(
-                        "a stream without end: it has more tokens than were asked for"
-                    )
+                    raise WrongAnswer("endless stream: it has more tokens than were asked for")
                 if not line.startswith("data: {"):
                     continue
                 response = GenerateResponse.model_validate_json(line.removeprefix("data: "))
