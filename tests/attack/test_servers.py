@@ -665,7 +665,7 @@ def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, 
         assert sorted(rollouts._updates) == updates
         push_weights(nn.Linear(2, 3), engine, version=step + 1)
     errors = capfd.readouterr().err
-    assert errors.count("has ended (killed by SIGKILL): its episodes are played again") == 1
+    assert errors.count("has ended (killed by SIGKILL); playing its episodes again") == 1
     assert "Traceback" not in errors
 
     again, _ = rollouts.training(3, 2)
