@@ -214,9 +214,7 @@ class Servers:
     def _answers(self, client: BlockingHttpClient, index: int) -> bool:
         """Whether a server is up. Raises UserError if it has ended."""
         if self._running[index].poll() is not None:
-            raise UserError(
-                f"vLLM server {index} ended during startup: {self._last_words(index)}"
-            )
+            raise UserError(f"vLLM server {index} ended during startup: {self._last_words(index)}")
         with suppress(Exception):  # nothing listens yet, or something else does
             return client.ask("GET", f"{self.urls[index]}/health").status == 200
         return False
@@ -231,8 +229,7 @@ class Servers:
             if process.poll() is not None and index not in self._restarted:
                 self._restarted.add(index)
                 lines.append(
-                    f"vLLM server {index} has ended ({self._last_words(index)}):"
-                    " restarting it"
+                    f"vLLM server {index} has ended ({self._last_words(index)}): restarting it"
                 )
                 self._running[index] = self._start(index)
         return lines
