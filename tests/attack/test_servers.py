@@ -707,7 +707,7 @@ def test_what_cannot_play_ahead_says_so(connected, tiny_llm, tmp_path, monkeypat
     rollouts = AsyncRollouts(
         Rollouts(make_factory(), engine, None, config), str(tiny_llm(tmp_path))
     )
-    with pytest.raises(UserError, match="was handed over by a program"):
+    with pytest.raises(UserError, match="was passed by a program"):
         rollouts.training(0, 2)
     rollouts.close()
 
