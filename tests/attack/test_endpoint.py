@@ -171,7 +171,7 @@ def test_retry_after_is_honoured_but_a_wait_of_hours_is_cut_and_named(server, as
         assert pause_after(hours) == 120.0
         (warning,) = capfd.readouterr().err.splitlines()
         assert f"asks to wait (Retry-After: {hours[:40]}" in warning
-        assert warning.endswith(": waiting 120 s of it")
+        assert warning.endswith(": waiting only 120 s")
 
 
 @pytest.mark.parametrize(("status", "key"), [(401, ""), (403, "wrong")])
