@@ -133,7 +133,7 @@ def ask(triplet: Triplet, config: NextStateConfig) -> str:
 
 
 def answer(next_state: str, config: NextStateConfig) -> str:
-    """Return a well-formed response that predicts `next_state` without a thought (for fine-tuning)."""
+    """Return a well-formed response that predicts `next_state`, without thought."""
     return next_state if config.style == "compact" else f"<next_state>{next_state}</next_state>"
 
 
@@ -228,7 +228,7 @@ class NextStateEnv:
         return ask(self._triplet, self.config)
 
     def step(self, response: str) -> Outcome:
-        """Score a prediction. The outcome has the real next state and, as its action, the prediction."""
+        """Score a prediction. The outcome has the real next state; its action is the prediction."""
         real = self._triplet.next_state
         prediction = predicted(response, self.config)
         is_right = False

@@ -116,7 +116,7 @@ def workers():
         ("holds the interpreter", {SILENT, BESIDE}),
         (
             "speaks out of turn",
-            {"EnvironmentFailure: its process was ended: it answered what nobody had asked"},
+            {"EnvironmentFailure: its process was ended: it answered a call that was never made"},
         ),
     ],
 )
