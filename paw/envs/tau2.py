@@ -143,7 +143,7 @@ class Tau2Factory(EnvFactory):
         return f"tau2 {version} {self.config.domain} {digest}, user {self.config.user_model}"
 
     def _ids(self, split: str) -> list[str]:
-        """Return a split's task ids. Raises UserError if the gymnasium interface cannot start it."""
+        """Return a split's task ids. Raises UserError if gymnasium cannot start it."""
         if split not in self._playable:
             raise UserError(
                 f"env.domain = '{self.config.domain}' has no split '{split}' to play; "
