@@ -89,10 +89,10 @@ def test_rows_as_in_the_papers_tables():
     interval = f"(95 % interval {low:.1%} to {high:.1%})"
     assert success == f"these, temperature 0.4: success 33.3% of 12 episodes {interval}"
     assert rest == (
-        "2.0 turns per episode, valid actions 66.7%; 26 calls, 1300 prompt and 130 completion tokens, $3.25; "
-        "20 s of episodes, 9 s of wall time in this run"
+        "2.0 turns an episode, valid actions 66.7%; 26 calls, 1300 prompt and 130 completion tokens, $3.25; "
+        "20 s of episodes, 9 s by the clock in this run"
     )
-    assert failed == "1 episodes could not be played and are not counted above"
+    assert failed == "1 episodes could not be played and count nowhere above"
     sales = [
         ("toys", True, 1.0),
         ("toys", False, 0.6),

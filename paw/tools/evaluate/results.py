@@ -114,11 +114,11 @@ def table(summary: dict[str, Any]) -> str:
         f"{summary['games']}, temperature {summary['temperature']:g}: "
         f"success {summary['success']:.1%} of {summary['episodes']} episodes "
         f"(95 % interval {summary['ci_low']:.1%} to {summary['ci_high']:.1%})",
-        f"{summary['steps']:.1f} turns per episode, valid actions {summary['valid_actions']:.1%}; "
+        f"{summary['steps']:.1f} turns an episode, valid actions {summary['valid_actions']:.1%}; "
         f"{summary['calls']} calls, {summary['prompt_tokens']} prompt and "
         f"{summary['completion_tokens']} completion tokens{cost}; "
         f"{summary['seconds']:.0f} s of episodes, "
-        f"{summary['wall_s']:.0f} s of wall time in this run",
+        f"{summary['wall_s']:.0f} s by the clock in this run",
     ]
     if summary["context_full"]:
         lines.append(
@@ -126,7 +126,7 @@ def table(summary: dict[str, Any]) -> str:
         )
     if summary["not_played"]:
         lines.append(
-            f"{summary['not_played']} episodes could not be played and are not counted above"
+            f"{summary['not_played']} episodes could not be played and count nowhere above"
         )
     return "\n".join(clean(line, MAX_CHARS) for line in lines) + "\n"
 
