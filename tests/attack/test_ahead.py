@@ -36,7 +36,7 @@ from paw.rundir.signals import StopSignal
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 GAMES = Path(__file__).parents[1] / "support" / "ahead_games.py"
-AGAIN = "its episodes are played again"
+AGAIN = "playing its episodes again"
 STEP_S = 30.0
 
 
