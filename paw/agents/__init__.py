@@ -1,1 +1,1 @@
-"""Agents: how a model plays, each a coroutine `async def agent(env, model)` (docs/agents.md)."""
+"""Agents decide how a model plays. Each is a coroutine `agent(env, model)` (docs/agents.md)."""

@@ -1,11 +1,11 @@
 """An OpenAI-compatible chat endpoint: closed models, `vllm serve`, and other servers with
 /chat/completions.
 
-Requests that fail for a temporary reason are sent again after growing pauses, or after the time
-that Retry-After asks for. A parameter that a server refuses by name is omitted from then on
-(max_tokens becomes max_completion_tokens), so that models with a fixed temperature or without a
+A request that fails for a temporary reason is sent again after growing pauses, or after the time
+that Retry-After asks for. If a server refuses a parameter by name, the parameter is left out from
+then on (max_tokens becomes max_completion_tokens). So models with a fixed temperature or without a
 seed can play. To continue an answer, the request ends with an assistant message and sets
-`continue_final_message` (vLLM, SGLang); a server that refuses this gets the start of the answer in
+`continue_final_message` (vLLM, SGLang). A server that refuses this gets the start of the answer in
 the user's message.
 """
 
@@ -32,7 +32,7 @@ from paw.rollouts.text.stops import cut_at
 from paw.types import Reply, ToolCall, Turn
 
 RETRIED = {408, 409, 429}
-"""Status codes after which a request is sent again, besides those from 500 on."""
+"""Status codes after which a request is sent again, besides 500 and above."""
 LONGEST_PAUSE_S = 60.0
 """Longest pause between two tries, unless Retry-After asks for a longer one."""
 LONGEST_WAIT_S = 120.0
@@ -40,9 +40,9 @@ LONGEST_WAIT_S = 120.0
 TIMES_EXPECTED = 16
 """With HIDDEN_TOKENS, bounds the tokens that a server can report for a request: this many times the
 expected ones (a quarter of its characters, plus max_tokens). A count below 0 or above the bound is
-ignored: the limit of tokens per minute would wait for days."""
+ignored, because the limit of tokens per minute would then wait for days."""
 HIDDEN_TOKENS = 100_000
-"""Tokens of a request that nobody sees (thoughts, a template), added to that bound."""
+"""Unseen tokens of a request (thoughts, a template), added to that bound."""
 CHECK_S = 10.0
 """Time limit for asking a server for its models."""
 CONTINUE = "continue_final_message"
@@ -57,8 +57,8 @@ FORGED = re.compile(
     r"|(?<=\[)(?=(?:/?INST|/?SYSTEM_PROMPT|/?AVAILABLE_TOOLS|/?TOOL_\w+|gMASK|BOS|EOS|PAD"
     r"|UNUSED_TOKEN_\d+)\])"
 )
-"""Where a space is inserted in each text that a tokenizer may read as a control token. The server's
-tokenizer is not known, so these are the forms of many."""
+"""Where to insert a space in each text that a tokenizer may read as a control token. The server's
+tokenizer is not known, so these are the forms of many tokenizers."""
 RESTATED = (
     "{prompt}\n\nYour answer has begun already. Go on exactly where it ends, without repeating it:"
     "\n{start}"
@@ -74,12 +74,12 @@ class ChatCompletion:
     """The model's answer to a request."""
 
     text: str
-    """The answer up to a stop string, which is not part of it."""
+    """The answer up to, but excluding, a stop string."""
     prompt_tokens: int
     completion_tokens: int
     """As billed, including the tokens that a stop string cut off."""
     stop: str = ""
-    """The stop string that ended it, if the server reports it or a tag was left open; else ""."""
+    """The stop string that ended it, if the server reports one or a tag is left open; else ""."""
     calls: tuple[ToolCall, ...] = ()
     """Tool calls, as the server parsed them."""
     problem: str = ""
@@ -112,9 +112,9 @@ class Limiter:
 class Endpoint:
     """A chat model behind a URL.
 
-    `section` is the table of the configuration that messages name. `template_options` are
-    variables of the chat template (vLLM and SGLang pass them on). Raises UserError if the openai
-    package, the URL or the model's name is missing.
+    `section` is the configuration table that messages name. `template_options` are variables of the
+    chat template (vLLM and SGLang pass them on). Raises UserError if the openai package, the URL or
+    the model's name is missing.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class Endpoint:
             self.url += "/v1"
         self._section = section
         self._openai = openai
-        # Servers without keys accept any.
+        # Servers without keys accept any key.
         self._key = os.environ.get(config.key_env, "").strip() or "EMPTY"
         self._http_client_class = bounded(openai.DefaultAsyncHttpxClient)
-        self._client: Any = None  # made on the loop that it is used on
+        self._client: Any = None  # made on the event loop that uses it
         self._limiter = Limiter(config.requests_per_minute, config.tokens_per_minute)
         self._extra_body: dict[str, Any] = {}
         if template_options:
@@ -145,8 +145,8 @@ class Endpoint:
         self._refused: set[str] = set()
 
     def _make_client(self) -> Any:
-        # No retries by openai: they pause for eight seconds at most, do not cover broken answers,
-        # and bypass the limiter.
+        # openai does not retry. Its retries pause for at most eight seconds, do not cover broken
+        # answers, and bypass the limiter.
         return self._openai.AsyncOpenAI(
             base_url=self.url,
             api_key=self._key,
@@ -155,7 +155,7 @@ class Endpoint:
         )
 
     def check(self) -> None:
-        """Raises UserError if no server answers at the URL, or it refuses the key.
+        """Raise UserError if no server answers at the URL, or if it refuses the key.
 
         A server without /models passes.
         """
@@ -180,10 +180,10 @@ class Endpoint:
         tools: Sequence[Any] = (),
         **sampling: Any,
     ) -> ChatCompletion:
-        """The answer to `prompt`; with `start`, the rest of an answer that begins with it.
+        """Return the answer to `prompt`, or with `start` the rest of an answer that begins with it.
 
         `sampling` holds temperature, max_tokens and seed. Raises ContextFull if prompt and `start`
-        leave no room for an answer, UserError if the key or the model's name is wrong,
+        leave no room for an answer, UserError if the key or the model's name is wrong, and
         EndpointError if all tries failed.
         """
         if self._client is None:
@@ -222,7 +222,7 @@ class Endpoint:
     async def _send(
         self, request: dict[str, Any], stop: Sequence[str], *, expected_tokens: int
     ) -> ChatCompletion:
-        """The answer to a request that the limiter has admitted for `expected_tokens` tokens."""
+        """Send a request that the limiter has admitted for `expected_tokens` tokens."""
         most_tokens = TIMES_EXPECTED * expected_tokens + HIDDEN_TOKENS
         call = self._client.chat.completions.with_raw_response.create(**request)
         response = await asyncio.wait_for(call, self.config.timeout_s)
@@ -231,13 +231,13 @@ class Endpoint:
         return reply
 
     async def _models(self, timeout_s: float) -> list[str]:
-        """Names of the models that the server lists."""
+        """Return names of the models that the server lists."""
         async with self._make_client() as client:
             page = await asyncio.wait_for(client.models.list(), timeout_s)
         return [clean(model.id, 100) for model in page.data]
 
     def _request(self, prompt: Context, start: str, options: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a request, without the parameters that the server has refused."""
+        """Return the arguments of a request, without parameters that the server has refused."""
         if start and CONTINUE in self._refused:
             prompt = RESTATED.format(prompt=context_text(prompt), start=start)
             start = ""
@@ -261,9 +261,10 @@ class Endpoint:
         return request
 
     def _retry_after(self, headers: Any) -> float:
-        """Seconds that a Retry-After header (a number or a date) asks for; 0 without one.
+        """Return the seconds that a Retry-After header (a number or a date) asks for; 0 without
+        one.
 
-        At most LONGEST_WAIT_S.
+        Returns at most LONGEST_WAIT_S.
         """
         value = headers.get("retry-after", "")
         seconds = 0.0
@@ -275,12 +276,12 @@ class Endpoint:
         if seconds > LONGEST_WAIT_S:
             to_stderr(
                 f"{self.url} asks to wait (Retry-After: {clean(value, 40)}): "
-                f"waiting {LONGEST_WAIT_S:g} s of it"
+                f"waiting only {LONGEST_WAIT_S:g} s"
             )
         return min(max(0.0, seconds), LONGEST_WAIT_S)
 
     def _adapt(self, error: Any, request: dict[str, Any]) -> bool:
-        """Stop sending the parameter that the server refuses; returns whether it names one.
+        """Stop sending the parameter that the server refuses. Returns whether it names one.
 
         Raises ContextFull if the server says that the prompt is too long.
         """
@@ -296,7 +297,7 @@ class Endpoint:
         return True
 
     def _refuse_key(self, error: Any) -> None:
-        """Raises UserError if the server refused the key."""
+        """Raise UserError if the server refused the key."""
         if error.status_code in (401, 403):
             state = "is not set"
             if os.environ.get(self.config.key_env):
@@ -306,7 +307,7 @@ class Endpoint:
             ) from None
 
     async def _raise_mistake(self, error: Any, request: dict[str, Any]) -> None:
-        """Raises UserError if only the user can fix it: key, address, model's name or tools."""
+        """Raise UserError if only the user can fix it: key, address, model's name or tools."""
         self._refuse_key(error)
         if error.status_code in (400, 422) and "tools" in request and "tool" in _message(error):
             raise UserError(
@@ -328,9 +329,9 @@ class Endpoint:
 
 
 def _refused_parameter(error: Any, request: dict[str, Any]) -> str | None:
-    """The parameter of the request that the server refuses.
+    """Return the parameter of the request that the server refuses.
 
-    If it names none, CONTINUE if the request continues an answer, otherwise None.
+    If it names none, returns CONTINUE if the request continues an answer, otherwise None.
     """
     message = _message(error)
     for key in OPTIONAL:
@@ -340,7 +341,8 @@ def _refused_parameter(error: Any, request: dict[str, Any]) -> str | None:
 
 
 def _parsed(text: str, stop: Sequence[str], *, most_tokens: int) -> ChatCompletion:
-    """The first choice of a chat completion's JSON; token counts above `most_tokens` become 0.
+    """Return the first choice of a chat completion's JSON. Token counts above `most_tokens` become
+    0.
 
     Raises ValueError if there is no choice.
     """
@@ -372,9 +374,9 @@ def _parsed(text: str, stop: Sequence[str], *, most_tokens: int) -> ChatCompleti
 
 
 def _removed_stop(content: str, stop: Sequence[str], reason: Any) -> str:
-    """The stop string that the server removed from the end of `content`; "" if there is none.
+    """Return the stop string that the server removed from the end of `content`, or "".
 
-    vLLM names it as the reason; with other servers it is a closing tag whose opening tag is still
+    vLLM names it as the reason. With other servers it is a closing tag whose opening tag is still
     open.
     """
     if reason in stop:
@@ -387,14 +389,14 @@ def _removed_stop(content: str, stop: Sequence[str], reason: Any) -> str:
 
 
 def _count(value: Any, limit: int) -> int:
-    """A reported number of tokens; 0 if it is not a number between 0 and `limit`."""
+    """Return a reported number of tokens; 0 if it is not a number between 0 and `limit`."""
     if isinstance(value, int | float) and 0 <= value <= limit:
         return int(value)
     return 0
 
 
 def _calls(records: list[Any]) -> tuple[tuple[ToolCall, ...], str]:
-    """(tool calls, what is wrong with them or "")."""
+    """Return (tool calls, what is wrong with them or "")."""
     calls = []
     problem = ""
     for number, record in enumerate(records):
@@ -417,7 +419,7 @@ def _calls(records: list[Any]) -> tuple[tuple[ToolCall, ...], str]:
 
 
 def _message_of(message: dict[str, Any]) -> dict[str, Any]:
-    """A copy in the API's form, in which the arguments of calls are JSON text."""
+    """Return a copy in the API's form, in which the arguments of calls are JSON text."""
     copy = _safe(message)
     for call in copy.get("tool_calls", ()):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
@@ -425,7 +427,7 @@ def _message_of(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _safe(value: Any) -> Any:
-    """A copy of JSON data in which each text is harmless."""
+    """Return a copy of JSON data in which each text is harmless."""
     if isinstance(value, dict):
         return {_safe(key): _safe(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -434,7 +436,7 @@ def _safe(value: Any) -> Any:
 
 
 def _harmless(text: str) -> str:
-    """`text` as valid Unicode, with a space in each part that may open or end a turn.
+    """Return `text` as valid Unicode, with a space in each part that may open or end a turn.
 
     >>> _harmless("It says </s><|im_start|>system [INST] a < b")
     'It says < /s>< |im_start|>system [ INST] a < b'
@@ -443,7 +445,7 @@ def _harmless(text: str) -> str:
 
 
 def _message(error: Any) -> str:
-    """The server's message, without the status code that openai puts before it."""
+    """Return the server's message, without the status code that openai puts before it."""
     return clean(error.message.removeprefix(f"Error code: {error.status_code} - "), 200)
 
 

@@ -1,8 +1,8 @@
 """ReAct's example episodes, played by our experts or read from a file of the ReAct authors.
 
-Our experts play generated tasks, and rules add the thoughts in the style of the paper (arXiv
-2210.03629). The files, set by `agent.examples`, are alfworld_3prompts.json, WebShop.ipynb and
-prompts_naive.json (HotpotQA) of the authors' repository.
+Our experts play generated tasks, and rules add thoughts in the style of the paper (arXiv
+2210.03629). The files that `agent.examples` can name are alfworld_3prompts.json, WebShop.ipynb and
+prompts_naive.json (HotpotQA) from the authors' repository.
 """
 
 import json
@@ -31,10 +31,10 @@ FILE_KEYS = {
 PUT = re.compile(r"\bput (the )?(.+? \d+) (?:in/on|in|on) (?:the )?(.+? \d+)\b")
 DETOURS = 2
 """Number of places that an example searches in vain. The expert knows where the object is, but a
-player has to search."""
+player must search."""
 OK = "OK."
 HOTPOTQA = "webthink_simple6"
-"""Key in prompts_naive.json of the episodes that the authors use for HotpotQA."""
+"""Key in prompts_naive.json for the episodes that the authors use for HotpotQA."""
 FORM = {
     "search": [
         (r"^Thought \d+: (.*)\nAction \d+: ", rf"> think: \1\n{OK}\n> "),
@@ -48,12 +48,12 @@ FORM = {
         (r"\s+$", ""),
     ],
 }
-"""Environment -> rules (pattern, replacement) that give the authors' transcripts the form of those
-of ALFWorld."""
+"""Environment -> rules (pattern, replacement) that turn the authors' transcripts into the form of
+ALFWorld's transcripts."""
 
 
 def move_for_put(text: str) -> str:
-    """`text` with "move X to Y" for "put X in/on Y", the form before ALFWorld's release json_2.1.2.
+    """Replace "put X in/on Y", the form before ALFWorld's release json_2.1.2, with "move X to Y".
 
     >>> move_for_put("> put mug 1 in/on desk 2\\nYou put the mug 1 in/on the desk 2.")
     '> move mug 1 to desk 2\\nYou move the mug 1 to the desk 2.'
@@ -62,13 +62,13 @@ def move_for_put(text: str) -> str:
 
 
 def alfworld_examples(kind: str) -> list[str]:
-    """Two episodes of a task type, in generated games that are used for nothing else."""
+    """Return two episodes of a task type, in generated games that have no other use."""
     example_games = games("warmup", 0, 2, seed=1, difficulty="medium", kinds=[kind])
     return [household_example(game) for game in example_games]
 
 
 def household_example(game: Game) -> str:
-    """The expert's episode of `game`, with a thought before each new part of the task."""
+    """Return the expert's episode of `game`, with a thought before each new part of the task."""
     household = Household(game)
     lines = [opening("alfworld", "", household.reset())]
 
@@ -118,7 +118,7 @@ def household_example(game: Game) -> str:
 
 
 def _goal(game: Game, target: str) -> str:
-    """What has to be done with the object of a game once it is taken."""
+    """Say what must be done with the object of a game once it is taken."""
     if game.kind == "look":
         return "find and use a desklamp"
     if game.kind in REQUIRED_STATE:
@@ -128,7 +128,7 @@ def _goal(game: Game, target: str) -> str:
 
 
 def _detours(game: Game, household: Household) -> list[str]:
-    """Actions that go to the first DETOURS places without an object of the task."""
+    """Return actions that go to the first DETOURS places without an object of the task."""
     actions = []
     for action, receptacle in game.destinations.items():
         contents = set(game.contents.get(receptacle, ()))
@@ -138,7 +138,7 @@ def _detours(game: Game, household: Household) -> list[str]:
 
 
 def file_examples(path: Path) -> tuple[str, dict[str, list[str]]]:
-    """(environment, task type -> episodes) of a file of the ReAct authors.
+    """Return (environment, task type -> episodes) for a file of the ReAct authors.
 
     The episodes are in the order in which the authors use them. The task type is "" if the
     environment has none. Raises UserError for any other file.
@@ -154,13 +154,13 @@ def file_examples(path: Path) -> tuple[str, dict[str, list[str]]]:
         raise UserError(f"agent.examples = '{path}': {error}") from None
     except KeyError as error:
         raise UserError(
-            f"agent.examples = '{path}': there is no {error}; it must be ReAct's "
+            f"agent.examples = '{path}': it has no {error}; it must be ReAct's "
             "alfworld_3prompts.json, prompts_naive.json or WebShop.ipynb"
         ) from None
 
 
 def _webshop_episode(cells: list[Any]) -> str:
-    """The episode in a cell of WebShop.ipynb."""
+    """Return the episode in a cell of WebShop.ipynb."""
     code = "\n".join("".join(cell["source"]) for cell in cells)
     match = re.search(r'^prompt1 = """Webshop *\n(.*?)"""', code, re.M | re.S)
     if match is None:
@@ -169,7 +169,7 @@ def _webshop_episode(cells: list[Any]) -> str:
 
 
 def _hotpotqa_episodes(text: str) -> list[str]:
-    """The episodes without the action Lookup, which our environment does not have."""
+    """Return the episodes without the action Lookup, which our environment does not have."""
     episodes = re.split(r"\n(?=Question: )", text)
     return [
         _transcript("search", episode)
@@ -179,7 +179,7 @@ def _hotpotqa_episodes(text: str) -> list[str]:
 
 
 def _alfworld_episodes(content: dict[str, str]) -> dict[str, list[str]]:
-    """Task type -> the two episodes that the authors show for it."""
+    """Return the two episodes that the authors show, by task type."""
     texts = {
         kind: [content[f"react_{key}_1"], content[f"react_{key}_0"]]
         for kind, key in FILE_KEYS.items()
@@ -188,7 +188,7 @@ def _alfworld_episodes(content: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _transcript(name: str, text: str) -> str:
-    """The authors' transcript of an episode of environment `name`, in the form of ALFWorld's.
+    """Turn the authors' transcript for environment `name` into the form of ALFWorld's.
 
     >>> episode = "Thought 1: Hm.\\nAction 1: Search[me]\\nObservation 1: You.\\n"
     >>> _transcript("search", f"Question: Who?\\n{episode}")
@@ -200,7 +200,7 @@ def _transcript(name: str, text: str) -> str:
 
 
 def expert_example(name: str) -> str:
-    """One episode of WebShop or search in a small generated world, played by its own expert."""
+    """Return an episode of WebShop or search in a small generated world, played by its expert."""
     env: dict[str, Any] = {"name": name, "eval_split": "test", "max_turns": 15}
     if name == "webshop":
         env["products"] = 200
@@ -225,7 +225,7 @@ def expert_example(name: str) -> str:
 
 
 def _thought(action: str) -> str:
-    """The thought before an action of the WebShop or search environment."""
+    """Return the thought before an action of the WebShop or search environment."""
     verb, _, text = action.rstrip("]").partition("[")
     if verb == "search":
         return f"Next, I need to find out about {text}, so I search for that."
@@ -245,7 +245,7 @@ def _thought(action: str) -> str:
 
 
 def opening(name: str, task: str, observation: str) -> str:
-    """The start of a transcript: the task, then the first observation unless it is the task."""
+    """Return a transcript's start: the task, then the first observation unless it is the task."""
     match name:
         case "alfworld":
             room_and_task = observation.partition("\n\n")[2]  # without the welcome

@@ -1,10 +1,10 @@
-"""ReAct (arXiv 2210.03629), in which the model writes a transcript of thoughts and actions and
-reads the results of its actions; and Reflexion, which is ReAct with several trials.
+"""ReAct (arXiv 2210.03629) and Reflexion. In ReAct, the model writes a transcript of thoughts and
+actions and reads the results of its actions. Reflexion is ReAct with several trials.
 
 As in the authors' code for ALFWorld, the prompt is one growing text: examples, the task, then lines
-"> think: ..." and "> ACTION", each followed by the answer to it. Of a response, only the first
-non-empty line after its <think> block counts. A thought costs no turn, but an episode with a limit
-of n turns ends after 2 n calls.
+"> think: ..." and "> ACTION", each followed by the answer to it. Only the first non-empty line
+after a response's <think> block counts. A thought costs no turn, but an episode with a limit of n
+turns ends after 2 n calls.
 """
 
 import functools
@@ -61,12 +61,12 @@ BRACKETS = {
 }
 """Environments whose actions have the form verb[text].
 
-In others each line that is not a thought is an action.
+In other environments, each line that is not a thought is an action.
 """
 
 
 def written_line(text: str) -> str:
-    """The line that a response adds to the transcript: its first non-empty line, without markup.
+    """Return the line a response adds to the transcript: its first non-empty line, no markup.
 
     >>> written_line("<think>Hm.</think>\\n\\n> Action: **go to desk 1**\\nOn the desk 1, you see")
     'go to desk 1'
@@ -79,7 +79,7 @@ def written_line(text: str) -> str:
 
 
 def bare_action(line: str, environment: str) -> str:
-    """The action of a line, without the environment's response format; "" if there is none."""
+    """Return a line's action, without the environment's response format; "" without an action."""
     if environment == "alfworld":
         return move_for_put(line)
     if environment not in BRACKETS:
@@ -99,7 +99,7 @@ class React:
 
     class Config(Section):
         examples: Path | None = None
-        """A file from the ReAct authors' repository, in place of episodes of our own expert:
+        """A file from the ReAct authors' repository, instead of episodes of our own expert:
         alfworld_3prompts.json, prompts_naive.json (search) or WebShop.ipynb."""
 
     def __init__(self, settings: "React.Config") -> None:
@@ -112,7 +112,7 @@ class React:
         await self.trial(env, model)
 
     async def trial(self, env: EnvHandle, model: Model, memory: str = "") -> str:
-        """Play a trial, with `memory` before the task; returns its transcript, from the task on."""
+        """Play a trial with `memory` before the task. Returns its transcript, from the task on."""
         name = env.config.name
         head = _head(name, self._examples(env), memory)
         observation = await env.reset()
@@ -141,7 +141,7 @@ class React:
         return text
 
     def _examples(self, env: EnvHandle) -> Sequence[str]:
-        """The example episodes for the environment and, where they differ, for the task's type."""
+        """Return the example episodes for the environment and, if these differ, the task type."""
         name = env.config.name
         kind = env.task.kind
         if self._file_examples:
@@ -158,7 +158,7 @@ class React:
 
 
 def _head(name: str, examples: Sequence[str], memory: str) -> str:
-    """The prompt before the task: what to do, the format of a line, the examples, the memory."""
+    """Return the prompt before the task: what to do, the line format, the examples, the memory."""
     sentences = [HEAD.get(name, OTHER), FORMAT, *EXAMPLES[min(len(examples), 3)]]
     parts = [" ".join(sentences), *examples]
     if memory:
@@ -171,15 +171,16 @@ class Reflexion(React):
     """ReAct again after a failed trial, with plans that the model made from its failures (arXiv
     2303.11366).
 
-    The result is that of the last trial, so an episode is won if any of agent.trials was won: more
-    chances than other agents get. The environment says whether a trial succeeded, as in the paper.
+    The result is that of the last trial, so an episode is won if any of agent.trials was won. Other
+    agents do not get as many chances. The environment says whether a trial succeeded, as in the
+    paper.
     """
 
     class Config(React.Config):
         trials: Count = 3
-        """Maximum number of episodes per game, all but the first with plans made from failures."""
+        """Maximum number of episodes per game. All but the first have plans made from failures."""
         memory: Count = 3
-        """Number of plans that the next trial is shown."""
+        """Number of plans shown to the next trial."""
 
     def __init__(self, settings: "Reflexion.Config") -> None:
         super().__init__(settings)

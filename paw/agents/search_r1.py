@@ -1,7 +1,6 @@
-"""The agent of Search-R1 (arXiv 2503.09516): one response, which the model continues after each
-search.
+"""The agent of Search-R1 (arXiv 2503.09516). It writes one response, continued after each search.
 
-Generation stops at </search>; the results are appended between <information> tags, and the response
+Generation stops at </search>. The results are appended between <information> tags, and the response
 continues there.
 """
 
@@ -9,7 +8,7 @@ import re
 
 from paw.rollouts.episode import EnvHandle, Model
 
-# The paper's template, as the reference code has it (scripts/data_process/nq_search.py).
+# The paper's template, as in the reference code (scripts/data_process/nq_search.py).
 PROMPT = (
     "Answer the given question. You must conduct reasoning inside <think> and </think> first every "
     "time you get new information. After reasoning, if you find you lack some knowledge, you can "

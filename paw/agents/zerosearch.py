@@ -1,9 +1,8 @@
 """ZeroSearch (arXiv 2505.04588): a second LLM plays the search engine. In training its noise grows.
 
-The LLM sees only the query; the paper's prompt also has the question and its answer. A search
-engine that knows the answer would give it away to a model that is trained on the reward. Whether
-the documents are noise is drawn from the query and the seed, so that repeated evaluations get the
-same documents.
+The LLM sees only the query. The paper's prompt also has the question and its answer. But a search
+engine that knows the answer would give it away to a model that is trained on the reward. The query
+and the seed decide whether the documents are noise, so repeated evaluations get the same documents.
 """
 
 import math
@@ -46,7 +45,7 @@ class Simulator:
         self._loop = Loop()
 
     def share(self, step: int | None) -> float:
-        """The share of noise at update i of m; in evaluation, where `step` is None, at the start.
+        """Return the share of noise at update i of m. In evaluation (`step` None), i is 0.
 
         p_i = p_s + (b^(i/m) - 1) / (b - 1) (p_e - p_s)
         """
@@ -58,7 +57,7 @@ class Simulator:
         return start + rise * (end - start)
 
     def search(self, query: str, topk: int, step: int | None = None) -> list[Hit]:
-        """At most `topk` documents: useless ones with the probability `share(step)`.
+        """Return at most `topk` documents, which are useless with probability `share(step)`.
 
         An answer without document labels is one document. Raises EndpointError if the endpoint
         fails.
@@ -70,7 +69,7 @@ class Simulator:
             count=topk, quality=quality, Quality=quality.capitalize(), query=query
         )
         call = self.model.complete(prompt, temperature=1.0, max_tokens=MAX_TOKENS, seed=seed)
-        text = self._loop.run(call, math.inf).text  # the endpoint has time limits of its own
+        text = self._loop.run(call, math.inf).text  # the endpoint has its own time limits
         documents = [" ".join(document.split()) for document in DOCUMENT.findall(text) or [text]]
         non_empty = [document for document in documents if document]
         return [
@@ -80,7 +79,7 @@ class Simulator:
 
 
 def make_simulator(config: SimulatorConfig, run: RunConfig) -> Simulator:
-    """The simulator of env.simulator.
+    """Make the simulator of env.simulator.
 
     Raises UserError if its endpoint is not configured or does not answer.
     """

@@ -1,4 +1,4 @@
-"""Errors for keys that no configuration has, with what was probably meant."""
+"""Error messages for unknown keys, with the key that was probably meant."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -79,25 +79,26 @@ FORMER_KEYS = {
     "wm.horizon": None,
     "wm.ratio": None,
 }
-"""Key or section of an earlier version -> its present name, None if it was removed."""
+"""Key or section of an earlier version -> its current name, or None if it was removed."""
 COMMANDS_SECTIONS = ("sft.", "rwml.")
 """Beginnings of the keys of commands other than `paw train`."""
 
 
 def unknown_key(key: str, flat: Flat, *, origin: str, dashes: str = "") -> UserError:
-    """The error for a key that is unknown, or that does not apply with the other keys of `flat`.
+    """Return the error for a key that is unknown, or that does not apply with the other keys of
+    `flat`.
 
-    `origin` is where it was set, `dashes` what comes before it there.
+    `origin` says where it was set. `dashes` is what precedes it there.
     """
     return UserError(f"{origin}: unknown key '{dashes}{clean(key)}'{hint(key, flat)}")
 
 
 def hint(key: str, flat: Flat) -> str:
-    """What was probably meant, as the end of an error message; "" if no key is similar.
+    """Say what was probably meant, as the end of an error message; "" if no key is similar.
 
-    In this order: what a known key needs to apply; the new name of a former key; the plug-in that
-    has the key; our key for a name of TRL or verl; the nearest key (for a right name in a wrong
-    section, the nearest key of that name).
+    It tries, in this order: what a known key needs to apply; the new name of a former key; the
+    plug-in that has the key; our key for a name of TRL or verl; the nearest key. For a right name
+    in a wrong section, that is the nearest key of that name.
     """
     keys = keys_of(Config, flat)
     if key in keys and keys[key].needs:

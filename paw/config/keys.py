@@ -1,4 +1,4 @@
-"""Keys of a configuration: tables as dotted keys, which keys there are, and which of them apply."""
+"""The keys of a configuration: dotted keys for tables, which keys exist and which of them apply."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +13,7 @@ from paw.config.values import Only, PluginSection, Section
 from paw.errors import UserError
 
 DEPTH = 3
-"""Maximum number of parts of a key; a table below that is a value."""
+"""Maximum number of parts of a key. A table below that is a value."""
 Flat = dict[str, Any]
 """{"optim.lr": 1e-6}"""
 Row = tuple[str, FieldInfo, list[Only]]
@@ -24,14 +24,14 @@ Row = tuple[str, FieldInfo, list[Only]]
 class OnlyPlugins(Only):
     """Metadata of a key that applies only if the plug-in that `key` names has an ability.
 
-    That is a class attribute which is true. The class is asked, so a plug-in of one's own counts.
+    The ability is a class attribute that is true. The class is asked, so your own plug-ins count.
     """
 
     kind: str = ""
     ability: str = ""
 
     def __str__(self) -> str:
-        """Names the built-in ones that have it."""
+        """Name the built-in plug-ins that have the ability."""
         able = [name for name in plugins.BUILT_IN[self.kind] if self.holds(name)]
         return str(Only(self.key, tuple(able)))
 
@@ -46,11 +46,11 @@ class OnlyPlugins(Only):
 class Key(NamedTuple):
     field: FieldInfo
     needs: Only | None
-    """The first need that is not met, so that the key does not apply; None if it applies."""
+    """Return the first unmet need, because of which the key does not apply; None if it applies."""
 
 
 def flatten(tree: Mapping[str, Any] | Section, prefix: str = "") -> Flat:
-    """Nested tables as dotted keys; an empty table is a value."""
+    """Turn nested tables into dotted keys. An empty table is a value."""
     flat: Flat = {}
     for name, value in dict(tree).items():
         key = f"{prefix}{name}"
@@ -62,7 +62,7 @@ def flatten(tree: Mapping[str, Any] | Section, prefix: str = "") -> Flat:
 
 
 def nested(flat: Flat) -> dict[str, Any]:
-    """Dotted keys as nested tables; keys below a value that is not a table are dropped."""
+    """Turn dotted keys into nested tables. Drops keys below a value that is not a table."""
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         *tables, leaf = key.split(".", DEPTH - 1)
@@ -76,7 +76,7 @@ def nested(flat: Flat) -> dict[str, Any]:
 
 
 def section_type(base: type[Section], name: Any) -> type[Section]:
-    """`base` with the keys of the plug-in of this name; None stands for the default one.
+    """Return `base` with the keys of the named plug-in; None stands for the default one.
 
     Raises UserError if there is no such plug-in.
     """
@@ -93,10 +93,10 @@ def section_type(base: type[Section], name: Any) -> type[Section]:
 
 
 def keys_of(config: type[Section] | Section, flat: Flat) -> dict[str, Key]:
-    """Every dotted key of the sections that the values choose, in order.
+    """Return every dotted key of the sections that the values choose, in order.
 
-    `config` is a configuration, whose sections are taken as they are, or its class: then `flat`
-    chooses the plug-ins. An unknown plug-in has no keys.
+    `config` is a configuration, whose sections are used as they are, or its class. If it is the
+    class, `flat` chooses the plug-ins. An unknown plug-in has no keys.
     """
     key_fields: dict[str, FieldInfo] = {}
     key_needs: dict[str, list[Only]] = {}
@@ -120,7 +120,7 @@ def keys_of(config: type[Section] | Section, flat: Flat) -> dict[str, Key]:
 
 
 def _sections(config: type[Section] | Section, flat: Flat) -> dict[str, type[Section]]:
-    """The class of each section, with the keys of its plug-in."""
+    """Return the class of each section, with the keys of its plug-in."""
     if not isinstance(config, type):
         return {name: type(getattr(config, name)) for name in type(config).model_fields}
     sections: dict[str, type[Section]] = {}
@@ -135,7 +135,7 @@ def _sections(config: type[Section] | Section, flat: Flat) -> dict[str, type[Sec
 
 @lru_cache  # a plan calls it thousands of times
 def fields(prefix: str, section: type[Section]) -> Sequence[Row]:
-    """The rows of a section and of the sections within it."""
+    """Return the rows of a section and of the sections within it."""
     section_needs = [section.ONLY] if section.ONLY else []
     rows: list[Row] = []
     for name, field in section.model_fields.items():
@@ -173,6 +173,6 @@ def own_defaults(section: str, base: Any, name: str) -> list[Row]:
 
 
 def own_fields(section: str, base: Any, name: str) -> list[Row]:
-    """The keys that a built-in plug-in adds to its section."""
+    """Return the keys that a built-in plug-in adds to its section."""
     common = {key for key, _, _ in fields(section, base)}
     return [row for row in fields(section, section_type(base, name)) if row[0] not in common]

@@ -1,13 +1,13 @@
 """Plug-ins by name: environments, engines, agents, advantage estimators, losses, rewards and
 callbacks.
 
-A plug-in is named by a built-in name ("gigpo"), by the name of an entry point that an installed
-package registers in the group `paw.<kind>`, by "module:name", or by "FILE.py:name" (a path relative
-to the current folder). A program may also hand over the plug-in itself, see `give`. Only the named
-plug-in is imported. Imports no torch.
+A plug-in is named in one of four ways: by a built-in name ("gigpo"), by an entry point that an
+installed package registers in the group `paw.<kind>`, by "module:name", or by "FILE.py:name" (a
+path relative to the current folder). A program may also pass the plug-in itself, see `give`. Only
+the named plug-in is imported. This module imports no torch.
 
-A plug-in may have settings, which are keys of its section of the recipe: the keys of a class's
-`Config`, a subclass of `Section`, or a function's keyword-only parameters.
+A plug-in may have settings, which are keys of its section of the recipe. They are the keys of a
+class's `Config`, a subclass of `Section`, or a function's keyword-only parameters.
 """
 
 import importlib
@@ -46,7 +46,7 @@ SETTINGS = {
     "envs.search": "paw.envs.settings:SearchConfig",
     "envs.verifiers": "paw.envs.inverted:VerifiersConfig",
 }
-"""Built-in plug-in -> "module:name" of its `Config`, if it has one that can be imported alone.
+"""Built-in plug-in -> "module:name" of its `Config`, if that can be imported separately.
 
 Its keys are then known without importing the plug-in, which takes long.
 """
@@ -81,7 +81,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "grpo": "paw.algo.advantages:grpo",
         "rloo": "paw.algo.advantages:rloo",
         "gigpo": "paw.algo.advantages:gigpo",
-        "ppo": "paw.algo.gae:gae",  # one a token, from the critic's values
+        "ppo": "paw.algo.gae:gae",  # one per token, from the critic's values
     },
     "losses": POLICY_LOSSES | WORLD_LOSSES,
     "agents": {
@@ -98,7 +98,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
 }
 """Name -> "module:name" of the plug-ins that come with PaW, by kind."""
 CALLED = ("advantages", "losses", "agents", "rewards", "scores")
-"""Kinds whose plug-ins are functions or classes; those of other kinds may be objects."""
+"""Kinds whose plug-ins must be functions or classes. Plug-ins of other kinds may be objects."""
 FILE_MODULE = "paw_plugin_"
 """Prefix of the names of modules that were imported from files."""
 GIVEN = "given:"
@@ -106,18 +106,18 @@ GIVEN = "given:"
 _files: dict[tuple[str, int, int], ModuleType] = {}
 """(path, modification time, size) of a file -> its module."""
 _handed_over: dict[str, Any] = {}
-"""Name -> plug-in that a program has handed over."""
+"""Name -> plug-in that a program has passed."""
 
 
 def names(kind: str) -> list[str]:
-    """Built-in names of a kind, and those that installed packages register."""
+    """Return the built-in names of a kind, and those that installed packages register."""
     return sorted({*BUILT_IN[kind], *_registered(kind)})
 
 
 def give(plugin: Any) -> str:
-    """A name for a class, function or object of this program.
+    """Return a name for a class, function or object of this program.
 
-    `load` finds it by this name as long as the program runs.
+    `load` finds it by this name while the program runs.
     """
     name = f"{GIVEN}{_name_of(plugin)}"
     while _handed_over.setdefault(name, plugin) is not plugin:
@@ -126,10 +126,10 @@ def give(plugin: Any) -> str:
 
 
 def importable(plugin: Any) -> str:
-    """A name by which another process finds a plug-in.
+    """Return a name by which another process finds a plug-in.
 
-    A name that does not come from `give` is returned unchanged. Raises UserError if the plug-in
-    cannot be imported in another process.
+    A name that does not come from `give` is returned unchanged. Raises UserError if another process
+    cannot import the plug-in.
     """
     if isinstance(plugin, str):
         if plugin not in _handed_over:
@@ -143,8 +143,8 @@ def importable(plugin: Any) -> str:
         same_name = getattr(same_name, attribute, None)
     if same_name is not plugin or module is None or module.__name__ == "__main__":
         raise UserError(
-            f"{clean(_name_of(plugin))} was handed over by a program, and another process cannot "
-            "import it: put it in a file of its own and name it, as 'module:name' or 'FILE.py:name'"
+            f"{clean(_name_of(plugin))} was passed by a program, and another process cannot "
+            "import it; put it in its own file and name it, as 'module:name' or 'FILE.py:name'"
         )
     if module.__name__.startswith(FILE_MODULE):
         return f"{module.__file__}:{attributes}"
@@ -156,7 +156,7 @@ def _name_of(plugin: Any) -> str:
 
 
 def load(kind: str, name: str) -> Any:
-    """The class, function or object of that name.
+    """Return the class, function or object of that name.
 
     Raises UserError if there is none, or it cannot be imported.
     """
@@ -165,7 +165,7 @@ def load(kind: str, name: str) -> Any:
     if name.startswith(GIVEN):
         if name not in _handed_over:
             raise UserError(
-                f"'{clean(name)}' was handed over by a program; run that again, "
+                f"'{clean(name)}' was passed by a program; run that program again, "
                 "or name a 'FILE.py:name'"
             )
         return _checked(kind, _handed_over[name], name)
@@ -195,14 +195,15 @@ def load(kind: str, name: str) -> Any:
 
 
 def _checked(kind: str, plugin: Any, name: str) -> Any:
-    """The plug-in. Raises UserError if it is not a function or class and its kind needs one."""
+    """Return the plug-in. Raises UserError if it is no function or class but must be one."""
     if kind in CALLED and not callable(plugin):
         raise UserError(f"'{clean(name)}' is a {type(plugin).__name__}, not a function or class")
     return plugin
 
 
 def make(plugin: type, config: Any) -> Any:
-    """An object of a class: plugin(config), or plugin() if it needs no argument and no settings.
+    """Make an object of a class: plugin(config), or plugin() if it takes no argument and no
+    settings.
 
     `config` is the section of the recipe that names the plug-in.
     """
@@ -219,7 +220,7 @@ def make(plugin: type, config: Any) -> Any:
 
 
 def settings(plugin: Any, name: str, base: type[Section] = Section) -> type[Section]:
-    """The section `base` with the keys of a plug-in; an object adds none.
+    """Return the section `base` with the keys of a plug-in. An object adds none.
 
     Raises UserError if its settings cannot be keys.
     """
@@ -275,7 +276,7 @@ def _described_parameters(docstring: str) -> dict[str, str]:
 
 
 def import_file(file: str, origin: str) -> ModuleType:
-    """The module of a Python file, imported once for each state of the file.
+    """Return the module of a Python file, imported once for each state of the file.
 
     Raises UserError, beginning with `origin`, if there is no such file or its code fails.
     """
@@ -308,7 +309,7 @@ def import_file(file: str, origin: str) -> ModuleType:
 
 
 def _import(source: str, name: str) -> ModuleType:
-    """The module that `source` names, a FILE.py or a module; `name` is the plug-in's."""
+    """Import the module that `source` names, a FILE.py or a module. `name` is the plug-in's."""
     if source.endswith(".py"):
         return import_file(source, f"'{name}'")
     try:

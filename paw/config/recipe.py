@@ -1,12 +1,12 @@
 """From a recipe and the command line to a Config.
 
-A recipe is a TOML file whose tables are the sections of `Config`; `--a.b value` on the command line
+A recipe is a TOML file whose tables are the sections of `Config`. `--a.b value` on the command line
 overrides one key. `base = ["alfworld", "gigpo", "paw"]` above the first table builds on other
-recipes (names, or paths relative to the file) in that order: each overrides single keys of those
-before it, and the file overrides all of them. A layer that chooses another plug-in, or another
-value that keys depend on (`paw.config.values.Only`), drops the keys of the layers before it that no
-longer apply, or have another default now (`layered`). An unknown key is an error that suggests the
-nearest one. Imports no torch.
+recipes (names, or paths relative to the file) in that order. Each overrides single keys of those
+before it, and the file overrides all of them. A layer may choose another plug-in, or another value
+that keys depend on (`paw.config.values.Only`). It then drops keys of earlier layers that no longer
+apply or have another default now (`layered`). An unknown key is an error that suggests the nearest
+key. This module imports no torch.
 """
 
 import re
@@ -28,25 +28,24 @@ from paw.errors import HIDDEN, UserError, clean, masked, nearest, short_repr
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 GENERATIONS = 50
-"""Maximum length of a chain of recipes, each built on the next."""
+"""Maximum length of a chain of recipes in which each is built on the next."""
 MOST_LAYERS = 500
-"""Maximum number of bases of a recipe in all, counted with repeats."""
+"""Maximum total number of bases of a recipe, including repeats."""
 LARGEST = 1_000_000
 """Maximum number of bytes of a recipe."""
 HIGH_LR = 1e-4
-"""A higher learning rate gets a warning, unless the model is the quickstart's or has adapters."""
+"""Higher learning rates cause a warning, unless the model is the quickstart's or has adapters."""
 FAR = 100.0
-"""Factor between a clip and its default beyond which it seems to be of another loss."""
+"""If a clip and its default differ by more than this factor, it seems meant for another loss."""
 NO_PASSWORD = re.compile(rf"://[^\s/?#@:]*:{re.escape(HIDDEN)}@")
 """A URL whose password was masked."""
 
 
 @cache
 def packaged() -> dict[str, dict[str, dict[str, Any]]]:
-    """The `recipes` that can be trained and the `bases` that they build on, by name.
+    """Return the `recipes` that can be trained and the `bases` that they build on, by name.
 
-    Bases are algorithms, benchmarks and models. Both come from index.toml and from files of their
-    own.
+    Bases are algorithms, benchmarks and models. Both come from index.toml and from their own files.
     """
     by_kind = _tables(RECIPES / "index.toml")
     for kind, folder in (("recipes", RECIPES), ("bases", RECIPES / "bases")):
@@ -65,10 +64,10 @@ def base_names() -> list[str]:
 
 
 def load(recipe: str | Path | Config, overrides: dict[str, Any] | None = None) -> Config:
-    """The Config of a recipe, given by name or path, with `{"a.b": value}` overrides.
+    """Load a recipe, given by name or path, as a Config, with `{"a.b": value}` overrides.
 
-    Texts are parsed as on the command line. A Config can take the place of the recipe. Raises
-    UserError if anything is unknown, malformed or out of range.
+    Texts are parsed as on the command line. `recipe` may also be a Config. Raises UserError if
+    anything is unknown, malformed or out of range.
     """
     if isinstance(recipe, Config):
         if not overrides:
@@ -80,7 +79,7 @@ def load(recipe: str | Path | Config, overrides: dict[str, Any] | None = None) -
 
 
 def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
-    """`load`, with the recipe's name as run.name if that is not set."""
+    """Do what `load` does, with the recipe's name as run.name if that is not set."""
     config = load(recipe, overrides)
     if "name" in config.run.model_fields_set:
         return config
@@ -91,12 +90,12 @@ def load_named(recipe: str | Path, overrides: dict[str, Any]) -> Config:
 def override(
     flat: Flat, overrides: dict[str, Any], *, origin: str, origins: dict[str, str]
 ) -> Config:
-    """The Config of a recipe's keys with `{"a.b": value}` overrides.
+    """Return the Config of a recipe's keys with `{"a.b": value}` overrides.
 
     The value of a plug-in's key may be the plug-in itself.
     """
     named_overrides = {key: named(value) for key, value in overrides.items()}
-    # The plug-ins that are chosen decide which keys there are.
+    # The chosen plug-ins decide which keys exist.
     keys = keys_of(Config, flat | named_overrides)
     layer: Flat = {}
     for key, value in named_overrides.items():
@@ -123,7 +122,7 @@ def override(
 
 
 def named(value: Any) -> Any:
-    """The value with plug-ins in it replaced by their names."""
+    """Replace the plug-ins in a value with their names."""
     if isinstance(value, list):
         return [named(item) for item in value]
     if isinstance(value, str | int | float | tuple | dict | Path | None):
@@ -132,7 +131,7 @@ def named(value: Any) -> Any:
 
 
 def _parsed(text: str, kind: Any) -> Any:
-    """The value that `text` stands for in a key of type `kind`: None, a TOML value or the text."""
+    """Return what `text` means in a key of type `kind`: None, a TOML value or the text itself."""
     if text.lower() == "none" and type(None) in get_args(kind):
         return None
 
@@ -150,9 +149,9 @@ def _parsed(text: str, kind: Any) -> Any:
 def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | None = None) -> Config:
     """Build a Config from tables or dotted keys.
 
-    Raises UserError, one line, for the first problem. The line begins with the origin of the key
-    (from `origins`, otherwise `origin`). If it is about several keys, the command line is named
-    rather than a recipe.
+    Raises UserError, in one line, for the first problem. The line begins with the origin of the key
+    (from `origins`, otherwise `origin`). If the problem concerns several keys, the line names the
+    command line rather than a recipe.
     """
     try:
         return Config.model_validate(nested(flatten(tree)))
@@ -182,9 +181,9 @@ def validate(tree: dict[str, Any], *, origin: str, origins: dict[str, str] | Non
 
 
 def _origin_of(key: str, message: str, origins: dict[str, str], *, default: str) -> str:
-    """Where the key, or a key that the message names, was set.
+    """Return where the key, or a key that the message names, was set.
 
-    The command line if any of them was set there, otherwise the last one's origin.
+    This is the command line if any of them was set there, otherwise the origin of the last one.
     """
     candidates = []
     for known_key, origin in origins.items():
@@ -196,23 +195,23 @@ def _origin_of(key: str, message: str, origins: dict[str, str], *, default: str)
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
-    """The key of an error, without the tags that pydantic adds for the alternatives of a union."""
+    """Return the key of an error, without the tags that pydantic adds for members of a union."""
     return ".".join(
         str(part) for part in location if not str(part).startswith(("literal[", "constrained-"))
     )
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as TOML, with all keys that apply.
+    """Return the resolved configuration as TOML, with all keys that apply.
 
-    `load` of it gives the same Config, except for the passwords of URLs, which are ***
+    Calling `load` on it gives the same Config, except for passwords in URLs, which are ***
     (`check_passwords`).
     """
     return tomli_w.dumps(as_tree(config))
 
 
 def as_tree(config: Config) -> dict[str, Any]:
-    """The keys that apply and are set, as nested dicts of plain values, without URLs' passwords."""
+    """Return the keys that apply and are set, as nested dicts, without passwords in URLs."""
     plain = masked(config.model_dump(mode="json", exclude_none=True))
     flat: Flat = {}
     for key, state in known_keys(config).items():
@@ -223,7 +222,7 @@ def as_tree(config: Config) -> dict[str, Any]:
 
 
 def check_passwords(config: Config) -> None:
-    """Raises UserError if a URL has the password ***, which a run's files hold in place of it."""
+    """Raise UserError if a URL has the password ***, which a run's files contain instead."""
     plain = config.model_dump(mode="json", exclude_none=True)
     for key, state in known_keys(config).items():
         value = get(plain, key)
@@ -236,7 +235,7 @@ def check_passwords(config: Config) -> None:
 
 
 def warnings(config: Config) -> list[str]:
-    """A line for each setting that is likely to be a mistake."""
+    """Return a line for each setting that is probably a mistake."""
     lines = _clip_warnings(config)
     is_pretrained = config.model.path != "quickstart"
     if is_pretrained and not config.lora.rank and config.optim.lr > HIGH_LR:
@@ -266,22 +265,22 @@ def _clip_warnings(config: Config) -> list[str]:
 
 
 def known_keys(config: Config) -> dict[str, Key]:
-    """Every dotted key of a configuration's sections, including those that do not apply."""
+    """Return every dotted key of a configuration's sections, even those that do not apply."""
     return keys_of(config, flatten(config))
 
 
 def get(tree: Any, dotted: str) -> Any:
-    """The value of a dotted key in nested dicts, or None."""
+    """Return the value of a dotted key in nested dicts, or None."""
     for part in dotted.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
 
 
 def layered(flat: Flat, layer: Flat) -> Flat:
-    """`flat` overridden by `layer`.
+    """Override `flat` with `layer`.
 
-    Keys of `flat` that no longer apply are dropped. So are keys for which the newly chosen plug-in
-    has another default than the former one: it means something else by them.
+    Drops keys of `flat` that no longer apply. Also drops keys for which the newly chosen plug-in
+    has another default than the former one, because it gives them another meaning.
     """
     merged = flat | layer
     keys_before = keys_of(Config, flat)
@@ -296,16 +295,16 @@ def layered(flat: Flat, layer: Flat) -> Flat:
 
     remaining: Flat = {}
     for key, value in merged.items():
-        table = key.rpartition(".")[0]  # a key itself, if its value is a dict
+        table = key.rpartition(".")[0]  # the key itself, if its value is a dict
         if key in layer or not dropped & {key, table}:
             remaining[key] = value
     return remaining
 
 
 def read_recipe(recipe: str) -> tuple[Flat, dict[str, str]]:
-    """(keys, origins) of a recipe, given by name or path.
+    """Return (keys, origins) of a recipe, given by name or path.
 
-    Its keys override those of its bases. `origins` maps a key to the recipe that it comes from.
+    Its keys override those of its bases. `origins` maps each key to the recipe it comes from.
     """
     flat: Flat = {}
     origins: dict[str, str] = {}
@@ -316,16 +315,16 @@ def read_recipe(recipe: str) -> tuple[Flat, dict[str, str]]:
 
 
 def _lineage(recipe: str) -> list[tuple[str, Flat]]:
-    """(origin, keys) of each base of a recipe, and last of the recipe itself.
+    """Return (origin, keys) of each base of a recipe, and last of the recipe itself.
 
-    Later ones override earlier ones.
+    Later entries override earlier ones.
     """
     layers: list[tuple[str, Flat]] = []
 
     def add(name: str, *, context: str, folder: Path, heirs: tuple[str, ...]) -> None:
         """Append the layers of one recipe.
 
-        `heirs` are the identities of the recipes that are built on it; errors begin with `context`.
+        `heirs` identify the recipes that are built on it. Errors begin with `context`.
         """
         if name.endswith(".toml"):
             path = folder / name
@@ -350,11 +349,9 @@ def _lineage(recipe: str) -> list[tuple[str, Flat]]:
         if identity in heirs:
             raise UserError(f"{context}'{name}' is itself built on this recipe")
         if len(heirs) == GENERATIONS:
-            raise UserError(
-                f"{recipe}: it is built on more than {GENERATIONS} recipes, one on another"
-            )
+            raise UserError(f"{recipe}: its chain of bases has more than {GENERATIONS} recipes")
         if len(layers) >= MOST_LAYERS:
-            raise UserError(f"{recipe}: it is built on more than {MOST_LAYERS} recipes in all")
+            raise UserError(f"{recipe}: it is built on more than {MOST_LAYERS} recipes in total")
 
         for base in _bases(tables, origin):
             add(base, context=f"{origin}: base: ", folder=folder, heirs=(*heirs, identity))
@@ -366,7 +363,7 @@ def _lineage(recipe: str) -> list[tuple[str, Flat]]:
 
 
 def _bases(tables: dict[str, Any], origin: str) -> list[str]:
-    """The recipes that a recipe is built on.
+    """Return the recipes that a recipe is built on.
 
     Raises UserError if `base` is neither a text nor a list of texts.
     """
@@ -375,14 +372,14 @@ def _bases(tables: dict[str, Any], origin: str) -> list[str]:
         bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise UserError(
-            f"{origin}: base = {short_repr(tables['base'])}: it takes the name of a recipe "
-            "or the path of a .toml file, or a list of them"
+            f"{origin}: base = {short_repr(tables['base'])}; it must be the name of a recipe, "
+            "the path of a .toml file, or a list of these"
         )
     return bases
 
 
 def _tables(path: Path, context: str = "") -> dict[str, Any]:
-    """The content of a TOML file.
+    """Return the content of a TOML file.
 
     Raises UserError, which begins with `context`, if the file cannot be read, is not TOML or is too
     long.

@@ -1,8 +1,9 @@
-"""The configuration of a run as pydantic models: one for each section, a table of a recipe.
+"""The configuration of a run, as one pydantic model per section. A section is a table of a recipe.
 
-Some sections, such as `env`, `engine` and `advantage`, name a plug-in (`paw.config.plugins`), whose
-settings are keys of the section too. A key with `Only` applies only with some values of another
-key; with other values it is an unknown key. `paw.config.recipe` reads recipes. Imports no torch.
+Some sections, such as `env`, `engine` and `advantage`, name a plug-in (`paw.config.plugins`). Its
+settings are then keys of the section too. A key with `Only` applies only with some values of
+another key; with other values it is an unknown key. `paw.config.recipe` reads recipes. This module
+imports no torch.
 """
 
 from contextlib import suppress
@@ -49,7 +50,7 @@ from paw.errors import UserError
 
 
 def estimator_traits(name: Any) -> EstimatorTraits:
-    """The traits of the advantage estimator of that name; the defaults if there is none."""
+    """Return the traits of the advantage estimator of that name; the defaults if there is none."""
     if isinstance(name, str):
         with suppress(UserError):  # reported when the section itself is validated
             return traits_of(plugins.load("advantages", name))
@@ -64,7 +65,7 @@ class OnlyEstimators(Only):
     needs: Need = "groups"
 
     def __str__(self) -> str:
-        """Names the built-in estimators that need it, or those that do not if they are fewer."""
+        """Name the built-in estimators that need it, or those that do not if they are fewer."""
         having = [name for name in plugins.BUILT_IN["advantages"] if self.holds(name)]
         lacking = [name for name in plugins.BUILT_IN["advantages"] if not self.holds(name)]
         if len(lacking) < len(having):
@@ -86,15 +87,15 @@ CRITIC = OnlyEstimators(needs="critic")
 _DEFAULT: Any = {}
 """Default of a section with a plug-in.
 
-It is validated like a table, so that it gets the plug-in's type.
+It is validated like a table, so it gets the plug-in's type.
 """
 
 
 class RunConfig(Section):
     name: Annotated[str, Field(min_length=1)] = "run"
-    """Name of the run's folder; by default the recipe's name with a number."""
+    """Name of the run's folder. The default is the recipe's name with a number."""
     dir: Path = Path("runs")
-    """Parent folder: the run's files are in dir/name."""
+    """Parent folder. The run's files are in dir/name."""
     seed: Seed = 0
     """Seed of tasks, sampling and mini-batches."""
     updates: Count = 150
@@ -109,8 +110,8 @@ class RunConfig(Section):
     max_skipped: Count = 3
     """Consecutive optimizer steps with a non-finite loss or gradient after which the run stops."""
     peer_timeout_s: Annotated[float, Field(ge=5.0, le=1e7)] = 600.0
-    """Several ranks: seconds that a rank may be silent, or that a phase may take longer than the
-    longest so far, before all ranks end."""
+    """Several ranks: all ranks end if one is silent for this many seconds, or if a phase takes this
+    much longer than the longest so far."""
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
     """Experiment trackers that the metrics are sent to: one name or a list."""
     callbacks: list[str] = []
@@ -123,54 +124,55 @@ class RunConfig(Section):
     def _stays_in_dir(cls, name: str) -> str:
         if "/" in name or name in (".", "..") or not name.isprintable() or len(name.encode()) > 200:
             raise ValueError(
-                "a folder's name of at most 200 bytes, without '/' and line ends; "
-                "run.dir is the folder above it"
+                "a folder's name of at most 200 bytes, without '/' and line breaks; "
+                "run.dir is its parent folder"
             )
         return name
 
 
 class ModelConfig(Section):
     path: str
-    """Hugging Face name or folder, or "quickstart": a small Qwen3 that is made first (see
+    """Hugging Face name or folder, or "quickstart": a small Qwen3 that is created first (see
     `warmup`)."""
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
     """Variables of the chat template, such as {enable_thinking = false}."""
     tool_parser: Annotated[str, Field(min_length=1)] = "auto"
-    """Parser of tool calls: one of vLLM ("hermes", "llama3_json"), "transformers", or auto, which
-    tries them."""
+    """Parser of tool calls: one of vLLM's ("hermes", "llama3_json"), "transformers", or auto, which
+    tries all of them."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the forward pass; auto: bfloat16 on a GPU or a CPU with instructions for it,
-    else float32. Gradients are accumulated in what the optimizer stores."""
+    """Precision of the forward pass. auto takes bfloat16 on a GPU, or on a CPU with instructions
+    for it, else float32. Gradients are accumulated in the dtype that the optimizer stores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on; auto takes a GPU if there is one."""
+    """Device to train on. auto takes a GPU if there is one."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Which activations are recomputed in the backward pass. selective keeps the outputs of
     attention and of half the matrix products; full recomputes everything."""
     offload_activations: bool = False
     """Keep activations in host memory until the backward pass."""
     attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"
-    """Attention over packed sequences (sdpa pads them); auto takes the first that works. All give
+    """Attention over packed sequences (sdpa pads them). auto takes the first that works. All give
     the same log-probs."""
     compile: bool = False
     """torch.compile of every decoder layer."""
     shard: Literal["world", "node", "none"] = "world"
-    """Several ranks: how weights, gradients and moments are divided. world: among all ranks. node:
-    among the ranks of a machine, with a copy on each machine. none: every rank has everything."""
+    """Several ranks: how weights, gradients and moments are divided. world divides them among all
+    ranks. node divides them among the ranks of a machine, with a copy on each machine. none gives
+    every rank everything."""
     liger: bool = False
     """Liger's kernels for norms, rotary embedding and SwiGLU (the vocabulary head is always
     PaW's)."""
     head_backend: Literal["auto", "triton", "cuda", "cpu", "torch"] = "auto"
-    """Implementation of the vocabulary head; auto takes the fastest that works on the device (`paw
+    """Implementation of the vocabulary head. auto takes the fastest that works on the device (`paw
     doctor` names it)."""
 
 
 class LoraConfig(Section):
-    """Train low-rank adapters instead of the weights; the export has the merged weights."""
+    """Train low-rank adapters instead of the weights. The export has the merged weights."""
 
     rank: Natural = 0
     """Rank of the adapters; 0 trains every weight."""
     alpha: Annotated[Positive, LORA] = 32.0
-    """Adapters are scaled by alpha / rank."""
+    """Scale of the adapters, which is alpha / rank."""
     targets: Annotated[list[str], LORA] = [
         "q_proj",
         "k_proj",
@@ -205,20 +207,19 @@ class EnvConfig(PluginSection):
     max_turns: Count = 50
     """Maximum number of turns in an episode."""
     reward: Positive = 10.0
-    """Reward for winning, R_max. An environment of your own gives its largest return as
-    `reward_max`."""
+    """Reward for winning, R_max. For your own environment, `reward_max` is its largest return."""
     invalid_penalty: NonNegative = 0.1
-    """Subtracted from the score of a turn whose response is not a valid action."""
+    """Penalty subtracted from the score of a turn whose response is not a valid action."""
     step_timeout_s: Seconds = 60.0
     """Seconds after which a turn of an environment counts as hung and its episode is dropped. Also
-    how long an agent may wait for anything other than the model and the environment."""
+    limits how long an agent may wait for anything except the model and the environment."""
     processes: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Processes of each rank for environments of your own, those of gymnasium and verifiers, and
-    questions with a score of your own. A process that dies, or hangs for env.step_timeout_s, is
-    replaced, and its episodes are dropped. 0 runs them in threads of the trainer."""
+    """Processes per rank for your own environments, for gymnasium and verifiers, and for questions
+    with your own score. A process that dies, or hangs for env.step_timeout_s, is replaced, and its
+    episodes are dropped. 0 runs them in threads of the trainer."""
     max_text: Count = 1_000_000
-    """Maximum number of characters of a prompt (the last ones are kept), and of an observation or
-    an anchor (the first ones are kept)."""
+    """Maximum number of characters. Of a longer prompt the end is kept, and of a longer observation
+    or anchor the beginning."""
 
 
 class AgentConfig(PluginSection):
@@ -240,25 +241,25 @@ class RewardConfig(PluginSection):
     KEY = "type"
     NONE = "env"
     type: str = "env"
-    """env: the environment's own. Otherwise "FILE.py:name" or "module:name", a function of a
+    """env takes the environment's own reward. "FILE.py:name" or "module:name" names a function of a
     trajectory (docs/agents.md)."""
 
 
 class RolloutConfig(Section):
     tasks: Count = 16
-    """Tasks (groups) of an update."""
+    """Tasks (groups) per update."""
     group_size: Count = 8
-    """Episodes of each task."""
+    """Episodes per task."""
     refill: Annotated[Natural, GROUPS] = 0
-    """Further tasks that may be played to replace groups whose returns are all equal (DAPO), at
-    most refill times `tasks`."""
+    """Further tasks that may be played to replace groups whose returns are all equal (DAPO). At
+    most refill times `tasks` are played."""
     temperature: Positive = 1.0
     """Sampling temperature."""
     ahead: Annotated[Natural, OnlyPlugins("engine.type", kind="engines", ability="has_pool")] = 0
     """Number of updates whose episodes are played ahead while the trainer works. No token comes
     from weights that are more updates old than this."""
     max_prompt_tokens: Count = 2048
-    """Maximum number of tokens in a prompt; a longer one loses its beginning."""
+    """Maximum number of tokens in a prompt. A longer prompt loses its beginning."""
     max_response_tokens: Count = 512
     """Maximum number of tokens in a response."""
 
@@ -274,8 +275,8 @@ class AdvantageConfig(PluginSection):
         "(docs/algorithm.md). ppo's baseline is a critic, see `critic`.",
     )
     penalty_only: Annotated[Literal["keep", "drop"], GROUPS] = "keep"
-    """Groups whose returns are all equal, so that only penalties differ. keep: they are normalised
-    like others, which inflates the penalties. drop: they have no advantage."""
+    """What happens to groups whose returns are all equal, so that only penalties differ. keep
+    normalises them like others, which inflates the penalties. drop gives them no advantage."""
 
     @property
     def traits(self) -> EstimatorTraits:
@@ -289,7 +290,7 @@ class CriticConfig(Section):
     lr: Rate = 1e-5
     """Learning rate."""
     value_clip: Positive = 0.5
-    """A value is clipped to within this distance of the one that the advantages were computed
+    """A value is clipped to within this distance of the value that the advantages were computed
     from."""
 
 
@@ -308,18 +309,18 @@ class PolicyConfig(PluginSection):
     clip_high: Annotated[NonNegative, PPO] = 0.2
     """Ratios above 1 + clip_high are clipped."""
     dual_clip: Annotated[float, Field(gt=1.0), PPO] = 3.0
-    """With a negative advantage, the loss is at most this factor times the advantage's size."""
+    """If the advantage is negative, the loss is at most this factor times its size."""
     kl_coef: NonNegative = 0.01
     """Weight of the KL term to the start model; 0 needs no reference model."""
     entropy_coef: NonNegative = 0.001
     """Weight of the entropy bonus."""
     loss_norm: Literal["token", "sample", "group", "verl"] = "token"
-    """token: mean over the mini-batch's response tokens. sample, group: mean over the token means
-    of samples, or of groups (Eq. (11)). verl: as in verl."""
+    """How the loss is averaged. token: mean over the mini-batch's response tokens. sample, group:
+    mean over the token means of samples or groups (Eq. (11)). verl: as in verl."""
     verl_samples: Annotated[Count, Only("policy.loss_norm", ("verl",))] = 32
-    """Samples in each micro-batch whose means are averaged, as in verl. Packing is unaffected."""
+    """Samples in each micro-batch whose means are averaged, as in verl. Packing is not affected."""
     old_logp: Literal["trainer", "engine"] = "trainer"
-    """Where the old log-probs come from. engine reuses those of the sampler, which saves a pass
+    """Where the old log-probs come from. engine reuses those of the sampler. This saves a pass,
     unless something else needs it."""
     tis_cap: Annotated[float, Field(gt=1.0)] | None = None
     """Truncated importance sampling: tokens are weighted by min(pi_old / pi_sampler, cap). With
@@ -327,7 +328,7 @@ class PolicyConfig(PluginSection):
     is_mask: tuple[Positive, Positive] | None = None
     """[low, high]: tokens whose pi_old / pi_sampler is outside this range have no policy loss."""
     is_level: Literal["token", "response"] = "token"
-    """The ratio that tis_cap and is_mask use: that of each token, or the geometric mean over its
+    """The ratio that tis_cap and is_mask use: the one of each token, or the geometric mean over its
     response."""
     offload_reference: Annotated[bool, Only("policy.kl_coef"), Only("lora.rank", (0,))] = False
     """Keep the reference model in host memory, except during its log-prob pass."""
@@ -343,11 +344,11 @@ class WorldConfig(PluginSection):
     enabled: bool = True
     """Whether observations are predicted too."""
     alpha: Annotated[Rate, WM] = 0.75
-    """Share of the update's transitions that are learnt from: those with the highest action
-    entropy."""
+    """Share of the update's transitions to learn from. Those with the highest action entropy are
+    chosen."""
     loss: Annotated[str, WM] = "cmae"
     """Loss of an observation token of probability p: cmae [p <= rho] (1 - p), mae 1 - p, ce -log p,
-    gce (1 - p^q) / q (arXiv 1805.07836), or a loss of your own."""
+    gce (1 - p^q) / q (arXiv 1805.07836), or your own loss."""
     rho: Annotated[Rate, WM, CMAE] = 0.2
     """Tokens with a higher probability have no loss."""
     q: Annotated[Rate, WM, GCE] = 0.7
@@ -361,7 +362,7 @@ class WorldConfig(PluginSection):
     scale: Annotated[NonNegative, WM] = 1.0
     """Extra factor on the world-model term; the paper's is 1."""
     dedup: Annotated[bool, WM] = False
-    """Learn only once from identical (prompt, response, observation) samples of an update."""
+    """Learn only once from identical (prompt, response, observation) samples in an update."""
     max_tokens: Count = 512
     """Maximum number of tokens of an observation that are predicted, in training and in the
     report's examples."""
@@ -369,17 +370,17 @@ class WorldConfig(PluginSection):
 
 class OptimConfig(Section):
     name: Literal["adamw", "flash-adamw"] = "adamw"
-    """adamw: fp32, 16 bytes a parameter including its gradient. flash-adamw: bf16 weights and 8-bit
-    moments, 8.1 bytes a parameter."""
+    """adamw: fp32, 16 bytes per parameter including its gradient. flash-adamw: bf16 weights and
+    8-bit moments, 8.1 bytes per parameter."""
     master_bits: Annotated[Literal[24, 32], FLASH] = 32
-    """Bits of a weight. 24 are too few for an lr of 1e-6, because a weight of 0.02 then moves in
-    steps of 4e-7."""
+    """Bits of a weight. 24 are too few for a learning rate of 1e-6, because a weight of 0.02 then
+    moves in steps of 4e-7."""
     offload: Annotated[bool, FLASH] = False
-    """Keep the optimizer's state in host memory; during the step it is on the device for one
+    """Keep the optimizer's state in host memory. During the step it is on the device for one
     parameter at a time."""
     grad_sync: Literal["each", "last"] = "each"
-    """Several ranks: reduce gradients after each micro-batch, or after the last one, which keeps
-    full gradients on each rank until then."""
+    """Several ranks: reduce gradients after each micro-batch, or after the last one. The latter
+    keeps full gradients on each rank until then."""
     lr: Rate = 1e-6
     """Learning rate."""
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -395,18 +396,18 @@ class OptimConfig(Section):
     final_lr: Annotated[Share, Only("optim.schedule", ("cosine",))] = 0.1
     """Learning rate at the end, as a share of lr."""
     epochs: Count = 1
-    """Passes over the samples of an update."""
+    """Passes over the samples of each update."""
     minibatch_samples: Count = 256
-    """Samples (turns) in an optimizer step."""
+    """Samples (turns) per optimizer step."""
     micro_batch_tokens: Count = 16384
-    """Tokens in a forward and backward pass."""
+    """Tokens per forward and backward pass."""
 
 
 class EvalConfig(Section):
     every: Natural = 5
-    """Updates between evaluations; 0 evaluates only at the start and the end."""
+    """Updates between evaluations. 0 evaluates only at the start and the end."""
     games: Natural = 128
-    """Number of games, drawn from the split with eval.seed; 0 plays the whole split."""
+    """Number of games, drawn from the split with eval.seed. 0 plays the whole split."""
     temperature: NonNegative = 0.4
     """Sampling temperature; 0 is greedy."""
     seed: Seed = 1000
@@ -443,7 +444,7 @@ class Config(Section):
     @field_validator("env", "agent", "reward", "engine", "advantage", "policy", "wm", mode="before")
     @classmethod
     def _with_plugin(cls, table: Any, info: ValidationInfo) -> Any:
-        """Validate a section with the keys of the plug-in that it names."""
+        """Validate a section, including the keys of the plug-in that it names."""
         if not isinstance(table, dict):
             return table
         base: Any = cls.model_fields[str(info.field_name)].annotation
@@ -491,12 +492,12 @@ class Config(Section):
         policy = self.policy
         if policy.is_mask and not policy.is_mask[0] < policy.is_mask[1]:
             raise ValueError(
-                f"policy.is_mask = {list(policy.is_mask)} is [low, high] with low < high"
+                f"policy.is_mask = {list(policy.is_mask)}: it must be [low, high] with low < high"
             )
         uses_ratios = policy.tis_cap or policy.is_mask
         if policy.is_level == "response" and not uses_ratios:
             raise ValueError(
-                "policy.is_level says which ratio policy.tis_cap and policy.is_mask use: "
+                "policy.is_level says which ratio policy.tis_cap and policy.is_mask use; "
                 "set one of them"
             )
         if policy.old_logp == "engine":
@@ -525,7 +526,7 @@ class Config(Section):
         if self.lora.rank and self.advantage.traits.needs_critic:
             raise ValueError(
                 f"lora.rank with advantage.type = '{self.advantage.type}': "
-                "the critic trains every weight, "
+                "the critic trains every weight; "
                 "use lora.rank = 0"
             )
         if self.optim.name == "flash-adamw":

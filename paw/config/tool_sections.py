@@ -24,7 +24,7 @@ from paw.config.values import (
 
 
 def listed(value: Any) -> Any:
-    """A list of one for a single text; anything else unchanged."""
+    """Return a list of one for a single text, and anything else unchanged."""
     return [value] if isinstance(value, str) else value
 
 
@@ -34,23 +34,23 @@ class EngineConfig(PluginSection):
     KIND = "engines"
     KEY = "type"
     type: str = "transformers"
-    """transformers: the trainer's own weights. vllm: an engine in each rank, beside the trainer.
-    server: servers of vLLM, on devices or machines of their own (docs/scale.md). Or an engine of
-    your own, "module:name" or "FILE.py:name" (docs/bring-your-own.md)."""
+    """transformers samples with the trainer's own weights. vllm is an engine in each rank, beside
+    the trainer. server uses vLLM servers on their own devices or machines (docs/scale.md). Or your
+    own engine, "module:name" or "FILE.py:name" (docs/bring-your-own.md)."""
 
     @property
     def gpus(self) -> int:
-        """GPUs that the run leaves to engines that it starts."""
+        """Number of GPUs that the run leaves to engines that it starts."""
         return 0
 
     @property
     def weight_folders(self) -> list[Path]:
-        """Folders, besides memory, in which the run may leave weights for its engines."""
+        """Folders, besides memory, in which the run may put weights for its engines."""
         return []
 
     @property
     def contradiction(self) -> str:
-        """Which keys do not go together and what would; "" if all do."""
+        """Say which keys do not go together, and what would; "" if all do."""
         return ""
 
 
@@ -69,20 +69,20 @@ class WarmupConfig(Section):
     initializer_range: Positive = 0.1
     """Standard deviation of the initial weights."""
     stop_success: Share = 0.2
-    """Success rate of sampled episodes, as the mean of two checks, at which the warm-up stops."""
+    """The warm-up stops at this success rate of sampled episodes, the mean of two checks."""
     max_steps: Count = 1600
     """Maximum number of optimizer steps."""
     batch_size: Count = 64
-    """Turns in an optimizer step."""
+    """Turns per optimizer step."""
     lr: Positive = 3e-3
     """Learning rate."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon for the matrices of the layers, which takes half the steps."""
+    """adamw, or muon for the matrices of the layers. muon takes half the steps."""
     random_actions: Share = 0.3
-    """Share of random actions during expert play, with which the model sees states off the expert's
+    """Share of random actions during expert play. With them the model sees states off the expert's
     path."""
     lm_weight: NonNegative = 0.3
-    """Weight of next-token prediction on prompts and observations; that of answers is 1."""
+    """Weight of next-token prediction on prompts and observations. Answers have weight 1."""
     observations: bool = True
     """Whether next-token prediction covers observations, or only prompts."""
     seed: Seed = 0
@@ -90,7 +90,7 @@ class WarmupConfig(Section):
 
 
 class EndpointConfig(Section):
-    """An OpenAI-compatible chat endpoint that plays in place of a local model (`paw eval`)."""
+    """An OpenAI-compatible chat endpoint that plays instead of a local model (`paw eval`)."""
 
     url: Url | None = None
     """Base URL, such as https://api.openai.com/v1."""
@@ -101,8 +101,8 @@ class EndpointConfig(Section):
     timeout_s: Seconds = 120.0
     """Time limit of a request, in seconds."""
     retries: Natural = 9
-    """Retries after 408, 409, 429, 5xx and broken connections. The pauses grow: nine take more than
-    two minutes."""
+    """Retries after 408, 409, 429, 5xx and broken connections. The pauses grow. Nine retries take
+    more than two minutes."""
     concurrency: Count = 8
     """Maximum number of simultaneous requests."""
     requests_per_minute: Natural = 0
@@ -116,24 +116,24 @@ class EndpointConfig(Section):
 
 
 class SftConfig(Section):
-    """Supervised fine-tuning (`paw sft`); mini-batches, schedule and clipping are in `optim`."""
+    """Supervised fine-tuning (`paw sft`). Mini-batches, schedule and clipping are in `optim`."""
 
     turns: Count = 2000
     """Turns of expert play to learn from."""
     epochs: Count = 1
     """Passes over the turns."""
     lr: Rate = 1e-5
-    """Learning rate, in place of optim.lr."""
+    """Learning rate, used instead of optim.lr."""
     lm_weight: NonNegative = 0.0
-    """Weight of next-token prediction on everything but answers; that of answers is 1."""
+    """Weight of next-token prediction on everything except answers. Answers have weight 1."""
     observations: bool = True
     """Whether `lm_weight` covers observations too, or only prompts."""
     random_actions: Share = 0.0
-    """Share of random actions during expert play; they are imitated too."""
+    """Share of random actions during expert play. They are imitated too."""
     won: bool = True
-    """Whether only the won episodes of a recording are learnt from."""
+    """Whether to learn only from the won episodes of a recording."""
     save_every: Natural = 200
-    """Steps between checkpoints; 0 saves only on Ctrl-C."""
+    """Steps between checkpoints. 0 saves only on Ctrl-C."""
 
 
 class TrackingConfig(Section):
@@ -143,9 +143,9 @@ class TrackingConfig(Section):
     project: Annotated[str, Field(min_length=1)] = "paw"
     """Project, or experiment."""
     name: Annotated[str, Field(min_length=1)] | None = None
-    """Name of the run; unset, that of its folder."""
+    """Name of the run. If unset, the name of its folder."""
     tags: list[str] = []
-    """Tags: one or a list."""
+    """One tag or a list of tags."""
 
     _one_or_more = field_validator("tags", mode="before")(listed)
 
@@ -154,9 +154,9 @@ class RwmlConfig(Section):
     """The stages of `paw rwml`: reinforcement world-model learning (arXiv 2602.05842)."""
 
     episodes: Annotated[int, Field(ge=2)] = 3
-    """collect: episodes of each task."""
+    """collect: episodes per task."""
     dedup: bool = False
-    """collect: keep each of identical triplets once."""
+    """collect: keep only one of identical triplets."""
     sft_share: Share = 0.1
     """filter: share of the triplets that a copy of the model is fine-tuned on."""
     sft_epochs: Count = 1
@@ -164,7 +164,7 @@ class RwmlConfig(Section):
     sft_lr: Rate = 1e-5
     """filter, sft: learning rate."""
     attempts: Annotated[int, Field(ge=2)] = 10
-    """filter: predictions of each other triplet."""
+    """filter: predictions for each of the other triplets."""
     easy_share: Share = 0.3
     """filter: share of the triplets that count as easy."""
     keep_easy: Share = 0.1

@@ -1,4 +1,4 @@
-"""What an advantage estimator declares about itself, so that configuration and run can rely on it.
+"""What an advantage estimator declares about itself. The configuration and the run rely on it.
 
 An estimator without a declaration has the defaults of `EstimatorTraits`.
 """
@@ -18,11 +18,11 @@ class EstimatorTraits:
     needs: Need = "groups"
     """What it compares an episode with.
 
-    groups: with the other episodes of its task. So `rollout.group_size` must be 2 or more, and
-    `rollout.refill` and `advantage.penalty_only`, which are about groups whose returns are all
-    equal, apply. critic: with the critic's values. It is called for each sample, as (values, score,
+    groups: the other episodes of its task. So `rollout.group_size` must be 2 or more, and
+    `rollout.refill` and `advantage.penalty_only` apply, which concern groups whose returns are all
+    equal. critic: the critic's values. The estimator is called for each sample, as (values, score,
     **settings) with the value before each response token, and returns the advantage of each of
-    these tokens. nothing: with neither.
+    these tokens. nothing: neither of these.
     """
 
     @property
@@ -38,7 +38,7 @@ _declared: dict[Any, EstimatorTraits] = {}
 
 
 def estimator(*, needs: Need) -> Callable[[Function], Function]:
-    """Decorator: declares what an advantage estimator needs, see `EstimatorTraits`."""
+    """Decorate an advantage estimator to declare what it needs, see `EstimatorTraits`."""
 
     def declare(function: Function) -> Function:
         _declared[function] = EstimatorTraits(needs)
@@ -48,7 +48,7 @@ def estimator(*, needs: Need) -> Callable[[Function], Function]:
 
 
 def traits_of(estimator: Any) -> EstimatorTraits:
-    """The traits that an estimator declared, or the defaults."""
+    """Return the traits that an estimator declared, or the defaults."""
     if not isinstance(estimator, Hashable):
         return EstimatorTraits()
     return _declared.get(estimator, EstimatorTraits())

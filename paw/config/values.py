@@ -1,4 +1,4 @@
-"""What configurations are made of: sections, ranges, and text that a file can hold."""
+"""The parts of configurations: sections, ranges, and text that a file can hold."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,10 @@ Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
 
 
 def check_texts(value: Any) -> Any:
-    """Returns `value`.
+    """Check `value` and return it.
 
-    A text or path is checked, and those directly in a list or dict; no key takes deeper ones.
-    Raises ValueError if config.toml, a terminal or a file system cannot hold one of them.
+    Checks a text or path, and those directly in a list or dict (no key takes deeper ones). Raises
+    ValueError if config.toml, a terminal or a file system cannot hold one of them.
     """
     if isinstance(value, dict):
         parts = [*value, *value.values()]
@@ -43,7 +43,7 @@ def _check_text(text: str) -> None:
     if len(text) > LONGEST_TEXT:
         raise ValueError(f"{len(text):,} characters are too many, at most {LONGEST_TEXT:,}")
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("it is not valid text: it holds NUL, or bytes that are not UTF-8")
+        raise ValueError("it is not valid text: it contains NUL, or bytes that are not UTF-8")
     if " " in text:  # a sentence, not a path
         return
     if any(len(name.encode()) > LONGEST_NAME for name in text.split("/")):
@@ -89,7 +89,7 @@ class Section(BaseModel):
     )
 
     ONLY: ClassVar[Only | None] = None
-    """What must hold for the section to apply."""
+    """Condition for the section to apply."""
 
     _check_texts = field_validator("*", mode="before")(check_texts)
 
@@ -100,17 +100,17 @@ class PluginSection(Section):
     KIND: ClassVar[str]
     KEY: ClassVar[str]
     NONE: ClassVar[str | None] = None
-    """The name that stands for no plug-in."""
+    """The name that means no plug-in."""
     WITHIN: ClassVar[tuple[str, ...]] = ()
     """Names of built-in plug-ins whose keys are the section's own.
 
-    Nothing is imported to check them.
+    They are checked without importing anything.
     """
     CHOICES: ClassVar[tuple[str, ...] | None] = None
     """Names of the built-in plug-ins that are meant for this section; None: all of the kind."""
 
     def settings(self) -> dict[str, Any]:
-        """The plug-in's own keys with their values: the arguments of its function."""
+        """Return the plug-in's own keys with their values, the arguments of its function."""
         base = next(section for section in type(self).__mro__ if PluginSection in section.__bases__)
         return {
             key: getattr(self, key)

@@ -12,11 +12,11 @@ from paw.errors import UserError
 
 
 def make_factory(config: Config, env: Any = None) -> EnvFactory:
-    """The factory that `env.name` names; or the one for `env`, a user's own environment or factory
-    (a class or an object).
+    """Return the factory that `env.name` names, or a factory for `env`.
 
-    Raises UserError if its data, its back end or a package is missing, if the password of a URL was
-    masked, or if `env` lacks a member of the protocol.
+    `env` is a user's own environment or factory (a class or an object). Raises UserError if data, a
+    back end or a package is missing, if the password in a URL was masked, or if `env` lacks a
+    member of the protocol.
     """
     check_passwords(config)
     name = config.env.name
@@ -32,9 +32,9 @@ def make_factory(config: Config, env: Any = None) -> EnvFactory:
 
 
 def _in_processes(factory: EnvFactory, config: EnvConfig, env: Any) -> EnvFactory:
-    """The factory with its environments in env.processes processes.
+    """Put the factory's environments in env.processes processes.
 
-    Raises UserError if they are PaW's own, or if `env` cannot be imported there.
+    Raises UserError if they are PaW's own environments, or if `env` cannot be imported there.
     """
     setting = f"env.processes = {config.processes}"
     if not factory.runs_others_code:

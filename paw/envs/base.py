@@ -1,4 +1,4 @@
-"""The environment protocol (text in, text out, no torch), and which tasks are played when:
+"""The environment protocol (text in, text out, no torch), and the choice of the tasks to play with
 `train_tasks` and its siblings.
 """
 
@@ -14,11 +14,11 @@ from paw.io.threads import Threads
 from paw.types import Outcome, Task
 
 FURTHER_OFFSET = 1 << 40
-"""Index of the first of `further_tasks` in the order of training tasks; no run gets that far."""
+"""Index of the first of `further_tasks` among the training tasks. No run gets that far."""
 ENDLESS_EVAL = 256
-"""Number of tasks played from an endless split if all of it is asked for."""
+"""Number of tasks played from an endless split if the whole split is requested."""
 ALL_KINDS = ("all", "avg.")
-"""What metrics and tables call all kinds of tasks together; no task may have such a kind."""
+"""Names in metrics and tables for all kinds of tasks together. No task may have such a kind."""
 KIND_CHARS = 200
 """Maximum number of characters of a kind in the name of its metric."""
 UNREADABLE = "a task of env.name cannot be read"
@@ -35,8 +35,8 @@ class Env(Protocol):
     - `task: str`: the current task in words, for agents with prompts of their own (default: the
       first observation);
     - `tools`: a list of OpenAI function schemas, read after reset and fixed for the whole episode.
-      `step` then gets a `paw.types.Reply`, which includes the calls that the model made.
-      `paw.envs.conversation` has what such environments share.
+      `step` then gets a `paw.types.Reply`, which includes the calls that the model made. The shared
+      parts of such environments are in `paw.envs.conversation`.
 
     Optional members that only the quickstart's warm-up and `paw env check` use:
 
@@ -49,15 +49,15 @@ class Env(Protocol):
     """
 
     def reset(self, task: Task) -> str:
-        """Start `task`; returns the first observation."""
+        """Start `task`. Returns the first observation."""
         ...
 
     def context(self) -> "str | list[dict[str, Any]]":
-        """What the model reads in the current turn: task, history, observation and actions.
+        """Return what the model reads in the current turn: task, history, observation and actions.
 
-        Either the text of one user message, or a conversation: a list of {"role", "content"} with
-        the roles system, user, assistant and tool. An assistant's message may have OpenAI's
-        `tool_calls`; a tool's message may have `name` and `tool_call_id`.
+        It is either the text of one user message or a conversation. A conversation is a list of
+        {"role", "content"} with the roles system, user, assistant and tool. An assistant's message
+        may have OpenAI's `tool_calls`. A tool's message may have `name` and `tool_call_id`.
         """
         ...
 
@@ -67,7 +67,7 @@ class Env(Protocol):
 
 
 class Tasks(Protocol):
-    """The tasks of a split: `tasks[i]`, and `len(tasks)` unless they are endless. A list is one."""
+    """The tasks of a split: `tasks[i]`, and `len(tasks)` unless endless. A list will do."""
 
     def __getitem__(self, i: int, /) -> Task: ...
 
@@ -75,15 +75,15 @@ class Tasks(Protocol):
 class EnvFactory(Protocol):
     """A configured environment: its tasks and how to play them.
 
-    A user's own factory only needs `tasks` and `make`.
+    A user's own factory needs only `tasks` and `make`.
     """
 
     name: str
     reward_max: float
-    """R_max of lambda_g = 1 - mean return / R_max: the largest return of an episode (default:
+    """R_max of lambda_g = 1 - mean return / R_max, the largest return of an episode (default:
     1)."""
     invalid_penalty: float
-    """Subtracted from the score of a turn whose response is invalid (default:
+    """Penalty for a turn whose response is invalid, subtracted from its score (default:
     env.invalid_penalty)."""
     may_block: bool = False
     """Whether its environments wait for something outside this process, such as a child or a
@@ -95,11 +95,11 @@ class EnvFactory(Protocol):
     """Whether `tasks` is not our code either. It is then called, and each of its tasks read, in a
     thread with the same time limit."""
     distinct_eval: bool = True
-    """Whether an evaluation plays each task at most once; otherwise each of its tasks is drawn
+    """Whether an evaluation plays each task at most once. Otherwise each of its tasks is drawn
     independently, as in the reference code."""
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The tasks of a split; generated ones depend on `seed`.
+        """Return the tasks of a split. Generated ones depend on `seed`.
 
         The split "warmup" is for the quickstart's warm-up model and shares no task with training or
         evaluation. Raises UserError if there is no such split.
@@ -109,7 +109,7 @@ class EnvFactory(Protocol):
     def make(self) -> Env: ...
 
     def fingerprint(self) -> str:
-        """Version and content hash of the tasks (default: the name).
+        """Return a version and content hash of the tasks (default: the name).
 
         Results with different fingerprints cannot be compared.
         """
@@ -117,7 +117,7 @@ class EnvFactory(Protocol):
 
 
 class Endless:
-    """Endless tasks, made on demand: `make(i)` is task number i."""
+    """Endless tasks, made on demand. `make(i)` makes task number i."""
 
     def __init__(self, make: Callable[[int], Task]) -> None:
         self._make = make
@@ -138,7 +138,7 @@ class Sized(Endless):
 
 
 def seeds(split: str, seed: int) -> Endless:
-    """Endless tasks that consist of a seed: `payload["seed"]`, below 2^31."""
+    """Return endless tasks that consist of a seed, `payload["seed"]`, below 2^31."""
 
     def task(i: int) -> Task:
         name = f"{split}/{seed}/{i}"
@@ -150,9 +150,9 @@ def seeds(split: str, seed: int) -> Endless:
 def train_tasks(
     factory: EnvFactory, step: int, count: int, seed: int, *, split: str = "train"
 ) -> list[Task]:
-    """The `count` tasks of update `step`, which depend on the arguments alone.
+    """Return the `count` tasks of update `step`. They depend only on the arguments.
 
-    A finite split is played in epochs: each task once, in a new order each time.
+    A finite split is played in epochs, with each task once and in a new order each time.
     """
     return _stream(factory, split, step * count, count, seed)
 
@@ -160,19 +160,19 @@ def train_tasks(
 def further_tasks(
     factory: EnvFactory, start: int, count: int, seed: int, *, split: str = "train"
 ) -> list[Task]:
-    """Tasks `start`, ..., `start + count - 1` of a sequence other than that of `train_tasks`."""
+    """Return tasks `start`, ..., `start + count - 1` of a sequence other than `train_tasks`."""
     return _stream(factory, split, FURTHER_OFFSET + start, count, seed)
 
 
 def warmup_tasks(factory: EnvFactory, start: int, count: int, seed: int) -> list[Task]:
-    """Tasks `start`, ..., `start + count - 1` of the warm-up."""
+    """Return tasks `start`, ..., `start + count - 1` of the warm-up."""
     return _stream(factory, "warmup", start, count, seed)
 
 
 def eval_tasks(factory: EnvFactory, split: str, count: int, seed: int) -> list[Task]:
-    """`count` tasks of a held-out `split`, drawn by `seed`.
+    """Return `count` tasks of a held-out `split`, drawn with `seed`.
 
-    `count` 0 stands for the whole split, or the first ENDLESS_EVAL tasks of an endless one.
+    `count` 0 means the whole split, or the first ENDLESS_EVAL tasks of an endless one.
     """
     with read_tasks(factory, split, seed) as tasks:
         n = size(tasks)
@@ -189,11 +189,11 @@ def eval_tasks(factory: EnvFactory, split: str, count: int, seed: int) -> list[T
 
 @contextmanager
 def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
-    """A context in which the tasks of a split can be read.
+    """Open a context in which the tasks of a split can be read.
 
     Tasks of a user's own environment are read in a thread, and each call of the user's code may
-    take up to env.step_timeout_s. Raises OthersCodeError if that code raises anything, SystemExit
-    included, or takes longer.
+    take up to env.step_timeout_s. Raises OthersCodeError if that code raises anything, including
+    SystemExit, or takes longer.
     """
     if not getattr(factory, "has_others_tasks", False):
         yield factory.tasks(split, seed)
@@ -210,7 +210,7 @@ def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
         except BaseException as error:  # SystemExit as well
             fix = ""
             if threads.given_up:
-                fix = "; give it a time limit of its own, or raise env.step_timeout_s"
+                fix = "; give it its own time limit, or raise env.step_timeout_s"
             raise OthersCodeError(
                 f"{problem}: {describe(error)}{user_location(error)}{fix}"
             ) from error
@@ -228,14 +228,14 @@ def read_tasks(factory: EnvFactory, split: str, seed: int) -> Iterator[Tasks]:
 
 
 def size(tasks: Tasks) -> int | None:
-    """Number of tasks; None for an endless split."""
+    """Return the number of tasks; None for an endless split."""
     return len(tasks) if hasattr(tasks, "__len__") else None  # pyright: ignore[reportArgumentType]
 
 
 def every_tenth(tasks: Any, held_out: bool) -> Any:
-    """The held-out or the training part of a sequence: every tenth element, or all others.
+    """Return the held-out or the training part of a sequence: every tenth element, or all others.
 
-    If there are fewer than ten, the last one is held out.
+    If there are fewer than ten elements, the last one is held out.
     """
     if held_out:
         return tasks[9::10] or tasks[-1:]
@@ -245,8 +245,10 @@ def every_tenth(tasks: Any, held_out: bool) -> Any:
 
 
 def _stream(factory: EnvFactory, split: str, start: int, count: int, seed: int) -> list[Task]:
-    """Tasks `start`, ..., `start + count - 1` of a split: an endless one in its own order, a finite
-    one `shuffled`."""
+    """Return tasks `start`, ..., `start + count - 1` of a split.
+
+    An endless split keeps its own order, a finite one is `shuffled`.
+    """
     with read_tasks(factory, split, seed) as tasks:
         n = size(tasks)
         indices: Iterable[int] = range(start, start + count)
@@ -256,7 +258,7 @@ def _stream(factory: EnvFactory, split: str, start: int, count: int, seed: int) 
 
 
 def _read_all(tasks: Tasks, indices: Iterable[int]) -> list[Task]:
-    """The tasks at these indices. Raises OthersCodeError if one cannot be read."""
+    """Read the tasks at these indices. Raises OthersCodeError if one cannot be read."""
     try:
         return [tasks[i] for i in indices]
     except OURS:
@@ -266,8 +268,7 @@ def _read_all(tasks: Tasks, indices: Iterable[int]) -> list[Task]:
 
 
 def shuffled(seed: int, i: int, n: int) -> int:
-    """Element i of an endless sequence that runs through range(n) again and again, each time in a
-    new order."""
+    """Return element i of an endless sequence that repeats range(n), each time in a new order."""
     epoch, position = divmod(i, n)
     return _order(seed, epoch, n)[position]
 
@@ -280,23 +281,25 @@ def _order(seed: int, epoch: int, n: int) -> list[int]:
 
 
 def admissible_responses(env: Any) -> list[str]:
-    """A well-formed response for each admissible action. `env` must have all optional members."""
+    """Return a well-formed response per admissible action. `env` must have all optional members."""
     return [env.format_action(action) for action in env.admissible_actions()]
 
 
 def kind_name(kind: str) -> str:
-    """A kind as metrics and tables show it: printable, so that kinds that look the same count as
-    one."""
+    """Return a kind as metrics and tables show it.
+
+    It is printable, so kinds that look the same count as one.
+    """
     return clean(kind, KIND_CHARS)
 
 
 def means_all_kinds(kind: str) -> bool:
-    """Whether a kind, in any case, is one of ALL_KINDS: its metric would replace theirs."""
+    """Whether a kind, in any letter case, is one of ALL_KINDS. Its metric would replace theirs."""
     return kind_name(kind).lower() in ALL_KINDS
 
 
 def check_kind(task: Task, factory: EnvFactory) -> None:
-    """Raises UserError if the kind of a task of `factory` is one of ALL_KINDS."""
+    """Raise UserError if the kind of a task of `factory` is one of ALL_KINDS."""
     if means_all_kinds(task.kind):
         raise UserError(
             f"{clean(factory.name)}: the task {short_repr(task.id)} "

@@ -13,20 +13,20 @@ T = TypeVar("T")
 FIRST_ERROR = Field(fail_fast=True)
 """Stops at the first error in a list: `Annotated[list[int], FIRST_ERROR]`.
 
-Otherwise, a million wrong items make a million errors.
+Otherwise a million wrong items cause a million errors.
 """
 _adapter = functools.cache(TypeAdapter)
 
 
 class Strict(BaseModel):
-    """A model without conversions: a text must be a text, a number must be a number. Other keys are
-    ignored."""
+    """A model without conversions: a text must be a text, and a number a number. Ignores other
+    keys."""
 
     model_config = ConfigDict(strict=True)
 
 
 def checked(kind: type[T], value: Any, origin: str) -> T:
-    """`value` as a `kind`; bytes are parsed as JSON.
+    """Return `value` as a `kind`. Bytes are parsed as JSON.
 
     Raises UserError, which begins with `origin`, if it is not of this kind.
     """
@@ -39,7 +39,7 @@ def checked(kind: type[T], value: Any, origin: str) -> T:
 
 
 def problem(error: ValidationError) -> str:
-    """The first problem: where it is, what was expected, and what is there instead."""
+    """Describe the first problem: where it is, what was expected, and what is there instead."""
     first = error.errors()[0]
     location = "".join(f"{part}: " for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
@@ -49,7 +49,7 @@ def problem(error: ValidationError) -> str:
 
 
 def json_lines(path: Path, kind: type[T], origin: str) -> Iterator[tuple[int, T]]:
-    """(offset in bytes, content) of each line of a file, without empty lines.
+    """Yield (offset in bytes, content) for each non-empty line of a file.
 
     Raises UserError, which names the line, if one is not of the `kind`; OSError if reading fails.
     """

@@ -1,4 +1,4 @@
-"""What conversational environments share: the messages so far, tool calls, and answers to broken
+"""Shared parts of conversational environments: messages so far, tool calls, replies to broken
 calls.
 """
 
@@ -18,8 +18,8 @@ class Conversation(ABC):
     """One conversation at a time.
 
     A subclass begins the conversation, answers what the model says, and plays the calls of `tools`.
-    A broken call (`Reply.problem`) is answered by a tool message that names the problem. Then none
-    of the calls in the same reply is played, and the turn is invalid.
+    A tool message answers a broken call (`Reply.problem`) and names the problem. None of the calls
+    in that reply is then played, and the turn is invalid.
     """
 
     tools: Sequence[dict[str, Any]] = ()
@@ -31,21 +31,21 @@ class Conversation(ABC):
 
     @abstractmethod
     def begin(self, task: Task) -> list[Message]:
-        """The first messages: instructions, examples, and the question, which comes last."""
+        """Return the first messages: instructions, examples and, last, the question."""
 
     @abstractmethod
     def say(self, text: str) -> Outcome:
-        """The outcome if the model says `text` (its reply without the thought) and calls nothing.
+        """Return the outcome if the model says `text` (its reply without thought), without calls.
 
         The observation is the user's answer, unless the episode ends.
         """
 
     def call(self, call: ToolCall) -> str | Outcome:
-        """The result of a call, or an outcome whose observation is the result."""
+        """Return the result of a call, or an outcome whose observation is the result."""
         raise AssertionError(f"{type(self).__name__} has no call()")
 
     def reset(self, task: Task) -> str:
-        """Begin a conversation; returns the last of its first messages."""
+        """Begin a conversation. Returns the last of its first messages."""
         self.messages = self.begin(task)
         return self.messages[-1]["content"]
 
@@ -68,7 +68,7 @@ class Conversation(ABC):
         return outcome
 
     def receive(self, response: str) -> Reply:
-        """Add the model's reply to the messages; returns it, with the problem of its calls."""
+        """Add the model's reply to the messages. Returns it, with the problem of its calls."""
         reply = response if isinstance(response, Reply) else Reply(response)
         self.messages.append(reply.message())
         if self.one_call and len(reply.calls) > 1 and not reply.problem:
@@ -76,14 +76,14 @@ class Conversation(ABC):
         return reply
 
     def refuse(self, reply: Reply) -> Outcome:
-        """Tell the model what is wrong with its reply, of which nothing is played."""
+        """Tell the model what is wrong with its reply. Nothing of the reply is played."""
         text = f"Invalid call: {reply.problem}."
         calls = reply.calls or [unread(len(self.messages))]
         self.messages += [call.answer(text) for call in calls]
         return Outcome(text, 0.0, done=False, won=False, action=_action(reply), valid=False)
 
     def answer(self, reply: Reply, results: Sequence[str | Outcome]) -> Outcome:
-        """Add the results of the reply's calls to the messages; returns them as one outcome."""
+        """Add the results of the reply's calls to the messages. Returns them as one outcome."""
         outcomes = []
         for result in results:
             if isinstance(result, str):
@@ -123,7 +123,7 @@ def _action(reply: Reply) -> str:
 
 
 def unread(position: int) -> ToolCall:
-    """A stand-in for a call that could not be read, in message number `position` of a conversation.
+    """Return a stand-in for an unreadable call in message number `position` of a conversation.
 
     Its id is unique within the conversation.
     """
@@ -131,7 +131,7 @@ def unread(position: int) -> ToolCall:
 
 
 def opening(instruction: Path | None, text: str) -> list[Message]:
-    """The first messages: the system's, from the file `instruction` if set, and the user's `text`.
+    """Return a system message from the file `instruction`, if set, and the user's `text`.
 
     Raises UserError if the file cannot be read.
     """
@@ -145,7 +145,7 @@ def opening(instruction: Path | None, text: str) -> list[Message]:
 
 
 def invalid(problem: str, action: str) -> Outcome:
-    """The outcome of an action that was not played, because of a `problem`."""
+    """Return the outcome of an action that was not played because of a `problem`."""
     return Outcome(
         f"Invalid action: {problem}.", 0.0, done=False, won=False, action=action, valid=False
     )

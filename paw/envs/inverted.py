@@ -1,6 +1,6 @@
 """An environment that runs its own loop and asks a model through an OpenAI-compatible endpoint.
 
-Here control is inverted: `reset` starts the rollout as a coroutine, next to such an endpoint. Each
+Control is inverted here. `reset` starts the rollout as a coroutine, next to such an endpoint. Each
 request to the endpoint is the next `context`, and `step` answers it. The reward of the finished
 rollout is the reward of the last turn. The rollout advances only within `reset` and `step`.
 """
@@ -21,7 +21,7 @@ from paw.types import THINKING, Outcome, Reply, Task
 Play = Callable[[Any, str, str], Coroutine[Any, Any, float]]
 """(a task's payload, URL of the endpoint, model) -> the reward."""
 WAIT = 0.9
-"""Share of env.step_timeout_s that a rollout may take to its next request.
+"""Share of env.step_timeout_s that a rollout may take before its next request.
 
 After the full time, code that blocks is abandoned together with its thread.
 """
@@ -43,12 +43,12 @@ class VerifiersConfig(EnvConfig):
     tasks: Count = 10_000
     """Number of tasks taken from an endless taskset."""
     eval_split: str = "eval"
-    """Split to evaluate on, if the taskset has the key `split`; else every tenth task is held
+    """Split to evaluate on, if the taskset has the key `split`. Otherwise every tenth task is held
     out."""
     reward: Positive = 1.0
     """The largest reward of an episode, R_max."""
     won_at: Positive | None = None
-    """Reward from which an episode counts as won; unset, env.reward."""
+    """Reward from which an episode counts as won. If unset, env.reward."""
 
 
 class InvertedEnv:
@@ -68,7 +68,7 @@ class InvertedEnv:
         self._messages: list[Message] = []
 
     async def reset(self, task: Task) -> str:
-        """Start a rollout; returns the last message's text.
+        """Start a rollout. Returns the last message's text.
 
         Raises EnvironmentFailure if it fails, hangs, or ends without asking the model.
         """
@@ -89,7 +89,7 @@ class InvertedEnv:
         return list(self._messages)
 
     async def step(self, response: str) -> Outcome:
-        """Answer the request; the observation is what the next request adds to the conversation."""
+        """Answer the request. The observation is what the next request adds to the conversation."""
         reply = response if isinstance(response, Reply) else Reply(response)
         action = "; ".join(map(str, reply.calls)) or reply.content
         valid = bool(action.strip()) and not reply.problem
@@ -126,7 +126,7 @@ class InvertedEnv:
     def _add_messages(
         self, reply: Reply, old_messages: list[Message], new_messages: list[Message]
     ) -> list[Message]:
-        """Update the conversation with those of a request; returns the messages that it adds."""
+        """Update the conversation with a request's messages. Returns the messages that it adds."""
         length = len(old_messages)
         added = [_plain(message) for message in new_messages[length + 1 :]]
         is_continued = new_messages[:length] == old_messages and bool(added)
@@ -134,12 +134,12 @@ class InvertedEnv:
             self._messages += [reply.message(), *added]
             return added
 
-        # Another conversation, or the same one rewritten.
+        # This is another conversation, or the same one rewritten.
         self._messages = [_plain(message) for message in new_messages]
         return self._messages[-1:]
 
     async def close(self) -> None:
-        """End the rollout and everything else on the event loop, which is this episode's own."""
+        """End the rollout and everything else on this episode's own event loop."""
         rollout = self._rollout
         self._rollout = None
         if rollout is not None:
@@ -156,7 +156,7 @@ class InvertedEnv:
             return await self._play(task, url, model)
 
     async def _next(self) -> "Request | float":
-        """The rollout's next request, or its reward if it has ended.
+        """Return the rollout's next request, or its reward if it has ended.
 
         Raises EnvironmentFailure if it failed or hangs.
         """
@@ -184,7 +184,7 @@ class InvertedEnv:
 
 
 class Request:
-    """A request of a rollout: the body of a chat completion, and the message that answers it."""
+    """A rollout's request: the body of a chat completion, and the message that answers it."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.body = body
@@ -193,9 +193,9 @@ class Request:
 
 @asynccontextmanager
 async def _endpoint(requests: "asyncio.Queue[Request]") -> AsyncIterator[tuple[str, str]]:
-    """(URL, model) of an OpenAI-compatible endpoint on this machine, which fills `requests`.
+    """Open an OpenAI-compatible endpoint on this machine, which fills `requests`.
 
-    The model's name is a secret, so that only this rollout can ask for it.
+    Yields (URL, model). The model's name is a secret, so only this rollout can ask for it.
     """
     from aiohttp import web
 
@@ -206,7 +206,7 @@ async def _endpoint(requests: "asyncio.Queue[Request]") -> AsyncIterator[tuple[s
         if body.get("model") != model:
             problem = (
                 f"there is no model {short_repr(body.get('model'))} here: "
-                "give the agent that asks for it a client of its own"
+                "give the agent that asks for it its own client"
             )
             return web.json_response({"error": {"message": problem}}, status=404)
         request = Request(body)
@@ -228,7 +228,7 @@ async def _endpoint(requests: "asyncio.Queue[Request]") -> AsyncIterator[tuple[s
 
 
 def _completion(model: str, message: Message) -> dict[str, Any]:
-    """A chat completion whose only choice is `message`."""
+    """Return a chat completion whose only choice is `message`."""
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "created": 0,
@@ -240,7 +240,7 @@ def _completion(model: str, message: Message) -> dict[str, Any]:
 
 
 def _stream(model: str, message: Message) -> str:
-    """The events of a streamed completion: all of `message` in one chunk."""
+    """Return the events of a streamed completion, with all of `message` in one chunk."""
     delta = dict(message)
     if "tool_calls" in message:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
@@ -259,12 +259,12 @@ def _finish_reason(message: Message) -> str:
 
 
 def _json(value: Any) -> str:
-    """`value` as JSON. Lone surrogates, which JSON parsers reject, become question marks."""
+    """Return `value` as JSON. Lone surrogates, which JSON parsers reject, become question marks."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
 
 
 def _to_openai(reply: Reply, *, position: int) -> Message:
-    """A reply as an endpoint sends it, with the thought in its own field.
+    """Return a reply as an endpoint sends it, with the thought in its own field.
 
     `position` is the message's number. A call that could not be read gets the problem as its
     arguments.
@@ -290,7 +290,7 @@ def _openai_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def _plain(message: Message) -> Message:
-    """A message with its content as text. Raises EnvironmentFailure if it has an image."""
+    """Return a message with its content as text. Raises EnvironmentFailure if it has an image."""
     content = message.get("content") or ""
     if isinstance(content, list):
         other_types = {part.get("type") for part in content} - {"text"}

@@ -1,11 +1,10 @@
-"""Applies patterns and schemas that come with data, in a child process with limits on CPU time and
-memory.
+"""Applies patterns and schemas from data in a child process, with limits on CPU time and memory.
 
 A regular expression that backtracks forever, or a JSON schema that refers to itself twice at every
 level, never ends. `re` cannot be interrupted and holds the interpreter's lock meanwhile. The
-library `regex` limits the time of a match but not of compiling, and reads some patterns
-differently. So `re` and jsonschema themselves do the work, in a child that the kernel ends at the
-limit; the next call starts another child.
+library `regex` limits the time of matching but not of compiling, and reads some patterns
+differently. So `re` and jsonschema do the work, in a child that the kernel ends at the limit. The
+next call then starts another child.
 """
 
 import json
@@ -28,7 +27,7 @@ CPU_S = 1.0
 Wall-clock time would depend on the load of the machine.
 """
 WALL_S = 120.0
-"""Seconds after which a child that was stopped or gets no CPU is killed."""
+"""Seconds after which a child that is stopped or gets no CPU time is killed."""
 CHILD = Path(__file__).with_name("limited_child.py")
 
 
@@ -48,7 +47,7 @@ def fullmatch(pattern: str, text: str) -> bool:
 
 
 def pattern_problem(pattern: str) -> str:
-    """Why `pattern` is not a regular expression; "" if it is one."""
+    """Say why `pattern` is not a regular expression; "" if it is one."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError) as error:
@@ -59,18 +58,18 @@ def pattern_problem(pattern: str) -> str:
 
 
 def arguments_problem(schema: dict[str, Any], arguments: Any) -> str:
-    """Why `arguments` do not fit a JSON schema; "" if they do. Raises CannotApply."""
+    """Say why `arguments` do not fit a JSON schema; "" if they do. Raises CannotApply."""
     return _child.ask("arguments_problem", schema, arguments)
 
 
 def schema_problem(schema: dict[str, Any]) -> str:
-    """Why `schema` is not a JSON schema or cannot be applied even to {}; "" if it can."""
+    """Say why `schema` is not a JSON schema or cannot be applied even to {}; "" if it can."""
     return _schema_problem(json.dumps(schema, sort_keys=True))
 
 
 @lru_cache(256)
 def _schema_problem(text: str) -> str:
-    """`schema_problem` of JSON text, cached: the same schemas come with every episode."""
+    """`schema_problem` for JSON text, cached because the same schemas come with every episode."""
     schema = json.loads(text)
     try:
         problem = _child.ask("schema_problem", schema)
@@ -89,7 +88,7 @@ class _Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, call: str, *arguments: Any) -> Any:
-        """What `call` returns in the child.
+        """Return what `call` returns in the child.
 
         Raises CannotApply if that exceeds a limit or fails, and EnvironmentFailure if the child
         ends for another reason.
@@ -102,7 +101,7 @@ class _Child:
             timer.start()
             try:
                 line = self._exchange(process, request)
-            except BaseException:  # a thread that is abandoned leaves an answer unread
+            except BaseException:  # an abandoned thread leaves an answer unread
                 self._end(process)
                 raise
             finally:
@@ -115,7 +114,7 @@ class _Child:
         return answer["value"]
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """The child, started if it does not run."""
+        """Return the child, starting it if it is not running."""
         if self._process is None or self._process.poll() is not None:
             module_path = os.pathsep.join(filter(None, sys.path))
             self._process = subprocess.Popen(
@@ -129,7 +128,7 @@ class _Child:
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-        """The line that answers a request; b"" if the child ended."""
+        """Return the line that answers a request; b"" if the child ended."""
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(request)
@@ -139,7 +138,7 @@ class _Child:
         return process.stdout.readline()
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
-        """End the child unless it has ended already; returns its exit code."""
+        """End the child unless it has already ended. Returns its exit code."""
         self._process = None
         process.kill()
         with suppress(OSError), process:  # leaving the context closes the pipes and waits
@@ -148,7 +147,7 @@ class _Child:
 
     @staticmethod
     def _failure(code: int) -> Exception:
-        """The exception for a child that ended with an exit code."""
+        """Return the exception for a child that ended with an exit code."""
         if code == -signal.SIGPROF:
             return CannotApply(f"takes more than {CPU_S:g} s of CPU time")
         if code == -signal.SIGSEGV:  # overflow of the C stack
@@ -161,7 +160,7 @@ _child = _Child()
 
 
 def _forget() -> None:
-    """Start another child after a fork: two processes with the same one would mix up answers."""
+    """Start another child after a fork, because two processes sharing one would mix up answers."""
     global _child
     _child = _Child()
 

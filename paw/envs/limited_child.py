@@ -3,7 +3,7 @@
     {"call": "fullmatch", "arguments": ["a+", "aaa"]}
     -> {"value": true}  or  {"problem": "takes more than ..."}
 
-It is started by its path and imports nothing of paw, so that it starts in a fraction of a second.
+It is started by its path and imports nothing from paw, so it starts in a fraction of a second.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from jsonschema.validators import Draft202012Validator, validator_for
 from referencing import Registry
 
 MEMORY = 1 << 30
-"""Limit on the address space, in bytes; Python and jsonschema take a tenth of it."""
+"""Limit on the address space, in bytes. Python and jsonschema take a tenth of it."""
 WATCH_S = 2.0
 """How often the child checks that its parent is alive."""
 MESSAGE_CHARS = 300
@@ -34,7 +34,7 @@ def fullmatch(pattern: str, text: str) -> bool:
 
 
 def schema_problem(schema: dict[str, Any]) -> str:
-    """What is wrong with a JSON schema; "" if nothing is."""
+    """Say what is wrong with a JSON schema; "" if nothing is."""
     try:
         _validator(schema).check_schema(schema)
     except SchemaError as error:
@@ -43,14 +43,14 @@ def schema_problem(schema: dict[str, Any]) -> str:
 
 
 def arguments_problem(schema: dict[str, Any], arguments: Any) -> str:
-    """The first problem of arguments that do not fit the schema; "" if they fit."""
+    """Return the first problem of arguments that do not fit the schema; "" if they fit."""
     errors = _validator(schema).iter_errors(arguments)
     first = min(errors, key=lambda error: error.json_path, default=None)
     return first.message[:MESSAGE_CHARS] if first else ""
 
 
 def _validator(schema: dict[str, Any]) -> Any:
-    """A validator for a JSON schema that never follows a reference to another address."""
+    """Return a validator for a JSON schema that never follows a reference to another address."""
     return validator_for(schema, default=Draft202012Validator)(schema, registry=Registry())
 
 
@@ -62,8 +62,10 @@ CALLS = {
 
 
 def answer(call: str, arguments: list[Any], cpu_s: float) -> dict[str, Any]:
-    """The answer to a call. If it takes more CPU time than `cpu_s`, the kernel ends this process,
-    whatever Python is doing at that moment."""
+    """Answer a call.
+
+    If it takes more CPU time than `cpu_s`, the kernel ends this process, whatever Python is doing.
+    """
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         return {"value": CALLS[call](*arguments)}
@@ -87,12 +89,12 @@ def serve(cpu_s: float) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     with contextlib.suppress(OSError, ValueError):  # not every system has this limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    warnings.simplefilter("ignore")  # about patterns whose meaning may change
+    warnings.simplefilter("ignore")  # they are about patterns whose meaning may change
     parent = os.getppid()
     while True:
         while not select.select([sys.stdin.buffer], [], [], WATCH_S)[0]:
             if os.getppid() != parent:
-                return  # the parent is gone, although a process that it forked keeps the pipe open
+                return  # the parent is gone, but a process that it forked keeps the pipe open
         line = sys.stdin.buffer.readline()
         if not line:
             return

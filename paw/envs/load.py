@@ -1,5 +1,5 @@
-"""Loads a user's own environment, by name or as an object, with defaults for the members that it
-lacks (docs/environments.md).
+"""Loads a user's own environment, by name or as an object. Adds defaults for missing members
+(docs/environments.md).
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class UserFactory:
         self._plugin = plugin
         self._origin = origin
         self._object = self._new_object()
-        """The user's factory; or an Env of the user's, of which only attributes are read."""
+        """The user's factory, or a user's Env, of which only attributes are read."""
         self._is_factory = hasattr(self._object, "make")
         if self._is_factory:
             self._require(self._object, FACTORY_MEMBERS)
@@ -70,7 +70,7 @@ class UserFactory:
             )
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The tasks of a split. Raises UserError if there are none or the first is not a Task."""
+        """Return a split's tasks. Raises UserError if there are none or the first is not a Task."""
         call = f"{self._origin}: {self._class_name}.tasks('{split}', {seed})"
         source: Any = self._object.tasks
         try:
@@ -82,7 +82,7 @@ class UserFactory:
             first = None if is_empty else tasks[0]
         except OURS:
             raise
-        except BaseException as error:  # SystemExit as well
+        except BaseException as error:  # including SystemExit
             raise OthersCodeError(f"{call}: {describe(error)}{user_location(error)}") from error
 
         if is_empty:
@@ -106,7 +106,7 @@ class UserFactory:
         return environment
 
     def fingerprint(self) -> str:
-        """The user's fingerprint, or else the name.
+        """Return the user's fingerprint, or else the name.
 
         Raises OthersCodeError if it fails, or takes longer than env.step_timeout_s.
         """
@@ -124,7 +124,7 @@ class UserFactory:
             threads.close()
 
     def _new_object(self) -> Any:
-        """A new object of the user's class, the user's factory, or a copy of the user's Env."""
+        """Return a new object of the user's class, the user's factory, or a copy of their Env."""
         if isinstance(self._plugin, type):
             return plugins.make(self._plugin, self.config)
         if hasattr(self._plugin, "make"):
@@ -132,7 +132,7 @@ class UserFactory:
         return copy.deepcopy(self._plugin)
 
     def _require(self, object_: object, members: tuple[str, ...]) -> None:
-        """Raises UserError if the object lacks one of the members."""
+        """Raise UserError if the object lacks one of the members."""
         lacking = [member for member in members if not hasattr(object_, member)]
         if lacking:
             raise UserError(
@@ -142,7 +142,7 @@ class UserFactory:
 
 
 def load_factory(plugin: Any, config: EnvConfig) -> EnvFactory:
-    """The factory of `plugin`, or of the one that env.name names if `plugin` is None.
+    """Return the factory of `plugin`, or of the plug-in that env.name names if `plugin` is None.
 
     One environment is made as a check and closed again. With env.processes, none is made in this
     process. Raises UserError if the factory cannot be loaded or made.
@@ -150,7 +150,7 @@ def load_factory(plugin: Any, config: EnvConfig) -> EnvFactory:
     origin = f"env.name = '{config.name}'"
     if plugin is not None:
         origin = f"env = {short_repr(plugin)}"
-    with chdir(Path.cwd()):  # the user's code may change the folder; our relative paths must hold
+    with chdir(Path.cwd()):  # user code may change the folder, but our relative paths must hold
         if plugin is None:
             try:
                 plugin = plugins.load("envs", config.name)
@@ -173,7 +173,7 @@ def load_factory(plugin: Any, config: EnvConfig) -> EnvFactory:
 
 
 def _close(environment: Any) -> None:
-    """Close an environment that has a `close`, which may be a coroutine."""
+    """Close an environment if it has a `close`, which may be a coroutine."""
     if not hasattr(environment, "close"):
         return
     result = environment.close()
@@ -186,9 +186,9 @@ async def _awaited(result: Awaitable[Any]) -> None:
 
 
 def check_reward_max(factory: EnvFactory, name: str) -> None:
-    """Raises UserError if a factory has no R_max, which the adaptive lambda_g divides by.
+    """Raise UserError if a factory has no R_max. The adaptive lambda_g divides by it.
 
-    lambda_g = 1 - mean return / R_max; `name` is env.name.
+    lambda_g = 1 - mean return / R_max. `name` is env.name.
     """
     value = factory.reward_max
     if not (isinstance(value, int | float) and 0 < value < math.inf):

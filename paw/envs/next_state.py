@@ -1,9 +1,9 @@
 """Next-state prediction as an environment: RWML (arXiv 2602.05842) is ordinary RL on it.
 
 A task is a recorded turn: what the agent was shown, its action, and what the environment answered.
-The agent predicts that answer, and is rewarded if the cosine distance between the embeddings of the
+The agent predicts that answer. It is rewarded if the cosine distance between the embeddings of the
 prediction and the answer is below env.threshold. One game in ten is held out, chosen by a hash of
-its id. The wording of the paper's prompt is not public; this one asks for the same.
+its id. The wording of the paper's prompt is not public, but this one asks for the same.
 """
 
 import hashlib
@@ -100,7 +100,7 @@ class Triplet:
 
 
 def read_triplets(path: Path) -> list[Triplet]:
-    """The triplets of a file of JSON lines.
+    """Read the triplets of a file of JSON lines.
 
     Raises UserError, which names the file and line, if one is malformed, or if there are none.
     """
@@ -120,9 +120,9 @@ def write_triplets(path: Path, triplets: Sequence[Triplet]) -> None:
 
 
 def ask(triplet: Triplet, config: NextStateConfig) -> str:
-    """The user message that asks for the next state.
+    """Return the user message that asks for the next state.
 
-    In compact style, the action comes after a final "did:", a format that is learnt in a few steps.
+    In compact style, the action comes after a final "did:". This format is learnt in a few steps.
     """
     if config.style == "compact":
         return f"{triplet.prompt}\ndid:\n{triplet.action}"
@@ -133,12 +133,12 @@ def ask(triplet: Triplet, config: NextStateConfig) -> str:
 
 
 def answer(next_state: str, config: NextStateConfig) -> str:
-    """A well-formed response that predicts `next_state`, without a thought; for fine-tuning."""
+    """Return a well-formed response that predicts `next_state`, without thought."""
     return next_state if config.style == "compact" else f"<next_state>{next_state}</next_state>"
 
 
 def predicted(response: str, config: NextStateConfig) -> str | None:
-    """The next state that a response predicts; None if it is malformed or empty."""
+    """Return the next state that a response predicts; None if it is malformed or empty."""
     if config.style == "compact":
         return response.strip() or None
     thought, end_of_thought, rest = response.rpartition("</think>")
@@ -160,7 +160,7 @@ class NextStateFactory(EnvFactory):
 
     Config = NextStateConfig
     name = "next_state"
-    may_block = True  # environments wait for one another, so that the encoder gets batches
+    may_block = True  # environments wait for one another, so the encoder gets batches
 
     def __init__(self, config: NextStateConfig, similarity: Similarity | None = None) -> None:
         if config.triplets is None:
@@ -198,7 +198,7 @@ class NextStateFactory(EnvFactory):
         if split == "warmup":
             raise UserError(
                 "model.path = 'quickstart' is warmed up on games, not on triplets: "
-                "make it with `paw warmup quickstart` and give the folder"
+                "make it with `paw warmup quickstart` and give its folder"
             )
         return self.held_out if split == HELD_OUT else self.training
 
@@ -212,7 +212,7 @@ class NextStateFactory(EnvFactory):
 
 
 class NextStateEnv:
-    """One prediction an episode."""
+    """One prediction per episode."""
 
     def __init__(self, config: NextStateConfig, similarity: Callable[[str, str], float]) -> None:
         self.config = config
@@ -228,7 +228,7 @@ class NextStateEnv:
         return ask(self._triplet, self.config)
 
     def step(self, response: str) -> Outcome:
-        """The outcome's observation is the real next state, its action the predicted one."""
+        """Score a prediction. The outcome has the real next state; its action is the prediction."""
         real = self._triplet.next_state
         prediction = predicted(response, self.config)
         is_right = False
@@ -249,7 +249,7 @@ class NextStateEnv:
 
 
 class _Batched:
-    """Lets many threads call a batched function with one pair each.
+    """Lets many threads call a batched function, each with one pair.
 
     A thread that finds the function idle computes the pairs of all waiting threads.
     """

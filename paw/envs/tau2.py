@@ -3,7 +3,7 @@
 
 The agent serves a customer who is played by an LLM. It calls tools or writes to the customer, and a
 policy says what it may do. Written against tau2-bench 1.0.1. A failure there (for example, the
-customer's LLM is down) costs the episode, never the run.
+customer's LLM is down) ends only the episode, never the run.
 """
 
 import functools
@@ -32,7 +32,7 @@ INSTALL = (
     "git clone https://github.com/sierra-research/tau2-bench && pip install -e './tau2-bench[gym]'"
 )
 BROKEN = ("user_error", "infrastructure_error", "unexpected_error")
-"""Termination reasons of a simulation that are not the agent's fault."""
+"""Reasons for a simulation's end that are not the agent's fault."""
 DONE = '{"name": "done", "arguments": {}}'
 """The action that ends a conversation."""
 ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
@@ -114,7 +114,7 @@ class Tau2Factory(EnvFactory):
             ) from None
 
         self._playable: dict[str, list[str]] = {}
-        """Split -> its task ids, for the splits that the gymnasium interface can start."""
+        """Task ids by split, for the splits that the gymnasium interface can start."""
         for split, ids in splits.items():
             if ids and self._tasks.keys() >= {*ids}:
                 self._playable[split] = ids
@@ -143,7 +143,7 @@ class Tau2Factory(EnvFactory):
         return f"tau2 {version} {self.config.domain} {digest}, user {self.config.user_model}"
 
     def _ids(self, split: str) -> list[str]:
-        """Task ids of a split. Raises UserError if the gymnasium interface cannot start it."""
+        """Return a split's task ids. Raises UserError if gymnasium cannot start it."""
         if split not in self._playable:
             raise UserError(
                 f"env.domain = '{self.config.domain}' has no split '{split}' to play; "
@@ -172,9 +172,9 @@ class Tau2Env:
         """OpenAI function schemas of the tools."""
         self.policy = ""
         self._tools: dict[str, str] = {}
-        """Name of a tool -> its function schema as JSON."""
+        """Function schemas of tools as JSON, by name."""
         self._conversation: list[str] = []
-        """The messages so far, each preceded by the name of its speaker."""
+        """The messages so far, each preceded by its speaker's name."""
         self._turns = 0
 
     def reset(self, task: Task) -> str:
@@ -215,12 +215,12 @@ class Tau2Env:
         )
 
     def step(self, response: str) -> Outcome:
-        """Play an action; an invalid one goes neither to the tools nor to the user."""
+        """Play an action. An invalid one goes neither to the tools nor to the user."""
         action, problem = self._parse_action(response)
         return self.play(action, problem)
 
     def play(self, action: str, problem: str = "") -> Outcome:
-        """Play a tool call as JSON or a message to the user; with a `problem` it is not sent."""
+        """Play a tool call (as JSON) or a message to the user. With a `problem` it is not sent."""
         assert self._gym is not None, "step() before reset() or after the end"
         self._turns += 1
         text = f"Invalid action: {problem}."
@@ -248,7 +248,7 @@ class Tau2Env:
         return f"{thought}<action>{action}</action>"
 
     def close(self) -> None:
-        """End whatever still runs.
+        """End whatever is still running.
 
         AgentGymEnv has no `close`: its simulation waits in a thread for the next action.
         """
@@ -259,7 +259,7 @@ class Tau2Env:
             threading.Thread(target=_end_simulation, args=(gym,), daemon=True).start()
 
     def _play_valid(self, action: str) -> tuple[str, float, bool]:
-        """(the answer to `action`, score in [0, 1], whether the conversation has ended).
+        """Return (the answer to `action`, score in [0, 1], whether the conversation has ended).
 
         Raises EnvironmentFailure if the simulation broke.
         """
@@ -274,10 +274,10 @@ class Tau2Env:
         return text, float(score), done
 
     def _parse_action(self, response: str) -> tuple[str, str]:
-        """(action, problem of the response or "").
+        """Return (action, problem of the response or "").
 
-        Only the name and the arguments of a tool call are kept: the agent must not make calls in
-        the user's name.
+        Only the name and the arguments of a tool call are kept, because the agent must not make
+        calls in the user's name.
         """
         match = ACTION.search(response)
         action = match[1].strip() if match else ""
@@ -298,7 +298,7 @@ class Tau2Env:
         return json.dumps({"name": call["name"], "arguments": call["arguments"]}), ""
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What function(*arguments) returns.
+        """Return what function(*arguments) returns.
 
         Raises EnvironmentFailure if it raises, or takes longer than env.step_timeout_s.
         """
@@ -312,7 +312,7 @@ class Tau2Env:
 
 
 class Tau2Chat(ConversationWrapper):
-    """The same as a conversation: the policy is the system message, the customer is the user."""
+    """Plays it as a conversation: the policy is the system message, the customer is the user."""
 
     def begin(self, task: Task) -> list[Message]:
         first = self._game.reset(task)
@@ -328,7 +328,7 @@ class Tau2Chat(ConversationWrapper):
         if reply.problem or reply.calls:
             return reply
         if not reply.content or reply.content.startswith("{"):
-            # tau2-bench would take it for a call.
+            # tau2-bench would take this for a call.
             reply.problem = "call a tool, or write to the user, who reads no JSON"
         return reply
 
@@ -350,7 +350,7 @@ class Tau2Chat(ConversationWrapper):
 
 
 def _without_speaker(text: str) -> str:
-    """A message without the name of its speaker, which its role already gives."""
+    """Return a message without the name of its speaker, which its role already gives."""
     return SPEAKER.sub("", text, count=1)
 
 
@@ -360,7 +360,7 @@ def _end_simulation(gym: Any) -> None:
 
 
 def _import_tau2() -> tuple[Callable[..., Any], Any]:
-    """(AgentGymEnv, the registry of domains and tasks).
+    """Return (AgentGymEnv, the registry of domains and tasks).
 
     Raises UserError if tau2-bench cannot be imported.
     """
@@ -378,7 +378,7 @@ def _import_tau2() -> tuple[Callable[..., Any], Any]:
         )
     with suppress(ImportError):
         # tau2-bench logs every line of every conversation with loguru. Only the reason why a
-        # simulation broke is kept: nothing else reports it.
+        # simulation broke is kept, because nothing else reports it.
         from loguru import logger
 
         logger.remove()

@@ -1,4 +1,4 @@
-"""Checks the tools that an environment offers, and calls of them.
+"""Checks the tools that an environment offers, and calls to them.
 
 Tools are OpenAI function schemas.
 """
@@ -29,11 +29,12 @@ MCP = {
 
 
 def checked_tools(tools: Any) -> list[Tool]:
-    """The tools as {"type": "function", "function": {"name", "description", "parameters"}}.
+    """Return the tools as {"type": "function", "function": {"name", "description", "parameters"}}.
 
-    A bare function is wrapped. An MCP tool is accepted too: its `inputSchema` becomes `parameters`.
-    Raises ValueError if `tools` is not a list of schemas, if JSON cannot hold it, if two tools have
-    the same name, or if a tool's schema is invalid, under another key, or takes too long to apply.
+    A bare function is wrapped. An MCP tool is accepted too, and its `inputSchema` becomes
+    `parameters`. Raises ValueError if `tools` is not a list of schemas, if JSON cannot hold it, or
+    if two tools have the same name. Also raises it if a tool's schema is invalid, under another
+    key, or takes too long to apply.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ValueError(
@@ -53,7 +54,7 @@ def checked_tools(tools: Any) -> list[Tool]:
 
 
 def _checked_function(name: str, function: Tool) -> Tool:
-    """A copy of `function` as JSON holds it. Raises ValueError if its schema is invalid."""
+    """Return a copy of `function` as JSON holds it. Raises ValueError if its schema is invalid."""
     try:
         function = json.loads(json.dumps(function, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -71,7 +72,7 @@ def _checked_function(name: str, function: Tool) -> Tool:
 
 
 def _as_openai(name: str, tool: Tool, function: Tool) -> Tool:
-    """`function` with the schema of its arguments as "parameters".
+    """Return `function` with the schema of its arguments as "parameters".
 
     Raises ValueError if the schema is under another key.
     """
@@ -94,7 +95,7 @@ def _as_openai(name: str, tool: Tool, function: Tool) -> Tool:
     if function is not tool:
         unknown_keys |= {*tool} - {"type", "function", "strict"}
     if unknown_keys and not parameters:
-        # One of them may be the schema.
+        # One of the other keys may be the schema.
         keys = ", ".join(short_repr(key) for key in sorted(unknown_keys, key=str))
         raise ValueError(
             f"tool '{name}' has {keys}; the schema of its arguments must be "
@@ -108,9 +109,9 @@ def _as_openai(name: str, tool: Tool, function: Tool) -> Tool:
 
 
 def checked_reply(response: str, tools: Sequence[Tool]) -> Reply:
-    """`response` with the first problem of its calls.
+    """Return `response` with the first problem of its calls.
 
-    Problems are a call of a tool that does not exist, and arguments that do not fit its schema.
+    Problems are a call to a tool that does not exist, and arguments that do not fit its schema.
     """
     reply = response if isinstance(response, Reply) else Reply(response)
     problem = reply.problem
@@ -122,7 +123,7 @@ def checked_reply(response: str, tools: Sequence[Tool]) -> Reply:
 
 
 def _problem(call: ToolCall, tools: Sequence[Tool]) -> str:
-    """What is wrong with a call, in one line; "" if nothing is.
+    """Say what is wrong with a call, in one line; "" if nothing is.
 
     Raises EnvironmentFailure if the tool's schema cannot be applied.
     """

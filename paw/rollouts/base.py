@@ -1,4 +1,4 @@
-"""The result of playing episodes, and the protocol of what plays them for a run."""
+"""The result of playing episodes, and the protocol for whatever plays them in a run."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,22 +19,22 @@ class RolloutStats:
     groups_dropped: int = 0
     prompts_truncated: int = 0
     texts_cut: int = 0
-    """Texts of environments longer than env.max_text."""
+    """Texts from environments that were longer than env.max_text."""
     threads_lost: int = 0
-    """Calls of environments given up after env.step_timeout_s, each with its thread."""
+    """Environment calls given up, each with its thread, after env.step_timeout_s."""
     context_full: int = 0
-    """Episodes that ended because no further prompt fits."""
+    """Episodes that ended because the next prompt did not fit."""
     processes_lost: int = 0
-    """Processes of environments that died or hung (env.processes)."""
+    """Environment processes that died or hung (env.processes)."""
     prompt_tokens: int = 0
     response_tokens: int = 0
-    """As sampled or billed, including what a stop string cut off."""
+    """As sampled or billed, including tokens that a stop string cut off."""
     cached_tokens: int = 0
-    """Of the prompt tokens, those that the engine had in its cache."""
+    """Prompt tokens that the engine had in its cache."""
     failed: list[Trajectory] = field(default_factory=list)
     """Episodes whose environment or agent failed. They are in no group."""
     uniform: list[Group] = field(default_factory=list)
-    """Groups whose returns are all equal, if others have replaced them."""
+    """Groups whose returns are all equal and that were replaced by others."""
 
     @property
     def failures(self) -> list[str]:
@@ -62,22 +62,24 @@ class RolloutStats:
 
 
 RolloutResult = tuple[list[Group], RolloutStats]
-"""The groups that were played, and counts of what happened."""
+"""The groups played, and counts of what happened."""
 
 
 class RolloutSource(Protocol):
-    """Where a run gets its episodes: played when asked for (`Rollouts`), or in advance
-    (`AsyncRollouts`)."""
+    """Where a run gets its episodes.
+
+    They are played when asked for (`Rollouts`) or in advance (`AsyncRollouts`).
+    """
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
-        """The episodes of the first `count` tasks of update `step`, in groups.
+        """Return the episodes of the first `count` tasks of update `step`, in groups.
 
         A call of all ranks, like `evaluation`.
         """
         ...
 
     def evaluation(self, progress: Progress | None = None) -> RolloutResult:
-        """The evaluation games, played once each."""
+        """Play each evaluation game once."""
         ...
 
     def close(self) -> None:

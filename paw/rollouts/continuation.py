@@ -1,4 +1,4 @@
-"""What the chat template writes after a turn, and where the turn's observation stands in it.
+"""What the chat template writes after a turn, and where the turn's observation is in it.
 
 The agent `plain` needs this only if its environment shows conversations.
 """
@@ -17,17 +17,17 @@ class Prompt:
 
     ids: list[int]
     opened: str
-    """How the template opens the answer; "" if an answer goes on."""
+    """How the template opens the answer; "" if the model continues an answer."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What follows the end token of an answer: messages, then what opens the next response."""
+    """What follows an answer's end token: messages, then the opening of the next response."""
 
     messages: list[dict[str, Any]]
     ids: list[int]
     separator_ids: list[int]
-    """The first of `ids`, before the text of the first message."""
+    """The leading `ids`, up to the text of the first message."""
     first_text: str
     """The first message's text as the template writes it."""
     spans: list[tuple[int, int]]
@@ -37,9 +37,9 @@ class Continuation:
 def continue_after(
     chat: Chat, answer: dict[str, Any], messages: list[dict[str, Any]]
 ) -> Continuation:
-    """What follows an answer when `messages` do.
+    """Return what follows an answer if `messages` come after it.
 
-    Each text is encoded on its own, so the world model finds it there as a target.
+    Each text is encoded on its own, so the world model finds it as a target.
     """
     pieces = chat.following(answer, messages)
     ids: list[int] = []
@@ -56,14 +56,14 @@ def continue_after(
 
 
 def ids_up_to_end(chat: Chat, turn: Turn) -> list[int]:
-    """Ids of a turn up to the end token of its answer, which is added if the answer was cut."""
+    """Ids of a turn through its answer's end token, which is added if the answer was cut."""
     return turn.prompt_ids + turn.response_ids + chat.missing_end(turn.response_ids)
 
 
 def prompt_after_response(chat: Chat, turn: Turn, text: str) -> Prompt:
-    """The prompt of a turn and its response, then `text`.
+    """Return a prompt: a turn's own prompt and response, then `text`.
 
-    The text is a user message if the response has ended. Otherwise the answer goes on after it.
+    If the response has ended, the text is a user message. Otherwise it continues the answer.
     """
     ids = turn.prompt_ids + turn.response_ids
     text_ids = chat.observation_ids(text)
@@ -74,10 +74,10 @@ def prompt_after_response(chat: Chat, turn: Turn, text: str) -> Prompt:
 
 
 def add_result(chat: Chat, turn: Turn, reply: Reply, limit: int) -> None:
-    """Record in an episode's last turn how a prompt after it would show its observation.
+    """Record in an episode's last turn how a later prompt would show its observation.
 
-    The turn called tools. The observation is the tools' results, or that of the first one. `limit`
-    as for `record_observation`.
+    The turn called tools. Its observation is the tools' results, or the result of the first one.
+    `limit` is as for `record_observation`.
     """
     calls = reply.calls or [unread(0)]
     messages: list[dict[str, Any]] = []
@@ -88,11 +88,11 @@ def add_result(chat: Chat, turn: Turn, reply: Reply, limit: int) -> None:
 
 
 def record_observation(chat: Chat, turn: Turn, continuation: Continuation, *, limit: int) -> None:
-    """Record in a turn where its observation stands in its `continuation`, and in what form.
+    """Record in a turn where its observation is in its `continuation`, and in what form.
 
-    Sets separator_ids; rendered_observation too if the messages that follow the turn begin with its
-    results as they are; and for several results observation_ids and spans, of `limit` tokens at
-    most, including what the template writes between the results.
+    Sets separator_ids. Also sets rendered_observation if the messages after the turn begin with its
+    results unchanged. For several results, sets observation_ids and spans of at most `limit`
+    tokens, including what the template writes between the results.
     """
     separator_ids = chat.missing_end(turn.response_ids) + continuation.separator_ids
     turn.separator_ids = separator_ids if separator_ids != chat.separator_ids else None
@@ -108,7 +108,7 @@ def record_observation(chat: Chat, turn: Turn, continuation: Continuation, *, li
 
 
 def _record_results(turn: Turn, continuation: Continuation, *, count: int, limit: int) -> None:
-    """Record the tokens of `count` results, the first `limit` of them from the first result on."""
+    """Record at most `limit` tokens of `count` results, starting with the first result."""
     first_start = continuation.spans[0][0]
     turn.spans = []
     for span_start, span_end in continuation.spans[:count]:
@@ -116,10 +116,10 @@ def _record_results(turn: Turn, continuation: Continuation, *, count: int, limit
         end = span_end - first_start
         if start < limit:
             turn.spans.append((start, min(end, limit)))
-    last_end = turn.spans[-1][1] if turn.spans else 0  # none with a limit of 0
+    last_end = turn.spans[-1][1] if turn.spans else 0  # there are none if the limit is 0
     turn.observation_ids = continuation.ids[first_start : first_start + last_end]
 
 
 def _results(turn: Turn) -> list[str]:
-    """The results of a turn's calls; without any, its observation."""
+    """Return the results of a turn's calls, or its observation if it made none."""
     return list(turn.outcome.results) or [turn.outcome.observation]

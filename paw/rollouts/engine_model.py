@@ -22,7 +22,7 @@ from paw.types import Turn
 
 
 class Sampler(Protocol):
-    """What plays the episode (`Rollouts`): it hands the requests of all episodes to the engine."""
+    """Plays the episode and passes the requests of all episodes to the engine (`Rollouts`)."""
 
     config: Config
     chat: Chat
@@ -36,10 +36,10 @@ class Sampler(Protocol):
 class EngineModel(Model):
     """The model in the engine of `sampler`, for one episode.
 
-    A prompt that continues an earlier turn begins with that turn's own ids: whatever the template
-    would drop from earlier answers (Qwen3 drops their thoughts) or render differently stays as the
-    model wrote it. A conversation that does not continue the last one is rendered in full: the
-    first, or one in which the environment has rewritten an answer.
+    A prompt that continues an earlier turn begins with that turn's own ids. So an answer stays as
+    the model wrote it, even if the template would drop parts of it (Qwen3 drops thoughts) or render
+    it differently. A conversation that does not continue the last one is rendered in full. This is
+    the case for the first one, and after the environment has rewritten an answer.
     """
 
     def __init__(self, env: EnvHandle, sampler: Sampler) -> None:
@@ -49,7 +49,7 @@ class EngineModel(Model):
         self._messages: list[dict[str, Any]] = []
         """The last conversation without the model's answer; [] if the last context was a text."""
         self._call_count = 0
-        """Calls of tools so far."""
+        """Number of tool calls so far."""
 
     async def _answer(
         self, turn: Turn, context: Context, continues: Response | None, stop: Stop, seed: int
@@ -79,7 +79,7 @@ class EngineModel(Model):
         return stop_string
 
     def on_end(self) -> None:
-        """If the last answer called tools, record how their results would be shown in a prompt."""
+        """If the last answer called tools, record how a prompt would show their results."""
         if self.reply is None:
             return
         if self.reply.calls or self.reply.problem:
@@ -91,12 +91,12 @@ class EngineModel(Model):
     def _prompt(
         self, context: Context, continues: Response | None, continuation: Continuation | None
     ) -> Prompt:
-        """The prompt of the next turn.
+        """Return the prompt of the next turn.
 
-        It goes on from the response that it `continues`, or from the last turn with its
-        `continuation`, or is rendered in full. One message is cut to rollout.max_prompt_tokens.
-        Raises ContextFull if anything else is longer, EnvironmentFailure if that is the first
-        prompt of a conversation.
+        It follows the response that it `continues`, or the last turn and its `continuation`, or it
+        is rendered in full. A single message is cut to rollout.max_prompt_tokens. For anything else
+        that is too long, raises ContextFull, or EnvironmentFailure if it is the first prompt of a
+        conversation.
         """
         limit = self.config.rollout.max_prompt_tokens
         if continues is None and isinstance(context, str) and not self.env.tools:
@@ -124,7 +124,7 @@ class EngineModel(Model):
         return prompt
 
     def _continuation(self, context: Context) -> Continuation | None:
-        """What follows the last turn in a conversation that continues the last one, else None."""
+        """Return what follows the last turn, or None if the conversation does not continue it."""
         messages = conversation(context)
         if not self._continues_last(messages):
             return None
@@ -135,13 +135,13 @@ class EngineModel(Model):
         return continue_after(self._chat, answer, messages[answer_position + 1 :])
 
     def _record_observation(self, continuation: Continuation) -> None:
-        """Record in the last turn how the next prompt shows its observation."""
+        """Record in the last turn how the next prompt shows the turn's observation."""
         record_observation(
             self._chat, self._last_turn, continuation, limit=self.config.wm.max_tokens
         )
 
     def _continues_last(self, messages: list[dict[str, Any]]) -> bool:
-        """Whether these are the last conversation's messages, the model's answer, and others."""
+        """Whether these are the last conversation's messages, the model's answer, then others."""
         length = len(self._messages)
         if not 0 < length < len(messages) - 1 or messages[:length] != self._messages:
             return False
@@ -162,7 +162,7 @@ class EngineModel(Model):
         stats.cached_tokens += completion.cached_tokens
 
     def _fill_tokens(self, turn: Turn, completion: Completion, length: int) -> None:
-        """Put the first `length` tokens of a completion, with all about them, into the turn."""
+        """Put the first `length` tokens of a completion, and their data, into the turn."""
         turn.response_ids = completion.token_ids[:length]
         turn.sampled_logp = completion.logp[:length]
         if completion.entropy is not None:

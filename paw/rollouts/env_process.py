@@ -1,8 +1,8 @@
-"""A worker process of env.processes: it makes environments and calls their methods for the trainer.
+"""A worker process of env.processes. It makes environments and calls their methods for the trainer.
 
-`paw.envs.workers.process` is the trainer's side, and says what the two send each other. What an
-environment returns is checked here, as the trainer does without processes, and sent as one JSON
-object on a line.
+`paw.envs.workers.process` is the trainer's side, and describes the messages between the two. This
+process checks what an environment returns, as the trainer does without processes, and sends it as
+one JSON object on a line.
 """
 
 import inspect
@@ -44,7 +44,7 @@ Fields = dict[str, Any]
 
 
 class Environments:
-    """The environments of this process, by number."""
+    """The environments of this process, each with a number."""
 
     def __init__(self, config: EnvConfig, send: Callable[[Fields], None]) -> None:
         self._config = config
@@ -53,14 +53,14 @@ class Environments:
         self._by_number: dict[int, CheckedEnv] = {}
         self._threads = ThreadPoolExecutor(AT_ONCE)
         self._blocks = self.factory.may_block
-        """Whether calls may wait, so that many run at once, in threads."""
+        """Whether calls may block, so many of them run at once in threads."""
 
     def play(
         self, key: int, method: str, number: int, arguments: bytes, forgotten: list[int]
     ) -> None:
-        """Answer a call: in a thread if environments block, otherwise here, one after the other.
+        """Answer a call, in a thread if environments block, otherwise here, one after another.
 
-        The trainer no longer uses the environments whose numbers are `forgotten`.
+        The trainer no longer uses the environments with the numbers in `forgotten`.
         """
         for forgotten_number in forgotten:
             self._by_number.pop(forgotten_number, None)
@@ -82,9 +82,9 @@ class Environments:
         self._send({"key": key, **answer})
 
     def _call(self, method: str, number: int, pickled: bytes) -> Fields:
-        """Call a method of an environment, or make one. Returns the fields of the result.
+        """Make an environment, or call a method of one. Returns the fields of the result.
 
-        `pickled` has the arguments.
+        `pickled` contains the arguments.
         """
         try:
             arguments = ForkingPickler.loads(pickled)  # pyright: ignore[reportAttributeAccessIssue]
@@ -140,7 +140,7 @@ def _make_factory(config: EnvConfig) -> EnvFactory:
 
 
 def _task_of(environment: CheckedEnv) -> str | None:
-    """The task in words, if the environment has a member `task`."""
+    """Return the task in words, if the environment has a member `task`."""
     with quietly():
         task = getattr(environment, "task", None)
         return str(task) if isinstance(task, str) else None
@@ -153,14 +153,14 @@ def _reply_fields(reply: Reply) -> Fields:
 
 
 def _encode(answer: Fields) -> bytes:
-    """An answer as a line of JSON, or a failure if it is not JSON or too long.
+    """Encode an answer as a line of JSON, or as a failure if it is not JSON or too long.
 
-    Lone surrogates, which no reader of JSON accepts, become question marks.
+    Lone surrogates become question marks, because no reader of JSON accepts them.
     """
     try:
         line = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
         if len(line) > MAX_ANSWER_BYTES:
-            raise EnvironmentFailure(f"it returned more than {MAX_ANSWER_BYTES} bytes in all")
+            raise EnvironmentFailure(f"it returned more than {MAX_ANSWER_BYTES} bytes in total")
     except (EnvironmentFailure, TypeError, ValueError, RecursionError) as error:
         return json.dumps({"key": answer["key"], **_failure(error)}).encode() + b"\n"
     return line
@@ -171,8 +171,8 @@ def main(descriptor: int, trainer: int) -> NoReturn:
     die_with_parent(trainer)
     end_group_with_this()
     os.set_inheritable(descriptor, False)
-    # A terminal or a launcher sends signals here too: they are meant for the trainer, which saves
-    # first. Programs that are started here handle them as usual.
+    # A terminal or launcher sends signals here too. They are meant for the trainer, which saves
+    # first. Programs started here handle them as usual.
     for number in STOPS:
         signal.signal(number, lambda *_: None)
     os.register_at_fork(after_in_child=_restore_signals)
@@ -202,9 +202,9 @@ def main(descriptor: int, trainer: int) -> NoReturn:
 
 
 def _start(section: str, send: Callable[[Fields], None]) -> Environments | None:
-    """The environments of a section [env], given as JSON.
+    """Make the environments of a section [env], given as JSON.
 
-    None if they cannot be made, after telling the trainer why.
+    If that fails, tells the trainer why and returns None.
     """
     try:
         kind = section_type(EnvConfig, json.loads(section)["name"])

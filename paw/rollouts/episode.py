@@ -1,7 +1,7 @@
-"""One episode: an agent, which is a coroutine like `plain` below, an environment and a model.
+"""One episode: an agent, an environment and a model.
 
-Every `generate` becomes a Turn with the engine's own token ids and log-probs, and `step` gives that
-turn its outcome, so every agent can be trained.
+An agent is a coroutine like `plain` below. Every `generate` becomes a Turn with the engine's own
+token ids and log-probs, and `step` gives that turn its outcome. So every agent can be trained.
 """
 
 import asyncio
@@ -28,21 +28,21 @@ from paw.types import Outcome, Reply, Trajectory, Turn
 PLAYS = {"search-r1": "search", "zerosearch": "search"}
 """Agents that answer questions, with the environment that asks them."""
 CALLS_PER_TURN = 100
-"""Calls of the model for each of env.max_turns; an agent that makes more counts as endless."""
+"""Model calls allowed per env.max_turns. An agent that makes more counts as endless."""
 LATE_S = 0.02
 """Seconds that a timer may be late.
 
-One that is later was held up by a batch of the engine or another agent, so the wait starts again.
+If a timer is later than this, the engine's batch or another agent held it up, so the wait restarts.
 """
 
 
 @dataclass
 class Episode:
-    """One task in play: what identifies its random draws, and what has happened so far."""
+    """One task in play, with what identifies its random draws and what has happened so far."""
 
     trajectory: Trajectory
     index: int
-    """Index of its task among those of all ranks."""
+    """Index of its task among the tasks of all ranks."""
     seed: int
     stream: str
     """Names the draw ("train/12", "eval"), so that no two share random numbers."""
@@ -57,15 +57,15 @@ class Episode:
     notes: list[str] = field(default_factory=list)
     """Reflexion's plans."""
     context_full: bool = False
-    """Whether it ended because no further prompt fits."""
+    """Whether it ended because the next prompt did not fit."""
     seconds: float = 0.0
 
 
 class Patience:
-    """Limits how long an agent waits for anything but the model and the environment.
+    """Limits how long an agent waits for anything except the model and the environment.
 
-    Those have limits of their own. Only an agent that awaits can be ended: one that blocks also
-    blocks the loop.
+    Those have their own limits. Only an agent that awaits can be ended, because one that blocks
+    also blocks the loop.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -78,7 +78,7 @@ class Patience:
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Around an agent's whole play. Raises TimeoutError if one of its waits is too long."""
+        """Wrap an agent's whole play. Raises TimeoutError if one of its waits is too long."""
         self._task = asyncio.current_task()
         self._restart()
         try:
@@ -89,7 +89,7 @@ class Patience:
             self._task.uncancel()
             raise TimeoutError(
                 f"the agent waited over env.step_timeout_s = {self.seconds:g} "
-                "for what is neither the model nor the environment"
+                "for something other than the model and the environment"
             ) from None
         finally:
             self._task = None
@@ -97,7 +97,7 @@ class Patience:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Around calls of the model or the environment, whose time does not count."""
+        """Wrap calls of the model or the environment, whose time does not count."""
         self._pauses += 1
         self._restart()
         try:
@@ -107,7 +107,7 @@ class Patience:
             self._restart()
 
     def _restart(self) -> None:
-        """Count from now on, unless the agent has ended or a pause is in progress."""
+        """Restart the count, unless the agent has ended or a pause is in progress."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
@@ -130,7 +130,7 @@ class Patience:
 class EnvHandle:
     """The environment of one episode, as its agent sees it.
 
-    Whatever a method raises fails the episode.
+    If a method raises an error, the episode fails.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class EnvHandle:
         self.observation = ""
         """The last observation."""
         self.anchor = ""
-        """The last observation as GiGPO compares it."""
+        """The last observation, in the form that GiGPO compares."""
         self.patience = Patience(config.step_timeout_s)
         self._environment = environment
         self._threads = threads
@@ -150,13 +150,13 @@ class EnvHandle:
 
     @property
     def instruction(self) -> str:
-        """The task in words: the environment's member `task`, or else the last observation."""
+        """The task in words: the environment's member `task`, or the last observation."""
         text = getattr(self._environment, "task", None)
         return text if isinstance(text, str) else self.observation
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """What the environment offers in this episode, as OpenAI function schemas."""
+        """The environment's tools in this episode, as OpenAI function schemas."""
         return self._environment.tools
 
     @property
@@ -168,7 +168,7 @@ class EnvHandle:
         return self.episode.outcome is not None and self.episode.outcome.won
 
     async def reset(self) -> str:
-        """Begin a trial of the task; returns the first observation."""
+        """Begin a trial of the task. Returns the first observation."""
         self.episode.trials += 1
         self.episode.outcome = None
         self.observation = await self._call(
@@ -183,8 +183,8 @@ class EnvHandle:
     async def step(self, response: str) -> Outcome:
         """Play the action that the environment reads from `response`, the model's last answer.
 
-        The last turn gets the outcome. If several steps follow a call of the model, their rewards
-        add up.
+        The last turn gets the outcome. If several steps follow one call of the model, their rewards
+        are added up.
         """
         episode = self.episode
         turns = episode.trajectory.turns
@@ -205,11 +205,11 @@ class EnvHandle:
         return outcome
 
     async def admissible_actions(self) -> list[str]:
-        """Bare actions that have an effect now; [] if any text may be an action."""
+        """Return the bare actions that have an effect now; [] if any text may be an action."""
         return await self._call(self._environment.admissible_actions)
 
     async def format_action(self, action: str) -> str:
-        """A well-formed response that plays the bare `action`."""
+        """Return a well-formed response that plays the bare `action`."""
         return await self._call(self._environment.format_action, action)
 
     async def _call(
@@ -217,8 +217,8 @@ class EnvHandle:
     ) -> Any:
         """Call a method of the environment in a thread, with a deadline.
 
-        With `updates_context`, then get what the model is to see next. Raises EnvironmentFailure if
-        that fails. An environment that raised is closed.
+        With `updates_context`, also gets what the model sees next. Raises EnvironmentFailure if
+        that fails. An environment that raised an error is closed.
         """
 
         def call() -> Any:
@@ -228,7 +228,7 @@ class EnvHandle:
                     self._update_context(result)
                 return result
             except BaseException:
-                with quietly():  # it is broken already
+                with quietly():  # it is already broken
                     self._environment.close()
                 raise
 
@@ -243,7 +243,7 @@ class EnvHandle:
             raise EnvironmentFailure(trajectory.failure) from None
 
     def _update_context(self, result: object) -> None:
-        """Get what the model is to see after reset() or step(); nothing after the end."""
+        """Get what the model sees after reset() or step(); nothing after the end."""
         if isinstance(result, Outcome) and result.done:
             self._context = ""
             self.anchor = ""
@@ -255,20 +255,20 @@ class EnvHandle:
 
 
 class Response(str):
-    """What the model wrote in one call, up to the stop string, which is not part of it."""
+    """What the model wrote in one call, up to but excluding the stop string."""
 
     turn: Turn
     stop: str
     """The stop string that ended it; "" without one."""
     message: Context
-    """The context that it answers."""
+    """The context that the response answers."""
     answer: str
     """The whole answer so far, stop strings included.
 
-    A call that `continues` this response goes on from there.
+    A call that `continues` this response continues after it.
     """
     reply: Reply | None
-    """The response with its calls, if the environment has tools."""
+    """The response with its tool calls, if the environment has tools."""
 
     @classmethod
     def of(
@@ -294,23 +294,23 @@ Stop = Sequence[str]
 
 
 class Model(ABC):
-    """The model of one episode, as its agent sees it. Subclasses implement who answers."""
+    """The model of one episode, as its agent sees it. Subclasses decide who answers."""
 
     def __init__(self, env: EnvHandle, config: Config) -> None:
         self.env = env
         self.episode = env.episode
         self.config = config
         self.reply: Reply | None = None
-        """The last answer with its calls, if the environment has tools."""
+        """The last answer with its tool calls, if the environment has tools."""
 
     async def generate(
         self, context: Context, *, stop: Stop = (), continues: Response | None = None
     ) -> Response:
-        """The response to `context`; it ends before the first of the `stop` strings.
+        """Return the response to `context`. It ends before the first of the `stop` strings.
 
-        With `continues`, the text `context` is put after that response: within the answer, or as a
-        further user message if the model had ended its turn. The prompt_ids are then exactly
-        prompt_ids + response_ids of the turn before + the ids of what was put there. Raises
+        With `continues`, the text `context` is put after that response. It goes within the answer,
+        or becomes a further user message if the model had ended its turn. The prompt_ids are then
+        exactly the previous turn's prompt_ids + response_ids + the ids of the added text. Raises
         ContextFull beyond rollout.max_prompt_tokens.
         """
         stop = checked_stop(stop)
@@ -334,7 +334,7 @@ class Model(ABC):
         )
 
     def _next_seed(self) -> int:
-        """The seed of the next call, by the coordinates of its draw."""
+        """Return the seed of the next call, from the coordinates of its draw."""
         episode = self.episode
         trajectory = episode.trajectory
         return derive_seed(
@@ -342,7 +342,7 @@ class Model(ABC):
         )
 
     def _new_turn(self, prompt: str) -> Turn:
-        """A turn for `_answer` to fill."""
+        """Return a turn for `_answer` to fill."""
         return Turn(
             prompt_ids=[],
             response_ids=[],
@@ -356,7 +356,7 @@ class Model(ABC):
         )
 
     def _unclaimed_reward(self) -> float:
-        """The sum of rewards before the first turn, which gets it; 0 for later turns."""
+        """Return the rewards earned before the first turn, which gets them; 0 for later turns."""
         if self.episode.trajectory.turns:
             return 0.0
         return sum((outcome.reward for _, _, outcome in self.episode.steps), 0.0)
@@ -369,9 +369,9 @@ class Model(ABC):
     async def _answer(
         self, turn: Turn, context: Context, continues: Response | None, stop: Stop, seed: int
     ) -> str:
-        """Fill `turn` with what the model writes, the stop string that ended it included.
+        """Fill `turn` with what the model writes, including the stop string that ended it.
 
-        Returns that stop string, or "". If the environment has tools, sets `reply` as well.
+        Returns that stop string, or "". If the environment has tools, also sets `reply`.
         """
 
 
@@ -379,7 +379,7 @@ Agent = Callable[[EnvHandle, Model], Awaitable[None]]
 
 
 async def plain(env: EnvHandle, model: Model) -> None:
-    """The agent of the paper: the model answers each context, the environment each response."""
+    """The paper's agent: the model answers contexts and the environment answers responses."""
     await env.reset()
     while not env.done:
         response = await model.generate(env.context())
@@ -387,7 +387,7 @@ async def plain(env: EnvHandle, model: Model) -> None:
 
 
 def find_agent(config: Config) -> Agent:
-    """The agent that agent.type names, with its settings.
+    """Return the agent that agent.type names, with its settings.
 
     Raises UserError if it cannot play this environment.
     """
@@ -404,9 +404,9 @@ def find_agent(config: Config) -> Agent:
 
 
 def bind(plugin: Any, section: Any) -> Any:
-    """A plug-in with its settings from `section`.
+    """Return a plug-in with its settings from `section`.
 
-    A class is made with the section, a function gets its keyword-only parameters.
+    A class is made with the section. A function gets its keyword-only parameters.
     """
     if isinstance(plugin, type):
         return plugins.make(plugin, section)
@@ -418,13 +418,13 @@ def bind(plugin: Any, section: Any) -> Any:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from the coordinates of a draw; stable across platforms and Python versions."""
+    """Make a 63-bit seed for a draw's coordinates, stable across platforms and Python versions."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def message_and_prefix(context: Context, continues: Response | None) -> tuple[Context, str]:
-    """(the message to answer, the answer so far)."""
+    """Return (the message to answer, the answer so far)."""
     if continues is None:
         return context, ""
     return continues.message, continues.answer + context_text(context)

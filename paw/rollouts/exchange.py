@@ -1,4 +1,4 @@
-"""Every rank gets the episodes that each rank has played.
+"""Gives every rank the episodes that all ranks have played.
 
 Token ids and log-probs travel as arrays, texts and outcomes as JSON.
 """
@@ -20,14 +20,14 @@ def exchange(
     ranks: "Ranks",
     encode: Callable[[str], list[int]] | None = None,
 ) -> list[RolloutResult]:
-    """The episodes of `tasks` that each rank has played, in the order of ranks.
+    """Return the episodes of `tasks` that each rank has played, in the order of ranks.
 
     A call of all ranks. `own_result` is taken apart. Log-probs and entropies travel as float32,
-    which is what engines give. With `encode`, each rank encodes the observations of the episodes
+    which is what engines return. With `encode`, each rank encodes the observations of the episodes
     that it has played.
     """
     ids, values = _take_numbers(own_result, encode)
-    # Without payloads, which every rank has.
+    # Payloads are left out, because every rank has them.
     set_tasks(own_result, {task.id: replace(task, payload=None) for task in tasks})
 
     gathered = ranks.gather(own_result, RolloutResult)
@@ -44,7 +44,7 @@ def exchange(
 def _take_numbers(
     result: RolloutResult, encode: Callable[[str], list[int]] | None
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Take the numbers out of the turns: (four rows of ids, two rows of values) for each of them.
+    """Take the numbers out of the turns: four rows of ids and two rows of values for each turn.
 
     They are in the order in which `_restore_numbers` reads them.
     """
@@ -84,7 +84,7 @@ def _restore_numbers(
 
 
 def _trajectories(result: RolloutResult) -> list[Trajectory]:
-    """All episodes: those of groups, then those that failed."""
+    """Return all episodes: those in groups, then those that failed."""
     groups, stats = result
     trajectories: list[Trajectory] = []
     for group in groups:
@@ -93,7 +93,7 @@ def _trajectories(result: RolloutResult) -> list[Trajectory]:
 
 
 def turns_of(result: RolloutResult) -> list[Turn]:
-    """The turns of all episodes, failed ones included."""
+    """Return the turns of all episodes, including failed ones."""
     turns: list[Turn] = []
     for trajectory in _trajectories(result):
         turns += trajectory.turns
@@ -101,7 +101,7 @@ def turns_of(result: RolloutResult) -> list[Turn]:
 
 
 def set_tasks(result: RolloutResult, by_id: dict[str, Task]) -> None:
-    """Replace the task of every group and episode by the one that `by_id` has under its id."""
+    """Replace the task of every group and episode with the one of the same id in `by_id`."""
     groups, _ = result
     for group in groups:
         group.task = by_id[group.task.id]

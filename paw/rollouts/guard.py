@@ -1,7 +1,7 @@
 """Checks what an environment returns before it is used, and bounds the length of an episode.
 
-Whatever an environment raises, returns or fails to return costs its own episode only, except for
-the errors in `paw.errors.OURS`.
+If an environment raises an error, returns something wrong or does not return, only its own episode
+fails. The exceptions are the errors in `paw.errors.OURS`.
 """
 
 import asyncio
@@ -24,16 +24,15 @@ ROLES = ("system", "user", "assistant", "tool")
 MAX_REWARD = 1e6
 """Largest absolute reward of a step.
 
-Sums of squares over a whole update stay far below float32's largest number.
+Sums of squares over an update then stay far below float32's largest number.
 """
 
 
 def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Threads:
-    """The threads in which environments of a factory run: at most `count` if they may block, else
-    one.
+    """Make the threads in which a factory's environments run.
 
-    Environments of this project have their own time limits, and those that never wait stay in the
-    caller's thread.
+    There are at most `count` if the environments may block, else one. Environments of this project
+    have their own time limits, and those that never wait stay in the caller's thread.
     """
     if not factory.may_block:
         count = 1
@@ -43,11 +42,11 @@ def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Thre
 
 
 class CheckedEnv:
-    """An Env whose results are checked; its methods may be sync or async.
+    """An Env whose results are checked. Its methods may be sync or async.
 
-    Optional methods have a default. Raises EnvironmentFailure for a result that is not allowed.
-    Texts are cut to env.max_text, at the end that the tokenizer would cut, and lone surrogates
-    become question marks. Turn env.max_turns is the last. All other attributes are those of the
+    Optional methods have a default. A result that is not allowed raises EnvironmentFailure. Texts
+    are cut to env.max_text, at the end that the tokenizer would cut, and lone surrogates become
+    question marks. Turn env.max_turns is the last one. All other attributes are those of the
     environment itself.
     """
 
@@ -62,7 +61,7 @@ class CheckedEnv:
         """The last observation."""
         self.texts_cut = 0
         self.tools: list[dict[str, Any]] = []
-        """What the environment offers in this episode, as OpenAI function schemas."""
+        """The environment's tools in this episode, as OpenAI function schemas."""
 
     def reset(self, task: Task) -> str:
         self._turns = 0
@@ -89,11 +88,11 @@ class CheckedEnv:
         return messages
 
     def anchor(self) -> str:
-        """The observation as GiGPO compares it: the last one, unless the Env says otherwise."""
+        """The observation that GiGPO compares: the last one, unless the Env says otherwise."""
         return self._text("anchor()", self._call("anchor", default=self._last))
 
     def step(self, response: str) -> Outcome:
-        """Step the environment. If it has tools, it gets a Reply with its calls checked."""
+        """Step the environment. If it has tools, it gets a Reply with checked calls."""
         if self.tools:
             response = checked_reply(response, self.tools)
         outcome = self._call("step", response)
@@ -123,7 +122,7 @@ class CheckedEnv:
         )
 
     def oracle(self) -> str:
-        """A response that plays well. Raises NoOracleError if the environment has no oracle."""
+        """Return a response that plays well. Raises NoOracleError if there is no oracle."""
         if not hasattr(self._environment, "oracle"):
             raise NoOracleError(f"{self._name} has no oracle()")
         return self._answer("oracle()", self._call("oracle"))
@@ -133,7 +132,7 @@ class CheckedEnv:
         return [self._text("admissible_actions()", action) for action in actions]
 
     def format_action(self, action: str) -> str:
-        """A well-formed response that plays `action`; the action itself if the Env does not say."""
+        """Return a well-formed response that plays `action`, by default the action itself."""
         return self._answer("format_action()", self._call("format_action", action, default=action))
 
     def close(self) -> None:
@@ -146,19 +145,19 @@ class CheckedEnv:
         return getattr(self._environment, name)
 
     def _call(self, name: str, *args: Any, default: Any = None) -> Any:
-        """The result of the environment's method, awaited if async; `default` if it has none."""
+        """Return the method's result, awaited if async, or `default` if there is no such method."""
         method = getattr(self._environment, name, None)
         result = method(*args) if method else default
         if inspect.isawaitable(result):
-            # On a loop of its own: a method that blocks costs its own episode only.
+            # This uses its own loop, so a method that blocks costs only its own episode.
             self._loop = self._loop or asyncio.new_event_loop()
             return self._loop.run_until_complete(result)
         return result
 
     def _text(self, source: str, value: object, *, tail: bool = False) -> str:
-        """`value` if it is a text, made encodable and cut to env.max_text.
+        """Return `value` if it is a text, made encodable and cut to env.max_text.
 
-        With `tail` its end is kept, otherwise its beginning.
+        With `tail` the end is kept, otherwise the beginning.
         """
         if not isinstance(value, str):
             self._refuse(source, value, "text")
@@ -172,7 +171,7 @@ class CheckedEnv:
         return value if isinstance(value, Reply) else self._text(source, value)
 
     def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Message number `index` of a context, checked; it keeps the keys that a template knows."""
+        """Check message number `index` of a context. It keeps the keys that a template knows."""
         source = f"context()[{index}]"
         role = message.get("role")
         if role not in ROLES:
@@ -180,7 +179,7 @@ class CheckedEnv:
 
         calls = message.get("tool_calls") or []
         content = ""
-        if message.get("content") is not None or not calls:  # a message with calls needs no content
+        if message.get("content") is not None or not calls:  # a message with calls needs none
             content = self._text(f"the content of {source}", message.get("content"), tail=True)
 
         checked: dict[str, Any] = {"role": role, "content": content}
@@ -192,7 +191,7 @@ class CheckedEnv:
         return checked
 
     def _tool_call(self, source: str, role: Any, call: Any) -> dict[str, Any]:
-        """A call in the message `source`, checked; arguments in a JSON text become an object."""
+        """Check a call in the message `source`. Arguments in a JSON text become an object."""
         function = call.get("function") if isinstance(call, Mapping) else None
         name = None
         arguments = None
@@ -223,9 +222,9 @@ class CheckedEnv:
 
 
 class TimedEnv(CheckedEnv):
-    """A new environment of a factory, whose calls have a time limit, env.step_timeout_s.
+    """A new environment of a factory, with a time limit of env.step_timeout_s for its calls.
 
-    They are made in a thread, unless the environment is one of this project's.
+    Calls run in a thread, unless the environment is one of this project's.
     """
 
     def __init__(self, factory: EnvFactory, config: EnvConfig) -> None:
@@ -233,7 +232,7 @@ class TimedEnv(CheckedEnv):
         super().__init__(self._threads.call(factory.make), config)
 
     def close(self) -> None:
-        """Close the environment, unless one of its calls hangs: closing it would wait for that."""
+        """Close the environment, unless one of its calls hangs and closing would wait for it."""
         try:
             if not self._threads.given_up:
                 super().close()
@@ -245,7 +244,7 @@ class TimedEnv(CheckedEnv):
 
 
 def number(name: str, value: Any, low: float, high: float) -> float:
-    """`value` as a float. Raises EnvironmentFailure if it is not a number from `low` to `high`."""
+    """Return `value` as a float. Raises EnvironmentFailure if it is not in [`low`, `high`]."""
     is_number = isinstance(value, numbers.Real)
     if not is_number or not low <= value <= high:  # pyright: ignore[reportOperatorIssue]
         raise EnvironmentFailure(
@@ -255,7 +254,7 @@ def number(name: str, value: Any, low: float, high: float) -> float:
 
 
 def _json_value(value: Any) -> Any:
-    """`value` as JSON has it, parsed if it is a text; None if it is not JSON."""
+    """Return `value` as JSON data, parsed if it is a text; None if it is not JSON."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
         return json.loads(text)

@@ -1,9 +1,9 @@
 """The event loop that episodes share.
 
-An agent may end its own tasks, but not the loop or another episode. Code of an agent runs in a
-context that names its episode; callbacks and tasks that it makes inherit it. If such code stops the
-loop, or cancels a task of the scheduler or of another episode, its own episode fails and nothing
-else happens.
+An agent may end its own tasks, but not the loop or another episode. An agent's code runs in a
+context that names its episode, and the callbacks and tasks that it makes inherit this context. If
+such code stops the loop, or cancels a task of the scheduler or of another episode, its own episode
+fails and nothing else happens.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any
 from paw.types import Trajectory
 
 _acting: "ContextVar[tuple[EpisodeLoop, Trajectory] | None]" = ContextVar("_acting", default=None)
-"""The loop and the episode whose agent's code runs; None for the scheduler's own."""
+"""The loop and episode of the agent whose code runs; None for the scheduler's own code."""
 
 
 class EpisodeLoop(asyncio.SelectorEventLoop):
@@ -23,14 +23,14 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._main: asyncio.Future[Any] | None = None
-        """What the loop runs for."""
+        """The future that the loop runs for."""
         self._refused: list[Trajectory] = []
-        """Episodes whose agents were refused something."""
+        """Episodes whose agents tried something that was refused."""
         factory: Any = _make_task
         self.set_task_factory(factory)
 
     def enter(self, trajectory: Trajectory) -> None:
-        """Make the current task that episode's: what it runs from now on is code of the agent."""
+        """Assign the current task to the episode. From now on it runs the agent's code."""
         _acting.set((self, trajectory))
         task = asyncio.current_task()
         assert isinstance(task, SchedulerTask)
@@ -45,10 +45,10 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
         return trajectory if loop is self else None
 
     def run_until_complete(self, future: Any) -> Any:
-        """Also works inside another running loop, as in the cells of a notebook.
+        """Run until `future` is done, even inside another running loop (in cells of a notebook).
 
-        asyncio allows one running loop in a thread. It exports `_set_running_loop` for event loops:
-        this one hides the other while it runs.
+        asyncio allows only one running loop per thread. It exports `_set_running_loop` for event
+        loops, which this one uses to hide the other loop while it runs.
         """
         main = asyncio.ensure_future(future, loop=self)
         self._main = main
@@ -60,9 +60,9 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
             asyncio._set_running_loop(outer_loop)
 
     def stop(self) -> None:
-        """Stop; asyncio calls this once the future that the loop runs for is done.
+        """Stop. asyncio calls this once the future that the loop runs for is done.
 
-        An earlier call is an agent's, and is refused.
+        An earlier call comes from an agent and is refused.
         """
         if self._main is None or self._main.done():
             super().stop()
@@ -87,13 +87,13 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
 
 
 class SchedulerTask(asyncio.Task[Any]):
-    """A task that no agent made: it plays an episode, or drives them all."""
+    """A task that plays an episode, or drives them all. No agent made it."""
 
     trajectory: Trajectory | None = None
     """The episode that it plays."""
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Only the scheduler, and the episode that it plays, cancel it."""
+        """Cancel, if the scheduler or the episode that it plays asks for it."""
         loop: Any = self.get_loop()
         acting = loop.acting()
         if acting is None or acting is self.trajectory:
@@ -109,10 +109,11 @@ class AgentTask(asyncio.Task[Any]):
     """The episode in which it was made."""
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Cancel; another episode may do so too, since libraries share tasks among episodes.
+        """Cancel the task. Another episode may do so too, since libraries share tasks among
+        episodes.
 
-        Then it happens a moment later, unless that episode has meanwhile tried to cancel a task of
-        the scheduler: its agent cancels whatever there is.
+        In that case it happens a moment later, unless that episode has meanwhile tried to cancel a
+        task of the scheduler. That would mean its agent cancels every task there is.
         """
         loop: Any = self.get_loop()
         acting = loop.acting()

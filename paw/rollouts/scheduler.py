@@ -1,7 +1,7 @@
 """Episodes played in parallel: agents' coroutines on one event loop, over one engine.
 
 A finished response goes to its agent, which steps its environment, and the next turn's request
-enters the engine immediately. Environments that may block run in threads. Seeds derive from (seed,
+enters the engine immediately. Environments that may block run in threads. Seeds come from (seed,
 stream, task, member, turn), so an episode's tokens do not depend on the others in its batch.
 """
 
@@ -48,12 +48,12 @@ Many more child processes, started together, would exceed their time limit.
 MOMENT_S = 2e-4
 """Seconds to wait after responses.
 
-Requests of environments in threads that answer at once then join the next batch.
+Environments in threads that answer at once can then join the next batch.
 """
 STOP_S = 1.0
 """Seconds that agents are given to finish after an error or Ctrl-C."""
 LOOP_ROUNDS = 3
-"""Rounds of the event loop from the answer of a thread to the next request."""
+"""Event-loop rounds between a thread's answer and the next request."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class PlayState:
     """What changes while `Rollouts.run_episodes` plays some episodes."""
 
     unfinished: int = 0
-    """Episodes that have not ended, started or not."""
+    """Episodes that have not ended, whether started or not."""
     live: int = 0
     """Episodes in play."""
     awaiting_environment: int = 0
@@ -80,23 +80,24 @@ class PlayState:
     in_flight: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
     """Completions that the engine owes, by the key of their request."""
     error: BaseException | None = None
-    """What ends the play before all episodes have ended."""
+    """The error that ends the play before all episodes have ended."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a request is queued, an environment is made, an episode ends or an error is set."""
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while an environment is made: one after the other, in the order of episodes."""
+    """Held while an environment is made, so they are made one by one, in the order of episodes."""
 
 
 class Rollouts:
     """Plays episodes with `agent`, by default that of agent.type.
 
     Environments (some are processes) are kept for later episodes. `engine` and `chat` are the
-    model's; None if `run_episodes` gets a `make_model` instead. With several ranks, each encodes
-    the world model's targets of the episodes that it has played, by `encode_observation`.
+    model's. They are None if `run_episodes` gets a `make_model` instead. With several ranks, each
+    rank encodes the world model's targets of the episodes that it has played, with
+    `encode_observation`.
 
     `training`, `evaluation` and `play_tasks` play tasks and return groups of all ranks. They
     consist of `play_share`, which plays this rank's episodes, and `gather_groups`. `run_episodes`
-    runs given episodes to their ends; all others call it.
+    plays given episodes to their ends, and all others call it.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Rollouts:
         return self.refill(result, step, count, progress)
 
     def tasks(self, step: int, count: int) -> list[Task]:
-        """The first `count` tasks of update `step`."""
+        """Return the first `count` tasks of update `step`."""
         return train_tasks(
             self.factory, step, count, self.config.run.seed, split=self.config.env.train_split
         )
@@ -160,11 +161,11 @@ class Rollouts:
     def refill(
         self, result: RolloutResult, step: int, count: int, progress: Progress | None
     ) -> RolloutResult:
-        """Replace groups whose returns are all equal by groups of further tasks.
+        """Replace groups whose returns are all equal with groups of further tasks.
 
         No policy learns from such groups. This is dynamic sampling (DAPO, arXiv 2503.14476). At
-        most `rollout.refill` times `count` further tasks are played. If no group at all varies, the
-        groups stay as they were.
+        most `rollout.refill` times `count` further tasks are played. If no group has differing
+        returns, the groups stay as they were.
         """
         groups, stats = result
         config = self.config
@@ -224,9 +225,9 @@ class Rollouts:
     ) -> RolloutResult:
         """Play each task `group_size` times with the engine's current weights.
 
-        Each rank plays its share of the episodes. `stream` as for `play_share`. Returns the groups
-        of all ranks, in the order of tasks. An episode that fails is in no group, and a group that
-        is left with fewer than min(2, group_size) members is dropped.
+        Each rank plays its share of the episodes. `stream` is as for `play_share`. Returns the
+        groups of all ranks, in the order of tasks. An episode that fails is in no group. A group
+        left with fewer than min(2, group_size) members is dropped.
         """
         own_result = self.play_share(
             tasks,
@@ -241,9 +242,9 @@ class Rollouts:
     def gather_groups(
         self, own_result: RolloutResult, tasks: list[Task], group_size: int
     ) -> RolloutResult:
-        """The groups that all ranks have played, in the order of tasks.
+        """Return the groups that all ranks have played, in the order of tasks.
 
-        `own_result` has this rank's parts of them. Groups left with too few members are dropped
+        `own_result` has this rank's parts of them. Groups with too few members left are dropped
         here, whichever rank played them. A call of all ranks.
         """
         parts = [own_result]
@@ -273,7 +274,7 @@ class Rollouts:
     ) -> RolloutResult:
         """Play this rank's share of the episodes, for `gather_groups`.
 
-        `stream` names the draw ("train/12", "eval"), so that no two share random numbers.
+        `stream` names the draw ("train/12", "eval"), so no two draws share random numbers.
         """
         for task in tasks:
             self._check_task(task)
@@ -315,11 +316,11 @@ class Rollouts:
         check_kind(task, self.factory)
 
     def _own_groups(self, tasks: list[Task], group_size: int) -> list[Group]:
-        """This rank's share of the episodes, not played yet, in groups.
+        """Return this rank's share of the episodes, not played yet, in groups.
 
-        It is one block of all episodes in the order of tasks and members. So the members of a group
-        stay together and share their prompt in the engine's cache, except for the groups at the
-        ends of the block.
+        The share is one block of all episodes in the order of tasks and members. So the members of
+        a group stay together and share their prompt in the engine's cache, except at the ends of
+        the block.
         """
         rank = self.ranks.rank if self.ranks else 0
         world_size = self.ranks.world_size if self.ranks else 1
@@ -354,10 +355,9 @@ class Rollouts:
     ) -> None:
         """Play the episodes to their ends, `at_once` of them in parallel (0: all).
 
-        `make_model` makes the model of an episode, in place of the engine's. `on_end` is called
-        with each episode as it ends. Whatever an environment or an agent raises is its episode's
-        failure. KeyboardInterrupt, UserError, and whatever the engine or `on_end` raise end the
-        play.
+        If given, `make_model` makes the model of an episode, instead of the engine's. `on_end` is
+        called with each episode as it ends. Any error of an environment or an agent fails only its
+        episode. KeyboardInterrupt, UserError, and any error of the engine or `on_end` end the play.
         """
         self._state = PlayState(unfinished=len(episodes))
         slots = asyncio.Semaphore(at_once or len(episodes) or 1)
@@ -384,8 +384,10 @@ class Rollouts:
         slots: asyncio.Semaphore,
         on_end: Callable[[Episode], None] | None,
     ) -> None:
-        """Play an episode once there is a slot for it. An error that is not its failure ends the
-        play."""
+        """Play an episode when a slot is free for it.
+
+        An error that is not the episode's own failure ends the play.
+        """
         state = self._state
         try:
             async with slots:
@@ -418,7 +420,7 @@ class Rollouts:
         seed: int,
         stopped: Callable[[list[int]], bool] | None,
     ) -> Completion:
-        """What the engine samples for a prompt of an episode.
+        """Return what the engine samples for a prompt of an episode.
 
         Raises EnvironmentFailure if it could not sample.
         """
@@ -439,7 +441,7 @@ class Rollouts:
     def close(self) -> None:
         """Close the environments and the loop.
 
-        An environment that raises or hangs no longer matters.
+        Errors and hangs of environments no longer matter.
         """
         self.threads.close(*(environment.close for environment in self._idle))
         self._judges.close()
@@ -448,7 +450,7 @@ class Rollouts:
             self.loop.close()
 
     def end(self, error: BaseException) -> None:
-        """End the play with this error, unless an earlier one ends it."""
+        """End the play with this error, unless an earlier error already ends it."""
         self._state.error = self._state.error or error
         self._state.changed.set()
 
@@ -468,10 +470,10 @@ class Rollouts:
             raise state.error
 
     def _engine_may_step(self) -> bool:
-        """Whether there are requests, and the step need not wait for more.
+        """Whether there are requests and the step need not wait for more.
 
-        Each step waits while environments are made, so that the members of a group begin together
-        and share their prompt in the engine's cache. An engine that takes no request while it runs
+        Each step waits while environments are made, so the members of a group begin together and
+        share their prompt in the engine's cache. An engine that takes no request while it runs
         waits for all live episodes.
         """
         state = self._state
@@ -481,10 +483,10 @@ class Rollouts:
         return self.engine.continuous or waiting >= state.live
 
     def _step(self) -> bool:
-        """Submit the queued requests and step the engine; whether it has completed any."""
+        """Submit the queued requests and step the engine. Returns whether it completed any."""
         state = self._state
         if not self.engine.continuous:
-            # So that batches do not depend on which environment was faster.
+            # Batches must not depend on which environment was faster.
             state.queue.sort(key=lambda queued: queued.order)
         for queued in state.queue:
             self.engine.submit(queued.request)
@@ -507,7 +509,7 @@ class Rollouts:
     ) -> None:
         """Play one episode in a new or idle environment.
 
-        Whatever goes wrong is the episode's failure. Raises the errors in `OURS` alone.
+        Whatever goes wrong counts as the episode's failure. Raises only the errors in `OURS`.
         """
         trajectory = episode.trajectory
         started = time.monotonic()
@@ -531,7 +533,7 @@ class Rollouts:
     async def _run_in_environment(
         self, environment: CheckedEnv, episode: Episode, make_model: Callable[[EnvHandle], Model]
     ) -> None:
-        """Have the agent play an episode in this environment, and judge it.
+        """Let the agent play an episode in this environment, and judge it.
 
         Raises an exception that says what is wrong with the episode.
         """
@@ -561,7 +563,7 @@ class Rollouts:
         return getattr(self.factory, "processes_lost", 0)
 
     async def _make_environment(self) -> CheckedEnv:
-        """A new environment, checked."""
+        """Make a new, checked environment."""
         state = self._state
         state.awaiting_environment += 1
         try:
@@ -575,9 +577,9 @@ class Rollouts:
         return CheckedEnv(environment, self.config.env)
 
     async def _judge(self, trajectory: Trajectory) -> None:
-        """Give the last turn the reward of reward.type in place of the environment's.
+        """Give the last turn the reward of reward.type instead of the environment's reward.
 
-        The others get 0.
+        The other turns get 0.
         """
         result = await self._judges.run(self._reward, trajectory)
         reward = number(
@@ -589,7 +591,7 @@ class Rollouts:
 
 
 async def _let_others_run() -> None:
-    """Let other tasks run: as far as a thread's answer takes an agent, to its next request."""
+    """Let other tasks run, until an agent with a thread's answer has made its next request."""
     for _ in range(LOOP_ROUNDS):
         await asyncio.sleep(0)
 
@@ -600,14 +602,14 @@ def _can_be_used(trajectory: Trajectory) -> bool:
 
 
 def _lacks_turns(episode: Episode) -> bool:
-    """Whether an episode has no turn, although it neither failed nor ran out of context."""
+    """Whether an episode that neither failed nor ran out of context has no turn."""
     return not (episode.trajectory.turns or episode.trajectory.failure or episode.context_full)
 
 
 def load_reward(config: Config) -> Callable[[Trajectory], Any] | None:
-    """The reward function that reward.type names, with its settings.
+    """Return the reward function that reward.type names, with its settings.
 
-    None if the environment's rewards count.
+    Returns None if the environment's own rewards count.
     """
     name = config.reward.type
     if name == "env":
@@ -618,9 +620,9 @@ def load_reward(config: Config) -> Callable[[Trajectory], Any] | None:
 
 
 def split_by_variance(groups: list[Group]) -> tuple[list[Group], list[Group]]:
-    """(groups whose members differ in their returns, groups whose returns are all equal).
+    """Return (groups whose members' returns differ, groups whose returns are all equal).
 
-    A group of one member is among the first.
+    A group of one member is in the first list.
     """
     varied: list[Group] = []
     uniform: list[Group] = []

@@ -11,7 +11,7 @@ from paw.types import Group, Trajectory, Turn
 
 
 def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
-    """95 % Wilson score interval of a proportion.
+    """Return the 95 % Wilson score interval of a proportion.
 
     >>> [round(x, 3) for x in wilson(8, 10)]
     [0.49, 0.943]
@@ -26,11 +26,11 @@ def wilson(successes: int, n: int, *, z: float = 1.96) -> tuple[float, float]:
 
 
 def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> dict[str, Any]:
-    """Counts and means of an evaluation, by name.
+    """Return counts and means of an evaluation, by name.
 
-    games, failures, failure (why the first of the `failed` episodes failed), success with ci_low
-    and ci_high, return, steps, valid_actions, score (if the environment has one) and
-    success_<kind>. `failed` episodes count as games without success; the other means leave them
+    The names are games, failures, failure (why the first of the `failed` episodes failed), success
+    with ci_low and ci_high, return, steps, valid_actions, score (if the environment has one) and
+    success_<kind>. `failed` episodes count as games without success, and the other means leave them
     out. If no episode ended, only the first three are returned.
     """
     episodes: list[Trajectory] = []
@@ -68,7 +68,7 @@ def success_metrics(groups: list[Group], failed: Sequence[Trajectory] = ()) -> d
 
 
 def success_text(metrics: Mapping[str, Any]) -> str:
-    """Success as people read it, from `success_metrics`.
+    """Describe success for people, from `success_metrics`.
 
     Example: "25.0% of 8 games, 6 failed (RuntimeError: boom)".
     """
@@ -80,7 +80,7 @@ def success_text(metrics: Mapping[str, Any]) -> str:
 
 
 def more_context(config: Config) -> str:
-    """What to do if episodes run out of context."""
+    """Say what to do if episodes run out of context."""
     longer = f"raise rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}"
     if config.endpoint.url:
         longer = f"serve {config.endpoint.model} with a longer one"
@@ -88,7 +88,7 @@ def more_context(config: Config) -> str:
 
 
 def kinds(groups: list[Group], failed: Sequence[Trajectory] = ()) -> list[tuple[str, bool]]:
-    """(kind of task, whether won) of every episode; `failed` ones count as not won."""
+    """Return (kind of task, whether won) of every episode. `failed` ones count as not won."""
     rows: list[tuple[str, bool]] = []
     for group in groups:
         for episode in group.trajectories:

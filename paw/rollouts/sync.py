@@ -1,4 +1,4 @@
-"""Weights from the trainer to the engine, and the check that they arrived."""
+"""Sends weights from the trainer to the engine, and checks that they arrived."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from paw.rollouts.engines.base import Engine
 from paw.types import Sample
 
 LIMIT = 0.5
-"""Nats by which a token's two log-probs may differ.
+"""Allowed difference in nats between a token's two log-probs.
 
 In small models, rounding costs up to 1e-6 in fp32 and 0.008 in bf16 (0.14 with sharp weights).
 """
 TOLERATED = 0.05
 """Share of tokens that may be beyond LIMIT.
 
-Rounding puts the odd token there, wrong weights many.
+Rounding puts few tokens beyond it, wrong weights put many.
 """
 
 
@@ -34,15 +34,15 @@ class StaleWeightsError(UserError):
 def push_weights(model: nn.Module, engine: Engine, version: int) -> None:
     """Send every parameter of a Hugging Face causal LM to `engine`.
 
-    With FSDP2, a collective call of all ranks.
+    With FSDP2, this is a collective call of all ranks.
     """
     engine.sync(Weights(model, engine.checkpoint_names), version)
 
 
 def sampled_by(samples: Sequence[Sample], version: int) -> list[list[str | None]]:
-    """For each response token the server that sampled it ("" without servers).
+    """Return for each response token the server that sampled it ("" without servers).
 
-    None if other weights sampled it.
+    Returns None for a token sampled by other weights.
     """
     rows: list[list[str | None]] = []
     for sample in samples:
@@ -59,13 +59,13 @@ def sampler_mismatch(
     servers: Sequence[Sequence[str | None]] | None = None,
     what: str = "log-probs",
 ) -> dict[str, float]:
-    """How far the trainer's log-probs of some responses are from the sampler's, in nats.
+    """Return how far the trainer's log-probs of some responses are from the sampler's, in nats.
 
-    Returns health/sampler_mismatch (the largest distance) and health/sampler_mismatch_mean; {}
-    without tokens. `servers` names who sampled each token; tokens of None are left out.
+    Returns health/sampler_mismatch (the largest distance) and health/sampler_mismatch_mean, or {}
+    without tokens. `servers` names who sampled each token. Tokens with None are left out.
 
-    Raises StaleWeightsError if more than `TOLERATED` of a server's tokens are beyond `LIMIT`, or
-    not finite.
+    Raises StaleWeightsError if more than `TOLERATED` of a server's tokens are beyond `LIMIT` or not
+    finite.
     """
     distances = _distances(trainer, sampled, servers)
     if not distances:
@@ -102,9 +102,9 @@ def _distances(
     sampled: Sequence[list[float]],
     servers: Sequence[Sequence[str | None]] | None,
 ) -> dict[str, list[float]]:
-    """|trainer - sampled| of each token, by the server that sampled it.
+    """Return |trainer - sampled| for each token, by the server that sampled it.
 
-    That is "" for all if `servers` is None.
+    The server is "" for all tokens if `servers` is None.
     """
     if servers is None:
         servers = [[""] * len(row) for row in trainer]

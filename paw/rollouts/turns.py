@@ -1,4 +1,4 @@
-"""Checks of what agents and reward functions can get wrong: stop strings, an episode's turns."""
+"""Checks what agents and reward functions can get wrong: stop strings, an episode's turns."""
 
 import math
 from array import array
@@ -15,23 +15,24 @@ NUMBERS = {
     "sampled_logp": "d",
     "entropy": "d",
 }
-"""Lists of a turn, with the type code of Python's `array` that holds them: int32 and float64."""
+"""Lists of a turn, with the type code of the Python `array` that holds them (int32, float64)."""
 
 
 def checked_stop(stop: Iterable[Any]) -> list[str]:
-    """The stop strings of a call of the model.
+    """Check and return the stop strings of a call of the model.
 
-    Raises ValueError if one is not a text, or empty: in the agent, not later in the engine.
+    Raises ValueError if one is not a text, or is empty. The agent sees this error, not the engine
+    later.
     """
     words = list(stop)
     for word in words:
         if not isinstance(word, str) or not word:
-            raise ValueError(f"stop has {short_repr(word)}; it must be texts, none of them empty")
+            raise ValueError(f"stop contains {short_repr(word)}; each must be a non-empty text")
     return words
 
 
 def turns_problem(turns: Sequence[Turn], *, with_tokens: bool) -> str:
-    """What is wrong with the turns; "" if nothing is.
+    """Say what is wrong with the turns; "" if nothing is.
 
     Training needs each token (`with_tokens`) with its log-prob.
     """
@@ -46,7 +47,7 @@ def turns_problem(turns: Sequence[Turn], *, with_tokens: bool) -> str:
 
 
 def _tokens_problem(turn: Turn) -> str:
-    """What is wrong with the numbers of a turn; "" if nothing is."""
+    """Say what is wrong with the numbers of a turn; "" if nothing is."""
     if not turn.prompt_ids:
         return "no prompt_ids"
     if not turn.response_ids:
@@ -59,5 +60,5 @@ def _tokens_problem(turn: Turn) -> str:
         try:
             array(typecode, getattr(turn, name) or ())
         except (TypeError, OverflowError) as error:
-            return f"{name} that are not numbers of their kind ({error})"
+            return f"numbers of the wrong kind in {name} ({error})"
     return ""

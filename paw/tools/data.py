@@ -1,6 +1,6 @@
-"""`paw data`: where to get an environment's files, what a folder of them holds, and generated ones.
+"""`paw data`: where to get an environment's files, what a folder of them has, and generated files.
 
-The user downloads the files of WebShop and search QA; ALFWorld's come through its package's own
+The user downloads the files of WebShop and search QA. ALFWorld's come through its package's own
 download command. `paw data smollm2` makes a small pretrained model to try things with.
 """
 
@@ -46,7 +46,7 @@ Questions and documents of Search-R1 (arXiv 2503.09516), from Hugging Face, into
   PeterJinGo/wiki-18-e5-index   part_aa, part_ab, for dense retrieval: cat part_* > e5_Flat.index"""
 """Where to get the files of search QA."""
 CORPORA = ("corpus.jsonl", "wiki-18.jsonl")
-"""Names of the file of documents; the first is written, either is read."""
+"""Names of the file of documents. The first is written, either is read."""
 
 
 class _Source(NamedTuple):
@@ -57,11 +57,11 @@ class _Source(NamedTuple):
     generate: Callable[[Path, argparse.Namespace], None]
     """Writes generated files to a folder."""
     report: Callable[[Path, Path | None], None]
-    """Prints what a folder holds; the second argument is --corpus."""
+    """Prints what a folder contains. The second argument is --corpus."""
 
 
 def run(options: argparse.Namespace, _: object) -> int:
-    """Generate or download files if asked to, then print what the folder holds. Returns 0."""
+    """Generate or download files if asked to, then print what the folder contains. Returns 0."""
     if options.env == "smollm2":
         from paw.tools.smollm2 import smollm2  # loads torch
 
@@ -100,13 +100,13 @@ def _check_arguments(options: argparse.Namespace, source: _Source) -> None:
     too_few = options.generate is not None and options.generate < source.least
     if one_is_missing or too_few:
         raise UserError(
-            f"paw data {options.env}: --generate takes a number from {source.least} on, "
-            "and --out DIR to write to; --dir names a folder that is there"
+            f"paw data {options.env}: --generate takes a number of at least {source.least}, "
+            "and --out DIR to write to; --dir names an existing folder"
         )
 
 
 def _folder_of(options: argparse.Namespace) -> Path:
-    """The folder of the environment's files: --dir, $ALFWORLD_DATA, or one in ~/.cache."""
+    """Return the folder of the environment's files: --dir, $ALFWORLD_DATA, or one in ~/.cache."""
     if options.dir:
         return options.dir.expanduser()
     home = os.environ.get("ALFWORLD_DATA") if options.env == "alfworld" else None
@@ -114,7 +114,7 @@ def _folder_of(options: argparse.Namespace) -> Path:
 
 
 def _generate_games(folder: Path, options: argparse.Namespace) -> None:
-    """Write --generate training games, and a tenth as many unseen ones; no game is in both."""
+    """Write --generate training games, and a tenth as many unseen ones. No game is in both."""
     for split, stream, count in (
         ("train", "train", options.generate),
         ("valid_unseen", "unseen", max(1, options.generate // 10)),
@@ -130,7 +130,7 @@ def _generate_shop(folder: Path, options: argparse.Namespace) -> None:
 
 
 def _download_games(folder: Path) -> None:
-    # The command beside this Python goes first: the environment need not be on the PATH.
+    # Prefer the command beside this Python, because the environment need not be on the PATH.
     beside = Path(sys.executable).with_name("alfworld-download")
     command = str(beside) if beside.is_file() else shutil.which("alfworld-download")
     if command is None:

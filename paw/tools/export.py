@@ -28,7 +28,7 @@ def export(
     push: str = "",
     public: bool = False,
 ) -> Path:
-    """Write a checkpoint of a run in Hugging Face format; returns the folder.
+    """Write a checkpoint of a run in Hugging Face format. Returns the folder.
 
     Args:
         run: the run's directory.
@@ -51,10 +51,10 @@ def export_run(
     push: str = "",
     public: bool = False,
 ) -> Path:
-    """Export a checkpoint of a run directory; returns the folder that was written.
+    """Export a checkpoint of a run directory. Returns the folder that was written.
 
-    The default is the newest checkpoint that verifies. `push` is the USER/NAME under which it is
-    sent to the hub, if any.
+    The default is the newest checkpoint that verifies. With `push`, sends it to the hub under this
+    USER/NAME.
     """
     if not (run / "config.toml").is_file():
         raise UserError(f"{run}: no run directory (config.toml is missing)")
@@ -89,7 +89,7 @@ def export_run(
 
 
 def _check_exists(run: Path, checkpoint_name: str | None) -> None:
-    """Raises UserError if the run has no checkpoint of this name, or without a name none at all."""
+    """Raise UserError if the run has no checkpoint of this name, or no checkpoint at all."""
     folder = run / "checkpoints"
     if checkpoint_name:
         exists = (folder / checkpoint_name).is_dir()
@@ -102,7 +102,7 @@ def _check_exists(run: Path, checkpoint_name: str | None) -> None:
 
 
 def _start_policy(start: str, config: Config, run: Path) -> Policy:
-    """The run's policy with the weights of its start model, in host memory."""
+    """Return the run's policy with the weights of its start model, in host memory."""
     dtype = recorded_dtype(run) or training_dtype(config, torch.device("cpu"))
     config = with_dtype(config, dtype)
     policy = load_policy(start, weights=weights_dtype(config), dtype=config.model.dtype)

@@ -1,9 +1,9 @@
 """`paw profile`: time and memory of an update with and without the world model (Figure 5).
 
 Both variants run the stages of `train.update` on the same groups, in alternating order. The
-learning rate is 0: the optimizer does all its work but leaves the weights as they are. Memory is
-measured in a pass of its own, as measuring it would slow the timed passes. A record, a line of
-profile.csv, is one phase of one repeat of one variant.
+learning rate is 0, so the optimizer does all its work but leaves the weights unchanged. Memory is
+measured in a separate pass, because measuring it would slow down the timed passes. A record, a line
+of profile.csv, is one phase of one repeat of one variant.
 """
 
 import argparse
@@ -47,15 +47,15 @@ from paw.types import Group
 STAGES = ("score", "update", "sync")
 """The phases after the rollout."""
 ENOUGH = 6
-"""Fewest repeats for a 95 % interval of the median: the range of n covers it with 1 - 2^(1 - n)."""
+"""Fewest repeats for a 95 % interval of the median. The range of n covers it with 1 - 2^(1 - n)."""
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Measure both variants --repeats times; write profile.csv and profile.png.
+    """Measure both variants --repeats times. Writes profile.csv and profile.png.
 
-    With --trace, traces of one group are written too. --rollouts (a file of `paw rollout`) and
+    With --trace, also writes traces of one group. --rollouts (a file of `paw rollout`) and
     --synthetic (random tokens, and random weights of the model's shape) need neither games nor
-    vLLM; the step then does not include a rollout.
+    vLLM. The step then does not include a rollout.
     """
     if options.repeats < 2:
         raise UserError(f"--repeats {options.repeats}: a spread needs at least 2")
@@ -87,9 +87,9 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 def _measure_recipe(
     options: argparse.Namespace, config: Config, out: Path
 ) -> tuple[list[Record], Record]:
-    """(records of both variants, facts that hold for all of them).
+    """Return (records of both variants, facts that hold for all of them).
 
-    With --trace, traces are written to `out`.
+    With --trace, writes traces to `out`.
     """
     with tempfile.TemporaryDirectory(prefix="paw-profile-") as scratch:
         model = config.model.path
@@ -127,9 +127,10 @@ def _measure_recipe(
 
 
 def make_variants(config: Config) -> dict[str, Config]:
-    """The recipe without and with the world model, by their names in table and chart.
+    """Return the recipe without and with the world model, by their names in table and chart.
 
-    Their learning rate is 0, which a recipe cannot have: it is set past the check of its values.
+    Their learning rate is 0. A recipe cannot have this value, so it is set without the check of
+    values.
     """
     name = config.advantage.type.upper()
     optim = config.optim.model_copy(update={"lr": 0.0})
@@ -139,7 +140,7 @@ def make_variants(config: Config) -> dict[str, Config]:
 
 
 def play(run: Run, times: dict[str, Record]) -> list[Group]:
-    """Play the episodes of the first update as in training; `times["rollout"]` gets the time."""
+    """Play the first update's episodes as in training. `times["rollout"]` gets the time."""
     push_weights(run.policy.lm, run.engine, version=run.step)
     with (
         closing(Rollouts(run.factory, run.engine, run.chat, run.config)) as rollouts,
@@ -161,7 +162,7 @@ def measure(
     *,
     repeats: int,
 ) -> list[Record]:
-    """A record for each variant, repeat and phase; all have the one measurement of the rollout."""
+    """Return a record per variant, repeat and phase. All share one measurement of the rollout."""
     usage: dict[str, dict[str, Record]] = {}
     for name, config in variants.items():
         usage[name] = defaultdict(dict)
@@ -210,9 +211,9 @@ def one_pass(
 
 @contextmanager
 def timed(run: Run, times: dict[str, Record], phase: str) -> Iterator[None]:
-    """Put the seconds of a block into `times[phase]`: wall time, and processor time of all threads.
+    """Put the seconds of a block into `times[phase]`: wall time, and CPU time of all threads.
 
-    Other programs disturb processor time less.
+    Other programs disturb CPU time less.
     """
     run.phase = phase
     wall_start = time.perf_counter()
@@ -228,7 +229,7 @@ def timed(run: Run, times: dict[str, Record], phase: str) -> Iterator[None]:
 
 @dataclass
 class MemoryUse:
-    """Bytes of all tensors during a block; filled in when the block ends."""
+    """Bytes of all tensors during a block. Filled in when the block ends."""
 
     peak: float = 0.0
     mean: float = 0.0
@@ -239,8 +240,8 @@ class MemoryUse:
 def memory(run: Run, usage: dict[str, Record], phase: str) -> Iterator[None]:
     """Add to `usage[phase]` the peak and mean memory of all tensors in a block, and its tokens.
 
-    Memory is in GiB, its mean over time. The tokens are those that go through the policy's decoder,
-    padding included.
+    Memory is in GiB, and its mean is over time. The tokens are those that go through the policy's
+    decoder, including padding.
     """
     run.phase = phase
     tokens: list[int] = []
@@ -264,7 +265,7 @@ def memory(run: Run, usage: dict[str, Record], phase: str) -> Iterator[None]:
 
 @contextmanager
 def _cuda_memory() -> Iterator[MemoryUse]:
-    """The allocator's own peak, and the mean of samples taken every 5 ms."""
+    """Take the allocator's own peak, and the mean of samples every 5 ms."""
     torch.cuda.reset_peak_memory_stats()
     samples = [torch.cuda.memory_allocated()]
     done = threading.Event()
@@ -288,9 +289,9 @@ def _cuda_memory() -> Iterator[MemoryUse]:
 
 @contextmanager
 def _cpu_memory(run: Run) -> Iterator[MemoryUse]:
-    """Memory from every allocation and release of torch's allocator, which its profiler records.
+    """Take memory from every allocation and release of torch's allocator, recorded by its profiler.
 
-    It is counted on top of the weights and the optimizer's state. The profiler slows the pass.
+    It is added to the weights and the optimizer's state. The profiler slows down the pass.
     """
     start = _bytes_held(run)
     profiler: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
@@ -309,7 +310,7 @@ def _cpu_memory(run: Run) -> Iterator[MemoryUse]:
 
 
 def _bytes_held(run: Run) -> int:
-    """Bytes of the weights, the reference's included, and of the optimizer's state.
+    """Return bytes of the weights (including the reference's) and of the optimizer's state.
 
     Storage that tensors share counts once.
     """
@@ -325,7 +326,7 @@ def _bytes_held(run: Run) -> int:
 
 
 def write_traces(run: Run, variants: dict[str, Config], groups: list[Group], out: Path) -> None:
-    """Write a Chrome trace of each variant on one group; on CUDA also the allocator's history.
+    """Write a Chrome trace per variant on one group. On CUDA, also the allocator's history.
 
     The group is the one with the most different returns.
     """
@@ -349,7 +350,7 @@ def write_traces(run: Run, variants: dict[str, Config], groups: list[Group], out
 def pick(
     records: list[Record], variant: str, phases: Sequence[str], key: str = "seconds"
 ) -> np.ndarray:
-    """[repeats] sums of `key` over the phases of a variant."""
+    """Return [repeats] sums of `key` over the phases of a variant."""
     sums = []
     for repeat in range(1, records[-1]["repeat"] + 1):
         values = [
@@ -364,7 +365,7 @@ def pick(
 
 
 def memory_gib(records: list[Record], variant: str) -> tuple[float, float]:
-    """(peak, mean over time) of the memory after the rollout, GiB."""
+    """Return (peak, mean over time) of the memory after the rollout, in GiB."""
 
     def medians(key: str) -> list[Any]:
         return [np.median(pick(records, variant, [phase], key)) for phase in STAGES]
@@ -375,10 +376,11 @@ def memory_gib(records: list[Record], variant: str) -> tuple[float, float]:
 
 
 def overhead(base: np.ndarray, other: np.ndarray) -> list[float]:
-    """(median, low, high) over the repeats of how much more `other` is than `base`, in per cent.
+    """Return (median, low, high) over the repeats of the increase from `base` to `other`, in per
+    cent.
 
     low and high are the 95 % bootstrap interval of the median, or the range if there are few
-    repeats. The ratio is taken within a repeat, because other work of the machine slows both
+    repeats. The ratio is taken within a repeat, because other work on the machine slows both
     variants.
     """
     ratios = other / base
@@ -391,9 +393,9 @@ def overhead(base: np.ndarray, other: np.ndarray) -> list[float]:
 
 
 def table(records: list[Record]) -> Table:
-    """Medians over the repeats, and what the second variant adds: here, and in the paper.
+    """Return medians over the repeats, and what the second variant adds here and in the paper.
 
-    The paper's numbers are those of Figure 5, for Qwen2.5-1.5B.
+    The paper's numbers are from Figure 5, for Qwen2.5-1.5B.
     """
     variants = _distinct(records, "variant")
     phases = _distinct(records, "phase")
@@ -432,13 +434,13 @@ def table(records: list[Record]) -> Table:
 
 
 def _distinct(records: list[Record], key: str) -> list[str]:
-    """The values of `key`, in the order in which they first occur."""
+    """Return the values of `key`, in the order in which they first occur."""
     return list(dict.fromkeys(record[key] for record in records))
 
 
 @styled
 def chart(records: list[Record], title: str) -> Figure:
-    """Figure 5: seconds of a step by phase (medians), and memory, of both variants."""
+    """Draw Figure 5: median seconds of a step by phase, and memory, of both variants."""
     variants = _distinct(records, "variant")
     figure = Figure((7.2, 3.4))
     times, memory = figure.subplots(1, 2)

@@ -1,6 +1,6 @@
 """The meaning of every key.
 
-`paw train RECIPE --dry-run` prints it with a recipe's values, `paw keys` as the page docs/keys.md.
+`paw train RECIPE --dry-run` prints it with a recipe's values. `paw keys` prints docs/keys.md.
 """
 
 import argparse
@@ -25,13 +25,13 @@ Every key of a recipe, and so of the command line: `[optim]` `lr = 5e-4`, or `--
 
 
 def run(options: argparse.Namespace, _: object) -> int:
-    """Print the page; returns 0."""
+    """Print the page. Returns 0."""
     print(page())
     return 0
 
 
 def explain(config: Config) -> str:
-    """The full configuration as TOML, with each key's meaning and default; also of unset keys."""
+    """Return the full configuration as TOML, with meaning and default of all keys, even unset."""
     lines: list[str] = []
     section = ""
     tree = as_tree(config)
@@ -55,7 +55,7 @@ def explain(config: Config) -> str:
 
 
 def _inline(value: Any) -> str:
-    """A value as TOML on one line, tables as inline tables."""
+    """Write a value as TOML on one line, with tables as inline tables."""
     if isinstance(value, dict):
         entries = []
         for key, entry in value.items():
@@ -68,7 +68,7 @@ def _inline(value: Any) -> str:
 
 
 def page() -> str:
-    """docs/keys.md: every key of every section, including those of the built-in plug-ins."""
+    """Return docs/keys.md, with every key of every section, including built-in plug-ins' keys."""
     lines = [HEADING]
     for section, field in Config.model_fields.items():
         base: Any = field.annotation
@@ -87,7 +87,7 @@ def page() -> str:
 
 
 def _section_text(base: Any) -> str:
-    """The docstring of a section on one line, and what the section needs."""
+    """Return the docstring of a section on one line, and what the section needs."""
     text = ""
     if base.__doc__ != Section.__doc__:
         text = " ".join((base.__doc__ or "").split())
@@ -97,12 +97,12 @@ def _section_text(base: Any) -> str:
 
 
 def meaning(field: FieldInfo) -> str:
-    """A key's description and default, on one line."""
+    """Return a key's description and default, on one line."""
     return f"{_description(field)} (default: {_default(field)})"
 
 
 def _table(rows: Iterable[Row], section_need: Only | None) -> list[str]:
-    """Markdown of the keys' table; a key's need is left out if it is that of the whole section."""
+    """Return the keys' table in Markdown. A key's need is left out if the whole section has it."""
     lines = ["", "| key | takes | default | meaning |", "|---|---|---|---|"]
     for dotted, field, needs in rows:
         takes = " or ".join(dict.fromkeys(_takes(field.annotation)))
@@ -126,7 +126,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _takes(kind: Any) -> Iterator[str]:
-    """What a key takes, in words, one for each alternative."""
+    """Yield in words what a key takes, one text for each alternative."""
     if get_origin(kind) is Literal:
         for value in get_args(kind):
             yield f"`{_toml(value)}`"

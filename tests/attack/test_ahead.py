@@ -36,7 +36,7 @@ from paw.rundir.signals import StopSignal
 from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 GAMES = Path(__file__).parents[1] / "support" / "ahead_games.py"
-AGAIN = "its episodes are played again"
+AGAIN = "playing its episodes again"
 STEP_S = 30.0
 
 
@@ -166,7 +166,7 @@ def test_a_killed_process_is_noticed_though_one_that_it_forked_holds_its_socket(
     assert len(turns_of(groups)) == 12
     errors = capfd.readouterr().err
     assert errors.count("\n") == 1
-    assert f"has ended (killed by SIGKILL): {AGAIN}" in errors
+    assert f"has ended (killed by SIGKILL); {AGAIN}" in errors
     assert not living("forked")
 
 
@@ -196,7 +196,7 @@ def test_one_whose_event_loop_an_agent_holds_is_ended(played_ahead, capfd):
     rollouts = played_ahead("Plain", agent=f"{GAMES}:blocks", patience_s=2.0)
     groups, _ = rollouts.training(0, 2)
     assert len(turns_of(groups)) == 12
-    assert f"held by a call that never returns) and was ended: {AGAIN}" in capfd.readouterr().err
+    assert f"held by a call that never returns) and was ended; {AGAIN}" in capfd.readouterr().err
 
 
 def test_one_whose_environment_is_slow_is_left_alone(played_ahead, capfd):

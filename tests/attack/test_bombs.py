@@ -357,6 +357,6 @@ def test_a_models_own_format_that_never_ends_is_one_line(monkeypatch):
     assert not hello.problem
     with pytest.raises(
         UserError,
-        match=r"has not read an answer of \d+ characters in 0\.2 s: its patterns do not come",
+        match=r"has not read an answer of \d+ characters in 0\.2 s: its patterns do not finish",
     ):
         read("<c>" + "a" * 30 + "b", [], 0)

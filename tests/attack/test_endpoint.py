@@ -171,7 +171,7 @@ def test_retry_after_is_honoured_but_a_wait_of_hours_is_cut_and_named(server, as
         assert pause_after(hours) == 120.0
         (warning,) = capfd.readouterr().err.splitlines()
         assert f"asks to wait (Retry-After: {hours[:40]}" in warning
-        assert warning.endswith(": waiting 120 s of it")
+        assert warning.endswith(": waiting only 120 s")
 
 
 @pytest.mark.parametrize(("status", "key"), [(401, ""), (403, "wrong")])
@@ -398,7 +398,7 @@ def test_an_interrupted_evaluation_goes_on(server, evaluate, tmp_path):
     assert f"{episodes_file}:1: this is not an episode" in evaluate(code=2)[0]
     for text in ("[]", "{", ""):
         episodes_file.with_name("settings.json").write_text(text)
-        assert "settings.json is not that of an evaluation" in evaluate(code=2)[0]
+        assert "settings.json does not belong to an evaluation" in evaluate(code=2)[0]
 
 
 def test_an_evaluation_grows_and_shrinks(server, evaluate, tmp_path):
@@ -410,7 +410,7 @@ def test_an_evaluation_grows_and_shrinks(server, evaluate, tmp_path):
     assert len(server.requests) == 18
     assert six["episodes"] == 6
     errors, again = evaluate("--eval.games", "4")
-    assert "2 episodes are not of these 4 games; they stay there and count nowhere" in errors
+    assert "2 episodes are not of these 4 games; they stay there and are not counted" in errors
     assert without_clock(again) == without_clock(four)
     errors, again = evaluate()
     assert "6 of 6 episodes are there, playing 0" in errors

@@ -299,8 +299,8 @@ def test_an_agent_that_waits_for_ever_costs_its_episode(rollouts):
     played.agent = agent
     groups, stats = play(played)
     reason = (
-        "the agent waited over env.step_timeout_s = 0.3 for what is neither the model nor the "
-        "environment"
+        "the agent waited over env.step_timeout_s = 0.3 for something other than the "
+        "model and the environment"
     )
     assert stats.failures == [f"train/0/{i}: TimeoutError: {reason}" for i in range(2)]
     assert sizes_of(groups) == [3, 3]
@@ -401,8 +401,8 @@ CANCELLED = "RuntimeError: the agent cancelled tasks that are not its own"
         (cancels_all, CANCELLED),
         (cancels_all_and_ignores_what_comes, CANCELLED),
         (cancels_itself, "CancelledError"),
-        (stops_at_none, "ValueError: stop has None; it must be texts, none of them empty"),
-        (stops_at_an_empty_text, "ValueError: stop has ''; it must be texts, none of them empty"),
+        (stops_at_none, "ValueError: stop contains None; each must be a non-empty text"),
+        (stops_at_an_empty_text, "ValueError: stop contains ''; each must be a non-empty text"),
         (empties_its_turns, "RuntimeError: turn 0 has no response_ids"),
         (has_no_outcome, "RuntimeError: turn 0 has the outcome None"),
     ],

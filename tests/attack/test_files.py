@@ -100,7 +100,7 @@ DOCUMENTS = [
     ("\0", "not valid TOML"),
     ("a" + ".a" * 3000 + " = 1" + MODEL, "unknown key 'a'"),
     ("x" * 100_000 + " = 1" + MODEL, "unknown key 'xxx"),
-    ('[model]\npath = "a\\u0000b"', "it holds NUL"),
+    ('[model]\npath = "a\\u0000b"', "it contains NUL"),
     ('[model]\npath = "' + "a" * 100_000 + '"', "100,000 characters are too many"),
     ('[env]\ndata = "/tmp/' + "a" * 300 + '"' + MODEL, "more than 255 bytes"),
     ('[run]\nname = "../x"' + MODEL, "run.name = '../x': a folder's name"),
@@ -136,7 +136,9 @@ def test_a_recipe_on_too_many_recipes_names_their_limit(tmp_path):
     for name, base in (("few", "leaf"), ("many", "few")):
         bases = ", ".join([f'"{base}.toml"'] * 25)
         (tmp_path / f"{name}.toml").write_text(f"base = [{bases}]\n")
-    with pytest.raises(UserError, match=r"many\.toml: it is built on more than 500 recipes in all"):
+    with pytest.raises(
+        UserError, match=r"many\.toml: it is built on more than 500 recipes in total"
+    ):
         load(tmp_path / "many.toml")
 
 

@@ -166,7 +166,7 @@ def test_lines_about_servers_of_the_engine_show_no_password(capsys):
         assert {completion.server for completion in completions} == {hidden}
         errors = capsys.readouterr().err
         assert "://me:***@127.0.0.1" in errors
-        assert "is left out until the next weights" in errors
+        assert "gets no requests until next weights" in errors
         assert SECRET not in errors
         assert engine.exclude([hidden])
         assert [server.url for server in pool.servers] == urls[:1]

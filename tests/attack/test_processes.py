@@ -116,7 +116,7 @@ def workers():
         ("holds the interpreter", {SILENT, BESIDE}),
         (
             "speaks out of turn",
-            {"EnvironmentFailure: its process was ended: it answered what nobody had asked"},
+            {"EnvironmentFailure: its process was ended: it answered a call that was never made"},
         ),
     ],
 )
@@ -202,7 +202,7 @@ def test_an_environment_that_a_process_cannot_import_is_one_line():
 
     for handed_over, name in ((Local, "Local"), (Deadly(), "Deadly")):
         message = (
-            rf"^env\.processes = 2: \S*{name} was handed over by a program, "
+            rf"^env\.processes = 2: \S*{name} was passed by a program, "
             r".*'module:name' or 'FILE\.py:name'; or"
         )
         with pytest.raises(UserError, match=message):

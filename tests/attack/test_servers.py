@@ -352,7 +352,7 @@ HABITS = {
     "fails": 'status 500: {"error": "EngineCore died\\u001b[2J"}',
     "is another service": "not vLLM's answer: choices",
     "speaks no JSON": "not vLLM's answer",
-    "has other weights": "weights 7 in place of 1",
+    "has other weights": "weights 7 instead of 1",
     "answers too long": "400 token ids with 4 log-probs for at most 8",
     "has positive log-probs": "a log-probability above 0",
     "has NaN": "logprob: Input should be a finite number, not nan",
@@ -366,8 +366,8 @@ HABITS = {
     "has a token below zero": "token -1 of a vocabulary of 50",
     "has a token of 401 digits": f"token {'9' * 18}...{'9' * 19} of a vocabulary of 50",
     "has texts for tokens": "token_ids: 0: Input should be a valid integer, not 'x'",
-    "has log-probs of no weights": "a log-probability of -1e+300, with which no token is drawn",
-    "has log-probs that are unknown": "a log-probability of -9999, with which no token is drawn",
+    "has log-probs of no weights": "a log-probability of -1e+300, too low for any token to be drawn",
+    "has log-probs that are unknown": "a log-probability of -9999, too low for any token to be drawn",
     "has log-probs of 401 digits": "logprob: Input should be a finite number",
     "counts more cached tokens than there are": "4 cached tokens of 3 in the prompt",
     "counts cached tokens below zero": "-1 cached tokens of 3 in the prompt",
@@ -421,7 +421,7 @@ def test_a_server_that_is_left_out_gets_no_more_weights_or_requests(connected):
 def test_a_server_without_the_package_gives_no_entropy_and_says_what_it_needs(connected):
     engine = connected(Peer(), entropy=True)
     push_weights(nn.Linear(2, 3), engine, version=1)
-    assert "it gives no entropy: it needs two more options" in ask(engine, count=1)[0].failure
+    assert "it returns no entropy; it needs two more options" in ask(engine, count=1)[0].failure
 
 
 def test_if_no_server_is_left_requests_fail_and_say_why(connected):
@@ -456,7 +456,7 @@ def test_weights_reach_every_server_that_takes_them(connected, capsys):
         name: value.tolist() for name, value in model.state_dict().items()
     }
     assert reason in engine.faults[bad.url]
-    assert f"{bad.url} has not taken the weights of update 5: " in capsys.readouterr().err
+    assert f"{bad.url} did not take the weights of update 5: " in capsys.readouterr().err
     assert all(completion.token_ids for completion in ask(engine))
     assert not bad.asked
 
@@ -490,7 +490,7 @@ def test_a_server_that_misbehaves_while_it_takes_weights_costs_itself(call, conn
     assert fault in engine.faults[bad.url]
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
-    assert errors.startswith(f"{bad.url} has not taken the weights of update 2: ")
+    assert errors.startswith(f"{bad.url} did not take the weights of update 2: ")
     assert good.version == "2"
     assert servers_of(ask(engine)) == {good.url}
     assert all(sent < 64 << 20 for sent in flooded)
@@ -530,7 +530,7 @@ def test_a_server_of_an_odd_number_of_gpus_is_left_out(size, connected):
     assert "\n" not in str(caught.value)
 
 
-IMPOSSIBLE = "an entropy of .*: it is between 0 and 3.91"
+IMPOSSIBLE = "an entropy of .*; it must be between 0 and 3.91"
 
 
 @pytest.mark.parametrize(
@@ -665,7 +665,7 @@ def test_updates_played_ahead_are_those_that_are_asked_for(connected, tiny_llm, 
         assert sorted(rollouts._updates) == updates
         push_weights(nn.Linear(2, 3), engine, version=step + 1)
     errors = capfd.readouterr().err
-    assert errors.count("has ended (killed by SIGKILL): its episodes are played again") == 1
+    assert errors.count("has ended (killed by SIGKILL); playing its episodes again") == 1
     assert "Traceback" not in errors
 
     again, _ = rollouts.training(3, 2)
@@ -707,7 +707,7 @@ def test_what_cannot_play_ahead_says_so(connected, tiny_llm, tmp_path, monkeypat
     rollouts = AsyncRollouts(
         Rollouts(make_factory(), engine, None, config), str(tiny_llm(tmp_path))
     )
-    with pytest.raises(UserError, match="was handed over by a program"):
+    with pytest.raises(UserError, match="was passed by a program"):
         rollouts.training(0, 2)
     rollouts.close()
 
@@ -746,13 +746,13 @@ def test_a_server_that_ends_is_started_once_more(tmp_path):
     assert "server-0.log" in message
     assert kill() != killed_first
     assert servers.revive() == []  # once in a run
-    with pytest.raises(UserError, match="vLLM server 0 ended while it started: killed by SIGKILL"):
+    with pytest.raises(UserError, match="vLLM server 0 ended during startup: killed by SIGKILL"):
         servers.wait()
     servers.close()
     broken = "raise SystemExit('WARNING: an Error of no weight\\nValueError: the card is on fire')"
     servers = Servers([sys.executable, "-c", broken], [[]], tmp_path / "broken")
     with pytest.raises(
-        UserError, match=r"0 ended while it started: ValueError: the card is on fire; .*0\.log"
+        UserError, match=r"0 ended during startup: ValueError: the card is on fire; .*0\.log"
     ):
         servers.wait()
     servers.close()

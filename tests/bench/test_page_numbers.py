@@ -362,7 +362,7 @@ def noise_shares() -> Iterator[str]:
     trained = [row for row in noise if row["stage"] == "trained"]
     tokens_start = per_cent(start[0]["token_share"], 0)
     tokens_trained = per_cent(trained[0]["token_share"], 0)
-    yield f"on noise, which is {tokens_start} to {tokens_trained} % of tokens"
+    yield f"Noise is {tokens_start} to {tokens_trained} % of tokens"
     labels = {
         "ce": "cross-entropy",
         "gce": "generalised cross-entropy, q 0.7",
@@ -407,7 +407,7 @@ def replications() -> Iterator[str]:
     yield from against_grpo("experiment_replications", labels)
     name = "experiment_replications_miniature"
     yield from against_grpo(name, {key: labels[key] for key in ("predict", "actions-only")})
-    yield f"area under the evaluation curve it is {less(name, 'actions-only', 'area')} points"
+    yield f"area under the evaluation curve is {less(name, 'actions-only', 'area')} points"
 
 
 def against_grpo(name: str, labels: dict[str, str]) -> Iterator[str]:

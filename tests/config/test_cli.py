@@ -145,7 +145,7 @@ MISTAKES = [
     ([*TRAIN, "--resume", "never"], "--resume never: use auto"),
     ([*TRAIN, "--env.eval_split", "test"], "no split 'test'"),
     ([*TRAIN, "--model.path", "."], "model.path = '.': there is no config.json"),
-    ([*TRAIN, "--endpoint.url", "http://a"], "an endpoint plays in `paw eval`"),
+    ([*TRAIN, "--endpoint.url", "http://a"], "an endpoint can play in `paw eval`"),
     ([*TRAIN, "--env.name", "mine.py:Game"], "mine.py:Game': there is no file"),
     (["train", "own-environment"], "env.name = '': it is not set: give"),
     (

@@ -266,7 +266,7 @@ def test_a_base_that_cannot_be(recipe):
         ),
         (
             '["quickstart", 3]',
-            "base = ['quickstart', 3]: it takes the name of a recipe or the path of a .toml file",
+            "base = ['quickstart', 3]; it must be the name of a recipe, the path of a .toml file",
         ),
     ):
         assert reason in problem(recipe(f"base = {base}\n{MODEL}"))
@@ -436,7 +436,7 @@ MISNAMED = [
     (
         "envs",
         "given:gone",
-        "'given:gone' was handed over by a program; run that again, or name a 'FILE",
+        "'given:gone' was passed by a program; run that program again, or name a 'FILE",
     ),
 ]
 
@@ -506,7 +506,7 @@ def test_a_program_hands_over_what_it_made():
         ),
         (
             {"policy.is_mask": "[2, 1]"},
-            r"policy.is_mask = [2.0, 1.0] is [low, high] with low < high",
+            r"policy.is_mask = [2.0, 1.0]: it must be [low, high] with low < high",
         ),
         (
             {"policy.is_mask": "[0.5, 2]", "policy.old_logp": "engine"},

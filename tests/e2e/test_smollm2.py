@@ -90,7 +90,7 @@ def test_the_model_has_the_published_shape_and_is_made_once(smollm2, paw_here, t
     assert made_again.stdout.strip() == str(smollm2)  # at once: it is there
     (tmp_path / "notes").write_text("")
     errors = paw_here("data", "smollm2", "--out", tmp_path, code=2).stderr
-    assert "it is not empty, and holds no model" in errors
+    assert "it is not empty and contains no model" in errors
     assert errors.count("\n") == 1
 
 

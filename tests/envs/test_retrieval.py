@@ -146,7 +146,7 @@ def test_a_corpus_that_is_damaged_or_not_there_is_named(tmp_path, cache):
         assert str(error.value).endswith(" (the last line: is the file cut off?)")
         assert not list(cache.iterdir())  # nothing half-made is left
     path.write_text("\n")
-    with pytest.raises(UserError, match="it holds no documents"):
+    with pytest.raises(UserError, match="it contains no documents"):
         Corpus(path)
     for path, reason in ((tmp_path / "no.jsonl", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(UserError, match=f"env.corpus = '{path}': cannot be read: {reason}"):

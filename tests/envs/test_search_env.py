@@ -487,7 +487,7 @@ def test_a_folder_has_one_file_of_a_split_and_no_expert(tmp_path):
         of_files(tmp_path)
     (tmp_path / "train.jsonl").unlink()
     parquet(tmp_path / "test.parquet", ROWS)
-    with pytest.raises(UserError, match="holds both"):
+    with pytest.raises(UserError, match="contains both"):
         of_files(tmp_path)
     with pytest.raises(UserError, match=r"test\.csv is neither \.parquet nor \.jsonl"):
         of_files(tmp_path, data=(tmp_path / "test.parquet").rename(tmp_path / "test.csv"))

@@ -313,13 +313,13 @@ def test_a_mistake_is_one_line(path, tmp_path):
             {"args": {"taskset": {"level": 3}}},
             "env.args of env.id = 'sums': taskset: level: Extra inputs",
         ),
-        ("sums", {"args": judged}, "key is missing: set the environment variable NO_SUCH_KEY"),
+        ("sums", {"args": judged}, "key is missing; set the environment variable NO_SUCH_KEY"),
     ):
         with pytest.raises(UserError, match=message) as error:
             make_factory(config_of(name, **env))
         assert "\n" not in str(error.value)
     with pytest.raises(
-        EnvironmentFailure, match=r"'user' is not trained: give it a client in env\.args"
+        EnvironmentFailure, match=r"'user' is not trained; give it a client in env\.args"
     ):
         start("sums", args={"id": "user-sim"})
 

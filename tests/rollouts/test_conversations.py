@@ -164,7 +164,8 @@ def test_thoughts_are_dropped_from_examples_as_the_template_does():
 def test_what_a_template_does_not_take_is_one_clear_line():
     chat = Chat(make(["<s>", "</s>"], [], INST_TEMPLATE, eos="</s>", bos="<s>"))
     with pytest.raises(
-        UserError, match=r"has no tools: take a model whose template has .*--env\.style paper"
+        UserError,
+        match=r"does not support tools; use a model whose template does .*--env\.style paper",
     ):
         chat.conversation_ids([messages()[1]], [tool()])
     user = messages()[1]

@@ -111,7 +111,7 @@ def test_mistakes(tmp_path, capsys):
     for words, message in (
         ("webshop --download", "--download is for alfworld"),
         ("search --generate 30", "and --out DIR to write to"),
-        ("alfworld --out x", "--generate takes a number from 1 on"),
+        ("alfworld --out x", "--generate takes a number of at least 1"),
         ("alfworld --generate 0 --out x", "from 1 on"),
         ("alfworld --dir /nonexistent", "is not a folder"),
         ("webshop --generate 3 --out x", "from 20 on"),

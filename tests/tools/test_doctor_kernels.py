@@ -129,6 +129,6 @@ def test_the_command_checks_all_that_runs_here_and_auto_goes_by_its_times(
     assert measured.ms > 0
     assert measured.backend in ("cpu", "torch")
     assert (
-        "--shape 97: it is the head's"
+        "--shape 97: it must be the head's"
         in paw_here("doctor", "--kernels", "--shape", "97", code=2).stderr
     )

@@ -71,7 +71,7 @@ def test_variants_and_seeds():
     assert variants["same"] == {}
     for names, definitions, message in (
         ("grpo,pw", [], "unknown variant 'pw': did you mean 'paw'"),
-        ("grpo,grpo", [], "'grpo' is there twice"),
+        ("grpo,grpo", [], "'grpo' is given twice"),
         ("", [], "names no variant"),
         ("grpo", ["loud wm.scale=1"], "--variant 'loud wm.scale=1'"),
         ("grpo", ["loud: wm.scale"], "give a name"),

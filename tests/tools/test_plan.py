@@ -88,7 +88,7 @@ def test_a_folder_and_a_name_give_the_same_shape(tmp_path):
     assert shape_of(tmp_path) == shape
     assert shape_of("Qwen/Qwen2.5-7B-Instruct") == shape
     (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": "gpt2"}))
-    with pytest.raises(UserError, match=r"the plan knows qwen2, .*, mixtral, this is 'gpt2'"):
+    with pytest.raises(UserError, match=r"the plan knows qwen2, .*, mixtral; this is 'gpt2'"):
         shape_of(tmp_path)
 
 

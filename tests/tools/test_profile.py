@@ -238,7 +238,7 @@ def test_recorded_episodes_come_back_as_they_were_played(start, live, tmp_path):
     no_turn = r"--rollouts .*episodes.jsonl: line 1 is not a turn that `paw rollout` wrote"
     for text in ("", "{}", "nonsense", '{"task": 1}'):
         file.write_text(text)
-        with pytest.raises(UserError, match=no_turn if text else "there is no turn in it"):
+        with pytest.raises(UserError, match=no_turn if text else "it contains no turn"):
             read_episodes(file, vocabulary=9)
     with pytest.raises(UserError, match="No such file"):
         read_episodes(tmp_path / "none.jsonl", vocabulary=9)

@@ -125,14 +125,14 @@ def test_expert_play_is_learnt_and_a_stopped_run_goes_on_to_the_same_model(
     assert "stopped by SIGINT after step 7 of 16: the same command goes on from there" in err
     assert not (tmp_path / "parts" / "config.json").exists()
     err = learn("parts", code=2, sft__epochs=5).stderr
-    assert "step_000007 there is of other data or settings" in err
+    assert "step_000007 there is from other data or settings" in err
     assert err.count("\n") == 2
     assert "going on from step 7 of 16" in learn("parts", sft__epochs=4).stderr
     whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert not (tmp_path / "parts" / "checkpoints").exists()
-    assert "it holds a model already" in learn("parts", code=2).stderr
+    assert "it already contains a model" in learn("parts", code=2).stderr
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(learn, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""ALFWorld: which games are played in training, warm-up and evaluation, and one episode of a game.
+"""ALFWorld: the games of training, warm-up and evaluation, and one episode of a game.
 
 Evaluation on files draws games with replacement, as the independently seeded environments of the
 reference code do.
@@ -26,7 +26,7 @@ from paw.types import Outcome, Task
 HELD_OUT = "valid_unseen"
 """The only split of generated games for evaluation."""
 KEPT_GAMES = 512
-"""Parsed games kept in memory: more than an evaluation needs."""
+"""Parsed games kept in memory. This is more than an evaluation needs."""
 TEXTWORLD = "paw.envs.alfworld.textworld:TextworldHousehold"
 
 
@@ -54,7 +54,7 @@ class AlfworldFactory(EnvFactory):
         self._kinds: list[TaskKind] | None = config.kinds
         """Kinds of generated games; None for all that the difficulty offers."""
         if set(config.kinds) == set(KINDS):
-            # All six are the default, which must not ask a difficulty for kinds that it lacks.
+            # The default is all six, but a difficulty must not be asked for kinds that it lacks.
             self._kinds = None
         self._games_of_split = functools.cache(self._load_split)
         self._read = functools.lru_cache(KEPT_GAMES)(Game.load)
@@ -62,7 +62,7 @@ class AlfworldFactory(EnvFactory):
         self._check_splits()
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The games of a split. Those of the warm-up are always generated.
+        """Return the games of a split. Those of the warm-up are always generated.
 
         Raises UserError if the split is unknown, missing or empty.
         """
@@ -85,7 +85,7 @@ class AlfworldFactory(EnvFactory):
         return AlfworldEnv(self.config)
 
     def fingerprint(self) -> str:
-        """Where the games come from and their hash; with textworld, its version too."""
+        """Say where the games come from, and their hash. With textworld, also its version."""
         config = self.config
         engine = ""
         if config.backend == "textworld":
@@ -107,7 +107,7 @@ class AlfworldFactory(EnvFactory):
         return f"{engine}alfworld {' '.join(hashes)} {kinds}"
 
     def _check_splits(self) -> None:
-        """Raises UserError if the configured splits cannot be played."""
+        """Raise UserError if the configured splits cannot be played."""
         config = self.config
         if self._root is not None:
             self._games_of_split(config.eval_split)
@@ -145,7 +145,7 @@ class AlfworldFactory(EnvFactory):
         return next(games)
 
     def _load_split(self, split: str) -> list[tuple[str, str]]:
-        """(id, kind) of the split's games of env.kinds."""
+        """Return (id, kind) of the split's games of env.kinds."""
         assert self._root is not None
         all_games = index.load_split(self._root, split).games
         games = [(task_id, kind) for task_id, kind in all_games if kind in self.config.kinds]
@@ -214,7 +214,7 @@ class AlfworldEnv:
     def oracle(self) -> str:
         household = self._household
         if not isinstance(household, Household):
-            # The oracle reads the hidden state, which textworld does not show: replay the episode.
+            # The oracle reads the hidden state. textworld does not show it, so replay the episode.
             household = Household(self._game)
             for _, action in self._past:
                 household.step(action)
@@ -231,15 +231,15 @@ class AlfworldEnv:
             self._worker.close()
 
     def _playable(self) -> list[str]:
-        """The admissible actions that the agent is shown."""
+        """Return the admissible actions that the agent is shown."""
         assert self._household is not None
         return [action for action in self._household.admissible if action != "help"]
 
     def _start(self, household: Household | Worker) -> str:
-        """Start the game in `household`; returns its first text."""
+        """Start the game in `household`. Returns its first text."""
         if isinstance(household, Household):
             return household.reset()
-        if self._game.scene is None:  # read from a file: the name is its path
+        if self._game.scene is None:  # it was read from a file, and the name is its path
             return household.start(path=self._game.name)
         with tempfile.TemporaryDirectory(prefix="paw-") as folder:
             path = generator.write(self._game, Path(folder))

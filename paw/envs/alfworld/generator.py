@@ -1,8 +1,8 @@
 """Generates household games in ALFWorld's own file format, each with a walkthrough that wins it.
 
 Everything is a pure function of the seed, the difficulty and the kinds of task. Each game belongs
-to exactly one split, decided by a hash of its goal and scene, without ids, numbers and wording. A
-game that belongs to a split other than the one asked for is drawn again.
+to exactly one split. A hash of its goal and scene, without ids, numbers and wording, decides which.
+A game that belongs to another split than the one asked for is drawn again.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from paw.envs.alfworld.tables import DIFFICULTIES, Difficulty, Room
 from paw.errors import UserError
 
 SPLITS = {"train": (0, 1), "warmup": (2,), "unseen": (3,)}
-"""Split -> the residues modulo 4 of the content hash that belong to it.
+"""Residues modulo 4 of the content hash, by the split they belong to.
 
 Half of all games are for training, and a quarter each for the warm-up and for evaluation.
 """
@@ -33,13 +33,13 @@ _DOMAIN_OBJECTS = ("Knife", "ButterKnife")
 
 @dataclass(frozen=True)
 class Scene:
-    """Everything that was drawn for one game. Types and ids are in CamelCase, as in game files."""
+    """Everything drawn for one game. Types and ids are in CamelCase, as in game files."""
 
     seed: int
     kind: str
     object: str
     target: str
-    """Type of the receptacle to put the object in; for "look", the type of the lamp."""
+    """Type of the receptacle for the object; for "look", the type of the lamp."""
     receptacles: tuple[tuple[str, str, str], ...]
     """(id, type, location) of each receptacle."""
     objects: tuple[tuple[str, str, int], ...]
@@ -49,7 +49,7 @@ class Scene:
     floor_plan: int
 
     def content(self) -> str:
-        """Goal and scene as JSON, without ids, numbers and wording.
+        """Return goal and scene as JSON, without ids, numbers and wording.
 
         Two games with the same goal in the same room have the same content.
         """
@@ -63,7 +63,7 @@ class Scene:
         return json.dumps([self.kind, self.object, self.target, sorted(room)])
 
     def split(self) -> str:
-        """The only split of SPLITS in which this game may appear."""
+        """Return the only split of SPLITS in which this game may appear."""
         residue = hashlib.sha256(self.content().encode()).digest()[0] % 4
         return next(split for split, residues in SPLITS.items() if residue in residues)
 
@@ -77,9 +77,9 @@ def games(
     difficulty: str = "full",
     kinds: Sequence[str] | None = None,
 ) -> Iterator[Game]:
-    """Games `start`, ..., `start + count - 1` of an endless seeded stream.
+    """Generate games `start`, ..., `start + count - 1` of an endless seeded stream.
 
-    `difficulty` is a name in DIFFICULTIES, `kinds` are some of its kinds of task (default: all of
+    `difficulty` is a name in DIFFICULTIES. `kinds` are some of its kinds of task (default: all of
     them). A tiny game may occur twice in a stream. Raises UserError if the difficulty lacks one of
     the `kinds`.
     """
@@ -108,9 +108,9 @@ def games(
 def _draw_for_split(
     split: str, seed: int, index: int, difficulty: Difficulty, kinds: Sequence[str]
 ) -> Scene:
-    """Scene number `index` of a stream: the first draw that belongs to `split`."""
+    """Return scene number `index` of a stream, the first draw that belongs to `split`."""
     for attempt in itertools.count():
-        # Hashed, so that the scenes of adjacent numbers have nothing in common.
+        # The seed is hashed, so scenes of adjacent numbers have nothing in common.
         key = json.dumps((split, seed, index, attempt)).encode()
         scene_seed = int.from_bytes(hashlib.sha256(key).digest()[:6], "big")
         scene = _draw(scene_seed, difficulty, kinds)
@@ -120,7 +120,7 @@ def _draw_for_split(
 
 
 def _draw(seed: int, difficulty: Difficulty, kinds: Sequence[str]) -> Scene:
-    """The scene of `seed`. Rooms in which no goal of the drawn kind is possible are drawn again."""
+    """Draw the scene of `seed`. A room that allows no goal of the drawn kind is drawn again."""
     rng = random.Random(seed)
     kind = rng.choice(kinds)
     rooms = [room for room in difficulty.rooms if kind in room.kinds]
@@ -133,7 +133,7 @@ def _draw(seed: int, difficulty: Difficulty, kinds: Sequence[str]) -> Scene:
     object_type, target_type = goal
     placed = _place_objects(rng, room, kind, receptacle_types, object_type, target_type, difficulty)
 
-    # One cell of the grid for each receptacle, and one where the agent starts.
+    # There is one cell of the grid for each receptacle, and one where the agent starts.
     cells = rng.sample(range(25 * 25), len(receptacle_types) + 1)
     locations = [_location(cell, rng) for cell in cells]
     used_ids: set[str] = set()
@@ -160,9 +160,9 @@ def _draw(seed: int, difficulty: Difficulty, kinds: Sequence[str]) -> Scene:
 def _receptacle_types(
     rng: random.Random, room: Room, kind: str, difficulty: Difficulty
 ) -> list[str]:
-    """The type of each receptacle in the room.
+    """Draw the type of each receptacle in the room.
 
-    If the difficulty limits their number, those that the `kind` of task needs are kept.
+    If the difficulty limits their number, the ones that the `kind` of task needs are kept.
     """
     types: list[str] = []
     for type_, (low, high) in room.receptacles.items():
@@ -182,7 +182,7 @@ def _receptacle_types(
 def _goal(
     rng: random.Random, room: Room, kind: str, receptacle_types: list[str]
 ) -> tuple[str, str] | None:
-    """(object type, target type), or None if the drawn room allows no such goal of this kind."""
+    """Draw (object type, target type), or None if the drawn room allows no goal of this kind."""
     if kind == "look":
         object_type = rng.choice(room.objects)
         has_lamp_spot = any(type_ in tables.LAMP_SPOTS for type_ in receptacle_types)
@@ -195,7 +195,7 @@ def _goal(
         type_ for type_ in room.objects if ability is None or type_ in tables.ABILITIES[ability]
     ]
     object_type = rng.choice(suitable)
-    # Never the tool itself: the object would be there as soon as it is treated.
+    # The tool itself is never the target, or the object would be there once it is treated.
     targets = {receptacle_types[i] for i in _holders(receptacle_types, object_type)} - {tool}
     if not targets:
         return None
@@ -214,7 +214,7 @@ def _place_objects(
     target_type: str,
     difficulty: Difficulty,
 ) -> list[tuple[str, int]]:
-    """(type, index of its receptacle) of every object.
+    """Draw (type, index of its receptacle) for every object.
 
     Objects of the goal's type start outside the goal's target.
     """
@@ -241,7 +241,7 @@ def _place_objects(
 def _objects_by_room(
     rng: random.Random, room: Room, object_type: str, needed: int, difficulty: Difficulty
 ) -> list[str]:
-    """Types of the objects besides the `needed` ones: a few of each type that the room may have."""
+    """Draw the types of further objects: a few of each type that the room may have."""
     types = []
     for type_ in room.objects:
         number = min(rng.choice((0, 1, 1, 2, 3)), difficulty.copies)
@@ -259,7 +259,7 @@ def _objects_by_number(
     needed: int,
     difficulty: Difficulty,
 ) -> list[str]:
-    """Types of the objects besides the `needed` ones: as many as the difficulty says."""
+    """Draw the types of further objects, as many as the difficulty says."""
     assert difficulty.objects is not None
     types = []
     for type_ in room.objects:
@@ -272,20 +272,20 @@ def _objects_by_number(
 
 
 def _holders(receptacle_types: list[str], object_type: str) -> list[int]:
-    """Indices of the receptacles that can hold an object of this type."""
+    """Return the indices of the receptacles that can hold an object of this type."""
     return [i for i, type_ in enumerate(receptacle_types) if object_type in tables.HOLDS[type_]]
 
 
 def _sources(receptacle_types: list[str], object_type: str, target_type: str) -> list[int]:
-    """Those of `_holders` that are not of the goal's target type."""
+    """Return those of `_holders` that are not of the goal's target type."""
     holders = _holders(receptacle_types, object_type)
     return [i for i in holders if receptacle_types[i] != target_type]
 
 
 def _location(cell: int, rng: random.Random) -> str:
-    """Cell number `cell` of a 25 x 25 grid, as ALFRED writes locations.
+    """Write cell number `cell` of a 25 x 25 grid as ALFRED writes locations.
 
-    The direction to face and the angle to look down at are drawn.
+    The direction to face and the angle to look down are drawn at random.
     """
     x = _signed(cell // 25 - 12)
     y = _signed(cell % 25 - 12)
@@ -297,7 +297,7 @@ def _signed(number: int) -> str:
 
 
 def _id(rng: random.Random, type_: str, used_ids: set[str]) -> str:
-    """A new id, also added to `used_ids`: type and position in metres.
+    """Make a new id from type and position in metres, and add it to `used_ids`.
 
     For example "Mug_bar__plus_01_dot_65_bar_...". A basin is part of a sink, so its id begins with
     the sink's type.
@@ -324,7 +324,7 @@ def _id(rng: random.Random, type_: str, used_ids: set[str]) -> str:
 
 
 def _problem(scene: Scene) -> str:
-    """The scene as a PDDL problem of data/alfred.pddl."""
+    """Write the scene as a PDDL problem for data/alfred.pddl."""
     objects = "\n    ".join(_declarations(scene))
     facts = "\n    ".join(f"({fact})" for fact in _facts(scene))
     goal = tables.GOALS[scene.kind].format(object=scene.object, target=scene.target)
@@ -338,7 +338,7 @@ def _problem(scene: Scene) -> str:
 
 
 def _declarations(scene: Scene) -> list[str]:
-    """Everything that the facts mention, with its type in the domain."""
+    """Return everything that the facts mention, with its type in the domain."""
     object_types = {type_ for _, type_, _ in scene.objects}.union(_DOMAIN_OBJECTS)
     receptacle_types = {type_ for _, type_, _ in scene.receptacles}.union(_DOMAIN_RECEPTACLES)
     locations = {location for _, _, location in scene.receptacles} | {scene.start}
@@ -353,7 +353,7 @@ def _declarations(scene: Scene) -> list[str]:
 
 
 def _facts(scene: Scene) -> list[str]:
-    """What holds at the start, without the parentheses of PDDL."""
+    """Return the facts that hold at the start, without the parentheses of PDDL."""
     facts = []
     for id_, type_, location in scene.receptacles:
         facts.append(f"receptacleType {id_} {type_}Type")
@@ -382,7 +382,7 @@ def _facts(scene: Scene) -> list[str]:
 
 
 def write(game: Game, folder: str | Path) -> Path:
-    """Write a generated game under `folder`, a split's root; returns the path of its game.tw-pddl.
+    """Write a generated game under `folder`, a split's root. Returns its game.tw-pddl's path.
 
     The folders are named as in ALFWorld. Next to the game, there is a traj_data.json with the keys
     that alfworld's own environment and expert read.

@@ -1,20 +1,21 @@
 """ALFWorld's text game in plain Python: one household, played one command at a time.
 
-Feedback, admissible commands and the win flag equal, string for string, those of the real engine
-(textworld's PddlEnv with alfworld's AlfredDemangler, alfworld 0.4.2) for the rules of
-`data/alfred.pddl` and `data/alfred.twl2`. These have quirks, and an agent trained here must meet
+Feedback, admissible commands and the win flag are string for string those of the real engine
+(textworld's PddlEnv with alfworld's AlfredDemangler, alfworld 0.4.2) with the rules of
+`data/alfred.pddl` and `data/alfred.twl2`. The rules have quirks, and an agent trained here must
+meet the same ones:
 the same ones:
 
-- Only the object in hand can be examined: a stray comma in the domain disables the branch for
+- Only the object in hand can be examined. A stray comma in the domain disables the branch for
   objects in sight.
 - `look` sees no receptacle before the first move, although the welcome text has just listed them
   all.
 - A lamp can be used again and again, and always says "You turn on".
 - "Next to it, you see a mug 1" appears after a mug was taken off one receptacle and put down on
-  another at the same location: it is where the agent is, and known not to be in the first. It
-  appears once for each such receptacle.
+  another at the same location. The mug is then where the agent is, and known not to be in the first
+  receptacle. The sentence appears once for each such receptacle.
 - `go to` a receptacle at the agent's own location is not admissible.
-- Cleaning, heating and cooling need no open door; slicing needs no sight of the object.
+- Cleaning, heating and cooling work through closed doors. Slicing works on unseen objects.
 """
 
 from collections.abc import Iterable
@@ -22,7 +23,7 @@ from collections.abc import Iterable
 from paw.envs.alfworld.problem import REQUIRED_STATE, Game
 
 NOTHING_HAPPENS = "Nothing happens."
-# The grammar begins this text with an empty line, which the real engine drops.
+# The grammar begins this text with an empty line. The real engine drops it.
 HELP = """\
 Available commands:
   look:                             look around your current location
@@ -41,7 +42,7 @@ Available commands:
 """
 _KNIVES = ("knifetype", "butterknifetype")
 _NO_STATES: frozenset[str] = frozenset()
-# Rules of examineObject in the order of the grammar: the first whose states all hold is said.
+# Rules of examineObject in the grammar's order. The first one whose states all hold applies.
 _ADJECTIVES = tuple(
     (frozenset(states.split()), adjective)
     for states, adjective in (
@@ -68,21 +69,21 @@ def _join(names: list[str]) -> str:
 
 
 class Household:
-    """One episode of `game`. Read the state freely, change it through `reset` and `step` alone."""
+    """One episode of `game`. Read the state freely, but change it only with `reset` and `step`."""
 
     def __init__(self, game: Game) -> None:
         self.game = game
         self.reset()
 
     def reset(self) -> str:
-        """Start again; returns the welcome text, the view of the room and the task."""
+        """Start again. Returns the welcome text, the view of the room and the task."""
         game = self.game
         self.location = game.start
         self.held: str | None = None
         self.contents = dict(game.contents)
-        """Receptacle id -> sorted objects in it.
+        """Sorted objects in each receptacle, by receptacle id.
 
-        The tuples are shared with the game, never changed in place.
+        The tuples are shared with the game and never changed in place.
         """
         self.object_location = set(game.object_location)
         self.taken_from: set[tuple[str, str]] = set()
@@ -97,9 +98,9 @@ class Household:
         return f"-= Welcome to TextWorld, ALFRED! =-\n\n{view}\n\n{game.task}"
 
     def step(self, command: str) -> str:
-        """Play `command`; returns the feedback.
+        """Play `command`. Returns the feedback.
 
-        What is not admissible does nothing, and says so.
+        A command that is not admissible does nothing, and the feedback says so.
         """
         play, *arguments = self._actions().get(command.strip(), (None,))
         if play is None:
@@ -109,7 +110,7 @@ class Household:
 
     @property
     def admissible(self) -> list[str]:
-        """The commands that do something now, sorted, `help` among them."""
+        """Return the commands that do something now, sorted. They include `help`."""
         return sorted(self._actions())
 
     @property
@@ -120,7 +121,7 @@ class Household:
         return self._won
 
     def state_of(self, thing: str) -> frozenset[str]:
-        """Those of clean, hot, cool, sliced, toggled that hold for an object id."""
+        """Return which of clean, hot, cool, sliced, toggled hold for an object id."""
         return self.states.get(thing, _NO_STATES)
 
     def can_hold(self, receptacle: str, thing: str) -> bool:
@@ -154,7 +155,7 @@ class Household:
     # ---- what can be done
 
     def _actions(self) -> dict[str, tuple]:
-        """Admissible command -> the method that plays it and its arguments."""
+        """Return, by admissible command, the method that plays it and its arguments."""
         if self._admissible is not None:
             return self._admissible
         game, names, location, held = self.game, self.game.names, self.game.location, self.held
@@ -209,7 +210,7 @@ class Household:
         self._admissible = actions
         return actions
 
-    # ---- what is only said
+    # ---- what is only described
 
     def _inventory(self) -> str:
         return (
@@ -222,7 +223,7 @@ class Household:
         return self._facing() or self._in_the_middle(())
 
     def _facing(self) -> str:
-        """The view from in front of receptacles; empty where there are none."""
+        """Return the view from in front of receptacles; "" if there are none."""
         game, here = self.game, self.game.at.get(self.location, ())
         if not here:
             return ""

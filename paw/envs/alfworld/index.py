@@ -1,4 +1,4 @@
-"""Finds the official games by scanning a split's folder; the cache keeps the result until the
+"""Finds the official games by scanning a split's folder. The cache keeps the result until the
 folder changes.
 """
 
@@ -27,7 +27,7 @@ class Split(NamedTuple):
 
 
 def find_root(data: Path, *, origin: str = "env.data") -> Path:
-    """The folder that holds the splits: `data` itself or its subfolder json_2.1.1.
+    """Return the folder with the splits, `data` itself or its subfolder json_2.1.1.
 
     Raises UserError, which names `origin`, if it is neither.
     """
@@ -42,7 +42,7 @@ def find_root(data: Path, *, origin: str = "env.data") -> Path:
 
 
 def load_split(root: Path, split: str) -> Split:
-    """The games of one split, from the cached index or from a scan.
+    """Return the games of one split, from the cached index or from a scan.
 
     Raises UserError if the split is unknown, missing or empty.
     """
@@ -66,7 +66,7 @@ def load_split(root: Path, split: str) -> Split:
 
 
 def _stamp(folder: Path) -> str:
-    """Hash of the folder's path and of the names and times of its subfolders."""
+    """Hash the folder's path, and the names and times of its subfolders."""
     subfolders = []
     for entry in os.scandir(folder):
         if entry.is_dir():
@@ -76,7 +76,7 @@ def _stamp(folder: Path) -> str:
 
 
 def _scan(root: Path, split: str) -> Split:
-    """The games of a split, read from its folder, except those that alfworld's loader skips."""
+    """Read the games of a split from its folder, except those that alfworld's loader skips."""
     games = []
     digest = hashlib.sha256()
     kinds = {task_type: kind for kind, task_type in TASK_TYPES.items()}

@@ -1,6 +1,6 @@
 """An oracle for household games.
 
-It reads the hidden state, so it never searches for an object: a model that imitates it has to guess
+It reads the hidden state, so it never searches for an object. A model that imitates it must guess
 where objects are.
 """
 
@@ -11,10 +11,10 @@ from paw.envs.alfworld.problem import REQUIRED_STATE, Game
 
 
 def oracle(household: Household) -> str:
-    """The next command of a plan that wins from any state; "look" if the game is won or lost.
+    """Return the next command of a plan that wins from any state; "look" if the game is over.
 
-    Among equally good receptacles it prefers one at the agent's location, so that a "go to" settles
-    the next choice and the plan cannot loop.
+    Among equally good receptacles it prefers one at the agent's location. So a "go to" settles the
+    next choice, and the plan cannot loop.
     """
     game = household.game
     held = household.held
@@ -22,7 +22,7 @@ def oracle(household: Household) -> str:
         return "look"
     if held is None:
         return _fetch(household)
-    if held not in game.candidates:  # useless: put it down
+    if held not in game.candidates:  # it is useless, so put it down
         holders = [place for place in game.location if household.can_hold(place, held)]
         return _move_to_nearest(household, holders)
     if game.kind == "look":
@@ -37,7 +37,7 @@ def oracle(household: Household) -> str:
 
 
 def solve(game: Game, *, max_steps: int = 60) -> list[str]:
-    """The oracle's commands from the start of `game` until it is won.
+    """Return the oracle's commands from the start of `game` until it is won.
 
     Raises ValueError if it is not won after `max_steps` commands.
     """
@@ -53,15 +53,16 @@ def solve(game: Game, *, max_steps: int = 60) -> list[str]:
 
 
 def _effort(household: Household, receptacle: str) -> tuple[bool, bool, str]:
-    """Sort key: receptacles at the agent's location first, then open before shut, then by id."""
+    """Sort key: receptacles at the agent's location first, then open before closed, then by id."""
     is_elsewhere = household.game.location[receptacle] != household.location
     return is_elsewhere, household.is_shut(receptacle), receptacle
 
 
 def _fetch(household: Household) -> str:
-    """The next command on the way to take an object that can fulfil the goal.
+    """Return the next command on the way to take an object that can fulfil the goal.
 
-    Objects that are already clean, hot or cool, as the goal requires, come first; then the nearest.
+    It prefers objects that are already clean, hot or cool, as the goal requires, and then the
+    nearest.
     """
     game = household.game
     required = REQUIRED_STATE.get(game.kind)
@@ -87,9 +88,9 @@ def _fetch(household: Household) -> str:
 
 
 def _fullest(household: Household) -> str:
-    """The target in which to gather two objects: the one that holds most of them, else the nearest.
+    """Return the target in which to gather two objects: the one that holds most, else the nearest.
 
-    Between two targets that hold one object each, the agent's location does not count: the agent
+    If two targets hold one object each, the agent's location does not count. Otherwise the agent
     would go back and forth between them.
     """
 
@@ -104,9 +105,9 @@ def _fullest(household: Household) -> str:
 
 
 def _treat(household: Household, held: str) -> str:
-    """The next command on the way to clean, heat or cool the object in hand.
+    """Return the next command on the way to clean, heat or cool the object in hand.
 
-    No door has to be opened for that.
+    No door needs to be open for that.
     """
     game = household.game
     tool_types = game.tools[game.kind]
@@ -119,7 +120,7 @@ def _treat(household: Household, held: str) -> str:
 
 
 def _use_lamp(household: Household) -> str:
-    """The next command on the way to switch on the nearest lamp."""
+    """Return the next command on the way to switch on the nearest lamp."""
     game = household.game
     choices = []
     for receptacle in game.location:
@@ -134,7 +135,7 @@ def _use_lamp(household: Household) -> str:
 
 
 def _move_to_nearest(household: Household, receptacles: Sequence[str]) -> str:
-    """The next command on the way to put the object in hand into the nearest of `receptacles`."""
+    """Return the next command on the way to put the held object into the nearest receptacle."""
     if not receptacles or household.held is None:
         return "look"
     nearest = min(receptacles, key=lambda receptacle: _effort(household, receptacle))
@@ -144,7 +145,7 @@ def _move_to_nearest(household: Household, receptacles: Sequence[str]) -> str:
 
 
 def _reach(household: Household, receptacle: str) -> str | None:
-    """The command still needed before the hand can reach into the receptacle; None if it can."""
+    """Return the command needed to reach into the receptacle; None if the hand already can."""
     go = _go(household, receptacle)
     if go is None and household.is_shut(receptacle):
         return f"open {household.game.names[receptacle]}"
@@ -152,7 +153,7 @@ def _reach(household: Household, receptacle: str) -> str | None:
 
 
 def _go(household: Household, receptacle: str) -> str | None:
-    """The command that goes to the receptacle; None if the agent is there."""
+    """Return the command that goes to the receptacle; None if the agent is there."""
     if household.game.location[receptacle] == household.location:
         return None
     return f"go to {household.game.names[receptacle]}"

@@ -1,7 +1,7 @@
 """One ALFWorld problem, parsed once and shared by every episode that plays it.
 
 Only the PDDL problem and the task are read from a game file (`game.tw-pddl`). The rules are the
-same for every game of a release and are written out in `household.py`. PDDL is case-insensitive;
+same for every game of a release and are written out in `household.py`. PDDL is case-insensitive, so
 everything is kept in lower case.
 """
 
@@ -27,7 +27,7 @@ TASK_TYPES = {
 """Our short names of the six task types -> ALFWorld's names."""
 KINDS = tuple(TASK_TYPES)
 REQUIRED_STATE = {"clean": "clean", "heat": "hot", "cool": "cool"}
-"""Kind of task -> the state into which the object must be brought."""
+"""The state into which the object must be brought, by kind of task."""
 
 _COMMENT = re.compile(r";[^\n]*")
 _FACT = re.compile(r"\((\w+)((?:\s+[^\s()]+)*)\s*\)")
@@ -65,13 +65,13 @@ class Goal(NamedTuple):
     object: str
     """Type of the object to handle, such as "mugtype"."""
     target: str
-    """Type of the receptacle to put it in; for "look", the type of the lamp."""
+    """Type of the receptacle for it; for "look", the type of the lamp."""
 
 
 class Game:
-    """What no action changes in a PDDL `problem`, and the state from which it starts; read-only.
+    """The parts of a PDDL `problem` that no action changes, and the state at the start. Read-only.
 
-    Raises UserError if the problem is incomplete, or its goal is not one of the six.
+    Raises UserError if the problem is incomplete, or if its goal is not one of the six.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Game:
         """Path of the file, or the name that the generator gave."""
         self.walkthrough = walkthrough
         self.scene: Any = None
-        """What the generator drew, from which `generator.write` writes the file; None if the game
-        was read from a file."""
+        """What the generator drew. `generator.write` writes the file from it. None if the game was
+        read from a file."""
 
         facts, self.goal = _parse_problem(problem, name)
         starts = facts.pairs("atlocation")
@@ -101,7 +101,7 @@ class Game:
                 f"game file {name}: its PDDL problem places no {missing}, or more than one agent"
             )
 
-        # What no action changes.
+        # No action changes these.
         self.names = _names(facts)
         """Id -> the name that the player sees: "mug_bar__plus_01..." -> "mug 2"."""
         self.location = dict(located)
@@ -119,7 +119,7 @@ class Game:
         """Ability -> the ids that have it."""
         empty = dict.fromkeys(facts.subjects("isreceptacleobject"), ())
         self.inner = empty | _grouped(facts.pairs("inreceptacleobject"))
-        """Objects that are receptacles themselves (a bowl) -> what lies in them, which never
+        """What lies in objects that are receptacles themselves (a bowl), by object. It never
         changes."""
         self.tools = {"clean": sink_types, "heat": ("microwavetype",), "cool": ("fridgetype",)}
         """Kind of task -> the receptacle types in which an object is treated."""
@@ -139,7 +139,7 @@ class Game:
             for object_id in facts.subjects(predicate):
                 self.states[object_id] = self.states.get(object_id, frozenset()) | {state}
 
-        # What can fulfil the goal.
+        # These can fulfil the goal.
         kind, goal_object, target = self.goal
         suitable = self.able.get(f"{kind}able", self.object_type.keys())
         self.candidates = frozenset(
@@ -191,15 +191,15 @@ class Game:
 
 
 class _Facts:
-    """The facts of a PDDL problem, all in lower case."""
+    """The facts of a PDDL problem, in lower case."""
 
     def __init__(self, game_name: str) -> None:
         self.arguments: dict[str, list[tuple[str, ...]]] = defaultdict(list)
-        """Predicate -> the arguments of each of its facts."""
+        """The arguments of each fact, by predicate."""
         self._game_name = game_name
 
     def pairs(self, predicate: str) -> list[tuple[str, str]]:
-        """The facts of a predicate with two arguments, sorted."""
+        """Return the facts of a predicate with two arguments, sorted."""
         try:
             return sorted((first, second) for first, second in self.arguments.get(predicate, ()))
         except ValueError:
@@ -208,12 +208,12 @@ class _Facts:
             ) from None
 
     def subjects(self, predicate: str) -> frozenset[str]:
-        """The first argument of each fact of a predicate."""
+        """Return the first argument of each fact of a predicate."""
         return frozenset(arguments[0] for arguments in self.arguments.get(predicate, ()))
 
 
 def _parse_problem(problem: str, name: str) -> tuple[_Facts, Goal]:
-    """The facts of the (:init ...) section, and the goal."""
+    """Return the facts of the (:init ...) section, and the goal."""
     text = _COMMENT.sub("", problem.lower())
     init_start = text.find("(:init")
     goal_start = text.find("(:goal")
@@ -233,7 +233,7 @@ def _parse_problem(problem: str, name: str) -> tuple[_Facts, Goal]:
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
-    """Second element -> the first elements paired with it, in order."""
+    """Group the first elements, in order, by the second element they are paired with."""
     groups: dict[str, tuple[str, ...]] = {}
     for first, second in pairs:
         groups[second] = (*groups.get(second, ()), first)
@@ -241,14 +241,15 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
 
 
 def _names(facts: _Facts) -> dict[str, str]:
-    """Id -> the name that the player sees, as alfworld.agents.utils.misc.Demangler names it.
+    """Return the name that the player sees for each id, as alfworld.agents.utils.misc.Demangler
+    does.
 
-    The ids of a type are numbered in descending order: the last one is number 1. Ids without
+    The ids of a type are numbered in descending order, so the last one is number 1. Ids without
     "_bar_" (types, the agent) get no number, but keep the space before it.
     """
     ids = set()
     for predicate, arguments in facts.arguments.items():
-        # No engine counts the ids of distances. "cancontain" has many facts, all about types.
+        # No engine counts the ids of distances. All the many facts of "cancontain" are about types.
         if predicate not in ("distance", "cancontain"):
             ids.update(*arguments)
 
@@ -271,7 +272,7 @@ def _names(facts: _Facts) -> dict[str, str]:
 
 
 def _parse_goal(text: str, name: str) -> Goal:
-    """The goal section, in lower case, as one of the six goals of ALFWorld's goal library."""
+    """Parse the goal section, in lower case, as one of the six goals of ALFWorld's library."""
     object_types = dict(re.findall(r"\(objecttype\s+(\?\w+)\s+(\w+)\s*\)", text))
     receptacle_types = re.findall(r"\(receptacletype\s+\?\w+\s+(\w+)\s*\)", text)
     held = re.search(r"\(holds\s+\?\w+\s+(\?\w+)\s*\)", text)

@@ -1,4 +1,4 @@
-"""What the agent reads, and how its response becomes an action: pure text, no game.
+"""What the agent reads, and how its response becomes an action. Only text, no game.
 
 `PaperStyle` is Figure 7 of the paper, character for character as the reference code (verl-agent)
 sends it, including the empty first and last lines and the blank after "tags.".
@@ -25,13 +25,13 @@ LATER_TURN = f"{HEAD} {TASK}{{task}}\n{LATER}{ACTIONS}"
 class PaperStyle(TaggedStyle):
     """Figure 7 of the paper.
 
-    With `history` 0, later turns keep their template, which states the task, unlike the reference.
+    With `history` 0, unlike the reference, later turns keep their template, which states the task.
     """
 
     unparsed = 30
 
     def prompt(self, task: str, past: Past, observation: str, admissible: Sequence[str]) -> str:
-        """The user message of a turn; the first observation also holds the room and the task."""
+        """Return the user message of a turn. The first observation has the room and task."""
         actions = "\n ".join(f"'{action}'" for action in admissible)
         template = LATER_TURN if past else FIRST_TURN
         return self.fill(template, past, task=task, observation=observation, admissible=actions)
@@ -52,7 +52,7 @@ class CompactStyle(LineStyle):
     """
 
     def prompt(self, task: str, past: Past, observation: str, admissible: Sequence[str]) -> str:
-        if TASK in observation:  # the opening text: keep only the room, the task has its own line
+        if TASK in observation:  # opening text: keep only the room, as the task has its own line
             observation = observation.partition(TASK)[0].removeprefix(WELCOME)
         actions = [("", _line(action)) for _, action in past]
         return self.fill([f"task: {task}"], actions, _line(observation), admissible)
@@ -65,5 +65,5 @@ Style = PaperStyle | CompactStyle
 
 
 def _line(text: str) -> str:
-    """`text` on one line, with single spaces."""
+    """Put `text` on one line, with single spaces."""
     return " ".join(text.split())

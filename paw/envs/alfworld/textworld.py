@@ -1,7 +1,7 @@
 """The real engine behind the interface of `Household`: textworld's PddlEnv with alfworld's names.
 
-It runs in a `paw.envs.workers.worker`: its planner library is global to a process and calls exit()
-on bad input.
+It runs in a `paw.envs.workers.worker`, because its planner library is global to a process and calls
+exit() on bad input.
 """
 
 import importlib.util
@@ -37,7 +37,7 @@ class TextworldHousehold:
 
 
 def require_textworld() -> None:
-    """Raises UserError, with the install command, if alfworld or textworld is not installed."""
+    """Raise UserError, with the install command, if alfworld or textworld is missing."""
     for package in ("textworld", "alfworld"):
         if importlib.util.find_spec(package) is None:
             raise UserError(

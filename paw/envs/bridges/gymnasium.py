@@ -16,7 +16,7 @@ class GymnasiumConfig(ConversationConfig):
     name: str = "gymnasium"
     """Which environment."""
     id: str = ""
-    """Its registered id, such as "MyGame-v0"."""
+    """The registered id of the environment, such as "MyGame-v0"."""
     module: str = ""
     """Module or FILE.py that registers it."""
     kwargs: dict[str, bool | int | float | str] = {}
@@ -32,14 +32,14 @@ class GymnasiumFactory(EnvFactory):
 
     Config = GymnasiumConfig
     name = "gymnasium"
-    may_block = True  # it may; we do not know
+    may_block = True  # we do not know, but it may
     runs_others_code = True
 
     def __init__(self, config: GymnasiumConfig) -> None:
         self.config = config
         self.reward_max = config.reward
         self.invalid_penalty = config.invalid_penalty
-        if not config.processes:  # with processes, the first of them makes this check
+        if not config.processes:  # with processes, the first one makes this check
             self.make().close()
 
     def tasks(self, split: str, seed: int) -> Tasks:
@@ -61,7 +61,7 @@ class GymnasiumEnv(Conversation):
     """One episode at a time.
 
     The actions of a Discrete space are named by `get_action_meanings()`, or by their numbers if the
-    environment has no such method.
+    environment lacks this method.
     """
 
     def __init__(self, config: GymnasiumConfig) -> None:
@@ -106,7 +106,7 @@ class GymnasiumEnv(Conversation):
 
 
 def _make(gymnasium: Any, config: GymnasiumConfig) -> Any:
-    """The gymnasium.Env. Raises UserError if it cannot be made."""
+    """Make the gymnasium.Env. Raises UserError if it cannot be made."""
     env_id = config.id
     if config.module.endswith(".py"):
         plugins.import_file(config.module, f"env.module = '{config.module}'")
@@ -120,7 +120,7 @@ def _make(gymnasium: Any, config: GymnasiumConfig) -> Any:
 
 
 def _check_spaces(gymnasium: Any, env: Any, config: GymnasiumConfig) -> dict[str, int]:
-    """Name of an action -> its number, for a Discrete space; {} if actions are text.
+    """Return {name of an action: its number} for a Discrete space, and {} if actions are text.
 
     Raises UserError for other spaces.
     """

@@ -2,8 +2,8 @@
 
 Each connection is a session, which plays one episode. Written against openenv 0.10.0.
 
-The package itself is not used: it needs mcp 1 and vLLM needs mcp 2, so the two cannot be installed
-together. The protocol is
+The openenv package itself is not used. It needs mcp 1 and vLLM needs mcp 2, so the two cannot be
+installed together. The protocol is
 
     {"type": "reset" | "step" | "close", "data": {...}}
     -> {"type": "observation", "data": {"observation": {...}, "reward": 1.0, "done": false}}
@@ -37,20 +37,20 @@ from paw.types import Outcome, Task, ToolCall
 CONNECT_S = 10.0
 """Time limit for connecting to a server."""
 RETRY_S = 5.0
-"""How long to go on asking for a session while the server is away or full."""
+"""How long to keep asking for a session while the server is away or full."""
 CLOSE_S = 1.0
 """Time limit for ending a session."""
 START_S = 120.0
 """Time limit for a new container to answer."""
 MOST_TASKS = 1_000_000
-"""A split with more tasks is not played in epochs: its tasks are drawn at random, endlessly."""
+"""A split with more tasks is not played in epochs. Its tasks are drawn endlessly, at random."""
 COMMON = ("metadata", "done", "reward")
 """Fields that every action or observation may have."""
 WHOLE = "*"
 """Value of env.action_field with which the model writes the whole action, as JSON."""
 JsonObject = dict[str, Any]
 _watchers: list[subprocess.Popen[bytes]] = []
-"""The processes that remove our containers; kept, because collecting one would close its pipe."""
+"""The processes that remove our containers. Collecting one would close its pipe, so keep all."""
 
 
 class OpenenvConfig(ConversationConfig):
@@ -59,19 +59,19 @@ class OpenenvConfig(ConversationConfig):
     name: str = "openenv"
     """Which environment."""
     url: list[Annotated[str, Field(pattern=r"^(https?|wss?)://[^/\s]+")]] = []
-    """Servers of the same environment, which share the episodes: one http:// or ws:// address, or a
-    list."""
+    """Servers of the same environment, which share the episodes. Give one http:// or ws:// address,
+    or a list."""
     image: str = ""
-    """Docker image to start instead of `url`; its container ends with the command."""
+    """Docker image to start instead of `url`. Its container ends with the command."""
     action_field: str = ""
-    """Field of the action that gets the response, without its thought; unset, the only text field.
-    If the field has another type, the response is parsed as JSON. With "*", the response is the
-    whole action, as JSON."""
+    """Field of the action that gets the response, without its thought. If unset, the only text
+    field. If the field has another type, the response is parsed as JSON. With "*", the response is
+    the whole action, as JSON."""
     observation_field: str = ""
-    """Field of the observation that is shown; unset, the only text field or the one called `text`,
-    otherwise the whole observation as JSON."""
+    """Field of the observation that is shown. If unset, the only text field or the one called
+    `text`, otherwise the whole observation as JSON."""
     prompt_field: str = ""
-    """Field of the observation that holds a turn's whole prompt; unset, the turns are a
+    """Field of the observation that has a turn's whole prompt. If unset, the turns are a
     conversation."""
     options: dict[str, bool | int | float | str] = {}
     """Further arguments of reset."""
@@ -99,11 +99,11 @@ class ServerInfo:
     """The environment that a server offers. Field types are those of JSON schema, or "text"."""
 
     action: dict[str, str]
-    """Field of an action -> its type."""
+    """Types of the fields of an action."""
     observation: dict[str, str]
-    """Field of an observation -> its type."""
+    """Types of the fields of an observation."""
     splits: dict[str, int | None]
-    """Split -> its number of tasks, None if endless. Empty if tasks are only seeds."""
+    """Number of tasks by split, None if endless. Empty if tasks are only seeds."""
 
 
 class ConnectionLost(EnvironmentFailure):
@@ -151,7 +151,7 @@ class OpenenvFactory(EnvFactory):
         self.action_is_text = actions.get(self.action_field) == "text"
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The server's tasks, or an endless supply of seeds if it lists none.
+        """Return the server's tasks, or an endless supply of seeds if it lists none.
 
         Tasks are drawn at random if there are too many for epochs.
 
@@ -200,7 +200,7 @@ class OpenenvFactory(EnvFactory):
                 )
 
     def _check_fields(self) -> None:
-        """Raises UserError if a configured field does not exist."""
+        """Raise UserError if a configured field does not exist."""
         fields_of_key = {
             "action_field": self._server.action,
             "observation_field": self._server.observation,
@@ -236,7 +236,7 @@ class OpenenvFactory(EnvFactory):
 
 
 class OpenenvEnv(Conversation):
-    """One episode at a time, each in a session of its own."""
+    """One episode at a time, each in its own session."""
 
     def __init__(self, config: OpenenvConfig, factory: OpenenvFactory, url: str) -> None:
         self.config = config
@@ -302,7 +302,7 @@ class OpenenvEnv(Conversation):
         return self._play(action, str(call))
 
     def _list_tools(self) -> list[JsonObject]:
-        """The server's tools as function schemas. Raises UserError if it lists none."""
+        """Return the server's tools as function schemas. Raises UserError if it lists none."""
         result = self._ask("step", {"type": "list_tools"})
         tools = []
         for tool in result.observation.get("tools") or ():
@@ -312,7 +312,7 @@ class OpenenvEnv(Conversation):
         return tools
 
     def _play(self, action: JsonObject, text: str) -> Outcome:
-        """Play `action`, which the outcome names by its `text`."""
+        """Play `action`. The outcome names it by its `text`."""
         try:
             result = self._send_action(action)
         except ValueError as error:
@@ -338,7 +338,7 @@ class OpenenvEnv(Conversation):
         )
 
     def _send_action(self, action: JsonObject) -> StepResult:
-        """The server's answer to `action`.
+        """Send `action` and return the server's answer.
 
         If the connection was lost before the first action, an equal session is started for it.
         Raises ValueError if the server refuses the action.
@@ -353,7 +353,7 @@ class OpenenvEnv(Conversation):
         return self._ask("step", action)
 
     def _look(self, result: StepResult) -> str:
-        """The observation as text. Keeps the prompt that it holds for `context`."""
+        """Return the observation as text. Keeps its prompt for `context`."""
         observation = result.observation
         fields = {name: value for name, value in observation.items() if name not in COMMON}
         fields = fields or observation.get("metadata") or {}
@@ -363,7 +363,7 @@ class OpenenvEnv(Conversation):
         return _as_text(fields.get(self._factory.shown_field, fields))
 
     def _start(self) -> StepResult:
-        """Reset a new session; retries for RETRY_S while the server is away or full."""
+        """Reset a new session. Retries for RETRY_S while the server is away or full."""
         self.close()
         deadline = time.monotonic() + RETRY_S
         pause = 0.1
@@ -407,15 +407,15 @@ class OpenenvEnv(Conversation):
         self.close = finalizer
 
     def _ask(self, kind: str, data: JsonObject) -> StepResult:
-        """The server's answer to a request.
+        """Send a request and return the server's answer.
 
-        Raises ValueError if it does not accept `data` as an action, ConnectionLost, ServerFull, and
-        EnvironmentFailure for any other error.
+        Raises ValueError if the server does not accept `data` as an action, ConnectionLost,
+        ServerFull, and EnvironmentFailure for any other error.
         """
         errors = _websockets()[1]
         message = json.dumps({"type": kind, "data": data})
         try:
-            # If the server has closed the connection, its reason may still be waiting to be read.
+            # If the server has closed the connection, its reason may still be unread.
             with suppress(errors.ConnectionClosed):
                 self._socket.send(message)
             raw = self._socket.recv(self.config.step_timeout_s)
@@ -439,7 +439,7 @@ class OpenenvEnv(Conversation):
         self._raise_error(kind, answer)
 
     def _raise_error(self, kind: str, answer: ServerMessage) -> NoReturn:
-        """Raises what `_ask` documents for an answer that is an error."""
+        """Raise what `_ask` documents for an answer that is an error."""
         reason = clean(answer.data.get("message", answer.type))
         code = answer.data.get("code")
         if code == "CAPACITY_REACHED":
@@ -455,7 +455,7 @@ class OpenenvEnv(Conversation):
 
 
 def _end_session(socket: Any) -> None:
-    """Say goodbye and wait for the server's goodbye, which comes when it has closed the session."""
+    """Say goodbye and wait for the server's goodbye, sent when it has closed the session."""
     with quietly():
         socket.send('{"type": "close"}')
         socket.recv(CLOSE_S)
@@ -464,7 +464,7 @@ def _end_session(socket: Any) -> None:
 
 
 def _tool_result(fields: JsonObject) -> str:
-    """A tool's error or result as text: the texts of its content, if it has content."""
+    """Return a tool's error or result as text. If it has content, the texts of the content."""
     result = fields.get("error") or fields.get("result")
     content = result.get("content") if isinstance(result, dict) else None
     parts = [part for part in content or () if isinstance(part, dict)]
@@ -478,7 +478,7 @@ def _as_text(value: Any) -> str:
 
 
 def _fields(schema: JsonObject) -> dict[str, str]:
-    """Field of a JSON schema -> its type, without COMMON and constants; strings are "text"."""
+    """Return the type of each field, without COMMON and constants. Strings are "text"."""
     fields = {}
     for name, field in schema["properties"].items():
         if name in COMMON or "const" in field:
@@ -500,13 +500,13 @@ def _listed(fields: dict[str, str]) -> str:
 
 
 def _base(url: str) -> str:
-    """The http(s)://HOST:PORT of an address, however it is written."""
+    """Return the http(s)://HOST:PORT of an address, however it is written."""
     url = url.rstrip("/").removesuffix("/ws")
     return f"http{url[2:]}" if url.startswith("ws") else url
 
 
 def _ask_all(urls: list[str]) -> ServerInfo:
-    """The environment that all `urls` offer. Raises UserError if they differ or one fails."""
+    """Return the environment of all `urls`. Raises UserError if they differ or one fails."""
     servers = [ask_server(url) for url in urls]
     for url, server in zip(urls, servers, strict=True):
         if server != servers[0]:
@@ -515,7 +515,7 @@ def _ask_all(urls: list[str]) -> ServerInfo:
 
 
 def ask_server(url: str) -> ServerInfo:
-    """The environment that the server at `url` offers.
+    """Return the environment that the server at `url` offers.
 
     Raises UserError if nobody answers there, or if it is not a server of OpenEnv.
     """
@@ -577,7 +577,7 @@ async def _read_server(httpx: Any, url: str) -> ServerInfo:
 
 @functools.cache
 def _websockets() -> tuple[Any, Any]:
-    """(the function `connect`, the module of exceptions) of the library websockets."""
+    """Return (the function `connect`, the module of exceptions) of the library websockets."""
     try:
         from websockets import exceptions
         from websockets.sync.client import connect
@@ -588,7 +588,7 @@ def _websockets() -> tuple[Any, Any]:
 
 @functools.cache
 def container(image: str) -> str:
-    """The URL of a new container of `image`, which is removed however this process ends.
+    """Return the URL of a new container of `image`. It is removed however this process ends.
 
     Raises UserError if docker fails or the container does not answer within START_S.
     """
@@ -627,7 +627,7 @@ def container(image: str) -> str:
 
 def _remove_at_exit(container_id: str) -> None:
     """Start a process that removes the container once this process is gone."""
-    # It reads from a pipe, whose other end is closed when this process ends.
+    # It reads from a pipe. The other end closes when this process ends.
     watcher = subprocess.Popen(
         ["sh", "-c", 'read _; exec docker rm --force "$0"', container_id],
         stdin=subprocess.PIPE,

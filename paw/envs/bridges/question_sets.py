@@ -1,6 +1,6 @@
 """Question sets through the library `datasets`: from the Hugging Face hub or from files.
 
-Every row is read once at the start, so that a row that cannot be asked is reported then.
+Every row is read once at the start. A row that cannot be asked is reported then.
 """
 
 import hashlib
@@ -30,41 +30,42 @@ EVALUATED = ("test", "validation", "valid", "dev")
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 """Suffix of a file -> the reader of `datasets`."""
 DATA = Only("env.data")
-"""Marks keys that apply only if env.data is set."""
+"""Marker for keys that apply only if env.data is set."""
 GENERATED = Only("env.data", (None,))
-"""Marks keys that apply only if env.data is not set."""
+"""Marker for keys that apply only if env.data is not set."""
 
 
 class QuestionsConfig(EnvConfig):
-    """Questions whose answers can be checked: a set of your own, or generated maths problems."""
+    """Questions whose answers can be checked: your own set, or generated maths problems."""
 
     name: str = "questions"
     """Which environment."""
     data: Path | None = None
-    """Name on the Hugging Face hub, a file (parquet, JSON lines, CSV) or a folder; unset, problems
-    are generated."""
+    """Name on the Hugging Face hub, a file (parquet, JSON lines, CSV) or a folder. If unset,
+    problems are generated."""
     subset: Annotated[str | None, DATA] = None
     """Configuration of the data set if it has several, such as "main" of openai/gsm8k."""
     eval_split: str = "auto"
-    """Split to evaluate on; auto takes test or validation, otherwise every tenth row of
+    """Split to evaluate on. auto takes test or validation, otherwise every tenth row of
     env.train_split, which is then held out of training."""
     question: Annotated[str, DATA] = "question"
-    """Column of questions: text, or messages {"role", "content"}. Here and below, "a.b" is the
+    """Column of questions: text, or messages {"role", "content"}. Here and below, "a.b" means the
     field b of column a."""
     answer: Annotated[str | None, DATA] = "answer"
-    """Column of right answers: text, a number, or a list of which each is right."""
+    """Column of right answers: text, a number, or a list in which each one is right."""
     system: Annotated[str | None, DATA] = None
     """Column of system messages."""
     kind: Annotated[str | None, DATA] = None
     """Column whose values are the kinds by which success is reported."""
     instruction: str = "Reason step by step, then give the final answer as {format}."
-    """Added to each question; {format} is env.format with dots in place of the answer."""
+    """Added to each question. {format} is env.format with dots instead of the answer."""
     format: str = "<answer>{answer}</answer>"
     """How a response gives its answer. The last one counts."""
     score: str = "exact"
     """exact: equal to a right answer, as SQuAD compares. number: the last number in both is equal.
-    regex: the right answer is a regular expression; one that takes more than a second of CPU time
-    costs its episode. Or your own, "FILE.py:name": (answer, row) -> 0 to 1, or (that, feedback)."""
+    regex: the right answer is a regular expression; a match that takes more than a second of CPU
+    time ends its episode. Or your own function, "FILE.py:name", which maps (answer, row) to a score
+    from 0 to 1, or to (score, feedback)."""
     max_turns: Count = 1
     """Number of tries. After a wrong answer the model is told so, or gets your score's feedback."""
     reward: Positive = 1.0
@@ -94,7 +95,7 @@ class QuestionSet:
         self._check = check
         self._origin = f"env.data = '{config.data}'"
         self._digests: dict[str, str] = {}
-        """Split whose rows were checked -> their hash."""
+        """Hashes of the rows of each checked split."""
         self._splits = self._open()
 
         train_split = config.train_split
@@ -142,7 +143,7 @@ class QuestionSet:
             else:
                 offline_reason = unreachable()
                 if offline_reason:
-                    datasets.config.HF_HUB_OFFLINE = True  # reads the cache without retries
+                    datasets.config.HF_HUB_OFFLINE = True  # read the cache without retries
                 data = datasets.load_dataset(name, self._config.subset)
         except UserError:
             raise
@@ -151,13 +152,13 @@ class QuestionSet:
                 f"{self._origin}: there is no such file or folder, it is not in the cache of "
                 f"datasets, and {offline_reason or 'the hub does not answer'}"
             ) from None
-        except Exception as error:  # each reader raises exceptions of its own
+        except Exception as error:  # each reader raises its own exceptions
             raise UserError(f"{self._origin}: {describe(error.__cause__ or error)}") from None
         splits: Any = data if isinstance(data, dict) else {"train": data}
         return splits
 
     def _tasks(self, split: str, rows: "Dataset", indices: Sequence[int]) -> Sized:
-        """The rows at `indices` as tasks, each read on demand."""
+        """Return the rows at `indices` as tasks, each read on demand."""
         kind_column = self._config.kind
         default_kind = Task.kind if means_all_kinds(split) else split
 
@@ -169,7 +170,7 @@ class QuestionSet:
         return Sized(task, len(indices))
 
     def _rows(self, split: str, key: str) -> "Dataset":
-        """The rows of the split that env.`key` names, after checking its columns and rows."""
+        """Return the rows of the split that env.`key` names, after checking columns and rows."""
         if split not in self._splits:
             raise UserError(
                 f"env.{key} = '{split}': {self._origin} has no such split, "
@@ -196,7 +197,7 @@ class QuestionSet:
                 )
 
     def _check_rows(self, split: str, rows: "Dataset") -> str:
-        """Hash of the rows. Raises UserError, which names the row, if one cannot be asked."""
+        """Hash the rows. Raises UserError, which names the row, if one cannot be asked."""
         digest = hashlib.sha256()
         number = 0
         batches: Any = rows.with_format("arrow").iter(1000)
@@ -212,7 +213,7 @@ class QuestionSet:
         return digest.hexdigest()[:16]
 
     def _check_kind(self, row: Row) -> None:
-        """Raises ValueError if the row's kind is a name that reports use for all kinds together."""
+        """Raise ValueError if the row's kind is a name that reports use for all kinds together."""
         column = self._config.kind
         if not column:
             return
@@ -225,7 +226,7 @@ class QuestionSet:
 
 
 def value(row: Row, key: str) -> Any:
-    """What a row holds in the column `key`; for "a.b", in the field b of column a.
+    """Return what a row has in the column `key`; for "a.b", in the field b of column a.
 
     Raises ValueError if that is empty.
     """
@@ -240,9 +241,9 @@ def value(row: Row, key: str) -> Any:
 
 
 def messages(row: Row, config: QuestionsConfig) -> list[dict[str, str]]:
-    """The first messages of the conversation of a row; the last one, the user's, is the question.
+    """Return the messages that begin a row's conversation. The last, the user's, is the question.
 
-    Raises ValueError if the row holds no such messages.
+    Raises ValueError if the row has no such messages.
     """
     question = value(row, config.question)
     system = value(row, config.system) if config.system else None
@@ -271,7 +272,7 @@ def messages(row: Row, config: QuestionsConfig) -> list[dict[str, str]]:
 
 
 def _are_messages(question: Any) -> bool:
-    """Whether it is a non-empty list of messages whose role and content are texts."""
+    """Whether this is a non-empty list of messages whose role and content are texts."""
     if not isinstance(question, list) or not question:
         return False
     for message in question:
@@ -284,7 +285,7 @@ def _are_messages(question: Any) -> bool:
 
 
 def answers(row: Row, config: QuestionsConfig) -> list[str]:
-    """The right answers of a row, [] if env.answer is unset. Raises ValueError if it has none."""
+    """Return a row's right answers, [] if env.answer is unset. Raises ValueError if it has none."""
     if config.answer is None:
         return []
     content = value(row, config.answer)
@@ -296,7 +297,7 @@ def answers(row: Row, config: QuestionsConfig) -> list[str]:
 
 
 def _text(answer: Any) -> str:
-    """An answer as text, whole numbers without a decimal point; "" if it is neither."""
+    """Return an answer as text, whole numbers without a decimal point; "" for other types."""
     if not isinstance(answer, str | int | float):
         return ""
     if isinstance(answer, float) and answer.is_integer():

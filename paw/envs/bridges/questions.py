@@ -1,7 +1,7 @@
-"""Questions whose answers can be checked: a set of your own, or generated maths word problems.
+"""Questions whose answers can be checked: your own set, or generated maths word problems.
 
-The feedback to an answer, whether it is right, is the world model's target. After a wrong answer
-there may be further tries.
+The feedback to an answer says whether it is right, and is the world model's target. After a wrong
+answer there may be further tries.
 """
 
 import hashlib
@@ -32,9 +32,9 @@ NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*)?\.?\d+(?:/\d+)?")
 BRACES = r"(?:[^{}]|{(?:[^{}]|{[^{}]*})*})*"
 """Text with balanced braces, nested at most two levels deep."""
 FEW = 100
-"""Up to this many possible answers are listed; the quickstart's warm-up tries some at random."""
+"""Possible answers are listed up to this many. The quickstart's warm-up tries some at random."""
 SPLITS = {"test": range(1), "warmup": range(1, 4), "train": range(4, 10)}
-"""Split -> the last digits of its problems' hashes: no problem is in two splits."""
+"""The last digits of problems' hashes, by split. So no problem is in two splits."""
 STEPS = ("one", "two", "three", "four")
 PEOPLE = [
     "Ada",
@@ -84,7 +84,7 @@ STORIES = {
         "{who} keeps one in every {k}.",
     ),
 }
-"""Operation -> sentences. After one with {other}, the story goes on with what {other} has."""
+"""Sentences by operation. After one with {other}, the story continues with what {other} has."""
 
 
 def exact(answer: str, right: str) -> bool:
@@ -109,7 +109,7 @@ def number(answer: str, right: str) -> bool:
 def regex(answer: str, right: str) -> bool:
     """Whether the regular expression `right` matches the whole answer.
 
-    Raises EnvironmentFailure if that takes too long: then the answer is neither right nor wrong, so
+    Raises EnvironmentFailure if that takes too long. The answer is then neither right nor wrong, so
     the episode is dropped.
     """
     try:
@@ -122,7 +122,7 @@ def regex(answer: str, right: str) -> bool:
 
 
 def check_pattern(right: str) -> None:
-    """Raises ValueError if `right` is not a regular expression."""
+    """Raise ValueError if `right` is not a regular expression."""
     pattern_problem = limited.pattern_problem(right)
     if pattern_problem:
         raise ValueError(
@@ -134,7 +134,7 @@ SCORES: dict[str, Callable[[str, str], bool]] = {"exact": exact, "number": numbe
 
 
 class QuestionsFactory(EnvFactory):
-    """The questions of env.data, or generated ones.
+    """The questions of env.data, or generated questions.
 
     Raises UserError if the questions cannot be read, or if one of them cannot be asked.
     """
@@ -166,7 +166,7 @@ class QuestionsFactory(EnvFactory):
             _check_generated_split(config.eval_split)
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The questions of a split. Raises UserError if there is no such split."""
+        """Return the questions of a split. Raises UserError if there is no such split."""
         if self._set:
             if split == "warmup":
                 raise UserError(
@@ -191,7 +191,7 @@ class QuestionsFactory(EnvFactory):
         return QuestionsEnv(self.config, self._judge)
 
     def fingerprint(self) -> str:
-        """A hash of all questions in use; for generated ones their sizes and a hash of a few."""
+        """Hash all questions in use. For generated ones, give their sizes and a hash of a few."""
         if self._set:
             return self._set.fingerprint
         tasks = self.tasks("test", 0)
@@ -201,7 +201,7 @@ class QuestionsFactory(EnvFactory):
         return f"generated maths, {sizes} {digest}"
 
     def _check(self, row: Row) -> None:
-        """Raises ValueError if a row cannot be asked, or its right answers cannot be compared."""
+        """Raise ValueError if a row cannot be asked, or its right answers cannot be compared."""
         messages(row, self.config)
         for right in answers(row, self.config):
             if self.config.score == "regex":
@@ -210,7 +210,7 @@ class QuestionsFactory(EnvFactory):
                 SCORES[self.config.score]("", right)
 
     def _judge(self, answer: str, row: Row) -> tuple[float, str]:
-        """(score from 0 to 1, feedback or "")."""
+        """Return (score from 0 to 1, feedback or "")."""
         if self._users_score is None:
             compare = SCORES[self.config.score]
             is_right = any(compare(answer, right) for right in answers(row, self.config))
@@ -246,7 +246,7 @@ class QuestionsEnv:
         self._tries = 0
 
     def reset(self, task: Task) -> str:
-        """Start `task`, whose payload is a row; the first observation is the question."""
+        """Start `task`, whose payload is a row. The first observation is the question."""
         self._row = task.payload
         self._messages = messages(self._row, self.config)
         self._tries = 0
@@ -299,7 +299,7 @@ class QuestionsEnv:
         return self.format_action(answers(self._row, self.config)[0])
 
     def admissible_actions(self) -> list[str]:
-        """The possible answers of generated problems if they are few, else []."""
+        """Return the possible answers of generated problems if there are few, else []."""
         if self.config.data is not None or self.config.largest > FEW:
             return []
         return [str(n) for n in range(1, self.config.largest + 1)]
@@ -308,12 +308,12 @@ class QuestionsEnv:
         return self.config.format.replace(ANSWER, action)
 
     def _answer_format(self) -> str:
-        """env.format with dots in place of the answer."""
+        """Return env.format with dots instead of the answer."""
         return self.config.format.replace(ANSWER, "...")
 
 
 def find_answer(response: str, form: str) -> str | None:
-    r"""The last answer that a response gives in the format `form`; None if there is none.
+    r"""Return the last answer in a response in the format `form`; None if there is none.
 
     >>> find_answer("so \\boxed{1}, no: \\boxed{\\frac{1}{2}}.", "\\boxed{{answer}}")
     '\\frac{1}{2}'
@@ -350,16 +350,16 @@ def _last_number(text: str) -> Decimal | None:
 
 
 def _check_generated_split(split: str) -> None:
-    """Raises UserError if generated problems have no such split."""
+    """Raise UserError if generated problems have no such split."""
     if split not in (AUTO, HELD_OUT, *SPLITS):
         raise UserError(f"generated problems have no split '{split}', only {', '.join(SPLITS)}")
 
 
 def problem(split: str, seed: int, i: int, *, operations: int, largest: int) -> dict[str, str]:
-    """Problem number `i` of a split, which depends on the arguments alone. Its keys:
+    """Make problem number `i` of a split. It depends only on the arguments. Its keys are:
 
     - "question";
-    - "answer", a whole number from 1 to `largest`, as are all intermediate results;
+    - "answer", a whole number from 1 to `largest`, like all intermediate results;
     - "steps", the number of operations in words, at most `operations`.
     """
     rng = random.Random(f"maths/{split}/{seed}/{i}")

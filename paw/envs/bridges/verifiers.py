@@ -1,7 +1,7 @@
 """Environments written with Prime Intellect's verifiers, version 0.4 or later.
 
 An environment's package has a taskset, and may define how agents play one of its tasks. Tools,
-conversations and rewards are the package's own; the model in training plays its agents.
+conversations and rewards come from the package. The model in training plays its agents.
 """
 
 import contextlib
@@ -68,18 +68,18 @@ class VerifiersFactory(EnvFactory):
         """Whether the taskset has the key `split`."""
         self._env: Any = self._call(lambda: vf.load_environment(self._resolve(config.train_split)))
         self._servers: Any = None
-        """The context of the tool servers; kept, because they end when it is collected."""
+        """The context of the tool servers. It is kept because they end when it is collected."""
         self._shared_tools: dict[str, Any] | None = None
         """The tools of these servers; None until they are started."""
         self._tasks: dict[str, list[Task]] = {}
-        """Split -> its tasks, for the splits that are loaded."""
+        """Tasks of the splits that are loaded."""
         for split in (config.train_split, config.eval_split):
             self._tasks[split] = self._load(split)
         keys = [[task.payload.key for task in tasks] for tasks in self._tasks.values()]
         self._digest = hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:16]
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The taskset's own split if it has the key `split`.
+        """Return the tasks of the taskset's own split if it has the key `split`.
 
         Otherwise, env.eval_split is every tenth task, and any other split is the rest.
         """
@@ -113,7 +113,7 @@ class VerifiersFactory(EnvFactory):
         return self._call(Loop().run, self._servers.__aenter__(), START_S)
 
     def _load(self, split: str) -> list[Task]:
-        """The tasks of a split. Raises UserError if there are none."""
+        """Load the tasks of a split. Raises UserError if there are none."""
         config = self.config
         taskset = self._call(lambda: vf.load_taskset(self._resolve(split).taskset))
         items = self._call(list, taskset if taskset.bounded else taskset.take(config.tasks))
@@ -125,11 +125,11 @@ class VerifiersFactory(EnvFactory):
         return [Task(f"{kind}/{split}/{i}", kind, item) for i, item in enumerate(items)]
 
     async def _play(self, task: vf.Task, url: str, model: str) -> float:
-        """The reward of a task, played by the model of an endpoint.
+        """Return the reward of a task that the model of an endpoint plays.
 
         Raises EnvironmentFailure if the episode broke.
         """
-        env = copy.copy(self._env)  # what serves an episode lives on that episode's event loop
+        env = copy.copy(self._env)  # the parts that serve an episode live on its event loop
         env.shared_tools = lambda: contextlib.nullcontext(self._shared_tools)
         client = vf.EvalClientConfig(base_url=url, api_key_var="PAW_ENDPOINT_KEY")
 
@@ -137,7 +137,7 @@ class VerifiersFactory(EnvFactory):
             agent = trace.agent
             if agent and not agent.trainable and agent.config.client == client:
                 raise UserError(
-                    f"the agent '{agent.name}' is not trained: give it a client in env.args"
+                    f"the agent '{agent.name}' is not trained; give it a client in env.args"
                 )
 
         async with env.serving():
@@ -153,7 +153,7 @@ class VerifiersFactory(EnvFactory):
         )
 
     def _resolve(self, split: str) -> vf.EnvConfig:
-        """The full configuration; agents without a harness of their own get `Chat`.
+        """Return the full configuration. Agents without their own harness get `Chat`.
 
         Raises UserError if the key of a model other than the trained one is missing.
         """
@@ -176,13 +176,13 @@ class VerifiersFactory(EnvFactory):
             is_local = urlsplit(client.base_url).hostname in LOCAL
             if not is_local and resolve_api_key(client) == "EMPTY":
                 raise UserError(
-                    f"env.id = '{package}' asks {client.base_url}, whose key is missing: "
+                    f"env.id = '{package}' asks {client.base_url}, whose key is missing; "
                     f"set the environment variable {client.api_key_var}"
                 )
         return resolved
 
     def _agent_settings(self, default: Any, configured: dict[str, Any]) -> dict[str, Any]:
-        """The settings of an agent: those in env.args, completed by ours."""
+        """Return the settings of an agent: those in env.args, completed by ours."""
         settings = dict(configured)
         is_chat = vf.default_harness_id(self.config.id) == "bash"
         if default.harness:
@@ -194,7 +194,7 @@ class VerifiersFactory(EnvFactory):
         return settings
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What function(*arguments) returns, for a function that runs the package's code.
+        """Return function(*arguments), for a function that runs the package's code.
 
         Raises UserError if there is no such package, if it does not accept env.args, or if anything
         else fails.
@@ -221,8 +221,9 @@ class VerifiersFactory(EnvFactory):
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):
-    """A conversation with MCP tools, as verifiers' own harness `null` plays it, but within this
-    process, without starting a program.
+    """A conversation with MCP tools, like verifiers' own harness `null`, but in this process.
+
+    It starts no program.
     """
 
     APPENDS_SYSTEM_PROMPT = True
@@ -234,8 +235,10 @@ class Chat(vf.Harness[vf.HarnessConfig]):
     async def launch(
         self, ctx, trace, runtime, endpoint, secret, mcp_urls, data
     ) -> vf.ProgramResult:
-        """Play until the model makes no call, or until the endpoint refuses, which means that the
-        rollout was stopped or broke."""
+        """Play until the model makes no call, or until the endpoint refuses.
+
+        A refusal means that the rollout was stopped or broke.
+        """
         system, prompt = self.resolve_prompt(data)
         if isinstance(prompt, str):
             prompt = [vf.UserMessage(content=prompt)]
@@ -281,7 +284,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):
 async def _result_of_call(
     function: dict[str, Any], connections: Any, server_of_tool: dict[str, Any]
 ) -> Any:
-    """The result of a call, or what is wrong with it."""
+    """Return the result of a call, or what is wrong with it."""
     name = function["name"]
     try:
         arguments = json.loads(function["arguments"])
@@ -293,7 +296,7 @@ async def _result_of_call(
 
 
 def _module(package: str) -> str:
-    """The module that verifiers imports for an id: OWNER/NAME@VERSION, or only a part of that."""
+    """Return the module that verifiers imports for an id, OWNER/NAME@VERSION or a part of that."""
     return package.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
 
 

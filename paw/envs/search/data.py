@@ -1,4 +1,4 @@
-"""Questions from files: Search-R1's parquet or JSON lines; one file, or a folder of files.
+"""Questions from files: Search-R1's parquet or JSON lines, in one file or a folder of files.
 
 Only these columns are read: `question`, `golden_answers` (or, if that is empty,
 `reward_model.ground_truth.target`) and `data_source`, which a JSON line may lack.
@@ -26,7 +26,7 @@ SETS = {
     "musique": "MuSiQue",
     "bamboogle": "Bamboogle",
 }
-"""data_source -> the paper's name, in the order of its Table 2."""
+"""The paper's name for each data_source, in the order of its Table 2."""
 SUFFIXES = (".parquet", ".jsonl")
 COLUMNS = ("question", "golden_answers", "data_source", "reward_model.ground_truth.target")
 FIX = "docs/environments.md has the format"
@@ -49,29 +49,29 @@ class Row(Strict):
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its answers: the payload of a task."""
+    """A question with its answers, the payload of a task."""
 
     text: str
     answers: tuple[str, ...]
     """Golden answers; any of them is right."""
     hops: tuple[str, ...] = ()
-    """Titles of the documents that answer it, in the order in which to search for them (only of
-    generated questions)."""
+    """Titles of the documents that answer it, in the order in which to search for them. Only
+    generated questions have them."""
     world: int = 0
-    """Number of the generated world to which it refers."""
+    """Number of the generated world it refers to."""
     step: int | None = None
-    """Update in which it is asked, None outside training: ZeroSearch's noise rises with it."""
+    """Update in which it is asked, None outside training. ZeroSearch's noise rises with it."""
 
 
 def candidates(data: Path, split: str) -> list[Path]:
-    """The files of a split that exist, among `data` itself, SPLIT.parquet and SPLIT.jsonl."""
+    """Return the existing files of a split, among `data` itself, SPLIT.parquet and SPLIT.jsonl."""
     data = data.expanduser()
     paths = [data, *(data / f"{split}{suffix}" for suffix in SUFFIXES)]
     return [path for path in paths if path.is_file()]
 
 
 def find_file(data: Path, split: str) -> Path:
-    """The only file of a split. Raises UserError if there is none, or more than one."""
+    """Return the only file of a split. Raises UserError if there is none, or more than one."""
     files = candidates(data, split)
     if len(files) == 1:
         return files[0]
@@ -79,14 +79,14 @@ def find_file(data: Path, split: str) -> Path:
     if not data.expanduser().is_dir():
         problem = "does not exist"
     elif files:
-        problem = f"holds both {names}; keep one"
+        problem = f"contains both {names}; keep one"
     else:
         problem = f"holds neither {names}"
     raise UserError(f"env.data = '{data}' {problem}; {FIX}")
 
 
 def load(path: Path) -> list[Task]:
-    """The questions of a file, in order. Their kind is the data_source, or else the file's name.
+    """Load the questions of a file, in order. Their kind is the data_source or the file's name.
 
     Raises UserError, which names the line or row, if one is malformed.
     """
@@ -98,7 +98,7 @@ def load(path: Path) -> list[Task]:
         else:
             rows = [row for _, row in json_lines(path, Row, f"env.data: {path}")]
     if not rows:
-        raise UserError(f"env.data: {path} holds no questions; {FIX}")
+        raise UserError(f"env.data: {path} contains no questions; {FIX}")
 
     tasks = []
     for i, row in enumerate(rows):
@@ -109,19 +109,19 @@ def load(path: Path) -> list[Task]:
 
 
 def digest(path: Path) -> str:
-    """The first 16 hexadecimal digits of the sha256 of a file's content."""
+    """Return the first 16 hexadecimal digits of the sha256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def short_name(source: str) -> str:
-    """The name in `SETS` with which a data_source ends ("searchR1_nq"), or else `source` itself."""
+    """Return the name in `SETS` that ends a data_source ("searchR1_nq"), or `source` itself."""
     tail = source.replace("/", "_").rpartition("_")[2].lower()
     return tail if tail in SETS else source
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    """The rows of a parquet file. Raises UserError if it is damaged, or a row is malformed."""
+    """Yield a parquet file's rows. Raises UserError if it is damaged, or a row is malformed."""
     purpose = f"env.data: reading {path.name}"
     pyarrow = needed("pyarrow", purpose, "search")
     parquet = needed("pyarrow.parquet", purpose, "search")
@@ -141,7 +141,7 @@ def _parquet(path: Path) -> Iterator[Row]:
                         row["golden_answers"] = ground_truth.get("target")
                     yield checked(Row, row, f"env.data: {path}, row {number}")
     except (pyarrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None):  # damage is reported without a number
+        if getattr(error, "errno", None):  # errors about damage have no number
             raise
         raise UserError(
             f"env.data: {path} is not a complete parquet file: {cause(error)}"

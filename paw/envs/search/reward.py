@@ -1,9 +1,9 @@
 """Exact match after SQuAD's normalisation, as Search-R1 scores an answer
 (verl/utils/reward_score/qa_em.py).
 
-Two differences: only the agent's own answer counts, not an <answer> in retrieved documents; and if
-normalisation leaves nothing of a text ("The The"), it is compared as written, so that an empty
-answer is not right.
+There are two differences. Only the agent's own answer counts, not an <answer> in retrieved
+documents. And if normalisation leaves nothing of a text ("The The"), the text is compared as
+written, so an empty answer is not right.
 """
 
 import re
@@ -15,7 +15,7 @@ ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def normalize(text: str) -> str:
-    """`text` in lower case, without ASCII punctuation and English articles, with single spaces.
+    """Put `text` in lower case, without ASCII punctuation and articles, with single spaces.
 
     >>> normalize("The  Beatles' A-side!")
     'beatles aside'

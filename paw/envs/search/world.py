@@ -27,16 +27,16 @@ MAX_QUESTIONS = 100_000
 
 class Relation(NamedTuple):
     object: str
-    """Kind of the entity to which it leads."""
+    """Kind of the entity it leads to."""
     question: str
     phrase: str
     """How a two-hop question describes the object."""
     sentences: list[str]
-    """How documents state the fact; a numbered world uses only the first."""
+    """How documents state the fact. A numbered world uses only the first."""
 
     @classmethod
     def parse(cls, row: list[str]) -> "Relation":
-        """The relation of a row in world.toml."""
+        """Make the relation of a row in world.toml."""
         kind, question, phrase, *sentences = row
         return cls(kind, question, phrase, sentences)
 
@@ -45,7 +45,7 @@ _TEXTS = tomllib.loads(Path(__file__).with_name("world.toml").read_text(encoding
 RELATIONS = {
     kind: [Relation.parse(row) for row in rows] for kind, rows in _TEXTS["relations"].items()
 }
-"""Kind of an entity -> its relations to other entities."""
+"""Relations to other entities, by kind of entity."""
 CONSONANTS = "bdfghjklmnprstvwz"
 VOWELS = "aeiou"
 ENDINGS = ("n", "m", "r", "l", "k", "th", "nd", "rk", "rn", "x")
@@ -77,7 +77,7 @@ class World:
         for i, kind in enumerate(kinds):
             by_kind.setdefault(kind, []).append(i)
         self.facts: list[list[int]] = []
-        """Objects of each entity, in the order of its kind's RELATIONS."""
+        """Objects of each entity, in the order of RELATIONS for its kind."""
         for kind in kinds:
             objects = [self._rng.choice(by_kind[relation.object]) for relation in RELATIONS[kind]]
             self.facts.append(objects)
@@ -85,7 +85,7 @@ class World:
         """(id, contents) of each document, as in a corpus."""
         subjects = self._rng.sample(range(entities), entities)
         self.questions = list(itertools.islice(self._questions(subjects), MAX_QUESTIONS))
-        """(kind, question) of each question, shuffled; no two have the same text."""
+        """The (kind, question) of each question, shuffled. No two have the same text."""
         self._rng.shuffle(self.questions)
 
     def _name(self, i: int, kind: str, words: Iterator[str], first_names: list[str]) -> Entity:
@@ -97,7 +97,7 @@ class World:
         return Entity(kind, names=tuple(form.format(word=word, given=first_name) for form in forms))
 
     def _words(self) -> Iterator[str]:
-        """An endless stream of pronounceable words, all different."""
+        """Yield an endless stream of different pronounceable words."""
         choice = self._rng.choice
         used: set[str] = set()
         while True:
@@ -158,9 +158,9 @@ def make_worlds(entities: int, *, numbered: bool, count: int) -> list[World]:
 
 
 def split(worlds: Sequence[World]) -> dict[str, list[tuple[str, Question]]]:
-    """Split -> the (kind, question) pairs in it.
+    """Return the (kind, question) pairs by split.
 
-    Several worlds are divided among the splits; a single world's questions are.
+    Several worlds are divided among the splits. Of a single world, the questions are divided.
     """
     by_world = []
     for i, world in enumerate(worlds):
@@ -174,6 +174,6 @@ def split(worlds: Sequence[World]) -> dict[str, list[tuple[str, Question]]]:
 
 
 def digest(worlds: Sequence[World]) -> str:
-    """Hash of all documents and questions."""
+    """Hash all documents and questions."""
     content = repr([(world.documents, world.questions) for world in worlds]).encode()
     return hashlib.sha256(content).hexdigest()[:16]

@@ -1,8 +1,8 @@
 """The shop's stock, shared by all sessions: products, the goals made from them, and the search.
 
-After WebShop's `load_products` (web_agent_site/engine/engine.py) and `get_goals` (goal.py there).
-Differences: prices and limits are drawn from a generator with seed 233, which the reference uses
-only to shuffle the goals; texts that are null are empty here.
+It follows WebShop's `load_products` (web_agent_site/engine/engine.py) and `get_goals` (goal.py
+there), with two differences. Prices and limits are drawn from a generator with seed 233, which the
+reference uses only to shuffle the goals. Texts that are null there are empty here.
 """
 
 import functools
@@ -32,16 +32,16 @@ ITEMS, ENTRIES, HUMAN = generator.FILES
 CHUNK = 1 << 20
 """Number of characters read at a time."""
 LARGEST = 1 << 24
-"""Maximum number of characters of a product; more is broken JSON."""
+"""Maximum number of characters of a product. If there are more, the JSON is broken."""
 LIMITS = [10.0 * i for i in range(1, 100)]
 """Price limits, US dollars.
 
-A goal's limit is the larger of two that are drawn from the next four above its product's price.
+A goal's limit is the larger of two limits drawn from the next four above its product's price.
 """
 
 
 class Item(Strict):
-    """What the shop uses of an element of the products file."""
+    """The parts of an element of the products file that the shop uses."""
 
     asin: str
     name: str
@@ -61,7 +61,7 @@ class Item(Strict):
     @field_validator("pricing", mode="before")
     @classmethod
     def _prices(cls, value: Any) -> list[float]:
-        """Parses "$12.99" or "$10.00 - $20.00"; a product without prices costs 100 dollars."""
+        """Parse "$12.99" or "$10.00 - $20.00". A product without prices costs 100 dollars."""
         if not value:
             return [100.0]
         try:
@@ -107,9 +107,9 @@ class Catalogue:
     def __init__(self, products: list[Product], goals: list[Goal], digest: str, nouns: str) -> None:
         self.products = products
         self.goals = goals
-        """Shuffled: the first `n_test` are for evaluation, the others are for training."""
+        """Shuffled. The first `n_test` are for evaluation, the others for training."""
         self.digest = digest
-        """Hash of the files, or of what was generated."""
+        """Hash of the files, or of the generated data."""
         self.nouns = nouns
         """How nouns of titles are found: "spacy" or "rules"."""
         self.by_asin = {product.asin.lower(): product for product in products}
@@ -123,12 +123,12 @@ class Catalogue:
         return len(self.goals) // 4 or 1
 
     def search(self, query: str) -> list[Product]:
-        """The 50 best products, best first; fewer if fewer share a word with the query."""
+        """Return the 50 best products, best first; fewer if fewer share a word with the query."""
         return [self.products[i] for i, _ in self._index.top(query, HITS)]
 
 
 def load(folder: Path, config: WebshopConfig) -> Catalogue:
-    """The catalogue of the user's copy of WebShop's files, in the size that env.catalogue names.
+    """Load the user's copy of WebShop's files, in the size that env.catalogue names.
 
     Raises UserError if a file is missing or broken.
     """
@@ -162,7 +162,7 @@ def load(folder: Path, config: WebshopConfig) -> Catalogue:
 
 @functools.lru_cache(8)
 def generated(products: int, goals: str, nouns: str, seed: int = 0) -> Catalogue:
-    """The generated shop; one for all factories of a process."""
+    """Return the generated shop, one for all factories of a process."""
     need_rapidfuzz()
     records = generator.records(products, seed)
     items, entries, human = records
@@ -187,7 +187,7 @@ def _stock(
     item_source: str,
     entry_source: str,
 ) -> Catalogue:
-    """The catalogue of the three files' contents; `written` is None if goals are synthetic."""
+    """Make the catalogue of the files' contents. `written` is None if goals are synthetic."""
     nouns = choose_nouns(nouns)
     rng = random.Random(SEED)
     products = list(_clean(items, entries, rng, item_source, entry_source))
@@ -217,10 +217,10 @@ def _clean(
     source: str,
     entry_source: str,
 ) -> Iterator[Product]:
-    """Products as the shop shows them.
+    """Return products as the shop shows them.
 
-    Skips what the reference skips: products without an asin, with a long one, or with one that
-    occurred before.
+    Skips the products that the reference skips: those without an asin, with a long one, or with one
+    that occurred before.
     """
     used_asins = {"nan"}
     for number, raw in enumerate(items, 1):
@@ -248,9 +248,9 @@ def _clean(
 
 
 def _synthetic_goals(product: Product, raw: Any, rng: random.Random, origin: str) -> Iterator[Goal]:
-    """A goal for each combination of a product's options, all with the same price limit.
+    """Yield a goal for each combination of a product's options, all with the same price limit.
 
-    None if the product has no instruction.
+    Yields none if the product has no instruction.
     """
     entry = checked(Entry, raw, origin)
     if entry.instruction is None:
@@ -269,7 +269,7 @@ def _synthetic_goals(product: Product, raw: Any, rng: random.Random, origin: str
 
 
 def _human_goals(product: Product, written: Any, rng: random.Random, origin: str) -> Iterator[Goal]:
-    """A goal for each instruction with attributes that was written for a product."""
+    """Yield a goal for each instruction with attributes that was written for a product."""
     for number, raw in enumerate(checked(list[Any], written, origin), 1):
         if isinstance(raw, dict) and raw.get("instruction_attributes") == []:
             continue
@@ -281,7 +281,7 @@ def _human_goals(product: Product, written: Any, rng: random.Random, origin: str
 
 
 def _limit(product: Product, rng: random.Random) -> tuple[float, str]:
-    """(price limit of a goal, what its instruction says about it)."""
+    """Draw (price limit of a goal, what its instruction says about it)."""
     candidates = [limit for limit in LIMITS if limit > product.price][:4]
     if len(candidates) < 2:
         return math.inf, ""
@@ -290,7 +290,7 @@ def _limit(product: Product, rng: random.Random) -> tuple[float, str]:
 
 
 def _text(product: Product) -> str:
-    """The text of a product that is searched."""
+    """Return the text of a product that is searched."""
     options = ", and ".join(
         f"{name}: {', '.join(values)}" for name, values in product.options.items()
     )
@@ -301,7 +301,7 @@ def _text(product: Product) -> str:
 
 
 def read_array(path: Path, digest: Any) -> Iterator[Any]:
-    """The elements of a JSON array, one at a time: the full products file has 5 GB.
+    """Yield the elements of a JSON array one at a time. The full products file has 5 GB.
 
     `digest` is updated with all bytes.
     """
@@ -324,7 +324,7 @@ def read_array(path: Path, digest: Any) -> Iterator[Any]:
                         return
                     value, position = decode(text, position)
                 except json.JSONDecodeError as error:
-                    # The text read so far ends within this element: read on.
+                    # The text read so far ends within this element, so read on.
                     chunk = file.read(CHUNK) if len(text) - position < LARGEST else ""
                     if not chunk:
                         problem = f"broken or cut short in product {number} ({error.msg})"

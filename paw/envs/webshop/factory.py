@@ -1,7 +1,7 @@
-"""WebShop: which goals are played in training, warm-up and evaluation, and one episode of a goal.
+"""WebShop: the goals of training, warm-up and evaluation, and one episode of a goal.
 
-The first goals are for evaluation, drawn with replacement as in the reference code; the others are
-for training. The warm-up visits an endless sequence of generated shops.
+The first goals are for evaluation, and are drawn with replacement as in the reference code. The
+others are for training. The warm-up visits an endless sequence of generated shops.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ NOT_FOUND = 1_000
 
 class Visit(NamedTuple):
     shop: int
-    """0 is the factory's own catalogue; other numbers are seeds of generated ones."""
+    """0 is the factory's own catalogue. Other numbers are seeds of generated ones."""
     goal: Goal
 
 
@@ -57,7 +57,7 @@ class WebshopFactory(EnvFactory):
         self._train = tasks[self.catalogue.n_test :]
 
     def tasks(self, split: str, seed: int) -> Tasks:
-        """The goals of a split. Raises UserError if it is not train, test or warmup."""
+        """Return the goals of a split. Raises UserError if it is not train, test or warmup."""
         if split == "train":
             return self._train
         if split == "warmup":
@@ -71,7 +71,7 @@ class WebshopFactory(EnvFactory):
         )
 
     def fingerprint(self) -> str:
-        """The catalogue's kind and hash, and how goals and rewards are made."""
+        """Return the catalogue's kind and hash, and how goals and rewards are made."""
         stock = self.catalogue
         kind = self.config.catalogue if self.config.data else "generated"
         goals = f"{len(stock.goals)} {self.config.goals} goals"
@@ -91,7 +91,7 @@ class WebshopFactory(EnvFactory):
 
 
 class WebshopEnv:
-    """Plays one session at a time; `catalogue_of` returns the catalogue of a shop by its number."""
+    """Plays one session at a time. `catalogue_of` returns the catalogue of a shop by its number."""
 
     task: str = ""
 
@@ -109,7 +109,7 @@ class WebshopEnv:
         self._text = ""
         """The last observation."""
         self._actions: dict[str, str] = {}
-        """Name of each action that can be played now -> the session's action."""
+        """The session's action, by name, for each action that can be played now."""
 
     def reset(self, task: Task) -> str:
         """Start `task`, whose payload is a Visit."""
@@ -150,9 +150,9 @@ class WebshopEnv:
         return self.format_action(next_action(self.session, self.style.queries(self.session)))
 
     def admissible_actions(self) -> list[str]:
-        """The actions `click[...]` that currently have an effect.
+        """Return the actions `click[...]` that currently have an effect.
 
-        A `search[...]` with any words is possible on every page, but not listed.
+        A `search[...]` with any words is possible on every page, but is not listed.
         """
         return list(self._actions.values())
 
@@ -173,14 +173,15 @@ def _check_held_out(split: str) -> None:
         )
 
 
-# --- the oracle: a buyer by rules that knows which product a goal was made from
+# --- the oracle, a rule-based buyer who knows which product a goal was made from
 
 
 def next_action(session: Session, queries: Sequence[str]) -> str:
-    """The buyer's next action.
+    """Return the buyer's next action.
 
     The buyer searches with the best of `queries`, turns pages until the product is listed, opens
-    it, chooses its options and buys it; or another open product, if that has the full reward too.
+    it, chooses its options and buys it. If another open product also has the full reward, the buyer
+    buys that one.
     """
     goal = session.goal
     product = session.product
@@ -204,7 +205,7 @@ def next_action(session: Session, queries: Sequence[str]) -> str:
 
 
 def _towards(wanted: Product, session: Session) -> str:
-    """What to click on a page of results in order to reach the product."""
+    """Return what to click on a page of results in order to reach the product."""
     page = _page_of(wanted, session.hits)
     if page == session.page:
         return wanted.asin.lower()
@@ -214,7 +215,7 @@ def _towards(wanted: Product, session: Session) -> str:
 
 
 def wanted_options(product: Product, goal: Goal) -> dict[str, str]:
-    """The options of `product` that meet those of `goal`, as far as it has them."""
+    """Return the options of `product` that meet those of `goal`, as far as it has them."""
     wanted = set(goal.options.values())
     exact: dict[str, str] = {}
     for name, offered in product.options.items():
@@ -224,7 +225,7 @@ def wanted_options(product: Product, goal: Goal) -> dict[str, str]:
     if wanted <= set(exact.values()):
         return exact
 
-    # What people wrote may be only similar to a value.
+    # Text that people wrote may be only similar to a value.
     chosen: dict[str, str] = {}
     for name, offered in product.options.items():
         met = {value: options_met(goal, {**chosen, name: value}) for value in offered}
@@ -235,7 +236,7 @@ def wanted_options(product: Product, goal: Goal) -> dict[str, str]:
 
 
 def _page_of(wanted: Product, hits: Sequence[Product]) -> int:
-    """Number of the results page that lists the product, from 1; NOT_FOUND if there is none."""
+    """Return the results page that lists the product, from 1; NOT_FOUND if there is none."""
     for i, product in enumerate(hits):
         if product.asin == wanted.asin:
             return i // PER_PAGE + 1

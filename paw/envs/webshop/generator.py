@@ -1,7 +1,7 @@
-"""Generates a shop from a seed, in the schema of WebShop's three files; shop.toml has the wares.
+"""Generates a shop from a seed, in the schema of WebShop's three files. shop.toml has the wares.
 
 Products come in families with almost the same title. Each variant lacks one thing that a buyer of
-the first product may want, so search results have to be read. A goal's own product always fits it.
+the first product may want, so search results must be read. A goal's own product always fits it.
 """
 
 import json
@@ -18,7 +18,7 @@ SHOP: dict[str, Any] = tomllib.loads(
 OPTIONS = {key: (name, values.split(", ")) for key, (name, values) in SHOP["options"].items()}
 FILES = ("items_shuffle_1000.json", "items_ins_v2_1000.json", "items_human_ins.json")
 DEARER = (50.0, 90.0)
-"""Range of a variant's surcharge: above any price limit that its family's first product may get."""
+"""Range of a variant's surcharge. It exceeds any price limit of its family's first product."""
 
 
 class Ware(NamedTuple):
@@ -45,9 +45,9 @@ WARES = [Ware.parse(line) for line in SHOP["wares"].splitlines()]
 
 
 def records(products: int, seed: int = 0) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-    """The contents of items_shuffle.json, items_ins_v2.json and items_human_ins.json.
+    """Return the contents of items_shuffle.json, items_ins_v2.json and items_human_ins.json.
 
-    A function of the arguments.
+    They depend only on the arguments.
     """
     rng = random.Random(f"webshop/{seed}")
     items: list[dict[str, Any]] = []
@@ -66,7 +66,7 @@ def records(products: int, seed: int = 0) -> tuple[list[Any], dict[str, Any], di
 
 
 def _asin(rng: random.Random, used: Collection[str]) -> str:
-    """A product number that is not in use."""
+    """Draw a product number that is not in use."""
     while True:
         asin = "B0" + "".join(rng.choices(string.ascii_uppercase + string.digits, k=8))
         if asin not in used:
@@ -74,7 +74,7 @@ def _asin(rng: random.Random, used: Collection[str]) -> str:
 
 
 def write(folder: Path, products: int = 3000, seed: int = 0) -> None:
-    """Write the three files under the names of the small ones, to read or for other programs."""
+    """Write the three files under the names of the small ones, for reading or other programs."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in zip(FILES, records(products, seed), strict=True):
         (folder / name).write_text(
@@ -83,7 +83,7 @@ def write(folder: Path, products: int = 3000, seed: int = 0) -> None:
 
 
 def _family(rng: random.Random, ware: Ware) -> list[dict[str, Any]]:
-    """A product and up to three variants, each of which lacks one thing.
+    """Draw a product and up to three variants, each of which lacks one thing.
 
     The order of the draws determines what is sold.
     """
@@ -124,7 +124,7 @@ def _family(rng: random.Random, ware: Ware) -> list[dict[str, Any]]:
 
 
 def _values(rng: random.Random, key: str, without: list[str] | None = None) -> list[str]:
-    """Two to four values of an option, in the order of shop.toml."""
+    """Draw two to four values of an option, in the order of shop.toml."""
     _, all_values = OPTIONS[key]
     values = [value for value in all_values if value not in (without or ())]
     count = min(len(values), rng.randint(2, 4))
@@ -141,7 +141,7 @@ def _product(
     options: dict[str, list[str]],
     price: float,
 ) -> dict[str, Any]:
-    """The records of a product: `item` and `entry` for the files, the others for `_human`."""
+    """Make the records of a product: `item` and `entry` for the files, the others for `_human`."""
     attributes = [*adjectives, *features]
     shown = rng.choice(attributes)
     title = rng.choice(SHOP["titles"]).format(shown=shown, **words)
@@ -187,8 +187,10 @@ def _product(
 def _customization(
     rng: random.Random, options: dict[str, list[str]], price: float, highest_price: float
 ) -> dict[str, list[dict[str, Any]]]:
-    """Name of each option -> its values; the first one costs `price`, the others up to
-    `highest_price`."""
+    """Return the values of each option, by name.
+
+    The first value costs `price`, the others up to `highest_price`.
+    """
     customization = {}
     for key, values in options.items():
         choices = []
@@ -200,7 +202,7 @@ def _customization(
 
 
 def _human(rng: random.Random, product: dict[str, Any]) -> dict[str, Any]:
-    """What a person might have written for a product, and what they meant."""
+    """Make what a person might have written for a product, and what they meant."""
     adjectives = product["adjectives"]
     options = {}
     for name, values in product["options"].items():
@@ -226,7 +228,7 @@ def _human(rng: random.Random, product: dict[str, Any]) -> dict[str, Any]:
 
 
 def _article(adjective: str, *, noun: str) -> str:
-    """What precedes the adjective and the noun: "a ", "an ", or nothing before a plural."""
+    """Return what precedes the adjective and the noun: "a ", "an ", or "" before a plural."""
     if noun.endswith("s"):
         return ""
     return "an " if adjective[0] in "aeiou" else "a "

@@ -14,8 +14,8 @@ from paw.envs.webshop.generator import WARES
 from paw.envs.webshop.reward import Goal, Product
 from paw.envs.webshop.session import BACK, BUY, NEXT, PREVIOUS, Session
 
-# The blanks at line ends are the reference's: after "environment." (only in the first turn), "are:"
-# and "tags.".
+# The blanks at line ends come from the reference. They follow "environment." (only in the first
+# turn), "are:" and "tags.".
 HEAD = "\nYou are an expert autonomous agent operating in the WebShop e\u2011commerce environment."
 TASK = "\nYour task is to: {task}.\n"
 ACTIONS = """\
@@ -31,7 +31,7 @@ Now it's your turn to take one action for the current step.
 FIRST_TURN = f"{HEAD} {TASK}Y{ACTIONS}"
 LATER_TURN = f"{HEAD}{TASK}{LATER}{ACTIONS}"
 LONGEST = 13_000
-"""A prompt with more characters is replaced by the first turn's template, which has no history."""
+"""A prompt with more characters is replaced by the first turn's template, without history."""
 
 
 class PaperStyle(TaggedStyle):
@@ -47,9 +47,9 @@ class PaperStyle(TaggedStyle):
         return " [SEP] ".join(f"'{part}'" for part in session.parts)
 
     def actions(self, session: Session) -> dict[str, str]:
-        """Name of each action that can be played now -> the session's action.
+        """Return, by name, the session's action for each action that can be played now.
 
-        Searches, whose words the agent chooses, are not listed.
+        Searches are not listed, because the agent chooses their words.
         """
         actions = [f"click[{text}]" for text in session.clickables if text != "search"]
         return {action: action for action in actions}
@@ -67,7 +67,7 @@ class PaperStyle(TaggedStyle):
         return self.fill(FIRST_TURN, past, **values)
 
     def queries(self, session: Session) -> list[str]:
-        """What a buyer who knows the goal may search for, the shortest query first."""
+        """Return what a buyer who knows the goal may search for, the shortest query first."""
         goal = session.goal
         product = goal.product
         with_wishes = " ".join([product.query, *goal.attributes, *goal.options.values()])
@@ -137,14 +137,14 @@ Style = PaperStyle | CompactStyle
 
 @functools.lru_cache(8)
 def _searches(catalogue: Catalogue) -> dict[str, str]:
-    """Each type of product in a shop, as one word -> the words that find all its products."""
+    """Return the words that find all products of a type, by the type's name as one word."""
     nouns = {ware.query: ware.nouns for ware in WARES}  # each title contains one of them
     types = sorted({product.query for product in catalogue.products})
     return {_one_word(name): " ".join([name, *nouns.get(name, ())]) for name in types}
 
 
 def _brief(product: Product, goal: Goal) -> str:
-    """The product's attributes, and "dear" if it is above the goal's price limit."""
+    """Return the product's attributes, and "dear" if it is above the goal's price limit."""
     text = _words(product.attributes)
     if product.price > goal.price_upper:
         text += " dear"

@@ -5,14 +5,14 @@
     |options| + 1)
 
 Two texts match if their token set ratio, rounded, is above 85. A chosen option is compared as its
-base colour; so is a wanted one if a person wrote the goal. A synthetic goal's wanted option is
+base colour. So is a wanted option if a person wrote the goal. A synthetic goal's wanted option is
 compared as name and value together, such as "size large", unless the value is exactly a base
-colour: the reference passes the pair, and scores must be comparable. Hence a value such as
-"standard", which counts as "tan" once chosen, meets no synthetic goal, neither there nor here.
+colour. The reference passes the pair, and scores must be comparable. So a value such as "standard",
+which counts as "tan" once chosen, meets no synthetic goal, neither there nor here.
 
-Difference: nouns come from spaCy's tagger, as in the reference, only if its model is installed.
-Titles are capitalised, so the tagger takes most adjectives for names and excludes numbers and
-function words; the filter used without spaCy excludes the same.
+There is one difference. Nouns come from spaCy's tagger, as in the reference, only if its model is
+installed. Titles are capitalised, so the tagger takes most adjectives for names, and excludes
+numbers and function words. The filter used without spaCy excludes the same.
 """
 
 import functools
@@ -39,7 +39,7 @@ _COLOURS = """
     camo cheetah christmas dark elephant heather leopard light multicolor rainbow skull tiger
 """
 COLOURS = sorted(_COLOURS.split())
-"""Base colours and patterns: the words in the reference's normalize.py, so that scores are
+"""Base colours and patterns. They are the words in the reference's normalize.py, so scores are
 comparable."""
 MODEL = "en_core_web_sm"
 WORD = re.compile(r"\b\d*[^\W\d_]\w*")
@@ -68,34 +68,34 @@ class Product:
     price_text: str
     """As shown: "$12.0" or "$12.0 to $20.0"."""
     price: float
-    """Drawn within the pricing; what a goal's limit is compared with."""
+    """Drawn within the pricing. A goal's limit is compared with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a session has to buy."""
+    """What a session must buy."""
 
     product: Product
     """The product from which the goal was made. Another one that fits is as good."""
     instruction: str
-    """As the session shows it, with the price limit if there is one."""
+    """Text as the session shows it, with the price limit if there is one."""
     attributes: tuple[str, ...]
     options: dict[str, str]
     """Option name -> wanted value.
 
-    Human goals have only values: their names are "0", "1", ...
+    Human goals have only values, so the names are "0", "1", ...
     """
     price_upper: float
     """Largest price, US dollars; infinite without a limit."""
 
 
 def need_rapidfuzz() -> Any:
-    """The library that compares texts. Raises UserError if it is not installed."""
+    """Import the library that compares texts. Raises UserError if it is not installed."""
     return needed("rapidfuzz", "WebShop's reward", "webshop")
 
 
 def reward(product: Product, goal: Goal, options: dict[str, str], nouns: str) -> float:
-    """r in [0, 1] of buying `product` with the chosen `options` (name -> value).
+    """Return r in [0, 1] for buying `product` with the chosen `options` (name -> value).
 
     `nouns` says how nouns are found ("spacy" or "rules").
     """
@@ -107,14 +107,14 @@ def reward(product: Product, goal: Goal, options: dict[str, str], nouns: str) ->
 
 
 def options_met(goal: Goal, options: dict[str, str]) -> int:
-    """How many of the goal's options the chosen ones match."""
+    """Count how many of the goal's options the chosen ones match."""
     chosen = [base_colour(value) for value in options.values()]
     wanted = [_wanted(name, value) for name, value in goal.options.items()]
     return sum(any(_match(value, text) for value in chosen) for text in wanted)
 
 
 def type_reward(product: Product, goal: Goal, nouns: str) -> float:
-    """r_type: whether `product` is of the right kind, by query, category path and title nouns."""
+    """Return r_type: whether query, category path and title nouns show the right kind."""
     wanted_nouns = title_nouns(goal.product.title, nouns)
     title_score = 0.2
     if wanted_nouns:
@@ -137,7 +137,7 @@ def _categories(product: Product) -> set[str]:
 
 
 def base_colour(text: str) -> str:
-    """The first base colour in alphabetical order that `text` contains anywhere, else `text`."""
+    """Return the alphabetically first base colour that `text` contains anywhere, else `text`."""
     return next((colour for colour in COLOURS if colour in text), text)
 
 
@@ -149,7 +149,7 @@ def _has(product: Product, attribute: str) -> bool:
 
 
 def _wanted(name: str, value: str) -> str:
-    """The text that a chosen option has to match."""
+    """Return the text that a chosen option must match."""
     if name.isdigit():  # a human goal
         return base_colour(value)
     return value if value in COLOURS else f"{name} {value}"
@@ -169,7 +169,7 @@ LATIN_1 = dict.fromkeys(range(128, 256))
 
 
 def choose_nouns(wanted: str) -> str:
-    """ "spacy" or "rules" for env.nouns.
+    """Return "spacy" or "rules" for env.nouns.
 
     Raises UserError if spaCy's model is wanted and not installed.
     """
@@ -186,7 +186,7 @@ def choose_nouns(wanted: str) -> str:
 
 @functools.lru_cache(1 << 16)
 def title_nouns(title: str, kind: str) -> tuple[str, ...]:
-    """Nouns of `title` in lower case, in order and with repeats, found with "spacy" or "rules"."""
+    """Return a title's nouns in lower case, in order, with repeats, by "spacy" or "rules"."""
     if kind == "spacy":
         return tuple(
             word.text.lower() for word in _spacy()(title) if word.pos_ in ("NOUN", "PROPN")

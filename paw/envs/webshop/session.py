@@ -1,8 +1,8 @@
 """One visit to the shop: the pages, as text, and what each action does on them.
 
-Source: web_agent_site/envs/web_agent_text_env.py of WebShop (`step`, `get_available_actions`,
-`SimServer.receive`); its search commands for debugging are ordinary words here. A page consists of
-the visible parts of the reference's HTML, in order. An empty text leaves no part; a text of only
+It follows web_agent_site/envs/web_agent_text_env.py of WebShop (`step`, `get_available_actions`,
+`SimServer.receive`), but its search commands for debugging are ordinary words here. A page consists
+of the visible parts of the reference's HTML, in order. An empty text leaves no part. A text of only
 blanks leaves an empty part, unless it has a line break.
 """
 
@@ -20,14 +20,14 @@ SUB_PAGES = ("Description", "Features", "Reviews")
 
 
 class Session:
-    """A customer with a goal. The catalogue is only read: any number of sessions share it."""
+    """A customer with a goal. The catalogue is only read, so many sessions can share it."""
 
     parts: list[str]
-    """Visible texts of the page, without the instruction above it."""
+    """Visible texts of the page, without the instruction at the top."""
     clickables: list[str]
     """Texts that a click may name, in lower case and the reference's order.
 
-    "search" is one of them, but does nothing.
+    They include "search", which does nothing.
     """
     hits: list[Product]
     """Products found by the last search, best first."""
@@ -56,7 +56,7 @@ class Session:
         return self.hits[(self.page - 1) * PER_PAGE : self.page * PER_PAGE]
 
     def available(self) -> list[str]:
-        """The actions as the reference code lists them for the agent."""
+        """Return the actions as the reference code lists them for the agent."""
         actions = [f"click[{text}]" for text in self.clickables]
         return ["search[<your query>]", *actions] if self.searching else actions
 
@@ -74,7 +74,7 @@ class Session:
             self._click(argument)
 
     def _click(self, text: str) -> None:
-        # In the reference's order: an option named like a button does what the button does.
+        # This is the reference's order. An option named like a button does what the button does.
         product = self.product
         if text == BACK:
             self._open()
@@ -127,7 +127,7 @@ class Session:
         self.clickables = [text.lower() for text in clickable]
 
     def _item(self, product: Product) -> None:
-        """Show a product. The page does not show which of its options are chosen."""
+        """Show a product. The page does not show which options are chosen."""
         self.product = product
         self.sub_page = False
         back, previous, _, buy = BUTTONS
@@ -142,7 +142,7 @@ class Session:
         self.clickables = list(dict.fromkeys([*buttons, *values]))
 
     def _open_sub_page(self, product: Product, name: str) -> None:
-        """Show the description, features or reviews of a product; the catalogue has no reviews."""
+        """Show a product's description, features or reviews. The catalogue has no reviews."""
         self.sub_page = True
         self.clickables = [BACK, PREVIOUS]
         self.parts = list(BUTTONS[:2])
@@ -153,5 +153,5 @@ class Session:
 
 
 def _texts(texts: Iterable[str]) -> list[str]:
-    """The page parts of these texts, each the whole content of an HTML element."""
+    """Return the page parts of these texts, each the whole content of an HTML element."""
     return [text.strip() for text in texts if text.strip() or (text and "\n" not in text)]

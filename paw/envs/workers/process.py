@@ -1,4 +1,4 @@
-"""One process of env.processes as the trainer sees it: requests to it, its answers, and its end.
+"""The trainer's side of one process of env.processes: its requests, its answers and its end.
 
 Requests are pickles, because a task's payload may be any Python object. Answers are plain data, one
 JSON object per line, and are checked here. The process runs `paw.rollouts.env_process`.
@@ -29,7 +29,7 @@ from paw.types import Outcome, Reply, ToolCall
 WORKER = "paw.rollouts.env_process"
 """The module that a worker runs.
 
-It is in a room above this one, so it is not imported here.
+It belongs to a layer above this one, so it is not imported here.
 """
 START_TIMEOUT_S = 300.0
 """Time limit for a worker to start, import the environment and load its data."""
@@ -39,7 +39,7 @@ TICK_S = 0.2
 """How often a silent worker is checked."""
 MAX_ANSWER_BYTES = 1 << 26
 NOT_SENT = (
-    "env.processes: the arguments of {method}() cannot be sent to a process ({why}): make the "
+    "env.processes: the arguments of {method}() cannot be sent to a process ({why}); make the "
     "payload of tasks plain data or objects of importable classes, or set env.processes = 0"
 )
 AT_ONCE = 64
@@ -71,7 +71,7 @@ class Failure(Strict):
 
 
 class Answer(Strict):
-    """A worker's answer to the call `key`; which fields are set depends on the method.
+    """A worker's answer to the call `key`. The method decides which fields are set.
 
     The first answer has key 0 and says that the worker has started.
     """
@@ -79,17 +79,17 @@ class Answer(Strict):
     key: int
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
-    """A conversation, in place of a text."""
+    """A conversation, instead of a text."""
     reply: OracleReply | None = None
     actions: list[str] | None = None
     outcome: Outcome | None = None
     tools: list[dict[str, Any]] | None = None
     task: str | None = None
-    """The task in words, if the environment has it."""
+    """The task in words, if the environment has one."""
     demonstrates: bool = True
     """Whether the environments have an oracle."""
     blocks: bool = False
-    """Whether the environments may block, so that several calls at once make sense."""
+    """Whether the environments may block, so several calls at once make sense."""
     failure: Failure | None = None
 
 
@@ -109,14 +109,14 @@ class Start:
     config: str
     """The section [env] as JSON."""
     folder: Path
-    """The current folder when the factory was made, to which paths are relative."""
+    """The current folder when the factory was made. Paths are relative to it."""
 
 
 class Worker:
     """One process with its share of the environments.
 
-    A thread starts it, reads its answers, and ends it when it is silent; the kernel ends it with
-    that thread.
+    A thread starts it, reads its answers, and ends it if it is silent. If that thread ends, the
+    kernel ends the process.
     """
 
     def __init__(self, start: Start, timeout_s: float) -> None:
@@ -127,7 +127,7 @@ class Worker:
         self.lost = ""
         """How it ended; "" while it is running."""
         self._forgotten: deque[int] = deque()
-        """Numbers of environments that are no longer used."""
+        """Numbers of environments no longer in use."""
         self._keys = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._lock = threading.Lock()
@@ -145,12 +145,12 @@ class Worker:
     def call(self, method: str, environment: int, *arguments: Any) -> Answer:
         """Call a method of the environment with that number.
 
-        Raises what the method raised, and TimeoutError or EnvironmentFailure if the process hung or
-        ended.
+        Raises the method's own exception, or TimeoutError or EnvironmentFailure if the process hung
+        or ended.
         """
         try:
             pickled = bytes(ForkingPickler.dumps(arguments))
-        except Exception as error:  # of pickle, or of a payload's own methods
+        except Exception as error:  # raised by pickle, or by a payload's own methods
             raise UserError(NOT_SENT.format(method=method, why=describe(error))) from None
         self.started.result()
         with self._places:
@@ -169,7 +169,7 @@ class Worker:
             self._places.release(added)
 
     def forget(self, environment: int) -> None:
-        """Note that an environment is no longer used; the next call tells the worker."""
+        """Note that an environment is no longer used. The next call tells the worker."""
         self._forgotten.append(environment)
         self.environments -= 1
 
@@ -179,14 +179,14 @@ class Worker:
             self._socket.shutdown(socket.SHUT_WR)
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for its end, then kill it."""
+        """Wait up to `seconds` for it to end, then kill it."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._kill()
             self._thread.join(CLOSE_S)
 
     def _expect(self, key: int, timeout_s: float) -> Future[Answer]:
-        """The future answer to call `key`, which is due within `timeout_s`.
+        """Return the future answer to call `key`, which is due within `timeout_s`.
 
         Raises EnvironmentFailure if the worker has ended.
         """
@@ -203,12 +203,12 @@ class Worker:
             self._requests.send(message)
 
     def _run(self) -> None:
-        """The thread: start the process, read its answers, and clean up after its end."""
+        """Run the thread: start the process, read its answers, and clean up after it ends."""
         try:
             self._process = self._launch()
             reason = self._listen(self._process)
         except Exception as error:  # otherwise calls would wait forever
-            reason = f"its process was given up: {describe(error)}"
+            reason = f"its process was abandoned: {describe(error)}"
         if self._process:
             self._kill()
             self._process.wait()
@@ -235,7 +235,7 @@ class Worker:
             )
 
     def _listen(self, process: subprocess.Popen[bytes]) -> str:
-        """Pass its answers on until it ends, is late or sends nonsense; returns the reason."""
+        """Pass on its answers until it ends, is late or sends nonsense. Returns the reason."""
         received = bytearray()
         last_check = time.monotonic()
         readable = select.poll()
@@ -263,7 +263,7 @@ class Worker:
             asleep = now - last_check - TICK_S
             last_check = now
             with self._lock:
-                if asleep > 1.0:  # this process was stopped or busy: that does not count as late
+                if asleep > 1.0:  # this process was stopped or busy, which does not count as late
                     for call in self._calls.values():
                         call.deadline += asleep
                 late = {key: call for key, call in self._calls.items() if now > call.deadline}
@@ -282,7 +282,7 @@ class Worker:
         with self._lock:
             call = self._calls.pop(answer.key, None)
         if call is None:
-            raise UserError("it answered what nobody had asked")
+            raise UserError("it answered a call that was never made")
         if answer.failure is None:
             call.answer.set_result(answer)
         else:
@@ -296,12 +296,12 @@ class Worker:
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has ended. Does not reap it, so that its process id cannot be reused."""
+    """Whether it has ended. Does not reap it, so its process id cannot be reused."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended that has closed its connection or is gone."""
+    """Say how a process ended that is gone or has closed its connection."""
     deadline = time.monotonic() + CLOSE_S
     while not _has_ended(process):
         if time.monotonic() > deadline:
@@ -315,7 +315,7 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
 
 
 def _raised(failure: Failure) -> Exception:
-    """The exception for a failure. It has the same name, so messages are as without processes."""
+    """Make the exception for a failure. Its name is the same, so messages are too."""
     if failure.ends_run:
         return UserError(failure.message)
     if failure.no_oracle:

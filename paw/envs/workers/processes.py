@@ -1,9 +1,9 @@
-"""Environments in processes of their own (env.processes): a process that dies or hangs costs its
+"""Environments in their own processes (env.processes). A process that dies or hangs ends its
 episodes, never the run.
 
 Tasks stay in the trainer. `make` and every method of an environment run in one of N workers, each
 with a share of the environments (`paw.envs.workers.process`). A worker that ends, or does not
-answer a call within env.step_timeout_s, is killed together with everything that it has started. The
+answer a call within env.step_timeout_s, is killed together with everything that it started. The
 episodes of its environments fail, and another worker takes its place.
 """
 
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class ProcessFactory(EnvFactory):
-    """A factory whose environments run in env.processes workers, which end with it.
+    """A factory whose environments run in env.processes workers. The workers end with the factory.
 
-    Tasks are those of `factory`; a worker finds the environment by the name `target`. Raises
+    Tasks are those of `factory`. A worker finds the environment by the name `target`. Raises
     UserError if the environments cannot be made.
     """
 
     may_block = True
-    runs_others_code = False  # in this process; workers have time limits of their own
+    runs_others_code = False  # not in this process, and workers have their own time limits
 
     def __init__(self, factory: EnvFactory, config: EnvConfig, target: str) -> None:
         self.config = config
@@ -41,8 +41,8 @@ class ProcessFactory(EnvFactory):
         self._target = target
         self._count = config.processes
         self._timeout_s = config.step_timeout_s
-        # Of a text that is too long, a worker returns one character more than allowed: the trainer
-        # cuts and counts it.
+        # If a text is too long, a worker returns one character more than allowed. The trainer cuts
+        # and counts it.
         max_text = min(config.max_text + 1, 2**31 - 1)
         worker_config = config.model_copy(
             update={"name": target, "processes": 0, "max_text": max_text}
@@ -83,7 +83,7 @@ class ProcessFactory(EnvFactory):
         return self._factory.fingerprint()
 
     def open(self) -> tuple[Worker, int]:
-        """Make an environment in the worker with the fewest; returns (worker, its number there)."""
+        """Make an environment in the worker with the fewest. Returns (worker, its number there)."""
         with self._opening:
             for i, worker in enumerate(self._workers):
                 if worker.lost:
@@ -120,7 +120,7 @@ class RemoteEnv:
         self._open()
         self.tools: list[dict[str, Any]] = []
         self.task: str | None = None
-        """The task in words, if the environment has it."""
+        """The task in words, if the environment has one."""
 
     def reset(self, task: Task) -> str:
         if self._worker.lost:  # it was lost in an earlier episode
@@ -164,14 +164,14 @@ class RemoteEnv:
 
 
 def _response(answer: Answer) -> str:
-    """The response that an oracle or `format_action` returned: a text, or a Reply with calls."""
+    """Return the response of an oracle or `format_action`: a text, or a Reply with calls."""
     if answer.reply is not None:
         return answer.reply.to_reply()
     return _present(answer.text)
 
 
 def _present(value: T | None) -> T:
-    """`value` of an answer. Raises EnvironmentFailure if the worker left it out."""
+    """Return `value` of an answer. Raises EnvironmentFailure if the worker left it out."""
     if value is None:
-        raise EnvironmentFailure("its process answered without what was asked for")
+        raise EnvironmentFailure("its process left out a value that was asked for")
     return value

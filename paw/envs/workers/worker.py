@@ -1,15 +1,18 @@
-"""A text game in a child process: whatever goes wrong there costs one episode, never the run.
+"""A text game in a child process. If something goes wrong there, only one episode ends, not the
+run.
 
-TextWorld needs this: its C library holds one game per process and calls exit() on bad input.
-Parent and child take turns: each request and each reply is one line with a JSON object, over pipes:
+TextWorld needs this, because its C library holds one game per process and calls exit() on bad
+input. Parent and child take turns. Each request and each reply is one line with a JSON object, over
+pipes:
 
     {"start": {"path": ...}}  ->  {"text": ..., "admissible": [...], "won": false}
     {"step": "look"}          ->  {"text": ..., "admissible": [...], "won": false}
                               or  {"error": "..."}
 
 The child holds a game made by `factory(**start)`, an object with `reset()`, `step(command)`,
-`admissible` and `won`. What the game prints is discarded. The child ends with its parent: at the
-end of its input, or, if it is stuck in a game, when its watchdog sees that the parent is gone.
+`admissible` and `won`. Anything the game prints is discarded. The child ends with its parent, at
+the end of its input. If it is stuck in a game, it ends when its watchdog sees that the parent is
+gone.
 """
 
 import contextlib
@@ -30,11 +33,11 @@ from paw.envs.checked import Strict, checked
 from paw.errors import EnvironmentFailure, UserError, describe
 
 START_TIMEOUT_S = 120.0
-"""Time limit for a child to start and import its game, which is slow on a busy machine."""
+"""Time limit for a child to start and import its game. This is slow on a busy machine."""
 MAX_REPLY_BYTES = 1 << 20
 MAX_COMMAND = 4096
-"""Number of characters of a command that are sent; no game's commands are that long. So a request
-fits into the pipe's buffer, and writing it cannot block."""
+"""Maximum number of characters of a command that are sent. No game's commands are longer. So a
+request fits into the pipe's buffer, and writing it cannot block."""
 WATCHDOG_S = 1.0
 """How often the child checks that its parent is alive."""
 
@@ -66,7 +69,7 @@ class Worker:
         """Ends the child."""
 
     def start(self, **arguments: Any) -> str:
-        """Make a new game from `arguments`, which JSON can hold; returns its first text.
+        """Make a new game from `arguments` that JSON can hold. Returns its first text.
 
         Raises EnvironmentFailure if the child breaks.
         """
@@ -76,7 +79,7 @@ class Worker:
         return self._ask("start", arguments)
 
     def step(self, command: str) -> str:
-        """Play `command`; returns the feedback. Raises EnvironmentFailure if the child breaks."""
+        """Play `command`. Returns the feedback. Raises EnvironmentFailure if the child breaks."""
         return self._ask("step", command[:MAX_COMMAND])
 
     def close(self) -> None:
@@ -99,7 +102,7 @@ class Worker:
         self._kill = weakref.finalize(self, _kill, self._child)
 
     def _ask(self, request: str, argument: Any) -> str:
-        """The text with which the game answers a request, "start" or "step"."""
+        """Return the text with which the game answers a request, "start" or "step"."""
         if self._child is None:
             raise EnvironmentFailure(f"{request} without a running game")
         assert self._child.stdin is not None
@@ -112,7 +115,7 @@ class Worker:
         return reply.text
 
     def _receive(self, request: str, timeout_s: float) -> ChildReply:
-        """The child's reply to a request.
+        """Return the child's reply to a request.
 
         Ends the child and raises EnvironmentFailure if there is none, or if it is an error.
         """
@@ -149,7 +152,7 @@ class Worker:
 
 
 def _ending(child: subprocess.Popen) -> str:
-    """How a child ended that closed its output."""
+    """Say how a child ended that closed its output."""
     try:
         code = child.wait(timeout=5)
     except subprocess.TimeoutExpired:
@@ -167,12 +170,12 @@ def _kill(child: subprocess.Popen) -> None:
 
 
 def _serve(factory: str) -> None:
-    """The child's main function: answer requests until the input ends or the game raises."""
+    """Run the child: answer requests until the input ends or the game raises."""
     # The terminal sends these to both processes; the parent handles them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
-    # What a game prints must not end up among the replies.
+    # Text that a game prints must not end up among the replies.
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     void = os.open(os.devnull, os.O_RDWR)
@@ -204,7 +207,7 @@ def _serve(factory: str) -> None:
 def _watch_parent(parent: int) -> None:
     """End this process once its parent is gone.
 
-    PR_SET_PDEATHSIG would end it already when the *thread* that started it ends.
+    PR_SET_PDEATHSIG would end it too early, when the *thread* that started it ends.
     """
     while os.getppid() == parent:
         time.sleep(WATCHDOG_S)

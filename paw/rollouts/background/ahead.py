@@ -1,10 +1,10 @@
 """Episodes of the next updates, played while the trainer works.
 
-Each rank has a process for that, because threads of one Python process wait for one another. It
-plays over servers that take new weights meanwhile. The episodes of update t start when the trainer
-starts update t - rollout.ahead, so no token comes from older weights. The process has its own
-environment, agent and connection to the servers (player.py), and ends with the trainer
-(supervisor.py). The trainer does not wait for a process that has ended or shows no sign of life: it
+Each rank has a process for this, because threads of one Python process wait for one another. The
+process plays on servers that take new weights meanwhile. The episodes of update t start when the
+trainer starts update t - rollout.ahead, so no token comes from older weights. The process has its
+own environment, agent and connection to the servers (player.py), and ends with the trainer
+(supervisor.py). If it has ended or shows no sign of life, the trainer does not wait for it and
 plays the update itself.
 """
 
@@ -42,19 +42,19 @@ from paw.rollouts.base import Progress, RolloutResult
 from paw.rollouts.scheduler import Rollouts
 
 START_S = 600.0
-"""Seconds for the process to import torch, and to load the tokenizer and the environment.
+"""Seconds for the process to import torch and load the tokenizer and the environment.
 
 Disks may be slow.
 """
 SILENT_S = 60.0
-"""Seconds without a sign of life, beyond the env.step_timeout_s that a call may take."""
+"""Seconds without a sign of life, added to the env.step_timeout_s that a call may take."""
 TICK_S = 1.0
 END_S = CLOSE_S + 2 * LINGER_S + 2.0
-"""Seconds for the process and what it has started to end."""
+"""Seconds for the process and everything it started to end."""
 
 
 class PlayerLost(Exception):
-    """The process that plays ahead no longer answers. The message, one line, says why."""
+    """The process that plays ahead no longer answers. The message is one line and says why."""
 
 
 class PlayerHandle:
@@ -71,19 +71,19 @@ class PlayerHandle:
         self._process = process
         self._channel = channel
         self._patience_s = patience_s
-        """Seconds without a sign of life after which it is ended."""
+        """Seconds without a sign of life before the process is ended."""
         self._progress = progress
         self._ready = False
         self._end_reason: Exception | None = None
         """Why no more answers come; None while it plays."""
         self._updates: dict[int, Future[UpdatePlayed]] = {}
         self._lock = threading.Lock()
-        """Held while `_updates` gets an update, and while all are taken out once none is played."""
+        """Held while an update is added to `_updates`, and while all are removed at the end."""
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
     def play(self, step: int, count: int) -> Future[UpdatePlayed]:
-        """Have an update played.
+        """Ask for an update to be played.
 
         The result may be PlayerLost, or the UserError that ended its episodes.
         """
@@ -97,11 +97,11 @@ class PlayerHandle:
         return future
 
     def send(self, message: Message) -> None:
-        with suppress(OSError):  # it has ended, which `_listen` finds out
+        with suppress(OSError):  # it has ended; `_listen` notices
             self._channel.send(message)
 
     def close(self) -> None:
-        """End the process and all that it has started."""
+        """End the process and everything it started."""
         self._channel.end()
         self._listener.join()
         self._channel.close()
@@ -109,9 +109,9 @@ class PlayerHandle:
             self._process.stdin.close()
 
     def _listen(self) -> None:
-        """Handle its messages until it ends, or is ended because it is stuck.
+        """Handle its messages until it ends or is ended because it is stuck.
 
-        Then fail the updates that it owes.
+        Then fail the updates that it still owes.
         """
         reason: Exception = PlayerLost("does not answer")
         try:
@@ -121,7 +121,7 @@ class PlayerHandle:
         except ValidationError as error:
             self._kill()
             reason = PlayerLost(
-                f"has sent something else than a message ({clean(problem(error), 200)}) "
+                f"has sent something other than a message ({clean(problem(error), 200)}) "
                 "and was ended"
             )
         except Exception as error:
@@ -136,8 +136,8 @@ class PlayerHandle:
                 future.set_exception(reason)
 
     def _receive_all(self) -> Exception:
-        """Handle messages until the last one; returns why no more come."""
-        silent_s = 0.0  # counted in the trainer's own running time: it may be stopped itself
+        """Handle messages until the last one. Returns why no more come."""
+        silent_s = 0.0  # counts only the time the trainer runs, as it may be stopped itself
         while True:
             message = self._channel.receive(TICK_S)
             if message is not None and self._ready:
@@ -167,20 +167,20 @@ class PlayerHandle:
                     self._updates.pop(step).set_exception(message.error())
 
     def _end(self) -> str:
-        """How it has ended, in words. Kills it if it does not end."""
+        """Say in words how the process ended. Kills it if it does not end."""
         try:
             code = self._process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
             self._kill()
             return "it had closed its connection"
-        # The signal that ended the supervisor, or by its exit code the one that ended the process.
+        # A negative code is the signal that ended the supervisor; 128 + N that of the process.
         number = -code if code < 0 else code - 128
         if number in signal.valid_signals():
             return f"killed by {signal.Signals(number).name}"
         return f"exit code {code}"
 
     def _kill(self) -> None:
-        """Have the supervisor end it and all that it has started."""
+        """Tell the supervisor to end the process and everything it started."""
         assert self._process.stdin
         with suppress(OSError):
             self._process.send_signal(signal.SIGCONT)  # it may be stopped too
@@ -194,7 +194,7 @@ class PlayerHandle:
 
 @dataclass
 class UpdateAhead:
-    """An update that is played ahead, or has been."""
+    """An update that is being, or has been, played ahead."""
 
     count: int
     """Its tasks."""
@@ -202,27 +202,27 @@ class UpdateAhead:
 
 
 class AsyncRollouts:
-    """Plays `rollout.ahead` updates before the one that is asked for.
+    """Plays `rollout.ahead` updates ahead of the one that is asked for.
 
-    `rollouts` plays in this process what the trainer has to wait for: evaluations, and updates that
-    could not be played ahead. `model` is the folder of its tokenizer.
+    `rollouts` plays in this process whatever the trainer has to wait for: evaluations, and updates
+    that could not be played ahead. `model` is the folder of its tokenizer.
     """
 
     def __init__(self, rollouts: Rollouts, model: str) -> None:
         self._rollouts = rollouts
         self._model = model
         self._folder = Path.cwd()
-        """Relative paths start here; an environment may change the current folder later."""
+        """Relative paths start here. An environment may change the current folder later."""
         self._updates: dict[int, UpdateAhead] = {}
         self._newest = -1
-        """The last update that was started."""
+        """The last update started."""
         self._progress: Progress = lambda done, total: None
         self._player = self._start()
         rollouts.engine.pool.on_expected = self._send_expected
         rollouts.engine.pool.on_arrived = self._send_arrived
 
     def training(self, step: int, count: int, progress: Progress | None = None) -> RolloutResult:
-        """The episodes of update `step`, as `Rollouts.training` plays them. A call of all ranks."""
+        """Play the episodes of update `step`, as `Rollouts.training` does. A call of all ranks."""
         rollouts = self._rollouts
         config = rollouts.config
         self._progress = progress or self._progress
@@ -234,7 +234,7 @@ class AsyncRollouts:
 
         tasks = rollouts.tasks(step, count)
         own_result: RolloutResult | None = None
-        if step in self._updates:  # otherwise its episodes failed, and are played again
+        if step in self._updates:  # otherwise its episodes failed and are played again
             played = self._wait_for(self._updates.pop(step))
             if played:
                 own_result = played.unpack(tasks)
@@ -247,26 +247,26 @@ class AsyncRollouts:
         return self._rollouts.evaluation(progress)
 
     def close(self) -> None:
-        """Drop what is in play: a run that goes on plays it again."""
+        """Drop what is in play. A resumed run plays it again."""
         self._updates.clear()
         self._rollouts.close()
         self._player.close()
 
     def _wait_for(self, update: UpdateAhead) -> UpdatePlayed | None:
-        """The update once it is played; None if the process that plays ahead is lost.
+        """Return the update once it is played, or None if the process that plays ahead is lost.
 
-        Another one is then started for the other updates. Raises the UserError that ended the
-        episodes.
+        If it is lost, another process is started for the other updates. Raises the UserError that
+        ended the episodes.
         """
         try:
             return update.result.result()
         except PlayerLost as lost:
-            to_stderr(f"the process that plays ahead {lost}: its episodes are played again")
+            to_stderr(f"the process that plays ahead {lost}; playing its episodes again")
 
         self._player.close()
         self._player = self._start()
         for step, other in self._updates.items():
-            # Updates that had been played before are kept.
+            # Updates already played are kept.
             if other.result.done() and other.result.exception():
                 other.result = self._player.play(step, other.count)
         return None

@@ -1,8 +1,8 @@
 """Messages between the trainer and the process that plays ahead.
 
-Each is one JSON object on a line, checked by pydantic. There are no pickles: exceptions and
-outcomes of a user's own classes may not survive one, and a pickle can run code. Token ids and
-log-probs travel as packed arrays, so that they are small and arrive bit for bit.
+Each message is one JSON object on a line, checked by pydantic. Pickles are not used, because
+exceptions and outcomes of a user's own classes may not survive pickling, and a pickle can run code.
+Token ids and log-probs travel as packed arrays, so they are small and arrive bit for bit.
 """
 
 import hashlib
@@ -25,11 +25,11 @@ from paw.types import Task, Turn
 CHUNK = 1 << 20
 """Bytes read at once."""
 IDS = ("prompt_ids", "response_ids", "versions", "observation_ids", "separator_ids")
-"""Integers of a turn that are packed."""
+"""Integer fields of a turn that are packed."""
 VALUES = ("sampled_logp", "entropy")
-"""Floats of a turn that are packed."""
+"""Float fields of a turn that are packed."""
 REQUIRED = ("prompt_ids", "response_ids", "sampled_logp")
-"""Fields among both that are never None."""
+"""Packed fields that are never None."""
 
 
 class Message(BaseModel):
@@ -73,7 +73,7 @@ class PackedRows(Message):
 
 
 class Start(Message):
-    """The first message: what the process needs to play."""
+    """The first message, with everything the process needs to play."""
 
     kind: Literal["start"] = "start"
     config: str
@@ -85,10 +85,10 @@ class Start(Message):
     world_size: int
     urls: list[str]
     served_model: str
-    """Name by which the servers have the adapters; "" without LoRA."""
+    """Name of the adapters on the servers; "" without LoRA."""
     end_ids: list[int]
     vocabulary: int
-    """Size of the model's vocabulary: ids that servers send are below it."""
+    """Size of the model's vocabulary. Ids that servers send are below it."""
     entropy: bool
     timeout_s: float
 
@@ -139,7 +139,7 @@ class EpisodesEnded(Message):
 
 
 class UpdateFailed(Message):
-    """A UserError, whatever its class: its text and exit code."""
+    """The text and exit code of a UserError of any class."""
 
     kind: Literal["failed"] = "failed"
     step: int | None
@@ -166,13 +166,13 @@ class UpdatePlayed(Message):
     tasks: str
     """Digest of the ids of its tasks."""
     rest: RolloutResult
-    """All but the packed numbers of turns. Tasks are named by their index in the update."""
+    """All but the packed numbers of turns. Tasks are given by their index in the update."""
     ids: PackedRows
     values: PackedRows
 
     @classmethod
     def pack(cls, step: int, result: RolloutResult, tasks: Sequence[Task]) -> Self:
-        """The message of these episodes; takes `result` apart."""
+        """Make the message for these episodes. Takes `result` apart."""
         ids: list[list[int] | None] = []
         values: list[list[float] | None] = []
         for turn in turns_of(result):
@@ -188,7 +188,7 @@ class UpdatePlayed(Message):
         )
 
     def unpack(self, tasks: Sequence[Task]) -> RolloutResult:
-        """The episodes, of these tasks. Raises UserError if other tasks were played."""
+        """Return the episodes of these tasks. Raises UserError if other tasks were played."""
         if self.tasks != digest(tasks):
             raise UserError(
                 f"update {self.step + 1}: "
@@ -218,7 +218,7 @@ def digest(tasks: Sequence[Task]) -> str:
 
 
 def _take_fields(turn: Turn, names: Sequence[str]) -> list[Any]:
-    """The values of some fields of a turn, which is left with empty ones."""
+    """Take the values of some fields out of a turn, leaving them empty."""
     values: list[Any] = []
     for name in names:
         values.append(getattr(turn, name))
@@ -227,7 +227,7 @@ def _take_fields(turn: Turn, names: Sequence[str]) -> list[Any]:
 
 
 class Channel:
-    """One end of a socket; `incoming` is the type of the messages that it receives."""
+    """One end of a socket. `incoming` is the type of messages it receives."""
 
     def __init__(self, connected: socket.socket, incoming: Any) -> None:
         self._socket = connected

@@ -47,11 +47,11 @@ from paw.rundir.signals import ignore_stops
 BEAT_S = 1.0
 """Seconds between signs of life."""
 MARGIN_S = 2.0
-"""The part of CLOSE_S in which episodes in play may end before the environments are closed."""
+"""The part of CLOSE_S left for episodes in play to end before environments are closed."""
 
 
 class PlayerRollouts(Rollouts):
-    """Rollouts that know all their environments, those of episodes in play included."""
+    """Rollouts that know all their environments, including those of episodes in play."""
 
     def __init__(
         self, factory: EnvFactory, engine: ServerEngine, chat: Chat, config: Config, ranks: Ranks
@@ -61,7 +61,7 @@ class PlayerRollouts(Rollouts):
         self.playing: threading.Thread | None = None
         """The thread that plays an update."""
         self._awaits_sign = False
-        """Whether the loop owes a sign of life."""
+        """Whether the loop still owes a sign of life."""
 
     async def _make_environment(self) -> CheckedEnv:
         environment = await super()._make_environment()
@@ -85,9 +85,9 @@ class PlayerRollouts(Rollouts):
 
 
 class Player:
-    """Plays the updates that the trainer asks for, each in a thread.
+    """Plays the updates that the trainer asks for, each in a thread of its own.
 
-    Several at once have environments of their own.
+    Updates played at the same time have separate environments.
     """
 
     def __init__(self, channel: Channel, start: Start) -> None:
@@ -129,13 +129,13 @@ class Player:
                 rollouts.playing.start()
 
     def goes_on(self) -> bool:
-        """Whether no event loop is blocked, as an agent may block it."""
-        # All are asked, also after one that is blocked.
+        """Whether every event loop is running. An agent may block one."""
+        # All are asked, even after one turns out to be blocked.
         signs = [rollouts.loop_goes_on() for rollouts in self._rollouts]
         return all(signs)
 
     def close(self) -> None:
-        """Drop what is in play and close the environments, within CLOSE_S in all."""
+        """Drop what is in play and close the environments, within CLOSE_S altogether."""
         deadline = time.monotonic() + MARGIN_S
         # Listed before the episodes that hold them are dropped.
         environments: list[CheckedEnv] = []
@@ -149,7 +149,7 @@ class Player:
             if playing:
                 playing.join(max(0.0, deadline - time.monotonic()))
 
-        # In threads: whatever they raise, and even if they hang.
+        # In threads, in case closing raises or hangs.
         threads = Threads(THREADS, CLOSE_S - 2 * MARGIN_S)
         threads.close(*(environment.close for environment in environments))
 
@@ -176,7 +176,7 @@ class Player:
 
 
 def as_user_error(error: BaseException) -> UserError:
-    """A UserError as it is. Other errors: print the traceback, then wrap."""
+    """Return a UserError unchanged. For any other error, print its traceback and wrap it."""
     if isinstance(error, UserError):
         return error
     if not isinstance(error, ValidationError):
@@ -190,7 +190,7 @@ def print_traceback(error: BaseException) -> None:
 
 
 class PlayerProcess:
-    """What this process does: signals, socket, signs of life, end."""
+    """Handles this process's signals, socket, signs of life and end."""
 
     def __init__(self, socket_fd: int) -> None:
         self._socket = socket.socket(fileno=socket_fd)
@@ -199,7 +199,7 @@ class PlayerProcess:
         self._player: Player | None = None
 
     def run(self) -> NoReturn:
-        ignore_stops()  # a terminal or a launcher sends them here too: the trainer saves first
+        ignore_stops()  # a terminal or launcher sends them here too, but the trainer saves first
         self._socket.set_inheritable(False)
         os.register_at_fork(after_in_child=self._socket.close)
         threading.Thread(target=self._show_life, daemon=True).start()
@@ -229,7 +229,7 @@ class PlayerProcess:
                 if self._player and self._player.goes_on():
                     self._channel.send(Alive())
                 time.sleep(BEAT_S)
-        if os.getppid() != self._supervisor:  # it was killed, so it no longer ends this process
+        if os.getppid() != self._supervisor:  # it was killed, so it can no longer end this process
             self._close_environments()
             os.killpg(0, signal.SIGKILL)
 
@@ -242,7 +242,7 @@ class PlayerProcess:
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(exit_code)  # whatever the threads do
+        os._exit(exit_code)  # whatever the threads are doing
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The parent of the process that plays ahead: however that or the trainer ends, nothing stays.
+"""The parent of the process that plays ahead. It cleans up when that process or the trainer ends.
 
-It imports no torch, so it is small.
+It does not import torch, so it stays small.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from paw.rundir.signals import STOPS
 CLOSE_S = 10.0
 """Seconds for the process to close its environments."""
 LINGER_S = 3.0
-"""Seconds for what it has started to end by itself, then seconds for it to end after SIGTERM."""
+"""Seconds for what it started to end by itself, then seconds to end after SIGTERM."""
 TICK_S = 1.0
 LOOK_S = 0.05
 PR_SET_CHILD_SUBREAPER = 36
@@ -30,10 +30,10 @@ END_NOW = b"."
 def main(trainer: int, command: Sequence[str], socket_fd: int) -> int:
     """Run `command`, with the socket's number as its last argument, and clean up after it.
 
-    It runs until it ends by itself, the trainer ends, or END_NOW comes on standard input. Returns
-    its exit code, 128 + N if signal N ended it.
+    It runs until the command ends by itself, the trainer ends, or END_NOW comes on standard input.
+    Returns the command's exit code, or 128 + N if signal N ended it.
     """
-    for number in STOPS:  # a terminal or a launcher sends them here too: the trainer saves first
+    for number in STOPS:  # a terminal or launcher sends them here too, but the trainer saves first
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":  # orphans become children of this process
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -54,12 +54,12 @@ def main(trainer: int, command: Sequence[str], socket_fd: int) -> int:
 
 
 def _kill_in_time(pid: int, trainer: int, ended: threading.Event) -> None:
-    """Kill the process if the trainer asks for it, or some time after the trainer has ended."""
+    """Kill the process if the trainer asks for it, or some time after the trainer ends."""
     message = None
     while message is None and os.getppid() == trainer:
         readable, _, _ = select.select([0], [], [], TICK_S)
         message = os.read(0, 1) if readable else None
-    if message != END_NOW:  # the trainer has ended, which the process finds out by its socket
+    if message != END_NOW:  # the trainer has ended; the process notices through its socket
         ended.wait(CLOSE_S)
     if not ended.is_set():
         with suppress(ProcessLookupError):
@@ -67,7 +67,7 @@ def _kill_in_time(pid: int, trainer: int, ended: threading.Event) -> None:
 
 
 def _wait_for(pid: int) -> int:
-    """Wait for the process and return its exit code. Orphans that end meanwhile are reaped too."""
+    """Wait for the process and return its exit code. Also reaps orphans that end meanwhile."""
     while True:
         ended, status = os.wait()
         if ended == pid:
@@ -75,7 +75,7 @@ def _wait_for(pid: int) -> int:
 
 
 def _end_descendants(group: int) -> None:
-    """End what the process left behind, in whatever process groups."""
+    """End everything the process left behind, in any process group."""
     if sys.platform != "linux":
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
@@ -85,7 +85,7 @@ def _end_descendants(group: int) -> None:
 
 
 def _wait_for_children(seconds: float, number: signal.Signals | None = None) -> None:
-    """Wait until no child is left, `seconds` at most; send each the signal `number` once."""
+    """Wait at most `seconds` until no child is left. Sends each the signal `number` once."""
     deadline = time.monotonic() + seconds
     signalled = set[int]()
     while _reap() and time.monotonic() < deadline:

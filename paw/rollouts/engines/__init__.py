@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def find_engine(name: str) -> type[Engine]:
-    """The class that `engine.type = name` means; built-in ones load no torch.
+    """Return the class that `engine.type = name` means. Built-in classes load no torch.
 
     Raises UserError if it is not an engine, or lacks a method.
     """
@@ -48,11 +48,13 @@ def make_engine(
     own_weights: bool = False,
     check: bool = True,
 ) -> Engine:
-    """The engine that `config.engine.type` names; push the policy's weights before requests.
+    """Make the engine that `config.engine.type` names.
 
-    Responses end at the chat template's end token or at any that the model's generation config
-    names. The other arguments are those of `EngineParts`. Raises UserError for what code that is
-    not ours raises.
+    Push the policy's weights before any request.
+
+    Responses end at the chat template's end token or at any end token in the model's generation
+    config. The other arguments are those of `EngineParts`. Raises UserError for any error in a
+    user's code.
     """
     from paw.distributed.ranks import Ranks  # loads torch
 
@@ -88,9 +90,9 @@ def start_engine(
     ranks: "Ranks",
     lora: "LoraConfig | None",
 ) -> Closable | None:
-    """What the engine has started ahead of the models, see `Engine.start`; called on rank 0.
+    """Call `Engine.start` on rank 0, before the models are loaded, and return what it started.
 
-    Raises UserError for what code that is not ours raises.
+    Raises UserError for any error in a user's code.
     """
     name = config.engine.type
     with _naming(name):
@@ -98,7 +100,7 @@ def start_engine(
 
 
 def _naming(name: str) -> AbstractContextManager[None]:
-    """Raises UserError, one line that names the engine, for what a user's own code raises."""
+    """Turn errors in a user's code into a one-line UserError that names the engine."""
     from paw.distributed.ranks import lost_peer, out_of_memory  # loads torch
 
     return others_code(
@@ -109,7 +111,7 @@ def _naming(name: str) -> AbstractContextManager[None]:
 
 
 def _check_engine(engine: Any, name: str) -> None:
-    """Raises UserError for what is not an engine, or has not been initialised as one."""
+    """Raise UserError if this is not an engine or was not initialised as one."""
     problem = ""
     if not isinstance(engine, Engine):
         problem = f"it makes a {type(engine).__name__}, not an Engine"
@@ -120,7 +122,7 @@ def _check_engine(engine: Any, name: str) -> None:
 
 
 def _name_failures(engine: Engine, name: str) -> None:
-    """Have the methods of a user's own engine raise UserError for whatever fails in them."""
+    """Make the methods of a user's engine raise UserError for any error inside them."""
 
     def in_context(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -136,9 +138,9 @@ def _name_failures(engine: Engine, name: str) -> None:
 
 
 def plan_engine(run: PlannedRun) -> EnginePlan:
-    """What the engines of a planned run will take; loads no torch.
+    """Return what the engines of a planned run will need. Loads no torch.
 
-    Raises UserError for what code that is not ours raises.
+    Raises UserError for any error in a user's code.
     """
     name = run.config.engine.type
     engine_type = find_engine(name)
@@ -146,7 +148,7 @@ def plan_engine(run: PlannedRun) -> EnginePlan:
         plan = engine_type.plan(run)
     if not isinstance(plan, EnginePlan):
         raise UserError(
-            f"engine.type = '{name}': plan gives a {type(plan).__name__}, not an EnginePlan"
+            f"engine.type = '{name}': plan returns a {type(plan).__name__}, not an EnginePlan"
         )
     return plan
 

@@ -1,11 +1,11 @@
-"""The entropy of vLLM's distribution at each sampled token, which vLLM does not return.
+"""The entropy of vLLM's distribution at each sampled token. vLLM does not return it.
 
 A logits processor that changes nothing computes it, in the process in which vLLM samples. PaW
-selects transitions by the entropy of their actions. If the sampler gives it, `policy.old_logp =
-"engine"` needs no pass of the trainer over the samples.
+selects transitions by the entropy of their actions. If the sampler gives the entropies,
+`policy.old_logp = "engine"` saves the trainer a pass over the samples.
 
-Written for vLLM 0.32 and both of its model runners. V1, which CPUs use, hands over logits that are
-divided by the temperature; V2, which GPUs use, logits that are not.
+Written for vLLM 0.32 and both of its model runners. V1, which runs on CPUs, passes logits divided
+by the temperature. V2, which runs on GPUs, passes logits that are not divided.
 """
 
 from dataclasses import dataclass, field
@@ -19,13 +19,13 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorV1
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as ProcessorV2
 
 NAME = "paw_entropy"
-"""Key in SamplingParams.extra_args; its value is [key of the request, tokens of its prompt]."""
+"""Key in SamplingParams.extra_args. Its value is [request key, number of prompt tokens]."""
 _entropies: dict[str, dict[int, "TokenEntropy"]] = {}
-"""Key of the request -> index of the response token -> its entropy."""
+"""Entropies by request key, then by index of the response token."""
 
 
 class Step:
-    """The entropies of all rows of one step of the engine, copied to the host when one is read."""
+    """Entropies of all rows in one engine step, copied to the host when one is read."""
 
     def __init__(self, entropy: Tensor) -> None:
         self._entropy: Tensor | list[float] = entropy
@@ -56,7 +56,7 @@ class RunningRequest:
     prompt_tokens: int
     temperature: float
     response: list[int] = field(default_factory=list)
-    """V1: the response so far, which vLLM goes on to fill."""
+    """The response so far, which vLLM keeps filling (V1)."""
 
 
 class Entropy(ProcessorV1, ProcessorV2):
@@ -72,7 +72,7 @@ class Entropy(ProcessorV1, ProcessorV2):
     def add_request(
         self, req_idx: int, sampling_params: SamplingParams, response: list[int] | None = None
     ) -> bool:
-        """V2: a request enters the batch, or comes back."""
+        """Note that a request enters the batch or comes back (V2)."""
         self._requests.pop(req_idx, None)
         argument = (sampling_params.extra_args or {}).get(NAME)
         if not argument:
@@ -86,7 +86,7 @@ class Entropy(ProcessorV1, ProcessorV2):
         return True
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """V1: requests leave, enter and move within the batch."""
+        """Note that requests leave, enter or move within the batch (V1)."""
         if batch_update is None:
             return
         for row in batch_update.removed:
@@ -102,10 +102,10 @@ class Entropy(ProcessorV1, ProcessorV2):
                 self._requests[source] = replaced
 
     def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
-        """Keep the entropies of a step; returns the logits, [rows, V] float32, as they are.
+        """Keep the entropies of a step. Returns the logits, [rows, V] float32, unchanged.
 
-        If a prompt is computed in parts, each part is sampled from. The last one counts: it
-        overwrites what the others wrote.
+        If a prompt is computed in parts, vLLM samples after each part. The last part counts,
+        because it overwrites what the others wrote.
         """
         scaled = logits
         if ctx is None:
@@ -126,7 +126,7 @@ class Entropy(ProcessorV1, ProcessorV2):
         return logits
 
     def _rows_v1(self, count: int) -> dict[int, tuple[RunningRequest, int]]:
-        """(request, index of the response token that is sampled) of each row."""
+        """Return (request, index of the response token being sampled) for each row."""
         rows = {}
         for row, request in self._requests.items():
             if row < count:
@@ -134,7 +134,7 @@ class Entropy(ProcessorV1, ProcessorV2):
         return rows
 
     def _rows_v2(self, ctx: Any) -> dict[int, tuple[RunningRequest, int]]:
-        """As `_rows_v1`; `ctx` has the slot and the length of the sequence of each row."""
+        """Do the same as `_rows_v1`. `ctx` has each row's slot and sequence length."""
         slots = ctx.idx_mapping_np.tolist()
         lengths = ctx.seq_lens_upper_bound_np.tolist()
         rows = {}
@@ -146,9 +146,9 @@ class Entropy(ProcessorV1, ProcessorV2):
 
 
 def take(key: str, count: int) -> list[float] | None:
-    """The entropies of a request's `count` response tokens, which are then forgotten.
+    """Return the entropies of a request's `count` response tokens, and forget them.
 
-    None if one is missing.
+    Returns None if one is missing.
     """
     by_index = _entropies.pop(key, {})
     entropies = [by_index.get(index) for index in range(count)]
@@ -161,5 +161,5 @@ class Extension:
     """Added to vLLM's workers, for /collective_rpc."""
 
     def paw_entropy(self, responses: list[tuple[str, int]]) -> list[list[float] | None]:
-        """`take` for several requests."""
+        """Call `take` for several requests."""
         return [take(key, count) for key, count in responses]

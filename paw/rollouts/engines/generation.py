@@ -1,11 +1,12 @@
-"""Generation on the trainer's own weights: no second copy, no weight transfer, nothing to install.
+"""Generation on the trainer's own weights, with no second copy, no transfer and nothing to install.
 
-Prompts are sorted by length and padded on the right: causal attention never looks right, so prefill
-needs no mask. The head is applied to last positions only. Then each row gets one token a step, with
-a KV cache that finished rows leave.
+Prompts are sorted by length and padded on the right. Causal attention never looks right, so prefill
+needs no mask. The head is applied only to last positions. After that each row gets one token per
+step. Finished rows leave the KV cache.
 
-Token t of a request is drawn by inverting the distribution function at a uniform number that is a
-pure function of (seed, t). So tokens do not depend on the batch, except for rounding.
+Token t of a request is drawn by inverting the distribution function at a uniform number. That
+number is a pure function of (seed, t), so tokens do not depend on the batch, except through
+rounding.
 """
 
 import math
@@ -29,7 +30,7 @@ from paw.model.precision import running_in
 from paw.rollouts.engines.base import Completion, Request
 
 TRIAL_TOKENS = 4
-"""Tokens of a response in `check_sampling`."""
+"""Length of a response in `check_sampling`, in tokens."""
 
 
 class Generator:
@@ -38,10 +39,10 @@ class Generator:
     `max_batch_tokens` bounds the padded prompt tokens of one prefill. Within `in_dtype()`
     parameters have the dtype of the trainer's forward passes.
 
-    Raises UserError, which begins with `origin`, for attention other than full (sliding windows,
-    soft caps). A window of all layers is allowed if it is as wide as the `longest` prompt with its
-    response. Layers that mix tokens by recurrence or convolution would read padding: for them the
-    prompts of a batch have one length.
+    Raises UserError, which begins with `origin`, for any attention that is not full (sliding
+    windows, soft caps). A window is allowed if all layers have it and it is as wide as the
+    `longest` prompt with its response. Layers that mix tokens by recurrence or convolution would
+    read padding, so for them all prompts of a batch have the same length.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Generator:
             )
 
     def answer(self, requests: Sequence[Request]) -> list[Completion]:
-        """The response to each request, in their order."""
+        """Return the response to each request, in the same order."""
         completions: dict[int, Completion] = {}
         with _generation_mode(self._model), self._in_dtype():
             for batch in _batches(requests, self._max_batch_tokens, same_length=self._mixes_tokens):
@@ -79,12 +80,12 @@ class Generator:
         return [completions[request.key] for request in requests]
 
     def _generate(self, batch: list[Request]) -> list[Completion]:
-        """Prefill, then one token a step for every row that has not finished."""
+        """Prefill, then sample one token per step for every row that has not finished."""
         decoder: Any = self._model.get_decoder()
         head: Any = self._model.get_output_embeddings()
         device = head.weight.device
         responses = [_Response(request, self._end_ids) for request in batch]
-        # Index in `batch` of each row of the tensors; a finished one stays until rows are dropped.
+        # Index in `batch` of each row of the tensors; a finished row stays until rows are dropped.
         live = list(range(len(batch)))
         seeds = np.array([request.seed & (2**64 - 1) for request in batch], dtype=np.uint64)
         temperature_B = torch.tensor([request.temperature for request in batch], device=device)
@@ -131,7 +132,7 @@ class Generator:
         return _RowCache()
 
     def _prefill(self, decoder: Any, batch: list[Request], length_B: Tensor, cache: Any) -> Tensor:
-        """Hidden states [B, D] of each prompt's last token; fills the cache, unless it is None."""
+        """Return hidden states [B, D] of the prompts' last tokens. Fills the cache, if any."""
         device = length_B.device
         prompts = [torch.tensor(request.prompt_ids) for request in batch]
         ids_BL = pad_sequence(prompts, batch_first=True).to(device)
@@ -142,7 +143,7 @@ class Generator:
 
 
 def _partial_attention(model: PreTrainedModel, *, longest: float, mixes_tokens: bool) -> set[str]:
-    """Kinds of attention in the model that do not see all of `longest` tokens, or cap logits."""
+    """Return the kinds of attention that cannot see all `longest` tokens, or that cap logits."""
     config: Any = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None) or []
     kinds = {kind for kind in layer_types if "attention" in kind}
@@ -183,8 +184,8 @@ class _Response:
 
 
 class _RowCache(Cache):
-    """Keys and values [B, heads, slots, head size] of right-padded rows: position p of a row sits
-    in slot p, so the first token that a row generates overwrites its first pad slot."""
+    """Keys and values [B, heads, slots, head size] of right-padded rows. Position p of a row is in
+    slot p, so the first token that a row generates overwrites its first pad slot."""
 
     def __init__(self):
         super().__init__(layers=[])
@@ -205,7 +206,7 @@ class _RowCache(Cache):
         return key[:, :, : self._width], value[:, :, : self._width]
 
     def write_at(self, slot_B: Tensor, width: int) -> None:
-        """Have the next `update` write to these slots, all of them below `width`."""
+        """Make the next `update` write to these slots, all of which are below `width`."""
         self._slot_B = slot_B
         self._width = width
         slots = self._layers[0][0].shape[2]
@@ -214,7 +215,7 @@ class _RowCache(Cache):
             self._change(lambda x: torch.nn.functional.pad(x, pad))
 
     def mask(self) -> Tensor:
-        """[B, 1, 1, width] bool: the slots a row's current token may look at, its own included."""
+        """Slots that a row's current token may see, including its own: [B, 1, 1, width] bool."""
         assert self._slot_B is not None
         slots = torch.arange(self._width, device=self._slot_B.device)
         mask_BW = slots <= self._slot_B[:, None]
@@ -228,7 +229,7 @@ class _RowCache(Cache):
 
 
 class _EvenCache(DynamicCache):
-    """The cache of transformers for layers of any kind; rows of one length need no masks."""
+    """The cache of transformers, for any kind of layer. Rows of equal length need no masks."""
 
     def write_at(self, slot_B: Tensor, width: int) -> None: ...
 
@@ -241,10 +242,10 @@ class _EvenCache(DynamicCache):
 def sample(
     logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(token, log-probability, entropy in nats), each [B]: inverse CDF at `uniform_B` in [0, 1).
+    """Return (token, log-probability, entropy in nats), each [B], by inverse CDF at `uniform_B`.
 
-    At temperature 0 the token is the most likely one, with its log-probability and entropy at
-    temperature 1.
+    `uniform_B` is in [0, 1). At temperature 0 the token is the most likely one, and its
+    log-probability and entropy are those at temperature 1.
     """
     greedy_B = temperature_B == 0
     scale_B = torch.where(greedy_B, 1.0, temperature_B)
@@ -252,7 +253,7 @@ def sample(
     p_BV = logp_BV.exp()
     cdf_BV = p_BV.double().cumsum(-1)
     token_B1 = torch.searchsorted(cdf_BV, uniform_B[:, None] * cdf_BV[:, -1:], right=True)
-    # Beyond the end only if the logits are not finite.
+    # It is beyond the end only if the logits are not finite.
     token_B1 = token_B1.clamp_(max=logits_BV.shape[-1] - 1)
     token_B1 = torch.where(greedy_B[:, None], logits_BV.argmax(-1, keepdim=True), token_B1)
     token_B = token_B1[:, 0]
@@ -262,9 +263,9 @@ def sample(
 
 
 def uniforms(seeds: np.ndarray, position: int) -> np.ndarray:
-    """float64 in [0, 1), one for each uint64 seed.
+    """Return float64 numbers in [0, 1), one for each uint64 seed.
 
-    A counter-based generator with SplitMix64's finaliser (Steele 2014).
+    They come from a counter-based generator with SplitMix64's finaliser (Steele 2014).
     """
     golden = 0x9E3779B97F4A7C15
     keys = _mix(seeds + np.uint64(golden))
@@ -281,9 +282,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def _batches(
     requests: Sequence[Request], max_tokens: int, *, same_length: bool
 ) -> Iterator[list[Request]]:
-    """Batches of requests whose prompts have similar lengths, or with `same_length` the same.
+    """Split requests into batches of prompts with similar lengths, or with `same_length` equal
+    ones.
 
-    Each has at most `max_tokens` padded tokens, or is a single request.
+    Each batch has at most `max_tokens` padded tokens, or is a single request.
     """
     batch: list[Request] = []
     for request in sorted(requests, key=lambda request: len(request.prompt_ids)):
@@ -301,10 +303,10 @@ def _batches(
 
 @contextmanager
 def _generation_mode(model: PreTrainedModel) -> Iterator[None]:
-    """No gradients, no dropout, and an attention implementation that takes masks.
+    """Switch off gradients and dropout, and use an attention implementation that takes masks.
 
-    It is no_grad rather than inference_mode: the backward pass has to be able to use what a module
-    caches in this block (rotary tables, FSDP's gathered parameters).
+    This uses no_grad rather than inference_mode, because the backward pass must be able to use what
+    a module caches in this block (rotary tables, FSDP's gathered parameters).
     """
     training = model.training
     attention = model.config._attn_implementation
@@ -322,8 +324,8 @@ def check_sampling(lm: PreTrainedModel, origin: str = "engine.type = 'transforme
     """Compare the log-probs that the generator samples with to the model's own, in float32.
 
     Prompts of two lengths are in one batch. Returns the largest difference, in nats. Raises
-    UserError, which begins with `origin`, if the model cannot be sampled from, or if they differ by
-    more than rounding.
+    UserError, which begins with `origin`, if the model cannot be sampled from, or if the difference
+    is more than rounding.
     """
     refusal = f"{origin} cannot sample from model type '{lm.config.model_type}'"
     generator = Generator(lm, end_ids=[], longest=max(LENGTHS) + TRIAL_TOKENS, origin=origin)

@@ -1,13 +1,12 @@
 """vLLM behind HTTP: a pool of servers that answer requests and take weights.
 
 Written for vLLM 0.32's `vllm serve --enable-scale-out` with VLLM_SERVER_DEV_MODE=1. A request sends
-token ids and a seed; the response has token ids, log-probs and the version of the weights of each
-token.
+token ids and a seed. The response has token ids, log-probs and the weight version of each token.
 
-Servers are not trusted. One that does not answer in time, or answers wrongly, gets no more requests
-until it has taken the next weights, and its pending ones go to another server with the same seeds.
-If none is left, requests come back as failed. The size of a response is bounded before it is read,
-and each number is checked against the request before it is used.
+Servers are not trusted. A server that does not answer in time, or answers wrongly, gets no more
+requests until it has taken the next weights. Its pending requests go to another server with the
+same seeds. If no server is left, requests come back as failed. The size of a response is bounded
+before it is read, and each number is checked against the request before it is used.
 """
 
 import asyncio
@@ -66,24 +65,24 @@ class Server:
         self.name = masked(url)
         """Its name in files and messages: the URL without a password."""
         self.fault = "it has no weights yet"
-        """Why it gets no requests; "" if nothing is wrong."""
+        """Why it gets no requests; "" if it is fine."""
         self.calls: set[asyncio.Future[Completion]] = set()
         self.entropy_lock = asyncio.Lock()
-        """Held during a call for entropies."""
+        """Held during an entropy call."""
         self.next_entropy_call: EntropyCall | None = None
         """The call that waits for the lock. More responses may join it."""
 
 
 class ServerPool:
-    """The servers at `urls`, which all have the same model, and weights of this run alone.
+    """The servers at `urls`, which all have the same model and only this run's weights.
 
-    Another process, which has a `SendingPool`, sends them the weights; `expect` and `arrive` tell
-    this pool about it. Each rank begins with another one of the servers.
+    Another process, which has a `SendingPool`, sends them the weights. `expect` and `arrive` tell
+    this pool about it. Each rank begins with a different server.
 
     Args:
-        vocabulary: tokens of the model.
+        vocabulary: size of the model's vocabulary.
         timeout_s: seconds for a whole response.
-        entropy: whether completions have it; for that the servers need this package, see
+        entropy: whether completions have it. The servers then need this package, see
             `vllm_command`.
         model: name under which the servers answer; "" for their only one.
     """
@@ -108,7 +107,7 @@ class ServerPool:
         self.version = -1
         """Version of the weights that all servers have; -1 before the first."""
         self.pending_version = -1
-        """Version of the weights that are on their way, or else of the last ones that arrived."""
+        """Version of the weights on their way, or else of the last ones that arrived."""
         self._ranks = ranks
         self.timeout_s = timeout_s
         self._client = HttpClient("engine.type = 'server'", timeout_s=timeout_s)
@@ -120,7 +119,7 @@ class ServerPool:
         return {server.url: server.fault for server in self.servers if server.fault}
 
     def submit(self, request: Request, callback: Callable[[Completion], None]) -> None:
-        """Have the request answered; another thread calls `callback` with the completion."""
+        """Send the request. Another thread calls `callback` with the completion."""
         self._loop.start(self._serve(request, callback))
 
     def sync(self, weights: Any, version: int) -> None:
@@ -131,7 +130,7 @@ class ServerPool:
         self.pending_version = version
 
     def arrive(self, version: int, faults: dict[str, str]) -> None:
-        """Note that all servers have these weights, except those with `faults`, by their URLs."""
+        """Note that all servers have these weights, except those in `faults` (by URL)."""
         self.version = version
         for server in self.servers:
             server.fault = faults.get(server.url, "")
@@ -142,7 +141,7 @@ class ServerPool:
         self._loop.close()
 
     async def _serve(self, request: Request, callback: Callable[[Completion], None]) -> None:
-        """Ask one server after the other until one answers."""
+        """Ask one server after another until one answers."""
         while True:
             usable = [server for server in self.servers if not server.fault]
             if not usable:
@@ -161,7 +160,7 @@ class ServerPool:
                 task = asyncio.current_task()
                 if task and task.cancelling():
                     raise
-                # Otherwise only the call was cancelled: another request has found out that
+                # Otherwise only the call was cancelled, because another request found out that
                 # something is wrong with the server.
             except ValidationError as error:
                 self._lose(server, f"not vLLM's answer: {problem(error)}")
@@ -173,12 +172,12 @@ class ServerPool:
         callback(Completion(request.key, [], [], None, failure=f"no server is left ({faults})"))
 
     def _lose(self, server: Server, fault: str) -> None:
-        """Give the server no more requests, and its pending ones to others."""
+        """Stop sending requests to the server, and give its pending ones to others."""
         if server.fault:
             return
         server.fault = fault
         to_stderr(
-            f"rank {self._ranks.rank}: {server.url} is left out until the next weights: {fault}"
+            f"rank {self._ranks.rank}: {server.url} gets no requests until next weights: {fault}"
         )
         server.entropy_lock = asyncio.Lock()
         server.next_entropy_call = None
@@ -186,7 +185,7 @@ class ServerPool:
             call.cancel()
 
     async def _ask(self, server: Server, request: Request) -> Completion:
-        """The server's response. Raises WrongAnswer if it does not fit the request."""
+        """Return the server's response. Raises WrongAnswer if it does not fit the request."""
         oldest_version = self.version
         name = uuid4().hex if self.entropy else ""
         body: dict[str, Any] = {
@@ -228,9 +227,9 @@ class ServerPool:
         return GenerateResponse.model_validate_json(reply.body)
 
     async def _stream(self, url: str, body: dict[str, Any], request: Request) -> Choice:
-        """The response, up to the token at which `request.stopped` says that it is complete.
+        """Return the response, up to the token at which `request.stopped` says it is complete.
 
-        The connection is then closed, which makes the server stop.
+        Then closes the connection, which makes the server stop.
         """
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []
@@ -255,7 +254,7 @@ class ServerPool:
                 logprobs += choice.logprobs
                 if choice.finish_reason or (stopped and stopped(token_ids)):
                     break
-        # vLLM sends the versions at the end of a response that it finishes itself, and only then.
+        # vLLM sends the versions only at the end of a response that it finishes itself.
         spans = [VersionSpan(version=str(version), start=0, end=len(token_ids))]
         return Choice.model_construct(token_ids=token_ids, logprobs=logprobs, weight_versions=spans)
 
@@ -275,24 +274,24 @@ class ServerPool:
             )
 
     def _versions(self, choice: Choice, oldest_version: int) -> list[int]:
-        """The version of each token's weights. Raises WrongAnswer for an impossible one."""
+        """Return the weight version of each token. Raises WrongAnswer for an impossible one."""
         spans = choice.weight_versions or []
         versions = token_versions(spans, len(choice.token_ids))
         if not all(oldest_version <= version <= self.pending_version for version in versions):
             answered = ", ".join(span.version for span in spans[:MAX_SPANS])
-            raise WrongAnswer(f"weights {answered} in place of {self.version}")
+            raise WrongAnswer(f"weights {answered} instead of {self.version}")
         return versions
 
     async def _entropy_of(self, server: Server, name: str, count: int) -> list[float] | None:
-        """The entropies of a finished response of `count` tokens.
+        """Return the entropies of a finished response of `count` tokens.
 
-        One call asks for all responses that finish while the previous call is under way.
+        One call asks for all responses that finish while the previous call is running.
         """
         call = server.next_entropy_call
         if call is None:
             responses: list[tuple[str, int]] = []
             result = asyncio.ensure_future(self._ask_entropies(server, responses))
-            # An error is raised for each response below. Here it is only marked as retrieved.
+            # An error is raised for each response below. This only marks it as retrieved.
             result.add_done_callback(lambda done: done.cancelled() or done.exception())
             call = EntropyCall(responses, result)
             server.next_entropy_call = call
@@ -315,12 +314,12 @@ class ServerPool:
             )
         if reply.status != 200:
             raise WrongAnswer(
-                "it gives no entropy: it needs two more options (docs/scale.md, Entropy)"
+                "it returns no entropy; it needs two more options (docs/scale.md, Entropy)"
             )
         entropies = EntropyResponse.model_validate_json(reply.body).results[0]
         if len(entropies) != len(responses):
             raise WrongAnswer(
-                f"entropies of {len(entropies)} responses in place of {len(responses)}"
+                f"entropies of {len(entropies)} responses instead of {len(responses)}"
             )
         for entropy in entropies:
             check_entropies(entropy or (), self.vocabulary)
@@ -328,12 +327,13 @@ class ServerPool:
 
 
 class SendingPool(ServerPool):
-    """The servers at `urls`, which get their weights from this run: rank 0 sends, all take part.
+    """The servers at `urls`, which get their weights from this run. Rank 0 sends, all ranks take
+    part.
 
     Args:
         transfer: how weights are sent.
-        adapters: how LoRA adapters are sent, apart from the base weights. Those are then sent once,
-            by `transfer`, unless the servers `have_base`.
+        adapters: how LoRA adapters are sent without the base weights. The base weights are then
+            sent once, by `transfer`, unless the servers `have_base`.
         started: the servers, if the run has started them; set on rank 0 only.
         options: keyword arguments of `ServerPool`.
     """
@@ -356,7 +356,7 @@ class SendingPool(ServerPool):
         self.on_expected: Callable[[int], None] = lambda version: None
         """Called with the version of weights that are about to be sent."""
         self.on_arrived: Callable[[int, dict[str, str]], None] = lambda version, faults: None
-        """Called with the version that servers have, and the faults of those that lack it."""
+        """Called with the version that servers have, and the faults of those without it."""
 
     def sync(self, weights: Any, version: int) -> None:
         """Send every parameter from rank 0 to every server, including those that failed before.
@@ -379,18 +379,18 @@ class SendingPool(ServerPool):
 
         faults = self._ranks.broadcast_from_rank0(lambda: faults)
         for url, fault in faults.items():
-            if self.version < 0:  # nothing has been sampled yet: a mistake in the settings
+            if self.version < 0:  # nothing was sampled yet, so the settings are wrong
                 raise UserError(
-                    f"engine.urls: {url}: {fault}; docs/scale.md says how a server is started"
+                    f"engine.urls: {url}: {fault}; docs/scale.md says how to start a server"
                 )
             if self._ranks.first:
-                to_stderr(f"{url} has not taken the weights of update {version}: {fault}")
+                to_stderr(f"{url} did not take the weights of update {version}: {fault}")
         self.arrive(version, faults)
 
     def _send(
         self, transfer: Transfer, weights: Any, version: int, faults: dict[str, str]
     ) -> dict[str, str]:
-        """Send to the servers without `faults`. Returns what went wrong, by URL, on rank 0."""
+        """Send to the servers not in `faults`. Returns what went wrong, by URL, on rank 0."""
         if self._ranks.first:
             urls = [server.url for server in self.servers if server.url not in faults]
             return transfer.send(weights, urls, version)
@@ -414,7 +414,7 @@ class SendingPool(ServerPool):
 
 
 def open_pool(parts: EngineParts) -> SendingPool:
-    """The servers of engine.urls, or those that rank 0 has started, once they answer.
+    """Open the servers of engine.urls, or those that rank 0 has started, and wait for them.
 
     A call of all ranks. Raises UserError for a server that does not come up.
     """
@@ -456,7 +456,7 @@ def open_pool(parts: EngineParts) -> SendingPool:
 def _make_transfer(
     config: Config, settings: ServerConfig, urls: Sequence[str], device: torch.device
 ) -> Transfer:
-    """How the base weights, or all weights, are sent."""
+    """Return how the base weights, or all weights, are sent."""
     dtype = DTYPES[config.model.dtype]
     if settings.transfer == "files" or (settings.transfer == "auto" and device.type != "cuda"):
         return FileTransfer(dtype, settings.timeout_s, settings.weights_dir)

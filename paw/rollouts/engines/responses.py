@@ -1,4 +1,4 @@
-"""Responses of vLLM's servers: largest size, format, and which numbers are possible. No torch."""
+"""Limits on responses of vLLM's servers: size, format and possible numbers. No torch."""
 
 import math
 import re
@@ -17,15 +17,15 @@ TOKEN_BYTES = 1 << 10
 LINE_BYTES = 1 << 12
 """Most bytes of each token that comes in a line of its own; vLLM takes some 400."""
 ROUNDING = 1e-3
-"""Largest log-probability, and largest share by which an entropy exceeds that of equal
-probabilities."""
+"""Largest allowed log-probability. Also the largest share by which an entropy may exceed that of
+equal probabilities."""
 MIN_LOGP = -1000.0
-"""Least log-probability: no token below -104 is drawn in float32.
+"""Smallest allowed log-probability: no token below -104 is drawn in float32.
 
-vLLM writes -9999 for one that it does not know, or that is not a number.
+vLLM writes -9999 for a log-probability that it does not know or that is not a number.
 """
 MAX_SPANS = 4
-"""Most versions that are named in a fault's line."""
+"""Most versions named in the message about a fault."""
 VERSION = re.compile(r"[0-9]{1,18}")
 
 
@@ -39,7 +39,7 @@ class TokenLogprob(Strict):
 
 
 class VersionSpan(Strict):
-    """Tokens from `start` to before `end` were sampled from one version of the weights."""
+    """Tokens from `start` up to, but excluding, `end`, sampled from one weight version."""
 
     version: str
     start: int
@@ -77,12 +77,12 @@ class EntropyResponse(Strict):
 
 
 def most_bytes(tokens: int, *, lines: bool = False) -> int:
-    """Most bytes of a response of `tokens` tokens; with `lines`, each comes in its own line."""
+    """Return the most bytes that `tokens` tokens take; with `lines`, each is on its own line."""
     return BASE_BYTES + tokens * (LINE_BYTES if lines else TOKEN_BYTES)
 
 
 def check_tokens(choice: Choice, vocabulary: int) -> None:
-    """Raises WrongAnswer for tokens that the model does not have, and for impossible log-probs."""
+    """Raise WrongAnswer for tokens that the model does not have, and for impossible log-probs."""
     for token_id in choice.token_ids:
         if not 0 <= token_id < vocabulary:
             raise WrongAnswer(f"token {short_repr(token_id)} of a vocabulary of {vocabulary}")
@@ -93,21 +93,21 @@ def check_tokens(choice: Choice, vocabulary: int) -> None:
             )
         if token.logprob < MIN_LOGP:
             raise WrongAnswer(
-                f"a log-probability of {token.logprob:g}, with which no token is drawn"
+                f"a log-probability of {token.logprob:g}, too low for any token to be drawn"
             )
 
 
 def check_entropies(entropies: Sequence[float], vocabulary: int) -> None:
-    """Raises WrongAnswer for an entropy that no distribution over the vocabulary has."""
+    """Raise WrongAnswer for an entropy that no distribution over the vocabulary can have."""
     highest = math.log(vocabulary)
     slack = ROUNDING * max(1.0, highest)
     for entropy in entropies:
         if not -slack <= entropy <= highest + slack:
-            raise WrongAnswer(f"an entropy of {entropy:g}: it is between 0 and {highest:.3g}")
+            raise WrongAnswer(f"an entropy of {entropy:g}; it must be between 0 and {highest:.3g}")
 
 
 def token_versions(spans: Sequence[VersionSpan], count: int) -> list[int]:
-    """The version of the weights of each of `count` tokens.
+    """Return the weight version of each of `count` tokens.
 
     Raises WrongAnswer if the spans do not cover the tokens in order.
 
@@ -132,4 +132,4 @@ def _no_versions(spans: Sequence[VersionSpan], count: int) -> WrongAnswer:
         version = clean(span.version, 20)
         parts.append(f"{version} of tokens {short_repr(span.start)} to {short_repr(span.end)}")
     described = ", ".join(parts) or "without a version"
-    return WrongAnswer(f"no version of the weights for each of {count} tokens: {described}")
+    return WrongAnswer(f"not one weight version for each of {count} tokens: {described}")

@@ -1,7 +1,7 @@
-"""vLLM's server, each of whose processes ends with the one that started it, kill -9 included.
+"""vLLM's server. Each of its processes ends with the one that started it, even after kill -9.
 
-vLLM's engine does not notice that its API server is gone. It is started by spawn, which imports
-this module again.
+vLLM's engine does not notice that its API server is gone. The engine is started by spawn, which
+imports this module again.
 """
 
 import ctypes

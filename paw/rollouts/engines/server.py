@@ -1,7 +1,7 @@
-"""The engine that samples on servers of vLLM: those of engine.urls, or some that the run starts.
+"""The engine that samples on vLLM servers: those of engine.urls, or some that the run starts.
 
-Requests go to a pool of servers (`paw.rollouts.engines.pool`), finished ones come back through a
-queue. Loads no torch when it is imported.
+Requests go to a pool of servers (`paw.rollouts.engines.pool`). Finished ones come back through a
+queue. Importing this module loads no torch.
 """
 
 import queue
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from paw.rollouts.engines.pool import ServerPool
 
 STEP_S = 0.02
-"""Seconds that `step` waits for a response, before agents and environments have their turn."""
+"""Seconds that `step` waits for a response before agents and environments may run."""
 MOST_POWERS = 7
-"""Powers of two tried as the number of a server's cards: up to 64."""
+"""Powers of two tried as the number of a server's cards."""
 
 
 class ServerEngine(Engine):
@@ -74,8 +74,8 @@ class ServerEngine(Engine):
     def plan(cls, run: PlannedRun) -> EnginePlan:
         settings = cast(ServerConfig, run.config.engine)
         least_cards = cls._least_cards(run)
-        # The size of the servers at engine.urls is not known: the fewest cards that hold the model
-        # are assumed.
+        # The size of the servers at engine.urls is not known. This assumes the fewest cards that
+        # hold the model.
         cards = settings.tensor_parallel if settings.servers else max(1, least_cards)
         sends_adapters = vllm_plan.sends_adapters(run)
         return EnginePlan(
@@ -100,7 +100,7 @@ class ServerEngine(Engine):
     def _cache_tokens(cls, run: PlannedRun, cards: int) -> float:
         """Tokens in a server's KV cache.
 
-        Each card has its share of the heads, at least one (vLLM repeats them).
+        Each card has its share of the heads, but at least one (vLLM repeats them).
         """
         _, cache = cls._card_bytes(run, cards)
         return cache / run.kv_bytes * min(cards, run.kv_heads)
@@ -135,7 +135,7 @@ class ServerEngine(Engine):
         self.pool.submit(request, self._completions.put)
 
     def step(self) -> list[Completion]:
-        """The requests that have finished; waits a moment for the first."""
+        """Return the requests that have finished. Waits a moment for the first."""
         completions: list[Completion] = []
         with suppress(queue.Empty):
             completions.append(self._completions.get(timeout=STEP_S))
@@ -144,7 +144,7 @@ class ServerEngine(Engine):
         return [done for done in completions if self.requests.pop(done.key, None)]
 
     def sync(self, parameters: Any, version: int) -> None:
-        """Requests may be pending: what follows in them is sampled from the new weights."""
+        """Send the weights. Pending requests continue with the new weights."""
         self.pool.sync(parameters, version)
 
     def exclude(self, servers: Collection[str]) -> bool:
@@ -154,7 +154,7 @@ class ServerEngine(Engine):
         return bool(others)
 
     def sleep(self) -> None:
-        """Do nothing: the servers have devices of their own."""
+        """Do nothing, because the servers have their own devices."""
 
     def close(self) -> None:
         super().close()

@@ -1,7 +1,8 @@
-"""vLLM servers that a run starts on its own machine: restarted once, and ended with the run.
+"""vLLM servers that a run starts on its own machine, restarts once and ends with the run.
 
-Each is a child of a small process (watch.py) that holds the other end of a pipe to the trainer.
-Once the trainer is gone, even by kill -9, that process ends the server's whole process group.
+Each server is a child of a small process (watch.py) that holds the other end of a pipe to the
+trainer. When the trainer is gone, even by kill -9, that process ends the server's whole process
+group.
 """
 
 import os
@@ -27,13 +28,13 @@ from paw.rollouts.engines.vllm_library import DEFAULTS, engine_options, wants_en
 from paw.rollouts.engines.watch import GOODBYE, GRACE_S, WEIGHTS_DIR
 
 HEALTH_S = 2.0
-"""Seconds for a server to answer whether it is up."""
+"""Seconds for a server to say whether it is up."""
 START_S = 1800.0
-"""Seconds for a server to come up: large models take long to load, and to compile."""
+"""Seconds for a server to come up. Large models take long to load and compile."""
 POLL_S = 0.5
 """Seconds between two checks of servers that are coming up."""
 LAST_LINES = 4
-"""Lines of a log that are quoted, beginning with its last error."""
+"""Number of log lines quoted, beginning with the last error."""
 VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -50,7 +51,7 @@ NOT_INHERITED = (
     "MASTER_PORT",
     "VLLM_ENABLE_V1_MULTIPROCESSING",
 )
-"""Variables of a rank that a server must not have."""
+"""Variables of a rank that must not be passed to a server."""
 
 
 def vllm_command(
@@ -65,7 +66,7 @@ def vllm_command(
     entropy: bool = False,
     lora: LoraConfig | None = None,
 ) -> list[str]:
-    """The command that serves `model`, a folder or Hugging Face name, without the port."""
+    """Return the command that serves `model` (a folder or Hugging Face name), without the port."""
     options = engine_options(max_model_len, dtype=dtype, on_cpu=on_cpu, entropy=entropy, lora=lora)
     options |= {
         "model": model,
@@ -89,7 +90,7 @@ def vllm_command(
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    """An option as words of the command line."""
+    """Return an option as words of the command line."""
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     values = value if isinstance(value, list) else [value]
@@ -112,8 +113,8 @@ def start_servers(
     limits = config.rollout
     if ranks.on_host != ranks.world_size:
         raise UserError(
-            "engine.servers: a run on several machines does not start servers;"
-            " start them, set engine.urls"
+            "engine.servers: a run on several machines cannot start servers;"
+            " start them yourself and set engine.urls"
         )
     on_gpus = device.type == "cuda"
     command = vllm_command(
@@ -136,7 +137,7 @@ def start_servers(
 
 
 def _divide_gpus(servers: int, tensor_parallel: int, ranks: int) -> list[list[str]]:
-    """The GPUs of each server, as CUDA_VISIBLE_DEVICES names them: those after the ranks' own.
+    """Return the GPUs of each server, as in CUDA_VISIBLE_DEVICES. They follow the ranks' own.
 
     Raises UserError if there are too few.
     """
@@ -153,13 +154,13 @@ def _divide_gpus(servers: int, tensor_parallel: int, ranks: int) -> list[list[st
 
 
 class Servers:
-    """Servers that this process starts. `urls` are known at once; `wait` until they answer.
+    """Servers that this process starts. `urls` are known at once. Call `wait` before use.
 
     Args:
-        command: starts a server; the port is added to it.
+        command: starts a server. The port is appended.
         gpus: the devices of each server.
         folder: for what the servers write.
-        weights_dir: where this process leaves weights for them; None for memory.
+        weights_dir: where this process puts weights for them; None for memory.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class Servers:
         folder.mkdir(parents=True, exist_ok=True)
         self._ports = [_free_port() for _ in gpus]
         self._restarted: set[int] = set()
-        """Indices of the servers that have been started once more."""
+        """Indices of the servers that have been restarted."""
         self._running = [self._start(index) for index in range(len(gpus))]
 
     @property
@@ -187,7 +188,8 @@ class Servers:
     def wait(self) -> None:
         """Wait until every server answers.
 
-        Raises UserError for one that ends, with the last lines of its log, or that takes too long.
+        Raises UserError for a server that ends, with the last lines of its log, and for one that
+        takes too long.
         """
         client = BlockingHttpClient("engine.servers", timeout_s=HEALTH_S)
         try:
@@ -205,32 +207,29 @@ class Servers:
             if time.monotonic() - started_at > START_S:
                 index = waiting[0]
                 raise UserError(
-                    f"vLLM server {index} does not answer after {START_S:g} s: {self._log(index)}"
+                    f"vLLM server {index} did not answer within {START_S:g} s: {self._log(index)}"
                 )
             time.sleep(POLL_S)
 
     def _answers(self, client: BlockingHttpClient, index: int) -> bool:
         """Whether a server is up. Raises UserError if it has ended."""
         if self._running[index].poll() is not None:
-            raise UserError(
-                f"vLLM server {index} ended while it started: {self._last_words(index)}"
-            )
-        with suppress(Exception):  # nobody listens yet, or something else does
+            raise UserError(f"vLLM server {index} ended during startup: {self._last_words(index)}")
+        with suppress(Exception):  # nothing listens yet, or something else does
             return client.ask("GET", f"{self.urls[index]}/health").status == 200
         return False
 
     def revive(self) -> list[str]:
         """Restart servers that have ended, each at most once in a run.
 
-        Does not wait: the next weights go to those that answer by then. Returns a line about each.
+        Does not wait. The next weights go to those that answer by then. Returns a line for each.
         """
         lines = []
         for index, process in enumerate(self._running):
             if process.poll() is not None and index not in self._restarted:
                 self._restarted.add(index)
                 lines.append(
-                    f"vLLM server {index} has ended ({self._last_words(index)}):"
-                    " starting it once more"
+                    f"vLLM server {index} has ended ({self._last_words(index)}): restarting it"
                 )
                 self._running[index] = self._start(index)
         return lines
@@ -252,7 +251,7 @@ class Servers:
         variables = DEFAULTS | {"VLLM_LOGGING_LEVEL": "WARNING"} | inherited | VARIABLES
         if self._gpus[index]:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[index])
-        else:  # the engine runs in the server's own process: one process fewer imports vLLM
+        else:  # the engine runs in the server's process, so one process fewer imports vLLM
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         watch = [sys.executable, "-m", "paw.rollouts.engines.watch"]
         if self._weights_dir:
@@ -267,7 +266,7 @@ class Servers:
         return self._folder / f"server-{index}.log"
 
     def _last_words(self, index: int) -> str:
-        """What killed a server, or its last error, and where its log is."""
+        """Say what killed a server, or its last error, and where its log is."""
         log = self._log(index)
         code = self._running[index].returncode or 0
         if code > 128:

@@ -1,4 +1,4 @@
-"""The keys of the built-in engines: what each adds to the section [engine]. No torch."""
+"""The keys that each built-in engine adds to the section [engine]. No torch."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,14 +13,14 @@ STARTED = Only("engine.servers")
 
 class TransformersConfig(EngineConfig):
     max_batch_tokens: Count = 65536
-    """Padded prompt tokens of one forward pass."""
+    """Most padded prompt tokens in one forward pass."""
 
 
 class VllmConfig(EngineConfig):
     gpu_memory_utilization: Rate = 0.5
-    """Share of the device's memory for vLLM's weights and KV cache, beside the trainer."""
+    """Share of the device's memory that vLLM uses for weights and KV cache, beside the trainer."""
     sleep_level: Literal[1, 2] = 2
-    """What vLLM does with its weights while the trainer works: 2 drops them (every update sends new
+    """What vLLM does with its weights while the trainer works. 2 drops them (every update sends new
     ones), 1 keeps them in host memory."""
 
 
@@ -30,18 +30,18 @@ class ServerConfig(EngineConfig):
     urls: list[Url] = []
     """Servers that already run this model, for this run alone: one URL or a list."""
     servers: Natural = 0
-    """Servers to start on this machine in place of `urls`. They end with the run."""
+    """Number of servers to start on this machine instead of using `urls`. They end with the run."""
     tensor_parallel: Annotated[Count, STARTED] = 1
-    """GPUs of each server. `paw train --gpus N` leaves servers * tensor_parallel of the N to
+    """GPUs per server. `paw train --gpus N` reserves servers * tensor_parallel of the N for
     them."""
     transfer: Literal["auto", "nccl", "files"] = "auto"
-    """How weights reach the servers: nccl sends them between GPUs, files through a folder that both
-    see. auto is nccl on a GPU, else files."""
+    """How weights reach the servers. nccl sends them between GPUs, files uses a folder that both
+    sides see. auto is nccl on a GPU, else files."""
     weights_dir: Path | None = None
-    """The folder for transfer by files; unset, it is in memory, for servers on this machine."""
+    """The folder for transfer by files. If unset, it is in memory, for servers on this machine."""
     timeout_s: Seconds = 600.0
-    """Seconds that a server may take for a response, or to load new weights, before it is left
-    out."""
+    """Seconds that a server may take for a response, or to load new weights, before it gets no more
+    requests."""
 
     _one_or_more = field_validator("urls", mode="before")(listed)
 

@@ -1,8 +1,8 @@
-"""Weights on their way to rollout servers: by NCCL between GPUs, or as files that both sides see.
+"""Sends weights to rollout servers, by NCCL between GPUs, or as files that both sides see.
 
-Both use interfaces of vLLM 0.32 (VLLM_SERVER_DEV_MODE=1): its weight transfer engine, or
-`reload_weights`. If a server fails, `send` goes on with the others, and returns which ones failed.
-What a server answers is bounded in time and size, and checked.
+Both ways use interfaces of vLLM 0.32 (VLLM_SERVER_DEV_MODE=1): its weight transfer engine, or
+`reload_weights`. If a server fails, `send` goes on with the others and returns which ones failed.
+Every answer of a server is checked, and bounded in time and size.
 """
 
 import importlib
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from paw.model.weights import Weights
 
 SHARD_BYTES = 2 << 30
-"""Bytes of a file: rank 0 holds one in memory."""
+"""Bytes per file. Rank 0 holds one file in memory."""
 QUICK_S = 60.0
-"""Seconds for calls that give a server no work. The other servers are paused meanwhile."""
+"""Seconds for calls that need no work from a server. The other servers wait meanwhile."""
 ANSWER_BYTES = 1 << 20
-"""Most bytes of an answer, which says little more than that the server is done."""
+"""Most bytes of an answer. It says little more than that the server is done."""
 MAX_GPUS = 4096
-"""Most GPUs of a server, which has a worker on each."""
+"""Most GPUs of a server. It has a worker on each."""
 MAX_ADAPTERS = 64
-"""Most adapters of a worker: servers are started for one."""
+"""Most adapters of a worker. Servers are started for one."""
 
 
 class Done(Strict):
@@ -85,9 +85,9 @@ class Transfer(ABC):
     def send(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
         """Load the weights into every server, which then answers with this version.
 
-        Makes one whole pass over `weights`, whatever fails. Running requests go on with the new
-        weights: what they computed before is computed again, so that each token's log-prob is that
-        of one version. Returns what went wrong, by URL.
+        Goes through all of `weights` once, whatever fails. Running requests continue with the new
+        weights: earlier tokens are computed again, so each token's log-prob comes from one version.
+        Returns what went wrong, by URL.
         """
         self._prepare(weights, version)
         faults = self.each(urls, lambda url: self.post(url, "pause?mode=keep", quick=True))
@@ -95,20 +95,20 @@ class Transfer(ABC):
         return faults | self._load(weights, paused, version)
 
     def _prepare(self, weights: "Weights", version: int) -> None:  # noqa: B027
-        """Do what can be done while the servers are sampling."""
+        """Do everything that can be done while the servers are sampling."""
 
     @abstractmethod
     def _load(self, weights: "Weights", urls: Sequence[str], version: int) -> dict[str, str]:
-        """Load the weights into servers that are paused, and `_resume` each.
+        """Load the weights into the paused servers, and `_resume` each.
 
         Returns what went wrong, by URL.
         """
 
     def _resume(self, url: str, version: int) -> None:
-        """Have a server that has loaded the weights go on, under their version."""
+        """Resume a server that has loaded the weights, under their version."""
         answer = self.post(url, "reset_prefix_cache?reset_running_requests=true", quick=True)
         if not _parse(Done, answer, "reset_prefix_cache").success:
-            raise RuntimeError("it keeps its prefix cache, which is of other weights")
+            raise RuntimeError("it keeps its prefix cache, which belongs to other weights")
         self.post(url, "update_weight_version", {"new_version": str(version)}, quick=True)
         self.post(url, "resume", quick=True)
 
@@ -125,7 +125,7 @@ class Transfer(ABC):
         *,
         quick: bool = False,
     ) -> HttpAnswer:
-        """What the server answers, whatever the status. `quick` calls give it no work."""
+        """Return the server's answer, whatever the status. `quick` calls need no work from it."""
         return self._client.ask(
             method,
             f"{url}/{path}",
@@ -137,7 +137,7 @@ class Transfer(ABC):
     def post(
         self, url: str, path: str, body: dict[str, Any] | None = None, *, quick: bool = False
     ) -> Any:
-        """The JSON that the server answers. Raises RuntimeError for any status but 200."""
+        """Return the server's JSON. Raises RuntimeError for any status but 200."""
         answer = self.ask("POST", url, path, body, quick=quick)
         if answer.status == 404:
             raise RuntimeError(
@@ -148,7 +148,7 @@ class Transfer(ABC):
         return json.loads(answer.body) if answer.body else None
 
     def each(self, urls: Iterable[str], call: Callable[[str], object]) -> dict[str, str]:
-        """Call `call(url)` for all servers at once. Returns what it raised, by URL."""
+        """Call `call(url)` for all servers in parallel. Returns what it raised, by URL."""
         calls = {url: self._threads.submit(call, url) for url in urls}
         faults = {}
         for url, future in calls.items():
@@ -159,7 +159,7 @@ class Transfer(ABC):
 
 
 class FileTransfer(Transfer):
-    """Sends safetensors files in a folder under `folder`, which the servers must see too.
+    """Sends safetensors files through a folder under `folder`, which the servers must see too.
 
     By default the folder is in memory (/dev/shm).
     """
@@ -177,7 +177,7 @@ class FileTransfer(Transfer):
             cast_weights = ((name, tensor.to(self.dtype)) for name, tensor in weights)
             for number, part in enumerate(in_parts(cast_weights, SHARD_BYTES)):
                 if "lm_head.weight" in part:
-                    # A tied head shares the embedding's memory, which the format refuses.
+                    # The format refuses a tied head, which shares the embedding's memory.
                     part["lm_head.weight"] = part["lm_head.weight"].clone()
                 save_file(part, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
 
@@ -199,11 +199,11 @@ class FileTransfer(Transfer):
 
 
 class AdapterTransfer(FileTransfer):
-    """Sends LoRA adapters to servers that have the base weights, by vLLM 0.32's own LoRA support.
+    """Sends LoRA adapters to servers that have the base weights, using vLLM 0.32's LoRA support.
 
-    They travel as a folder in peft's format. The adapters of each version replace the last ones, in
-    running requests too. vLLM knows them by the name `model`, under which it answers, and reads
-    them when they are first needed.
+    They travel as a folder in peft's format. Each version's adapters replace the previous ones, in
+    running requests too. vLLM knows the adapters by the name `model`, under which it answers, and
+    reads them when they are first needed.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class AdapterTransfer(FileTransfer):
         write_adapters(self._folder, weights, self.dtype, self._lora, "new")
 
     def _load(self, weights: Any, urls: Sequence[str], version: int) -> dict[str, str]:
-        # Replaced here, while nobody samples.
+        # They are replaced here, because nothing is being sampled.
         (self._folder / "new").replace(self._folder / "adapter_model.safetensors")
 
         def load(url: str) -> None:
@@ -227,7 +227,7 @@ class AdapterTransfer(FileTransfer):
         return self.each(urls, load)
 
     def _load_adapters(self, url: str) -> None:
-        """Have a server read the adapters, for the first time or again."""
+        """Make a server read the adapters, for the first time or again."""
         body = {"lora_name": self.model, "lora_path": str(self._folder)}
         answer = self.ask("POST", url, "v1/load_lora_adapter", body)
         if answer.status == 200:
@@ -240,21 +240,21 @@ class AdapterTransfer(FileTransfer):
                 f" and {options}, or use --lora.send merged"
                 f" (status {answer.status}: {clean(answer.text, 200)})"
             )
-        # The server has the adapters of the version before. Once they are dropped by their number,
-        # it reads the folder again when they are next needed. vLLM's own ways do not work here:
-        # with load_inplace it reads the files at every step, and running requests do not know a
-        # new name.
+        # The server has the previous version's adapters. Once they are dropped by their number, it
+        # reads the folder again when they are next needed. vLLM's own ways do not work here. With
+        # load_inplace it reads the files at every step, and running requests do not know a new
+        # name.
         answer = self.post(url, "collective_rpc", {"method": "list_loras"})
         for number in _parse(AdapterNumbers, answer, "collective_rpc").results[0]:
             self.post(url, "collective_rpc", {"method": "remove_lora", "args": [number]})
 
 
 class NcclTransfer(Transfer):
-    """vLLM's own NCCL broadcast: rank 0's GPU and those of all servers are one group.
+    """vLLM's own NCCL broadcast. Rank 0's GPU and those of all servers form one group.
 
-    The group is made again if the servers that can be reached are not the same as before: one that
-    restarted is not in it. Servers need --weight-transfer-config '{"backend": "nccl"}'. One that
-    dies while weights are on their way holds up the run.
+    The group is made again if the reachable servers have changed, because a server that restarted
+    is not in it. Servers need --weight-transfer-config '{"backend": "nccl"}'. A server that dies
+    while weights are on their way holds up the run.
     """
 
     def __init__(self, dtype: torch.dtype, timeout_s: float, address: str) -> None:
@@ -299,7 +299,7 @@ class NcclTransfer(Transfer):
         return _parse(WorldSize, json.loads(answer.body), "get_world_size").world_size
 
     def _join(self, sizes: dict[str, int]) -> None:
-        """Make the group of rank 0 and these servers. `sizes`: GPUs of each, by URL."""
+        """Make the group of rank 0 and these servers. `sizes` has the GPU count of each, by URL."""
         import_vllm("engine.transfer = 'nccl'")
         nccl: Any = importlib.import_module("vllm.distributed.weight_transfer.nccl_engine")
         if self._engine:
@@ -322,7 +322,7 @@ class NcclTransfer(Transfer):
 
 
 def _parse(kind: type[M], answer: Any, path: str) -> M:
-    """A server's JSON as a `kind`. Raises RuntimeError if it has another format."""
+    """Parse a server's JSON as a `kind`. Raises RuntimeError if it has another format."""
     try:
         return kind.model_validate(answer)
     except ValidationError as error:
@@ -332,7 +332,7 @@ def _parse(kind: type[M], answer: Any, path: str) -> M:
 class _Servers:
     """vLLM's VLLMWeightSyncClient for several servers.
 
-    `sizes`: GPUs of each server, by URL; each GPU has a rank in the group.
+    `sizes` has the GPU count of each server, by URL. Each GPU has a rank in the group.
     """
 
     def __init__(self, transfer: Transfer, sizes: dict[str, int]) -> None:
@@ -366,7 +366,7 @@ class _Servers:
 
 
 class _Source:
-    """vLLM's WeightSource for one pass over the weights, in the dtype in which they travel."""
+    """vLLM's WeightSource for one pass over the weights, in the dtype used for transfer."""
 
     def __init__(self, weights: Any, dtype: torch.dtype) -> None:
         self._weights = weights
@@ -384,7 +384,7 @@ class _Source:
             yield name, tensor.detach().to(self._dtype)
 
     def finish(self) -> None:
-        """Go through the remaining weights: gathering them takes all ranks."""
+        """Go through the remaining weights, since gathering them takes all ranks."""
         remaining = iter(self._weights) if self._pass is None else self._pass
         for _ in remaining:
             pass

@@ -1,7 +1,7 @@
-"""The engine that samples with the trainer's own weights: nothing to install, nothing to send.
+"""The engine that samples with the trainer's own weights. It installs nothing and sends nothing.
 
-`step` answers everything queued, see `paw.rollouts.engines.generation`. Loads no torch when it is
-imported.
+`step` answers everything queued, see `paw.rollouts.engines.generation`. Importing this module loads
+no torch.
 """
 
 import copy
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class TransformersEngine(Engine):
     """Samples from `model`, a Hugging Face causal LM.
 
-    It is the trainer's, or with `own_weights` a copy that `sync` fills; the engine of a run has a
-    copy if several GPUs shard the trainer's. The other arguments are those of `Generator`, which
-    says which models it refuses.
+    It is the trainer's model, or with `own_weights` a copy that `sync` fills. A run's engine has a
+    copy if several GPUs shard the trainer's model. The other arguments are those of `Generator`,
+    which says which models it refuses.
     """
 
     Config = TransformersConfig
@@ -33,7 +33,7 @@ class TransformersEngine(Engine):
 
     @classmethod
     def make(cls, parts: EngineParts) -> Self:
-        """The engine of a run, on the policy's weights or a copy of them, and a check of it."""
+        """Make and check a run's engine, on the policy's weights or a copy of them."""
         from paw.model.precision import parameters_as  # loads torch
         from paw.rollouts.engines.generation import check_sampling
 
@@ -72,7 +72,7 @@ class TransformersEngine(Engine):
             engines=run.ranks,
             weights=weights,
             cache=cache,
-            asleep=weights if run.ranks > 1 else 0,  # with one GPU the copies are freed after play
+            asleep=weights if run.ranks > 1 else 0,  # on one GPU the copies are freed after play
             cache_tokens=cache / run.kv_bytes,
         )
 

@@ -1,20 +1,20 @@
 """vLLM in this process: continuous batching, prefix caching, weights streamed in after updates.
 
-Loads neither torch nor vLLM when it is imported. Written for vLLM 0.32; what depends on its
-internals is in this file. What is not obvious:
-- `add_request` returns an internal id, outputs carry ours. It silently accepts duplicate ids and
-  clips prompts beyond the limit: `submit` refuses both.
-- The default output kind is cumulative, with a list that vLLM goes on to change. Seeds with chunked
+Importing this module loads neither torch nor vLLM. It is written for vLLM 0.32, and everything that
+depends on vLLM's internals is in this file. Some facts are not obvious:
+- `add_request` returns an internal id, but outputs carry ours. It silently accepts duplicate ids
+  and clips prompts beyond the limit. `submit` refuses both.
+- The default output kind is cumulative, with a list that vLLM keeps changing. Seeds with chunked
   prefill crash the CPU engine.
-- Raw log-probs ignore the temperature (2.2 nats off at 0.4), so they are `processed_logprobs`.
-  top-p and top-k would renormalise them away from the policy: they are never set, and
+- Raw log-probs ignore the temperature (2.2 nats off at 0.4), so we use `processed_logprobs`. top-p
+  and top-k would renormalise them away from the policy, so they are never set, and
   generation_config.json is not read.
 - Construction reseeds every global random generator and, on a CPU, replaces `torch.set_num_threads`
-  by a function that does nothing: both are put back. On a GPU it would set torch to one thread,
-  unless OMP_NUM_THREADS is set, and the guards of Dynamo's compiled graphs would then expect one
+  with a function that does nothing. Both are restored. On a GPU, construction sets torch to one
+  thread unless OMP_NUM_THREADS is set, and the guards of Dynamo's compiled graphs then expect one
   thread. So the variable has the trainer's number during construction.
-- What the attention kernels cannot do (head sizes on a CPU) shows only at the first token, so
-  construction samples one.
+- If the attention kernels cannot handle a model (head sizes on a CPU), this shows only at the first
+  token. So construction samples one.
 """
 
 import os
@@ -51,21 +51,21 @@ if TYPE_CHECKING:
 
 
 class EngineDiedError(UserError):
-    """vLLM has died, and cannot answer anything any more."""
+    """vLLM has died and can answer nothing any more."""
 
     exit_code = 1
 
 
 class VllmEngine(Engine):
-    """One vLLM engine; under torchrun one in each rank.
+    """One vLLM engine. Under torchrun there is one in each rank.
 
     Args:
         model_dir: only the architecture (config.json) is read; weights are random until the first
             `sync`.
         max_model_len: tokens of the longest prompt and response together.
         entropy: whether completions have it.
-        lora: adapters that `sync` takes apart from the base weights, which it takes only if vLLM
-            does not have them.
+        lora: adapters that `sync` takes without the base weights. It takes those only if vLLM does
+            not have them.
 
     Raises UserError if vLLM is missing or cannot serve the model.
     """
@@ -134,10 +134,10 @@ class VllmEngine(Engine):
         self._end_ids = sorted(end_ids)
         self._asleep = False
         self._has_base = False
-        """Whether vLLM has the base weights, so that `sync` needs to load adapters only."""
+        """Whether vLLM has the base weights, so `sync` needs to load only adapters."""
         self._lora = lora
         self._adapters: Any = None
-        """vLLM's request for the newest adapters."""
+        """vLLM's request object for the newest adapters."""
         options = engine_options(
             max_model_len, dtype=dtype, on_cpu=self._on_cpu, entropy=entropy, lora=lora
         )
@@ -161,7 +161,7 @@ class VllmEngine(Engine):
             self._take_entropy = take
 
     def _start(self, model_dir: str, options: dict[str, Any]) -> Any:
-        """vLLM's engine, after it has sampled one token."""
+        """Return vLLM's engine, after it has sampled one token."""
         from paw.distributed.ranks import out_of_memory  # loads torch
 
         try:
@@ -175,7 +175,7 @@ class VllmEngine(Engine):
         except (ValueError, RuntimeError, OSError) as error:
             if out_of_memory(error):
                 raise
-            # One line of what may be a page.
+            # Keep one line of what may be a page.
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise UserError(
                 f"vLLM cannot serve model.path = '{model_dir}' with {options['max_model_len']}"
@@ -199,7 +199,7 @@ class VllmEngine(Engine):
         self._llm.llm_engine.add_request(key, prompt, parameters, lora_request=self._adapters)
 
     def step(self) -> list[Completion]:
-        """One token for every running request; the requests that finished with it."""
+        """Sample one token for every running request. Returns the requests that finished."""
         if not self.requests:
             return []
         with _naming("sampling"):
@@ -218,7 +218,7 @@ class VllmEngine(Engine):
             del self.requests[key]
             completions.append(self._completion(key, response, output.num_cached_tokens or 0))
         if stopped_early:
-            # By our names, not the engine's own: it ignores those.
+            # Use our names, because the engine ignores its own.
             self._llm.llm_engine.abort_request(stopped_early)
         return completions
 
@@ -233,7 +233,7 @@ class VllmEngine(Engine):
         return Completion(key, token_ids, logp, entropy, cached_tokens=cached_tokens)
 
     def sync(self, parameters: Any, version: int) -> None:
-        """Load every parameter in place, and drop cached prompts, which belong to old weights."""
+        """Load every parameter in place. Drops cached prompts, which belong to old weights."""
         import torch
 
         super().sync(parameters, version)
@@ -278,11 +278,11 @@ class VllmEngine(Engine):
             write_adapters(Path(folder), adapters, dtype, lora, "adapter_model.safetensors")
             request = make_request("paw", 1, folder, load_inplace=True)
             self._llm.llm_engine.add_lora(request)
-        # Requests name another one: with load_inplace vLLM would read the files at every step.
+        # Requests name another one. With load_inplace, vLLM would read the files at every step.
         self._adapters = make_request("paw", 1, "loaded")
 
     def close(self) -> None:
-        """Shut down. Comes before `destroy_process_group`, since vLLM destroys its own groups."""
+        """Shut down. Call before `destroy_process_group`, since vLLM destroys its own groups."""
         if self._llm is None:
             return
         with suppress(Exception):  # it may have died
@@ -304,9 +304,9 @@ def _repack_experts(model: Any) -> None:
 
 @contextmanager
 def _naming(action: str) -> Iterator[None]:
-    """Raise whatever vLLM dies of as an EngineDiedError of one line.
+    """Turn whatever error vLLM dies of into an EngineDiedError of one line.
 
-    Out-of-memory errors and the end of another rank are raised as they are.
+    Out-of-memory errors and the end of another rank are raised unchanged.
     """
     from paw.distributed.ranks import lost_peer, out_of_memory  # loads torch
 
@@ -324,7 +324,7 @@ def _naming(action: str) -> Iterator[None]:
 
 @contextmanager
 def _global_state_kept() -> Iterator[None]:
-    """Put back what construction changes: random generators and torch's number of threads."""
+    """Restore what construction changes: random generators and torch's number of threads."""
     import numpy as np
     import torch
 

@@ -1,6 +1,6 @@
-"""vLLM as this project uses it, in this process and as a server: variables, options, adapters.
+"""How this project uses vLLM, in this process and as a server: variables, options, adapters.
 
-Written for vLLM 0.32. Loads neither torch nor vLLM when it is imported.
+Written for vLLM 0.32. Importing this module loads neither torch nor vLLM.
 """
 
 import json
@@ -39,15 +39,17 @@ WEIGHTS_DIR_HINT = " (engine.weights_dir says where)"
 
 
 def wants_entropy(config: Config) -> bool:
-    """Whether the engine's entropies save the log-prob pass: selection needs them, and nothing else
-    needs that pass."""
+    """Whether the engine's entropies make the log-prob pass unnecessary.
+
+    They do if selection needs entropies and nothing else needs that pass.
+    """
     return config.wm.enabled and config.wm.entropy == "full" and config.policy.old_logp == "engine"
 
 
 def engine_options(
     max_model_len: int, *, dtype: str, on_cpu: bool, entropy: bool, lora: LoraConfig | None
 ) -> dict[str, Any]:
-    """vLLM's arguments, for the engine in this process and for servers."""
+    """Return vLLM's arguments, for the engine in this process and for servers."""
     options: dict[str, Any] = {
         "dtype": dtype,
         "max_model_len": max_model_len,
@@ -69,7 +71,7 @@ def engine_options(
 def sampling_options(
     request: Request, end_ids: Collection[int], entropy_key: str
 ) -> dict[str, Any]:
-    """vLLM's sampling parameters.
+    """Return vLLM's sampling parameters.
 
     Entropies are kept under the name `entropy_key`, unless it is "".
     """
@@ -87,7 +89,7 @@ def sampling_options(
 
 
 def lora_options(lora: LoraConfig) -> dict[str, Any]:
-    """vLLM's arguments for the adapters of one policy.
+    """Return vLLM's arguments for the adapters of one policy.
 
     Raises UserError for a rank that vLLM does not serve.
     """
@@ -112,7 +114,7 @@ def write_adapters(
     lora: LoraConfig,
     name: str,
 ) -> None:
-    """Write adapters into a folder as peft does, the tensors into its file `name`.
+    """Write adapters into a folder as peft does, with the tensors in its file `name`.
 
     If `adapters` are sharded, this is a collective call of all ranks.
     """
@@ -131,7 +133,7 @@ def write_adapters(
 
 
 def import_vllm(key: str = "engine.type = 'vllm'") -> Any:
-    """vLLM, imported after setting the environment variables that it reads at import.
+    """Import vLLM, after setting the environment variables that it reads at import.
 
     Raises UserError if it is not installed.
     """

@@ -1,4 +1,4 @@
-"""What vLLM takes of a GPU, for the plans of the engines that use it (docs/memory.md). No torch.
+"""How much of a GPU vLLM takes, for plans of engines that use it (docs/memory.md). No torch.
 
 Constants are assumptions, unless a source is named.
 """
@@ -7,26 +7,26 @@ from paw.rollouts.engines.base import PlannedRun
 
 GIB = 2**30
 WORK = 2.0 * GIB
-"""Bytes of vLLM's share for activations and CUDA graphs; the rest holds weights and KV cache."""
+"""Bytes of vLLM's share for activations and CUDA graphs. The rest is weights and KV cache."""
 ASLEEP = 1.0 * GIB
 """Bytes that a sleeping vLLM leaves on the card."""
 STEP_S = 5e-3
-"""Least seconds of vLLM's decoding step.
+"""Shortest time of a vLLM decoding step, in seconds.
 
-4 and 5 to 6 ms between steps (vllm issues 6854, 10634).
+Two reports give 4 ms and 5 to 6 ms between steps (vllm issues 6854, 10634).
 """
 
 
 def card_bytes(run: PlannedRun, *, cards: int, share: float) -> tuple[float, float]:
-    """(weights with buffers, KV cache) in bytes on each of the `cards` of one vLLM.
+    """Return (weights with buffers, KV cache) in bytes on each of the `cards` of one vLLM.
 
-    It has a `share` of each card's memory. Tensor parallel divides all weights, the embedding too.
+    vLLM has a `share` of each card's memory. Tensor parallelism divides all weights and embeddings.
     """
     weights = run.weight_bytes / cards + WORK
     return weights, max(0.0, share * run.gpu_bytes - weights)
 
 
 def sends_adapters(run: PlannedRun) -> bool:
-    """Whether updates send LoRA adapters alone, apart from the base weights."""
+    """Whether updates send only LoRA adapters, without the base weights."""
     lora = run.config.lora
     return bool(lora.rank) and lora.send == "adapters"

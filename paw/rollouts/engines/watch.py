@@ -1,6 +1,7 @@
-"""The parent of a vLLM server: ends it, and all that it started, with the trainer. Small: no torch.
+"""The parent of a vLLM server. It ends the server, and all it started, with the trainer. No torch.
 
-If the trainer was killed (kill -9), it also removes the folders of weights that the trainer left.
+If the trainer was killed (kill -9), it also removes the folders of weights that the trainer left
+behind.
 """
 
 import os
@@ -19,16 +20,16 @@ from paw.rundir.signals import STOPS
 GRACE_S = 10.0
 """Seconds for a server to end after SIGTERM, before SIGKILL."""
 GOODBYE = b"."
-"""What the trainer writes into the pipe before it closes it, to say that it was not killed and
-removes its own folders."""
+"""What the trainer writes into the pipe before closing it. It says that the trainer was not killed
+and removes its own folders."""
 WEIGHTS_DIR = "--weights-dir="
-"""An option before the command: where the trainer leaves weights, if not in memory."""
+"""An option before the command, with the folder for the trainer's weights if not in memory."""
 LAST_S = 2.0
 """Seconds for the trainer to end after its end of the pipe was closed."""
 
 
 def main(command: Sequence[str], parent: int, weights_dir: Path | None = None) -> int:
-    """Run `command` until it ends or the pipe `parent` is closed, then end all that it started.
+    """Run `command` until it ends or the pipe `parent` closes, then end everything it started.
 
     Returns the exit code.
     """
@@ -36,7 +37,7 @@ def main(command: Sequence[str], parent: int, weights_dir: Path | None = None) -
     trainer_started = ""
     with suppress(OSError):
         trainer_started = started_at(trainer)
-    # A terminal or a launcher sends these to all processes, but the trainer first saves.
+    # A terminal or launcher sends these to all processes, but the trainer saves first.
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
     child = subprocess.Popen(
@@ -63,13 +64,13 @@ def main(command: Sequence[str], parent: int, weights_dir: Path | None = None) -
     if closed.is_set() and not goodbye.is_set():
         deadline = time.monotonic() + LAST_S
         while is_running(trainer, trainer_started) and time.monotonic() < deadline:
-            time.sleep(0.05)  # a process that ends closes its files first
+            time.sleep(0.05)  # an ending process closes its files first
         remove_abandoned([None, weights_dir])
     return code if code >= 0 else 128 - code
 
 
 def _handle_stops() -> None:
-    """Let the signals that stop a process do so again."""
+    """Restore the default action of the signals that stop a process."""
     for number in STOPS:
         signal.signal(number, signal.SIG_DFL)
 

@@ -2,11 +2,11 @@
 
     paw-weights-BOOT-NAMESPACE-PID-START-RANDOM
 
-The name says which process made the folder, so that folders of a run that was killed can be
-removed: at the start of any run, and by the watcher of the run's servers. The id of a process may
-be used again after it has ended, so the name also has the time of its start. Ids are unique within
-one boot of one machine and one namespace (containers may share /dev/shm, but number their processes
-separately). Folders of another boot, namespace or user are left alone.
+The name says which process made the folder. So the folders of a killed run can be removed, at the
+start of any run or by the watcher of the run's servers. The id of a process may be used again after
+it has ended, so the name also has its start time. Ids are unique only within one boot of one
+machine and one namespace (containers may share /dev/shm but number their processes separately).
+Folders of another boot, namespace or user are left alone.
 """
 
 import os
@@ -21,9 +21,9 @@ from pathlib import Path
 MEMORY = Path("/dev/shm")
 PREFIX = "paw-weights-"
 NAME = re.compile(rf"{PREFIX}([0-9a-f]+-[0-9]+)-([0-9]{{1,9}})-([0-9]+)-\w+")
-"""Its groups: the machine, the id of the process, when the process started."""
+"""Its groups are the machine, the id of the process, and the start time of the process."""
 STATE = 0
-"""Field of /proc/PID/stat after the command, see proc_pid_stat(5)."""
+"""Field of /proc/PID/stat, counted after the command, see proc_pid_stat(5)."""
 START = 19
 """Likewise."""
 ENDED = ("Z", "X", "x")
@@ -31,7 +31,7 @@ ENDED = ("Z", "X", "x")
 
 
 def make_weight_folder(parent: Path | None = None) -> Path:
-    """Make a folder of this process, in `parent` or in memory."""
+    """Make a folder for this process, in `parent` or in memory."""
     pid = os.getpid()
     owner = ""
     with suppress(OSError):  # without /proc no other process removes the folder
@@ -44,9 +44,9 @@ def default_parent() -> Path:
 
 
 def started_at(pid: int) -> str:
-    """When a process started, in clock ticks since the boot; "" if it has ended.
+    """Return when a process started, in clock ticks since boot; "" if it has ended.
 
-    Raises OSError if there is no such process, or its start cannot be found out.
+    Raises OSError if there is no such process, or its start time cannot be found.
     """
     text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     fields = text.rpartition(") ")[2].split()
@@ -54,7 +54,7 @@ def started_at(pid: int) -> str:
 
 
 def is_running(pid: int, started: str) -> bool:
-    """Whether the process `pid` that started then still runs; True if that cannot be found out."""
+    """Whether the process `pid` started at `started` still runs; True if that is unknown."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -68,9 +68,9 @@ def is_running(pid: int, started: str) -> bool:
 
 
 def remove_abandoned(parents: Iterable[Path | None]) -> list[str]:
-    """Remove this user's folders of processes that have ended from `parents`.
+    """Remove from `parents` this user's folders whose process has ended.
 
-    None is the default parent. Returns a line about each folder.
+    None stands for the default parent. Returns a line about each folder.
     """
     lines: list[str] = []
     try:
@@ -89,7 +89,7 @@ def remove_abandoned(parents: Iterable[Path | None]) -> list[str]:
 
 
 def _is_abandoned(name: str, machine: str) -> bool:
-    """Whether a folder of this name was made on this machine, by a process that has ended."""
+    """Whether a folder of this name was made on this machine by a process that has ended."""
     match = NAME.fullmatch(name)
     if not match or match[1] != machine:
         return False
@@ -118,9 +118,9 @@ def _size(folder: Path) -> int:
 
 
 def _machine() -> str:
-    """This boot of this machine, and the namespace of this process.
+    """Identify this boot of this machine, and the namespace of this process.
 
-    Raises OSError if that cannot be found out.
+    Raises OSError if that is unknown.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     namespace = Path("/proc/self/ns/pid").stat().st_ino

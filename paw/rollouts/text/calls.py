@@ -1,8 +1,8 @@
-"""Calls of tools in a model's answer, read by other projects' parsers.
+"""Reads tool calls in a model's answer, using other projects' parsers.
 
 If the tokenizer says how (`response_template`), transformers reads them. Otherwise vLLM's parser
-for the model's family does, or, without vLLM, one that `transformers serve` has. The right one is
-found by trial: it reads back a call that the chat template wrote.
+for the model's family reads them, or, without vLLM, one of `transformers serve`. The right parser
+is found by trial: it must read back a call that the chat template wrote.
 """
 
 import json
@@ -20,22 +20,23 @@ from paw.rollouts.text.marks import PROBE, TOOLS
 from paw.types import THINKING, Reply, ToolCall
 
 Reader = Callable[[str, list[Any], int], Reply]
-"""(text, tools, number of its first call) -> the answer. Calls are numbered through an episode."""
+"""(text, tools, number of the first call) -> the answer. Calls are numbered per episode."""
 Parsed = tuple[str, list[tuple[str, Any]]]
-"""(text without calls, (name, arguments) of each call)."""
+"""(text without its calls, (name, arguments) of each call)."""
 Parser = Callable[[str, list[Any]], Parsed]
-"""(text, tools) -> what is in the text. Raises what it likes if the text cannot be parsed."""
+"""(text, tools) -> what is in the text. Raises any error if the text cannot be parsed."""
 PARSE_S = 60.0
-"""Most seconds to parse an answer, which takes less than a millisecond."""
+"""Most seconds to parse an answer. It normally takes less than a millisecond."""
 TRIED_FIRST = ("hermes", "qwen3_coder", "mistral", "llama3_json", "pythonic")
-"""vLLM's parsers to try first: those of a distinct format come before those that take any JSON."""
+"""vLLM's parsers to try first. Those of a distinct format precede those that accept any JSON."""
 
 
 def make_reader(tokenizer: Any, name: str, *, written_call: str, model_name: str) -> Reader:
-    """A reader of answers; `name` is model.tool_parser.
+    """Make a reader of answers; `name` is model.tool_parser.
 
-    `written_call` is a call of the tool PROBE as the model's chat template writes it, "" if it
-    takes no calls. Raises UserError if no parser has that name, or none reads that call.
+    `written_call` is a call of the tool PROBE as the model's chat template writes it, or "" if the
+    template takes no calls. Raises UserError if no parser has that name, or if none can read that
+    call.
     """
     response_template = getattr(tokenizer, "response_template", None)
     if response_template and name in ("auto", "transformers"):
@@ -44,7 +45,7 @@ def make_reader(tokenizer: Any, name: str, *, written_call: str, model_name: str
     vllm_names = _vllm_parsers(name)
     needs_trial = name in ("auto", "transformers")
     for make_parser in _candidates(tokenizer, name, vllm_names):
-        # A parser raises what it likes for another model's tokenizer or format.
+        # A parser may raise any error for another model's tokenizer or format.
         with suppress(Exception):
             parser = make_parser()
             if not needs_trial or parser(written_call, TOOLS)[1] == [(PROBE.name, PROBE.arguments)]:
@@ -61,7 +62,7 @@ def make_reader(tokenizer: Any, name: str, *, written_call: str, model_name: str
 
 
 def _candidates(tokenizer: Any, name: str, vllm_names: list[str]) -> list[Callable[[], Parser]]:
-    """Makers of the parsers to try, in this order.
+    """Return makers of the parsers to try, in this order.
 
     Raises UserError if there is no parser of that name.
     """
@@ -87,21 +88,21 @@ def _candidates(tokenizer: Any, name: str, vllm_names: list[str]) -> list[Callab
 
 
 def _vllm_parsers(name: str) -> list[str]:
-    """Names of vLLM's parsers; none if vLLM is not installed, or `name` asks for transformers."""
+    """Return names of vLLM's parsers; none without vLLM, or if `name` asks for transformers."""
     if name == "transformers":
         return []
     try:
         from vllm.tool_parsers import ToolParserManager
     except ImportError:
         return []
-    # They log a traceback for every broken call.
+    # The parsers log a traceback for every broken call.
     for logger in ("vllm.tool_parsers", "vllm.parser"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     return [*ToolParserManager.lazy_parsers, *ToolParserManager.tool_parsers]
 
 
 def _served_templates() -> list[dict[str, Any]]:
-    """How `transformers serve` reads answers if a tokenizer has no `response_template`."""
+    """Return how `transformers serve` reads answers if a tokenizer has no `response_template`."""
     with suppress(ImportError):
         from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as templates
 
@@ -110,7 +111,7 @@ def _served_templates() -> list[dict[str, Any]]:
 
 
 def _reader(parser: Parser, written_call: str) -> Reader:
-    """A reader of answers by `parser`; `written_call` is a call as the template writes it."""
+    """Make a reader of answers from `parser`. `written_call` is a call the template wrote."""
     opening = _opening(written_call)
 
     def read(text: str, tools: list[Any], first_number: int) -> Reply:
@@ -134,9 +135,9 @@ def _reader(parser: Parser, written_call: str) -> Reader:
 
 
 def _opening(written_call: str) -> str:
-    """How a call begins in this format ("<tool_call>", "{").
+    """Return how a call begins in this format ("<tool_call>", "{").
 
-    Text that begins like this but is not parsed is a broken call.
+    Text that begins this way but is not parsed is a broken call.
     """
     before_name = written_call.partition(PROBE.name)[0].strip()
     match = re.match(r'[^\s{"]+|\{', before_name)
@@ -146,7 +147,7 @@ def _opening(written_call: str) -> str:
 def _begins_call(body: str, opening: str) -> bool:
     """Whether a call begins in the text of an answer.
 
-    One that opens with a single character can only begin the text.
+    If calls open with a single character, only the start of the text counts.
     """
     if not opening:
         return False
@@ -156,7 +157,7 @@ def _begins_call(body: str, opening: str) -> bool:
 
 
 def _numbered(parsed_calls: list[tuple[str, Any]], first_number: int) -> tuple[list[ToolCall], str]:
-    """(the calls, the first problem of their arguments or "")."""
+    """Return (the calls, the first problem with their arguments or "")."""
     calls: list[ToolCall] = []
     problem = ""
     for number, (name, arguments) in enumerate(parsed_calls, first_number):
@@ -169,9 +170,9 @@ def _numbered(parsed_calls: list[tuple[str, Any]], first_number: int) -> tuple[l
 
 
 def _json_problem(body: str, opening: str) -> str:
-    """What is wrong with the JSON of the first call in `body`, after ": ".
+    """Say what is wrong with the JSON of the first call in `body`, after ": ".
 
-    "" if the call is not JSON, or nothing is wrong.
+    Returns "" if the call is not JSON, or nothing is wrong.
     """
     _, found_opening, rest_of_call = body.partition(opening)
     text = rest_of_call.strip()
@@ -187,8 +188,8 @@ def _json_problem(body: str, opening: str) -> str:
 
 def _by_transformers(tokenizer: Any, template: dict[str, Any]) -> Parser:
     def parse(text: str, tools: list[Any]) -> Parsed:
-        # In a thread: the patterns are the model's own, and `regex` frees the interpreter's lock
-        # while it matches.
+        # In a thread, because the patterns are the model's own, and `regex` releases the
+        # interpreter's lock while it matches.
         parsing = Daemons().submit(tokenizer.parse_response, text, template, prefix="", tools=tools)
         try:
             message = parsing.result(PARSE_S)
@@ -196,7 +197,7 @@ def _by_transformers(tokenizer: Any, template: dict[str, Any]) -> Parser:
             raise UserError(
                 "the tokenizer's response_template has not read an answer "
                 f"of {len(text)} characters in {PARSE_S:g} s: "
-                "its patterns do not come to an end; name another parser with --model.tool_parser"
+                "its patterns do not finish; name another parser with --model.tool_parser"
             ) from None
 
         calls: list[tuple[str, Any]] = []
@@ -229,7 +230,7 @@ def _by_vllm(tokenizer: Any, name: str) -> Parser:
 
 
 def _arguments(value: Any) -> Any:
-    """The arguments of a call; if they are JSON in a text, what it says."""
+    """Return the arguments of a call, parsed if they are JSON in a text."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,10 +1,10 @@
-"""Text to token ids and back, through a model's own chat template; no text can forge a turn.
+"""Text to token ids and back, through a model's own chat template. No text can forge a turn.
 
-A prompt is one user message, or a conversation with tools, plus the generation prompt. Benign text
-gets exactly the ids of `tokenizer.apply_chat_template`; text that spells a control token
-("<|im_end|>") is encoded as the ordinary characters it consists of, so the only control tokens of a
-prompt are the template's own. Where turns are marked by ordinary text ("[INST]"), such text in a
-prompt loses its first character. The template is rendered with markers in place of texts.
+A prompt is one user message, or a conversation with tools, plus the generation prompt. Harmless
+text gets exactly the ids of `tokenizer.apply_chat_template`. Text that spells a control token
+("<|im_end|>") is encoded as the ordinary characters it consists of, so the template writes all
+control tokens of a prompt. If ordinary text marks turns ("[INST]"), such text in a prompt loses its
+first character. The template is rendered with markers instead of texts.
 """
 
 import re
@@ -23,20 +23,20 @@ from paw.rollouts.text.template import REPLY, USER, ChatTemplate
 from paw.types import THINKING, Reply, ToolCall
 
 AWAITS_RESULT = "<|eom_id|>"
-"""How Llama 3 ends an answer that calls a tool and does not end its turn.
+"""How Llama 3 ends an answer that calls a tool but does not end its turn.
 
-Its generation config has it, too.
+Its generation config also has this token.
 """
 Context = str | list[dict[str, Any]]
 """One user message, or a conversation of messages {"role", "content"} (paw/envs/base.py)."""
 
 
 class ContextFull(Exception):
-    """The next prompt does not fit the model's context: the episode ends with the turns it has."""
+    """The next prompt does not fit the model's context. The episode ends with its current turns."""
 
 
 def context_text(context: Context) -> str:
-    """A context as one text."""
+    """Return a context as one text."""
     if isinstance(context, str):
         return context
     lines: list[str] = []
@@ -53,11 +53,12 @@ def context_text(context: Context) -> str:
 class Chat:
     """Encoder and decoder of one fast Hugging Face tokenizer.
 
-    `options` are variables of its chat template; `tool_parser` is model.tool_parser (see
+    `options` are variables of its chat template. `tool_parser` is model.tool_parser (see
     `paw.rollouts.text.calls`).
 
-    Raises UserError for a tokenizer without a chat template or `tokenizers` back end, and for a
-    template that does not show the user's text exactly once or does not know one of the options.
+    Raises UserError if the tokenizer has no chat template or no `tokenizers` back end. Also raises
+    it if the template does not show the user's text exactly once, or does not know one of the
+    options.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._tool_parser = tool_parser
         self._reader: Reader | None = None
-        """Finds the calls in an answer; made when first needed, so never without tools."""
+        """Finds the calls in an answer. Made when first needed, so never without tools."""
         self._backend = _own_backend(tokenizer, name=self.name)
         self._template = ChatTemplate(tokenizer, options or {})
         facts = inspect_template(self._template, tokenizer, self._backend, name=self.name)
@@ -80,7 +81,7 @@ class Chat:
         It is part of the answer, but it is not sampled.
         """
         self.trim = facts.trim
-        """What the template does to white space around the content (Llama 3 strips it)."""
+        """Changes the white space around content as the template does (Llama 3 strips it)."""
 
         between_ids = self.encode(facts.between)
         turn_end = _first(between_ids, facts.control)
@@ -107,18 +108,18 @@ class Chat:
     def render(
         self, messages: list[Any], tools: list[Any] | None = None, *, opens_answer: bool = True
     ) -> str:
-        """The template's text, see `ChatTemplate.render`."""
+        """Return the template's text, see `ChatTemplate.render`."""
         return self._template.render(messages, tools, opens_answer=opens_answer)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, including the control tokens that it writes."""
+        """Return ids of a text, including the control tokens that it spells."""
         return self._encoder.encode(text)
 
     # --- prompts
     # ---------------------------------------------------------------------------------------------
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Ids of `text` as the one user message, ready for a response."""
+        """Return ids of `text` as the only user message, ready for a response."""
         encoder = self._encoder
         frame = self._frame
         text = self.trim(encoder.harmless(text))
@@ -129,7 +130,7 @@ class Chat:
         return frame.head_ids + spelt_out + frame.tail_ids
 
     def fit_prompt(self, text: str, max_tokens: int) -> tuple[list[int], int]:
-        """(`prompt_ids` of at most `max_tokens` tokens, the number of tokens cut).
+        """Return (`prompt_ids` of at most `max_tokens` tokens, the number of tokens cut).
 
         The text loses its first tokens. Raises UserError if the template alone is too long.
         """
@@ -153,16 +154,16 @@ class Chat:
         return head_ids + text_ids[-room:] + frame.tail_ids, cut
 
     def conversation_ids(self, messages: list[dict[str, Any]], tools: list[Any]) -> list[int]:
-        """Ids of a whole conversation as the template renders it, ready for a response.
+        """Return ids of a whole conversation as the template renders it, ready for a response.
 
-        Raises UserError for tools that the template does not show, EnvironmentFailure for messages
-        that it does not accept.
+        Raises UserError if there are tools that the template does not show, and EnvironmentFailure
+        for messages that it does not accept.
         """
         if tools and not self._facts.shows_tools:
             raise UserError(
-                f"the chat template of '{self.name}' has no tools: "
-                "take a model whose template has (Qwen, Llama 3, Mistral), "
-                "or an environment without, such as --env.style paper where it has one"
+                f"the chat template of '{self.name}' does not support tools; "
+                "use a model whose template does (Qwen, Llama 3, Mistral), "
+                "or an environment without tools, such as --env.style paper if it has one"
             )
         marks = Marks(self._encoder.is_harmless)
         try:
@@ -172,7 +173,7 @@ class Chat:
         except Exception as error:
             raise self._refused(messages, error) from None
 
-        # As the tokenizer itself encodes it, unless a text becomes a control token that way.
+        # Encode it as the tokenizer does, unless a text then becomes a control token.
         ids = self.encode(_interleaved(literals, texts))
         spelt_out = self._spell_out_texts(literals, texts)
         if self._encoder.controls(ids) == self._encoder.controls(spelt_out):
@@ -180,7 +181,7 @@ class Chat:
         return spelt_out
 
     def _spell_out_texts(self, literals: list[str], texts: list[str]) -> list[int]:
-        """Ids of literals and the texts between them; no text becomes a control token."""
+        """Return ids of literals and the texts between them. No text becomes a control token."""
         ids: list[int] = []
         ordinary = ""  # texts and parts of literals since the last control token
         for literal, text in zip(literals, [*texts, ""], strict=True):
@@ -202,23 +203,23 @@ class Chat:
     def following(
         self, answer: dict[str, Any], messages: list[dict[str, Any]]
     ) -> list[tuple[list[int], str]]:
-        """What the template writes after the end of an `answer` when `messages` follow it.
+        """Return what the template writes after the end of an `answer` if `messages` follow it.
 
         Returns one pair for each message: (ids that come before its text, the text as the template
-        writes it). A last pair has (ids up to the next response, "").
+        writes it). The last pair is (ids up to the next response, "").
 
         Example: a tool's result "12 mugs" in ChatML gives
         [(ids of "\\n<|im_start|>user\\n<tool_response>\\n", "12 mugs"),
          (ids of "\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n", "")].
 
-        Only a user message, the answer and those messages are rendered for this. Earlier ones take
-        no part, so whatever the template drops or merges there stays as the model had it. Raises
+        Only a user message, the answer and those messages are rendered. Earlier messages are left
+        out, so anything the template drops or merges there stays as the model saw it. Raises
         EnvironmentFailure for messages that the template does not accept.
         """
         if [message["role"] for message in messages] == ["user"]:
             return [(self.separator_ids, messages[0]["content"]), (self.reply_ids, "")]
 
-        # Not every template takes a text beside calls, or several calls.
+        # Some templates do not take a text beside calls, or several calls.
         text_alone = {"role": "assistant", "content": REPLY}
         with_text = answer | text_alone
         without_text = answer | {"content": ""}
@@ -233,7 +234,7 @@ class Chat:
     def _following_as_is(
         self, answer: dict[str, Any], messages: list[dict[str, Any]]
     ) -> list[tuple[list[int], str]]:
-        """`following` for an answer as it is; raises whatever the template raises."""
+        """Do what `following` does, for an unchanged answer. Raises any error of the template."""
         marks = Marks(self._encoder.is_harmless)
         conversation = [{"role": "user", "content": USER}, marks.rest(answer)]
         for message in messages:
@@ -244,16 +245,16 @@ class Chat:
         (ids_before_first, first_text), *others = self._cut_at_texts(literals, texts, positions)
         after_end = _after_last(ids_before_first, self.end_ids)
         if after_end is None:
-            raise ValueError("it ends an answer with no token")
+            raise ValueError("it does not end an answer with a token")
         return [(after_end, first_text), *others]
 
     def _cut_at_texts(
         self, literals: list[str], texts: list[str], positions: list[int]
     ) -> list[tuple[list[int], str]]:
-        """Cut n + 1 literals and the n texts between them at the texts at `positions`.
+        """Cut n + 1 literals, and the n texts between them, at the texts at `positions`.
 
-        Returns one pair for each of those, (ids of what comes before it, the text), and a last pair
-        (ids of what follows the last one, "").
+        Returns one pair for each of those texts, (ids of what comes before it, the text). The last
+        pair is (ids of what follows the last text, "").
 
         Example: literals ["<tool>", ":", "<end>"], texts ["search", "12 mugs"] and positions [1]
         give [(ids of "<tool>" "search" ":", "12 mugs"), (ids of "<end>", "")].
@@ -268,9 +269,9 @@ class Chat:
         return pieces
 
     def _ids_apart(self, literals: list[str], texts: list[str]) -> list[int]:
-        """Ids of n + 1 literals and the n texts between them, each encoded on its own.
+        """Return ids of n + 1 literals and the n texts between them, each encoded on its own.
 
-        Only literals have control tokens.
+        Only literals may contain control tokens.
         """
         first_literal, *other_literals = literals
         ids = self.encode(first_literal)
@@ -280,10 +281,10 @@ class Chat:
         return ids
 
     def missing_end(self, response_ids: Sequence[int]) -> list[int]:
-        """The end token for a response that has none.
+        """Return the end token for a response that has none.
 
         Such a response was cut at rollout.max_response_tokens or by a stop string. In the next
-        prompt and in training the token comes after the response, of which it is not part. Empty if
+        prompt and in training the token follows the response but is not part of it. Returns [] if
         the response has ended, or the model has no end token.
         """
         has_ended = len(response_ids) > 0 and response_ids[-1] in self.end_ids
@@ -293,11 +294,11 @@ class Chat:
     # ---------------------------------------------------------------------------------------------
 
     def observation_ids(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """The first `max_tokens` ids of raw text (a world-model target), without control tokens."""
+        """Return the first `max_tokens` ids of raw text (a world-model target), spelt out."""
         return self._encoder.plain_ids(self._encoder.harmless(text))[:max_tokens]
 
     def observation_spans(self, text: str, max_tokens: int) -> list[tuple[int, int]]:
-        """The characters [start, end) of `text` that each of its `observation_ids` stands for."""
+        """Return the characters [start, end) of `text` of each of its `observation_ids`."""
         tokens = self._encoder.plain_tokens(self._encoder.harmless(text))
         return [span for _, span in tokens][:max_tokens]
 
@@ -305,10 +306,10 @@ class Chat:
     # ---------------------------------------------------------------------------------------------
 
     def response_ids(self, text: str) -> list[int]:
-        """Ids of a demonstrated response after `opened`, its end token included.
+        """Return ids of a demonstrated response after `opened`, including its end token.
 
-        This is what a warm-up imitates. A Reply with calls gets the ids of what the template
-        writes. Raises EnvironmentFailure for calls that the template does not accept.
+        A warm-up imitates these. A Reply with calls gets the ids that the template writes for it.
+        Raises EnvironmentFailure for calls that the template does not accept.
         """
         if isinstance(text, Reply) and text.calls:
             return self._reply_with_calls_ids(text)
@@ -333,9 +334,9 @@ class Chat:
         return ids
 
     def decode(self, ids: Iterable[int], *, calls: bool = False) -> str:
-        """Text of sampled tokens, without the end token and any other control token.
+        """Return the text of sampled tokens, without the end token and any other control token.
 
-        With `calls` only the end token is dropped: the call of a tool may begin with a control
+        With `calls` only the end token is dropped, because a tool call may begin with a control
         token.
         """
         hidden = self.end_ids if calls else self._never_decoded
@@ -343,9 +344,9 @@ class Chat:
         return self._backend.decode(decoded_ids, skip_special_tokens=False)
 
     def reply(self, text: str, tools: list[Any], first_number: int = 0) -> Reply:
-        """An answer with the calls that the parser of the model's format finds.
+        """Return an answer with the calls that the parser of the model's format finds.
 
-        They are numbered from `first_number` on. Raises UserError if there is no such parser.
+        Calls are numbered from `first_number` on. Raises UserError if there is no such parser.
         """
         if self._reader is None:
             self._reader = make_reader(
@@ -357,10 +358,10 @@ class Chat:
         return self._reader(text, tools, first_number)
 
     def _written_call(self) -> str:
-        """A call as the template writes it, after what opens an answer; "" if it takes no calls."""
+        """Return a call as the template writes it in an answer; "" if it takes no calls."""
         user = {"role": "user", "content": "QxUser"}
         call = Reply.of("", PROBE).message()
-        with suppress(Exception):  # a template raises what it likes
+        with suppress(Exception):  # a template may raise any error
             prompt = self.render([user], TOOLS)
             with_call = self.render([user, call], TOOLS, opens_answer=False)
             written = with_call.rpartition("QxUser")[2]
@@ -380,10 +381,11 @@ class Chat:
 
 
 class PromptFrame:
-    """What surrounds the text of a one-message prompt, cut where control tokens end.
+    """The parts around the text of a one-message prompt, cut where control tokens end.
 
-    `head_ids` and `tail_ids` are encoded as they are. `before_text` and `after_text`, between them
-    and the message's text, are ordinary words, whose tokens may merge with those of the text.
+    `head_ids` and `tail_ids` are encoded as they are. `before_text` and `after_text` lie between
+    them and the message's text. They are ordinary words, so their tokens may merge with those of
+    the text.
     """
 
     def __init__(self, facts: TemplateFacts, encoder: Encoder) -> None:
@@ -400,7 +402,7 @@ class PromptFrame:
         self.after_text = facts.suffix[:first_start]
         self.tail_ids = encoder.encode(facts.suffix[first_start:])
         self.controls = encoder.controls(self.head_ids + self.tail_ids)
-        """The control tokens of a prompt whose text has none."""
+        """Return the control tokens of a prompt whose text has none."""
 
 
 def _check_options(tokenizer: Any, options: Mapping[str, Any], *, name: str) -> None:
@@ -413,14 +415,14 @@ def _check_options(tokenizer: Any, options: Mapping[str, Any], *, name: str) -> 
         if key == "enable_thinking" and value is False and "think" not in template.lower():
             continue  # a model that does not think needs no option for that
         if not re.search(rf"\b{re.escape(key)}\b", template):
-            fix = "leave it out, or --model.chat_template_kwargs '{}' where a recipe sets it"
+            fix = "leave it out, or --model.chat_template_kwargs '{}' if a recipe sets it"
             raise UserError(
                 f"model.chat_template_kwargs: the template of '{name}' has no '{key}'; {fix}"
             )
 
 
 def _own_backend(tokenizer: Any, *, name: str) -> Tokenizer:
-    """A copy of the tokenizer's back end: the tokenizer changes its settings with every call.
+    """Copy the tokenizer's back end, because every call of the tokenizer changes its settings.
 
     Raises UserError if it has none.
     """
@@ -436,7 +438,7 @@ def _own_backend(tokenizer: Any, *, name: str) -> Tokenizer:
 
 
 def _interleaved(literals: list[str], texts: list[str]) -> str:
-    """n + 1 literals with the n texts between them, as one text."""
+    """Join n + 1 literals and the n texts between them."""
     joined = literals[0]
     for text, literal in zip(texts, literals[1:], strict=True):
         joined += text + literal
@@ -444,7 +446,7 @@ def _interleaved(literals: list[str], texts: list[str]) -> str:
 
 
 def _first(ids: Sequence[int], wanted: frozenset[int]) -> int | None:
-    """The first of `ids` that is one of the `wanted`."""
+    """Return the first of `ids` that is among the `wanted`."""
     for token in ids:
         if token in wanted:
             return token
@@ -452,7 +454,7 @@ def _first(ids: Sequence[int], wanted: frozenset[int]) -> int | None:
 
 
 def _after_first(ids: list[int], ends: frozenset[int]) -> list[int]:
-    """`ids` after the first of the `ends`; all of them if there is none."""
+    """Return the `ids` after the first of the `ends`; all of them if there is none."""
     for position, token in enumerate(ids):
         if token in ends:
             return ids[position + 1 :]
@@ -460,7 +462,7 @@ def _after_first(ids: list[int], ends: frozenset[int]) -> list[int]:
 
 
 def _after_last(ids: list[int], ends: frozenset[int]) -> list[int] | None:
-    """`ids` after the last of the `ends`; None if there is none."""
+    """Return the `ids` after the last of the `ends`; None if there is none."""
     for position in reversed(range(len(ids))):
         if ids[position] in ends:
             return ids[position + 1 :]

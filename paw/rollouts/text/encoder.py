@@ -1,6 +1,6 @@
-"""Text to token ids in which no text becomes a control token unless the caller wants it to.
+"""Text to token ids. Text becomes a control token only if the caller asks for it.
 
-Environments and models may write "<|im_end|>": in their texts it stands for the ordinary characters
+Environments and models may write "<|im_end|>". In their texts it stands for the ordinary characters
 that it consists of.
 """
 
@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 
 
 class Encoder:
-    """Encodes with `backend`; `control` are the ids of the tokens that no text may become.
+    """Encodes with `backend`. `control` has the ids of tokens that no text may become.
 
-    `markers` are ordinary words by which a template marks turns ("[INST]").
+    `markers` are ordinary words that a template uses to mark turns ("[INST]").
     """
 
     def __init__(
@@ -24,37 +24,37 @@ class Encoder:
         words = control_words(backend, control)
         self.control = control
         self.control_pattern = any_of(words)
-        """A control token as it is written."""
+        """A pattern that matches control tokens as they are written."""
         self._backend = backend
         self._spelling_cuts = _spelling_cuts(words)
         self._markers = any_of(markers)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, including the control tokens that it writes."""
+        """Return ids of a text, including the control tokens that it spells."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def plain_ids(self, text: str) -> list[int]:
-        """Ids of a text, every control token in it spelt out."""
+        """Return ids of a text, with every control token in it spelt out."""
         return [token for token, _ in self.plain_tokens(text)]
 
     def plain_tokens(self, text: str) -> Iterator[tuple[int, tuple[int, int]]]:
-        """(id, characters [start, end) it stands for) of a text, control tokens spelt out."""
+        """Yield (id, characters [start, end) it covers) of a text, control tokens spelt out."""
         piece_start = 0
         for piece in self._spelling_cuts.split(text):
             encoding = self._backend.encode(piece, add_special_tokens=False)
             for token, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
-                # A control token of one character, or one that only appears after normalisation,
-                # cannot be spelt out: it is left out.
+                # A control token of one character, or one that appears only after normalisation,
+                # cannot be spelt out. It is left out.
                 if token not in self.control:
                     yield token, (piece_start + first, piece_start + last)
             piece_start += len(piece)
 
     def controls(self, ids: Iterable[int]) -> list[int]:
-        """The control tokens among `ids`."""
+        """Return the control tokens among `ids`."""
         return [token for token in ids if token in self.control]
 
     def harmless(self, text: str) -> str:
-        """`text` as a tokenizer takes it and without markers of turns; its length is the same.
+        """Return `text`, encodable and without turn markers. Its length is the same.
 
         The first character of each marker becomes a space.
         """
@@ -63,32 +63,32 @@ class Encoder:
             cleaned = self._markers.sub(lambda match: " " + match[0][1:], text)
             if cleaned == text:
                 return text
-            text = cleaned  # another marker may appear where one was
+            text = cleaned  # removing one marker may create another
 
     def is_harmless(self, text: str) -> bool:
-        """Whether `text` has no control token and no marker of a turn."""
+        """Whether `text` is free of control tokens and turn markers."""
         return not self.controls(self.encode(text)) and self.harmless(text) == text
 
 
 def control_words(backend: Tokenizer, control: Iterable[int]) -> set[str]:
-    """The control tokens as they are written."""
+    """Return the control tokens as they are written."""
     words = {backend.id_to_token(token) or "" for token in control}
     return words - {""}
 
 
 def any_of(words: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that matches any of the words, the longest first; nothing if there are no words."""
+    """Return a pattern that matches any of the words, longest first. Without words, none match."""
     longest_first = sorted(words, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def encodable(text: str) -> str:
-    """`text` with question marks for lone surrogates, which no tokenizer takes."""
+    """Replace lone surrogates in `text`, which no tokenizer accepts, with question marks."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _spelling_cuts(words: Iterable[str]) -> re.Pattern[str]:
-    """Where to cut text so that no piece has a control token: after the first character of each.
+    """Match the first character of each control token, after which text is cut to break it.
 
     The tokenizer's `split_special_tokens` misses those that were added without the special flag.
     """

@@ -1,4 +1,4 @@
-"""What a chat template writes around texts, found by rendering it with known texts."""
+"""Finds what a chat template writes around texts, by rendering it with known texts."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from paw.rollouts.text.template import REPLY, USER, USER_AGAIN, ChatTemplate, Te
 from paw.types import THINKING
 
 SPACED = f" \n{USER}\n "
-FIX = "fix chat_template.jinja in the model's folder, or take another model"
+FIX = "fix chat_template.jinja in the model's folder, or use another model"
 
 
 @dataclass(frozen=True)
@@ -22,38 +22,38 @@ class TemplateFacts:
     """What a template writes around the texts of a conversation."""
 
     prefix: str
-    """Before the text of the one user message."""
+    """The prompt before the text of the only user message."""
     suffix: str
-    """After it, up to where the answer begins."""
+    """The prompt after that text, up to where the answer begins."""
     between: str
     """From the end of an answer's text to the next user's text."""
     trim: Callable[[str], str]
-    """What the template does to white space around a text (Llama 3 strips it)."""
+    """Changes the white space around a text as the template does (Llama 3 strips it)."""
     opened: str
-    """How it begins every answer: "", or from <think> on."""
+    """How it begins every answer: "", or the text from <think> on."""
     shows_tools: bool
     turn_control: frozenset[int]
-    """Control tokens that conversations without tools show."""
+    """Control tokens in conversations without tools."""
     control: frozenset[int]
-    """Those and the ones that tools need, without the <think> tags."""
+    """Those, plus the ones that tools need, without the <think> tags."""
     markers: frozenset[str]
-    """Ordinary words that mark turns ("[INST]"), if no control token does."""
+    """Ordinary words that mark turns ("[INST]"), if no control token marks them."""
 
 
 def inspect_template(
     template: ChatTemplate, tokenizer: Any, backend: Tokenizer, *, name: str
 ) -> TemplateFacts:
-    """What the template of `tokenizer`, whose `backend` encodes, writes around texts.
+    """Find what the template of `tokenizer` writes around texts. `backend` encodes.
 
     Raises UserError if it cannot be rendered, does not show the user's text exactly once or
-    rewrites it; `name` is the model's in that message.
+    rewrites it. `name` is the model's name in that message.
     """
     try:
         template.try_out()
         turns = template.render_turns(USER, REPLY, USER_AGAIN, opens_answer=False)
         prompt = template.render_turns(USER)
         spaced_prompt = template.render_turns(SPACED)
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:  # a template may raise any error
         problem = error if isinstance(error, TemplateLimitError) else describe(error)
         raise UserError(
             f"the chat template of '{name}' cannot be rendered: {clean(problem, 300)}; {FIX}"
@@ -88,12 +88,12 @@ def inspect_template(
 
 
 def thinking_ids(backend: Tokenizer) -> set[int | None]:
-    """Ids of the <think> tags; None for one that is no token of its own."""
+    """Return ids of the <think> tags; None for a tag that is not a single token."""
     return {backend.token_to_id(tag) for tag in THINKING}
 
 
 def _control_ids(tokenizer: Any, backend: Tokenizer, literals: str) -> frozenset[int]:
-    """Special tokens, and whatever added tokens the template builds turns from."""
+    """Return special tokens, and the added tokens that the template builds turns from."""
     added_tokens = tokenizer.added_tokens_decoder
     control = {token_id for token_id, token in added_tokens.items() if token.special}
     control |= set(tokenizer.all_special_ids)
@@ -103,25 +103,25 @@ def _control_ids(tokenizer: Any, backend: Tokenizer, literals: str) -> frozenset
 
     of_turns = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
     if tokenizer.unk_token_id not in of_turns:
-        control.discard(tokenizer.unk_token_id)  # what unknown words become: it opens no turn
+        control.discard(tokenizer.unk_token_id)  # unknown words become this; it opens no turn
     return frozenset(control)
 
 
 def _trim(prefix: str, spaced_prompt: str, suffix: str, *, name: str) -> Callable[[str], str]:
-    """The function that turns SPACED into what the template wrote of it."""
+    """Return the function that turns SPACED into what the template made of it."""
     for trim in (str, str.strip, str.lstrip, str.rstrip):
         if spaced_prompt == prefix + trim(SPACED) + suffix:
             return trim
-    raise UserError(f"the chat template of '{name}' rewrites white space around a user message")
+    raise UserError(f"the chat template of '{name}' changes white space around a user message")
 
 
 def _markers(
     control_pattern: re.Pattern[str], prefix: str, suffix: str, between: str
 ) -> frozenset[str]:
-    """The ordinary words that mark turns; none if a control token stands between prompt and answer.
+    """Return the ordinary words that mark turns.
 
-    A part of several lines counts as one word, and its last line as another: a system message may
-    come before it.
+    Returns none if a control token stands between prompt and answer. A part of several lines counts
+    as one word, and its last line as another, because a system message may come before it.
     """
     if control_pattern.search(suffix):
         return frozenset()

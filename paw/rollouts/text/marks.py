@@ -1,7 +1,7 @@
 """Conversations with marks in place of texts, so that a chat template never sees the texts.
 
-A mark contains a quotation mark: how often it is escaped in the rendered text shows how deep in
-JSON the template put it, and the text is then escaped as often.
+A mark contains a quotation mark. How often it is escaped in the rendered text shows how deep in
+JSON the template put it. The text is then escaped as often.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from paw.types import THINKING, ToolCall
 
 PROBE = ToolCall("probe_tool", {"key": "QxValue"}, "call00000")
-"""A call to render, which shows how a template writes calls."""
+"""A call that is rendered to show how a template writes calls."""
 TOOLS = [
     {
         "type": "function",
@@ -22,26 +22,26 @@ TOOLS = [
 TAGS = re.compile("(" + "|".join(map(re.escape, THINKING)) + ")")
 MARK = re.compile(r'QxText(\\*)"(\d+)\1"xQ')
 PLAIN = re.compile(r"[\w .,:;()/+-]*")
-"""Names and types, which a template may see, because it decides by them."""
+"""Names and types. A template may see these, because it decides by them."""
 
 
 class Marks:
     """The texts that marks stand for.
 
-    `harmless(text)` says whether a name or a word of a schema needs no mark.
+    `harmless(text)` says whether a name or a word in a schema needs no mark.
     """
 
     def __init__(self, harmless: Callable[[str], bool]) -> None:
         self.texts: list[str] = []
-        """By the number in their mark."""
+        """Texts by the number in their mark."""
         self.needed: dict[int, str] = {}
-        """Numbers of the texts that the template has to show, with the role of their message."""
+        """Numbers of the texts that the template must show, with the role of their message."""
         self._harmless = harmless
 
     def mark(self, text: str, role: str = "") -> str:
-        """What is rendered in place of `text`.
+        """Return what is rendered instead of `text`.
 
-        With the `role` of its message, the template has to show it.
+        If the `role` of its message is given, the template must show the text.
         """
         number = len(self.texts)
         self.texts.append(text)
@@ -50,10 +50,10 @@ class Marks:
         return f'QxText"{number}"xQ'
 
     def message(self, message: dict[str, Any], *, spaces: bool = True) -> dict[str, Any]:
-        """A message with marks.
+        """Return a message with marks.
 
-        Empty content stays, because templates act on it. With `spaces`, so do white space around
-        the content and the <think> tags of an answer.
+        Empty content stays, because templates act on it. With `spaces`, white space around the
+        content and the <think> tags of an answer stay too.
         """
         role = message["role"]
         content = message["content"]
@@ -71,7 +71,7 @@ class Marks:
         return marked
 
     def _marked_answer(self, content: str, *, calls: bool) -> str:
-        """An answer with its thoughts and its text marked, <think> tags left as they are."""
+        """Mark the thoughts and the text of an answer, but not the <think> tags."""
         *thoughts, text = TAGS.split(content)
         marked = ""
         for part in thoughts:
@@ -80,7 +80,7 @@ class Marks:
         return marked + self._spaced(text, role)
 
     def rest(self, value: Any) -> Any:
-        """Names, ids, arguments or schemas, with marks in place of texts that may do harm."""
+        """Replace texts that may do harm in names, ids, arguments or schemas with marks."""
         if isinstance(value, dict):
             return {self.rest(key): self.rest(part) for key, part in value.items()}
         if isinstance(value, list):
@@ -94,10 +94,11 @@ class Marks:
     def split(
         self, rendered: str, harmless: Callable[[str], str]
     ) -> tuple[list[str], list[str], list[int]]:
-        """(the n + 1 pieces that the template wrote, the n texts between them, their numbers).
+        """Return (the n + 1 pieces that the template wrote, the n texts between them, their
+        numbers).
 
         The texts are made `harmless`, and escaped as the template escaped their marks. Raises
-        ValueError if a text that the template has to show is not there.
+        ValueError if a text that the template must show is missing.
         """
         parts = MARK.split(rendered)
         pieces = parts[::3]
@@ -118,9 +119,9 @@ class Marks:
         return pieces, texts, numbers
 
     def _spaced(self, text: str, role: str = "") -> str:
-        """`text` with a mark in place of all but the white space around it.
+        """Replace all of `text`, except the white space around it, with a mark.
 
-        White space alone stays as it is.
+        Text that is only white space stays as it is.
         """
         core = text.strip()
         if not core:
@@ -129,14 +130,14 @@ class Marks:
 
 
 def conversation(context: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A context as messages."""
+    """Return a context as messages."""
     return [{"role": "user", "content": context}] if isinstance(context, str) else context
 
 
 def stands_for(message: dict[str, Any], response: str, answer: dict[str, Any] | None) -> bool:
     """Whether `message` is the model's last answer.
 
-    That is its raw text, or the parsed `answer`, calls included.
+    The answer is its raw text, or the parsed `answer`, including its calls.
     """
     if message["role"] != "assistant":
         return False
@@ -149,5 +150,5 @@ def stands_for(message: dict[str, Any], response: str, answer: dict[str, Any] | 
 
 
 def _functions(message: dict[str, Any]) -> Sequence[dict[str, Any]]:
-    """The functions that a message calls, with their arguments."""
+    """Return the functions that a message calls, with their arguments."""
     return [call["function"] for call in message.get("tool_calls", ())]

@@ -1,20 +1,20 @@
-"""Stop strings: a response ends with the first one that it contains."""
+"""Stop strings. A response ends at the first one that it contains."""
 
 from collections.abc import Sequence
 
 from paw.rollouts.text.chat import Chat
 
 TAIL = 8
-"""Tokens decoded beyond as many as a stop string has characters.
+"""Extra tokens decoded, beyond the number of characters in a stop string.
 
-A character may take several tokens.
+One character may take several tokens.
 """
 
 
 class StopStrings:
     """Finds the strings `stop` in the tokens of a response.
 
-    Engines call it to learn when to stop sampling.
+    Engines call it to find out when to stop sampling.
     """
 
     def __init__(self, chat: Chat, stop: Sequence[str]) -> None:
@@ -22,15 +22,16 @@ class StopStrings:
         self._stop = stop
 
     def __call__(self, ids: list[int]) -> bool:
-        """Whether the last of the tokens contain one of the strings."""
+        """Whether the last tokens contain one of the strings."""
         longest = max(len(word) for word in self._stop)
         tail = self._chat.decode(ids[-longest - TAIL :])
         return any(word in tail for word in self._stop)
 
     def first(self, ids: list[int]) -> tuple[int, str]:
-        """(number of tokens up to the one that completes the first stop string, that string).
+        """Return (number of tokens up to the one that completes the first stop string, that
+        string).
 
-        (all tokens, "") if there is none.
+        Returns (number of all tokens, "") if there is no stop string.
         """
         _, stop = cut_at(self._chat.decode(ids), self._stop)
         if not stop:
@@ -48,7 +49,7 @@ class StopStrings:
 
 
 def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """(the text before the first stop string, that string); (all of it, "") if there is none.
+    """Return (the text before the first stop string, that string); (all, "") without one.
 
     >>> cut_at("go on<end> or <stop>", ["<stop>", "<end>"])
     ('go on', '<end>')
@@ -61,5 +62,5 @@ def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str]:
 
 
 def text_before(text: str, stop_string: str) -> str:
-    """The text before the stop string that ended it; all of it if `stop_string` is ""."""
+    """Return the text before the stop string that ended it; all of it if `stop_string` is ""."""
     return text.partition(stop_string)[0] if stop_string else text

@@ -1,8 +1,8 @@
 """A tokenizer's chat template, rendered within limits.
 
-It is a program by whoever made the model, and may never end. Before it is rendered here for the
-first time, a process with limits renders the same conversations (`try_template`). Later ones are
-limited in time and length only.
+The template is a program written by whoever made the model, and may never end. Before it is first
+rendered here, a process with limits renders the same conversations (`try_template`). Later
+renderings are limited only in time and length.
 """
 
 import ctypes
@@ -21,28 +21,28 @@ from paw.rollouts.text.marks import PROBE, TOOLS
 from paw.types import Reply
 
 T = TypeVar("T")
-# The texts of trial conversations: whatever surrounds them is the template's own.
+# The texts of trial conversations. Everything around them comes from the template.
 USER = "QxUserTextxQ"
 REPLY = "QxReplyTextxQ"
 USER_AGAIN = "QxUserAgainxQ"
 RENDER_S = 5
-"""Seconds of a processor for the trial of a template."""
+"""CPU seconds for the trial of a template."""
 PATIENCE_S = 60.0
-"""Seconds for it by the clock: a template has nothing to wait for, but the machine may be busy."""
+"""Wall-clock seconds for it. A template waits for nothing, but the machine may be busy."""
 TURN_S = 20.0
-"""Seconds by the clock for a conversation later on, which takes a few milliseconds."""
+"""Wall-clock seconds for each later conversation. It takes a few milliseconds."""
 MEMORY = 1 << 30
-"""Bytes for the trial, its program included."""
+"""Bytes for the trial, including its program."""
 LONGEST = 1_000_000
 """Characters that a template may write."""
 
 
 class TemplateLimitError(Exception):
-    """A template takes more time or memory than it may. One line says which."""
+    """A template takes too much time or memory. The message is one line and says which."""
 
 
 class ChatTemplate:
-    """Renders conversations with a tokenizer's template; `options` are variables of it."""
+    """Renders conversations with a tokenizer's template. `options` are its variables."""
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -51,9 +51,9 @@ class ChatTemplate:
     def render(
         self, messages: list[Any], tools: list[Any] | None = None, *, opens_answer: bool = True
     ) -> str:
-        """The template's text; with `opens_answer`, it ends where the model's answer begins.
+        """Return the template's text. With `opens_answer`, it ends where the model's answer begins.
 
-        Raises whatever the template raises, and TemplateLimitError if it does not end or writes too
+        Raises any error of the template, and TemplateLimitError if it does not end or writes too
         much.
         """
         variables = {"tokenize": False, "add_generation_prompt": opens_answer, **self._options}
@@ -67,7 +67,7 @@ class ChatTemplate:
         return text
 
     def render_turns(self, *contents: str, opens_answer: bool = True) -> str:
-        """The text of a conversation in which the user and the model take turns, the user first."""
+        """Return the text of a conversation with alternating turns, the user first."""
         messages: list[dict[str, Any]] = []
         for index, content in enumerate(contents):
             role = "user" if index % 2 == 0 else "assistant"
@@ -75,19 +75,19 @@ class ChatTemplate:
         return self.render(messages, opens_answer=opens_answer)
 
     def render_with_tools(self) -> list[str]:
-        """Texts of a prompt with tools and of a conversation that calls one.
+        """Return the texts of a prompt with tools and of a conversation that calls one.
 
-        Those that the template does not accept are missing.
+        Texts that the template does not accept are missing.
         """
         user = {"role": "user", "content": USER}
         texts: list[str] = []
         for messages in ([user], [user, Reply.of("", PROBE).message(), PROBE.answer(REPLY)]):
-            with suppress(Exception):  # a template raises what it likes
+            with suppress(Exception):  # a template may raise any error
                 texts.append(self.render(messages, TOOLS))
         return texts
 
     def try_out(self) -> None:
-        """Render conversations without tools and with them in a process with limits.
+        """Render conversations without and with tools, in a process with limits.
 
         Raises TemplateLimitError if that takes too much time or memory.
         """
@@ -104,7 +104,7 @@ class ChatTemplate:
     def _trial(
         self, tools: list[Any] | None, *conversations: list[dict[str, Any]]
     ) -> tuple[str, list[dict[str, Any]]]:
-        """(the template for these tools, variables of each conversation), for `try_template`."""
+        """Return (template for these tools, variables of each conversation) for `try_template`."""
         template = str(self._tokenizer.get_chat_template(tools=tools))
         variables: list[dict[str, Any]] = []
         for messages in conversations:
@@ -124,7 +124,7 @@ class ChatTemplate:
 def try_template(templates: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
     """Render (template, variables of several conversations) in another process.
 
-    Raises TemplateLimitError if that takes too much time or memory, and ignores other errors of a
+    Raises TemplateLimitError if that takes too much time or memory. Ignores other errors of a
     template.
     """
     limits = {"memory": MEMORY, "seconds": RENDER_S, "templates": templates}
@@ -135,7 +135,7 @@ def try_template(templates: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
 
 @lru_cache(64)
 def _trial_problem(limits: str) -> str:
-    """What the trial exceeded, or ""."""
+    """Say what the trial exceeded, or ""."""
     command = [sys.executable, "-P", trial.__file__]
     try:
         process = subprocess.run(
@@ -146,7 +146,7 @@ def _trial_problem(limits: str) -> str:
     if process.returncode == trial.EXCEEDED:
         return f"it takes more than {MEMORY >> 20:,} MiB of memory"
     if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"it takes more than {RENDER_S} s of a processor"
+        return f"it takes more than {RENDER_S} s of CPU time"
     if process.returncode:
         lines = process.stderr.strip().splitlines()
         last_line = lines[-1] if lines else f"exit code {process.returncode}"
@@ -155,9 +155,9 @@ def _trial_problem(limits: str) -> str:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return what `call()` returns, or raise what it raises; it runs in a thread of its own.
+    """Call `call()` in a thread of its own. Returns what it returns, or raises what it raises.
 
-    Raises TemplateLimitError if it takes longer: the thread is then told to end, which it does at
+    Raises TemplateLimitError if it takes longer. The thread is then told to end, which it does at
     its next step of Python.
     """
     results: list[T] = []

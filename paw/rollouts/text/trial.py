@@ -1,8 +1,8 @@
 """A program that renders conversations with a chat template, to see whether that ends.
 
-It reads JSON from stdin (see `try_template` in template.py), imports nothing but Jinja, and exits
-with EXCEEDED if it needs more memory than it may have; the kernel ends it if it needs more time.
-Other errors of a template are ignored: `Chat` renders the same conversations with the tokenizer's
+It reads JSON from stdin (see `try_template` in template.py) and imports only Jinja. It exits with
+EXCEEDED if it needs more memory than allowed. If it needs more time, the kernel ends it. Other
+errors of a template are ignored, because `Chat` renders the same conversations with the tokenizer's
 own method.
 """
 
@@ -25,7 +25,7 @@ EXCEEDED = 3
 
 
 class Generation(Extension):
-    """transformers' tag around what a model says."""
+    """The tag of transformers around what a model says."""
 
     tags = {"generation"}
 

@@ -1,7 +1,7 @@
 """`paw doctor`: what is installed and what is missing.
 
-Torch may be missing too, so this module loads none. The checks that need it, of a model and of the
-kernels, are in modules of their own.
+Torch may be missing too, so this module does not load it. The checks of a model and of the kernels
+need torch, so they are in their own modules.
 """
 
 import argparse
@@ -43,7 +43,7 @@ EXTRAS = {
     "trackio": ("tracker", "trackio"),
     "mlflow": ("tracker", "mlflow-skinny"),
 }
-"""Module -> (what it is for, what to install with pip)."""
+"""(purpose, what to install with pip) by module."""
 
 
 def run(options: argparse.Namespace, _: object) -> int:
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, _: object) -> int:
 
 
 def _check_installation() -> int:
-    """Print what is installed; returns 0 if training can start, 1 if a requirement is missing."""
+    """Print what is installed. Returns 0 if training can start, 1 if a requirement is missing."""
     print(f"paw {__version__}, Python {platform.python_version()} ({sys.executable})")
     installed = metadata.packages_distributions()
     complete = installed.keys() >= set(REQUIRED)
@@ -88,7 +88,7 @@ def _check_installation() -> int:
 
 
 def _engine_line(name: str, installed: Mapping[str, list[str]]) -> str:
-    """What an engine can do, or what it needs. `installed`: module -> names of its packages."""
+    """Say what an engine can do or needs. `installed` has package names by module."""
     try:
         engine_type = find_engine(name)
     except UserError as error:
@@ -102,7 +102,7 @@ def _engine_line(name: str, installed: Mapping[str, list[str]]) -> str:
 
 
 def _abilities(engine_type: type[Engine]) -> str:
-    """Where an engine runs and what it gives, in words."""
+    """Say in words where an engine runs and what it returns."""
     where = "on the trainer's device" if engine_type.shares_card else "on devices of its own"
     gives = ["log-probs"]
     if engine_type.gives_entropy:

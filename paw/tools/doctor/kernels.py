@@ -1,7 +1,7 @@
 """`paw doctor --kernels`: check every backend of the head against float64 here, then time them.
 
-Cases run one after another in a child process: if one crashes, hangs or does not compile, it is a
-line of the table and the others go on.
+Cases run one after another in a child process. A case that crashes, hangs or does not compile
+becomes a line of the table, and the others go on.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ from paw_kernels._backend import implementation
 from paw_kernels.trial import largest_error, milliseconds
 
 LIMIT_S = 180.0
-"""Most seconds that a case may take, imports and compilation included."""
+"""Most seconds that a case may take, including imports and compilation."""
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTHS = (64, 896, 4096)
 """Hidden sizes D that are checked."""
@@ -71,11 +71,11 @@ class Answer:
     """The result of a case."""
 
     share: float = math.nan
-    """The largest error as a share of what is allowed; correct up to 1."""
+    """The largest error as a share of the allowed error. Up to 1 is correct."""
     ms: float | None = None
     """Milliseconds of forward + backward, if timed."""
     why: str = ""
-    """Why the case failed; empty if it did not."""
+    """Why the case failed; "" if it did not."""
 
     @property
     def right(self) -> bool:
@@ -90,7 +90,7 @@ class Answer:
 
 
 def check(shape: str | None, model: str | None) -> int:
-    """Print the tables; 0 if every backend that can run here is correct.
+    """Print the tables. Returns 0 if every backend that can run here is correct.
 
     Raises UserError if `shape` is not VxD.
     """
@@ -108,7 +108,7 @@ def check(shape: str | None, model: str | None) -> int:
 
 
 def _check_errors(cases: list[Case], left_out: list[str]) -> list[Case]:
-    """Run the cases, print their errors and what cannot run here; returns the cases that failed."""
+    """Run the cases, print their errors and what cannot run. Returns the cases that failed."""
     print(
         "Each backend of the head against float64: "
         "the largest error over what it may be (2 x plain torch's + 1e-4)."
@@ -128,7 +128,7 @@ def _check_errors(cases: list[Case], left_out: list[str]) -> list[Case]:
 
 
 def _time(cases: list[Case], V: int, D: int) -> None:
-    """Run the cases, print their times and keep them for "auto"."""
+    """Run the cases, print their times, and keep the times for "auto"."""
     print(f"Forward + backward of V {V} x D {D}, half of its rows with a gradient:")
     times = dict(zip(cases, reported(run(cases, LIMIT_S), cases), strict=True))
     table(times, [f"n {n}" for n in ROWS], lambda case: f"{case.dtype:<9}{case.way}")
@@ -136,12 +136,12 @@ def _time(cases: list[Case], V: int, D: int) -> None:
 
 
 def head_size(shape: str | None, model: str | None) -> tuple[int, int] | None:
-    """(V, D) of `--shape`, otherwise of `--model`; None without either."""
+    """Return (V, D) of `--shape`, otherwise of `--model`; None without either."""
     if shape:
         match = re.fullmatch(r"([1-9]\d*)[xX]([1-9]\d*)", shape)
         if not match:
             raise UserError(
-                f"--shape {clean(shape)}: it is the head's words x width, such as 151936x896"
+                f"--shape {clean(shape)}: it must be the head's words x width, such as 151936x896"
             )
         return int(match[1]), int(match[2])
     if not model:
@@ -154,23 +154,22 @@ def head_size(shape: str | None, model: str | None) -> tuple[int, int] | None:
     size = head_shape(model)
     if size is None:
         raise UserError(
-            f"model.path = '{clean(model)}': "
-            "its config.json does not say vocab_size and hidden_size"
+            f"model.path = '{clean(model)}': its config.json lacks vocab_size and hidden_size"
         )
     return size
 
 
 def cases_to_check() -> tuple[list[Case], list[str]]:
-    """(cases to check on this machine, lines on what cannot run here and why).
+    """Return (cases to check on this machine, lines about what cannot run here and why).
 
-    On a CPU Triton runs in its interpreter.
+    On a CPU, Triton runs in its interpreter.
     """
     main_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     processors = 0
     if main_device.type == "cuda":
         processors = torch.cuda.get_device_properties(main_device).multi_processor_count
-    # (n, V): more than two tiles of 128 x 256 for each multiprocessor of a GPU, and more than two
-    # of the interpreter's 16 x 32 for each of its 3 programs.
+    # (n, V) gives more than two tiles of 128 x 256 for each multiprocessor of a GPU, and more than
+    # two of the interpreter's 16 x 32 for each of its 3 programs.
     sizes = {
         "cuda": (1000, 256 * math.ceil(2.5 * processors / 8)),
         "cpu": (300, 1024),
@@ -199,9 +198,10 @@ def cases_to_check() -> tuple[list[Case], list[str]]:
 
 
 def cases_to_time(V: int, D: int, devices: dict[str, str]) -> list[Case]:
-    """The cases to time; `devices` has the device type of each backend.
+    """Return the cases to time. `devices` has the device type of each backend.
 
-    On a GPU they are in bfloat16, with several tile sizes of Triton's; on a CPU without Triton.
+    On a GPU they are in bfloat16, with several tile sizes of Triton's. On a CPU they leave Triton
+    out.
     """
     on_gpu = "cuda" in devices.values()
     dtypes = ("bfloat16",) if on_gpu else ("float32", "bfloat16")
@@ -234,7 +234,7 @@ def reported(answers: Iterable[Answer], cases: list[Case]) -> Iterator[Answer]:
 
 
 def table(answers: dict[Case, Answer], columns: list[str], name: Callable[[Case], str]) -> None:
-    """Print the answers: cases of one name share a row."""
+    """Print the answers. Cases with the same name share a row."""
     rows: dict[str, list[Answer]] = {}
     for case, answer in answers.items():
         rows.setdefault(name(case), []).append(answer)
@@ -245,9 +245,9 @@ def table(answers: dict[Case, Answer], columns: list[str], name: Callable[[Case]
 
 
 def keep(answers: dict[Case, Answer]) -> None:
-    """Write the times where "auto" looks for them, in place of older ones of these sizes.
+    """Write the times where "auto" looks for them, replacing older times of these sizes.
 
-    If the file cannot be written, that is printed; it is not an error.
+    If the file cannot be written, this prints a warning and is not an error.
     """
     times = {case: answer.ms for case, answer in answers.items() if answer.ms}
     if not times:
@@ -258,7 +258,7 @@ def keep(answers: dict[Case, Answer]) -> None:
 
     by_key: dict[str, Any] = {}
     other_sizes: list[Any] = []
-    with suppress(OSError, ValueError, TypeError, KeyError):  # nothing of a broken file is kept
+    with suppress(OSError, ValueError, TypeError, KeyError):  # a broken file is dropped whole
         by_key = dict(json.loads(path.read_text(encoding="utf-8")))
         other_sizes = [
             time for time in by_key.get(key, ()) if (time["V"], time["D"]) != (first.V, first.D)
@@ -282,7 +282,7 @@ def keep(answers: dict[Case, Answer]) -> None:
 
 
 def run(cases: list[Case], limit_s: float) -> Iterator[Answer]:
-    """The answers of the cases, in order."""
+    """Yield the answers of the cases, in order."""
     pending = list(cases)
     while pending:
         same_backend = list(takewhile(lambda case: case.backend == pending[0].backend, pending))
@@ -292,10 +292,10 @@ def run(cases: list[Case], limit_s: float) -> Iterator[Answer]:
 
 
 def _in_a_child(cases: list[Case], limit_s: float) -> Iterator[Answer]:
-    """The answers of one child process to these cases of one backend, in order.
+    """Yield one child process's answers to these cases of one backend, in order.
 
-    If the child dies or hangs, the last answer is that of the case that did it; the cases after it
-    have none.
+    If the child dies or hangs, the last answer is that of the case that caused it. The cases after
+    it have none.
     """
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe()
@@ -314,13 +314,13 @@ def _in_a_child(cases: list[Case], limit_s: float) -> Iterator[Answer]:
             yield Answer(why=_cause_of_death(child.exitcode, output.read()))
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # with what it has started, such as a compiler
+                os.killpg(child.pid, signal.SIGKILL)  # with what it started, such as a compiler
             child.kill()
             child.join()
 
 
 def _cause_of_death(exit_code: int, output: str) -> str:
-    """The signal that killed a child, otherwise the last line of its output."""
+    """Return the signal that killed a child, otherwise the last line of its output."""
     if exit_code < 0:
         return f"killed by {signal.Signals(-exit_code).name}"
     lines = output.strip().splitlines()
@@ -328,7 +328,7 @@ def _cause_of_death(exit_code: int, output: str) -> str:
 
 
 def _answer(answers: Connection, cases: list[Case], output: str) -> None:
-    """The child process, a session of its own; what libraries print goes to the file `output`."""
+    """Run the child process in its own session. Output of libraries goes to the file `output`."""
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
@@ -340,15 +340,15 @@ def _answer(answers: Connection, cases: list[Case], output: str) -> None:
 
 
 def attempt(case: Case) -> Answer:
-    """Check a case and, if asked for, time it; runs in the child.
+    """Check a case and, if asked for, time it. This runs in the child.
 
-    Raises if an error has left the GPU unusable.
+    Raises an exception if an error has left the GPU unusable.
     """
     device = torch.device(case.device)
     dtype = getattr(torch, case.dtype)
     n = case.n
     V = case.V
-    if case.timed:  # the check needs no large problem, only the same remainder of V
+    if case.timed:  # the check needs no large problem, just the same remainder of V
         n = 300
         V = 512 + case.V % 256
     try:

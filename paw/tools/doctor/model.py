@@ -1,4 +1,4 @@
-"""`paw doctor --model PATH`: whether a model can be trained, found out before any training.
+"""`paw doctor --model PATH`: finds out whether a model can be trained.
 
 The trainer must compute the model's own log-probs, and its chat template must be usable.
 """
@@ -38,9 +38,9 @@ def run(path: str, *, as_json: bool) -> int:
 
 
 def inspect(path: str) -> dict[str, Any]:
-    """The findings about a model, JSON-able.
+    """Return the findings about a model, which can be written as JSON.
 
-    Differences are the largest, in nats; None if they cannot be computed.
+    Each difference is the largest one, in nats, or None if it cannot be computed.
     """
     device = pick_device("auto")
     dtype = pick_dtype(device)
@@ -68,7 +68,7 @@ def inspect(path: str) -> dict[str, Any]:
 
 
 def _load(path: str, device: torch.device) -> Policy:
-    """The model in bfloat16 on every device: a GPU may train what is inspected on a CPU."""
+    """Load the model in bfloat16 on any device, as a GPU may train what a CPU inspects."""
     return load_policy(
         path,
         device=device,
@@ -80,7 +80,7 @@ def _load(path: str, device: torch.device) -> Policy:
 
 
 def _shape_of(policy: Policy) -> dict[str, Any]:
-    """What the model's configuration says about its decoder."""
+    """Return what the model's configuration says about its decoder."""
     config: Any = policy.lm.config.get_text_config()
     layer_types = getattr(config, "layer_types", None)
     if not layer_types:
@@ -96,7 +96,7 @@ def _shape_of(policy: Policy) -> dict[str, Any]:
 
 
 class _Checks:
-    """The checks of a model; each that fails adds to `problems` and leaves None as its result."""
+    """The checks of a model. One that fails adds to `problems` and has the result None."""
 
     def __init__(self, policy: Policy, path: str) -> None:
         self.path = path
@@ -117,7 +117,7 @@ class _Checks:
 
 
 def _sampling(policy: Policy) -> str:
-    """How far the engine that samples with transformers is off, or why it cannot sample."""
+    """Say how far the transformers engine is off, or why it cannot sample."""
     try:
         return f"off by {check_sampling(policy.lm):.1e} nats"
     except UserError as error:
@@ -125,7 +125,7 @@ def _sampling(policy: Policy) -> str:
 
 
 def _lines(findings: dict[str, Any]) -> list[str]:
-    """The findings for people, a line each, then problems and the verdict.
+    """Write the findings for people, one per line, then problems and the verdict.
 
     Empty findings are left out.
     """

@@ -1,4 +1,4 @@
-"""Calls of the tools that an environment offers, with arguments made from their schemas."""
+"""Makes calls to the tools that an environment offers, with arguments from their schemas."""
 
 import random
 from typing import Any
@@ -7,11 +7,12 @@ from paw.envs.limited import CannotApply, arguments_problem
 from paw.types import ToolCall
 
 TRIES = 40
-"""How often arguments are made for a call, until some fit."""
+"""How many times arguments are made for a call before giving up."""
 DEPTH = 6
-"""Most levels of arguments within arguments: a schema may refer to itself."""
+"""Most levels of nested arguments, because a schema may refer to itself."""
 PARTS = 500
-"""Most values in the arguments of a call; also most characters of a text, and elements of an array.
+"""Most values in the arguments of a call. Also the most characters of a text, and elements of an
+array.
 """
 TEXTS = {
     "date": "2024-05-17",
@@ -26,13 +27,14 @@ TEXTS = {
 PLAIN_WORDS = ("a", "A1", "word", "two words", "7")
 """Texts for a schema without format and pattern."""
 WORDS = (*PLAIN_WORDS, "2024-05-17", "12:30", "ada@example.com", "https://example.com/a")
-"""Texts for a schema with a pattern: one of them may fit."""
+"""Texts for a schema with a pattern. One of them may fit."""
 
 
 def valid_call(tool: dict[str, Any], number: int) -> ToolCall | None:
-    """Call `number` of an episode, with arguments that fit the tool's schema.
+    """Make call `number` of an episode, with arguments that fit the tool's schema.
 
-    The arguments depend on the tool and `number` alone. None if none are found that fit.
+    The arguments depend only on the tool and `number`. Returns None if no arguments that fit are
+    found.
     """
     name = tool["function"]["name"]
     schema = tool["function"]["parameters"]
@@ -47,7 +49,7 @@ def valid_call(tool: dict[str, Any], number: int) -> ToolCall | None:
                 and not arguments_problem(schema, arguments)
             )
         except (CannotApply, ArithmeticError, TypeError, ValueError):
-            return None  # the schema has bounds such as 1e308, or is of an older draft
+            return None  # the schema has bounds such as 1e308, or follows an older draft
         if fits:
             return ToolCall(name, arguments, f"call{number:05}")
         if too_large:
@@ -56,16 +58,16 @@ def valid_call(tool: dict[str, Any], number: int) -> ToolCall | None:
 
 
 class _Maker:
-    """Makes values for parts of the schema `root`; the caller has to check whether they fit."""
+    """Makes values for parts of the schema `root`. The caller must check whether they fit."""
 
     def __init__(self, root: dict[str, Any], rng: random.Random) -> None:
         self._root = root
         self._rng = rng
         self.parts = 0
-        """Number of values made, those within others included."""
+        """Number of values made, including nested ones."""
 
     def value(self, schema: Any, depth: int) -> Any:
-        """A value for `schema`, with at most `depth` levels; None if that is too little."""
+        """Make a value for `schema`, with at most `depth` levels; None if that is not enough."""
         self.parts += 1
         if not isinstance(schema, dict) or depth == 0 or self.parts > PARTS:
             return None
@@ -100,7 +102,7 @@ class _Maker:
         return self._text(schema)
 
     def _type(self, schema: dict[str, Any]) -> str:
-        """The type of the value to make, guessed if the schema does not say it."""
+        """Return the type of the value to make. It is a guess if the schema does not say."""
         types = schema.get("type")
         if isinstance(types, list):
             not_null = [name for name in types if name != "null"]
@@ -112,7 +114,7 @@ class _Maker:
         return "array" if "items" in schema else "string"
 
     def _object(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
-        """An object with all properties that are required, and some of the others."""
+        """Make an object with all required properties, and some of the others."""
         properties = schema.get("properties", {})
         names = list(schema.get("required", []))
         required = set(names)
@@ -129,7 +131,7 @@ class _Maker:
         return [self.value(element, depth - 1) for element in schemas[:count]]
 
     def _number(self, schema: dict[str, Any]) -> int | float:
-        """A multiple of `multipleOf`, one of the first ten within the bounds."""
+        """Make a multiple of `multipleOf`, one of the first ten within the bounds."""
         step = schema.get("multipleOf", 1)
         low = schema.get("minimum")
         high = schema.get("maximum")
@@ -160,7 +162,7 @@ class _Maker:
         return text[: int(schema.get("maxLength", len(text)))]
 
     def _referred(self, reference: str) -> Any:
-        """The part of the root schema that "#/a/b" refers to; None if there is none."""
+        """Return the part of the root schema that "#/a/b" refers to; None if there is none."""
         part: Any = self._root
         for name in reference.removeprefix("#").split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
@@ -168,7 +170,7 @@ class _Maker:
         return part
 
     def _merged(self, schema: dict[str, Any], parts: list[Any]) -> dict[str, Any]:
-        """`schema` with its `parts` merged in; of other keys than properties, the last counts."""
+        """Merge `parts` into `schema`. Of keys other than properties, the last one counts."""
         merged = {key: value for key, value in schema.items() if key != "allOf"}
         for part in parts:
             if isinstance(part, dict) and "$ref" in part:

@@ -1,7 +1,7 @@
-"""`paw env check`: whether an environment keeps the rules that training relies on.
+"""`paw env check`: checks whether an environment keeps the rules that training relies on.
 
 Episodes of the oracle, of chance and of garbage are played again in circumstances that must not
-matter. The rules are described in docs/environments.md; each has a line in the output.
+matter. docs/environments.md describes the rules. Each has a line in the output.
 """
 
 import argparse
@@ -63,12 +63,12 @@ class Finding(NamedTuple):
     rule: str
     ok: bool
     seen: str
-    """If the rule holds, a remark, perhaps empty; otherwise what was seen, and the fix."""
+    """A remark (perhaps "") if the rule holds, otherwise what was seen and the fix."""
     seconds: float = 0.0
 
 
-# ---- The rules, in the order in which they are checked. A rule has the name of its function, which
-# returns a remark, perhaps empty, or raises Broken. Any other exception breaks the rule too.
+# ---- The rules, in the order in which they are checked. A rule has the name of its function. The
+# function returns a remark, perhaps "", or raises Broken. Any other exception also breaks the rule.
 
 
 def members(subject: Subject) -> str:
@@ -118,7 +118,7 @@ def tasks(subject: Subject) -> str:
 
 
 def _first_tasks(factory: EnvFactory, split: str) -> tuple[list[tuple[str, str]], int | None]:
-    """((id, kind) of up to 64 tasks, number of tasks or None for endless ones).
+    """Return ((id, kind) of up to 64 tasks, number of tasks or None for endless ones).
 
     Raises Broken if one of them is not a task.
     """
@@ -211,7 +211,7 @@ def no_shared_state(subject: Subject) -> str:
                 subject.turns(first, replayed[0], repeat(pair[0])),
                 subject.turns(second, replayed[1], repeat(pair[1])),
             ]
-            while playing:  # a turn of each, until both episodes have ended
+            while playing:  # one turn of each, until both episodes have ended
                 playing = [turns for turns in playing if next(turns, None) is not None]
         for episode, replay in zip(pair, replayed, strict=True):
             compare(episode, replay, fix)
@@ -348,7 +348,7 @@ RULES: tuple[Callable[[Subject], str], ...] = (
     closes,
 )
 VITAL = (members, tasks, outcomes)
-"""If one of them fails, the rules after it cannot be checked."""
+"""If one of these fails, the rules after it cannot be checked."""
 
 
 def check(subject: Subject) -> list[Finding]:
@@ -360,7 +360,7 @@ def check(subject: Subject) -> list[Finding]:
 
 
 def findings_of(subject: Subject, start: Callable[[str], object]) -> Iterator[Finding]:
-    """Check all rules, and yield each finding at once; `start` is called with each rule's name.
+    """Check all rules, yielding each finding at once. Calls `start` with each rule's name.
 
     Raises UserError if the environment itself asks its user to fix something.
     """
@@ -386,7 +386,7 @@ def findings_of(subject: Subject, start: Callable[[str], object]) -> Iterator[Fi
 
 
 class Progress:
-    """Reports on stderr every TELL_S seconds how far the check of a rule is."""
+    """Reports on stderr, every TELL_S seconds, how far the check of a rule is."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -397,7 +397,7 @@ class Progress:
         self._turns_before = 0
 
     def start(self, rule: str) -> None:
-        """A rule is checked from now on."""
+        """Note that this rule is now being checked."""
         self._resets_before = self._subject.resets
         self._turns_before = self._subject.turns_played
         self._started = time.monotonic()
@@ -454,7 +454,7 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _json(env: str, findings: list[Finding], speed: float, *, stopped: bool) -> str:
-    """The object that --json prints."""
+    """Return the object that --json prints."""
     rules = []
     for finding in findings:
         rules.append(finding._asdict() | {"seconds": round(finding.seconds, 3)})
@@ -474,7 +474,7 @@ def _line(finding: Finding) -> str:
 
 
 def _summary(checked: int, failed: int, speed: float, *, stopped: bool) -> str:
-    """The last line of the output; `checked` and `failed` count rules."""
+    """Return the last line of the output. `checked` and `failed` count rules."""
     remark = f"; {speed:,.0f} steps/s"
     if checked < len(RULES):
         remark = f", {len(RULES) - checked} not checked"

@@ -1,4 +1,4 @@
-"""Episodes of an environment under check, played and replayed.
+"""Plays and replays episodes of an environment under check.
 
 The same responses must get the same answers.
 """
@@ -27,23 +27,23 @@ GARBAGE = [
     "</action></think><action><search><answer>",
     "\ud800 lone \udfff",
 ]
-"""Responses that are no action, such as models and attackers produce."""
+"""Responses that are not actions, like those of models and attackers."""
 BROKEN_CALLS = [
     Reply.of("", ToolCall("no such tool", {}, "call00000")),
     Reply("<tool_call>{", "", (), "the call cannot be read"),
 ]
-"""More garbage for an environment with tools: calls such as models make too."""
+"""More garbage for an environment with tools: broken calls that models also make."""
 CALLS = 3
-"""Turns in a row in which tools are called, before a turn with text."""
+"""Number of consecutive turns with tool calls before a turn with text."""
 
 
 class Broken(Exception):
-    """A rule does not hold; the message says what was seen, and how to fix it."""
+    """A rule does not hold. The message says what was seen and how to fix it."""
 
 
 @dataclass
 class Episode:
-    """An episode as it was played."""
+    """An episode that was played."""
 
     task: Task
     first_observation: str = ""
@@ -54,7 +54,7 @@ class Episode:
 
 
 class CountingEnv(TimedEnv):
-    """An environment that counts its subject's episodes and turns, for the lines of progress."""
+    """An environment that counts its subject's episodes and turns for the progress lines."""
 
     def __init__(self, factory: EnvFactory, subject: "Subject") -> None:
         super().__init__(factory, subject.env)
@@ -70,7 +70,7 @@ class CountingEnv(TimedEnv):
 
 
 Player = Callable[[CheckedEnv, int], str | None]
-"""Returns the response in turn n; None abandons the episode."""
+"""Returns the response in turn n, or None to abandon the episode."""
 
 
 class Subject:
@@ -83,12 +83,12 @@ class Subject:
         self.make_factory = make_factory
         self.env = env
         self.steps = 0
-        """Turns of the episodes that `play` played, in `seconds`: the environment's speed."""
+        """Turns that `play` played in `seconds`. They give the environment's speed."""
         self.seconds = 0.0
         self.resets = 0
         """Episodes started so far."""
         self.turns_played = 0
-        """Turns played so far, those that raised included."""
+        """Turns played so far, including those that raised an error."""
 
     @cached_property
     def factory(self) -> EnvFactory:
@@ -100,7 +100,7 @@ class Subject:
 
     @cached_property
     def episodes(self) -> list[Episode]:
-        """An episode of each task: of the oracle, of chance, of garbage and of all three."""
+        """Play an episode of each task: with the oracle, chance, garbage, and all three."""
         players = (by_oracle, by_chance, by_garbage, by_all)
         episodes = []
         for task, player in zip(self.tasks, players, strict=True):
@@ -110,12 +110,12 @@ class Subject:
 
     @contextmanager
     def new_environment(self, factory: EnvFactory | None = None) -> Iterator[CheckedEnv]:
-        """An environment as training plays it: what it returns is checked."""
+        """Make an environment as training plays it, with checked results."""
         environment = CountingEnv(factory or self.factory, self)
         try:
             yield environment
         finally:
-            with quietly():  # closing has a rule of its own
+            with quietly():  # closing has its own rule
                 environment.close()
 
     def play(
@@ -161,7 +161,7 @@ class Subject:
 
 
 def compare(episode: Episode, replayed: Episode, fix: str) -> None:
-    """Raise Broken, with `fix`, at the first difference; what only one of them has is ignored."""
+    """Raise Broken, with `fix`, at the first difference. Ignores what only one of them has."""
     pairs: list[tuple[str, Any, Any]] = []
     pairs.append(("reset()", episode.first_observation, replayed.first_observation))
     outcomes = zip(episode.outcomes, replayed.outcomes, strict=False)
@@ -179,7 +179,7 @@ def compare(episode: Episode, replayed: Episode, fix: str) -> None:
 
 
 def repeat(episode: Episode) -> Player:
-    """A player that gives the responses of `episode` again."""
+    """Make a player that gives the responses of `episode` again."""
 
     def response(environment: CheckedEnv, turn: int) -> str | None:
         return episode.responses[turn] if turn < len(episode.responses) else None
@@ -192,7 +192,7 @@ def by_oracle(environment: CheckedEnv, turn: int) -> str:
 
 
 def by_chance(environment: CheckedEnv, turn: int) -> str:
-    """An admissible response, else a call of a tool, else a text; drawn by the turn's number."""
+    """Draw by the turn's number an admissible response, else a tool call, else a text."""
     responses = admissible_responses(environment)
     if not responses and environment.tools and turn % (CALLS + 1) < CALLS:
         for tool in environment.tools:
@@ -214,9 +214,9 @@ def by_all(environment: CheckedEnv, turn: int) -> str:
 
 
 def look(environment: CheckedEnv) -> tuple[Any, str]:
-    """(context, anchor).
+    """Return (context, anchor).
 
-    The admissible actions and the oracle are asked for too, as that must change nothing.
+    Also asks for the admissible actions and the oracle, since this must change nothing.
     """
     admissible_responses(environment)
     oracle_of(environment)
@@ -224,7 +224,7 @@ def look(environment: CheckedEnv) -> tuple[Any, str]:
 
 
 def oracle_of(environment: CheckedEnv) -> str | None:
-    """The oracle's response; None if there is no oracle, or none for this task."""
+    """Return the oracle's response; None if there is no oracle, or none for this task."""
     try:
         return environment.oracle()
     except NoOracleError:
@@ -232,7 +232,7 @@ def oracle_of(environment: CheckedEnv) -> str | None:
 
 
 def difference(value: object, later_value: object) -> str:
-    """The reprs of both, from shortly before the first character that differs."""
+    """Return the reprs of both, from shortly before the first character that differs."""
     text = repr(value)
     later_text = repr(later_value)
     shared = 0

@@ -1,12 +1,12 @@
 """`paw eval`: a model or an endpoint plays held-out tasks.
 
-With an agent or an endpoint, each episode is written as soon as it has ended: DIR/settings.json
-says what is evaluated, DIR/episodes.jsonl holds one finished episode a line, and results.json and
-results.md are computed from those. The same command again plays the episodes that are missing or
-could not be played.
+With an agent or an endpoint, each episode is written as soon as it has ended. DIR/settings.json
+says what is evaluated, DIR/episodes.jsonl has one finished episode per line, and results.json and
+results.md are computed from those. Running the same command again plays the episodes that are
+missing or could not be played.
 
-paw.tools.evaluate.player, which loads torch, is imported only if a local model plays: an endpoint
-needs none.
+paw.tools.evaluate.player, which loads torch, is imported only if a local model plays, because an
+endpoint does not need it.
 """
 
 import argparse
@@ -38,11 +38,11 @@ from paw.tools.evaluate.played import load_played
 from paw.types import Task, Trajectory
 
 GIVE_UP = 32
-"""Failed episodes in a row that end an evaluation: the endpoint seems to be gone."""
+"""After this many failed episodes in a row an evaluation ends. The endpoint seems to be gone."""
 SETTINGS = ("env.", "agent.", "eval.", "rollout.max_prompt_tokens", "rollout.max_response_tokens")
 """Prefixes of the keys that decide the outcome.
 
-Where and how fast an endpoint answers does not decide it, nor where environments run.
+The address and speed of an endpoint do not decide it. Nor does the place where environments run.
 """
 SIMULATOR = ("env.simulator.model", "env.simulator.noise_start")
 """The keys of env.simulator that decide the outcome."""
@@ -89,7 +89,7 @@ def evaluate(
     out: str | Path | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Play `eval.games` held-out games; returns what `paw eval --json` prints.
+    """Play `eval.games` held-out games. Returns what `paw eval --json` prints.
 
     Args:
         model: a run's directory, a model's folder or a Hugging Face name; None: the model of
@@ -111,7 +111,7 @@ def evaluate(
 def _who_plays(
     model: str | Path | None, recipe: str | Path | Config | None, overrides: dict[str, Any]
 ) -> tuple[Config, str | None]:
-    """(configuration, path of the model); the path is None if an endpoint plays.
+    """Return (configuration, path of the model). The path is None if an endpoint plays.
 
     Raises UserError if neither or both are given.
     """
@@ -128,7 +128,7 @@ def _who_plays(
     if config.endpoint.url:
         raise UserError(
             f"{model} and endpoint.url = '{config.endpoint.url}': "
-            "one model plays, leave one of them out"
+            "only one model can play, so leave one of them out"
         )
     return config, path
 
@@ -144,7 +144,7 @@ def _play(config: Config, path: str | None, out: str | Path | None) -> Evaluatio
 
 
 def _play_model(config: Config, path: str) -> Evaluation:
-    """Play as the evaluations of a training run do; no episode is written."""
+    """Play like the evaluations of a training run. No episode is written."""
     from paw.tools.evaluate.player import evaluate_model, evaluation_text
 
     summary = evaluate_model(config, path)
@@ -156,8 +156,8 @@ def _play_model(config: Config, path: str) -> Evaluation:
 class _Episodes:
     """The finished episodes of an evaluation.
 
-    `lines` has their lines by place among the tasks, at first those that `file` already holds. A
-    new one is also appended to `file`.
+    `lines` has their lines by place among the tasks, at first those already in `file`. A new one is
+    also appended to `file`.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class _Episodes:
         line |= results.episode_line(episode, self.config.endpoint)
         place = line["place"]
         if place in self.lines:
-            for key in results.SPENT:  # a failed attempt was paid for too
+            for key in results.SPENT:  # a failed attempt also costs money
                 line[key] += self.lines[place][key]
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
@@ -205,7 +205,7 @@ class _Episodes:
 def _play_agent(
     config: Config, path: str | None, out: str | Path | None
 ) -> tuple[dict[str, Any], Path]:
-    """Play the tasks that are not in the evaluation's folder yet; returns (results, folder)."""
+    """Play the tasks that are not yet in the evaluation's folder. Returns (results, folder)."""
     check_passwords(config)
     if config.agent.type == "zerosearch":
         env = config.env.model_copy(update={"retriever": "zerosearch"})
@@ -252,14 +252,14 @@ def _play_agent(
 
 
 def _checked_endpoint(config: Config) -> Endpoint:
-    """The endpoint, once it has answered. Raises UserError if it does not."""
+    """Return the endpoint, once it has answered. Raises UserError if it does not."""
     endpoint = Endpoint(config.endpoint, template_options=config.model.chat_template_kwargs)
     endpoint.check()
     return endpoint
 
 
 def _checked_tasks(factory: EnvFactory, config: Config) -> list[Task]:
-    """The tasks to play. Raises UserError if one is of a kind that reports cannot name."""
+    """Return the tasks to play. Raises UserError if reports cannot name the kind of one."""
     tasks = eval_tasks(factory, config.env.eval_split, config.eval.games, config.eval.seed)
     for task in tasks:
         check_kind(task, factory)
@@ -268,7 +268,7 @@ def _checked_tasks(factory: EnvFactory, config: Config) -> list[Task]:
 
 @contextmanager
 def _early_end_reported(finished: _Episodes, folder: Path) -> Iterator[None]:
-    """Report on stderr if the play in this block is given up, which ends it, or interrupted."""
+    """Report on stderr if the play in this block is interrupted, or given up and so ended."""
     try:
         yield
     except _GivenUp:
@@ -277,13 +277,13 @@ def _early_end_reported(finished: _Episodes, folder: Path) -> Iterator[None]:
         to_stderr("")
         to_stderr(
             f"stopped: {len(finished.lines)} of {finished.tasks} episodes are in {folder}; "
-            "the same command goes on"
+            "the same command continues"
         )
         raise
 
 
 def _default_folder(config: Config, model: str) -> Path:
-    """A folder in run.dir that is named after the environment, the agent and the model."""
+    """Return a folder in run.dir named after the environment, the agent and the model."""
     label = f"eval-{config.env.name}-{config.agent.type}-{model}"
     return config.run.dir / re.sub(r"[^\w.-]+", "-", label).strip("-")
 
@@ -291,7 +291,7 @@ def _default_folder(config: Config, model: str) -> Path:
 def _episodes_to_play(
     config: Config, tasks: Sequence[Task], lines: dict[int, dict[str, Any]]
 ) -> list[Episode]:
-    """The episodes without a line, or whose line is of a failed attempt."""
+    """Return the episodes without a line, or whose line is from a failed attempt."""
     return [
         _episode(config, task, place)
         for place, task in enumerate(tasks)
@@ -342,7 +342,7 @@ def _write_results(
     *,
     seconds: float,
 ) -> dict[str, Any]:
-    """Write results.json and results.md, and report failures; returns the summary."""
+    """Write results.json and results.md, and report failures. Returns the summary."""
     summary = results.summarise(lines, settings, config.endpoint, wall_s=seconds)
     write_file(folder / "results.json", json.dumps(summary, indent=1) + "\n")
     write_file(folder / "results.md", results.table(summary))
@@ -359,9 +359,9 @@ def _write_results(
 def _interrupting(rollouts: Rollouts) -> Iterator[None]:
     """Make Ctrl-C end the play in this block.
 
-    A KeyboardInterrupt inside a library's task would become another error. The loop's own
-    `add_signal_handler` cannot be used: it takes the wake-up descriptor from the parent that
-    watches.
+    Inside a library's task, a KeyboardInterrupt would become another error. The loop's own
+    `add_signal_handler` cannot be used, because it takes the wake-up descriptor from the parent
+    that watches.
     """
 
     def end(*_: object) -> None:
@@ -376,7 +376,7 @@ def _interrupting(rollouts: Rollouts) -> Iterator[None]:
 
 
 def _deciding_keys(config: Config) -> dict[str, Any]:
-    """The configuration's keys that decide the outcome, dotted, and their values."""
+    """Return the dotted keys of the configuration that decide the outcome, with their values."""
     settings = {}
     for key, value in flatten(config.model_dump(mode="json")).items():
         if key == "env.processes" or not key.startswith(SETTINGS):
@@ -388,9 +388,10 @@ def _deciding_keys(config: Config) -> dict[str, Any]:
 
 
 def _updates(path: str | None) -> dict[str, Any]:
-    """`updates`, how long a model that PaW exported was trained, from its card; otherwise empty.
+    """Return `updates`, how long an exported PaW model was trained, from its card; otherwise {}.
 
-    It tells apart models that were exported to the same folder, one of them after further training.
+    It distinguishes models that were exported to the same folder, one of them after further
+    training.
     """
     if path is None:
         return {}
@@ -417,7 +418,7 @@ def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
         raise UserError(f"--out {folder}: {path.name}: {error}") from None
     if stored is None:
         raise UserError(
-            f"--out {folder}: {path.name} is not that of an evaluation; name another folder"
+            f"--out {folder}: {path.name} does not belong to an evaluation; name another folder"
         )
     for key in (*settings, *stored):
         stored_value = stored.get(key)
@@ -435,10 +436,10 @@ def _open(stack: ExitStack, folder: Path, settings: dict[str, Any]) -> None:
 def _lines_of_tasks(
     lines: Sequence[dict[str, Any]], tasks: Sequence[Task], folder: Path
 ) -> dict[int, dict[str, Any]]:
-    """Place among `tasks` -> its line, for the tasks that were played already.
+    """Return the lines of tasks that were already played, by place among `tasks`.
 
     With another eval.games, a task can have another place. Lines of tasks that are not among
-    `tasks` stay in the file, for when they are drawn again.
+    `tasks` stay in the file, in case those tasks are drawn again.
     """
     by_place: dict[int, dict[str, Any]] = {}
     unplaced: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -456,20 +457,20 @@ def _lines_of_tasks(
     if ignored:
         to_stderr(
             f"{folder}: {ignored} episodes are not of these {len(tasks)} games; "
-            "they stay there and count nowhere"
+            "they stay there and are not counted"
         )
     return by_place
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The episodes of a file: the last line of each place and task.
+    """Read the episodes of a file: the last line of each place and task.
 
-    An incomplete last line is cut off the file. Raises UserError if a line is not an episode.
+    An incomplete last line is removed from the file. Raises UserError if a line is not an episode.
     """
     content = path.read_bytes() if path.exists() else b""
     complete, _, incomplete_line = content.rpartition(b"\n")
     if incomplete_line:
-        to_stderr(f"{path}: the last line is incomplete, its episode is played again")
+        to_stderr(f"{path}: the last line is incomplete; its episode is played again")
         with path.open("r+b") as file:
             file.truncate(len(complete) + 1 if complete else 0)
     lines = {}

@@ -14,17 +14,18 @@ Overrides = dict[str, Any]
 def load_played(
     recipe: str | Path | Config | None, overrides: Overrides, defaults: Overrides | None = None
 ) -> Config:
-    """The configuration of a recipe; if it is None, of the recipe <env.name>-grpo, if there is one.
+    """Return the configuration of a recipe. Without one, use the recipe <env.name>-grpo if it
+    exists.
 
-    `defaults` yield to `overrides`, and each is used only if the environment has its key. Raises
-    UserError if neither a recipe nor env.name is given.
+    `overrides` take precedence over `defaults`. A default is used only if the environment has its
+    key. Raises UserError if neither a recipe nor env.name is given.
     """
     if isinstance(recipe, Config):
         return load(recipe, overrides)
 
     name = named(overrides.get("env.name"))
     if recipe is None and name is None:
-        raise UserError("say what is played with --recipe NAME or --env NAME")
+        raise UserError("say what to play with --recipe NAME or --env NAME")
     if recipe is None and f"{name}-grpo" in recipe_names():
         recipe = f"{name}-grpo"
         to_stderr(f"settings of the recipe {recipe}; --recipe names another")

@@ -1,6 +1,6 @@
 """`paw rollout`, and `paw eval` of a local model.
 
-The model is that of a training run, a folder or a Hugging Face name.
+The model comes from a training run, a folder or a Hugging Face name.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def evaluate_model(config: Config, path: str) -> dict[str, Any]:
 
 
 def evaluation_text(summary: dict[str, Any]) -> str:
-    """The result of `evaluate_model` for people."""
+    """Return the result of `evaluate_model` as text for people."""
     lines = [
         f"{summary['model']} on {clean(summary['source'])}, temperature {summary['temperature']:g}",
         f"success {success_text(summary)}",
@@ -115,7 +115,7 @@ def rollout(
 
 
 def _open_output(out: str | Path | TextIO | None, stack: ExitStack) -> TextIO | None:
-    """The file to write. If `out` is a path, the file is opened here, and closed by `stack`."""
+    """Return the file to write. If `out` is a path, opens the file here and `stack` closes it."""
     if not isinstance(out, str | Path):
         return out
     with writing(f"--out {out}"):
@@ -123,7 +123,7 @@ def _open_output(out: str | Path | TextIO | None, stack: ExitStack) -> TextIO | 
 
 
 def _write_turns(groups: list[Group], file: TextIO) -> None:
-    """Write a JSON object for each turn, one a line."""
+    """Write a JSON object for each turn, one per line."""
     for group in groups:
         for trajectory in group.trajectories:
             episode = {
@@ -145,9 +145,9 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 def resolve(
     model: str, recipe: str | Path | Config | None, overrides: dict[str, Any]
 ) -> tuple[Config, str]:
-    """(configuration, path of the model) of a run directory, or of a model and a recipe.
+    """Return (configuration, path of the model) for a run directory, or for a model and a recipe.
 
-    Raises UserError if neither the recipe nor the overrides say what is played.
+    Raises UserError if neither the recipe nor the overrides say what to play.
     """
     folder = Path(model)
     if (folder / "config.toml").is_file():
@@ -169,9 +169,9 @@ def resolve(
 
 
 def _exported_model(run_dir: Path) -> Path:
-    """Folder of a run's exported model. It is exported now if it is missing or outdated.
+    """Return the folder of a run's exported model. Exports it now if it is missing or outdated.
 
-    It is outdated if a checkpoint is newer: the run was resumed and then killed.
+    It is outdated if a checkpoint is newer. Then the run was resumed and later killed.
     """
     exported = run_dir / "hf" / "config.json"
     saved_at = [path.stat().st_mtime for path in (run_dir / "checkpoints").glob("step_*")]
@@ -182,12 +182,12 @@ def _exported_model(run_dir: Path) -> Path:
 
 @contextmanager
 def open_player(config: Config, path: str, factory: EnvFactory | None = None) -> Iterator[Rollouts]:
-    """Rollouts with the model at `path`, of `factory`'s games or else of the configuration's."""
+    """Open rollouts with the model at `path`, on the games of `factory` or the configuration."""
     factory = factory or make_factory(config)
     chat = Chat(load_tokenizer(path), config.model.chat_template_kwargs, config.model.tool_parser)
     device = pick_device(config.model.device)
     config = with_dtype(config, pick_dtype(device))
-    longest = 0  # not checked: the engine has its own check
+    longest = 0  # not checked, because the engine has its own check
     if find_engine(config.engine.type).runs_policy:
         longest = longest_row(config, update=False)
     policy = load_policy(

@@ -1,6 +1,6 @@
 """Rollouts without playing: from a file of `paw rollout`, or random ones of a recipe's sizes.
 
-`paw profile` uses both, `paw sft` the file.
+`paw profile` uses both, `paw sft` only the file.
 """
 
 import json
@@ -27,7 +27,7 @@ from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 
 def read_episodes(path: Path, *, vocabulary: float = math.inf) -> list[Group]:
-    """The episodes of a file that `paw rollout` wrote with a model of `vocabulary` tokens.
+    """Read the episodes of a file that `paw rollout` wrote with a model of `vocabulary` tokens.
 
     Raises UserError for any other file, or if a token id is outside the vocabulary.
     """
@@ -42,7 +42,7 @@ def read_episodes(path: Path, *, vocabulary: float = math.inf) -> list[Group]:
                 f"--rollouts {path}: line {number} is not a turn that `paw rollout` wrote: {error}"
             ) from None
     if not groups:
-        raise UserError(f"--rollouts {path}: there is no turn in it")
+        raise UserError(f"--rollouts {path}: it contains no turn")
     return groups
 
 
@@ -67,11 +67,11 @@ def _add_turn(groups: list[Group], record: dict[str, Any], *, vocabulary: float)
 
 
 def random_groups(run: Run) -> tuple[Run, list[Group]]:
-    """(the run, but with an encoding of the random texts; groups of random tokens).
+    """Return (the run, but with an encoding of the random texts; groups of random tokens).
 
-    The groups have the sizes of play under the run's limits. Prompts and observations have the
-    lengths of searching play of the generated full-size ALFWorld games (450 and 20 tokens of
-    Qwen2). The lengths of responses, and that 40 % of episodes end early, are assumptions.
+    The groups are as large as in play under the run's limits. Prompts and observations have the
+    lengths of searching play in the generated full-size ALFWorld games (450 and 20 tokens of
+    Qwen2). The lengths of responses, and the 40 % of episodes that end early, are assumptions.
     """
     config = run.config
     draw = _RandomTurns(config, vocabulary=len(run.policy.head_weight))
@@ -83,7 +83,7 @@ def random_groups(run: Run) -> tuple[Run, list[Group]]:
             group.trajectories.append(Trajectory(group.task, member, draw.episode()))
 
     chat = copy(run.chat)
-    chat.separator_ids = draw.ids(4, limit=4)  # as many as ChatML's
+    chat.separator_ids = draw.ids(4, limit=4)  # as many as in ChatML
     run = replace(run, chat=chat, encode_observation=lru_cache(65536)(_read_ids))
     return run, as_sampled_by(run, groups)
 
@@ -97,19 +97,19 @@ class _RandomTurns:
         self.rng = np.random.default_rng(config.run.seed)
 
     def ids(self, count: float, limit: int) -> list[int]:
-        """About `count` random token ids, at least 1 and at most `limit`."""
+        """Draw about `count` random token ids, at least 1 and at most `limit`."""
         return self.rng.integers(self.vocabulary, size=int(np.clip(count, 1, limit))).tolist()
 
     def episode(self) -> list[Turn]:
-        """The turns of an episode. If it is won it ends anywhere, else at the limit of turns."""
+        """Draw the turns of an episode. A won one ends anywhere, others at the limit of turns."""
         max_turns = self.config.env.max_turns
         won = bool(self.rng.random() < WON)
         last = int(self.rng.integers(max_turns)) if won else max_turns - 1
         return [self.turn(won=won and step == last, done=step == last) for step in range(last + 1)]
 
     def turn(self, *, won: bool, done: bool) -> Turn:
-        # The order of the draws (observation, prompt, response, validity) decides the result for a
-        # seed.
+        # The order of the draws (observation, prompt, response, validity) determines the result for
+        # a seed.
         rng = self.rng
         max_prompt = self.config.rollout.max_prompt_tokens
         max_response = self.config.rollout.max_response_tokens
@@ -141,14 +141,14 @@ class _RandomTurns:
 
 
 def _read_ids(text: str) -> list[int]:
-    """The token ids of a random observation, whose text is their numbers."""
+    """Return the token ids of a random observation. Its text lists their numbers."""
     return list(map(int, text.split()))
 
 
 def random_model(config: Config, folder: Path) -> str:
-    """Write a model with random weights and a tokenizer of bytes to `folder`; returns the folder.
+    """Write a model with random weights and a byte tokenizer to `folder`. Returns the folder.
 
-    The weights have the shape of `model.path`: a folder, a name that `shapes` knows, or
+    The weights have the shape of `model.path`, which is a folder, a name that `shapes` knows, or
     "quickstart". Nothing is downloaded.
     """
     path = config.model.path
@@ -163,7 +163,7 @@ def random_model(config: Config, folder: Path) -> str:
 
 
 def hf_config(shape: Shape) -> Any:
-    """The Hugging Face configuration of a model of that shape."""
+    """Return the Hugging Face configuration of a model of that shape."""
     settings: dict[str, Any] = {key: getattr(shape, name) for name, key in KEYS.items()}
     if shape.experts:
         model_type = "qwen3_moe" if shape.qk_norm else "mixtral"
@@ -181,9 +181,9 @@ def hf_config(shape: Shape) -> Any:
 
 
 def as_sampled_by(run: Run, groups: list[Group]) -> list[Group]:
-    """The groups as if this run's model had sampled them.
+    """Return the groups as if this run's model had sampled them.
 
-    The log-probs of another model would look like those of stale weights.
+    Another model's log-probs would look like those of stale weights.
     """
     rows = to_samples(groups, separator_ids=[], encode_observation=None, invalid_penalty=0.0)
     turns = [

@@ -21,13 +21,13 @@ COLUMNS = {
 }
 """ALFWorld's task types in the order of the paper's Table 1, and their headings there."""
 MAX_CHARS = 10_000
-"""Most characters of a line: kinds of tasks and the games' name are texts of the environment."""
+"""Most characters of a line. The environment chooses the kinds of tasks and the games' name."""
 SPENT = ("calls", "prompt_tokens", "completion_tokens", "cost", "seconds")
-"""Keys of what an episode costs. Sums include episodes that failed: they were paid for too."""
+"""Keys for what an episode costs. Sums include failed episodes, which cost money too."""
 
 
 def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
-    """The line of an ended episode in the file of episodes."""
+    """Return the line of an ended episode for the file of episodes."""
     trajectory = episode.trajectory
     last_outcome = episode.outcome
     stats = episode.stats
@@ -56,7 +56,7 @@ def episode_line(episode: Episode, prices: EndpointConfig) -> dict[str, Any]:
         "calls": len(trajectory.turns),
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.response_tokens,
-        "cost": cost / 1e6,  # prices are for a million tokens
+        "cost": cost / 1e6,  # prices are per million tokens
         "seconds": round(episode.seconds, 3),
         "context_full": episode.context_full,
         "failure": masked(trajectory.failure),
@@ -69,10 +69,10 @@ def summarise(
     prices: EndpointConfig,
     wall_s: float,
 ) -> dict[str, Any]:
-    """Success of the played episodes with its 95 % Wilson interval, and what they took.
+    """Return success of the played episodes with its 95 % Wilson interval, and what they took.
 
     Success is given overall and by kind of task. `settings` are those in settings.json. `wall_s` is
-    the time of this run alone; `seconds` in the result is the sum over all episodes, even if they
+    the time of this run alone. `seconds` in the result is the sum over all episodes, even if they
     ran at the same time.
     """
     played = [line for line in lines if line["failure"] is None]
@@ -103,7 +103,7 @@ def summarise(
 
 
 def table(summary: dict[str, Any]) -> str:
-    """A Markdown table of one row with the columns of the paper's tables; below it, the rest."""
+    """Return a one-row Markdown table with the columns of the paper's tables, and then the rest."""
     cells = _cells(summary)
     shares = [f"{100 * value:.1f}" for value in cells.values()]
     row = [summary["model"], summary["agent"], *shares]
@@ -132,7 +132,7 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def _cells(summary: dict[str, Any]) -> dict[str, float]:
-    """Heading -> share: the columns of Table 1, the environment's other kinds, and all of them."""
+    """Return shares by heading: the columns of Table 1, the environment's other kinds, and all."""
     if summary["environment"] == "webshop":
         return {"Score": summary.get("score", 0.0), "Succ.": summary["success"]}
     success = {kind: row["success"] for kind, row in summary["kinds"].items()}
@@ -144,7 +144,7 @@ def _cells(summary: dict[str, Any]) -> dict[str, float]:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table; "-" stands for None.
+    """Return a Markdown table. "-" stands for None.
 
     >>> print(markdown(["model", "success"], [["a|b", None]]))
     | model | success |
@@ -167,13 +167,13 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def success_of(won: Sequence[bool]) -> dict[str, float]:
-    """The share of episodes that were won, with its 95 % Wilson interval."""
+    """Return the share of episodes won, with its 95 % Wilson interval."""
     low, high = wilson(sum(won), len(won))
     return {"success": sum(won) / max(1, len(won)), "ci_low": low, "ci_high": high}
 
 
 def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float]]:
-    """Success, its interval and the number of games of each kind; `episodes` are (kind, won).
+    """Return success, its interval and the number of games by kind. `episodes` are (kind, won).
 
     Search QA's sets have the names and the order of the paper's Table 2, and a row "Avg." with the
     mean over these sets.
@@ -197,7 +197,7 @@ def kind_rows(episodes: Iterable[tuple[str, bool]]) -> dict[str, dict[str, float
 
 
 def kind_lines(table: dict[str, dict[str, float]]) -> list[str]:
-    """`kind_rows` as text for people, a line each."""
+    """Return `kind_rows` as text for people, one line per row."""
     rows = {clean(name): row for name, row in table.items()}
     width = max(map(len, rows), default=0)
     lines = []
@@ -211,7 +211,7 @@ def kind_lines(table: dict[str, dict[str, float]]) -> list[str]:
 
 
 def progress(lines: dict[int, dict[str, Any]], total: int) -> None:
-    """Show on stderr how far an evaluation is, at a terminal or else after each tenth of it."""
+    """Show an evaluation's progress on stderr. Without a terminal, only after each tenth."""
     ended = len(lines)
     won = sum(line["success"] for line in lines.values() if line["failure"] is None)
     text = f"{ended}/{total} episodes, {won} won"

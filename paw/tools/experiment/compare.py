@@ -1,4 +1,4 @@
-"""`paw experiment compare`: compare variants of a recipe with the first of them, over seeds.
+"""`paw experiment compare`: compares variants of a recipe with the first variant, over seeds.
 
 The tables and the figure have the form of PaW's Tables 1 to 4 and Figure 4.
 """
@@ -16,13 +16,13 @@ from paw.tools.experiment.runs import Overrides
 from paw.tools.report.rundir import Run
 
 REACHED = 0.1
-"""A run has taken off once its training success exceeds this share (Figure 4)."""
+"""A run counts as taken off once its training success exceeds this share (Figure 4)."""
 FACTS = ("commit", "paw", "torch", "device")
 """Keys of run.json that are columns of the CSV."""
 
 
 def run(options: argparse.Namespace, overrides: Overrides) -> int:
-    """Train what is missing; write compare.{csv,png,md} and summary.json. Returns 0."""
+    """Train missing runs, and write compare.{csv,png,md} and summary.json. Returns 0."""
     variants = runs.parse_variants(options.variants, options.own)
     paper = results.paper_columns(load(options.recipe, overrides))
     seeds = _seeds_of(list(variants), options.seeds, options.pair_seeds)
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, overrides: Overrides) -> int:
 
 
 def _seeds_of(variants: list[str], seeds: list[int], pair_seeds: list[int]) -> dict[str, list[int]]:
-    """The seeds of each variant: the first two variants also have the `pair_seeds`."""
+    """Return the seeds of each variant. The first two variants also have the `pair_seeds`."""
     by_variant = {variant: seeds for variant in variants}
     for variant in variants[:2]:
         by_variant[variant] = sorted({*seeds, *pair_seeds})
@@ -56,9 +56,10 @@ def _seeds_of(variants: list[str], seeds: list[int], pair_seeds: list[int]) -> d
 
 
 def measure(variant: str, seed: int, run: Run) -> Record:
-    """A line of the CSV.
+    """Return a line of the CSV.
 
-    Success is a share; `_last10` is a mean over the last ten updates, other means over all.
+    Success is a share. `_last10` is a mean over the last ten updates, other means are over all
+    updates.
     """
     evaluated = run.metrics.get("eval/success", {})
     trained = run.metrics.get("success/all", {})
@@ -95,9 +96,9 @@ def measure(variant: str, seed: int, run: Run) -> Record:
 
 
 def summarise(records: list[Record]) -> dict[str, dict[str, Any]]:
-    """By variant: success before and after, area under the curve, paired differences to the first.
+    """Return success before and after, area under the curve, and paired differences to the first.
 
-    Each is an interval over seeds.
+    They are given by variant. Each is an interval over seeds.
     """
     summary: dict[str, dict[str, Any]] = {}
     baseline: dict[str, dict[int, float]] | None = None
@@ -132,16 +133,17 @@ def summarise(records: list[Record]) -> dict[str, dict[str, Any]]:
 
 
 def _by_seed(rows: list[Record], key: str) -> dict[int, float]:
-    """A column of the CSV by seed, without the runs that have no value."""
+    """Return a column of the CSV by seed, without runs that have no value."""
     return {row["seed"]: row[key] for row in rows if row[key] is not None}
 
 
 def report(
     title: str, summary: dict[str, Any], records: list[Record], paper: dict[str, dict[str, float]]
 ) -> str:
-    """The results as Markdown: a table with the paper's numbers beside ours, and how to read it.
+    """Write the results as Markdown: a table with the paper's numbers beside ours, and a guide to
+    it.
 
-    `paper` is title -> variant -> per cent.
+    `paper` has per cent by title and variant.
     """
     baseline = next(iter(summary))
     header = [

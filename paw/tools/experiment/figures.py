@@ -21,9 +21,9 @@ Curve = dict[int, Interval]
 
 
 def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
-    """The evaluation curve of each variant.
+    """Return the evaluation curve of each variant.
 
-    `records` are the lines of compare.csv, as measured or as read back.
+    `records` are the lines of compare.csv, measured or read back.
     """
     prefix = "eval_"
     steps: set[int] = set()
@@ -44,11 +44,12 @@ def evaluations(records: Sequence[Record]) -> dict[str, Curve]:
 
 @styled
 def comparison(curves: Mapping[str, Curve], summary: Mapping[str, Any]) -> Figure:
-    """Success over the updates by variant, beside each variant's paired difference to the first.
+    """Plot success over the updates by variant, beside each variant's paired difference to the
+    first.
 
-    Values are shares. With more than five variants, only the first two and those whose interval
-    excludes zero have a colour. Bands are drawn for at most three coloured variants. If no variant
-    has a difference, there are only the curves.
+    Values are shares. If there are more than five variants, only the first two, and those whose
+    interval excludes zero, have a colour. Bands are drawn for at most three coloured variants. If
+    no variant has a difference, only the curves are drawn.
     """
     baseline, *others = curves
     differences: dict[str, Interval] = {}
@@ -70,7 +71,7 @@ def comparison(curves: Mapping[str, Curve], summary: Mapping[str, Any]) -> Figur
 
 
 def _coloured_variants(variants: list[str], differences: Mapping[str, Interval]) -> list[str]:
-    """The variants with a colour of their own, in the order of the colours."""
+    """Return the variants with their own colour, in the order of the colours."""
     if len(variants) <= 5:
         return variants
 
@@ -93,7 +94,7 @@ def _draw_curves(axes: Axes, curves: Mapping[str, Curve], coloured: list[str]) -
             continue
         means = [100 * point.mean for point in curve.values()]
         axes.plot(list(curve), means, color=PALE, linewidth=1.4, label=label, zorder=1.5)
-        label = None  # one entry of the legend for all of them
+        label = None  # one legend entry for all of them
 
     axes.set(xlabel="Update", ylabel="Success on unseen games (%)", ylim=(0, None))
     legend(axes)
@@ -128,9 +129,9 @@ def _draw_differences(
 def draw(
     axes: Axes, curve: Curve, index: int, label: str, factor: float, *, band: bool = True
 ) -> None:
-    """Draw a mean over seeds, and with `band` its interval.
+    """Draw a mean over seeds and, with `band`, its interval.
 
-    The band is cut off at values that cannot be: below 0 if no mean is negative, and above 100 %.
+    The band is cut off at impossible values: below 0 if no mean is negative, and above 100 %.
     """
     colour, dash = look(index)
     means = [factor * point.mean for point in curve.values()]

@@ -21,18 +21,18 @@ from paw.io.files import write_file, writing
 PAPER: dict[str, dict[str, dict[str, float]]] = tomllib.loads(
     Path(__file__).with_name("paper.toml").read_text(encoding="utf-8")
 )
-"""Success in per cent by env.name, start of the model's name and variant.
+"""Success in per cent by env.name, start of the model's name, and variant.
 
-From Tables 1 to 4 of arXiv 2606.02388."""
+The numbers are from Tables 1 to 4 of arXiv 2606.02388."""
 TITLES = {"alfworld": "ALFWorld", "webshop": "WebShop", "search": "search QA"}
-"""Environments as they are written in tables."""
+"""Names of environments in tables."""
 Record = dict[str, Any]
 """A line of a CSV."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds with its 95 % interval; one seed has neither spread nor interval."""
+    """A mean over seeds with its 95 % interval. One seed has neither spread nor interval."""
 
     mean: float
     n: int
@@ -42,7 +42,7 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Mean, standard deviation (n - 1) and the two-sided 95 % Student interval of the mean."""
+    """Return mean, standard deviation (n - 1) and two-sided 95 % Student interval of the mean."""
     n = len(values)
     mean = fmean(values)
     if n < 2:
@@ -54,10 +54,10 @@ def interval(values: Sequence[float]) -> Interval:
 
 @cache
 def student(freedom: int) -> float:
-    """t with P(|T| <= t) = 0.95 for a Student variable T with `freedom` degrees of freedom.
+    """Return t with P(|T| <= t) = 0.95 for a Student variable T with `freedom` degrees of freedom.
 
-    With t = sqrt(freedom) tan(a), the density of a is proportional to cos(a)^(freedom - 1), summed
-    numerically here.
+    With t = sqrt(freedom) tan(a), the density of a is proportional to cos(a)^(freedom - 1). It is
+    summed numerically here.
 
     >>> [round(student(n), 3) for n in (1, 2, 9, 120)]
     [12.706, 4.303, 2.262, 1.98]
@@ -69,18 +69,18 @@ def student(freedom: int) -> float:
 
 
 def paired(first: Mapping[int, float], other: Mapping[int, float]) -> Interval | None:
-    """`other` less `first`, seed by seed: the runs of a seed share start model and games.
+    """Return `other` minus `first`, seed by seed. Runs of a seed share start model and games.
 
-    None if they have no seed in common.
+    Returns None if they have no seed in common.
     """
     differences = [other[seed] - first[seed] for seed in first if seed in other]
     return interval(differences) if differences else None
 
 
 def verdict(difference: Interval | None) -> str:
-    """Whether a difference in success shows an effect, in words."""
+    """Say in words whether a difference in success shows an effect."""
     if difference is None or difference.n < 3 or difference.low is None or difference.high is None:
-        # Two differences may well be equal by chance, and then have no spread.
+        # Two differences may be equal by chance, and then have no spread.
         return "not shown (fewer than three seeds)"
     if difference.low > 0:
         return "helps beyond the interval"
@@ -90,7 +90,7 @@ def verdict(difference: Interval | None) -> str:
 
 
 def area(curve: Mapping[int, float]) -> float:
-    """The mean height of the curve through the points, by trapezoids.
+    """Return the mean height of the curve through the points, by trapezoids.
 
     It is a share if the values are shares.
     """
@@ -104,9 +104,10 @@ def area(curve: Mapping[int, float]) -> float:
 
 
 def paper_columns(config: Config) -> dict[str, dict[str, float]]:
-    """The paper's results for the environment and the model: title -> variant -> per cent.
+    """Return the paper's results for the environment and the model, in per cent by title and
+    variant.
 
-    If the paper has none for that model, those of each environment's smallest model.
+    If the paper has none for that model, returns those of each environment's smallest model.
 
     >>> from paw.config.recipe import load
     >>> paper_columns(load("webshop-grpo-14b"))
@@ -125,7 +126,7 @@ def percent(value: float | None) -> str | None:
 
 
 def points(share: Interval | None, *, sign: bool = False) -> str | None:
-    """A share in per cent as "61.3 [55.0, 67.6]", without brackets if there is no interval."""
+    """Write a share in per cent as "61.3 [55.0, 67.6]", without brackets if it has no interval."""
     if share is None:
         return None
     template = "{:+.1f}" if sign else "{:.1f}"
@@ -138,7 +139,7 @@ def points(share: Interval | None, *, sign: bool = False) -> str | None:
 
 
 def write_csv(path: Path, records: Sequence[Record]) -> None:
-    """Write a CSV with every key of the records as a column, floats to six digits."""
+    """Write a CSV with every key of the records as a column, and floats to six digits."""
     columns = dict.fromkeys(key for record in records for key in record)
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns)
@@ -157,7 +158,7 @@ def write(
 ) -> None:
     """Write NAME.md, NAME.csv and NAME.png to `out`, and summary.json if given.
 
-    The text and the files' names are printed.
+    Also prints the text and the files' names.
     """
     with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""The runs of an experiment: variants x seeds, each a `paw train` of its own.
+"""The runs of an experiment: variants x seeds, each with its own `paw train`.
 
 A run's folder is OUT/runs/VARIANT-SEED. The seed is used for training and for the warm-up, so the
-variants of a seed share its start model and games. Finished runs are not trained again;
-interrupted ones are resumed.
+variants of a seed share its start model and games. Finished runs are not trained again. Interrupted
+ones are resumed.
 """
 
 import argparse
@@ -53,12 +53,12 @@ VARIANTS = {
         for name, keys in ESTIMATORS.items()
     },
 }
-"""Variants of a comparison by name: (what it changes in the recipe, a line on what it is)."""
+"""Variants by name, as (what it changes in the recipe, a line about it)."""
 SET_HERE = {"run.dir", "run.name", "run.seed", "warmup.seed"}
 """Keys that the experiment sets."""
 IGNORED = {"run.dir", "run.threads", "run.trackers", "run.save_every", "run.keep"}
 IGNORED |= {"tracking.project", "tracking.name", "tracking.tags"}
-"""Keys in which a finished run may differ, as they do not change what is learnt."""
+"""Keys in which a finished run may differ, because they do not change what is learnt."""
 Overrides = dict[str, str]
 """Dotted keys of the configuration and their values, as on the command line."""
 Runs = dict[str, dict[int, Run]]
@@ -78,9 +78,9 @@ class Job:
 
     @property
     def finished(self) -> Run | None:
-        """The run if it has ended by itself after all its updates, perhaps without a report.
+        """Return the run if it has ended by itself after all its updates, perhaps without a report.
 
-        Otherwise None.
+        Otherwise returns None.
         """
         with suppress(UserError):  # not started
             run = load_run(self.directory)
@@ -93,7 +93,7 @@ class Job:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """The seeds, sorted: a number such as "5" means 0 to 4, a list such as "0-4,7" names them."""
+    """Return the sorted seeds. A number such as "5" means 0 to 4; a list "0-4,7" names them."""
     seeds: set[int] = set()
     if text.isdecimal():
         seeds.update(range(int(text)))
@@ -110,11 +110,11 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def parse_variants(names: str, custom: Sequence[str]) -> dict[str, Overrides]:
-    """The overrides of each variant.
+    """Return the overrides of each variant.
 
-    `names` are known variants, such as "grpo,paw"; each of `custom` is one of the user's, such as
-    "name: wm.scale=10 wm.loss=mae". Raises UserError if a variant is unknown, malformed or there
-    twice, or if there is none.
+    `names` are known variants, such as "grpo,paw". Each of `custom` is a user's own, such as "name:
+    wm.scale=10 wm.loss=mae". Raises UserError if a variant is unknown, malformed or given twice, or
+    if there is none.
     """
     definitions = []
     for word in names.split(","):
@@ -140,7 +140,7 @@ def parse_variants(names: str, custom: Sequence[str]) -> dict[str, Overrides]:
                 "such as 'loud: wm.scale=10'"
             )
         if name in variants:
-            raise UserError(f"variant '{name}' is there twice")
+            raise UserError(f"variant '{name}' is given twice")
         variants[name] = {key: value for key, _, value in pairs}
     if not variants:
         raise UserError("--variants names no variant")
@@ -153,7 +153,7 @@ def conduct(
     seeds: dict[str, list[int]],
     overrides: Overrides,
 ) -> Runs:
-    """Train what is missing, unless --report-only; returns the finished runs, in order of variants.
+    """Train missing runs, unless --report-only. Returns the finished runs, in order of variants.
 
     Raises UserError if a run cannot be planned or fails, or if the first variant has no finished
     run.
@@ -181,10 +181,10 @@ def plan(
     seeds: dict[str, list[int]],
     overrides: Overrides,
 ) -> list[Job]:
-    """The runs, all variants of a seed in a row.
+    """Return the runs, with all variants of a seed in a row.
 
-    Raises UserError if `overrides` has a key that a variant or the experiment sets, or if a run is
-    there already with another configuration.
+    Raises UserError if `overrides` has a key that a variant or the experiment sets, or if a run
+    already exists with another configuration.
     """
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: give 1 or more")
@@ -207,7 +207,7 @@ def plan(
 
 
 def _job(options: argparse.Namespace, variant: str, seed: int, overrides: Overrides) -> Job:
-    """The run of one variant and seed; `overrides` are the user's and the variant's."""
+    """Return the run of one variant and seed. `overrides` are the user's and the variant's."""
     directory = options.out / "runs" / f"{variant}-{seed}"
     keys: Overrides = {}
     if options.jobs > 1:
@@ -223,7 +223,7 @@ def _job(options: argparse.Namespace, variant: str, seed: int, overrides: Overri
     if config_file.is_file():
         changed = difference(config_file, config)
         if changed:
-            raise UserError(f"{directory} has {changed}: take another --out, or remove it")
+            raise UserError(f"{directory} has {changed}; use another --out, or remove it")
 
     words = ["train", options.recipe, "--gpus", str(options.gpus)]
     for key, value in keys.items():
@@ -232,9 +232,10 @@ def _job(options: argparse.Namespace, variant: str, seed: int, overrides: Overri
 
 
 def difference(path: Path, config: Config) -> str:
-    """The first key by which a configuration learns differently than that of the file `path`.
+    """Return the first key in which a configuration learns differently from that of the file
+    `path`.
 
-    In words, with both values; empty if there is none.
+    Says this in words, with both values; "" if there is none.
     """
     values = masked(flatten(config))
     for key, file_value in masked(flatten(load(path))).items():
@@ -244,10 +245,10 @@ def difference(path: Path, config: Config) -> str:
 
 
 def train(jobs: Sequence[Job], *, at_once: int) -> None:
-    """Run what is not finished, `at_once` processes at a time.
+    """Run everything that is not finished, `at_once` processes at a time.
 
-    One variant of each seed comes first: it makes the start model that the others share. Raises
-    UserError if a run fails. The running ones are then asked to stop; they save a checkpoint first.
+    One variant of each seed comes first, because it makes the start model that the others share. If
+    a run fails, raises UserError. Running ones are then asked to stop, and save a checkpoint first.
     """
     pending = [job for job in jobs if not job.finished]
     first_of_seed = {job.seed: job for job in reversed(pending)}
@@ -277,7 +278,7 @@ def train(jobs: Sequence[Job], *, at_once: int) -> None:
 
 
 class _Processes:
-    """The runs in progress, each a process that a thread waits for."""
+    """The runs in progress. Each is a process that a thread waits for."""
 
     def __init__(self) -> None:
         self.running: set[subprocess.Popen[bytes]] = set()
@@ -286,7 +287,7 @@ class _Processes:
     def run(self, job: Job) -> None:
         """Run a job to its end, unless the others are being stopped.
 
-        If it fails, raises UserError, and no further job starts.
+        If it fails, raises UserError and no further job starts.
         """
         if self.stopping.is_set():
             return
@@ -304,7 +305,7 @@ class _Processes:
             to_stderr(line)
         ending = f"failed (exit code {exit_code})" if exit_code else "was stopped"
         raise UserError(
-            f"run {job.directory} {ending}, see {job.log}; the same command goes on from here"
+            f"run {job.directory} {ending}, see {job.log}; the same command continues from here"
         )
 
     def stop(self) -> None:
@@ -315,7 +316,7 @@ class _Processes:
 
 
 def _start(job: Job) -> subprocess.Popen[bytes]:
-    """Start a run, or resume it if it has metrics; its output goes to the job's log."""
+    """Start a run, or resume it if it has metrics. Its output goes to the job's log."""
     metrics = job.directory / "metrics.jsonl"
     with writing(job.directory, "; set --out"):
         job.directory.parent.mkdir(parents=True, exist_ok=True)
@@ -323,7 +324,7 @@ def _start(job: Job) -> subprocess.Popen[bytes]:
         if metrics.is_file() and metrics.stat().st_size:
             command += ["--resume", "auto"]
         with job.log.open("ab") as log:
-            # A session of its own: Ctrl-C reaches it once, through `train`.
+            # It has its own session, so Ctrl-C reaches it once, through `train`.
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )

@@ -17,9 +17,9 @@ from paw.tools.plan.plan import GIB, USABLE, Plan
 from paw.tools.plan.shapes import Shape, shape_of
 
 BASE = "alfworld-gigpo-paw"
-"""The recipe that `paw plan --model` plans for without one."""
+"""The recipe that `paw plan --model` uses if none is given."""
 Change = dict[str, Any]
-"""Values by dotted key."""
+"""Values, by dotted key."""
 ADAPTERS: Change = {"lora.rank": 32, "optim.name": "adamw"}
 FALLBACKS: tuple[Change, ...] = (
     {"model.checkpointing": "selective"},
@@ -34,23 +34,23 @@ FALLBACKS: tuple[Change, ...] = (
     {"policy.kl_coef": 0.0},
     ADAPTERS,
 )
-"""Changes that save memory, each on top of those before it, cheapest in time first.
+"""Changes that save memory, each on top of those before it, in order of their cost in time.
 
 The last two change what is learnt: no reference model, and adapters instead of all weights.
 """
 OFFLOADS = {"policy.offload_reference", "optim.offload", "model.offload_activations"}
-"""Fallbacks that take host memory: each further fallback is tried without one of them as well."""
+"""Fallbacks that take host memory. Each further fallback is also tried without one of them."""
 ENGINE = ("engine.type", "engine.servers", "engine.tensor_parallel", "rollout.ahead")
 """Keys that put the engines on servers, in the order of `_with_server_keys`."""
 SHARE = "engine.gpu_memory_utilization"
 COARSE = 20
-"""Steps into which a card is divided to find a share of it that fits."""
+"""Steps into which a card is divided to find a share that fits."""
 FINE = 100
-"""The same, if nothing fits with coarse steps."""
+"""The same, used if nothing fits with coarse steps."""
 LARGEST_SHARE = 0.9
-"""Largest share of a card that the engine is given."""
+"""Largest share of a card that the engine may get."""
 Tried = list[tuple[str, Plan]]
-"""What was changed last, and the plan with all changes so far; the last one fits if any does."""
+"""The last change, and the plan with all changes so far. If any plan fits, the last one does."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Machine:
     gpu_gib: float
     """Memory of each."""
     host_gib: float | None = None
-    """Memory of a host; None: not limited."""
+    """Memory of a host; None if it is not limited."""
     hosts: int = 1
 
     def plan(self, config: Config, shape: Shape) -> Plan:
-        """The plan of a configuration for these cards."""
+        """Return the plan of a configuration for these cards."""
         return Plan(
             config,
             shape,
@@ -78,10 +78,10 @@ class Machine:
 
 
 def fit(config: Config, shape: Shape, machine: Machine, *, pinned: Collection[str] = ()) -> Tried:
-    """Try settings until some fit; `pinned` keys stay as they are.
+    """Try settings until some fit. `pinned` keys stay as they are.
 
-    First come fallbacks that keep what is learnt, then servers, then a finer share of the card for
-    the engine, and last what changes what is learnt.
+    It first tries fallbacks that keep what is learnt, then servers, then a finer share of the card
+    for the engine. Last come changes to what is learnt.
     """
     tried = _with_fallbacks(config, shape, machine, pinned=pinned)
     if _keeps_learning(tried, config):
@@ -100,7 +100,7 @@ def fit(config: Config, shape: Shape, machine: Machine, *, pinned: Collection[st
 
 
 def _keeps_learning(tried: Tried, config: Config) -> bool:
-    """Whether the last one fits and learns what `config` would."""
+    """Whether the last plan fits and learns what `config` would."""
     best = tried[-1][1]
     return not best.reasons() and _same_learning(best.config, config)
 
@@ -108,10 +108,10 @@ def _keeps_learning(tried: Tried, config: Config) -> bool:
 def with_adapters(
     config: Config, shape: Shape, machine: Machine, *, pinned: Collection[str] = ()
 ) -> Tried:
-    """The plan with adapters, and with only those fallbacks that it still needs, if that fits.
+    """Return the plan with adapters and only those fallbacks that it still needs, if that fits.
 
-    The fallbacks that were tried without adapters are dropped: what they add may not fit a host's
-    memory. Empty if nothing fits, or if a pinned key would have to change.
+    The fallbacks that were tried without adapters are dropped, because they may not fit a host's
+    memory. Returns [] if nothing fits, or if a pinned key would have to change.
     """
     if config.lora.rank or _contradicts(config, ADAPTERS, pinned):
         return []
@@ -137,10 +137,10 @@ def with_servers(
     ahead: int = 0,
     pinned: Collection[str] = (),
 ) -> Plan | None:
-    """The quickest plan that fits with servers on some of the cards; None if none does.
+    """Return the quickest plan that fits with servers on some of the cards; None if none fits.
 
-    Servers get a quarter, half or three quarters of the cards. They have the smallest
-    engine.tensor_parallel that holds the model, or twice or four times that.
+    Servers get a quarter, half or three quarters of the cards. They use the smallest
+    engine.tensor_parallel that holds the model, or two or four times that.
     """
     replaceable = find_engine(config.engine.type).replaceable
     if machine.gpus == 1 or not replaceable or set(pinned) & set(ENGINE):
@@ -168,7 +168,7 @@ def with_servers(
 
 
 def _with_server_keys(config: Config, count: int, size: int, ahead: int) -> Config:
-    """The configuration with `count` servers of `size` cards."""
+    """Return the configuration with `count` servers of `size` cards."""
     values = ("server", count, size, ahead)
     return changed(config, dict(zip(ENGINE, values, strict=True)))
 
@@ -178,7 +178,7 @@ def _same_learning(one: Config, other: Config) -> bool:
 
 
 def words(config: Config, before: Config) -> str:
-    """The options of the command line that turn `before` into `config`."""
+    """Return the command-line options that turn `before` into `config`."""
     chosen_keys = flatten(as_set(config)).keys() | flatten(as_set(before)).keys()
     keys_before = known_keys(before)
     differing = []
@@ -197,7 +197,7 @@ def _with_fallbacks(
     steps: int = COARSE,
     pinned: Collection[str] = (),
 ) -> Tried:
-    """Add fallbacks, each on top of those before, until something fits; drop those not needed."""
+    """Add fallbacks, each on top of those before, until something fits. Drops those not needed."""
 
     def attempt(changes: Sequence[Change]) -> Plan:
         plan = machine.plan(changed(config, *changes), shape)
@@ -215,7 +215,7 @@ def _with_fallbacks(
             continue
         try:
             best, applied = _first_that_fits(attempt, [*applied, change])
-        except UserError:  # the change does not apply, or needs another of a pinned key
+        except UserError:  # the change does not apply, or needs another value of a pinned key
             continue
         label = ", ".join(f"{key} = {value}" for key, value in change.items())
         tried.append((label, best))
@@ -232,9 +232,10 @@ Attempt = Callable[[Sequence[Change]], Plan]
 
 
 def _first_that_fits(attempt: Attempt, changes: list[Change]) -> tuple[Plan, list[Change]]:
-    """(a plan that fits, its changes): with all changes, or without one that takes host memory.
+    """Return (a plan that fits, its changes): with all changes, or without one that takes host
+    memory.
 
-    The first of these that fits; if none does, that with all changes.
+    Returns the first of these that fits. If none fits, returns the one with all changes.
     """
     options = [changes]
     for change in changes:
@@ -248,7 +249,7 @@ def _first_that_fits(attempt: Attempt, changes: list[Change]) -> tuple[Plan, lis
 
 
 def _drop_unneeded(attempt: Attempt, best: Plan, applied: list[Change]) -> Plan:
-    """The plan without those changes that it does not need to fit.
+    """Return the plan without changes that it does not need to fit.
 
     A change is kept if the plan would be slower without it, unless that plan learns more.
     """
@@ -264,9 +265,10 @@ def _drop_unneeded(attempt: Attempt, best: Plan, applied: list[Change]) -> Plan:
 
 
 def _with_largest_share(plan: Plan, machine: Machine, steps: int) -> Plan:
-    """The plan with the largest share of the card that the engine can have beside the trainer.
+    """Return the plan with the largest share of the card that the engine can have beside the
+    trainer.
 
-    The share is a multiple of 1 / `steps`. Returns the plan itself if it fits as it is, or if no
+    The share is a multiple of 1 / `steps`. Returns the plan itself if it already fits, or if no
     share fits.
     """
     if not plan.engine_type.sized_by_share or not plan.reasons():
@@ -294,7 +296,8 @@ def _without(changes: list[Change], dropped: Change) -> list[Change]:
 def _saves(config: Config, change: Change) -> bool:
     """Whether a fallback asks for less memory than the configuration takes anyway.
 
-    Its first key decides. A fallback that does not apply is left to `changed`, which refuses it.
+    The fallback's first key decides. A fallback that does not apply is left to `changed`, which
+    refuses it.
     """
     key, value = next(iter(change.items()))
     present = get(config, key)
@@ -306,7 +309,7 @@ def _saves(config: Config, change: Change) -> bool:
 
 
 def get(config: Config, key: str) -> Any:
-    """The value of a dotted key; None if the configuration's plug-ins do not have it."""
+    """Return the value of a dotted key; None if the configuration's plug-ins do not have it."""
     try:
         return attrgetter(key)(config)
     except AttributeError:
@@ -318,7 +321,7 @@ def as_set(config: Config) -> dict[str, Any]:
 
 
 def changed(config: Config, *changes: Change) -> Config:
-    """The configuration with dotted keys replaced; defaults that were not set stay unset."""
+    """Return the configuration with dotted keys replaced. Defaults that were not set stay unset."""
     flat = flatten(as_set(config))
     for change in changes:
         flat = layered(flat, change)
@@ -326,10 +329,10 @@ def changed(config: Config, *changes: Change) -> Config:
 
 
 def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: int) -> None:
-    """`check_fits` for this host, which has `on_host` of `gpus` ranks. Servers have other cards.
+    """Do `check_fits` for this host, which has `on_host` of `gpus` ranks. Servers use other cards.
 
-    On CPUs (`gpu_gib` is None) weights, gradients and moments must fit. A model that is made on the
-    spot passes, and so does one of a kind that the plan does not know.
+    On CPUs (`gpu_gib` is None), weights, gradients and moments must fit. A model that is made on
+    the spot passes, and so does a kind of model that the plan does not know.
     """
     if config.model.path == "quickstart":
         return
@@ -355,15 +358,15 @@ def check_machine(config: Config, *, gpus: int, gpu_gib: float | None, on_host: 
         raise UserError(
             f"model.path = '{config.model.path}' does not fit: weights, gradients and optimizer"
             f" take {need:.0f} GiB, this machine has {host_gib:.0f} and no GPU is used;"
-            " take a smaller model, or see `paw plan`"
+            " use a smaller model, or see `paw plan`"
         )
 
 
 def check_fits(config: Config, shape: Shape, machine: Machine) -> None:
-    """Raises UserError if the configuration cannot fit.
+    """Raise UserError if the configuration cannot fit, even on the whole card.
 
-    That is, not even on the whole card and with a KV cache of one sequence. The message has the
-    plan's numbers, and the nearest settings that fit, to paste.
+    The KV cache is counted with a single sequence. The message has the plan's numbers, and the
+    nearest settings that fit, ready to paste.
     """
     reasons = machine.plan(config, shape).reasons(usable=1.0, rows=1)
     if not reasons:

@@ -1,8 +1,8 @@
 """Predicts by arithmetic the memory and the seconds of an update. Loads no torch.
 
 Every constant is published (others' runs, with the source), measured (by us, on a CPU) or assumed.
-SOURCES says which for each component. `bench/trainer/plan_pages.py` compares the times of training
-with published runs (docs/memory.md).
+SOURCES says which for each component. `bench/trainer/plan_pages.py` compares training times with
+published runs (docs/memory.md).
 """
 
 import math
@@ -22,12 +22,12 @@ CARDS = {
     141: (989e12, 4.8e12, 450e9),  # H200
     192: (2250e12, 8.0e12, 900e9),  # B200
 }
-"""GB of a card -> (dense bf16 FLOP/s, bytes/s of its memory, bytes/s to another card of the host).
+"""(dense bf16 FLOP/s, bytes/s of memory, bytes/s to another card of the host), by GB of a card.
 
 From data sheets.
 """
 MFU = 0.40
-"""Share of the FLOP/s in training with torch.compile, and in prefill.
+"""Share of peak FLOP/s in training with torch.compile, and in prefill.
 
 Assumed before any comparison.
 """
@@ -39,11 +39,11 @@ torchtitan, Llama-3.1-8B on 128 H100s (llama3_h100_202412, Table 3): 5,605 over 
 REACHED = 0.50
 """Share of the bytes/s that is reached, of the card's memory and between cards. Assumed."""
 NETWORK = 50e9
-"""Bytes/s of a card to other hosts: 400 Gb/s, as in those runs. Assumed to be reached."""
+"""Bytes/s from a card to other hosts: 400 Gb/s, as in those runs. Assumed to be reached."""
 PCIE = 25e9
-"""Bytes/s to host memory, and of weights into the engine of the process. Assumed."""
+"""Bytes/s to host memory, and of weights into an engine in the process. Assumed."""
 FILES = 1.6e9
-"""Bytes/s of weights that are gathered and written. Assumed of checkpoints.
+"""Bytes/s of weights that are gathered and written. For checkpoints this is assumed.
 
 prime-rl's filesystem broadcast, Qwen3-0.6B and 30B-A3B on H100s: 1.6 and 1.76 (time between steps
 over time of a step, benchmarks/baselines at 30bf494f).
@@ -54,22 +54,21 @@ NCCL = 8.25e9
 verl/checkpoint_engine/README.md, Qwen3-30B-A3B to 30 GPUs on 4 hosts.
 """
 STEP_S = 0.27
-"""Seconds of an optimizer step, however few tokens.
-
+"""Seconds of an optimizer step, even with few tokens.
 prime-rl, Qwen3-0.6B SFT on an H100: the line through 0.62 s at 16,384 tokens and 1.28 s at 32,768,
 FLOPs for tokens (benchmarks/baselines at 30bf494f).
 """
 REDUCE_S = 20e-6
 """Seconds of an all-reduce among a server's cards, two in each layer. Assumed."""
 SEQUENCES = 256
-"""Sequences that vLLM decodes at once (paw.rollouts.engines)."""
+"""Sequences that vLLM decodes in parallel (paw.rollouts.engines)."""
 HOST_S = 1.5e-6
-"""A core's seconds for a token, 1.25e-6 of them to encode it.
+"""Seconds of a core per token, of which 1.25e-6 encode it.
 
 Measured (bench/results/host_cpu.csv).
 """
 
-# Turns as `paw profile --synthetic` draws them. "Measured": in generated full-size games of
+# Turns as `paw profile --synthetic` draws them. "Measured" means in generated full-size games of
 # ALFWorld.
 PROMPT = (0.22, 0.04)
 """Mean and deviation of a prompt's length, as shares of max_prompt_tokens. Measured."""
@@ -96,7 +95,7 @@ SOURCES = {
     "checkpoint": "published: 1.6 GB/s of a host; assumed: 25 of a rank, if --host-gib holds a "
     "copy; by run.save_every",
 }
-"""Where each component of an update's seconds comes from."""
+"""Source of each component of an update's seconds."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +105,14 @@ class Play:
     episodes: int
     """Of all ranks."""
     turns: float
-    """Of an episode, on average."""
+    """Turns of an episode, on average."""
     longest: int
     """Turns of the longest episode."""
     prompt: float
-    """Tokens of a turn's prompt, on average; likewise `response`."""
+    """Average tokens of a turn's prompt. `response` is the same for responses."""
     response: float
     observation: float
-    """Tokens of the observations that are trained on, spread over all turns."""
+    """Tokens of observations to train on, spread over all turns."""
 
     @property
     def length(self) -> float:
@@ -122,7 +121,7 @@ class Play:
 
     @classmethod
     def of(cls, config: Config) -> "Play":
-        """What `paw profile --synthetic` draws, on average."""
+        """Return what `paw profile --synthetic` draws, on average."""
         limits = config.rollout
         max_turns = config.env.max_turns
         median, sigma = RESPONSE
@@ -160,11 +159,11 @@ class Plan(Memory):
         self.link = NETWORK if self.on_host < self.shards else REACHED * link_rate
         self.play = play or Play.of(config)
         self.seconds = {"rollout": self._rollout()} | self._training()
-        """By component, in order; with rollout.ahead the rollout overlaps with what follows."""
+        """Seconds by component, in order. With rollout.ahead the rollout overlaps with the rest."""
 
     @property
     def step_s(self) -> float:
-        """Seconds of an update. While weights are sent there is neither rollout nor training."""
+        """Return seconds per update. While weights are sent, nothing is played or trained."""
         sync = self.seconds["sync"]
         rollout = self.seconds["rollout"]
         training = sum(self.seconds.values()) - rollout - sync
@@ -177,11 +176,11 @@ class Plan(Memory):
         return not self.reasons()
 
     def reasons(self, *, usable: float = USABLE, rows: int = ENGINE_ROWS) -> list[str]:
-        """Why the configuration does not fit; empty if it does.
+        """Return reasons why the configuration does not fit; [] if it does.
 
         Args:
             usable: share of a GPU's memory to plan with.
-            rows: sequences of full length that the KV cache has to hold.
+            rows: sequences of full length that the KV cache must hold.
         """
         reasons = []
         room = usable * self.gpu_gib
@@ -212,14 +211,14 @@ class Plan(Memory):
     # --- the formulas, in seconds
 
     def _body(self) -> float:
-        """FLOPs of the decoder layers for a token, causal attention included."""
+        """Return FLOPs of the decoder layers for a token, including causal attention."""
         s = self.shape
         return 2 * s.layers * (s.active_layer + s.queries * self.play.length)
 
     def _rollout(self) -> float:
-        """Decoding limited by bandwidth and prefill by FLOPs, until the longest episode ends.
+        """Return seconds until the longest episode ends.
 
-        0 if nothing is decoded on GPUs of the plan.
+        Bandwidth limits decoding, and FLOPs limit prefill. Returns 0 if no GPU of the plan decodes.
         """
         s = self.shape
         play = self.play
@@ -259,12 +258,12 @@ class Plan(Memory):
         offloaded = 0.0
         if config.model.offload_activations:
             offloaded = 2 * self._kept() * micro_batches / PCIE
-        # Passes of the policy and of the reference.
+        # These are passes of the policy and of the reference.
         scored = self._scores_policy() + (config.policy.kl_coef > 0)
         epochs = config.optim.epochs
         steps = max(1, round(play.episodes * play.turns / config.optim.minibatch_samples)) * epochs
         state_s = 2 * self.optimizer / (PCIE if config.optim.offload else self.bandwidth)
-        # Weights and gradients, read and written.
+        # Weights and gradients are read and written.
         weights_s = 4 * self.stored / self.shards / self.bandwidth
         checkpoint_s = self.on_host * self.saved / FILES
         if self.copied:
@@ -282,16 +281,16 @@ class Plan(Memory):
         }
 
     def _scores_policy(self) -> bool:
-        """Whether the policy's log-probs or entropies take a pass of their own."""
+        """Whether the policy's log-probs or entropies need a separate pass."""
         wm = self.config.wm
         needs_entropy = wm.enabled and wm.entropy == "full"
         from_engine = self.config.policy.old_logp == "engine"
         return not from_engine or (needs_entropy and not self.engine_type.gives_entropy)
 
     def _communication(self) -> tuple[float, float]:
-        """Seconds to (gather the weights for a pass of a micro-batch, reduce its gradients).
+        """Return seconds to (gather the weights for a pass of a micro-batch, reduce its gradients).
 
-        They overlap with the arithmetic. In the published runs adapters do not save any of the
+        Both overlap with the arithmetic. In the published runs adapters do not save any of the
         arithmetic.
         """
         trained = self.trained_parameters + self.critic_parameters
@@ -300,12 +299,12 @@ class Plan(Memory):
             gather = self.c * (self.shape.parameters + self.critic_parameters) / self.link
             reduce = 4 * trained / self.link
         if self.shards < self.N:
-            # Each card sums its shard over the copies: the shard is sent and received.
+            # Each card sums its shard over the copies, so the shard is sent and received.
             reduce += 2 * 4 * trained / self.shards / (NETWORK if self.hosts > 1 else self.link)
         return gather, reduce
 
     def _sync(self) -> float:
-        """Seconds to send the weights to the engines."""
+        """Return the seconds to send the weights to the engines."""
         sent_bytes = self.engine.sent_bytes
         if sent_bytes is None:
             sent_bytes = self.c * self.shape.parameters

@@ -1,12 +1,12 @@
 """Predicts by arithmetic the memory that a configuration needs. Loads no torch.
 
-The memory is that of a GPU, of a server's GPU and of a host.
+It predicts the memory of a GPU, of a server's GPU and of a host.
 
-Sizes are those of one GPU out of N, or of one host. T: tokens of a micro-batch. c: bytes of an
-element in the forward pass. w: bytes of an element of a stored weight. All formulas are upper
-bounds: the gradients of an earlier micro-batch are present, and every token is a target.
-`bench/trainer/memory.py` compares update and step with simulated ones (docs/memory.md). The rest
-are stated assumptions.
+Sizes are those of one GPU out of N, or of one host. T is the tokens of a micro-batch. c is the
+bytes of an element in the forward pass. w is the bytes of an element of a stored weight. All
+formulas are upper bounds: the gradients of an earlier micro-batch are present, and every token is a
+target. `bench/trainer/memory.py` compares update and step with simulated ones (docs/memory.md). The
+rest are stated assumptions.
 """
 
 from paw.config.sections import Config
@@ -19,17 +19,17 @@ GIB = 2**30
 USABLE = 0.95
 """Share of a GPU's memory to plan with: 76 of 80."""
 OVERHEAD = 1.5 * GIB
-"""Bytes of CUDA's context, library workspaces, and what the allocator loses to fragments."""
+"""Bytes of CUDA's context, library workspaces, and fragmentation of the allocator."""
 ENGINE_ROWS = 8
-"""Sequences of full length that the KV cache should at least hold."""
+"""Sequences of full length that the KV cache should hold at the least."""
 HOST_PROCESS = 6.0 * GIB
 """Bytes of one trainer process with torch, CUDA and vLLM loaded."""
 PINNED = 2.0
-"""torch rounds a page-locked tensor up to a power of two. The optimizer's state avoids that."""
+"""torch rounds a page-locked tensor up to a power of two. The optimizer's state avoids this."""
 SLAB = 2.0 * GIB
 """Granularity of the optimizer's state in host memory, in bytes (paw.model.host)."""
 CHECKPOINT_PART = 4.0 * GIB
-"""Bytes of host memory with which a rank writes a file of a checkpoint (paw.checkpoint.files)."""
+"""Bytes of host memory a rank uses to write a checkpoint file (paw.checkpoint.files)."""
 HEAD_BUFFER = {2: 1440 << 20, 4: 1536 << 20}
 """Bytes of a chunk of the fused head, by bytes of an element.
 
@@ -47,11 +47,11 @@ PLAIN_STATE = 12
 class Memory:
     """Predicts the memory that `config` needs.
 
-    The run has `gpus` cards of `gpu_gib` in `hosts` machines, each with `host_gib` (None: not
+    The run has `gpus` cards of `gpu_gib` in `hosts` machines, each with `host_gib` (None if not
     limited). Predictions (`phases`, `host`, `peak`, `host_total`) are in GiB, other sizes in bytes.
 
-    Servers that the run starts take their cards from `gpus`; those of engine.urls have cards of
-    their own. Raises UserError if the servers leave no card to train on.
+    Servers that the run starts take their cards from `gpus`. Those of engine.urls have their own
+    cards. Raises UserError if the servers leave no card to train on.
     """
 
     def __init__(
@@ -94,36 +94,36 @@ class Memory:
         self.engine = plan_engine(self._planned_run())
 
         self.copied = False
-        """Whether a checkpoint is copied to host memory at once, not part by part; see `_host`."""
+        """Whether a checkpoint is copied to host memory at once, not in parts; see `_host`."""
         self.phases = _in_gib(self._phases())
         """Components of each phase on one GPU: rollout, score, update, step.
 
-        Also of the phase "server", on one of the GPUs of an engine that has its own.
+        They include the phase "server", on one GPU of an engine that has its own GPUs.
         """
         self.host = _in_gib(self._host())
-        """Components of each phase on the first host, all its ranks: load, update, save, export."""
+        """Components of each phase (load, update, save, export) for all ranks of the first host."""
         self.peak = _largest_sum(self.phases)
         self.host_total = _largest_sum(self.host)
 
     @property
     def served(self) -> bool:
-        """Whether the engines have cards of their own."""
+        """Whether the engines have their own cards."""
         return not self.engine_type.shares_card
 
     @property
     def kv_tokens(self) -> float:
-        """Tokens that an engine's KV cache holds; infinite if it grows as needed."""
+        """Return tokens that an engine's KV cache holds; infinite if it grows as needed."""
         if self.engine.cache_is_fixed:
             return self.engine.cache_tokens
         return float("inf")
 
     def kv_needed(self, rows: int = ENGINE_ROWS) -> int:
-        """Tokens of `rows` sequences of full length."""
+        """Return tokens of `rows` sequences of full length."""
         limits = self.config.rollout
         return rows * (limits.max_prompt_tokens + limits.max_response_tokens)
 
     def _planned_run(self) -> PlannedRun:
-        """What the engine's own plan depends on."""
+        """Return what the engine's own plan depends on."""
         return PlannedRun(
             config=self.config,
             ranks=self.N,
@@ -144,30 +144,31 @@ class Memory:
     def casts(self) -> bool:
         """Whether a layer has `c`-byte copies of its weights while it runs.
 
-        It has with one GPU and float32 weights; with several the copies come from FSDP's gathering.
+        It does with one GPU and float32 weights. With several GPUs the copies come from FSDP's
+        gathering.
         """
         return self.w != self.c and self.N == 1
 
     @property
     def copy(self) -> int:
-        """Those copies, of one layer."""
+        """Bytes of those copies, for one layer."""
         return self.c * self.shape.layer if self.casts else 0
 
     @property
     def critic(self) -> float:
-        """A rank's share of the critic's weights."""
+        """Bytes of a rank's share of the critic's weights."""
         return self.w * self.critic_parameters / self.shards
 
     @property
     def reference(self) -> float:
-        """A rank's share of the reference model. With LoRA it is the policy without adapters."""
+        """A rank's share of the reference model. With LoRA that is the policy without adapters."""
         if self.config.policy.kl_coef and not self.lora.rank:
             return self.weight_bytes / self.shards
         return 0
 
     @property
     def state(self) -> float:
-        """The optimizer's state of one parameter."""
+        """Bytes of the optimizer's state for one parameter."""
         if self.flash:
             return (self.config.optim.master_bits - 16) / 8 + FLASH_MOMENTS
         return 8
@@ -183,13 +184,13 @@ class Memory:
 
     @property
     def stored(self) -> int:
-        """All trained weights as they are stored; adapters in float32."""
+        """Bytes of all trained weights as stored. Adapters are in float32."""
         all_trained = self.trained_parameters + self.critic_parameters
         return (4 if self.lora.rank else self.w) * all_trained
 
     @property
     def saved(self) -> float:
-        """A rank's weights and optimizer state, which it writes into a checkpoint."""
+        """Bytes of weights and optimizer state that a rank writes into a checkpoint."""
         return self.stored / self.shards + self.optimizer
 
     # --- the formulas, in bytes
@@ -213,7 +214,7 @@ class Memory:
         return self.shape.parameters - vocabulary_head + self.shape.hidden + 1
 
     def _gradients(self) -> float:
-        """In the dtype of the trained weights; those of adapters in float32.
+        """Return bytes of gradients, in the dtype of the trained weights; adapters' are float32.
 
         With grad_sync "last" they are unsharded float32 sums.
         """
@@ -222,7 +223,7 @@ class Memory:
         return (4 if self.lora.rank else self.w) * self.trained_parameters / self.shards
 
     def _layer_saved(self) -> int:
-        """What one decoder layer keeps for its backward pass."""
+        """Return bytes that one decoder layer keeps for its backward pass."""
         s = self.shape
         c = self.c
         D = s.hidden
@@ -243,7 +244,7 @@ class Memory:
         return (norms + head_norms + attention + mlp + adapters) * self.T
 
     def _kept(self) -> int:
-        """Activations kept from forward to backward, all layers."""
+        """Return bytes of activations kept from forward to backward, in all layers."""
         s = self.shape
         c = self.c
         mode = self.config.model.checkpointing
@@ -251,13 +252,13 @@ class Memory:
             return s.layers * self._layer_saved()
         kept_of_token = c * s.hidden
         if mode == "selective":
-            # Also the outputs of q, v, gate and down (every second product) and of attention.
+            # The outputs of q, v, gate and down (every second product) and of attention too.
             products = s.queries + s.keys + s.active * s.intermediate + s.hidden
             kept_of_token += c * (products + s.queries) + 4 * s.heads
         return s.layers * kept_of_token * self.T
 
     def _head(self) -> tuple[float, float]:
-        """(results dL/dh and dW, workspace) of the fused head in the forward pass.
+        """Return (results dL/dh and dW, workspace) of the fused head in the forward pass.
 
         Hidden states are not included.
         """
@@ -270,8 +271,8 @@ class Memory:
         if row * self.T <= HEAD_BUFFER[c]:
             return results, row * self.T
 
-        # Several chunks: dW is summed in float32 and, in 16 bits, rounded after the buffer has been
-        # freed.
+        # With several chunks, dW is summed in float32. In 16 bits it is rounded after the buffer
+        # has been freed.
         total = 4 * s.embedding
         workspace = HEAD_BUFFER[c] + total - c * s.embedding
         if c == 2:
@@ -279,7 +280,7 @@ class Memory:
         return results, workspace
 
     def _update(self) -> tuple[float, float]:
-        """(activations, head) at the moment of an update when their sum is largest."""
+        """Return (activations, head) at the moment of an update when their sum is largest."""
         s = self.shape
         c = self.c
         T = self.T
@@ -289,16 +290,16 @@ class Memory:
 
         saved = self._layer_saved()
         kept = 0 if offloaded else self._kept()
-        # The backward pass of one layer: what it recomputes or fetches, and two gradients of the
-        # MLP.
+        # The backward pass of one layer needs what it recomputes or fetches, and two gradients of
+        # the MLP.
         one_layer = saved * ((mode != "none") + offloaded) + 2 * c * s.active * s.intermediate * T
         last_norm = (4 + 2 * c) * s.hidden * T
         # Copies outlive a layer's forward pass if nothing is computed again.
         lasting_copies = s.layers * self.copy if mode == "none" else 0
         copies = max(lasting_copies, self.copy)
 
-        # Embedding and head, unsharded during a pass; a layer with the buffer that it arrived in,
-        # or with the next layer.
+        # Embedding and head are unsharded during a pass. A layer comes with the buffer that it
+        # arrived in, or with the next layer.
         gathered_rest = c * s.rest if sharded else 0
         gathered_layer = 2 * c * s.layer if sharded else 0
         reduced_layer = 4 * s.layer if sharded and not self.lora.rank else 0
@@ -338,7 +339,7 @@ class Memory:
         }
         resident = weights | {"reference": 0 if offloaded_reference else self.reference}
         training = resident | {"gradients": self._gradients()}
-        # On one GPU an offloaded reference is moved to the card; on several it comes layer by
+        # On one GPU an offloaded reference is moved to the card. On several GPUs it comes layer by
         # layer.
         comes_by_layer = offloaded_reference and several
         scoring = weights | {"reference": 0 if comes_by_layer else self.reference}
@@ -353,7 +354,7 @@ class Memory:
         gathered = self.c * (s.rest + 2 * s.layer) if several else 0
         forward = self._layer_saved() + self.copy + gathered
         activations, head = self._update()
-        # The step: if the state is offloaded, that of one parameter at a time is on the card.
+        # In the step, an offloaded state is on the card for one parameter at a time.
         largest = max(s.embedding, 2 * s.experts * s.intermediate * s.hidden)
         step = self.state * largest / self.shards if optim.offload else 0
 
@@ -369,7 +370,7 @@ class Memory:
         return phases
 
     def _host(self) -> dict[str, dict[str, float]]:
-        """Components of rank 0's host, its n ranks together.
+        """Return components of rank 0's host, for all n ranks there together.
 
         Rank 0 loads the full model, and gathers it at the end to export it.
         """
@@ -393,8 +394,8 @@ class Memory:
             "critic": self.critic * n if several else 0,
         }
 
-        # A rank's weights and optimizer state are copied if half of the free memory holds them,
-        # otherwise part by part.
+        # A rank's weights and optimizer state are copied at once if half of the free memory holds
+        # them. Otherwise they are copied in parts.
         free = (self.host_gib or 0) * GIB - sum(resident.values())
         self.copied = n * self.saved <= free / 2
         part = min(CHECKPOINT_PART, self.saved) + self.c * self.shape.embedding / self.shards
@@ -407,7 +408,7 @@ class Memory:
 
 
 def _in_gib(phases: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Bytes to GiB; components of size zero are left out."""
+    """Convert bytes to GiB, leaving out components of size zero."""
     rows = {}
     for phase, parts in phases.items():
         rows[phase] = {part: size / GIB for part, size in parts.items() if size}

@@ -1,4 +1,4 @@
-"""`paw plan`: what `fit` finds as lines, tables, JSON or a recipe, and the same from Python."""
+"""`paw plan`: shows what `fit` finds as lines, tables, JSON or a recipe. Also for use in Python."""
 
 import argparse
 import json
@@ -73,21 +73,21 @@ def plan(
     hosts: int = 1,
     changes: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Predict memory and time of an update, and find settings that fit; loads no model.
+    """Predict memory and time of an update, and find settings that fit. Loads no model.
 
     Args:
-        recipe: what is trained: a recipe's name or path, or a configuration. Default: that of `paw
-            plan --model`.
-        model: a model's folder or Hugging Face name, in place of the recipe's.
+        recipe: what is trained: a recipe's name or path, or a configuration. Default: the one that
+            `paw plan --model` uses.
+        model: a model's folder or Hugging Face name, instead of the recipe's.
         gpus: all cards and the memory of each: "8x80GB".
-        host_gib: memory of a host, in GiB; None: not limited.
+        host_gib: memory of a host, in GiB; None for no limit.
         hosts: machines that the cards are in.
         changes: keys of the configuration; the search leaves them as they are: `{"lora.rank": 32}`.
 
-    Returns the plan: `fits`, and `reasons()` why not; `config`, the settings that were found;
-    `peak` and `host_total`, GiB of a GPU and of a host; `step_s` and `seconds` of an update. All of
-    it is predicted. Raises UserError for a recipe, key or value that cannot be used, and for a kind
-    of model that the plan does not know.
+    Returns the plan. It has `fits`, and `reasons()` why not; `config`, the settings that were
+    found; `peak` and `host_total`, GiB of a GPU and of a host; `step_s` and `seconds` of an update.
+    All of it is predicted. Raises UserError for a recipe, key or value that cannot be used, and for
+    a kind of model that the plan does not know.
     """
     name = None if model is None else str(model)
     search = _search(
@@ -97,7 +97,7 @@ def plan(
 
 
 class Search(NamedTuple):
-    """What was searched for, and every plan that was tried."""
+    """The search's input, and every plan that was tried."""
 
     config: Config
     shape: Shape
@@ -106,7 +106,7 @@ class Search(NamedTuple):
 
     @property
     def best(self) -> Plan:
-        """The last plan that was tried; it fits if any does."""
+        """Return the last plan that was tried. It fits if any does."""
         return self.tried[-1][1]
 
 
@@ -119,9 +119,9 @@ def _search(
     host_gib: float | None,
     hosts: int,
 ) -> Search:
-    """What `fit` finds; keys of `overrides` stay as they are.
+    """Return what `fit` finds. Keys of `overrides` stay as they are.
 
-    Raises UserError for arguments of the command line that cannot be used.
+    Raises UserError for command-line arguments that cannot be used.
     """
     if not recipe and not model:
         raise UserError(
@@ -147,7 +147,7 @@ def _search(
 
 
 def _quicker_ahead(search: Search, pinned: Collection[str]) -> list[Plan]:
-    """Plans that are quicker because servers play episodes ahead."""
+    """Return plans that are quicker because servers play episodes ahead."""
     best = search.best
     machine = search.machine
     if best.config.engine.gpus and not set(ENGINE) & set(pinned):
@@ -160,9 +160,10 @@ def _quicker_ahead(search: Search, pinned: Collection[str]) -> list[Plan]:
 
 
 def _offer_adapters(search: Search, pinned: Collection[str]) -> str:
-    """Options with which adapters would fit, if nothing else does; a pinned key rules them out.
+    """Return options that would fit with adapters, if nothing else does. Pinned keys stay as they
+    are.
 
-    Otherwise an empty text.
+    Otherwise returns "".
     """
     if not search.best.reasons() or "lora.rank" in pinned:
         return ""
@@ -172,7 +173,7 @@ def _offer_adapters(search: Search, pinned: Collection[str]) -> str:
 
 
 def workload(plan: Plan) -> str:
-    """What is assumed to be played and learnt from in an update."""
+    """Say what an update is assumed to play and learn from."""
     limits = plan.config.rollout
     play = plan.play
     return (
@@ -185,10 +186,10 @@ def workload(plan: Plan) -> str:
 
 
 def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Iterator[str]:
-    """The plan in a few lines.
+    """Yield the plan in a few lines.
 
-    `quicker` are plans with episodes played ahead, `adapters` the options with which adapters would
-    fit if nothing else does.
+    `quicker` are plans with episodes played ahead. `adapters` are the options with which adapters
+    would fit if nothing else does.
     """
     engine = best.engine
     peaks = [sum(parts.values()) for phase, parts in best.phases.items() if phase != "server"]
@@ -224,7 +225,7 @@ def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Itera
 
 
 def _servers_cards(plan: Plan) -> str:
-    """The cards of each server, in words."""
+    """Say in words which cards each server has."""
     if not plan.engine.own_card:
         return "on cards of their own"
     least = plan.engine.least_cards or "more than 64"
@@ -235,7 +236,7 @@ def _servers_cards(plan: Plan) -> str:
 
 
 def summary(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> dict[str, Any]:
-    """What `--json` prints. Sizes in GiB."""
+    """Return what `--json` prints. Sizes are in GiB."""
 
     searched_keys = {*ENGINE, SHARE}.union(*FALLBACKS)
     known = known_keys(best.config).keys()
@@ -267,7 +268,7 @@ def _rounded_table(phases: Mapping[str, Mapping[str, float]]) -> dict[str, dict[
 
 
 def tables(tried: Tried) -> Iterator[Table]:
-    """What was tried, and the components of the last attempt: memory by phase, and seconds."""
+    """Yield tables of what was tried, and of the last attempt's memory by phase and seconds."""
     best = tried[-1][1]
     right = partial(Column, justify="right")
 
@@ -299,7 +300,7 @@ def tables(tried: Tried) -> Iterator[Table]:
 
 
 def _phase_table(title: str, phases: dict[str, dict[str, float]]) -> Table:
-    """A row for each component, a column for each phase."""
+    """Make a table with a row for each component and a column for each phase."""
     columns = [Column(phase, justify="right") for phase in phases]
     table = Table("component", *columns, title=title)
     components = dict.fromkeys(part for parts in phases.values() for part in parts)
@@ -313,7 +314,7 @@ def _phase_table(title: str, phases: dict[str, dict[str, float]]) -> Table:
 
 
 def _write(path: Path, best: Plan) -> None:
-    """A recipe that `paw train` takes, with what was predicted in its first lines."""
+    """Write a recipe for `paw train`, with the predictions in its first lines."""
     heading = (
         f"# Found by `paw plan` for {best.gpus} x {best.gpu_gib:g} GB. Predicted:"
         f" {best.peak:.1f} GiB of a GPU,"

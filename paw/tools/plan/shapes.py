@@ -1,4 +1,4 @@
-"""The shape of a decoder, from config.json or a table: memory and time depend on it.
+"""The shape of a decoder, from config.json or a table. Memory and time depend on it.
 
 Loads no torch.
 """
@@ -17,7 +17,7 @@ class Shape:
     """The sizes of a decoder like Qwen's or Llama's.
 
     It has RMSNorm, grouped-query attention, SwiGLU, and a tied or separate head. With `experts`,
-    each layer has that many MLPs and a router; a token goes through `active` of them.
+    each layer has that many MLPs and a router, and a token goes through `active` of them.
     """
 
     vocabulary: int
@@ -53,7 +53,7 @@ class Shape:
             "v_proj": (self.hidden, self.keys),
             "o_proj": (self.queries, self.hidden),
         }
-        if not self.experts:  # all experts of a layer are two tensors, which LoRA does not adapt
+        if not self.experts:  # a layer's experts are two tensors, which LoRA does not adapt
             layers["gate_proj"] = (self.hidden, self.intermediate)
             layers["up_proj"] = (self.hidden, self.intermediate)
             layers["down_proj"] = (self.intermediate, self.hidden)
@@ -127,7 +127,7 @@ KINDS = {
     "qwen3_moe": True,
     "mixtral": True,
 }
-"""Model types, and whether they have experts."""
+"""Model types, with whether they have experts."""
 SHAPES = {
     "SmolLM2-135M": Shape(49152, 576, 1536, 30, 9, 3, 64, tied=True),
     "Qwen2.5-0.5B": Shape(151936, 896, 4864, 24, 14, 2, 64, tied=True, qkv_bias=True),
@@ -151,11 +151,11 @@ SHAPES = {
     "Llama-3.1-70B": Shape(128256, 8192, 28672, 80, 64, 8, 128, tied=False),
     "Llama-3.3-70B": Shape(128256, 8192, 28672, 80, 64, 8, 128, tied=False),
 }
-"""Shapes by the start of the name on Hugging Face; these need no download."""
+"""Shapes by the start of the Hugging Face name. These need no download."""
 
 
 def shape_of(model: str | Path) -> Shape:
-    """The shape of a model: a folder, a name in the table, or a model on the hub.
+    """Return the shape of a model: a folder, a name in the table, or a model on the hub.
 
     A name is like "Qwen/Qwen2.5-7B-Instruct". Raises UserError if the model is none of these, or
     its shape cannot be read.
@@ -190,17 +190,17 @@ def shape_of(model: str | Path) -> Shape:
 
 
 def from_config(settings: dict[str, Any], *, origin: str) -> Shape:
-    """The shape that a Hugging Face config.json describes.
+    """Return the shape that a Hugging Face config.json describes.
 
     Raises UserError if the model type is unknown, a key is missing, or only some layers have
     experts.
     """
     model_type = settings.get("model_type", "")
     if model_type not in KINDS:
-        raise UserError(f"{origin}: the plan knows {', '.join(KINDS)}, this is '{model_type}'")
+        raise UserError(f"{origin}: the plan knows {', '.join(KINDS)}; this is '{model_type}'")
     if settings.get("mlp_only_layers") or settings.get("decoder_sparse_step", 1) != 1:
         raise UserError(
-            f"{origin}: the plan knows experts in every layer or none, here mlp_only_layers says "
+            f"{origin}: the plan knows experts in every layer or none; here mlp_only_layers says "
             "otherwise"
         )
 

@@ -1,6 +1,6 @@
 """`paw play`: a game at the terminal, or line by line for a program.
 
-With `--json` every line read is one action and every line written one object. The first object
+With `--json` every line read is one action, and every line written is one object. The first object
 describes the start of the game.
 """
 
@@ -22,12 +22,12 @@ from paw.tools.evaluate.played import load_played
 from paw.types import Outcome, Task
 
 MAX_SHOWN = 100_000
-"""Most characters shown of a text."""
+"""Most characters of a text that are shown."""
 HELP = "Type an action or its number; 'prompt' shows what the agent reads, 'quit' leaves."
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Play one game; returns the exit status, 1 if the environment broke."""
+    """Play one game. Returns the exit status, which is 1 if the environment broke."""
     config = load_played(
         options.recipe, {"env.name": options.env, **overrides}, {"env.data": "none"}
     )
@@ -50,9 +50,9 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 class PlayedGame(TimedEnv):
-    """An environment whose calls raise EnvironmentFailure, whatever goes wrong in it.
+    """An environment whose calls raise EnvironmentFailure for any problem inside it.
 
-    That includes SystemExit, and a call that hangs.
+    This includes SystemExit, and calls that hang.
     """
 
     def __init__(self, factory: EnvFactory, config: EnvConfig) -> None:
@@ -66,7 +66,7 @@ class PlayedGame(TimedEnv):
 
 @contextmanager
 def _as_environment_failure() -> Iterator[None]:
-    """Turn other errors of the block into EnvironmentFailure; errors for the user pass."""
+    """Turn errors of the block into EnvironmentFailure, except errors for the user."""
     try:
         yield
     except (*OURS, EnvironmentFailure):
@@ -76,7 +76,7 @@ def _as_environment_failure() -> Iterator[None]:
 
 
 def _task_text(environment: CheckedEnv, first_observation: str) -> str:
-    """The task in words; empty if the first observation contains it."""
+    """Return the task in words; "" if the first observation contains it."""
     text = getattr(environment, "task", "")
     return "" if text in first_observation else text
 
@@ -147,12 +147,12 @@ def _play_at_terminal(environment: CheckedEnv, task: Task) -> None:
 
 
 def _say(*texts: str) -> None:
-    """Print texts of an environment, without control characters other than line ends."""
+    """Print texts of an environment, without control characters except line breaks."""
     print(*(clean(text, MAX_SHOWN, lines=True) for text in texts), sep="\n\n")
 
 
 def _ending(outcome: Outcome, turns: int) -> str:
-    """The last line of a game."""
+    """Return the last line of a game."""
     result = f"Not won by turn {turns}"
     if outcome.won:
         result = f"Won in turn {turns}, reward {outcome.reward:g}"

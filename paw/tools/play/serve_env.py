@@ -18,7 +18,7 @@ from paw.tools.evaluate.played import load_played
 
 
 class Session:
-    """The environment of one client: made at the first reset, and again after a failure."""
+    """The environment of one client. It is made at the first reset, and again after a failure."""
 
     def __init__(self, factory: EnvFactory, config: EnvConfig) -> None:
         self.factory = factory
@@ -26,10 +26,10 @@ class Session:
         self.environment: CheckedEnv | None = None
 
     def start(self, split: str, seed: int, index: int | None) -> dict[str, Any]:
-        """Start a task; returns the fields of the first observation.
+        """Start a task. Returns the fields of the first observation.
 
-        It is task `index` of those of `split` and `seed`; without an index, number `seed` of those
-        of seed 0.
+        It is task `index` of those of `split` and `seed`. Without an index, it is number `seed` of
+        those of seed 0.
         """
         with read_tasks(self.factory, split, 0 if index is None else seed) as tasks:
             if index is None:
@@ -41,7 +41,7 @@ class Session:
         return _fields(self.environment, observation, done=False)
 
     def play(self, environment: CheckedEnv, text: str) -> dict[str, Any]:
-        """Play a turn; returns the fields of its observation."""
+        """Play a turn. Returns the fields of its observation."""
         response = text
         if text.strip() in environment.admissible_actions():
             response = environment.format_action(text.strip())
@@ -54,7 +54,7 @@ class Session:
         }
 
     def count_tasks(self, split: str) -> int | None:
-        """The number of tasks of a split; None if they do not end."""
+        """Return the number of tasks of a split; None if they are endless."""
         with read_tasks(self.factory, split, 0) as tasks:
             return size(tasks)
 
@@ -65,7 +65,7 @@ class Session:
 
 
 def _fields(environment: CheckedEnv, observation: str, *, done: bool) -> dict[str, Any]:
-    """The observation with the prompt and the actions of the next turn; empty ones at the end."""
+    """Return the observation, with the next turn's prompt and actions (empty at the end)."""
     prompt = ""
     actions: list[str] = []
     if not done:
@@ -78,7 +78,7 @@ def _fields(environment: CheckedEnv, observation: str, *, done: bool) -> dict[st
 
 
 def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
-    """The FastAPI application, for up to `sessions` episodes at the same time.
+    """Make the FastAPI application, for up to `sessions` simultaneous episodes.
 
     Raises UserError if openenv is not installed.
     """
@@ -101,12 +101,12 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
 
     class PawAction(Action):
         text: str
-        """A response as `prompt` asks for it, or one of `admissible_actions` alone."""
+        """A response as `prompt` asks for it, or just one of `admissible_actions`."""
 
     class PawObservation(Observation):
         text: str
         prompt: str
-        """What a model reads in this turn."""
+        """Text that a model reads in this turn."""
         admissible_actions: list[str]
         won: bool = False
         valid: bool = True
@@ -168,7 +168,7 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
 
         def _check_split(self, split: str) -> None:
             if split not in splits:
-                raise HTTPException(404, f"there is no split '{split}', but {', '.join(splits)}")
+                raise HTTPException(404, f"there is no split '{split}', only {', '.join(splits)}")
 
         async def _observe(self, call: Callable[[], dict[str, Any]]) -> PawObservation:
             """Run a call in a thread. If it fails, the next reset makes another environment."""
@@ -186,7 +186,7 @@ def make_app(factory: EnvFactory, config: EnvConfig, sessions: int) -> Any:
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Serve `options.env` until Ctrl-C or SIGTERM; returns 0."""
+    """Serve `options.env` until Ctrl-C or SIGTERM. Returns 0."""
     listener, url = listen(options.host, options.port, f"paw serve env {options.env}")
     overrides = {"env.name": options.env, **overrides}
     config = load_played(options.recipe, overrides, {"env.data": "none"})

@@ -1,4 +1,4 @@
-"""`paw serve retriever`: search in a corpus, over the HTTP interface of Search-R1's retriever."""
+"""`paw serve retriever`: serves a corpus over the HTTP interface of Search-R1's retriever."""
 
 import argparse
 from typing import Any
@@ -8,7 +8,7 @@ from paw.envs.search.retrieval.server import serve
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Serve `options.corpus`, or the generated world, until Ctrl-C or SIGTERM; returns 0."""
+    """Serve `options.corpus`, or the generated world, until Ctrl-C or SIGTERM. Returns 0."""
     keys = {"env.data": "none", "env.retriever": options.retriever}
     if options.corpus:
         keys["env.corpus"] = options.corpus

@@ -1,7 +1,8 @@
-"""The report's figures: drawn once, saved as PNG on white, inlined as SVG in the page's colours.
+"""The report's figures. Each is drawn once, saved as PNG on white, and inlined as SVG in the page's
+colours.
 
-The colours are those of Okabe and Ito, which all kinds of colour vision can tell apart; several
-runs also differ in dash pattern.
+The colours are those of Okabe and Ito, which people with any kind of colour vision can tell apart.
+Several runs also differ in dash pattern.
 """
 
 import io
@@ -73,19 +74,19 @@ STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "paw",
     "figure.constrained_layout.use": True,
-    # Task types come from the environment: a `$` in one is text, not mathematics.
+    # Task types come from the environment, so a `$` in one is text, not mathematics.
     "text.parse_math": False,
 }
 styled = matplotlib.rc_context(STYLE)
-"""Decorator: the function runs with the report's style."""
+"""Decorator that runs a function with the report's style."""
 
 
 @styled
 def learning_curve(runs: Sequence[Run], size: Size, *, kind: str | None = None) -> Figure | None:
-    """Success on evaluation games with its 95 % Wilson interval.
+    """Draw success on evaluation games with its 95 % Wilson interval.
 
-    A single run also shows its training games. With `kind`, success in tasks of that kind, without
-    interval and legend. None if no run has evaluated them.
+    A single run also shows its training games. With `kind`, draws success in tasks of that kind,
+    without interval and legend. Returns None if no run has evaluated them.
     """
     evaluation = "eval/success" if kind is None else f"eval/success_{kind}"
     training = "success/all" if kind is None else f"success/{kind}"
@@ -133,7 +134,7 @@ def _training_curve(axes: Axes, series: Series, *, thin: float) -> None:
 def _interval_band(
     axes: Axes, run: Run, steps: list[int], *, color: str, alpha: float
 ) -> list[int]:
-    """Draw the interval of the evaluations as a band; returns the steps that have an interval."""
+    """Draw the interval of the evaluations as a band. Returns the steps that have an interval."""
     lows = run.metrics.get("eval/ci_low", {})
     highs = run.metrics.get("eval/ci_high", {})
     band_steps = [step for step in steps if step in lows and step in highs]
@@ -145,9 +146,9 @@ def _interval_band(
 
 @styled
 def success_by_kind(runs: Sequence[Run], size: Size) -> Figure | None:
-    """Bars by task type: first and last evaluation of a single run, or the last of each run.
+    """Draw bars by task type: first and last evaluation of a single run, or the last of each run.
 
-    None if no task type was evaluated.
+    Returns None if no task type was evaluated.
     """
     kinds = list(dict.fromkeys(kind for run in runs for kind in run.kinds))[:12]
     if not kinds:
@@ -184,9 +185,9 @@ def success_by_kind(runs: Sequence[Run], size: Size) -> Figure | None:
 def metric(
     runs: Sequence[Run], key: str, label: str, size: Size, *, percent: bool = False
 ) -> Figure | None:
-    """One metric over the updates: the moving mean, and under it single values as a thin line.
+    """Draw one metric over the updates: the moving mean, and under it single values as a thin line.
 
-    Only the means if there are several runs. None if no run has the metric.
+    If there are several runs, draws only the means. Returns None if no run has the metric.
     """
     if not any(key in run.metrics for run in runs):
         return None
@@ -220,9 +221,9 @@ def metric(
 
 @styled
 def phase_times(runs: Sequence[Run], size: Size) -> Figure | None:
-    """Seconds per update by phase: over the updates of a single run, or the mean of each run.
+    """Draw seconds per update by phase: over the updates of a single run, or the mean of each run.
 
-    None if no phase was timed.
+    Returns None if no phase was timed.
     """
     phases = [phase for phase in PHASES if any(f"time/{phase}" in run.metrics for run in runs)]
     if not phases:
@@ -238,7 +239,7 @@ def phase_times(runs: Sequence[Run], size: Size) -> Figure | None:
 
 
 def _phase_times_over_updates(axes: Axes, run: Run, phases: Sequence[str]) -> None:
-    """Stacked bars: means over the updates of each of up to 40 bins."""
+    """Draw stacked bars: means over the updates of each of up to 40 bins."""
     updates = max(run.updates, 1)
     bin_size = -(-updates // 40)
     edges = np.append(np.arange(0.5, updates + 0.5, bin_size), updates + 0.5)
@@ -264,7 +265,7 @@ def _phase_times_over_updates(axes: Axes, run: Run, phases: Sequence[str]) -> No
 
 
 def _phase_times_of_runs(axes: Axes, runs: Sequence[Run], phases: Sequence[str]) -> None:
-    """A stacked bar for each run: means over all its updates."""
+    """Draw a stacked bar for each run: means over all its updates."""
     left = np.zeros(len(runs))
     for phase in phases:
         width = [sum(run.series(f"time/{phase}")[1]) / max(run.updates, 1) for run in runs]
@@ -277,7 +278,7 @@ def _phase_times_of_runs(axes: Axes, runs: Sequence[Run], phases: Sequence[str])
 
 @styled
 def to_svg(figure: Figure, name: str, description: str) -> str:
-    """The figure as an `<svg>` element in the page's colours, without outside references.
+    """Return the figure as an `<svg>` in the page's colours, without outside references.
 
     `name` keeps the ids of several figures apart. `description`, already escaped, is the text for
     screen readers.
@@ -304,7 +305,7 @@ def _smoothed(
 ) -> None:
     """Draw the centred moving mean times `factor`.
 
-    The values themselves are drawn under it as a thin line of the opacity `thin`, unless that is 0.
+    Under it, the values themselves are a thin line of opacity `thin`, unless that is 0.
     """
     steps, values = series
     window = _window(series)
@@ -314,7 +315,7 @@ def _smoothed(
 
 
 def moving_mean(values: Sequence[float], window: int) -> np.ndarray:
-    """[len(values)] centred means; at both ends over the part of the window that exists."""
+    """Return [len(values)] centred means. At both ends, the window is cut off."""
     kernel = np.ones(min(window, len(values)))
     sums = np.convolve(values, kernel, "same")
     counts = np.convolve(np.ones(len(values)), kernel, "same")
@@ -322,7 +323,7 @@ def moving_mean(values: Sequence[float], window: int) -> np.ndarray:
 
 
 def _window(series: Series) -> int:
-    """Updates in the moving mean of a curve."""
+    """Return the number of updates in the moving mean of a curve."""
     return max(1, min(20, len(series[0]) // 12))
 
 
@@ -353,9 +354,9 @@ def legend(axes: Any) -> None:
 
 
 def look(index: int) -> tuple[str, Any]:
-    """(colour, dash pattern) of the curve with this index."""
+    """Return (colour, dash pattern) of the curve with this index."""
     return PALETTE[index % len(PALETTE)], DASHES[index % len(DASHES)]
 
 
 printable = partial(clean, limit=28)
-"""A text from elsewhere as a label: cleaned, and at most 28 characters."""
+"""Clean a foreign text for a label, and cut it to 28 characters."""

@@ -1,7 +1,7 @@
 """`paw report`: an HTML page that shows what a run learnt and did, and at what cost.
 
 Given several runs, it compares them. The page is self-contained: inline CSS and SVG, no script,
-nothing fetched. A content security policy enforces that, as part of the text comes from
+nothing fetched. A content security policy enforces this, because part of the text comes from
 environments and models. The template, report.html.j2, escapes all text.
 """
 
@@ -25,15 +25,15 @@ from paw.tools.report import plots
 from paw.tools.report.rundir import Run, load_run
 
 TAIL = 10
-"""Updates averaged for the first and last columns of the table."""
+"""Number of updates averaged for the first and last columns of the table."""
 PER_END = 3
-"""Episodes shown of the first and of the last sampled update."""
+"""Number of episodes shown of the first and of the last sampled update."""
 EPISODE_CHARS = 100_000
-"""Most characters of an episode's texts: the page stays small."""
+"""Most characters of an episode's texts. This keeps the page small."""
 TEXT_CHARS = 4_000
 """Most characters of one text."""
 MAX_TOKENS = 600
-"""Most tokens of an observation that are shaded."""
+"""Most shaded tokens per observation."""
 
 
 def _metrics_of(section: str) -> list[Metric]:
@@ -47,7 +47,7 @@ SECTIONS = {
     "Cost": _metrics_of("Cost"),
     "Health": _metrics_of("Health"),
 }
-"""The metrics of the page's table, by section."""
+"""Metrics in the page's table, by section."""
 SIZES = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
 """Units of a number of parameters, the largest first."""
 LEADS = {
@@ -86,7 +86,7 @@ def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
 
 
 def _page(runs: Sequence[Run], plots_dir: Path) -> str:
-    """The HTML of the page; the figures are also saved as PNG in `plots_dir`."""
+    """Return the HTML of the page. Also saves the figures as PNG in `plots_dir`."""
     run = runs[0]
     single = len(runs) == 1
     title = run.name if single else f"{len(runs)} runs compared"
@@ -129,7 +129,7 @@ def _page(runs: Sequence[Run], plots_dir: Path) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """Text without control characters, which no page should show; None becomes empty.
+    """Return text without control characters, which no page should show; None becomes "".
 
     HTML is left as it is.
     """
@@ -143,9 +143,9 @@ Gallery = tuple[str, str, str, list[dict[str, Any]]]
 
 
 def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[Gallery]:
-    """The sections of figures, one at a time.
+    """Yield the sections of figures, one at a time.
 
-    Every figure for which there is data is drawn, and also saved as PNG.
+    Every figure that has data is drawn, and also saved as PNG.
     """
     single = len(runs) == 1
 
@@ -168,7 +168,7 @@ def _galleries(runs: Sequence[Run], plots_dir: Path) -> Iterator[Gallery]:
 def _saved_figures(
     plots_dir: Path, *named_figures: tuple[str, str, Figure | None], aside: str = "", note: str = ""
 ) -> list[dict[str, Any]]:
-    """Save the figures as PNG; returns them for the template.
+    """Save the figures as PNG. Returns them for the template.
 
     Each is (file name, title, figure or None for no data).
     """
@@ -185,7 +185,7 @@ def _saved_figures(
 
 
 def _kind_curves(runs: Sequence[Run]) -> list[tuple[str, str, Figure | None]]:
-    """(file name, task type, learning curve) of each task type with more than one evaluation."""
+    """Return (file name, task type, curve) for task types with more than one evaluation."""
     curves = []
     kinds = dict.fromkeys(kind for run in runs for kind in run.kinds)
     for i, kind in enumerate(kinds):
@@ -198,7 +198,7 @@ def _kind_curves(runs: Sequence[Run]) -> list[tuple[str, str, Figure | None]]:
 
 
 def _metric_figures(runs: Sequence[Run], section: str, plots_dir: Path) -> list[dict[str, Any]]:
-    """The charts of a section of metrics; for a single run each with its first and last mean."""
+    """Return the charts of a section of metrics, for a single run with first and last mean."""
     figures = []
     if section == "Cost":
         figures += _saved_figures(
@@ -223,7 +223,7 @@ def _metric_figures(runs: Sequence[Run], section: str, plots_dir: Path) -> list[
 
 
 def _summary_line(run: Run) -> str:
-    """The run in one line: algorithm, environment, model."""
+    """Describe the run in one line: algorithm, environment, model."""
     parts = []
     estimator = run.config.get("advantage.type")
     if estimator:
@@ -248,7 +248,7 @@ def _summary_line(run: Run) -> str:
 
 
 def _parameter_count(count: object) -> str:
-    """A number of parameters such as 1.54B; empty for anything but a positive integer."""
+    """Write a parameter count as 1.54B; "" for anything but a positive integer."""
     if type(count) is not int:
         return ""
     for size, unit in SIZES:
@@ -258,7 +258,7 @@ def _parameter_count(count: object) -> str:
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """The facts beside the headline, by label; those that are not known are left out."""
+    """Return the facts beside the headline, by label. Unknown ones are left out."""
     info = run.info
     updates = str(run.updates)
     planned = run.config.get("run.updates")
@@ -309,7 +309,7 @@ def _facts(run: Run) -> dict[str, str]:
 
 
 def _total(run: Run, metric: Metric) -> float:
-    """The count over the whole run, of a metric that counts events."""
+    """Return the count over the whole run, for a metric that counts events."""
     values = run.metrics.get(metric.name, {}).values()
     if metric.unit == "count":
         return sum(values)
@@ -317,7 +317,7 @@ def _total(run: Run, metric: Metric) -> float:
 
 
 def _end(info: dict[str, Any]) -> str:
-    """How a run ended, by its run.json; empty if it is in progress, or was killed."""
+    """Say how a run ended, from its run.json; "" if it is in progress or was killed."""
     ended = info.get("ended")
     if not isinstance(ended, dict):
         return ""
@@ -327,14 +327,14 @@ def _end(info: dict[str, Any]) -> str:
 
 
 def _times(resumed: Any) -> str:
-    """How often a run was resumed; empty if never."""
+    """Say how often a run was resumed; "" if never."""
     if not isinstance(resumed, list) or not resumed:
         return ""
     return f"{len(resumed)} time{'s' if len(resumed) > 1 else ''}"
 
 
 def _differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Keys of the configuration in which the runs differ, with the value of each run."""
+    """Return the configuration keys in which the runs differ, with the value of each run."""
     differences = {}
     for key in dict.fromkeys(key for run in runs for key in run.config):
         values = [run.config.get(key, "–") for run in runs]
@@ -344,7 +344,7 @@ def _differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def _value(value: float | None, unit: str) -> str:
-    """A metric's value as the page shows it, in per cent if its unit is "%"."""
+    """Write a metric's value as the page shows it, in per cent if its unit is "%"."""
     if value is None:
         return "–"
     if unit == "%":
@@ -357,7 +357,7 @@ def _value(value: float | None, unit: str) -> str:
 
 
 def _duration(seconds: object) -> str:
-    """Seconds as hours, minutes and seconds; empty for anything but a positive number."""
+    """Write seconds as hours, minutes and seconds; "" for anything but a positive number."""
     if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         return ""
     minutes, remaining_seconds = divmod(round(seconds), 60)
@@ -370,10 +370,10 @@ def _duration(seconds: object) -> str:
 
 
 def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Up to PER_END samples of the first sampled update, and as many of the last.
+    """Return up to PER_END samples of the first sampled update, and as many of the last.
 
-    They are of the same tasks if possible. The page opens with the first of the last update: "open"
-    is true for that one.
+    They are from the same tasks if possible. The page opens with the first one of the last update,
+    in which "open" is true.
     """
     complete = []
     for sample in samples:
@@ -391,7 +391,7 @@ def pick_episodes(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def shown_episode(sample: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows of a line of samples.jsonl.
+    """Return what the page shows of a line of samples.jsonl.
 
     Any part of the line may be missing or have another type.
     """
@@ -412,7 +412,7 @@ def shown_episode(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown_turn(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn for the template: texts, the observation in shaded tokens, the model's prediction."""
+    """Return a turn for the template: texts, observation in shaded tokens, and prediction."""
     shown: dict[str, Any] = {}
     for key in ("prompt", "action", "response", "observation"):
         shown[key] = str(turn.get(key) or "")
@@ -433,7 +433,7 @@ def _shown_turn(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compared(predicted: str, observation: str) -> Iterator[tuple[str, bool]]:
-    """The model's greedy prediction in pieces: (text, whether the real observation differs)."""
+    """Yield the greedy prediction in pieces: (text, whether the real observation differs)."""
     predicted_words = _words(predicted)
     matcher = difflib.SequenceMatcher(None, predicted_words, _words(observation), autojunk=False)
     for tag, low, high, _, _ in matcher.get_opcodes():
@@ -442,20 +442,20 @@ def _compared(predicted: str, observation: str) -> Iterator[tuple[str, bool]]:
 
 
 def _words(text: str) -> list[str]:
-    """Words and the spaces between them."""
+    """Split a text into words and the spaces between them."""
     return re.findall(r"\s+|\S+", clip(text.strip()))
 
 
 def _shaded(
     observation: str, tokens: Any, probabilities: Any
 ) -> Iterator[tuple[str, float | None]]:
-    """The observation in pieces: (text, its probability if it is a token that has one)."""
-    end = 0  # of the part of the observation that has been yielded
+    """Yield the observation in pieces: (text, its probability if it is a token that has one)."""
+    end = 0  # end of the part of the observation that has been yielded
     if isinstance(tokens, list) and isinstance(probabilities, list):
         for token, probability in zip(tokens[:MAX_TOKENS], probabilities, strict=False):
             text = str(token).replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
             if not observation.startswith(text, end):
-                # Word-level tokens come without their spaces: find the token nearby, and show the
+                # Word-level tokens come without their spaces. Find the token nearby, and show the
                 # space before it.
                 text = text.strip() or text
 
@@ -475,7 +475,7 @@ def _shaded(
 
 
 def clip(text: object) -> str:
-    """The text, cut off after TEXT_CHARS."""
+    """Cut the text off after TEXT_CHARS."""
     text = str(text)
     if len(text) <= TEXT_CHARS:
         return text

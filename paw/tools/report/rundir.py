@@ -1,6 +1,6 @@
 """Reads a run directory for the report.
 
-Files that a crash left half-written are read as far as they go.
+Files that a crash left half-written are read as far as possible.
 """
 
 import sys
@@ -16,7 +16,7 @@ from paw.io.files import json_object, text_of, update_of
 from paw.rundir.record import read_info
 
 Series = tuple[list[int], list[float]]
-"""Steps (updates) in increasing order, and the value at each."""
+"""Steps (updates) in increasing order, and the value at each step."""
 
 
 @dataclass(frozen=True)
@@ -25,57 +25,57 @@ class Run:
 
     name: str
     metrics: dict[str, dict[int, float]]
-    """Name -> step -> value, steps in increasing order. Finite numbers only; if a resumed run wrote
-    a step twice, the later value."""
+    """Values by name and step, with steps in increasing order. Only finite numbers count. If a
+    resumed run wrote a step twice, the later value counts."""
     samples: list[dict[str, Any]]
     config_text: str
     config: dict[str, Any]
-    """config.toml flattened to dotted keys; empty if it cannot be read."""
+    """config.toml as dotted keys; {} if it cannot be read."""
     info: dict[str, Any]
     """run.json."""
     unreadable: int
     """Lines of metrics.jsonl and samples.jsonl that were not JSON objects."""
 
     def series(self, key: str) -> Series:
-        """The steps and values of a metric; both empty if it was not logged."""
+        """Return the steps and values of a metric; both are empty if it was not logged."""
         by_step = self.metrics.get(key, {})
         return list(by_step), list(by_step.values())
 
     def first(self, key: str, count: int = 1) -> float | None:
-        """Mean of the first `count` values, None if there are none."""
+        """Return the mean of the first `count` values, or None if there are none."""
         _, values = self.series(key)
         return _mean(values[:count])
 
     def last(self, key: str, count: int = 1) -> float | None:
-        """Mean of the last `count` values, None if there are none."""
+        """Return the mean of the last `count` values, or None if there are none."""
         _, values = self.series(key)
         return _mean(values[-count:])
 
     def at(self, key: str, step: int) -> float | None:
-        """The value at one step, None if it was not logged."""
+        """Return the value at one step, or None if it was not logged."""
         return self.metrics.get(key, {}).get(step)
 
     @property
     def updates(self) -> int:
-        """Number of updates done, as far as the metrics tell."""
+        """Return the number of updates done, as far as the metrics tell."""
         return max(step for by_step in self.metrics.values() for step in by_step)
 
     @property
     def finished(self) -> bool:
-        """Whether the run ended by itself; its report may have failed."""
+        """Whether the run ended by itself. Its report may have failed."""
         ended = self.info.get("ended")
         return isinstance(ended, dict) and ended.get("how") == "finished"
 
     @property
     def kinds(self) -> list[str]:
-        """Task types with an evaluation, in the order of the log; the first 12."""
+        """Return the first 12 task types with an evaluation, in the order of the log."""
         prefix = "eval/success_"
         names = [key.removeprefix(prefix) for key in self.metrics if key.startswith(prefix)]
         return names[:12]
 
 
 def load_run(run_dir: Path) -> Run:
-    """Read `run_dir`; all files but metrics.jsonl may be missing or damaged.
+    """Read `run_dir`. All files except metrics.jsonl may be missing or damaged.
 
     Raises UserError if it has no metrics.
     """
@@ -84,7 +84,7 @@ def load_run(run_dir: Path) -> Run:
     metrics = _series_of_metrics(lines)
     if not metrics:
         raise UserError(
-            f"{path}: holds no metrics; the run stopped before its first update was logged"
+            f"{path}: no metrics in it; the run stopped before its first update was logged"
         )
 
     samples, unreadable_samples = _json_lines(run_dir / "samples.jsonl")
@@ -104,7 +104,7 @@ def load_run(run_dir: Path) -> Run:
 
 
 def _series_of_metrics(lines: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Metric -> step -> value, of the lines of metrics.jsonl; finite numbers only."""
+    """Return the finite numbers in the lines of metrics.jsonl, by metric and step."""
     metrics: dict[str, dict[int, float]] = {}
     for step, values in _by_step(lines):
         for key, value in values.items():
@@ -115,10 +115,11 @@ def _series_of_metrics(lines: list[dict[str, Any]]) -> dict[str, dict[int, float
 
 
 def metrics(run: str | Path) -> list[dict[str, Any]]:
-    """The metrics of a run in order, a dict for each update: `{"step": 10, "reward/mean": 3.1}`.
+    """Return the metrics of a run in order, a dict for each update: `{"step": 10, "reward/mean":
+    3.1}`.
 
-    A metric that was not measured in an update is absent; one that was not a finite number is None.
-    `run` is the run's directory; the run may be in progress. Raises UserError if there are no
+    A metric that was not measured in an update is absent. One that was not a finite number is None.
+    `run` is the run's directory. The run may be in progress. Raises UserError if there are no
     metrics.
     """
     lines, _ = _json_lines(_metrics_file(Path(run)))
@@ -126,7 +127,7 @@ def metrics(run: str | Path) -> list[dict[str, Any]]:
 
 
 def _metrics_file(run_dir: Path) -> Path:
-    """The path of metrics.jsonl. Raises UserError if it is missing."""
+    """Return the path of metrics.jsonl. Raises UserError if it is missing."""
     if not run_dir.is_dir():
         raise UserError(
             f"{run_dir}: no such run directory; give the folder that holds metrics.jsonl"
@@ -141,7 +142,7 @@ def _metrics_file(run_dir: Path) -> Path:
 
 
 def _by_step(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
-    """(update, its metrics), in the order of updates.
+    """Return (update, its metrics), in the order of updates.
 
     If a resumed run wrote an update again, its later values count.
     """
@@ -154,7 +155,7 @@ def _by_step(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(JSON objects of a file with one a line, number of lines that are not JSON objects)."""
+    """Return (JSON objects of a file, one per line; number of lines that are not JSON objects)."""
     lines = [line for line in text_of(path).split("\n") if line.strip()]
     parsed = [json_object(line) for line in lines]
     objects = [value for value in parsed if value is not None]

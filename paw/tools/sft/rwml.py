@@ -1,8 +1,8 @@
 """`paw rwml`: the steps of RWML (arXiv 2602.05842) that come before RL on next states.
 
 That RL is `paw train` with a next-state recipe. Held-out triplets (envs/next_state.py) are neither
-fine-tuned on nor filtered. The filter drops the triplets that its copy of the model was fine-tuned
-on, as it cannot tell how easy those are.
+used for fine-tuning nor filtered. The filter drops the triplets that its copy of the model was
+fine-tuned on, because it cannot tell how easy those are.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from paw.types import Group, Task, Trajectory
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Run the stage `options.stage`; returns the exit code."""
+    """Run the stage `options.stage`. Returns the exit code."""
     stages = {"collect": collect, "filter": filter_easy, "sft": supervise}
     return stages[options.stage](options, overrides)
 
@@ -74,9 +74,9 @@ def collect(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def cut(groups: Iterable[Group], *, dedup: bool) -> list[Triplet]:
-    """Triplets of the turns with a valid action and an answer.
+    """Return triplets of the turns with a valid action and an answer.
 
-    With `dedup` only the first of equal (history, action, next observation) is kept.
+    With `dedup`, keeps only the first of equal (history, action, next observation).
     """
     triplets: list[Triplet] = []
     for group in groups:
@@ -109,8 +109,8 @@ def _triplets_of_episode(episode: Trajectory) -> Iterator[Triplet]:
 def filter_easy(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Drop most of the easy triplets, and plot the rates of right predictions.
 
-    A triplet is easy if a copy of the model, fine-tuned on a few triplets, predicts it nearly
-    always.
+    A triplet is easy if a copy of the model, fine-tuned on a few triplets, nearly always predicts
+    it.
     """
     out = options.out
     config, path, factory = _prepare(options, overrides)
@@ -153,7 +153,7 @@ def filter_easy(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 def _predict_others(
     config: Config, path: str, factory: NextStateFactory, learnt: set[str]
 ) -> list[Group]:
-    """Predictions of the training triplets not in `learnt`, by a model fine-tuned on those in it.
+    """Predict the training triplets not in `learnt`, with a model fine-tuned on those in `learnt`.
 
     `learnt` are ids of tasks.
     """
@@ -171,7 +171,8 @@ def _predict_others(
 
 
 def easy_level(rates: Sequence[float], *, share: float, attempts: int) -> float:
-    """The level from which triplets are easy: about a `share` of the `rates` is at or above it.
+    """Return the level from which triplets are easy. About a `share` of the `rates` is at or above
+    it.
 
     It is the multiple of 1 / attempts that comes nearest to that.
 
@@ -190,11 +191,11 @@ def easy_level(rates: Sequence[float], *, share: float, attempts: int) -> float:
 def supervise(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Fine-tune on a share of the training triplets and export the model.
 
-    With rwml.sft_share as the share, they are those that the filter's copy is fine-tuned on.
+    With rwml.sft_share as the share, they are the ones that the filter's copy is fine-tuned on.
     """
     share = options.share
     if not 0.0 < share <= 1.0:
-        raise UserError(f"--share {share:g}: a share of the triplets, above 0 and at most 1")
+        raise UserError(f"--share {share:g}: it must be a share above 0 and at most 1")
     config, path, factory = _prepare(options, overrides)
     tokenizer = load_tokenizer(path)
     policy = sft.load_learner(config, path)
@@ -205,9 +206,9 @@ def supervise(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def fine_tune(policy: Policy, chat: Chat, tasks: Sequence[Task], config: Config) -> int:
-    """Fine-tune on the next states of `tasks`, rwml.sft_epochs times; returns the number of steps.
+    """Fine-tune on the next states of `tasks`, rwml.sft_epochs times. Returns the step count.
 
-    The loss is the cross-entropy of the next state's tokens, mean over a mini-batch.
+    The loss is the mean cross-entropy of the next state's tokens over a mini-batch.
     """
     env = cast(NextStateConfig, config.env)
     rows = []
@@ -226,12 +227,12 @@ def fine_tune(policy: Policy, chat: Chat, tasks: Sequence[Task], config: Config)
 def _prepare(
     options: argparse.Namespace, overrides: dict[str, str]
 ) -> tuple[Config, str, NextStateFactory]:
-    """(configuration, model path, factory of the triplets).
+    """Return (configuration, model path, factory of the triplets).
 
-    env.think is off, as the answers to imitate contain no thoughts.
+    env.think is off, because the answers to imitate contain no thoughts.
     """
     if options.model is None:
-        raise UserError(f"paw rwml {options.stage}: say which model learns with --model")
+        raise UserError(f"paw rwml {options.stage}: say with --model which model learns")
     overrides = overrides | {
         "env.triplets": options.source,
         "model.path": options.model,
@@ -249,7 +250,7 @@ def _prepare(
 
 
 def _sample(factory: NextStateFactory, share: float, config: Config) -> list[Task]:
-    """A share of the triplets to train on, drawn by the run's seed: the same for the same share."""
+    """Draw a share of the triplets with the run's seed. Equal shares give equal triplets."""
     count = max(1, round(share * len(factory.training)))
     return random.Random(config.run.seed).sample(factory.training, count)
 
@@ -270,7 +271,7 @@ def _play(
 
 
 def _plot(rates: Sequence[float], level: float, attempts: int, path: Path) -> None:
-    """Write a histogram of the rates to `path`; the rates from `level` on are the easy ones."""
+    """Write a histogram of the rates to `path`. Rates from `level` on are the easy ones."""
     shares = []
     colours = []
     for hits in range(attempts + 1):

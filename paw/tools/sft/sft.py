@@ -1,9 +1,9 @@
 """`paw sft`: supervised fine-tuning on expert play or on recorded episodes.
 
-Its training step is also that of the warm-up (`paw warmup`) and of RWML (`paw rwml`). The loss is
-on the answer. `sft.lm_weight` adds next-token prediction on the rest of the sequence: the prompt,
-and the observation that follows. Checkpoints are kept in OUT/checkpoints, from which the same
-command resumes.
+The warm-up (`paw warmup`) and RWML (`paw rwml`) use the same training step. The loss is on the
+answer. `sft.lm_weight` adds next-token prediction on the rest of the sequence, which is the prompt
+and the observation that follows. Checkpoints are kept in OUT/checkpoints, and the same command
+resumes from them.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def fine_tune(
     key: str = "sft.lr",
     out: Path | None = None,
 ) -> int:
-    """Train for `settings.epochs` over the rows; returns the number of steps.
+    """Train for `settings.epochs` over the rows. Returns the number of steps.
 
     With `out`, checkpoints are kept there, and one is written at the first Ctrl-C. Raises UserError
     if the loss is not finite (`key` names the setting to lower), or if a stop was requested.
@@ -109,7 +109,7 @@ def fine_tune(
 def _batches(
     rows: Sequence[Sample], optim: OptimConfig, *, epochs: int, run_seed: int
 ) -> list[list[Sample]]:
-    """The mini-batches of all epochs; each epoch has its own order of the rows."""
+    """Yield the mini-batches of all epochs. Each epoch has its own order of the rows."""
     batches: list[list[Sample]] = []
     for epoch in range(epochs):
         seed = run_seed * 1_000_003 + epoch
@@ -118,7 +118,7 @@ def _batches(
 
 
 class _ProgressLog:
-    """Reports on stderr how far a fine-tuning is, at most every LOG_S seconds."""
+    """Reports the progress of a fine-tuning on stderr, at most every LOG_S seconds."""
 
     def __init__(self, *, first: int, total: int) -> None:
         self.first = first
@@ -143,7 +143,7 @@ class _ProgressLog:
 
 
 def _digest(rows: Sequence[Sample], config: Config, settings: SftConfig, optim: OptimConfig) -> str:
-    """A hash of the data and the settings that decide the result."""
+    """Hash the data and the settings that decide the result."""
     data = repr([(row.prompt_ids, row.response_ids, row.observation_ids) for row in rows])
     choices = (
         f"{settings.model_dump(exclude={'save_every'})} {optim} {config.lora} {config.run.seed}"
@@ -153,7 +153,7 @@ def _digest(rows: Sequence[Sample], config: Config, settings: SftConfig, optim: 
 
 
 class _Progress:
-    """The checkpoints of a fine-tuning in `out`/checkpoints; nothing is saved without `out`."""
+    """The checkpoints of a fine-tuning in `out`/checkpoints. Nothing is saved without `out`."""
 
     def __init__(
         self, policy: Policy, optimizer: torch.optim.Optimizer, out: Path | None, *, digest: str
@@ -167,7 +167,7 @@ class _Progress:
         self.dtype = str(policy.dtype).removeprefix("torch.")
 
     def resume(self, total: int) -> int:
-        """Load the newest checkpoint; returns its step out of `total`, 0 if there is none.
+        """Load the newest checkpoint. Returns its step out of `total`, 0 if there is none.
 
         Raises UserError if it belongs to other data or settings.
         """
@@ -179,8 +179,8 @@ class _Progress:
         path, (tensors, state) = newest_checkpoint
         if state.get("sft") != self.digest:
             raise UserError(
-                f"--out {self.out}: {path.name} there is of other data or settings; "
-                "take another folder"
+                f"--out {self.out}: {path.name} there is from other data or settings; "
+                "use another folder"
             )
         self.policy.load(tensors["model"])
         load_optimizer(self.optimizer, self.parameters.items(), tensors["optimizer"])
@@ -193,7 +193,7 @@ class _Progress:
         return state["step"]
 
     def save(self, step: int) -> None:
-        """Write a checkpoint in place of the one before."""
+        """Write a checkpoint that replaces the one before."""
         if self.folder:
             optimizer = optimizer_tensors(self.optimizer, self.parameters.items())
             files = {"model": self.parameters, "optimizer": optimizer}
@@ -202,7 +202,7 @@ class _Progress:
 
 
 def load_learner(config: Config, path: str) -> Policy:
-    """The model at `path`, ready to be trained with the configuration's settings."""
+    """Load the model at `path`, ready to be trained with the configuration's settings."""
     device = pick_device(config.model.device)
     config = with_dtype(config, training_dtype(config, device))
     model = config.model
@@ -222,7 +222,7 @@ def load_learner(config: Config, path: str) -> Policy:
 def export_tuned(
     policy: Policy, tokenizer: Any, out: Path, config: Config, *, steps: int, on: str
 ) -> Path:
-    """Write the model and its card, which says what it was tuned `on`; returns the folder."""
+    """Write the model and its card, which says what it was tuned `on`. Returns the folder."""
     out.parent.mkdir(parents=True, exist_ok=True)
     weights = dict(full_parameters(policy.lm, once=True))
     return export(
@@ -238,7 +238,7 @@ def sft(
     rollouts: str | Path | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Fine-tune a model on expert play of training games, or on recorded episodes; returns `out`.
+    """Fine-tune a model on expert play of training games, or recorded episodes. Returns `out`.
 
     Args:
         model: the model to train: its folder, a Hugging Face name or a run's directory.
@@ -254,7 +254,7 @@ def sft(
     folder = Path(out).absolute()
     recorded = Path(rollouts).absolute() if rollouts else None
     if (folder / "config.json").is_file():
-        raise UserError(f"--out {out}: it holds a model already; take another folder")
+        raise UserError(f"--out {out}: it already contains a model; use another folder")
     overrides = dict(changes or {})
     is_run = (Path(model) / "config.toml").is_file()
     if not is_run:
@@ -301,7 +301,7 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _expert_play(chat: Chat, config: Config) -> list[Sample]:
-    """sft.turns turns of an expert that plays the training games."""
+    """Make sft.turns turns of an expert that plays the training games."""
     turns = demonstrations(
         make_factory(config),
         config.env,
@@ -317,9 +317,9 @@ def _expert_play(chat: Chat, config: Config) -> list[Sample]:
 
 
 def _recorded(path: Path, chat: Chat, config: Config) -> list[Sample]:
-    """The valid turns of a file's episodes; with sft.won only those of won episodes.
+    """Read the valid turns of a file's episodes; with sft.won only those of won episodes.
 
-    A turn keeps its token ids if they decode to its text with this tokenizer; otherwise its text is
+    A turn keeps its token ids if they decode to its text with this tokenizer. Otherwise its text is
     encoded again. Raises UserError if there is no such turn.
     """
     rows = []

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from paw.run import Run
 
 LINE = {metric.name: metric.progress for metric in METRICS if metric.progress}
-"""Metric -> its format on the line of an update."""
+"""Formats of metrics on the line of an update."""
 TROUBLE = {metric.name: metric.trouble for metric in METRICS if metric.trouble}
-"""Metric -> its format on that line, on which it is shown unless it is 0."""
+"""Formats of metrics that the line shows unless they are 0."""
 MAX_EPISODES = 3
-"""Most episodes of an evaluation that become samples."""
+"""Most episodes per evaluation that become samples."""
 MAX_TURNS = 20
-"""Turns of an episode in a sample."""
+"""Number of turns of an episode in a sample."""
 
 
 class Progress:
@@ -36,11 +36,11 @@ class Progress:
 
     def __init__(self) -> None:
         self._step = 0
-        """The newest update that was shown."""
+        """The last update shown."""
         self._last = 0.0
-        """Monotonic time of the newest line."""
+        """Monotonic time of the last line."""
         self._seconds: deque[float] = deque(maxlen=10)
-        """Seconds that the newest updates of this session took."""
+        """Seconds that the last updates of this session took."""
 
     def on_start(self, run: "Run") -> None:
         """Start the clock of the first update."""
@@ -72,7 +72,7 @@ class Progress:
 
 
 def _metric_texts(metrics: dict[str, Any]) -> list[str]:
-    """The evaluation, if there was one, and the metrics in `LINE`, as the line shows them."""
+    """Return the evaluation (if any) and the metrics in `LINE`, as the line shows them."""
     texts: list[str] = []
     if "eval/games" in metrics:
         evaluation = {name.removeprefix("eval/"): value for name, value in metrics.items()}
@@ -102,7 +102,7 @@ class Samples:
 
 
 def sample_episode(run: "Run", episode: Trajectory) -> dict[str, Any]:
-    """The record of an episode in samples.jsonl; its first MAX_TURNS turns."""
+    """Return the record of an episode for samples.jsonl, with its first MAX_TURNS turns."""
     chat = run.chat
     turns = episode.turns[:MAX_TURNS]
     contexts: list[list[int]] = []
@@ -148,8 +148,8 @@ def sample_episode(run: "Run", episode: Trajectory) -> dict[str, Any]:
 def _submit_predictions(run: "Run", contexts: list[list[int]], targets: list[list[int]]) -> None:
     """Ask the engine for a greedy prediction of each target that is not empty.
 
-    Turn i has the key -1 - i. The engine's limit is made for prompt and response: a request that
-    exceeds it gets no prediction.
+    Turn i has the key -1 - i. The engine's limit is for prompt and response together. A request
+    that exceeds it gets no prediction.
     """
     for i, (context, target) in enumerate(zip(contexts, targets, strict=True)):
         if target:
@@ -161,7 +161,7 @@ def _submit_predictions(run: "Run", contexts: list[list[int]], targets: list[lis
 def _token_probabilities(
     run: "Run", contexts: list[list[int]], targets: list[list[int]]
 ) -> dict[int, list[float]]:
-    """Turn -> probability of each token of its target, for targets that are not empty."""
+    """Return the probability of each target token by turn, for targets that are not empty."""
     turns = [i for i, target in enumerate(targets) if target]
     samples = [Sample(0, i, 0, contexts[i], targets[i]) for i in turns]
     scored = log_probs(
@@ -175,7 +175,7 @@ def _token_probabilities(
 
 
 class Report:
-    """Writes the report of a run that ended in order or was stopped, in a separate process."""
+    """Writes the report of a run that ended normally or was stopped, in a separate process."""
 
     def on_end(self, run: "Run") -> None:
         if not run.ranks.first or run.failed:
@@ -191,7 +191,7 @@ class Report:
                 capture_output=True,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C reaches this process alone
+                start_new_session=True,  # Ctrl-C reaches only this process
             )
         except OSError as error:
             problem = str(error)

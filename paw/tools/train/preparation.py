@@ -1,4 +1,4 @@
-"""What a run asks of the tools before it loads a model: the start model and the memory plan."""
+"""What the tools give a run before it loads a model: the start model and the memory plan."""
 
 import os
 from collections.abc import Callable
@@ -16,17 +16,17 @@ from paw.tools.plan.fit import check_machine
 from paw.tools.warmup.warmup import ensure_warm_model
 
 PLANNED = 64
-"""On a CPU a run is planned if the host has fewer bytes of memory for each byte of the model."""
+"""On a CPU a run is planned only if the host has fewer bytes than this per byte of the model."""
 
 
 def start_model(
     resumed: Path | None, config: Config, message: Callable[[str], None] = to_stderr
 ) -> str:
-    """The model that a run starts from: config.model.path, or a warm-up model.
+    """Return the model that a run starts from: config.model.path, or a warm-up model.
 
-    The warm-up model is made now if it is not cached. A run that is resumed, from its directory
-    `resumed`, keeps the warm-up model that it began from as long as that is there: one made by
-    later code may have another tokenizer.
+    The warm-up model is made now if it is not cached. A run resumed from its directory `resumed`
+    keeps its original warm-up model if that still exists, because later code may make one with
+    another tokenizer.
     """
     if config.model.path != "quickstart":
         return config.model.path
@@ -37,9 +37,9 @@ def start_model(
 
 
 def check_memory(config: Config, device: torch.device, ranks: Ranks) -> None:
-    """Raises UserError if, by `paw plan`, model and optimizer cannot fit this machine.
+    """Raise UserError if, by `paw plan`, model and optimizer cannot fit this machine.
 
-    On a CPU a model whose files are small beside its memory is not planned for.
+    On a CPU, a model whose files are small relative to memory is not planned for.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     files = Path(config.model.path).glob("*.safetensors")

@@ -1,4 +1,4 @@
-"""`paw train`: what is checked before torch is loaded, which takes seconds; then training."""
+"""`paw train`: makes checks before loading torch, which takes seconds, and then trains."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from paw.tools.reference import explain
 
 
 def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Train, in --gpus processes, or print the configuration with --dry-run; the exit code."""
+    """Train in --gpus processes, or print the configuration (--dry-run). Returns the exit code."""
     numbered = "run.name" not in overrides
     config = load_named(options.recipe, overrides)
     name = next(run_names(config, resume=options.resume, numbered=numbered))
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if config.endpoint.url:
         raise UserError(
             f"endpoint.url = '{config.endpoint.url}': "
-            "an endpoint plays in `paw eval`, it cannot be trained"
+            "an endpoint can play in `paw eval`, but cannot be trained"
         )
 
     if "RANK" in os.environ:
@@ -62,16 +62,16 @@ def _check(config: Config, name: str, resume: str) -> None:
     data = getattr(config.env, "data", None)
     if data and not data.expanduser().exists():
         make_factory(config)  # says what is missing and how to get it
-    # Mistakes in an environment of one's own are reported before the hub is asked.
+    # Report mistakes in a user's own environment before asking the hub.
     if config.model.path != "quickstart" and ":" not in config.env.name:
         check_hub(config.model.path)
 
 
 def _announce_warmup(config: Config, resume: str) -> None:
-    """Print what comes first: torch, which takes long to load on a busy machine, and the warm-up.
+    """Print what comes first: loading torch, which is slow on a busy machine, and the warm-up.
 
-    Only for environments that generate their tasks: they are made in a moment, and their mistakes
-    are reported without this line.
+    This is only for environments that generate their tasks. Others are made quickly, and their
+    mistakes are reported without this line.
     """
     generates = getattr(config.env, "data", "") is None
     if config.model.path == "quickstart" and generates and not resume:
@@ -83,7 +83,7 @@ def _announce_warmup(config: Config, resume: str) -> None:
 
 
 def _launch(options: argparse.Namespace, overrides: dict[str, str], config: Config) -> int:
-    """Train in a process for each GPU that the servers of the run leave."""
+    """Train in one process for each GPU that the run's servers do not use."""
     ranks = options.gpus - config.engine.gpus
     if ranks < 1:
         reason = "at least 1"

@@ -1,8 +1,8 @@
 """Trackers, each a callback named in run.trackers: TensorBoard, Weights & Biases, Trackio, MLflow.
 
 Each uses tracking.project, name and tags. A resumed run continues the same run of the tracker,
-whose id is kept in the run directory. Updates that are repeated after a resume are not sent again:
-the tracker keeps the values that it has. TensorBoard gets them again and replaces its own.
+whose id is kept in the run directory. Updates that are repeated after a resume are not sent again,
+so the tracker keeps its values. TensorBoard gets them again and replaces its own.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Opened = tuple[str, Callable[[int, dict[str, float]], None], Callable[[], object]]
 """(id of the tracker's run, function that logs an update's numbers, function that ends the run).
 
-The id is "" if repeated updates replace what the tracker has of them."""
+The id is "" if repeated updates replace the tracker's values."""
 
 
 class Tracker(ABC):
@@ -49,7 +49,7 @@ class Tracker(ABC):
         self._log: Callable[[int, dict[str, float]], None] | None = None
         self._close: Callable[[], object] | None = None
         self._last = -1
-        """The last update that was sent."""
+        """The last update sent."""
 
     @abstractmethod
     def open(self, run: "Run", config: dict[str, Any], previous_id: str) -> Opened:
@@ -84,13 +84,13 @@ class Tracker(ABC):
             self._close()
 
     def _remember(self) -> None:
-        """Write down the id of the tracker's run, and the last update that was sent."""
+        """Write down the id of the tracker's run, and the last update sent."""
         if self._id and self._file:
             write_file(self._file, f"{self._id} {self._last}")
 
 
 def run_name(run: "Run") -> str:
-    """tracking.name, or the name of the run's folder if that is not set."""
+    """Return tracking.name, or the name of the run's folder if that is not set."""
     return run.config.tracking.name or run.directory.name
 
 
@@ -156,7 +156,7 @@ class Wandb(Tracker):
 
 
 class Trackio(Tracker):
-    """Trackio finds a run by its name. It has no tags; they are part of the configuration."""
+    """Trackio finds a run by its name. It has no tags, so they go into the configuration."""
 
     package = "trackio"
 
@@ -182,13 +182,13 @@ class Trackio(Tracker):
 
 
 class Mlflow(Tracker):
-    """At MLFLOW_TRACKING_URI; if that is not set, files in the run's own folder."""
+    """Logs to MLFLOW_TRACKING_URI or, if that is not set, to files in the run's own folder."""
 
     package = "mlflow"
 
     def open(self, run: "Run", config: dict[str, Any], previous_id: str) -> Opened:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        # Instead of files it would use a database, which needs more than mlflow-skinny.
+        # Otherwise it would use a database, which needs more than mlflow-skinny.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric
@@ -214,7 +214,7 @@ class Mlflow(Tracker):
 
 
 def _create_mlflow_run(client: Any, run: "Run", config: dict[str, Any]) -> str:
-    """Create a run with tags and configuration in its project's experiment; returns its id."""
+    """Create a run with tags and configuration in its project's experiment. Returns its id."""
     from mlflow.entities import Param
 
     project = run.config.tracking.project

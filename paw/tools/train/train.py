@@ -1,4 +1,4 @@
-"""`paw train`, and `paw.train()`: training with what the tools prepare."""
+"""`paw train`, and `paw.train()`: trains with what the tools prepare."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from paw.tools.train.preparation import PREPARATION
 
 
 def train(config: Config, *, resume: str = "", numbered: bool = False) -> Path:
-    """Train to config.run.updates and write the run directory; returns the path of the report.
+    """Train to config.run.updates and write the run directory. Returns the report's path.
 
-    `resume` continues a run: "auto" from the newest checkpoint that verifies, or from one by its
-    name, "step_000100". `numbered` takes run.name as a stem: a new run is NAME-2 if there is a
-    NAME, and so on, and `resume` means the one of the highest number. Raises UserError for a
-    mistake of the user; checkpoints stay.
+    `resume` continues a run: with "auto" from the newest checkpoint that verifies, or from one
+    given by name, "step_000100". `numbered` treats run.name as a stem: a new run is NAME-2 if NAME
+    exists, and so on, and `resume` means the run with the highest number. Raises UserError for a
+    mistake of the user. Checkpoints stay.
     """
     return trainer.train(config, resume=resume, numbered=numbered, preparation=PREPARATION)

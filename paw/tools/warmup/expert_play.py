@@ -1,4 +1,4 @@
-"""Expert play: the oracle of an environment plays its games, and its turns become training rows."""
+"""Expert play. An environment's oracle plays its games, and its turns become training rows."""
 
 import itertools
 import random
@@ -15,7 +15,7 @@ from paw.rollouts.text.marks import conversation
 from paw.types import Outcome, Reply, Sample, Task, Turn
 
 MAX_FAILED = 100
-"""Most games in a row that may fail before their first turn; one more ends expert play."""
+"""Most games in a row that may fail before their first turn. One more ends expert play."""
 
 
 class Demonstration(NamedTuple):
@@ -23,7 +23,7 @@ class Demonstration(NamedTuple):
 
     prompt: Context
     choices: list[str]
-    """Every response that was admissible."""
+    """All admissible responses."""
     response: str
     observation: str
     """The environment's answer."""
@@ -39,12 +39,12 @@ def demonstrations(
     stray_actions: float = 0.0,
     split: str = "warmup",
 ) -> Iterator[Demonstration]:
-    """Yield the turns of an expert that plays the games of a split, without end.
+    """Yield turns of an expert that plays the games of a split endlessly.
 
     `random_actions` and `stray_actions` are the shares of turns with another action than the
-    expert's: any admissible one, or one that was admissible in the turn before and often has no
-    effect any more. A game whose environment fails is abandoned. Raises UserError if too many games
-    in a row fail, or if the environment has no expert.
+    expert's. A random action is any admissible one. A stray action was admissible in the turn
+    before and often no longer has an effect. A game whose environment fails is abandoned. Raises
+    UserError if too many games in a row fail, or if the environment has no expert.
     """
     player = _ExpertPlayer(factory, env, random.Random(seed), random_actions, stray_actions)
     failed_in_a_row = 0
@@ -101,9 +101,9 @@ class _ExpertPlayer:
     def play_turn(
         self, task: Task, previous_choices: list[str] | None
     ) -> tuple[Demonstration, bool]:
-        """(the next turn, whether the game is over after it).
+        """Return (the next turn, whether the game is over after it).
 
-        `previous_choices` are the choices of the turn before; None starts the game.
+        `previous_choices` are the choices of the turn before. None starts the game.
         """
         call = self.threads.call
         if self.environment is None:
@@ -124,7 +124,7 @@ class _ExpertPlayer:
         return turn, outcome.done
 
     def drop_environment(self) -> None:
-        """Close the environment; the next turn is played in another one."""
+        """Close the environment. The next turn is played in another one."""
         # If a call hangs, closing would hang too.
         if self.environment and not self.threads.given_up:
             with quietly():
@@ -140,9 +140,9 @@ def example(
     observation: str = "",
     tools: Sequence[Any] = (),
 ) -> Sample:
-    """A turn to learn from, as token ids.
+    """Return a turn to learn from, as token ids.
 
-    The observation is cut to wm.max_tokens, and a prompt that is one user message to
+    The observation is cut to wm.max_tokens. A prompt that is one user message is cut to
     rollout.max_prompt_tokens. Raises UserError if the chat template rejects the conversation.
     """
     try:
@@ -178,5 +178,5 @@ def example(
 
 
 def separator_ids(turn: Turn, chat: Chat) -> list[int]:
-    """The tokens between a turn's response and its observation, else those of the chat template."""
+    """Return the tokens between a turn's response and observation, else the chat template's."""
     return chat.separator_ids if turn.separator_ids is None else turn.separator_ids

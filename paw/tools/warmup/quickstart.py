@@ -1,9 +1,9 @@
 """The quickstart model: a small random Qwen3, and a tokenizer learnt from the environment's text.
 
-Whole phrases are tokens ("go to shelf 1", " mug 1", " you see a"), because copying object ids token
-by token is what a tiny model learns last (docs/quickstart.md). Everything is saved in ordinary
-Hugging Face format, loads with AutoTokenizer / AutoModelForCausalLM and in vLLM, and any text still
-encodes without loss: unknown pieces fall back to bytes.
+Whole phrases are tokens ("go to shelf 1", " mug 1", " you see a"), because a tiny model is slowest
+to learn copying object ids token by token (docs/quickstart.md). Everything is saved in ordinary
+Hugging Face format, and loads with AutoTokenizer / AutoModelForCausalLM and in vLLM. Any text still
+encodes without loss, because unknown pieces fall back to bytes.
 """
 
 import re
@@ -33,11 +33,11 @@ ENTITY = r" ?[a-z]+ \d+"
 LABEL = r"\n?[a-z]+:"
 """Pattern of the start of a section of the prompt, "task:"."""
 WORD = r" ?[A-Za-z']+| ?\d+|\s|[^\sA-Za-z\d]"
-"""Pattern of whatever remains: a word, a number, a space or a sign."""
+"""Pattern of anything else: a word, a number, a space or a sign."""
 
 
 def phrases(observations: Iterable[str]) -> list[str]:
-    """The texts between numbered things that occur at least three times, the longest first.
+    """Return texts between numbered things that occur at least three times, longest first.
 
     Examples are "You arrive at" and ", and a".
     """
@@ -53,11 +53,12 @@ def phrases(observations: Iterable[str]) -> list[str]:
 def build_tokenizer(
     prompts: list[str], actions: set[str], observations: list[str]
 ) -> PreTrainedTokenizerFast:
-    """A lossless tokenizer: its tokens are actions, numbered things, phrases, words and bytes.
+    """Build a lossless tokenizer. Its tokens are actions, numbered things, phrases, words and
+    bytes.
 
-    `actions` are whole lines, each with the line break before it, that must become one token each.
+    `actions` are whole lines, each with the line break before it. Each must become one token.
     """
-    # The order matters: if several patterns match at a position, the first one is taken.
+    # The order matters, because the first pattern that matches at a position is used.
     patterns = []
     verbs = sorted({re.escape(action.split()[0]) for action in actions})
     if verbs:
@@ -88,10 +89,11 @@ def build_tokenizer(
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, config: WarmupConfig) -> Qwen3ForCausalLM:
-    """A random Qwen3 with tied embeddings. Head size 32 is the smallest that vLLM serves.
+    """Build a random Qwen3 with tied embeddings. Head size 32 is the smallest that vLLM serves.
 
-    Not Qwen2: transformers 5 gives every folder of model type qwen2 the pre-tokenizer of Qwen2,
-    whatever its tokenizer.json says, so AutoTokenizer would silently cut the text differently.
+    Qwen2 does not work: transformers 5 gives every folder of model type qwen2 the pre-tokenizer of
+    Qwen2, whatever its tokenizer.json says. AutoTokenizer would then silently cut the text
+    differently.
     """
     torch.manual_seed(config.seed)
     heads = config.hidden_size // config.head_size

@@ -1,4 +1,4 @@
-"""One optimizer step of supervised fine-tuning, as `paw sft`, the warm-up and RWML take it."""
+"""One optimizer step of supervised fine-tuning, used by `paw sft`, the warm-up and RWML."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -29,18 +29,18 @@ def step(
     by_row: bool = False,
     packing: Packing | None,
 ) -> float:
-    """Take one optimizer step; returns the answers' loss, in nats.
+    """Take one optimizer step. Returns the answers' loss, in nats.
 
-    It is the mean negative log-likelihood of the answer tokens. The gradient is that of this loss
-    plus `lm_weight` times the mean over the other tokens.
+    The loss is the mean negative log-likelihood of the answer tokens. The gradient is that of this
+    loss plus `lm_weight` times the mean over the other tokens.
 
     Args:
         clip: largest norm of the gradient.
         observations: whether the other tokens are those of prompt, separator and observation, or
-            of the prompt alone.
+            only those of the prompt.
         by_row: divide the sum over answer tokens by the number of rows, not of answer tokens.
-        packing: how rows are cut into micro-batches for the fused head. None: all rows at once, by
-            full logits.
+        packing: how rows are cut into micro-batches for the fused head. None: all rows at once,
+            with full logits.
     """
     weighted_rows = _weighted_rows(
         rows,
@@ -84,8 +84,8 @@ def _weighted_rows(
 ) -> list[_WeightedRow]:
     """Cut the rows into context and target tokens.
 
-    With `answers_only` the targets are the answers; otherwise all tokens but the first, which
-    nothing precedes and so nothing predicts.
+    With `answers_only` the targets are the answers. Otherwise they are all tokens except the first,
+    which nothing can predict because nothing precedes it.
     """
     continuations = []
     for row in rows:
@@ -125,7 +125,7 @@ def _weighted_rows(
 
 
 def _backward_fused_head(policy: Policy, rows: Sequence[_WeightedRow], packing: Packing) -> float:
-    """Compute the gradients by micro-batches; returns the answers' part of the loss."""
+    """Compute the gradients in micro-batches. Returns the answers' part of the loss."""
     answer_loss = 0.0
     batches = micro_batches(
         [row.sample for row in rows],
@@ -157,7 +157,7 @@ def _backward_fused_head(policy: Policy, rows: Sequence[_WeightedRow], packing: 
 
 
 def _backward_full_logits(policy: Policy, rows: Sequence[_WeightedRow]) -> float:
-    """Compute the gradients of all rows at once; returns the answers' part of the loss."""
+    """Compute the gradients of all rows at once. Returns the answers' part of the loss."""
     longest = max(len(row.weights) for row in rows)
     weights = []
     flags = []
@@ -174,9 +174,9 @@ def _backward_full_logits(policy: Policy, rows: Sequence[_WeightedRow]) -> float
 
 
 def _negative_log_likelihood(policy: Policy, samples: Sequence[Sample]) -> Tensor:
-    """-log p of all tokens but the first, [B, longest - 1], by full logits.
+    """Return -log p of all tokens except the first, [B, longest - 1], from full logits.
 
-    Their memory is affordable for the small vocabulary of the quickstart model.
+    The quickstart model's small vocabulary makes their memory affordable.
     """
     rows = [sample.prompt_ids + sample.response_ids for sample in samples]
     longest = max(len(row) for row in rows)

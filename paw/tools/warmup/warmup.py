@@ -1,8 +1,9 @@
-"""`paw warmup`: make the quickstart model by a supervised warm-up on expert play, and cache it.
+"""`paw warmup`: makes the quickstart model by a supervised warm-up on expert play, and caches it.
 
-The demonstrations are fresh games of the warm-up stream, which shares none with RL or evaluation.
-The expert takes a random action now and then, so that the model sees states off the expert's path.
-These actions stay in the labels, so the policy starts with the entropy that RL needs to explore.
+The demonstrations are fresh games of the warm-up stream, which shares no game with RL or
+evaluation. The expert takes a random action now and then, so the model sees states off the expert's
+path. These actions stay in the labels, so the policy starts with the entropy that RL needs to
+explore.
 """
 
 import hashlib
@@ -38,11 +39,11 @@ from paw.types import Sample
 MADE_BY = (__file__, quickstart.__file__, expert_play.__file__, supervised_step.__file__)
 """Files whose content is part of the cached model's key."""
 CORPUS_TURNS = 12_000
-"""Turns of expert play from which the tokenizer is learnt."""
+"""Number of turns of expert play from which the tokenizer is learnt."""
 CORPUS_STRAYS = 0.05
-"""Share of stray actions in those turns: the tokenizer needs words for the answers to them, too."""
+"""Share of stray actions in those turns. The tokenizer needs words for the answers to them too."""
 OVERSHOOT = 0.2
-"""Success this far above warmup.stop_success leaves little to learn, and gives a warning."""
+"""Success this far above warmup.stop_success leaves little to learn, so it causes a warning."""
 LR_STEPS = 40
 """Steps over which the learning rate rises to warmup.lr."""
 MUON_LR = 2.0
@@ -54,9 +55,9 @@ CHECK_EVERY = 50
 CHECK_GAMES = 256
 """Games of a measurement."""
 CHECK_START = 10_000_000
-"""Number of the first warm-up game for measuring; the model learns from those before it."""
+"""Number of the first warm-up game for measuring. The model learns from the games before it."""
 CHECK_BATCH_TOKENS = 2048
-"""Padded prompt tokens of one forward pass in a measurement: few enough for a processor's cache.
+"""Padded prompt tokens of one forward pass in a measurement. They fit into a CPU's cache.
 
 The run's engine may be of another type, so none of its settings apply here.
 """
@@ -66,7 +67,7 @@ Report = Callable[[str], None]
 
 
 def ensure_warm_model(config: Config, factory: EnvFactory, report: Report) -> Path:
-    """The folder of the quickstart model for this configuration, made now unless it is cached."""
+    """Return the folder of this configuration's quickstart model, made now unless cached."""
     recipe = {
         "code": [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in MADE_BY],
         "warmup": config.warmup.model_dump(mode="json"),
@@ -154,7 +155,7 @@ def _train(
                 f"{progress}, success {success:.2f} at temperature {temperature:g}, "
                 f"{time.monotonic() - started:.0f} s"
             )
-            # A mean of two: one measurement alone is off by 2.5 points.
+            # This is a mean of two, because a single measurement is off by 2.5 points.
             if (success + previous_success) / 2 >= settings.stop_success:
                 _warn_of_overshoot(success, settings, report)
                 return _Trained(step, loss, success)
@@ -169,7 +170,7 @@ def _train(
 def _optimizer_steps(
     lm: Qwen3ForCausalLM, chat: Chat, config: Config, factory: EnvFactory
 ) -> Iterator[tuple[int, float]]:
-    """Take warmup.max_steps optimizer steps; yields (step, its loss) after each, counted from 1."""
+    """Take warmup.max_steps optimizer steps. Yields (step from 1, its loss) after each."""
     settings = config.warmup
     policy = Policy(lm)
     optimizers = _optimizers(lm, settings)
@@ -205,7 +206,7 @@ def _warn_of_overshoot(success: float, settings: WarmupConfig, report: Report) -
 
 
 def _measure_success(rollouts: Rollouts, config: Config, step: int) -> float:
-    """The share of CHECK_GAMES games that the model wins after `step`."""
+    """Measure the share of CHECK_GAMES games that the model wins after `step`."""
     seed = config.warmup.seed
     groups, stats = rollouts.play_tasks(
         warmup_tasks(rollouts.factory, CHECK_START, CHECK_GAMES, seed),
@@ -218,11 +219,11 @@ def _measure_success(rollouts: Rollouts, config: Config, step: int) -> float:
 
 
 def _optimizers(lm: nn.Module, settings: WarmupConfig) -> list[torch.optim.Optimizer]:
-    """AdamW; with warmup.optimizer = "muon", Muon for the matrices of the layers."""
+    """Make AdamW and, with warmup.optimizer = "muon", Muon for the matrices of the layers."""
     weight_decay = 0.01
     layer_matrices = []
     others = []
-    for name, parameter in lm.named_parameters():  # a tied head comes as the embedding
+    for name, parameter in lm.named_parameters():  # a tied head appears as the embedding
         is_matrix = parameter.ndim == 2 and "embed" not in name
         if settings.optimizer == "muon" and is_matrix:
             layer_matrices.append(parameter)
@@ -239,8 +240,8 @@ def _optimizers(lm: nn.Module, settings: WarmupConfig) -> list[torch.optim.Optim
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but in float32.
 
-    torch's own iterates in bfloat16, which many processors only emulate: there it takes nearly half
-    the time of a warm-up step. All matrices of a shape are updated at once.
+    torch's own version iterates in bfloat16, which many CPUs only emulate. There it takes nearly
+    half the time of a warm-up step. All matrices of one shape are updated at once.
     """
 
     @torch.no_grad()
@@ -268,7 +269,7 @@ class Muon(torch.optim.Optimizer):
                     )
 
     def _direction(self, parameter: nn.Parameter) -> Tensor:
-        """The gradient with Nesterov's momentum; the parameter's momentum is updated."""
+        """Return the gradient with Nesterov's momentum. Updates the parameter's momentum."""
         grad = cast(Tensor, parameter.grad)
         state = self.state[parameter]
         momentum = state.setdefault("momentum", torch.zeros_like(parameter))
@@ -277,9 +278,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def _orthogonal(matrices: Tensor) -> Tensor:
-    """Approximately the nearest matrices with orthonormal rows, by Muon's Newton-Schulz iteration.
+    """Approximate the nearest matrices with orthonormal rows, by Muon's Newton-Schulz iteration.
 
-    `matrices` is [n, rows, columns], rows <= columns.
+    `matrices` is [n, rows, columns], with rows <= columns.
     """
     x = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
@@ -290,7 +291,7 @@ def _orthogonal(matrices: Tensor) -> Tensor:
 
 
 def _batches(factory: EnvFactory, chat: Chat, config: Config) -> Iterator[list[Sample]]:
-    """Yield batches without end; the rows of a batch have similar lengths."""
+    """Yield batches without end. The rows of a batch have similar lengths."""
     settings = config.warmup
     turns = demonstrations(
         factory, config.env, seed=settings.seed, random_actions=settings.random_actions
@@ -310,5 +311,5 @@ def _batches(factory: EnvFactory, chat: Chat, config: Config) -> Iterator[list[S
 
 
 def _length(row: Sample) -> int:
-    """Tokens of a row."""
+    """Return the number of tokens of a row."""
     return len(row.prompt_ids + row.response_ids + row.separator_ids + row.observation_ids)

@@ -1,4 +1,4 @@
-"""Search engines, and `make_retriever`, which makes the one that the configuration names."""
+"""Search engines. `make_retriever` makes the one that the configuration names."""
 
 from paw.envs.search.retrieval.base import Documents, Retriever
 from paw.envs.search.retrieval.bm25 import Bm25Retriever
@@ -9,7 +9,7 @@ from paw.errors import UserError
 
 
 def make_retriever(config: SearchConfig, documents: Documents | None = None) -> Retriever:
-    """The retriever that `env.retriever` names, over `env.corpus` or else over `documents`.
+    """Make the retriever that `env.retriever` names, over `env.corpus` or else `documents`.
 
     An index is built if there is none. Raises UserError if there are no documents.
     """

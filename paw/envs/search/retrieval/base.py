@@ -1,4 +1,4 @@
-"""What every search engine offers, and what it returns."""
+"""The interface of every search engine, and what it returns."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -15,12 +15,12 @@ class Hit(NamedTuple):
     id: str
     contents: str
     score: float
-    """The higher the better; what it measures depends on the retriever."""
+    """The higher the better. What it measures depends on the retriever."""
 
 
 class Retriever(Protocol):
-    """A search engine, which several threads may use at once."""
+    """A search engine. Several threads may use it at once."""
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """At most `topk` hits for each query, best first."""
+        """Return at most `topk` hits for each query, best first."""
         ...

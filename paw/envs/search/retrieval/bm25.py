@@ -1,8 +1,7 @@
-"""BM25 as Lucene scores it, on the library bm25s: k1 = 0.9, b = 0.4, Porter's stemmer and Lucene's
-English stop words.
+"""BM25 as Lucene scores it, using the library bm25s: k1 = 0.9, b = 0.4, Porter's stemmer and
+Lucene's English stop words.
 
-The index holds a score for each pair of word and document, so that a query adds up a few of its
-rows.
+The index holds a score for each pair of word and document, so a query just adds up a few rows.
 """
 
 import re
@@ -22,7 +21,7 @@ from paw.io.cache import ensure_cached, stamp
 WORD = re.compile(r"\b(?!(?<=['’])s\b)\w+")
 """A word: letters and digits, without the possessive 's."""
 VERSION = 1
-"""Version of the index on disk: raise it when words are split or scored differently."""
+"""Version of the index on disk. Raise it when words are split or scored differently."""
 
 
 class Bm25:
@@ -41,7 +40,7 @@ class Bm25:
             self._index = self._build(bm25s, texts)
         else:
             self._index = bm25s.BM25.load(saved, mmap=True)
-        # Compressed sparse rows: word w has the entries from starts[w] to starts[w + 1], each with
+        # Compressed sparse rows. Word w has the entries from starts[w] to starts[w + 1], each with
         # a score and the number of a text.
         self._scores = np.asarray(self._index.scores["data"])
         self._texts = np.asarray(self._index.scores["indices"])
@@ -64,7 +63,7 @@ class Bm25:
         self._index.save(folder, show_progress=False)
 
     def top(self, query: str, k: int) -> list[tuple[int, float]]:
-        """At most `k` pairs (number of a text, score), best first.
+        """Return at most `k` pairs (number of a text, score), best first.
 
         Only texts with a word of the query are returned.
         """
@@ -72,7 +71,7 @@ class Bm25:
         if not entries:
             return []
 
-        # Memory pages of `total` that no score is added to are never allocated.
+        # Memory pages of `total` that get no score are never allocated.
         total = np.zeros(self._index.scores["num_docs"], np.float32)
         for part in entries:
             np.add.at(total, self._texts[part], self._scores[part])
@@ -88,7 +87,7 @@ class Bm25:
         return list(zip(best.tolist(), total[best].tolist(), strict=True))
 
     def _words(self, query: str) -> list[int]:
-        """Numbers of the query's words that occur in the index."""
+        """Return the numbers of the query's words that occur in the index."""
         words = [word for word in WORD.findall(query.lower()) if word not in self._stopwords]
         with self._stemmer_lock:  # threads may not share a stemmer
             stems = self._stemmer.stemWords(words)
@@ -97,9 +96,9 @@ class Bm25:
 
 
 def _import_bm25s() -> tuple[Any, Iterable[str], Any]:
-    """(the module bm25s, its English stop words, the class Stemmer)."""
-    # bm25s imports numba if it can. We do not need numba: it costs a second, and makes vLLM fail to
-    # start on a CPU.
+    """Return (the module bm25s, its English stop words, the class Stemmer)."""
+    # bm25s imports numba if it can. We do not need numba. It costs a second, and stops vLLM from
+    # starting on a CPU.
     hide_numba = "numba" not in sys.modules
     if hide_numba:
         sys.modules["numba"] = None  # type: ignore[assignment]

@@ -1,7 +1,7 @@
 """A corpus: JSON lines {"id", "contents": "\"Title\"\ntext"}, read from the file one by one.
 
 All lines are checked when the file is opened for the first time. The cache keeps the offsets of the
-lines, so that 14 GB open without delay afterwards.
+lines, so 14 GB open without delay afterwards.
 """
 
 import os
@@ -66,14 +66,16 @@ class Corpus:
         lines = progress(lines, None, f"checking {self.path.name} ({size >> 20:,} MB)")
         starts = array("q", (offset for offset, _ in lines))
         if not starts:
-            raise UserError(f"env.corpus = '{self.path}': it holds no documents")
+            raise UserError(f"env.corpus = '{self.path}': it contains no documents")
         starts.append(size)
         np.save(folder / "starts.npy", np.frombuffer(starts, np.int64))
 
 
 def progress(items: Iterable[T], total: int | None, label: str) -> Iterator[T]:
-    """`items` unchanged, with a progress bar on stderr, or a line now and then if that is not a
-    terminal."""
+    """Yield `items` unchanged, with a progress bar on stderr.
+
+    If stderr is not a terminal, it gets a line now and then instead.
+    """
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import track

@@ -1,9 +1,9 @@
-"""Dense retrieval: a sentence encoder, and the inner products of its unit vectors with those of all
-documents (faiss).
+"""Dense retrieval with a sentence encoder. Scores are the inner products of its unit vectors with
+those of all documents (faiss).
 
 If the encoder's name contains "e5", texts get the prefixes "query: " and "passage: ", as in its
-training (Search-R1's settings). The vectors are a float32 file in the cache, written in steps: a
-start that was interrupted continues from there. If Search-R1's NAME_Flat.index is next to the
+training (Search-R1's settings). The vectors are a float32 file in the cache, written in steps, so
+an interrupted start continues where it stopped. If Search-R1's NAME_Flat.index is next to the
 corpus, and NAME is part of the encoder's name, that file is read instead.
 """
 
@@ -23,7 +23,7 @@ from paw.io.cache import cache_dir, stamp
 from paw.io.files import writing
 
 TOKENS = 256
-"""Number of tokens of a text that the encoder reads."""
+"""Number of tokens that the encoder reads from a text."""
 CHUNK = 1024
 """Number of documents that are encoded and written in one step."""
 SAME = 0.99
@@ -66,7 +66,7 @@ class DenseRetriever:
             )
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """Hits by cosine, in [-1, 1]."""
+        """Return hits by cosine, in [-1, 1]."""
         if not queries:
             return []
         with self._encoder_lock:  # threads may not share a tokenizer
@@ -92,7 +92,7 @@ class DenseRetriever:
         return self._documents.path if isinstance(self._documents, Corpus) else None
 
     def _flat_index(self, encoder: str) -> Path | None:
-        """The index that Search-R1's code left next to the corpus for this encoder, if any."""
+        """Return the index that Search-R1's code left by the corpus for this encoder, if any."""
         corpus = self._corpus_path()
         if corpus is None:
             return None
@@ -103,7 +103,7 @@ class DenseRetriever:
         return None
 
     def _read_flat_index(self, path: Path) -> np.ndarray:
-        """The vectors of a flat faiss index, memory-mapped; valid as long as the index exists."""
+        """Return a flat faiss index's vectors, memory-mapped, valid while the index exists."""
         self._index = self._faiss.read_index(str(path), self._faiss.IO_FLAG_MMAP_IFC)
         count = self._index.ntotal
         width = self._index.d
@@ -111,14 +111,14 @@ class DenseRetriever:
         return vectors.reshape(count, width)
 
     def _cache_file(self, encoder: str) -> Path:
-        """The file in the cache that holds the vectors of these documents under this encoder."""
+        """Return the cache file with the vectors of these documents under this encoder."""
         corpus = self._corpus_path()
         source = stamp(corpus) if corpus else "\0".join(contents for _, contents in self._documents)
         digest = hashlib.sha256(f"{encoder}\0{source}".encode()).hexdigest()[:16]
         return cache_dir() / f"dense-{digest}.f32"
 
     def _encode_passages(self, part: slice) -> np.ndarray:
-        """The vectors [N, D] of a slice of the documents."""
+        """Return the vectors [N, D] of a slice of the documents."""
         passages = []
         for i in range(len(self._documents))[part]:
             _, contents = self._documents[i]
@@ -126,7 +126,7 @@ class DenseRetriever:
         return self._encoder.encode(passages).numpy()
 
     def _write(self, path: Path, *, width: int) -> None:
-        """Write the vectors of all documents, `width` numbers each, or the rest of them."""
+        """Write the vectors of all documents, or the remaining ones, with `width` numbers each."""
         partial = path.with_suffix(".part")
         with writing(partial, "; set PAW_CACHE"):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,10 +16,10 @@ from paw.io.http import BadAnswer, BlockingHttpClient
 TRIES = 3
 """Number of tries for the first request, and for any request that is answered with status 500."""
 PATIENT_TRIES = 10
-"""Number of tries for later requests while the server is away: enough to outlast a restart of two
-minutes."""
+"""Number of tries for later requests while the server is away. It is enough to outlast a restart of
+two minutes."""
 PAUSE_S = 0.5
-"""Pause before the second try; it doubles with each try, up to 60 times as long."""
+"""Pause before the second try. It doubles with each try, up to 60 times as long."""
 AWAY = (502, 503, 504)
 """Status codes of a server that is away or busy."""
 
@@ -53,9 +53,9 @@ class RemoteRetriever:
     """The server at `url`, with or without /retrieve at its end. Connections are kept open.
 
     Raises UserError, which names the URL, if the server answers with anything but hits, or not
-    within `timeout_s`. A request is tried again after a lost connection or a status 5xx: for two
-    minutes once the server has answered, but only TRIES times for the first request and for status
-    500.
+    within `timeout_s`. A request is tried again after a lost connection or a status 5xx. Once the
+    server has answered, this goes on for two minutes. For the first request and for status 500,
+    there are only TRIES tries.
     """
 
     def __init__(self, url: str, *, timeout_s: float):
@@ -88,7 +88,7 @@ class RemoteRetriever:
         return hits_of_queries
 
     def _ask(self, request: dict[str, Any]) -> str:
-        """The body of the server's answer with status 200. Raises UserError if there is none."""
+        """Return the body of the server's answer. Raises UserError unless its status is 200."""
         reason = ""
         for failures in range(self._tries):
             if failures:

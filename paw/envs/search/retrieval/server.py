@@ -7,8 +7,8 @@
                     without return_scores: {"result": [[{"id", "contents"}, ...], ...]}
     GET /health     -> {"status": "ok", "documents": 21015324, "retriever": "bm25"}
 
-Every error is answered with {"error": "..."}: with status 4xx for a mistake of the client, 503 if
-the server is overloaded, and 500 if the search fails.
+Errors are answered with {"error": "..."}. The status is 4xx for a mistake of the client, 503 if the
+server is overloaded, and 500 if the search fails.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from paw.errors import UserError
 from paw.io.serving import LimitedBodies, listen, make_server, run_server
 
 MAX_QUERIES = 1024
-"""Maximum number of queries in a request."""
+"""Maximum number of queries per request."""
 WORKERS = 4
-"""Number of requests that are searched for at once."""
+"""Number of requests searched at once."""
 MAX_WAITING = 512
-"""Maximum number of requests that are searched for or wait; further ones are refused."""
+"""Maximum number of requests being searched or waiting. Further ones are refused."""
 
 
 class Query(BaseModel):
@@ -51,7 +51,7 @@ class Query(BaseModel):
         return self
 
     def result(self, hit: Hit) -> dict[str, Any]:
-        """A hit in the form that the client asked for."""
+        """Return a hit in the form that the client asked for."""
         document = {"id": hit.id, "contents": hit.contents}
         if self.return_scores:
             return {"document": document, "score": hit.score}
@@ -59,10 +59,10 @@ class Query(BaseModel):
 
 
 def make_app(retriever: Retriever, config: SearchConfig, *, documents: int) -> Any:
-    """The FastAPI application.
+    """Make the FastAPI application.
 
-    Each request is one batch, searched for in a thread. Reading its body and searching may take
-    `config.timeout_s` each.
+    Each request is one batch, searched in a thread. Reading its body and searching may each take
+    `config.timeout_s`.
     """
     from fastapi import FastAPI, HTTPException, Request
     from fastapi.responses import JSONResponse
