@@ -409,7 +409,7 @@ def test_the_fallbacks_find_full_parameter_training_of_14b_on_one_card(tmp_path,
     assert plan["step_s"] > 0
     config = load(out)
     assert config.model.path == NAME
-    share = {"engine.gpu_memory_utilization": config.engine.memory_share}
+    share = {"engine.gpu_memory_utilization": config.engine.gpu_memory_utilization}
     assert {key: get(config, key) for key in plan["settings"]} | share == plan["settings"]
 
 

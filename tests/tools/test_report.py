@@ -117,7 +117,7 @@ def test_report_of_a_whole_run(tmp_path):
 
 @pytest.mark.slow
 def test_hostile_long_and_damaged_text_stays_text(tmp_path):
-    run = make_run(tmp_path / "run", few=True)
+    run = make_run(tmp_path / "run", few_metrics=True)
     evil = '"><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac{$ \ud800 \x00 &amp;'
     hostile = TURN | dict.fromkeys(
         ("prompt", "response", "action", "observation", "predicted"), evil
