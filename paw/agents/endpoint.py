@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlparse
 
+from paw.agents.bounded import bounded
 from paw.config.sections import Config, EndpointConfig
 from paw.errors import UserError, clean, needed, to_stderr
-from paw.io.http import bounded
 from paw.rollouts.episode import EnvHandle, Model, Response, Stop, message_and_prefix
 from paw.rollouts.text.chat import Context, ContextFull, context_text
 from paw.rollouts.text.stops import cut_at

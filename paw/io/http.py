@@ -1,27 +1,29 @@
 """HTTP calls with limits on total time and size.
 
-httpx limits only the time of each read, and a server that sends byte by byte never exceeds that
-limit. It also decompresses a few kilobytes of gzip into gigabytes.
+A server that sends byte by byte must not exceed the time limit of a whole answer, and one that sends
+a few kilobytes of gzip must not fill the memory with what they decompress to.
 """
 
 import asyncio
 import math
+import resource
 import threading
 import zlib
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeVar
 
-from paw.errors import needed
+from paw.errors import clean, needed
 
 T = TypeVar("T")
 MAX_BYTES = 16 << 20
 """Size limit of an answer, decompressed."""
-KEEP_S = 2.0
-"""Seconds that an unused connection is kept. Servers close theirs after 5 s, perhaps just when it
-is about to be used again."""
+KEEP_S = 4.0
+"""How long an unused connection is kept: servers close theirs after 5 s, perhaps just when it is
+used again."""
+MAX_FILES = 65_536
+"""Files that may be open at once; many systems begin with 1,024."""
 CLOSE_S = 5.0
 """Time limit for closing the connections to all servers."""
 PLAIN = ("", "identity")
@@ -36,55 +38,26 @@ class BadAnswer(Exception):
     """An answer that was not read to the end. The message is one line."""
 
 
-def import_httpx(user: str) -> Any:
-    """Import httpx. Raises UserError, starting with `user`, if it is not installed."""
-    return needed("httpx", f"{user}: asking a server", "search")
+async def read_body(parts: AsyncIterator[bytes], *, encoding: str, max_bytes: int) -> bytes:
+    """The decompressed body of an answer that comes in `parts`.
 
-
-def bounded(client: type[Any]) -> type[Any]:
-    """Return a subclass of `client`, a class like httpx.AsyncClient, that limits answers.
-
-    It raises BadAnswer for answers above MAX_BYTES or with an unknown encoding.
+    `encoding` is the answer's header. Raises BadAnswer if the encoding is unknown, the body does not
+    have it, or there are more than `max_bytes` bytes.
     """
-
-    class Bounded(client):
-        async def send(self, request: Any, **options: Any) -> Any:
-            request.headers["Accept-Encoding"] = "gzip, deflate"
-            try:
-                answer = await super().send(request, **options | {"stream": True})
-            except ExceptionGroup as group:  # raised by anyio for an invalid address
-                raise group.exceptions[0] from None
-            body = await _read_body(answer, MAX_BYTES)
-            headers = []
-            for name, value in answer.headers.multi_items():
-                if name != "content-encoding":
-                    headers.append((name, value))
-            return type(answer)(answer.status_code, headers=headers, content=body, request=request)
-
-    return Bounded
-
-
-async def _read_body(answer: Any, max_bytes: int) -> bytes:
-    """Return the decompressed body of a streamed httpx response. Closes the response."""
-    encoding = answer.headers.get("Content-Encoding", "")
+    if encoding.lower() not in PLAIN + PACKED:
+        raise BadAnswer(f"the answer's encoding is {encoding!r}")
+    decompressor = zlib.decompressobj(GZIP_OR_ZLIB) if encoding.lower() in PACKED else None
     body = bytearray()
     try:
-        if encoding.lower() not in PLAIN + PACKED:
-            raise BadAnswer(f"the answer's encoding is {encoding!r}")
-        decompressor = None
-        if encoding.lower() in PACKED:
-            decompressor = zlib.decompressobj(GZIP_OR_ZLIB)
-        # Read raw parts, because httpx would decompress a whole part, to a thousand times its size.
-        async for part in answer.aiter_raw():
+        async for part in parts:
             if decompressor:
+                # A limit for each part: it may decompress to a thousand times its size.
                 part = decompressor.decompress(part, max_bytes + 1 - len(body))
             body += part
             if len(body) > max_bytes:
                 raise BadAnswer(f"the answer has more than {max_bytes:,} bytes")
     except zlib.error as error:
         raise BadAnswer(f"the answer is not {encoding}: {error}") from None
-    finally:
-        await answer.aclose()
     return bytes(body)
 
 
@@ -122,27 +95,32 @@ class HttpAnswer:
         return self.body.decode("utf-8", "replace")
 
 
+def raise_file_limit() -> None:
+    """Let this process open MAX_FILES files, or as many as it may: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= MAX_FILES:
+        return
+    limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
 class HttpClient:
     """Sends requests to servers. Whatever a server does, the whole call has a time limit and its
     answer has a size limit.
 
-    It opens as many connections as there are calls. It uses no proxy, because servers are in the
-    cluster. It keeps no cookies, because one server's cookies would be sent to others on the same
-    machine. Use it on one event loop only. `user` says who needs it. If httpx is not installed, the
-    UserError begins with `user`.
+    It opens as many connections as there are calls; with a thousand at a time a call costs about a
+    millisecond of processor time (bench/rollout/server_client.py). Addresses of the cluster bypass
+    the proxy, so it uses none, and it follows no redirection. It keeps no cookies: those of one
+    server would be sent to others on the same machine. Use it on one event loop. `user` says who
+    needs it: the UserError begins with that if aiohttp is not installed.
     """
 
     def __init__(self, user: str, *, timeout_s: float) -> None:
-        httpx = import_httpx(user)
         self.timeout_s = timeout_s
-        self._client = httpx.AsyncClient(
-            timeout=None,
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_S
-            ),
-            trust_env=False,
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
-        )
+        self._aiohttp = needed("aiohttp", f"{user}: asking a server", "servers")
+        raise_file_limit()
+        self._session: Any = None
+        """Made by the first call, on the event loop of the calls."""
 
     async def ask(
         self,
@@ -156,12 +134,20 @@ class HttpClient:
         """Return the answer, whatever its status. `body` is sent as JSON.
 
         Raises BadAnswer if it is too large, TimeoutError after `timeout_s` (default: the client's),
-        and httpx's errors if there is no connection.
+        ConnectionError if there is no connection or it breaks, and ValueError if `url` is not an
+        address.
         """
-        async with _deadline(timeout_s or self.timeout_s):
-            answer = await self._send(method, url, body, encoding="gzip, deflate")
-            content = await _read_body(answer, max_bytes)
-        return HttpAnswer(answer.status_code, content)
+        async with (
+            self._errors(url),
+            _deadline(timeout_s or self.timeout_s),
+            self._request(method, url, body, encoding="gzip, deflate") as answer,
+        ):
+            content = await read_body(
+                answer.content.iter_any(),
+                encoding=answer.headers.get("Content-Encoding", ""),
+                max_bytes=max_bytes,
+            )
+        return HttpAnswer(answer.status, content)
 
     @asynccontextmanager
     async def lines(
@@ -172,29 +158,53 @@ class HttpClient:
         Leaving the context closes the connection, so the server notices that nobody is reading.
         Raises what `ask` raises, and BadAnswer for a status other than 200.
         """
-        async with _deadline(timeout_s or self.timeout_s):
-            answer = await self._send("POST", url, body, encoding="identity")
+        async with (
+            self._errors(url),
+            _deadline(timeout_s or self.timeout_s),
+            self._request("POST", url, body, encoding="identity") as answer,
+        ):
             try:
-                if answer.status_code != 200:
-                    raise BadAnswer(f"status {answer.status_code}")
+                if answer.status != 200:
+                    raise BadAnswer(f"status {answer.status}")
                 encoding = answer.headers.get("Content-Encoding", "")
                 if encoding.lower() not in PLAIN:
                     raise BadAnswer(f"the answer's encoding is {encoding!r}")
-                yield _split_lines(answer.aiter_raw(), max_line=max_line, max_bytes=max_bytes)
+                parts = answer.content.iter_any()
+                yield _split_lines(parts, max_line=max_line, max_bytes=max_bytes)
             finally:
-                await answer.aclose()
+                answer.close()
 
     async def close(self) -> None:
-        await self._client.aclose()
+        if self._session:
+            await self._session.close()
 
-    async def _send(self, method: str, url: str, body: Any, *, encoding: str) -> Any:
-        request = self._client.build_request(
-            method, url, json=body, headers={"Accept-Encoding": encoding}
+    def _request(self, method: str, url: str, body: Any, *, encoding: str) -> Any:
+        """The context of a request, in which its answer is read."""
+        if self._session is None:
+            self._session = self._open_session()
+        return self._session.request(
+            method, url, json=body, headers={"Accept-Encoding": encoding}, allow_redirects=False
         )
+
+    @asynccontextmanager
+    async def _errors(self, url: str) -> AsyncIterator[None]:
+        """Raise Python's own errors in place of the library's."""
         try:
-            return await self._client.send(request, stream=True)
-        except ExceptionGroup as group:  # raised by anyio for an invalid address
-            raise group.exceptions[0] from None
+            yield
+        except self._aiohttp.InvalidURL:
+            raise ValueError(f"{url!r} is not an HTTP address") from None
+        except self._aiohttp.ClientError as error:
+            raise ConnectionError(clean(error) or type(error).__name__) from None
+
+    def _open_session(self) -> Any:
+        aiohttp = self._aiohttp
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
+            timeout=aiohttp.ClientTimeout(total=None),  # `_deadline` limits a call
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+        )
 
 
 class BlockingHttpClient:
@@ -241,6 +251,7 @@ class Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_report_failure)
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def run(self, call: Coroutine[Any, Any, T], timeout_s: float) -> T:
@@ -259,3 +270,9 @@ class Loop:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _report_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Report what went wrong on a loop, but not that connections end with the process."""
+    if "client_session" not in context and "connector" not in context:
+        loop.default_exception_handler(context)

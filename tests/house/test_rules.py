@@ -27,9 +27,9 @@ TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path 
 LAZY = {  # library -> extra that installs it
     "vllm": "vllm", "alfworld": "alfworld", "textworld": "alfworld", "peft": "lora", "liger_kernel": "liger",
     "rapidfuzz": "webshop", "bm25s": "search", "faiss": "search", "fastapi": "search", "uvicorn": "search",
-    "httpx": "search", "pyarrow": "search", "openai": "agents", "openenv": "openenv", "gymnasium": "gymnasium",
+    "aiohttp": "servers", "pyarrow": "search", "openai": "agents", "openenv": "openenv", "gymnasium": "gymnasium",
 }  # fmt: skip
-BRINGS = {"fastapi": "openenv", "uvicorn": "openenv"}
+BRINGS = {"fastapi": "openenv", "uvicorn": "openenv", "aiohttp": "verifiers"}
 """Library -> another extra that installs it."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}

@@ -31,7 +31,7 @@ from paw.envs.checked import Strict, checked
 from paw.envs.conversation import Conversation, Message, invalid, opening
 from paw.envs.settings import ConversationConfig
 from paw.errors import EnvironmentFailure, UserError, clean, describe, quietly
-from paw.io.http import MAX_BYTES, BadAnswer, Loop, bounded, import_httpx
+from paw.io.http import MAX_BYTES, BadAnswer, HttpClient, Loop
 from paw.types import Outcome, Task, ToolCall
 
 CONNECT_S = 10.0
@@ -519,22 +519,15 @@ def ask_server(url: str) -> ServerInfo:
 
     Raises UserError if nobody answers there, or if it is not a server of OpenEnv.
     """
-    httpx = import_httpx(f"env.url = '{url}'")
+    client = HttpClient(f"env.url = '{url}'", timeout_s=CONNECT_S)
     loop = Loop()
     try:
-        return loop.run(_read_server(httpx, url), 2 * CONNECT_S)
-    except (httpx.TransportError, TimeoutError) as error:
+        return loop.run(_read_server(client, url), 2 * CONNECT_S)
+    except (OSError, TimeoutError) as error:
         raise UserError(
             f"env.url = '{url}': nobody answers there ({describe(error)}); start the server"
         ) from None
-    except (
-        BadAnswer,
-        UserError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        httpx.InvalidURL,
-    ) as error:
+    except (BadAnswer, UserError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"env.url = '{url}': that is not a server of OpenEnv: {clean(error)}"
         ) from None
@@ -542,16 +535,14 @@ def ask_server(url: str) -> ServerInfo:
         loop.close()
 
 
-async def _read_server(httpx: Any, url: str) -> ServerInfo:
-    client_class = bounded(httpx.AsyncClient)
-    async with client_class(base_url=url, timeout=CONNECT_S, trust_env=False) as client:
+async def _read_server(client: HttpClient, url: str) -> ServerInfo:
+    async def request(method: str, path: str, kind: Any, body: Any = None) -> Any:
+        answer = await client.ask(method, f"{url.rstrip('/')}{path}", body)
+        if answer.status != 200:
+            return None
+        return checked(kind, answer.body, path)
 
-        async def request(method: str, path: str, kind: Any, **options: Any) -> Any:
-            answer = await client.request(method, path, **options)
-            if answer.status_code != 200:
-                return None
-            return checked(kind, answer.content, path)
-
+    try:
         schema = await request("GET", "/schema", JsonObject)
         if not schema:
             raise BadAnswer("it has no /schema")
@@ -560,13 +551,13 @@ async def _read_server(httpx: Any, url: str) -> ServerInfo:
         for environment in await request("GET", "/list_environments", list[str]) or ():
             path = f"/{environment}/splits"
             for split in await request("GET", path, list[JsonObject]) or ():
+                name = split["name"]
                 answer = await request(
-                    "POST",
-                    f"/{environment}/num_tasks",
-                    dict[str, int],
-                    json={"split": split["name"]},
+                    "POST", f"/{environment}/num_tasks", dict[str, int], {"split": name}
                 )
-                splits[split["name"]] = None if answer is None else answer["num_tasks"]
+                splits[name] = None if answer is None else answer["num_tasks"]
+    finally:
+        await client.close()
 
     return ServerInfo(
         action=_fields(schema["action"]),

@@ -1,0 +1,43 @@
+"""A client for the library openai whose answers have a size limit.
+
+httpx, which the library uses, decompresses all of a part of an answer, to a thousand times its size.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from paw.io.http import MAX_BYTES, read_body
+
+
+def bounded(client: type[Any]) -> type[Any]:
+    """A subclass of `client`, a class like httpx.AsyncClient, with limited answers.
+
+    It raises BadAnswer for answers above MAX_BYTES or with an unknown encoding.
+    """
+
+    class Bounded(client):
+        async def send(self, request: Any, **options: Any) -> Any:
+            request.headers["Accept-Encoding"] = "gzip, deflate"
+            try:
+                answer = await super().send(request, **options | {"stream": True})
+            except ExceptionGroup as group:  # raised by anyio for an invalid address
+                raise group.exceptions[0] from None
+            body = await _body_of(answer)
+            headers = [
+                (key, value)
+                for key, value in answer.headers.multi_items()
+                if key != "content-encoding"
+            ]
+            return type(answer)(answer.status_code, headers=headers, content=body, request=request)
+
+    return Bounded
+
+
+async def _body_of(answer: Any) -> bytes:
+    """The decompressed body of an httpx response that is a stream. Closes the response."""
+    parts: AsyncIterator[bytes] = answer.aiter_raw()
+    encoding = answer.headers.get("Content-Encoding", "")
+    try:
+        return await read_body(parts, encoding=encoding, max_bytes=MAX_BYTES)
+    finally:
+        await answer.aclose()
