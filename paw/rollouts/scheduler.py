@@ -425,6 +425,7 @@ class Rollouts:
         Raises EnvironmentFailure if it could not sample.
         """
         completion: asyncio.Future[Completion] = self.loop.create_future()
+        order = (episode.index, episode.trajectory.member)
         request = Request(
             key=next(self._request_keys),
             prompt_ids=prompt_ids,
@@ -432,8 +433,8 @@ class Rollouts:
             temperature=episode.temperature,
             max_tokens=self.config.rollout.max_response_tokens,
             stopped=stopped,
+            episode=order,
         )
-        order = (episode.index, episode.trajectory.member)
         self._state.queue.append(QueuedRequest(order, request, completion))
         self._state.changed.set()
         return await completion

@@ -32,6 +32,7 @@ from paw.tools.train.trackers import Tracker
 SECRET = "s3cr%2Ft"
 BESIDE = {
     "engine.urls": {"engine.type": "server"},
+    "engine.router": {"engine.type": "server", "engine.urls": "http://host"},
     "endpoint.url": {},
     "env.url": {"env.name": "openenv"},
     "env.retriever": {"env.name": "search"},

@@ -54,6 +54,9 @@ class Request:
     max_tokens: int
     stopped: Callable[[list[int]], bool] | None = None
     """Whether these tokens are a complete response. If so, sampling stops before an end token."""
+    episode: tuple[int, int] | None = None
+    """The episode that asks, as (index of the group, number of the member). In many environments an
+    episode's next request begins with the tokens of this one. First requests of a group are equal."""
 
 
 @dataclass(frozen=True)

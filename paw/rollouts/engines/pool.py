@@ -41,6 +41,7 @@ from paw.rollouts.engines.responses import (
     most_bytes,
     token_versions,
 )
+from paw.rollouts.engines.routing import Router
 from paw.rollouts.engines.servers import Servers
 from paw.rollouts.engines.settings import ServerConfig
 from paw.rollouts.engines.transfer import AdapterTransfer, FileTransfer, NcclTransfer, Transfer
@@ -110,6 +111,7 @@ class ServerPool:
         """Version of the weights on their way, or else of the last ones that arrived."""
         self._ranks = ranks
         self.timeout_s = timeout_s
+        self._router = Router()
         self._client = HttpClient("engine.type = 'server'", timeout_s=timeout_s)
         self._loop = Loop()
 
@@ -132,6 +134,7 @@ class ServerPool:
     def arrive(self, version: int, faults: dict[str, str]) -> None:
         """Note that all servers have these weights, except those in `faults` (by URL)."""
         self.version = version
+        self._router.forget()
         for server in self.servers:
             server.fault = faults.get(server.url, "")
 
@@ -146,7 +149,9 @@ class ServerPool:
             usable = [server for server in self.servers if not server.fault]
             if not usable:
                 break
-            server = min(usable, key=lambda server: len(server.calls))
+            loads = {server.url: len(server.calls) for server in usable}
+            url = self._router.choose(request.episode, loads)
+            server = next(server for server in usable if server.url == url)
             call = asyncio.ensure_future(self._ask(server, request))
             server.calls.add(call)
             try:
@@ -335,6 +340,7 @@ class SendingPool(ServerPool):
         adapters: how LoRA adapters are sent without the base weights. The base weights are then
             sent once, by `transfer`, unless the servers `have_base`.
         started: the servers, if the run has started them; set on rank 0 only.
+        behind_router: the servers that take the weights, if `urls` is one router before them.
         options: keyword arguments of `ServerPool`.
     """
 
@@ -346,9 +352,11 @@ class SendingPool(ServerPool):
         adapters: AdapterTransfer | None = None,
         have_base: bool = False,
         started: Servers | None = None,
+        behind_router: Sequence[str] = (),
         **options: Any,
     ) -> None:
         super().__init__(urls, **options)
+        self._behind_router = [url.rstrip("/") for url in behind_router]
         self._transfer = transfer
         self._adapters = adapters
         self._have_base = have_base
@@ -361,7 +369,8 @@ class SendingPool(ServerPool):
     def sync(self, weights: Any, version: int) -> None:
         """Send every parameter from rank 0 to every server, including those that failed before.
 
-        A call of all ranks. Raises UserError if a server does not take the first weights.
+        A call of all ranks. Raises UserError if a server does not take the first weights, or later
+        ones while a router goes on asking it.
         """
         self.expect(version)
         if self._ranks.first and self._started:
@@ -383,6 +392,11 @@ class SendingPool(ServerPool):
                 raise UserError(
                     f"engine.urls: {url}: {fault}; docs/scale.md says how to start a server"
                 )
+            if self._behind_router:
+                raise UserError(
+                    f"engine.urls: {url} has not taken the weights of update {version}: {fault}; "
+                    "engine.router would go on asking it: take it out there, or restart it"
+                )
             if self._ranks.first:
                 to_stderr(f"{url} did not take the weights of update {version}: {fault}")
         self.arrive(version, faults)
@@ -392,8 +406,9 @@ class SendingPool(ServerPool):
     ) -> dict[str, str]:
         """Send to the servers not in `faults`. Returns what went wrong, by URL, on rank 0."""
         if self._ranks.first:
-            urls = [server.url for server in self.servers if server.url not in faults]
-            return transfer.send(weights, urls, version)
+            urls = self._behind_router or [server.url for server in self.servers]
+            reachable = [url for url in urls if url not in faults]
+            return transfer.send(weights, reachable, version)
         for _ in weights:
             pass  # gathering the weights takes all ranks
         return {}
@@ -438,9 +453,16 @@ def open_pool(parts: EngineParts) -> SendingPool:
             DTYPES[config.model.dtype], settings.timeout_s, settings.weights_dir, parts.lora
         )
         served_model = ranks.broadcast_from_rank0(lambda: adapters.model)
+    router = settings.router
+    if router and wants_entropy(config):
+        raise UserError(
+            "engine.router: the entropies of a response are with the server that sampled it, which "
+            "a router does not name; use --wm.entropy sampled or --policy.old_logp trainer"
+        )
     return SendingPool(
-        urls,
+        [router] if router else urls,
         transfer,
+        behind_router=urls if router else (),
         adapters=adapters,
         have_base=settings.servers > 0,
         started=started,

@@ -29,6 +29,9 @@ class ServerConfig(EngineConfig):
     """Share of a server's GPUs for its weights and KV cache."""
     urls: list[Url] = []
     """Servers that already run this model, for this run alone: one URL or a list."""
+    router: Annotated[Url | None, Only("engine.urls")] = None
+    """One address before all of engine.urls, such as that of vllm-router, Ray Serve or a Kubernetes
+    service: requests go there, weights to engine.urls."""
     servers: Natural = 0
     """Number of servers to start on this machine instead of using `urls`. They end with the run."""
     tensor_parallel: Annotated[Count, STARTED] = 1
