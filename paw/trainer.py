@@ -51,7 +51,7 @@ def train(
     """
     with open_run(config, resume=resume, numbered=numbered, preparation=preparation) as run:
         with closing(run.make_rollouts()) as rollouts:
-            push_weights(run.policy.lm, run.engine, version=run.step)
+            push_weights(run.policy.lm, run.engine, version=run.step, dtype=run.policy.dtype)
             run.catch_up(rollouts)
             while run.step < config.run.updates and not run.stop_requested():
                 update(run, rollouts)
@@ -71,7 +71,7 @@ def update(run: Run, rollouts: RolloutSource) -> None:
         return update(run, rollouts)
     run.count_update()
     with run.stage("sync"):
-        push_weights(run.policy.lm, run.engine, version=run.step)
+        push_weights(run.policy.lm, run.engine, version=run.step, dtype=run.policy.dtype)
 
     run.end_update(rollouts, tokens=sampled.prompt_tokens + sampled.response_tokens)
     if run.log:
@@ -127,7 +127,7 @@ def rollout(run: Run, rollouts: RolloutSource) -> tuple[list[Group], RolloutStat
             return [], stats
         if any(run.ranks.gather(bool(run.engine.faults))):
             # A server that is back needs the weights.
-            push_weights(run.policy.lm, run.engine, version=run.step)
+            push_weights(run.policy.lm, run.engine, version=run.step, dtype=run.policy.dtype)
 
     reason = stats.failures[0] if stats.failures else "they have no turns"
     raise TrainingStopped(

@@ -14,22 +14,32 @@ from paw.model.policy import full_parameters
 class Weights:
     """Every parameter of a Hugging Face causal LM, in an engine's form, with LoRA adapters merged.
 
-    If the model is sharded, each pass is a collective call of all ranks.
+    With `dtype`, matrices are cast to it before they are gathered. If the model is sharded, each
+    pass is a collective call of all ranks.
     """
 
-    def __init__(self, model: nn.Module, checkpoint_names: bool, merge: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint_names: bool,
+        *,
+        merge: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._model = model
         self._checkpoint_names = checkpoint_names
         self._merge = merge
+        self._dtype = dtype
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor), gathering one tensor at a time."""
-        return self._named(full_parameters(self._model, merge=self._merge))
+        parameters = full_parameters(self._model, merge=self._merge, dtype=self._dtype)
+        return self._named(parameters)
 
     @property
     def base(self) -> "Weights":
         """Return the same parameters without adapters."""
-        return Weights(self._model, self._checkpoint_names, merge=False)
+        return Weights(self._model, self._checkpoint_names, merge=False, dtype=self._dtype)
 
     @property
     def adapters(self) -> Iterator[tuple[str, Tensor]]:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
+import torch
 from torch import nn
 
 from paw.errors import UserError
@@ -31,12 +32,15 @@ class StaleWeightsError(UserError):
         self.servers = servers
 
 
-def push_weights(model: nn.Module, engine: Engine, version: int) -> None:
-    """Send every parameter of a Hugging Face causal LM to `engine`.
+def push_weights(
+    model: nn.Module, engine: Engine, version: int, dtype: torch.dtype | None = None
+) -> None:
+    """Send every parameter of a Hugging Face causal LM to `engine`, matrices in `dtype` (default:
+    that of the parameter).
 
     With FSDP2, this is a collective call of all ranks.
     """
-    engine.sync(Weights(model, engine.checkpoint_names), version)
+    engine.sync(Weights(model, engine.checkpoint_names, dtype=dtype), version)
 
 
 def sampled_by(samples: Sequence[Sample], version: int) -> list[list[str | None]]:

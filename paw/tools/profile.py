@@ -141,7 +141,7 @@ def make_variants(config: Config) -> dict[str, Config]:
 
 def play(run: Run, times: dict[str, Record]) -> list[Group]:
     """Play the first update's episodes as in training. `times["rollout"]` gets the time."""
-    push_weights(run.policy.lm, run.engine, version=run.step)
+    push_weights(run.policy.lm, run.engine, version=run.step, dtype=run.policy.dtype)
     with (
         closing(Rollouts(run.factory, run.engine, run.chat, run.config)) as rollouts,
         timed(run, times, "rollout"),
@@ -205,7 +205,7 @@ def one_pass(
     with meter("update"):
         metrics = optimize(run, rows)
     with meter("sync"):
-        push_weights(run.policy.lm, run.engine, version=run.step)
+        push_weights(run.policy.lm, run.engine, version=run.step, dtype=run.policy.dtype)
     return metrics
 
 

@@ -230,3 +230,12 @@ def test_a_run_keeps_its_adapters_shape(tmp_path):
         changed = before.model_copy(update={"lora": CONFIG.model_copy(update=change)})
         with pytest.raises(UserError, match=rf"run was trained with lora\.{words}"):
             train(changed, resume="auto")
+
+
+def test_matrices_travel_in_the_dtype_that_is_asked_for_and_vectors_in_their_own():
+    policy = tiny_policy("llama")
+    sent = dict(full_parameters(policy.lm, dtype=torch.bfloat16))
+    for name, parameter in policy.lm.named_parameters():
+        wanted = parameter.to(torch.bfloat16) if parameter.dim() > 1 else parameter
+        assert torch.equal(sent[name], wanted)
+        assert sent[name].dtype == wanted.dtype
