@@ -177,6 +177,9 @@ class PolicyUpdate:
             tis_cap=self.objective.tis_cap,
             ratio_bounds=self.objective.ratio_bounds,
         )
+        if run.packing.share_prefixes != "never":
+            sums["shared_tokens"] = batch.shared_tokens
+            sums["row_tokens"] = batch.shared_tokens + len(batch.input_ids)
         add(self.totals, sums)
         return float(out.loss.detach()) / world_size
 

@@ -274,6 +274,14 @@ POLICY = (
         chart=True,
     ),
     Metric(
+        name="optim/shared_tokens",
+        label="Tokens shared with another sequence",
+        meaning="Of the tokens of the sequences that are learnt from, those that another sequence of"
+        " the forward pass has computed (optim.share_prefixes).",
+        unit="%",
+        mean_of=("shared_tokens", "row_tokens"),
+    ),
+    Metric(
         name="health/groups_mixed",
         label="Mixed groups",
         meaning="Groups with wins and losses: what the policy learns from.",

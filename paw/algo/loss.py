@@ -29,6 +29,7 @@ from statistics import fmean
 from types import FunctionType
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -343,20 +344,19 @@ def token_batch(
         minibatch, norm, verl_samples=verl_samples, update_samples=update_samples
     )
     wm_scale *= update_samples / len(minibatch)
-    weight: list[float] = []
-    sample_index: list[int] = []
-    for index, (i, sample, count) in enumerate(
-        zip(batch.indices, samples, target_counts, strict=True)
-    ):
-        response_length = len(sample.response_ids)
-        weight += [response_weights[i]] * response_length
-        weight += [sample.wm_weight * wm_scale / max(count, 1)] * count
-        sample_index += [index] * (response_length + count)
+    weights: list[float] = []
+    lengths: list[int] = []
+    for i, sample, count in zip(batch.indices, samples, target_counts, strict=True):
+        weights += [response_weights[i], sample.wm_weight * wm_scale / max(count, 1)]
+        lengths += [len(sample.response_ids), count]
+    token_counts = np.asarray(lengths, np.int64)
+    tokens_of_sample = token_counts.reshape(-1, 2).sum(1)
+    sample_index = np.repeat(np.arange(len(samples)), tokens_of_sample)
 
     device = batch.target.device
 
-    def float32(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+    def float32(values: Sequence[float] | np.ndarray) -> Tensor:
+        return torch.from_numpy(np.asarray(values, np.float32)).to(device)
 
     def of_responses(rows: Iterable[list[float]]) -> Tensor:
         """Return [N]: each sample's row of values on response tokens, 0 on observation tokens."""
@@ -367,14 +367,14 @@ def token_batch(
         return float32(values)
 
     return TokenBatch(
-        weight=float32(weight),
+        weight=float32(np.repeat(weights, token_counts)),
         observation=batch.observation,
         advantage=of_responses(sample.advantages for sample in samples),
         old_logp=of_responses(sample.old_logp for sample in samples),
         sampled_logp=of_responses(sample.sampled_logp for sample in samples),
         ref_logp=of_responses(map(_ref_logp, samples)) if reference else None,
         sampler_gap=of_responses(map(_gaps, samples)) if ratio_level == "response" else None,
-        sample=torch.tensor(sample_index, dtype=torch.int64, device=device),
+        sample=torch.from_numpy(sample_index).to(device),
     )
 
 
@@ -429,7 +429,12 @@ class ScoredModel(Protocol):
 
     def head_options(self, temperature: float) -> dict[str, Any]: ...
 
-    def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor: ...
+    def hidden(
+        self,
+        input_ids: Tensor,
+        lengths: Sequence[int],
+        paths: Sequence[np.ndarray] | None = None,
+    ) -> Tensor: ...
 
     def __call__(self, compute: Callable[[], T]) -> T: ...
 
@@ -440,7 +445,7 @@ def joint_loss(
     """Compute the objective on one batch, in one forward pass that also forms the gradients."""
 
     def forward() -> TokenLoss:
-        hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position]
+        hidden = model.hidden(batch.input_ids, batch.lengths, batch.paths)[batch.position]
         head_options = model.head_options(temperature)
         loss_tokens = tokens
         if loss.needs_response_gap:
@@ -483,6 +488,6 @@ def log_probs(
 
 
 def _head_stats(model: ScoredModel, batch: Batch, temperature: float) -> TokenStats:
-    """Return log-probs and entropies of a batch's targets. Call it inside a call of the model."""
-    hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position]
+    """Log-probs and entropies of a batch's targets. To be called inside a call of the model."""
+    hidden = model.hidden(batch.input_ids, batch.lengths, batch.paths)[batch.position]
     return token_stats(hidden, model.head_weight, batch.target, **model.head_options(temperature))

@@ -1,4 +1,4 @@
-"""Dividing sequences into micro-batches, by their lengths alone.
+"""Dividing sequences into micro-batches, by their lengths and the prefixes that they share.
 
 The gradient does not depend on the division (tested).
 """
@@ -6,7 +6,17 @@ The gradient does not depend on the division (tested).
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+from paw.algo.prefixes import Cluster
+from paw.errors import UserError
+
+SharePrefixes = Literal["auto", "always", "never"]
+LEAST_SAVED = 0.05
+"""Share of the tokens that sharing prefixes must save, to be done by itself."""
+LEAST_ADDED = 64
+"""Tokens that a sequence must add to what it shares, in the mean, if attention takes sequences one by
+one: many calls for few tokens each are slower than a padded one."""
 
 
 class BatchSettings(Protocol):
@@ -15,11 +25,15 @@ class BatchSettings(Protocol):
     @property
     def micro_batch_tokens(self) -> int: ...
 
+    @property
+    def share_prefixes(self) -> SharePrefixes: ...
+
 
 class PackedModel(Protocol):
     """The members of a model that a packing needs; `paw.model.policy.Policy` documents them."""
 
     pads_sequences: bool
+    shares_prefixes: bool
     quadratic: float
 
 
@@ -40,6 +54,9 @@ class Packing:
     quadratic: float = 0.0
     """Cost of attention for a sequence of n tokens, divided by n^2. The unit is the cost of all
     other work per token."""
+    share_prefixes: SharePrefixes = "never"
+    """Whether tokens that sequences of a group share are computed once. "auto" does it if that
+    saves at least LEAST_SAVED of the tokens."""
     rank: int = 0
     world_size: int = 1
 
@@ -49,12 +66,19 @@ class Packing:
     ) -> "Packing":
         """Return the packing that a configuration's `optim` section gives for a model.
 
-        Without `rank` and `world_size`, all batches belong to this rank.
+        Without `rank` and `world_size`, all batches belong to this rank. Raises UserError if the
+        settings always share prefixes but the model cannot.
         """
+        if settings.share_prefixes == "always" and not model.shares_prefixes:
+            raise UserError(
+                "optim.share_prefixes = 'always': this model's layers need each sequence by itself; "
+                "use --optim.share_prefixes auto"
+            )
         return cls(
             budget=settings.micro_batch_tokens,
             pads=model.pads_sequences,
             quadratic=model.quadratic,
+            share_prefixes=settings.share_prefixes if model.shares_prefixes else "never",
             rank=rank,
             world_size=world_size,
         )
@@ -79,45 +103,74 @@ class Packing:
             )
         return batches[self.rank :: self.world_size]
 
+    def sharing_pays(self, clusters: Sequence[Cluster], lengths: Sequence[int]) -> bool:
+        """Whether sequences of these lengths are to share their prefixes, in these clusters."""
+        tokens = sum(cluster.tokens for cluster in clusters)
+        saved = 1.0 - tokens / max(1, sum(lengths))
+        if self.share_prefixes == "auto" and self.pads and tokens < LEAST_ADDED * len(lengths):
+            return False
+        return saved >= LEAST_SAVED if self.share_prefixes == "auto" else saved > 0.0
+
+    def cut_clusters(self, clusters: Sequence[Cluster]) -> list[list[int]]:
+        """As `cut`, for clusters: the indices of their sequences. A cluster stays whole."""
+        batches = balanced_batches(
+            [cluster.tokens for cluster in clusters],
+            budget=self.budget,
+            multiple=self.world_size,
+            quadratic=self.quadratic,
+            attended=[cluster.attended for cluster in clusters],
+        )
+        rows_of_batches: list[list[int]] = []
+        for batch in batches[self.rank :: self.world_size]:
+            rows_of_batches.append([row for index in batch for row in clusters[index].rows])
+        return rows_of_batches
+
 
 def balanced_batches(
-    lengths: Sequence[int], *, budget: int, multiple: int = 1, quadratic: float = 0.0
+    lengths: Sequence[int],
+    *,
+    budget: int,
+    multiple: int = 1,
+    quadratic: float = 0.0,
+    attended: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Divide indices into batches of at most `budget` tokens and nearly equal work.
 
     The number of batches is a multiple of `multiple`. A sample of n tokens costs n for the work
-    that is linear in tokens, plus quadratic * n^2 for attention. The method is
-    longest-processing-time first (Graham 1969): samples are taken from the most expensive down, and
-    each goes to the batch with the least work. Batches are sorted, most expensive first, so that
-    ranks that take every `multiple`-th batch work on batches of similar cost at the same time. If
-    there are few samples, some batches are empty. A sample longer than the budget gets a batch of
-    its own.
+    that is linear in tokens, plus quadratic * n^2 for attention, or quadratic * `attended` if that
+    is given. The method is longest-processing-time first (Graham 1969): samples are taken from the
+    most expensive down, and each goes to the batch with the least work. Batches are sorted, most
+    expensive first, so that ranks that take every `multiple`-th batch work on batches of similar
+    cost at the same time. If there are few samples, some batches are empty. A sample longer than
+    the budget gets a batch of its own.
 
     >>> balanced_batches([3, 9, 4, 10], budget=14)
     [[0, 3], [1, 2]]
     """
+    pairs = [n**2 for n in lengths] if attended is None else attended
+    works = [n + quadratic * m for n, m in zip(lengths, pairs, strict=True)]
     count = -(-sum(min(n, budget) for n in lengths) // budget)
     while True:
         count += -count % multiple
-        batches = _fill(lengths, budget, count, quadratic)
+        batches = _fill(lengths, works, budget, count)
         if batches is not None:
             return batches
         count += 1
 
 
 def _fill(
-    lengths: Sequence[int], budget: int, count: int, quadratic: float
+    lengths: Sequence[int], works: Sequence[float], budget: int, count: int
 ) -> list[list[int]] | None:
     """Fill `count` batches, or return None if the lightest batch lacks room for a sample."""
     lightest_first = [(0.0, batch, 0) for batch in range(count)]  # (work, batch, tokens)
     batches: list[list[int]] = [[] for _ in range(count)]
     batch_work = [0.0] * count
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for i in sorted(range(len(lengths)), key=lambda i: (-works[i], i)):
         work, batch, tokens = heapq.heappop(lightest_first)
         if batches[batch] and tokens + lengths[i] > budget:
             return None
         batches[batch].append(i)
-        batch_work[batch] = work + lengths[i] + quadratic * lengths[i] ** 2
+        batch_work[batch] = work + works[i]
         heapq.heappush(lightest_first, (batch_work[batch], batch, tokens + lengths[i]))
     most_expensive_first = sorted(range(count), key=lambda batch: (-batch_work[batch], batch))
     return [sorted(batches[batch]) for batch in most_expensive_first]

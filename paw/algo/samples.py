@@ -16,13 +16,15 @@ appended, as for the last turn.
 import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paw.algo.packing import Packing
+from paw.algo.prefixes import clusters, prefix_tree
 from paw.types import Group, Sample, Turn
 
 
@@ -158,7 +160,7 @@ class Batch:
     input_ids: Tensor
     """[T] int64."""
     lengths: list[int]
-    """[B] tokens of each sequence."""
+    """[B] tokens of each sequence, or of each segment of the sequences' prefix tree."""
     position: Tensor
     """[N] int64: for each target the index, among the T tokens, of the token that predicts it."""
     target: Tensor
@@ -168,6 +170,11 @@ class Batch:
     indices: list[int]
     """Indices of the samples, in the list that the batch was cut from."""
     with_observation: bool = True
+    paths: list[np.ndarray] | None = None
+    """What each segment of a prefix tree sees, as indices among the T tokens; None if every
+    sequence stands alone."""
+    shared_tokens: int = 0
+    """Tokens of the sequences that are not there, because another sequence has them."""
 
 
 def collate(
@@ -176,46 +183,94 @@ def collate(
     *,
     with_observation: bool,
     device: torch.device,
+    share_prefixes: bool = False,
 ) -> Batch:
     """Pack the chosen `sequences`, with the observations of samples with a world-model weight.
 
-    If no sequence is chosen, the batch has one token and no target.
+    With `share_prefixes` the batch is their prefix tree. If none are chosen, the batch has one
+    token and no target.
     """
-    input_ids: list[int] = []
-    lengths: list[int] = []
-    position: list[int] = []
-    target: list[int] = []
-    observation: list[bool] = []
+    rows = [_row_ids(samples[members[-1]], with_observation) for members in chosen]
+    return _pack(
+        samples,
+        chosen,
+        rows,
+        with_observation=with_observation,
+        device=device,
+        share_prefixes=share_prefixes,
+    )
 
-    def add_targets(ids: list[int], start: int, *, observed: bool) -> None:
-        """Make targets of the tokens `ids`, the first of which is input token `start`."""
-        position.extend(range(start - 1, start + len(ids) - 1))
-        target.extend(ids)
-        observation.extend([observed] * len(ids))
 
-    for members in chosen:
-        sequence_start = len(input_ids)
-        last = samples[members[-1]]  # its prompt holds the samples before it
-        input_ids += last.prompt_ids + last.response_ids + _appended_ids(last, with_observation)
-        for sample in (samples[i] for i in members):
-            response_start = sequence_start + len(sample.prompt_ids)
-            add_targets(sample.response_ids, response_start, observed=False)
-            if with_observation and sample.wm_weight > 0.0:
-                separator_start = response_start + len(sample.response_ids)
-                observation_start = separator_start + len(sample.separator_ids)
-                for offset, ids in sample.targets:
-                    add_targets(ids, observation_start + offset, observed=True)
-        lengths.append(len(input_ids) - sequence_start)
+def _pack(
+    samples: Sequence[Sample],
+    chosen: Sequence[Sequence[int]],
+    rows: Sequence[np.ndarray],
+    *,
+    with_observation: bool,
+    device: torch.device,
+    share_prefixes: bool,
+) -> Batch:
+    """As `collate`, with the token ids of each chosen sequence."""
+    if not rows:
+        rows = [np.zeros(1, np.int64)]
+    lengths = [len(row) for row in rows]
+    if share_prefixes:
+        tree = prefix_tree(rows)
+        input_ids = tree.input_ids
+        index_of_row = tree.paths
+        batch_lengths = [len(segment) for segment in tree.segments]
+        paths = [segment.path for segment in tree.segments]
+    else:
+        input_ids = np.concatenate(rows)
+        index_of_row = np.split(np.arange(len(input_ids)), np.cumsum(lengths)[:-1])
+        batch_lengths = lengths
+        paths = None
+
+    position: list[np.ndarray] = []
+    target: list[np.ndarray] = []
+    observation: list[np.ndarray] = []
+    for members, row, index in zip(chosen, rows, index_of_row, strict=False):
+        for start, end, observed in _target_spans(samples, members, with_observation):
+            position.append(index[start - 1 : end - 1])
+            target.append(row[start:end])
+            observation.append(np.full(end - start, observed))
+
+    def tensor(arrays: list[np.ndarray], dtype: type) -> Tensor:
+        joined = np.concatenate(arrays) if arrays else np.empty(0, dtype)
+        return torch.from_numpy(joined).to(device)
 
     return Batch(
-        input_ids=torch.tensor(input_ids or [0], dtype=torch.int64, device=device),
-        lengths=lengths or [1],
-        position=torch.tensor(position, dtype=torch.int64, device=device),
-        target=torch.tensor(target, dtype=torch.int64, device=device),
-        observation=torch.tensor(observation, dtype=torch.bool, device=device),
+        input_ids=torch.from_numpy(input_ids).to(device),
+        lengths=batch_lengths,
+        position=tensor(position, np.int64),
+        target=tensor(target, np.int64),
+        observation=tensor(observation, np.bool_),
         indices=[i for members in chosen for i in members],
         with_observation=with_observation,
+        paths=paths,
+        shared_tokens=sum(lengths) - len(input_ids),
     )
+
+
+def _row_ids(last: Sample, with_observation: bool) -> np.ndarray:
+    """[n] int64: the tokens of a sequence, by its last sample, whose prompt holds the others."""
+    appended = _appended_ids(last, with_observation)
+    return np.array(last.prompt_ids + last.response_ids + appended, np.int64)
+
+
+def _target_spans(
+    samples: Sequence[Sample], members: Sequence[int], with_observation: bool
+) -> Iterator[tuple[int, int, bool]]:
+    """(start, end, whether observed) of each target in a sequence, in the order of samples."""
+    for sample in (samples[i] for i in members):
+        response_start = len(sample.prompt_ids)
+        response_end = response_start + len(sample.response_ids)
+        yield response_start, response_end, False
+        if with_observation and sample.wm_weight > 0.0:
+            observation_start = response_end + len(sample.separator_ids)
+            for offset, ids in sample.targets:
+                start = observation_start + offset
+                yield start, start + len(ids), True
 
 
 def micro_batches(
@@ -229,20 +284,36 @@ def micro_batches(
     """Return this rank's batches, leaving out sequences whose samples are all skipped.
 
     `skip(sample)` says whether a sample needs no forward pass. If there are few samples, some
-    batches are empty (`Packing.cut`).
+    batches are empty (`Packing.cut`). Sequences of a group share their prefixes if the packing
+    allows it and it pays.
     """
-    sequence_members: list[list[int]] = []
-    lengths: list[int] = []
+    chosen: list[list[int]] = []
     for members in sequences(samples, with_observation=with_observation):
-        if skip is not None and all(skip(samples[i]) for i in members):
-            continue
-        last = samples[members[-1]]
-        appended = _appended_ids(last, with_observation)
-        sequence_members.append(members)
-        lengths.append(len(last.prompt_ids) + len(last.response_ids) + len(appended))
+        if skip is None or not all(skip(samples[i]) for i in members):
+            chosen.append(members)
+    rows = [_row_ids(samples[members[-1]], with_observation) for members in chosen]
+    lengths = [len(row) for row in rows]
+
+    share_prefixes = False
+    cut = None
+    if packing.share_prefixes != "never":
+        groups = [samples[members[0]].group for members in chosen]
+        of_groups = clusters(rows, groups, budget=packing.budget)
+        share_prefixes = packing.sharing_pays(of_groups, lengths)
+        if share_prefixes:
+            cut = packing.cut_clusters(of_groups)
+    if cut is None:
+        cut = packing.cut(lengths)
 
     batches: list[Batch] = []
-    for sequence_indices in packing.cut(lengths):
-        chosen = [sequence_members[index] for index in sequence_indices]
-        batches.append(collate(samples, chosen, with_observation=with_observation, device=device))
+    for picked in cut:
+        batch = _pack(
+            samples,
+            [chosen[j] for j in picked],
+            [rows[j] for j in picked],
+            with_observation=with_observation,
+            device=device,
+            share_prefixes=share_prefixes,
+        )
+        batches.append(batch)
     return batches

@@ -401,6 +401,10 @@ class OptimConfig(Section):
     """Samples (turns) per optimizer step."""
     micro_batch_tokens: Count = 16384
     """Tokens per forward and backward pass."""
+    share_prefixes: Literal["auto", "always", "never"] = "auto"
+    """Whether tokens that sequences of a group share, such as a system prompt, are computed once.
+    auto does it if that saves at least 5 % of the tokens, and never for models with recurrent
+    layers."""
 
 
 class EvalConfig(Section):

@@ -17,6 +17,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -55,6 +56,15 @@ class Packed:
     """
     one_by_one: tuple[int, ...]
     """Lengths of the rows if sdpa takes them one by one, else ()."""
+    paths: "Paths | None" = None
+    """What the rows see if they are segments of a prefix tree; None if each sees itself alone."""
+
+    @property
+    def key_bounds(self) -> tuple[Tensor, int]:
+        """(bounds of the keys of each row, [rows + 1] int32; the longest row of keys)."""
+        if self.paths is None:
+            return self.cu_seqlens, self.longest
+        return self.paths.cu_seqlens, self.paths.longest
 
     def side_by_side(self, x: Tensor) -> Tensor:
         """[T, ...] -> [rows, longest, ...], with zeros after shorter rows."""
@@ -89,6 +99,55 @@ class ScoreSettings:
         return (self.sliding_window - 1, 0)
 
 
+@dataclass(frozen=True, eq=False)
+class Paths:
+    """The keys that the segments of a prefix tree see: each those of its path, one after another.
+
+    A segment's own tokens are the last of its path. Attention is causal from the bottom right: the
+    last query sees the whole path, the one before all but the last token of it, and so on.
+    """
+
+    index: Tensor
+    """[K] int64: for each key its index among the T tokens."""
+    cu_seqlens: Tensor
+    """[rows + 1] int32: where each segment's path starts in `index`, and K."""
+    lengths: tuple[int, ...]
+    """Of the paths."""
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+
+def pack_tree(
+    lengths: Sequence[int], paths: Sequence[np.ndarray], *, kernel: str, device: torch.device
+) -> Packed:
+    """Bounds of the segments of a prefix tree (`paw.algo.prefixes`), on `device`.
+
+    `lengths` are the numbers of tokens that the segments add, `paths` [n] int64 what they see.
+    """
+    path_lengths = tuple(len(path) for path in paths)
+    positions = [
+        np.arange(seen - added, seen) for seen, added in zip(path_lengths, lengths, strict=True)
+    ]
+    starts = [0, *accumulate(lengths)]
+    path_starts = [0, *accumulate(path_lengths)]
+    return Packed(
+        kernel=kernel,
+        rows=len(lengths),
+        longest=max(lengths),
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=device),
+        position_ids=torch.from_numpy(np.concatenate(positions)).to(device),
+        slot=None,
+        one_by_one=tuple(lengths) if kernel == "sdpa" else (),
+        paths=Paths(
+            index=torch.from_numpy(np.concatenate(paths)).to(device),
+            cu_seqlens=torch.tensor(path_starts, dtype=torch.int32, device=device),
+            lengths=path_lengths,
+        ),
+    )
+
+
 def pack_rows(
     lengths: Sequence[int], *, kernel: str, device: torch.device, padded: bool = False
 ) -> Packed:
@@ -103,21 +162,17 @@ def pack_rows(
     side_by_side = (padded or takes_sdpa) and not one_by_one
     equally_long = sum(lengths) == longest * len(lengths)
 
+    positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     slot = None
     if side_by_side and not equally_long:
-        slots: list[int] = []
-        for row, length in enumerate(lengths):
-            slots += range(row * longest, row * longest + length)
-        slot = torch.tensor(slots, device=device)
-    position_ids: list[int] = []
-    for length in lengths:
-        position_ids += range(length)
+        slots = positions + longest * np.repeat(np.arange(len(lengths)), lengths)
+        slot = torch.from_numpy(slots).to(device)
     return Packed(
         kernel=kernel,
         rows=len(lengths),
         longest=longest,
         cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=device),
-        position_ids=torch.tensor(position_ids, device=device),
+        position_ids=torch.from_numpy(positions).to(device),
         slot=slot,
         one_by_one=tuple(lengths) if one_by_one else (),
     )
@@ -189,6 +244,9 @@ def packed_attention(
     query = query.to(value.dtype)
     key = key.to(value.dtype)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, size]
+    if packed.paths is not None:
+        k = k.index_select(0, packed.paths.index)
+        v = v.index_select(0, packed.paths.index)
     settings = ScoreSettings(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
     out = KERNELS[packed.kernel](q, k, v, packed, settings)
     return out.unsqueeze(0), None
@@ -197,14 +255,15 @@ def packed_attention(
 def _flash(q: Tensor, k: Tensor, v: Tensor, packed: Packed, settings: ScoreSettings) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
+    key_cu_seqlens, longest_keys = packed.key_bounds
     return flash_attn_varlen_func(
         q,
         k,
         v,
         cu_seqlens_q=packed.cu_seqlens,
-        cu_seqlens_k=packed.cu_seqlens,
+        cu_seqlens_k=key_cu_seqlens,
         max_seqlen_q=packed.longest,
-        max_seqlen_k=packed.longest,
+        max_seqlen_k=longest_keys,
         softmax_scale=settings.scaling,
         causal=True,
         window_size=settings.window_size,
@@ -226,14 +285,15 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, settings: ScoreSett
     else:  # torch 2.11
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    key_cu_seqlens, longest_keys = packed.key_bounds
     return varlen_attn(  # type: ignore[return-value]
         q,
         k,
         v,
         packed.cu_seqlens,
-        packed.cu_seqlens,
+        key_cu_seqlens,
         packed.longest,
-        packed.longest,
+        longest_keys,
         **options,
     )
 
@@ -241,7 +301,10 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, settings: ScoreSett
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, packed: Packed, settings: ScoreSettings) -> Tensor:
     if packed.one_by_one:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, size]
-        q_rows, k_rows, v_rows = (x.split(packed.one_by_one, dim=2) for x in (q, k, v))
+        key_lengths = packed.paths.lengths if packed.paths else packed.one_by_one
+        q_rows = q.split(packed.one_by_one, dim=2)
+        k_rows = k.split(key_lengths, dim=2)
+        v_rows = v.split(key_lengths, dim=2)
         outputs = []
         for q_row, k_row, v_row in zip(q_rows, k_rows, v_rows, strict=True):
             out = _causal(q_row, k_row, v_row, settings)
@@ -256,16 +319,19 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, packed: Packed, settings: ScoreSettin
 def _causal(q: Tensor, k: Tensor, v: Tensor, settings: ScoreSettings) -> Tensor:
     """Causal attention of rows of equal length. Uses torch's sdpa unless there is a soft cap.
 
-    Query [rows, heads, length, size], key and value [rows, kv heads, length, size].
+    Query [rows, heads, length, size], key and value [rows, kv heads, path, size]: the queries are
+    those of the last `length` tokens of the path.
     """
     length = q.shape[2]
+    path = k.shape[2]
+    before = path - length
     window = settings.sliding_window
     softcap = settings.softcap
     mask = None
-    if softcap is not None or (window and window < length):
-        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    if before or softcap is not None or (window and window < path):
+        mask = torch.ones(length, path, dtype=torch.bool, device=q.device).tril(before)
         if window:
-            mask &= ~mask.tril(-window)
+            mask &= ~mask.tril(before - window)
     if softcap is None:
         return scaled_dot_product_attention(
             q,

@@ -12,10 +12,12 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from paw.algo.prefixes import prefix_tree
 from paw.config.sections import Config
 from paw.distributed.ranks import lost_peer, out_of_memory
 from paw.errors import UserError, clean, describe
@@ -54,6 +56,8 @@ def check_model(policy: Policy, path: str, longest: int = 0) -> float:
         with running_in(torch.float32, policy.lm):
             with record_attention() as calls:
                 largest = check_path(exact, path)
+            if policy.shares_prefixes:
+                policy.shares_prefixes = takes_prefix_trees(exact)
             check_windows(policy.lm, path, calls.windows, longest)
     return largest
 
@@ -259,6 +263,35 @@ def logp_difference(policy: Policy, lengths: Sequence[int] = LENGTHS) -> Tensor:
     rows = ids.split(list(lengths))
     expected = torch.cat([policy(partial(own_logp, policy.lm, row)) for row in rows])
     return (actual - expected).abs()
+
+
+@torch.no_grad()
+def takes_prefix_trees(policy: Policy) -> bool:
+    """Whether the hidden states of a prefix tree are those of its rows, up to rounding.
+
+    A layer may look at positions in a way that packed rows do not show.
+    """
+    vocabulary = policy.lm.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(1)
+    first, other = torch.randint(vocabulary, (2, max(LENGTHS)), generator=generator).numpy()
+    shared = min(LENGTHS) // 2
+    tree = prefix_tree([first, np.concatenate([first[:shared], other[shared:]])])
+
+    def own_rows() -> Tensor:
+        row_ids = np.concatenate([tree.input_ids[path] for path in tree.paths])
+        ids = torch.from_numpy(row_ids).to(policy.device)
+        return policy.hidden(ids, [len(path) for path in tree.paths])
+
+    def in_tree() -> Tensor:
+        ids = torch.from_numpy(tree.input_ids).to(policy.device)
+        lengths = [len(segment) for segment in tree.segments]
+        hidden = policy.hidden(ids, lengths, [segment.path for segment in tree.segments])
+        index = torch.from_numpy(np.concatenate(tree.paths)).to(policy.device)
+        return hidden[index]
+
+    expected = policy(own_rows)
+    difference = (policy(in_tree) - expected).abs() / expected.abs().max()
+    return typical_difference(difference, policy.lm) <= EXACT
 
 
 @torch.no_grad()

@@ -165,7 +165,7 @@ class Critic:
     def values(self, batch: Batch) -> Tensor:
         """Return the value before each response token, [N] float32. Only inside a model call."""
         model: Any = self.model
-        hidden = model.hidden(batch.input_ids, batch.lengths)[batch.position].float()
+        hidden = model.hidden(batch.input_ids, batch.lengths, batch.paths)[batch.position].float()
         return linear(hidden, model.head_weight.float(), model.head_bias.float()).squeeze(-1)
 
     def loss(self, batch: Batch, minibatch: list[Sample]) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
@@ -18,7 +19,7 @@ from paw.config.sections import Config
 from paw.distributed.ranks import full_tensor, local_tensor, rows_like
 from paw.errors import UserError
 from paw.io.hub import check_hub
-from paw.model.attention import ATTENTION, decoder_layers, pack_rows, token_mixers
+from paw.model.attention import ATTENTION, decoder_layers, pack_rows, pack_tree, token_mixers
 from paw.model.logits import LogitTransform
 from paw.model.lora import merged
 from paw.model.mixers import separate_rows
@@ -67,6 +68,8 @@ class Policy(nn.Module):
         layer_parameters = sum(p.numel() for layer in layers for p in layer.parameters())
         self.pads_sequences = attention == "sdpa" or self._padded
         """Whether attention pads the sequences of a batch to the longest."""
+        self.shares_prefixes = not self._padded
+        """Whether `hidden` takes a prefix tree. Recurrent layers need each sequence by itself."""
         self.quadratic = width / layer_parameters
         """Cost of attention for a sequence of n tokens, divided by n^2. The unit is the cost of all
         other work per token (2 n^2 width FLOPs, 2 n layer_parameters)."""
@@ -116,14 +119,23 @@ class Policy(nn.Module):
         """
         return compute()
 
-    def hidden(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+    def hidden(
+        self,
+        input_ids: Tensor,
+        lengths: Sequence[int],
+        paths: Sequence[np.ndarray] | None = None,
+    ) -> Tensor:
         """Return hidden states [T, D] in `dtype` of rows of these lengths.
 
-        `input_ids` [T] int64 has one row after another. Rows do not see each other.
+        `input_ids` [T] int64 has one row after another. Rows do not see each other. With `paths`,
+        the rows are the segments of a prefix tree and see their paths (`paw.algo.prefixes`). Pass
+        them only if `shares_prefixes`.
         """
-        packed = pack_rows(
-            lengths, kernel=self.attention, device=input_ids.device, padded=self._padded
-        )
+        device = input_ids.device
+        if paths is None:
+            packed = pack_rows(lengths, kernel=self.attention, device=device, padded=self._padded)
+        else:
+            packed = pack_tree(lengths, paths, kernel=self.attention, device=device)
         for layer in self._checkpointed:
             # Training mode makes the layer checkpoint. The modules inside it stay in evaluation
             # mode, so there is no dropout.
@@ -184,20 +196,26 @@ def _enable_checkpointing(
 
 
 def full_parameters(
-    model: nn.Module, *, once: bool = False, merge: bool = True
+    model: nn.Module, *, once: bool = False, merge: bool = True, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, full tensor) of each parameter, gathered one at a time.
 
     LoRA adapters are merged into the weights, or left out without `merge`. Unless `once`, a tied
     head is also yielded under its own name. vLLM on a CPU needs this, because the embedding's name
-    does not reach its repacked copy of the head.
+    does not reach its repacked copy of the head. With `dtype`, matrices are cast before they are
+    gathered, which halves the bytes sent for bfloat16. Vectors are not cast, because engines keep
+    some of them in float32. Neither are weights that adapters are merged into.
     """
     for name, parameter in model.named_parameters(remove_duplicate=once):
         if ".lora_" in name:
             continue
-        weight = full_tensor(parameter.detach())
+        shard = parameter.detach()
+        is_merged = merge and ".base_layer." in name
+        if dtype is not None and shard.dim() > 1 and not is_merged:
+            shard = shard.to(dtype)
+        weight = full_tensor(shard)
         if ".base_layer." in name:
-            if merge:
+            if is_merged:
                 weight = merged(model, name, weight)
             name = name.replace(".base_layer.", ".")
         yield name, weight

@@ -69,6 +69,30 @@ def test_loss_and_gradient_are_those_of_full_logits(name):
     assert (masked > 2) is (objective.wm == "cmae")
 
 
+@pytest.mark.parametrize("budget", [10**6, 40])
+def test_sequences_that_share_their_prefixes_have_the_same_loss_and_gradient(budget):
+    """Groups begin with a system prompt and a task of their own; ranks take a part of the batches each."""
+    policy = tiny_policy("llama")
+    rows = make_rows(policy, reference=True)
+    for row in rows:
+        row.prompt_ids = [1, 2, 3, 4, 5, 6, 7, 8, 10 + row.group, 9, *row.prompt_ids[:2]]
+    expected_loss, expected_gradient = packed(policy, rows, FULL, update_samples=40)
+
+    options = {"update_samples": 40, "budget": budget, "share_prefixes": "always"}
+    loss, gradient = packed(policy, rows, FULL, **options)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert relative(gradient, expected_gradient) < 1e-6
+
+    parts = [packed(policy, rows, FULL, share=(rank, 2), **options) for rank in range(2)]
+    assert sum(part_loss for part_loss, _ in parts) == pytest.approx(expected_loss, rel=1e-5)
+    assert relative(sum(part for _, part in parts), expected_gradient) < 1e-6
+
+    packing = Packing(budget=budget, share_prefixes="always")
+    batches = micro_batches(rows, packing, with_observation=True, device=CPU)
+    assert all(batch.paths is not None for batch in batches)
+    assert sum(batch.shared_tokens for batch in batches) > 100
+
+
 @pytest.mark.parametrize("name", ["ppo", "cmae", "mae", "ce", "gce", "tis"])
 def test_gradcheck_of_every_loss(name):
     """Away from the kinks of clip and mask."""
@@ -352,7 +376,9 @@ def test_every_mean_over_tokens_is_of_sums_that_are_counted(policy, rows):
         out, tokens, policy=policy_loss, wm=wm_loss, tis_cap=2.0, ratio_bounds=(0.4, 2.5)
     )
     means = {name for metric in METRICS if metric.mean_of for name in metric.mean_of}
-    assert means == sums.keys() - {"policy_loss", "wm_loss"}  # these are means over steps
+    counted_by_the_trainer = {"shared_tokens", "row_tokens"}
+    # The two losses are means over steps.
+    assert means - counted_by_the_trainer == sums.keys() - {"policy_loss", "wm_loss"}
 
 
 @pytest.mark.parametrize(

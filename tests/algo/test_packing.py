@@ -95,7 +95,7 @@ def test_neighbours_in_length_are_padded_together():
 def test_a_packing_takes_the_configuration_s_budget_and_the_model_s_attention(pads):
     """Ranks take turns at the batches that one rank would have, as the model's attention wants them."""
     settings = OptimConfig(micro_batch_tokens=100)
-    model = SimpleNamespace(pads_sequences=pads, quadratic=0.5)
+    model = SimpleNamespace(pads_sequences=pads, shares_prefixes=False, quadratic=0.5)
     lengths = [3, 90, 40, 41, 10, 60, 59, 7]
     if pads:
         expected = batches_of_similar_length(lengths, budget=100, multiple=2)

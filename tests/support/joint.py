@@ -193,6 +193,7 @@ def packed(
     with_observation=True,
     skip=None,
     share=(0, 1),
+    share_prefixes="never",
 ):
     """(loss, gradient) of a mini-batch, or a rank's share, as the trainer makes them: through the
     fused head."""
@@ -206,6 +207,7 @@ def packed(
             quadratic=policy.quadratic,
             rank=rank,
             world_size=world_size,
+            share_prefixes=share_prefixes,
         ),
         with_observation=with_observation,
         device=policy.device,

@@ -1,0 +1,106 @@
+"""Rows that begin alike: the tree holds each shared token once, and nothing that is learnt changes."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paw.algo.packing import Packing
+from paw.algo.prefixes import clusters, common_prefix, prefix_tree
+from paw.errors import UserError
+
+ROWS = st.lists(
+    st.lists(st.integers(0, 2), min_size=1, max_size=12).map(lambda ids: np.array(ids, np.int64)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(ROWS)
+def test_every_row_is_a_path_of_the_tree_and_no_prefix_is_there_twice(rows):
+    tree = prefix_tree(rows)
+    for row, path in zip(rows, tree.paths, strict=True):
+        assert tree.input_ids[path].tolist() == row.tolist()
+        assert tree.position_ids[path].tolist() == list(range(len(row)))
+
+    prefixes = {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
+    assert len(tree.input_ids) == len(prefixes)
+
+
+@given(ROWS)
+def test_segments_cover_the_tree_and_end_their_paths(rows):
+    tree = prefix_tree(rows)
+    starts = [segment.start for segment in tree.segments]
+    assert starts == [0, *(segment.end for segment in tree.segments[:-1])]
+    for segment in tree.segments:
+        own = list(range(segment.start, segment.end))
+        assert segment.path[-len(segment) :].tolist() == own
+        assert (np.diff(segment.path) > 0).all()
+
+
+@given(ROWS, st.integers(1, 40), st.randoms(use_true_random=False))
+def test_clusters_hold_every_row_once_with_the_tokens_that_their_tree_has(rows, budget, draw):
+    groups = [draw.randrange(3) for _ in rows]
+    made = clusters(rows, groups, budget=budget)
+    assert sorted(i for cluster in made for i in cluster.rows) == list(range(len(rows)))
+    for cluster in made:
+        tree = prefix_tree([rows[i] for i in cluster.rows])
+        assert cluster.tokens == len(tree.input_ids)
+        assert cluster.attended == sum(len(s) * len(s.path) for s in tree.segments)
+        assert cluster.tokens <= budget or len(cluster.rows) == 1
+        assert len({groups[i] for i in cluster.rows}) == 1
+
+
+def test_a_row_that_shares_nothing_begins_a_cluster():
+    rows = [np.array([1, 2, 3]), np.array([7, 8]), np.array([1, 2, 9])]
+    assert [cluster.rows for cluster in clusters(rows, [0, 0, 0], budget=100)] == [[0, 2], [1]]
+
+
+def test_common_prefix_of_rows_of_different_lengths():
+    assert common_prefix(np.array([1, 2]), np.array([1, 2, 3])) == 2
+    assert common_prefix(np.array([1, 2]), np.array([], np.int64)) == 0
+
+
+def test_auto_shares_only_what_pays():
+    rows = [np.array([1] * 100 + [i] * 100) for i in range(4)]
+    lengths = [200] * 4
+    together = clusters(rows, [0] * 4, budget=10_000)
+    apart = clusters(rows, [0, 1, 2, 3], budget=10_000)
+    assert Packing(budget=10_000, share_prefixes="auto").sharing_pays(together, lengths)
+    assert Packing(budget=10_000, share_prefixes="auto", pads=True).sharing_pays(together, lengths)
+    assert not Packing(budget=10_000, share_prefixes="auto").sharing_pays(apart, lengths)
+    assert not Packing(budget=10_000, share_prefixes="always").sharing_pays(apart, lengths)
+
+    short = [row[80:140] for row in rows]  # 20 shared tokens, 40 of each row's own
+    few = clusters(short, [0] * 4, budget=10_000)
+    assert Packing(budget=10_000, share_prefixes="auto").sharing_pays(few, [60] * 4)
+    assert not Packing(budget=10_000, share_prefixes="auto", pads=True).sharing_pays(few, [60] * 4)
+    assert Packing(budget=10_000, share_prefixes="always", pads=True).sharing_pays(few, [60] * 4)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_share_the_clusters_among_them(world_size):
+    draw = random.Random(world_size)
+    rows = [np.array([draw.randrange(3) for _ in range(draw.randrange(5, 30))]) for _ in range(40)]
+    made = clusters(rows, [i // 8 for i in range(40)], budget=60)
+    picked: list[int] = []
+    counts = set()
+    for rank in range(world_size):
+        packing = Packing(budget=60, rank=rank, world_size=world_size, share_prefixes="auto")
+        batches = packing.cut_clusters(made)
+        counts.add(len(batches))
+        picked += [i for batch in batches for i in batch]
+    assert sorted(picked) == list(range(40))
+    assert len(counts) == 1
+
+
+def test_a_model_that_cannot_share_refuses_always_and_ignores_auto():
+    model = SimpleNamespace(pads_sequences=True, shares_prefixes=False, quadratic=0.0)
+    auto = SimpleNamespace(micro_batch_tokens=10, share_prefixes="auto")
+    assert Packing.of(auto, model).share_prefixes == "never"
+    always = SimpleNamespace(micro_batch_tokens=10, share_prefixes="always")
+    with pytest.raises(UserError, match=r"^optim.share_prefixes = 'always': .* auto$"):
+        Packing.of(always, model)
