@@ -1,296 +1,245 @@
-"""What running the tokens that prompts share once would save: packed rows against a trie of them, the body alone.
+"""What computing shared prefixes once saves: scoring and update passes of a group's rows, with and without.
 
     python bench/trainer/shared_prefix.py       renews bench/results/shared_prefix_cpu.csv
 
-The paper's search prompts (Figure 9, whole history, up to 4 turns, 3 passages of 100 words), random
-words of docs/ in SmolLM2's vocabulary, `--layers` layers of SmolLM2-135M's shape. Members of a
-group think different thoughts and ask for the same as the others with a probability, `same`; the
-same query finds the same passages. The trie holds each shared prefix once, at its own positions; a
-row's own tokens attend to their path. Both give the same function of the hidden states and the same
-gradient, or this ends with an error.
+Rows of one group of eight, in `--layers` layers of SmolLM2-135M's shape with random weights, through
+the trainer's own micro-batches, body, head and loss:
+
+    alfworld       the paper's prompts (Figure 8): a row a turn
+    search         the paper's search prompts (Figure 9): a row a turn; members ask the same as others
+                   with the probability in the column `same`
+    conversation   a row an episode, after a system prompt of 1,200 tokens, tau2-bench's policy of an
+                   airline in size
+
+Texts are random words of docs/. Both ways give the same gradient, or this ends with an error.
 """
 
 import argparse
 import random
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, cpu_name, write
 from bench.trainer.conversations import make_chat
-from paw.algo.packing import batches_of_similar_length
-from paw.envs.search.prompt import Action, ChatStyle, PaperStyle
-from paw.model.attention import ATTENTION
+from paw.algo import loss as losses
+from paw.algo.packing import Packing
+from paw.algo.samples import micro_batches
+from paw.config.recipe import load
+from paw.config.sections import OptimConfig
+from paw.envs import make_factory
+from paw.envs.base import train_tasks
+from paw.envs.search.prompt import Action, PaperStyle
 from paw.model.policy import Policy
 from paw.rundir.record import code_commit
 from paw.tools.evaluate.recorded import hf_config
 from paw.tools.plan.shapes import SHAPES
+from paw.types import Sample
 
 BUDGET = 8192
 """Tokens of a micro-batch."""
-GROUPS = 5
-"""Tokens are counted over so many groups."""
-CASES = [
-    ("paper", 5, 0.0),
-    ("paper", 5, 0.5),
-    ("paper", 5, 1.0),
-    ("paper", 8, 0.0),
-    ("paper", 8, 0.5),
-    ("paper", 8, 1.0),
-    ("chat", 8, 0.0),
-]
-"""(style, members, same); the first group of those with five members is timed."""
-Row = tuple[list[int], list[int]]
-"""Prompt and response."""
+MEMBERS = 8
+CASES = (
+    ("alfworld", None),
+    ("search", 0.0),
+    ("search", 1.0),
+    ("conversation", None),
+)
+"""(rows, same)"""
+SYSTEM_TOKENS = 1200
+TURNS = 4
+"""Of a conversation."""
 
 
-@dataclass(frozen=True)
-class Tree:
-    """A trie of rows, flat: row i adds the tokens [start, end) and attends to `path`, its whole
-    row."""
-
-    input_ids: list[int]
-    positions: list[int]
-    rows: list[tuple[int, int, Tensor]]
-    """(start, end, path [length of the row] int64) in the order of the rows."""
+def random_text(words: list[str], count: int, draw: random.Random) -> str:
+    start = draw.randrange(len(words) - count)
+    return " ".join(words[start : start + count])
 
 
-def tree(rows: Sequence[list[int]]) -> Tree:
-    """The trie of rows. In sorted order, each row shares most with the one before it."""
-    ids: list[int] = []
-    positions: list[int] = []
-    spans: dict[int, tuple[int, int, Tensor]] = {}
-    path: list[int] = []
-    previous: list[int] = []
-    for i in sorted(range(len(rows)), key=lambda i: rows[i]):
-        row = rows[i]
-        start = len(ids)
-        shared = common_prefix(row, previous)
-        path = path[:shared] + list(range(start, start + len(row) - shared))
-        ids += row[shared:]
-        positions += range(shared, len(row))
-        spans[i] = (start, len(ids), torch.tensor(path))
-        previous = row
-    return Tree(ids, positions, [spans[i] for i in range(len(rows))])
+def sample(
+    prompt_ids: list[int], response_ids: list[int], *, trajectory: int, draw: random.Random
+) -> Sample:
+    """A turn of the group with an advantage, and log-probs a little off."""
+    n = len(response_ids)
+    return Sample(
+        group=0,
+        trajectory=trajectory,
+        step=0,
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        sampled_logp=[-10.0] * n,
+        old_logp=[-10.0] * n,
+        advantage=draw.choice([-1.0, 1.0]),
+    )
 
 
-def common_prefix(first: list[int], second: list[int]) -> int:
-    """How many tokens two rows share at their start."""
-    for length, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return length
-    return min(len(first), len(second))
-
-
-def tree_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    *,
-    scaling: float,
-    packed: Tree,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention of the tokens that each row adds over the row's path, keys and values gathered.
-
-    As many products as a trie takes.
-    """
-    out = torch.empty_like(query)
-    for start, end, path in packed.rows:
-        if start == end:
-            continue
-        n, m = end - start, len(path)
-        is_first = n == m
-        causal = torch.ones(n, m, dtype=torch.bool).tril(m - n)
-        out[:, :, start:end] = scaled_dot_product_attention(
-            query[:, :, start:end],
-            key[:, :, path],
-            value[:, :, path],
-            attn_mask=None if is_first else causal,
-            is_causal=is_first,
-            scale=scaling,
-            enable_gqa=True,
-        )
-    return out.transpose(1, 2), None
-
-
-AttentionInterface.register("tree", tree_attention)
-
-
-def make_group(chat: Any, style: str, members: int, same: float, rng: random.Random) -> list[Row]:
-    """The rows of a group: a turn each with the paper's prompts, an episode each as a conversation.
-
-    The response of an episode is all that follows its first prompt. `same`: the probability that a
-    member asks what the others ask at that place.
-    """
-    pages = sorted((ROOT / "docs").glob("*.md"))
-    words = "".join(page.read_text(encoding="utf-8") for page in pages).split()
-
-    def text(count: int) -> str:
-        start = rng.randrange(len(words) - count)
-        return " ".join(words[start : start + count])
-
-    prompts = PaperStyle() if style == "paper" else ChatStyle()
-    question = f"{text(12)}?"
-    common_queries: dict[tuple[str, ...], str] = {}
-    observations: dict[tuple[str, ...], str] = {}
-    """By the queries asked so far."""
-    rows = []
-    for _ in range(members):
-        past: list[tuple[Action, str]] = []
-        queries: tuple[str, ...] = ()
-        following: list[int] = []
-        for _ in range(rng.choice([2, 3, 4])):
-            is_common = rng.random() < same
-            query = text(6)
-            if is_common:
-                query = common_queries.setdefault(queries, query)
-            queries += (query,)
-            results = [text(100) for _ in range(3)]
-            observation = observations.setdefault(queries, prompts.observation(results))
-            response = f"<think>{text(40)}</think><search>{query}</search>"
-            response_ids = chat.response_ids(response)
-            if style == "paper":
-                rows.append((chat.prompt_ids(prompts.prompt(question, past)), response_ids))
-            following += response_ids + chat.separator_ids + chat.observation_ids(observation)
-            past.append((Action("search", query), observation))
-        if style == "chat":
-            rows.append((chat.prompt_ids(prompts.prompt(question, [])), following))
+def alfworld_rows(chat: Any, draw: random.Random) -> list[Sample]:
+    """A group plays one of the embedded games: half the actions are the oracle's, half are random."""
+    overrides = {"model.path": "-", "env.data": "none"}
+    factory = make_factory(load("alfworld-grpo-paw", overrides))
+    (task,) = train_tasks(factory, 0, 1, 0)
+    words = docs_words()
+    rows: list[Sample] = []
+    for member in range(MEMBERS):
+        environment = factory.make()
+        environment.reset(task)
+        for _ in range(4):
+            prompt_ids = chat.prompt_ids(environment.context())
+            action = environment.oracle().partition("<action>")[2].partition("</action>")[0]
+            if draw.random() < 0.5:
+                action = draw.choice(environment.admissible_actions())
+            response = f"<think>{random_text(words, 40, draw)}</think><action>{action}</action>"
+            rows.append(
+                sample(prompt_ids, chat.response_ids(response), trajectory=member, draw=draw)
+            )
+            if environment.step(response).done:
+                break
     return rows
 
 
-def run(policy: Policy, rows: Sequence[Row], *, shared: bool) -> dict[str, float]:
-    """Forward and backward of the body for a fixed function of the hidden states that predict
-    responses.
+def search_rows(chat: Any, same: float, draw: random.Random) -> list[Sample]:
+    """A group asks a search engine about one question; results are those of the queries so far."""
+    words = docs_words()
+    prompts = PaperStyle()
+    question = f"{random_text(words, 12, draw)}?"
+    common_queries: dict[tuple[str, ...], str] = {}
+    observations: dict[tuple[str, ...], str] = {}
+    rows: list[Sample] = []
+    for member in range(MEMBERS):
+        past: list[tuple[Action, str]] = []
+        queries: tuple[str, ...] = ()
+        for _ in range(draw.choice([2, 3, 4])):
+            query = random_text(words, 6, draw)
+            if draw.random() < same:
+                query = common_queries.setdefault(queries, query)
+            queries += (query,)
+            results = [random_text(words, 100, draw) for _ in range(3)]
+            observation = observations.setdefault(queries, prompts.observation(results))
+            thought = random_text(words, 40, draw)
+            response_ids = chat.response_ids(f"<think>{thought}</think><search>{query}</search>")
+            prompt_ids = chat.prompt_ids(prompts.prompt(question, past))
+            rows.append(sample(prompt_ids, response_ids, trajectory=member, draw=draw))
+            past.append((Action("search", query), observation))
+    return rows
 
-    With `shared` as one trie, else in packed rows. Both give the same value and gradient.
-    """
+
+def conversation_rows(chat: Any, draw: random.Random) -> list[Sample]:
+    """A group has conversations after the same system prompt, and the same request of a customer."""
+    words = docs_words()
+    vocabulary = [i for word in words[:2000] for i in chat.response_ids(word)]
+    system_ids = [draw.choice(vocabulary) for _ in range(SYSTEM_TOKENS)]
+    request_ids = chat.response_ids(random_text(words, 60, draw))
+    rows: list[Sample] = []
+    for member in range(MEMBERS):
+        ids: list[int] = []
+        for _ in range(TURNS):
+            ids += chat.response_ids(random_text(words, 60, draw))
+        rows.append(sample(system_ids + request_ids, ids, trajectory=member, draw=draw))
+    return rows
+
+
+@cache
+def docs_words() -> list[str]:
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    return "".join(page.read_text(encoding="utf-8") for page in pages).split()
+
+
+def run(policy: Policy, samples: list[Sample], *, shared: bool) -> dict[str, float]:
+    """A scoring pass and an update of all rows: processor and wall seconds, tokens, gradient norm."""
     policy.zero_grad()
-    policy.lm.set_attn_implementation("tree" if shared else ATTENTION)
-    direction = torch.randn(policy.head_weight.shape[1], generator=torch.Generator().manual_seed(0))
-    sequences = [prompt + response for prompt, response in rows]
-    lengths = [len(sequence) for sequence in sequences]
-    value = 0.0
-    tokens = 0
-    start = time.process_time()
-    batches = (
-        [list(range(len(rows)))] if shared else batches_of_similar_length(lengths, budget=BUDGET)
-    )
-    for indices in batches:
-        if shared:
-            hidden, paths = hidden_of_tree(policy, sequences)
-        else:
-            hidden, paths = hidden_of_rows(policy, [sequences[i] for i in indices])
-        predicting = []  # the positions whose hidden states predict the response of each row
-        for i, path in zip(indices, paths, strict=True):
-            prompt, _ = rows[i]
-            predicting.append(path[len(prompt) - 1 : -1])
-        loss = (hidden[torch.cat(predicting)] @ direction).tanh().sum()
-        loss.backward()
-        value += float(loss.detach())
-        tokens += len(hidden)
-    cpu_s = time.process_time() - start
+    packing = Packing.of(OptimConfig(micro_batch_tokens=BUDGET), policy)
+    packing = replace(packing, share_prefixes="auto" if shared else "never")
+    objective = losses.joint(losses.ppo, losses.cmae, kl_coef=0.0, entropy_coef=0.001)
+
+    cpu_start = time.process_time()
+    start = time.perf_counter()
+    scored = losses.log_probs(policy, samples, packing, temperature=1.0)
+    for i, (logp, _) in scored.items():
+        samples[i].old_logp = [value - 0.01 for value in logp]
+    batches = micro_batches(samples, packing, with_observation=True, device=policy.device)
+    for batch in batches:
+        tokens = losses.token_batch(batch, samples, update_samples=len(samples))
+        losses.joint_loss(policy, batch, tokens, objective, temperature=1.0).loss.backward()
+    cpu_s = time.process_time() - cpu_start
+    seconds = time.perf_counter() - start
 
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return {"cpu_s": cpu_s, "tokens": tokens, "value": value, "grad_norm": float(norm)}
+    return {
+        "cpu_s": cpu_s,
+        "seconds": seconds,
+        "tokens": sum(len(batch.input_ids) for batch in batches),
+        "grad_norm": float(torch.nn.utils.get_total_norm(gradients)),
+    }
 
 
-def hidden_of_tree(policy: Policy, sequences: list[list[int]]) -> tuple[Tensor, list[Tensor]]:
-    """Hidden states [n, D] of a trie's tokens, and for each sequence the positions of its
-    tokens."""
-    trie = tree(sequences)
-    decoder: Any = policy.lm.get_decoder()
-    out = decoder(
-        input_ids=torch.tensor([trie.input_ids]),
-        position_ids=torch.tensor([trie.positions]),
-        packed=trie,
-        use_cache=False,
-    )
-    return out.last_hidden_state[0], [path for _, _, path in trie.rows]
-
-
-def hidden_of_rows(policy: Policy, sequences: list[list[int]]) -> tuple[Tensor, list[Tensor]]:
-    """The same of packed rows."""
-    ids = [token for sequence in sequences for token in sequence]
-    lengths = [len(sequence) for sequence in sequences]
-    hidden = policy.hidden(torch.tensor(ids), lengths)
-    return hidden, list(torch.arange(len(ids)).split(lengths))
+def compare(policy: Policy, samples: list[Sample], *, rounds: int) -> dict[str, float]:
+    """How many times fewer tokens and how many times as fast with sharing; medians of pairs."""
+    ratios: list[float] = []
+    cpu_ratios: list[float] = []
+    fewer_tokens = 0.0
+    for number in range(rounds):
+        order = (False, True) if number % 2 == 0 else (True, False)
+        measured = {shared: run(policy, samples, shared=shared) for shared in order}
+        apart, together = measured[False], measured[True]
+        assert abs(together["grad_norm"] / apart["grad_norm"] - 1) < 1e-3, measured
+        ratios.append(apart["seconds"] / together["seconds"])
+        cpu_ratios.append(apart["cpu_s"] / together["cpu_s"])
+        fewer_tokens = apart["tokens"] / together["tokens"]
+    return {
+        "tokens": int(apart["tokens"]),
+        "fewer_tokens": round(fewer_tokens, 3),
+        "rounds": rounds,
+        "faster": round(median(ratios), 3),
+        "faster_worst": round(min(ratios), 3),
+        "less_cpu": round(median(cpu_ratios), 3),
+        "seconds_shared": round(together["seconds"], 2),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     chat = make_chat()
     settings = hf_config(SHAPES["SmolLM2-135M"])
     settings.num_hidden_layers = options.layers
     policy = Policy(AutoModelForCausalLM.from_config(settings))
     table: list[dict[str, Any]] = []
-    for style, members, same in CASES:
-        groups = [
-            make_group(chat, style, members, same, random.Random(seed)) for seed in range(GROUPS)
-        ]
-        packed_tokens = 0
-        trie_tokens = 0
-        for rows in groups:
-            sequences = [prompt + response for prompt, response in rows]
-            packed_tokens += sum(len(sequence) for sequence in sequences)
-            trie_tokens += len(tree(sequences).input_ids)
-        row = {
-            "style": style,
-            "members": members,
-            "same": same,
-            "packed_tokens": packed_tokens,
-            "trie_tokens": trie_tokens,
-        }
-        if style == "paper" and members == 5:
-            row |= compare(policy, groups[0], rounds=options.rounds)
+    for name, same in CASES:
+        draw = random.Random(0)
+        if name == "alfworld":
+            samples = alfworld_rows(chat, draw)
+        elif name == "search":
+            samples = search_rows(chat, same or 0.0, draw)
+        else:
+            samples = conversation_rows(chat, draw)
+        row: dict[str, Any] = {"rows": name, "same": same, "members": MEMBERS}
+        row |= compare(policy, samples, rounds=options.rounds)
         row |= {
             "layers": options.layers,
             "device": cpu_name(),
-            "threads": 1,
+            "threads": options.threads,
             "torch": torch.__version__,
             "commit": code_commit(),
         }
         print(row, flush=True)
         table.append(row)
         write(RESULTS / "shared_prefix_cpu.csv", table)
-
-
-def compare(policy: Policy, rows: list[Row], *, rounds: int) -> dict[str, float]:
-    """How many times as fast a trie is as packed rows, and how many times fewer tokens it has."""
-    ratios = []
-    columns: dict[str, float] = {}
-    for _ in range(rounds):
-        packed = run(policy, rows, shared=False)
-        shared = run(policy, rows, shared=True)
-        for key in ("value", "grad_norm"):
-            assert abs(shared[key] / packed[key] - 1) < 1e-3, (key, shared, packed)
-        ratios.append(packed["cpu_s"] / shared["cpu_s"])
-        columns["of_tokens"] = round(packed["tokens"] / shared["tokens"], 3)
-    if ratios:
-        columns["rounds"] = rounds
-        columns["faster"] = round(median(ratios), 3)
-    return columns
 
 
 if __name__ == "__main__":

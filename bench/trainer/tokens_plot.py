@@ -1,6 +1,6 @@
 """Draws the plots of docs/profile.md and docs/rollout.md on tokens that need not be run, from bench/results.
 
-python bench/trainer/tokens_plot.py        # docs/tokens_{conversations,prefixes,known}.png; nothing is measured
+python bench/trainer/tokens_plot.py        # docs/tokens_{conversations,known}.png; nothing is measured
 """
 
 import sys
@@ -13,15 +13,13 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, read
-from paw.tools.report.plots import BLUE, GREEN, INK, SKY, VERMILLION, styled
+from paw.tools.report.plots import BLUE, GREEN, INK, VERMILLION, styled
 
 LAYOUTS = {
     ("paper", "turns"): "the paper's prompts,\na row a turn",
     ("chat", "turns"): "conversation,\na row a turn",
     ("chat", "episodes"): "conversation,\na row an episode",
 }
-BUILT = 1.25
-"""Times as fast as packed rows a trie must be to be built."""
 WINDOW = 5
 
 
@@ -54,41 +52,6 @@ def conversations(figure: Figure) -> None:
     axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.2, -0.35), handlelength=1)
 
 
-def prefixes(figure: Figure) -> None:
-    """What a trie over a group's prompts saves, by how often its members ask the same."""
-    axes: Axes = figure.subplots()
-    rows = [row for row in read(RESULTS / "shared_prefix_cpu.csv") if row["style"] == "paper"]
-    for members, colour in ((8, SKY), (5, BLUE)):
-        same = []
-        fewer = []
-        for row in rows:
-            if int(row["members"]) == members:
-                same.append(float(row["same"]))
-                fewer.append(int(row["packed_tokens"]) / int(row["trie_tokens"]))
-        axes.plot(
-            same,
-            fewer,
-            marker="o",
-            color=colour,
-            label=f"fewer tokens, {members} members",
-        )
-    timed = [row for row in rows if row["faster"]]
-    axes.plot(
-        [float(row["same"]) for row in timed],
-        [float(row["faster"]) for row in timed],
-        marker="o",
-        color=VERMILLION,
-        label=f"faster, {timed[0]['members']} members",
-    )
-    axes.axhline(BUILT, color=INK, linestyle=":", label=f"worth building: {BUILT}")
-    axes.set(
-        xlabel="Probability that a member asks what the others ask",
-        ylabel="Packed rows over the trie, times",
-        ylim=(0.9, None),
-    )
-    axes.legend(loc="upper left")
-
-
 def known(figure: Figure) -> None:
     """Selected observations that are masked as a whole, and those that the rule predicts from the
     update before."""
@@ -117,7 +80,7 @@ def known(figure: Figure) -> None:
 
 @styled
 def main() -> None:
-    for draw, size in ((conversations, (4.8, 4.4)), (prefixes, (4.4, 3.2)), (known, (4.4, 3.2))):
+    for draw, size in ((conversations, (4.8, 4.4)), (known, (4.4, 3.2))):
         figure = Figure(size)
         draw(figure)
         path = ROOT / "docs" / f"tokens_{draw.__name__}.png"

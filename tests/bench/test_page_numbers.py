@@ -481,10 +481,9 @@ def environments() -> Iterator[str]:
 def rollout() -> Iterator[str]:
     yield from conversation_tokens()
     for row in read("shared_prefix_cpu"):
-        fewer = f"{row['packed_tokens'] / row['trie_tokens']:.2f}"
-        faster = f"{row['faster']:.2f}" if row["faster"] else ""
-        members = f"{row['members']:.0f}"
-        yield table_line(row["style"], members, f"{row['same']:.1f}", fewer, faster)
+        same = "" if row["same"] is None else f"{row['same']:.1f}"
+        times = [f"{row[key]:.2f}" for key in ("fewer_tokens", "faster", "less_cpu")]
+        yield table_line(row["rows"], same, f"{row['tokens']:,.0f}", *times)
     yield importlib.import_module("bench.rollout.plot").markdown(common.RESULTS / "rollout_cpu.csv")
     rows = read("rollout_cpu")
     hits = values(rows, "cached_frac")
@@ -737,6 +736,13 @@ def conversation_sizes() -> Iterator[str]:
 
 
 def scale() -> Iterator[str]:
+    for concurrent in distinct(read("server_client_cpu"), "concurrent"):
+        rows = read("server_client_cpu", concurrent=f"{concurrent:.0f}")
+        cpu_ms = median(row["cpu_ms"] for row in rows)
+        connections = median(row["connections"] for row in rows)
+        yield table_line(f"{concurrent:,.0f}", f"{cpu_ms:.1f} ms", f"{connections:,.0f}")
+        assert not any(row["failures"] for row in rows)
+
     rows = read("exchange_cpu")
     (tokens,) = distinct(rows, "tokens")
     yield f"{tokens / 1e6:.0f} million tokens"
