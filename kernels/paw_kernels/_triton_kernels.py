@@ -24,8 +24,8 @@ NaN, but e is still NaN there, and so is every sum of the row.
 """
 
 # Triton's type annotations are meant for host code. Inside a kernel, constexpr and range mean
-# something else. pyright: reportGeneralTypeIssues=false, reportArgumentType=false,
-# reportOperatorIssue=false
+# something else.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
 
 import triton
 import triton.language as tl

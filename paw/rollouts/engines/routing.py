@@ -32,7 +32,9 @@ class Router:
 
         group, _ = episode
         server = self._server_of_episode.get(episode) or self._server_of_group.get(group)
-        if server not in loads or _clearly_busier(loads[server], loads[least_busy]):
+        if server is None or server not in loads:
+            server = least_busy
+        if _clearly_busier(loads[server], loads[least_busy]):
             server = least_busy
         self._server_of_episode[episode] = server
         self._server_of_group.setdefault(group, server)
