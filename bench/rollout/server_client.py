@@ -23,7 +23,7 @@ from bench.common import RESULTS, cpu_name, write
 from paw.distributed.ranks import Ranks
 from paw.io.http import raise_file_limit
 from paw.rollouts.engines.base import Completion, Request
-from paw.rollouts.engines.server import ServerPool
+from paw.rollouts.engines.pool import ServerPool
 from paw.rundir.record import code_commit
 
 PROMPT_TOKENS = 1000

@@ -321,7 +321,7 @@ def test_a_server_of_other_weights_is_left_out_and_the_update_played_again(
         assert run.log.history[-1]["health/sampler_mismatch"] < 1e-4
         output = capsys.readouterr().out
         assert "more than 0.5 nats on 100% of" in output
-        assert "http://b left out" in output
+        assert "http://b excluded" in output
         assert "http://a" not in output
         run.engine.wrong = ["http://a"]
         with pytest.raises(StaleWeightsError, match="http://a"):

@@ -521,7 +521,7 @@ def test_closing_waits_no_longer_than_one_call(rollouts, monkeypatch):
 def test_too_many_threads_that_hang_end_the_run_with_one_line(rollouts, monkeypatch):
     monkeypatch.setattr(threads, "MAX_LOST", 3)
     with pytest.raises(
-        UserError, match=r"^stopped: 4 threads hang .* env\.step_timeout_s = 0\.3; give what"
+        UserError, match=r"^stopped: 4 threads hang .* env\.step_timeout_s = 0\.3; set a time limit"
     ):
         play(rollouts(step_timeout_s=0.3, step=waits, may_block=True, everywhere=True))
 

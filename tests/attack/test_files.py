@@ -126,7 +126,7 @@ def test_a_recipe_that_goes_too_far_is_one_line(capfd, tmp_path):
     for number in range(60):
         (tmp_path / f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')
     (tmp_path / "60.toml").write_text('[model]\npath = "m"\n')
-    with pytest.raises(UserError, match="built on more than 50 recipes"):
+    with pytest.raises(UserError, match="its chain of bases has more than 50 recipes"):
         load(tmp_path / "0.toml")
     assert load(tmp_path / "11.toml").model.path == "m"
 

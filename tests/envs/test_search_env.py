@@ -428,7 +428,7 @@ def test_damaged_files_are_named(tmp_path):
             b'{"question": "a", "golden_answers": [7]}',
             ", line 1: golden_answers: 0: Input should be a valid string",
         ),
-        (b"\n\n", "holds no question"),
+        (b"\n\n", "contains no questions"),
     ):
         path.write_bytes(content)
         assert problem in refused(path)

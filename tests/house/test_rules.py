@@ -27,9 +27,9 @@ TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path 
 LAZY = {  # library -> extra that installs it
     "vllm": "vllm", "alfworld": "alfworld", "textworld": "alfworld", "peft": "lora", "liger_kernel": "liger",
     "rapidfuzz": "webshop", "bm25s": "search", "faiss": "search", "fastapi": "search", "uvicorn": "search",
-    "aiohttp": "servers", "pyarrow": "search", "openai": "agents", "openenv": "openenv", "gymnasium": "gymnasium",
+    "pyarrow": "search", "openai": "agents", "openenv": "openenv", "gymnasium": "gymnasium",
 }  # fmt: skip
-BRINGS = {"fastapi": "openenv", "uvicorn": "openenv", "aiohttp": "verifiers"}
+BRINGS = {"fastapi": "openenv", "uvicorn": "openenv"}
 """Library -> another extra that installs it."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
@@ -92,7 +92,7 @@ def test_a_library_of_an_extra_is_imported_late_and_named_where_it_is_missing():
             if isinstance(call.func, ast.Name) and call.func.id == "needed":
                 module, _, extra = map(ast.unparse, call.args)
                 library = ast.literal_eval(module).partition(".")[0]
-                extra_of = LAZY | {"datasets": "data", "flashoptim": "flash"}
+                extra_of = LAZY | {"datasets": "data", "flashoptim": "flash", "aiohttp": "servers"}
                 assert extra_of[library] == ast.literal_eval(extra), f"{name}: {module}"
 
 

@@ -268,6 +268,6 @@ def test_a_library_of_older_sources_is_not_called(monkeypatch):
 def test_the_cpu_backend_is_the_one_in_use_here():
     assert paw_kernels.best_backend(torch.device("cpu"), torch.float32) == "cpu"
     for name in ("triton", "cuda"):
-        assert "device cuda" in paw_kernels.why_not_backend(
+        assert "needs tensors on cuda" in paw_kernels.why_not_backend(
             name, torch.device("cpu"), torch.float32
         )

@@ -112,9 +112,9 @@ def test_mistakes(tmp_path, capsys):
         ("webshop --download", "--download is for alfworld"),
         ("search --generate 30", "and --out DIR to write to"),
         ("alfworld --out x", "--generate takes a number of at least 1"),
-        ("alfworld --generate 0 --out x", "from 1 on"),
+        ("alfworld --generate 0 --out x", "at least 1"),
         ("alfworld --dir /nonexistent", "is not a folder"),
-        ("webshop --generate 3 --out x", "from 20 on"),
+        ("webshop --generate 3 --out x", "at least 20"),
         (
             "search --generate 30 --out /dev/null/x",
             "cannot write --out /dev/null/x: Not a directory",

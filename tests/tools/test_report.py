@@ -186,7 +186,7 @@ def test_nothing_to_report_is_one_line(tmp_path):
     for make, message in (
         (lambda: None, "no such run directory"),
         (folder.mkdir, "no metrics.jsonl"),
-        (lambda: (folder / "metrics.jsonl").write_text('{"ste'), "no metrics;"),
+        (lambda: (folder / "metrics.jsonl").write_text('{"ste'), "no metrics in it;"),
     ):
         make()
         with pytest.raises(UserError, match=f"run.*{message}") as caught:
