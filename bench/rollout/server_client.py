@@ -28,7 +28,7 @@ from paw.rundir.record import code_commit
 
 PROMPT_TOKENS = 1000
 RESPONSE_TOKENS = 150
-CASES = ((1, 1000), (64, 4000), (1000, 8000), (10_000, 20_000))
+CASES = ((1, 500), (64, 1000), (1000, 4000), (10_000, 20_000))
 """(requests at a time, requests in all)"""
 
 
