@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, cpu_name, write
 from paw.distributed.ranks import Ranks
-from paw.io.http import raise_file_limit
+from paw.io.files import raise_file_limit
+from paw.io.http import MAX_FILES
 from paw.rollouts.engines.base import Completion, Request
 from paw.rollouts.engines.pool import ServerPool
 from paw.rundir.record import code_commit
@@ -94,7 +95,7 @@ class FakeServer(asyncio.Protocol):
 
 def serve(pipe: Any, pause_s: float) -> None:
     """Run a FakeServer; sends its port through `pipe`, and for each message the connections so far."""
-    raise_file_limit()
+    raise_file_limit(MAX_FILES)
     body = response_body()
     head = (
         f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

@@ -1,6 +1,6 @@
 """A client for the library openai whose answers have a size limit.
 
-httpx, which the library uses, decompresses all of a part of an answer, to a thousand times its size.
+The library uses httpx, which decompresses a whole part of an answer, to a thousand times its size.
 """
 
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ from paw.io.http import MAX_BYTES, read_body
 
 
 def bounded(client: type[Any]) -> type[Any]:
-    """A subclass of `client`, a class like httpx.AsyncClient, with limited answers.
+    """Return a subclass of `client`, a class like httpx.AsyncClient, that limits answers.
 
     It raises BadAnswer for answers above MAX_BYTES or with an unknown encoding.
     """
@@ -34,7 +34,7 @@ def bounded(client: type[Any]) -> type[Any]:
 
 
 async def _body_of(answer: Any) -> bytes:
-    """The decompressed body of an httpx response that is a stream. Closes the response."""
+    """Return the decompressed body of a streamed httpx response. Closes the response."""
     parts: AsyncIterator[bytes] = answer.aiter_raw()
     encoding = answer.headers.get("Content-Encoding", "")
     try:

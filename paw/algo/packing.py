@@ -13,10 +13,10 @@ from paw.errors import UserError
 
 SharePrefixes = Literal["auto", "always", "never"]
 LEAST_SAVED = 0.05
-"""Share of the tokens that sharing prefixes must save, to be done by itself."""
+"""Share of the tokens that "auto" must save."""
 LEAST_ADDED = 64
-"""Tokens that a sequence must add to what it shares, in the mean, if attention takes sequences one by
-one: many calls for few tokens each are slower than a padded one."""
+"""Tokens that a sequence must add on average, if attention takes sequences one by one. Many calls
+for few tokens each are slower than one padded call."""
 
 
 class BatchSettings(Protocol):
@@ -104,7 +104,7 @@ class Packing:
         return batches[self.rank :: self.world_size]
 
     def sharing_pays(self, clusters: Sequence[Cluster], lengths: Sequence[int]) -> bool:
-        """Whether sequences of these lengths are to share their prefixes, in these clusters."""
+        """Return whether sequences of these lengths should share their prefixes in these clusters."""
         tokens = sum(cluster.tokens for cluster in clusters)
         saved = 1.0 - tokens / max(1, sum(lengths))
         if self.share_prefixes == "auto" and self.pads and tokens < LEAST_ADDED * len(lengths):
@@ -112,7 +112,7 @@ class Packing:
         return saved >= LEAST_SAVED if self.share_prefixes == "auto" else saved > 0.0
 
     def cut_clusters(self, clusters: Sequence[Cluster]) -> list[list[int]]:
-        """As `cut`, for clusters: the indices of their sequences. A cluster stays whole."""
+        """Do the same as `cut` for clusters, and return the indices of their sequences."""
         batches = balanced_batches(
             [cluster.tokens for cluster in clusters],
             budget=self.budget,

@@ -1,9 +1,9 @@
-"""Rows that begin alike, as a prefix tree: a token that several rows share is there once.
+"""Prefix trees of rows that begin alike: a token that several rows share is stored once.
 
-The rows of a group share their system prompt and task; those of an episode share what was said
-before. A model computes the projections and the MLP of each token of the tree once. In attention the
-tokens that a row adds see the row's whole path, so that every row gets the hidden states that it
-would have alone, and autograd adds up the gradients of all rows in the tokens that they share.
+The rows of a group share their system prompt and task. The rows of an episode share its earlier
+turns. A model computes the projections and the MLP of each token of the tree once. In attention,
+the tokens that a row adds see the row's whole path, so every row gets the hidden states that it
+would get alone. Autograd adds up the gradients of all rows in the tokens that they share.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ Ids = np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """The tokens [start, end) of the tree, which one row adds, and the path that they see."""
+    """The tokens [start, end) of the tree that one row adds, and the path that they see."""
 
     start: int
     end: int
     path: np.ndarray
-    """[n] int64: the indices, among the tree's tokens, of the row's tokens up to `end`, in order."""
+    """[n] int64: indices, among the tree's tokens, of the row's tokens up to `end`, in order."""
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -48,7 +48,7 @@ class PrefixTree:
 
 
 def prefix_tree(rows: Sequence[Ids]) -> PrefixTree:
-    """The prefix tree of rows of at least one token."""
+    """Return the prefix tree of rows that have at least one token each."""
     input_ids: list[Ids] = []
     position_ids: list[np.ndarray] = []
     segments: list[Segment] = []
@@ -86,28 +86,31 @@ class Cluster:
     tokens: int
     """The number of tokens of their tree."""
     attended: int
-    """How many (token, seen token) pairs attention computes, a square for each row without sharing."""
+    """Number of (token, seen token) pairs that attention computes. Without sharing, it is the sum of
+    the squared lengths."""
 
 
 def clusters(rows: Sequence[Ids], groups: Sequence[int], *, budget: int) -> list[Cluster]:
-    """Rows of the same group together, as many as share their tokens within `budget`.
+    """Divide rows into clusters that share tokens and have at most `budget` tokens each.
 
-    `groups` has the group of each row. A row that shares nothing with the row before begins a
-    cluster of its own, so that those can be spread over batches freely.
+    `groups` has the group of each row. A cluster has rows of one group only. A row that shares
+    nothing with the row before it begins a new cluster, so that batches can be balanced freely. A
+    row longer than the budget has a cluster of its own.
     """
     rows_of_group: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
         rows_of_group.setdefault(group, []).append(i)
 
-    found: list[Cluster] = []
+    all_clusters: list[Cluster] = []
     for members in rows_of_group.values():
         order = sorted_order([rows[i] for i in members])
-        found += _clusters_of_sorted(rows, [members[j] for j in order], budget)
-    return found
+        all_clusters += _clusters_of_sorted(rows, [members[j] for j in order], budget)
+    return all_clusters
 
 
 def _clusters_of_sorted(rows: Sequence[Ids], order: Sequence[int], budget: int) -> list[Cluster]:
-    found: list[Cluster] = []
+    """Cut the rows in this order, which is that of their tokens, into clusters."""
+    finished: list[Cluster] = []
     members: list[int] = []
     tokens = 0
     attended = 0
@@ -116,7 +119,7 @@ def _clusters_of_sorted(rows: Sequence[Ids], order: Sequence[int], budget: int) 
         shared = common_prefix(rows[i], rows[members[-1]]) if members else 0
         added = length - shared
         if members and (not shared or tokens + added > budget):
-            found.append(Cluster(members, tokens, attended))
+            finished.append(Cluster(members, tokens, attended))
             members = []
             tokens = 0
             attended = 0
@@ -125,21 +128,21 @@ def _clusters_of_sorted(rows: Sequence[Ids], order: Sequence[int], budget: int) 
         tokens += added
         attended += added * length
     if members:
-        found.append(Cluster(members, tokens, attended))
-    return found
+        finished.append(Cluster(members, tokens, attended))
+    return finished
 
 
 def sorted_order(rows: Sequence[Ids]) -> list[int]:
-    """Indices of the rows in the order of their tokens.
+    """Return the indices of the rows, sorted by their tokens.
 
-    In this order a row shares its longest prefix with the row before it, and follows its prefixes.
+    In this order, a row shares its longest prefix with the row before it.
     """
     # Numbers from 0 to 2^31 - 1 with the highest byte first are in the order of their bytes.
     return sorted(range(len(rows)), key=lambda i: (rows[i].astype(">i4").tobytes(), i))
 
 
 def common_prefix(first: Ids, second: Ids) -> int:
-    """How many tokens two rows share at their start.
+    """Return the number of tokens that two rows share at their start.
 
     >>> common_prefix(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))
     2

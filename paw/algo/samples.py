@@ -292,28 +292,33 @@ def micro_batches(
         if skip is None or not all(skip(samples[i]) for i in members):
             chosen.append(members)
     rows = [_row_ids(samples[members[-1]], with_observation) for members in chosen]
-    lengths = [len(row) for row in rows]
-
-    share_prefixes = False
-    cut = None
-    if packing.share_prefixes != "never":
-        groups = [samples[members[0]].group for members in chosen]
-        of_groups = clusters(rows, groups, budget=packing.budget)
-        share_prefixes = packing.sharing_pays(of_groups, lengths)
-        if share_prefixes:
-            cut = packing.cut_clusters(of_groups)
-    if cut is None:
-        cut = packing.cut(lengths)
+    indices_of_batches, share_prefixes = _divide(samples, chosen, rows, packing)
 
     batches: list[Batch] = []
-    for picked in cut:
+    for indices in indices_of_batches:
         batch = _pack(
             samples,
-            [chosen[j] for j in picked],
-            [rows[j] for j in picked],
+            [chosen[j] for j in indices],
+            [rows[j] for j in indices],
             with_observation=with_observation,
             device=device,
             share_prefixes=share_prefixes,
         )
         batches.append(batch)
     return batches
+
+
+def _divide(
+    samples: Sequence[Sample],
+    chosen: Sequence[Sequence[int]],
+    rows: Sequence[np.ndarray],
+    packing: Packing,
+) -> tuple[list[list[int]], bool]:
+    """Return (indices of the sequences in each batch, whether sequences share their prefixes)."""
+    lengths = [len(row) for row in rows]
+    if packing.share_prefixes != "never":
+        groups = [samples[members[0]].group for members in chosen]
+        row_clusters = clusters(rows, groups, budget=packing.budget)
+        if packing.sharing_pays(row_clusters, lengths):
+            return packing.cut_clusters(row_clusters), True
+    return packing.cut(lengths), False

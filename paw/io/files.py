@@ -8,6 +8,8 @@ import io
 import json
 import os
 import re
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -101,6 +103,25 @@ def fsync_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
         fsync(path)
     fsync(folder)
+
+
+def raise_file_limit(files: int) -> int:
+    """Let this process open `files` files if it may. Returns how many it may open now.
+
+    A connection counts as a file, and many systems begin with 1,024.
+    """
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    max_files = _finite(soft_limit)
+    if max_files < files:
+        max_files = min(_finite(hard_limit), files)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, hard_limit))
+    return max_files
+
+
+def _finite(limit: int) -> int:
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return limit
 
 
 def text_of(path: Path) -> str:

@@ -1,12 +1,11 @@
 """HTTP calls with limits on total time and size.
 
-A server that sends byte by byte must not exceed the time limit of a whole answer, and one that sends
-a few kilobytes of gzip must not fill the memory with what they decompress to.
+A server that sends byte by byte must not take longer than the time limit of a whole answer. One
+that sends a few kilobytes of gzip must not fill the memory with what they decompress to.
 """
 
 import asyncio
 import math
-import resource
 import threading
 import zlib
 from collections.abc import AsyncIterator, Coroutine
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from paw.errors import clean, needed
+from paw.io.files import raise_file_limit
 
 T = TypeVar("T")
 MAX_BYTES = 16 << 20
@@ -23,7 +23,7 @@ KEEP_S = 4.0
 """How long an unused connection is kept: servers close theirs after 5 s, perhaps just when it is
 used again."""
 MAX_FILES = 65_536
-"""Files that may be open at once; many systems begin with 1,024."""
+"""Files that may be open at once. Each connection is one."""
 CLOSE_S = 5.0
 """Time limit for closing the connections to all servers."""
 PLAIN = ("", "identity")
@@ -39,10 +39,10 @@ class BadAnswer(Exception):
 
 
 async def read_body(parts: AsyncIterator[bytes], *, encoding: str, max_bytes: int) -> bytes:
-    """The decompressed body of an answer that comes in `parts`.
+    """Return the decompressed body of an answer that comes in `parts`.
 
-    `encoding` is the answer's header. Raises BadAnswer if the encoding is unknown, the body does not
-    have it, or there are more than `max_bytes` bytes.
+    `encoding` is the answer's header. Raises BadAnswer if the encoding is unknown or wrong, or if
+    there are more than `max_bytes` bytes.
     """
     if encoding.lower() not in PLAIN + PACKED:
         raise BadAnswer(f"the answer's encoding is {encoding!r}")
@@ -95,30 +95,21 @@ class HttpAnswer:
         return self.body.decode("utf-8", "replace")
 
 
-def raise_file_limit() -> None:
-    """Let this process open MAX_FILES files, or as many as it may: each connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= MAX_FILES:
-        return
-    limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
 class HttpClient:
     """Sends requests to servers. Whatever a server does, the whole call has a time limit and its
     answer has a size limit.
 
-    It opens as many connections as there are calls; with a thousand at a time a call costs about a
-    millisecond of processor time (bench/rollout/server_client.py). Addresses of the cluster bypass
-    the proxy, so it uses none, and it follows no redirection. It keeps no cookies: those of one
-    server would be sent to others on the same machine. Use it on one event loop. `user` says who
-    needs it: the UserError begins with that if aiohttp is not installed.
+    It opens as many connections as there are calls. With a thousand at a time, a call costs about a
+    millisecond of processor time (bench/rollout/server_client.py). It uses no proxy, because servers
+    are in the cluster, and it follows no redirects. It keeps no cookies, because one server's
+    cookies would be sent to others on the same machine. Use it on one event loop only. `user` says
+    who needs it. If aiohttp is not installed, the UserError begins with `user`.
     """
 
     def __init__(self, user: str, *, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._aiohttp = needed("aiohttp", f"{user}: asking a server", "servers")
-        raise_file_limit()
+        raise_file_limit(MAX_FILES)
         self._session: Any = None
         """Made by the first call, on the event loop of the calls."""
 

@@ -5,13 +5,12 @@ clients cannot shut others out.
 """
 
 import asyncio
-import resource
 import signal
 import socket
-import sys
 from typing import Any, cast
 
 from paw.errors import UserError, needed, to_stderr
+from paw.io.files import raise_file_limit
 from paw.processes import watcher
 
 MAX_BYTES = 4 << 20
@@ -149,7 +148,7 @@ def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
     H11Protocol: Any = needed("uvicorn.protocols.http.h11_impl", "serving", "search").H11Protocol
 
     class Protocol(_TimedConnection, H11Protocol):
-        max_connections = _raise_file_limit()
+        max_connections = _max_connections()
         request_s = 3 * timeout_s + HEAD_S
         idle = {}
 
@@ -171,23 +170,10 @@ def make_server(app: Any, *, timeout_s: float, websockets: bool = False) -> Any:
     )
 
 
-def _raise_file_limit() -> int:
-    """Raise the limit of open files as needed. Returns how many connections may be open.
-
-    That is MAX_CONNECTIONS, or fewer if the limit cannot be raised that far.
-    """
-    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    max_files = _finite(soft_limit)
-    if max_files < MAX_CONNECTIONS + SPARE_FILES:
-        max_files = min(_finite(hard_limit), MAX_CONNECTIONS + SPARE_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, hard_limit))
+def _max_connections() -> int:
+    """Return MAX_CONNECTIONS, or fewer if the limit of open files cannot be raised that far."""
+    max_files = raise_file_limit(MAX_CONNECTIONS + SPARE_FILES)
     return max(1, min(MAX_CONNECTIONS, max_files - SPARE_FILES))
-
-
-def _finite(limit: int) -> int:
-    if limit == resource.RLIM_INFINITY:
-        return sys.maxsize
-    return limit
 
 
 def listen(host: str, port: int, command: str) -> tuple[socket.socket, str]:

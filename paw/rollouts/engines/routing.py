@@ -1,16 +1,16 @@
-"""Which server gets a request: the one that already has the episode's earlier prompts in its cache.
+"""Choosing the server for a request: the one that has the episode's earlier prompts in its cache.
 
-The next turn of an episode costs that server only what is new. The first prompts of a group are equal,
-so its members begin on one server. A server that is clearly busier than another is passed over: the
-episode moves, and stays where it has gone.
+That server computes only the new tokens of the next turn. The first prompts of a group are equal,
+so its members begin on one server. If that server is clearly busier than another one, the episode
+moves to the least busy one and stays there.
 """
 
 from collections.abc import Mapping
 
 BUSIER_BY = 8
 BUSIER_TIMES = 1.25
-"""A server is clearly busier if it has more than BUSIER_TIMES as many requests as the least busy one,
-and more than BUSIER_BY more."""
+"""A server is clearly busier if it has more than BUSIER_TIMES as many requests as the least busy
+server, and also more than BUSIER_BY more."""
 
 
 class Router:
@@ -21,10 +21,10 @@ class Router:
         self._server_of_group: dict[int, str] = {}
 
     def choose(self, episode: tuple[int, int] | None, loads: Mapping[str, int]) -> str:
-        """The server that gets the next request of an episode, by its (group, member).
+        """Return the server for the next request of an episode, given as (group, member).
 
-        `loads` has the number of requests under way at each server that may be asked, at least one.
-        The least busy one gets requests without an episode.
+        `loads` has the number of pending requests of each available server. There is at least one.
+        A request without an episode goes to the least busy server.
         """
         least_busy = min(loads, key=lambda server: loads[server])
         if episode is None:
@@ -41,7 +41,7 @@ class Router:
         return server
 
     def forget(self) -> None:
-        """Forget all episodes: servers with new weights compute every prompt anew."""
+        """Forget all episodes, because servers with new weights compute every prompt again."""
         self._server_of_episode.clear()
         self._server_of_group.clear()
 
