@@ -6,6 +6,7 @@ that sends a few kilobytes of gzip must not fill the memory with what they decom
 
 import asyncio
 import math
+import os
 import threading
 import zlib
 from collections.abc import AsyncIterator, Coroutine
@@ -184,6 +185,12 @@ class HttpClient:
             yield
         except self._aiohttp.InvalidURL:
             raise ValueError(f"{url!r} is not an HTTP address") from None
+        except self._aiohttp.ClientConnectorError as error:
+            failure = error.os_error
+            reason = str(failure)
+            if failure.errno and failure.errno > 0:  # those of host names are negative
+                reason = os.strerror(failure.errno)
+            raise ConnectionError(f"no connection to {error.host}:{error.port}: {reason}") from None
         except self._aiohttp.ClientError as error:
             raise ConnectionError(clean(error) or type(error).__name__) from None
 

@@ -27,6 +27,7 @@ from paw.envs.search.retrieval.remote import RemoteRetriever
 from paw.envs.settings import SearchConfig
 from paw.errors import UserError
 from paw.io import serving as serving_module
+from paw.io.http import BlockingHttpClient
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("openai")
@@ -382,3 +383,20 @@ def test_half_open_connections_shut_nobody_out_of_an_environment(environment):
         session.send(json.dumps({"type": "step", "data": {"text": "5" * (5 << 20)}}))
         with pytest.raises(Exception, match=r"1009|too big"):
             session.recv(10)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://127.0.0.1:1/x", "no connection to 127.0.0.1:1: Connection refused"),
+        ("http://no-such-host.invalid/", "no connection to no-such-host.invalid:80: "),
+        ("http://[::1", "'http://[::1' is not an HTTP address"),
+    ],
+)
+def test_no_connection_is_a_plain_line(url, message):
+    client = BlockingHttpClient("env.retriever", timeout_s=20)
+    with pytest.raises((ConnectionError, ValueError)) as failure:
+        client.ask("GET", url)
+    client.close()
+    assert str(failure.value).startswith(message)
+    assert "\n" not in str(failure.value)
