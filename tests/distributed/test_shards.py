@@ -148,25 +148,24 @@ def started(commands, folder):
             rank.kill()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_kill_9_while_it_is_written_leaves_the_older_one(start, tmp_path, monkeypatch, ranks):
+def test_kill_9_while_it_is_written_leaves_the_older_one(start, tmp_path, monkeypatch):
     """Training goes on meanwhile and changes nothing in it; nothing counts as saved before all
     ranks have written their files."""
     patched(monkeypatch, tmp_path, SLOW.format(what="time.sleep(600)"))
     words = words_of(tmp_path, start, "run", run_updates=3, run_save_every=1, **PPO)
     run = tmp_path / "run"
     checkpoints = run / "checkpoints"
-    with started([words] * ranks, tmp_path) as ended:
+    with started([words] * 2, tmp_path) as ended:
         # After the third update it waits for the checkpoint of the second.
         while len(metrics_of(run)) < 4:
             assert not ended.done(), ended.result()
             time.sleep(0.05)
         assert names_in(checkpoints) == {"step_000001", ".tmp_step_000002"}
-    assert exit_codes(ended.result()) == [-signal.SIGKILL] * ranks
+    assert exit_codes(ended.result()) == [-signal.SIGKILL] * 2
 
     monkeypatch.delenv("FORKED_PATCH")
     assert restore.read_newest(checkpoints, warn=pytest.fail)[0].name == "step_000001"
-    options = {"gpus": ranks, "run_updates": 3, "run_save_every": 1, **PPO}
+    options = {"gpus": 2, "run_updates": 3, "run_save_every": 1, **PPO}
     train(tmp_path, start, "run", "--resume", "auto", **options)
     assert names_in(checkpoints) == {"step_000001", "step_000002", "step_000003"}
     metrics = metrics_of(run)
@@ -209,7 +208,7 @@ class Fails:
 UNTIL_FAILED = "any(os.path.exists({failed!r}) or time.sleep(0.1) for _ in range(900))"
 
 
-@pytest.mark.parametrize("failing", ["0", "1", "01"])
+@pytest.mark.parametrize("failing", ["1", "01"])
 def test_a_checkpoint_that_is_being_written_outlives_a_failing_callback(
     start, tmp_path, monkeypatch, failing
 ):

@@ -162,25 +162,15 @@ def test_two_ranks_train_to_the_weights_of_one(start, tmp_path, monkeypatch):
         assert (two / file).stat().st_size
     assert distance(load_file(two / "hf" / "model.safetensors"), weights(two)) == 0
 
-    # Checkpoints fit any number of ranks.
-    monkeypatch.delenv("FORKED_PATCH")
-    train(tmp_path, start, "one", "--resume", "auto", run_updates=2, **ppo)
-    train(tmp_path, start, "two", "--resume", "auto", run_updates=2, **ppo)
-    assert 0 < distance(weights(two), weights(one)) < 1e-5
-
-
-FROZEN = {"lora_rank": 2, "lora_targets": ["q_proj", "v_proj"], "model_dtype": "bfloat16"}
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "options"), [("glm4_moe", {}), ("exaone_moe", FROZEN)])
-def test_buffers_of_the_model_reach_every_rank_and_the_export(tmp_path, kind, options):
-    """The router of both models has a bias that is not a parameter; EXAONE's stays float32 even if
-    weights are bf16."""
+def test_buffers_of_the_model_reach_every_rank_and_the_export(tmp_path):
+    """EXAONE's router has a bias that is not a parameter, and stays float32 even if weights are
+    bf16."""
     tokenizer = make_tokenizer()
     torch.manual_seed(1)
     config = AutoConfig.for_model(
-        kind,
+        "exaone_moe",
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=8, num_experts_per_tok=2,
         n_shared_experts=1, first_k_dense_replace=1, max_position_embeddings=512, initializer_range=0.2,
@@ -192,16 +182,13 @@ def test_buffers_of_the_model_reach_every_rank_and_the_export(tmp_path, kind, op
     quickstart.save(lm, tokenizer, tmp_path / "model")
     stored = load_file(tmp_path / "model" / "model.safetensors")
     biases = {name: value for name, value in stored.items() if "correction_bias" in name}
-    settings = {"run_updates": 1, "eval_every": 0, **options}
-    one = train(tmp_path, tmp_path / "model", "one", gpus=1, **settings)
-    two = train(tmp_path, tmp_path / "model", "two", gpus=2, **settings)
-    if not options:  # in bf16, routers choose other experts if sums have another order
-        assert distance(weights(two), weights(one)) < 1e-5
+    frozen = {"lora_rank": 2, "lora_targets": ["q_proj", "v_proj"], "model_dtype": "bfloat16"}
+    settings = {"run_updates": 1, "eval_every": 0, **frozen}
+    run = train(tmp_path, tmp_path / "model", "run", gpus=2, **settings)
     assert biases
-    for run in (one, two):
-        exported = load_file(run / "hf" / "model.safetensors")
-        for name, value in biases.items():
-            assert torch.equal(exported[name], value)
+    exported = load_file(run / "hf" / "model.safetensors")
+    for name, value in biases.items():
+        assert torch.equal(exported[name], value)
 
 
 ONE_BY_ONE = """
@@ -277,16 +264,13 @@ def test_four_ranks_as_two_machines_train_to_the_weights_of_one(start, tmp_path)
         assert metrics_of_four[key] == pytest.approx(metrics_of_one[key], rel=1e-4)
     assert distance(load_file(four / "hf" / "model.safetensors"), weights(four)) == 0
 
-    # What either has saved the other resumes.
+    # What one has saved four resume.
     one_as_four = shutil.copytree(one, tmp_path / "one-as-four")
-    four_as_one = shutil.copytree(four, tmp_path / "four-as-one")
     further = {"run_updates": 2, **ppo}
     train(tmp_path, start, "one", "--resume", "auto", **further)
     train(tmp_path, start, "one-as-four", "--resume", "auto", **further, **node)
-    train(tmp_path, start, "four-as-one", "--resume", "auto", **further)
-    for run in (one_as_four, four_as_one):
-        for file in ("model", "critic_model"):
-            assert distance(weights(run, file), weights(one, file)) < 1e-5
+    for file in ("model", "critic_model"):
+        assert distance(weights(one_as_four, file), weights(one, file)) < 1e-5
 
 
 OUT_OF_MEMORY = """

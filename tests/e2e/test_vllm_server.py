@@ -179,7 +179,7 @@ def test_two_ranks_train_on_a_server_one_update_behind(quick, folder, servers, t
         "engine.type": "server", "engine.urls": json.dumps(servers.urls), "policy.old_logp": "engine",
         "policy.kl_coef": 0, "optim.lr": 1e-3, "lora.rank": rank, "rollout.ahead": 1, "rollout.tasks": 2,
         "rollout.group_size": 2, "rollout.max_prompt_tokens": 500, "rollout.max_response_tokens": 8,
-        "run.updates": 3, "eval.games": 2,
+        "run.updates": 2, "eval.games": 2,
     }  # fmt: skip
     settings = {key: value for key, value in settings.items() if not key.startswith("warmup.")}
     words = ["train", "quickstart", *as_words(settings)]
@@ -188,7 +188,7 @@ def test_two_ranks_train_on_a_server_one_update_behind(quick, folder, servers, t
 
     start, *updates = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert start["eval/games"] == 2
-    assert [metrics["staleness/max"] for metrics in updates] == [0, 1, 1]
+    assert [metrics["staleness/max"] for metrics in updates] == [0, 1]
     assert updates[0]["health/sampler_mismatch"] < 1e-4
     for metrics in updates:
         assert metrics.get("health/sampler_mismatch", 0.0) < 1e-4

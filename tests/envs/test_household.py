@@ -164,11 +164,11 @@ def test_expert_wins_from_wherever_random_play_leads(seed, kind, wander):
 
 
 @pytest.mark.slow
-def test_every_official_walkthrough_and_the_expert_win(official_games, tmp_path):
+def test_official_walkthroughs_and_the_expert_win(official_games, tmp_path):
     kinds = dict.fromkeys(KINDS, 0)
     count = 0
     path = tmp_path / index.GAME_FILE
-    for name, data in official_games():
+    for name, data in official_games(step=4):
         path.write_text(json.dumps(data))
         game = Game.load(path)
         household = Household(game)
@@ -178,7 +178,7 @@ def test_every_official_walkthrough_and_the_expert_win(official_games, tmp_path)
         assert len(solve(game)) <= 50, name
         kinds[game.kind] += 1
         count += 1
-    assert count == 3893
+    assert count == 974
     assert all(kinds.values())
 
 

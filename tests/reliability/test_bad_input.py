@@ -1,14 +1,19 @@
 """What users get wrong: one line that says so, exit code 2, and nothing left behind that blocks
 the next try."""
 
+import os
 import re
 import resource
-import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
+from command_line import as_words
+from forked import Child
+from jsonl import read_jsonl
 
 from paw.checkpoint import restore
 
@@ -42,19 +47,47 @@ def test_a_model_that_cannot_be_used_leaves_the_name_free(paw_here, quick, tiny_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("out", [">&-", "> /dev/full", "| head -1"])
-def test_a_stdout_that_takes_nothing_ends_no_run(paw_env, quick, tmp_path, out):
-    words = ["train", "quickstart"]
+def test_a_full_stdout_ends_no_run(paw_env, quick, tmp_path):
+    """With a whole interpreter, which flushes its standard output at its end."""
     settings = quick | {"run.dir": tmp_path, "run.name": "x", "run.updates": 1}
-    for key, value in settings.items():
-        words += [f"--{key}", str(value)]
-    line = f"set -o pipefail; {sys.executable} -m paw {shlex.join(words)} {out}"
-    finished = subprocess.run(
-        ["bash", "-c", line], env=paw_env, capture_output=True, text=True, timeout=300
-    )
+    words = [sys.executable, "-m", "paw", "train", "quickstart", *as_words(settings)]
+    with Path("/dev/full").open("w") as full:
+        finished = subprocess.run(
+            words, env=paw_env, stdout=full, stderr=subprocess.PIPE, text=True
+        )
     assert finished.returncode == 0, finished.stderr
     assert "Traceback" not in finished.stderr, finished.stderr
     assert (tmp_path / "x" / "report.html").is_file()
+
+
+CLOSED = """
+import os, sys
+os.close(1)
+sys.stdout = None  # as in an interpreter that is started without one
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", ["none", "gone"])
+def test_a_stdout_that_takes_nothing_ends_no_run(paw_env, quick, tmp_path, reader):
+    (tmp_path / "closed.py").write_text(CLOSED)
+    patch = {"FORKED_PATCH": str(tmp_path / "closed.py")} if reader == "none" else {}
+    settings = quick | {"run.dir": tmp_path, "run.name": "x", "run.updates": 1}
+    reading, writing = os.pipe()
+    os.close(reading)
+    with tempfile.TemporaryFile("w+") as errors:
+        child = Child(
+            ["train", "quickstart", *as_words(settings)],
+            env=paw_env | patch,
+            cwd=str(tmp_path),
+            out=writing,
+            err=errors.fileno(),
+        )
+        os.close(writing)
+        code = child.wait()
+        errors.seek(0)
+        assert (code, "Traceback" in errors.read()) == (0, False)
+    assert len(read_jsonl(tmp_path / "x" / "metrics.jsonl")) == 2
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -309,8 +309,9 @@ def run(words: list[str], env: dict[str, str], cwd: str, *output: Connection) ->
         sys.excepthook(*sys.exc_info())
     finally:
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, AttributeError):  # nobody reads it, or there is none
+                stream.flush()
         if code is None:
             code = 0
         os._exit(code if isinstance(code, int) else 1)
