@@ -30,7 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Before FSDP or vLLM imports Triton, which settles whether its own functions are interpreted. The
 # variable does not stay: the children that tests start would inherit it.
 import torch
-from forked import Child
+from forked import Child, start_server
 from jsonl import read_jsonl
 
 from paw.cli import main
@@ -94,6 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # gc.collect() then skips what is imported already, which saves 0.2 s each time
+    start_server()
 
 
 @pytest.fixture(scope="session")

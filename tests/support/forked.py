@@ -2,8 +2,10 @@
 a core."""
 
 import atexit
+import faulthandler
 import gc
 import inspect
+import logging
 import multiprocessing
 import os
 import random
@@ -13,13 +15,18 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
+from unittest.mock import patch
+
+import torch
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -33,6 +40,49 @@ CONTEXT.set_forkserver_preload(
         "paw.tools.experiment.runs",
     ]
 )
+
+
+def start_server() -> None:
+    """Start the server of forks, from which all children here come.
+
+    It is a fork of this process, which has imported nearly everything: a new interpreter would take
+    seconds for that. Call this while nothing but tests have been imported: no thread of torch's
+    runs yet. A process that may use a GPU cannot be forked.
+    """
+    if torch.cuda.is_available():
+        return
+    resource_tracker.ensure_running()
+    with patch.object(forkserver.util, "spawnv_passfds", fork_server):
+        forkserver.ensure_running()
+
+
+def fork_server(_: str, words: list[str], descriptors: list[int]) -> int:
+    """Stand in for multiprocessing's start of a new interpreter. `words` end with its program."""
+    pid = os.fork()
+    if pid:
+        return pid
+
+    # Nothing of the parent's stays open. Its numbers stay taken: objects of the parent close them.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for path in Path("/proc/self/fd").iterdir():
+        number = int(path.name)
+        if number not in (1, 2, nothing, *descriptors):
+            with suppress(OSError):  # the folder's own
+                os.fstat(number)
+                os.dup2(nothing, number)
+    # What pytest has changed in this process.
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+    options = {"buffering": 1, "errors": "backslashreplace", "closefd": False}
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", **options)
+    faulthandler.disable()
+    logging.root.handlers.clear()
+    atexit._clear()
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+
+    exec(words[-1], {})  # noqa: S102
+    os._exit(0)
 
 
 class Child:
