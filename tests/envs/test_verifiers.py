@@ -1,6 +1,7 @@
 """Environments written with verifiers (`verifiers_packages`), played by the real package."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -26,8 +27,10 @@ from paw.rollouts.scheduler import Rollouts
 from paw.trainer import train
 from paw.types import Reply, Task, ToolCall
 
-pytest.importorskip(
-    "verifiers.v1", reason="verifiers is not installed: pip install 'paw-trainer[verifiers]'"
+# Importing it takes seconds, in each process that collects tests.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("verifiers") is None,
+    reason="verifiers is not installed: pip install 'paw-trainer[verifiers]'",
 )
 PACKAGES = Path(__file__).with_name("verifiers_packages")
 

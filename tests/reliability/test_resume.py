@@ -25,7 +25,7 @@ def command(quick, quick_run, tmp_path):
         "run.updates": UPDATES,
         "run.save_every": 2,
         "run.keep": 9,
-        "rollout.tasks": 6,
+        "rollout.tasks": 4,
         "eval.every": 3,
     }
     return ["train", "quickstart", quick | sizes | {"run.dir": tmp_path, "run.name": "run"}]

@@ -136,6 +136,7 @@ def test_samples_show_what_was_seen_and_expected():
     ]
 
 
+@pytest.mark.slow
 def test_a_report_that_fails_is_a_warning(tmp_path):
     run = Stage(directory=tmp_path)
     Report().on_end(run)

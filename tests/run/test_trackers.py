@@ -54,6 +54,7 @@ def child(package, folder, **variables):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
     pytest.importorskip("mlflow", reason="the optional tracker mlflow is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -78,6 +79,7 @@ def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
     assert len(client.search_runs([run.info.experiment_id])) == 1
 
 
+@pytest.mark.slow
 def test_trackio_goes_on_with_its_run(tmp_path):
     pytest.importorskip("trackio", reason="the optional tracker trackio is not installed")
     child("trackio", tmp_path / "run", TRACKIO_DIR=str(tmp_path / "trackio"))
@@ -93,6 +95,7 @@ def test_trackio_goes_on_with_its_run(tmp_path):
     assert json.loads(config)["tracking"]["tags"] == ["toy", "cpu"]
 
 
+@pytest.mark.slow
 def test_wandb_goes_on_with_its_run(tmp_path):
     pytest.importorskip("wandb", reason="the optional tracker wandb is not installed")
     child("wandb", tmp_path / "run", WANDB_MODE="offline")

@@ -122,6 +122,7 @@ def test_a_push_is_private_and_sends_what_an_export_writes(tmp_path, hub):
     assert ModelCard.load(tmp_path / "README.md").data.license == "apache-2.0"  # the base model's
 
 
+@pytest.mark.slow
 def test_what_the_hub_refuses_is_one_line_and_the_model_stays(tmp_path, hub, monkeypatch):
     files_before = sorted(tmp_path.rglob("*"))
     end = f"; the model is in {tmp_path}"
