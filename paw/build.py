@@ -265,8 +265,8 @@ def _agree_on_kernels(config: Config, device: torch.device, ranks: Ranks) -> Ker
     kernels = ranks.run_on_all(pick)
     ranks.check_agreement(
         f"{kernels.head_backend} {kernels.attention}",
-        "rank {} has different kernels from rank 0: install the same, or name some in model.attention "
-        "and head_backend",
+        "rank {} has different kernels from rank 0: install the same, or name some in "
+        "model.attention and head_backend",
     )
     return kernels
 

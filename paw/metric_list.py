@@ -276,8 +276,8 @@ POLICY = (
     Metric(
         name="optim/shared_tokens",
         label="Tokens shared with another sequence",
-        meaning="Of the tokens of the sequences that are learnt from, those that another sequence of"
-        " the forward pass has computed (optim.share_prefixes).",
+        meaning="Of the tokens of the sequences that are learnt from, those that another sequence "
+        "of the forward pass has computed (optim.share_prefixes).",
         unit="%",
         mean_of=("shared_tokens", "row_tokens"),
     ),
@@ -339,7 +339,8 @@ COST = (
     Metric(
         name="perf/tokens_per_s",
         label="Throughput",
-        meaning="Prompt and response tokens of the update per second, not counting time spent saving.",
+        meaning="Prompt and response tokens of the update per second, "
+        "not counting time spent saving.",
         unit="tokens/s",
         ranks="first",
         progress="{:,.0f} tok/s",
@@ -433,7 +434,8 @@ HEALTH = (
     Metric(
         name="health/env_failures",
         label="Environment failures",
-        meaning="Training episodes whose environment or agent failed. They are left out of their group.",
+        meaning="Training episodes whose environment or agent failed. "
+        "They are left out of their group.",
         unit="count",
         ranks="sum",
         trouble="environment failures {:.0f}",

@@ -564,8 +564,8 @@ def _meet(config: Config, device: torch.device, stack: ExitStack, *, resume: str
     if config.model.shard == "node":
         ranks.check_agreement(
             str(ranks.on_host),
-            "model.shard = 'node': rank {}'s machine has a different number of ranks from rank 0's; "
-            "start the same number on each, or use --model.shard world",
+            "model.shard = 'node': rank {}'s machine has a different number of ranks "
+            "from rank 0's; start the same number on each, or use --model.shard world",
         )
     ranks.run_on_all(lambda: check_extras(config, device))
     return ranks

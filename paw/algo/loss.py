@@ -14,8 +14,8 @@ token weights, so a mini-batch's gradient is the same however it is cut into mic
 
 A token loss is a function (logp [n], entropy [n], batch) -> [n] of each token's log-probability and
 entropy under the policy and a `TokenBatch`. It does not apply the token weights. Its keyword-only
-parameters are its settings. A built-in loss is a function here, with what the trainer may rely on in
-`TRAITS` and its name in `paw.config.plugins`. A user's own loss is given by name
+parameters are its settings. A built-in loss is a function here, with what the trainer may rely on
+in `TRAITS` and its name in `paw.config.plugins`. A user's own loss is given by name
 (docs/algorithm.md).
 """
 

@@ -71,8 +71,8 @@ class Packing:
         """
         if settings.share_prefixes == "always" and not model.shares_prefixes:
             raise UserError(
-                "optim.share_prefixes = 'always': this model's layers need each sequence by itself; "
-                "use --optim.share_prefixes auto"
+                "optim.share_prefixes = 'always': this model's layers need each sequence by "
+                "itself; use --optim.share_prefixes auto"
             )
         return cls(
             budget=settings.micro_batch_tokens,
@@ -104,7 +104,7 @@ class Packing:
         return batches[self.rank :: self.world_size]
 
     def sharing_pays(self, clusters: Sequence[Cluster], lengths: Sequence[int]) -> bool:
-        """Return whether sequences of these lengths should share their prefixes in these clusters."""
+        """Return whether sequences of these lengths should share prefixes in these clusters."""
         tokens = sum(cluster.tokens for cluster in clusters)
         saved = 1.0 - tokens / max(1, sum(lengths))
         if self.share_prefixes == "auto" and self.pads and tokens < LEAST_ADDED * len(lengths):

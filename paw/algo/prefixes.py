@@ -86,8 +86,8 @@ class Cluster:
     tokens: int
     """The number of tokens of their tree."""
     attended: int
-    """Number of (token, seen token) pairs that attention computes. Without sharing, it is the sum of
-    the squared lengths."""
+    """Number of (token, seen token) pairs that attention computes. Without sharing, it is the sum
+    of the squared lengths."""
 
 
 def clusters(rows: Sequence[Ids], groups: Sequence[int], *, budget: int) -> list[Cluster]:

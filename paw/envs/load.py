@@ -66,7 +66,8 @@ class UserFactory:
         penalty: Any = self.invalid_penalty
         if not (isinstance(penalty, int | float) and 0 <= penalty < math.inf):
             raise UserError(
-                f"{origin}: invalid_penalty is {short_repr(penalty)}, which is not a number from 0 on"
+                f"{origin}: invalid_penalty is {short_repr(penalty)}, "
+                "which is not a number from 0 on"
             )
 
     def tasks(self, split: str, seed: int) -> Tasks:
@@ -90,7 +91,8 @@ class UserFactory:
         is_task = isinstance(first, Task)
         if not (is_task and isinstance(first.id, str) and isinstance(first.kind, str)):
             raise UserError(
-                f"{call}[0] is {short_repr(first)}; it must be a paw.Task whose id and kind are texts"
+                f"{call}[0] is {short_repr(first)}; "
+                "it must be a paw.Task whose id and kind are texts"
             )
         if split == "warmup" and not self.demonstrates:
             raise UserError(

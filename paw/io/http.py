@@ -101,10 +101,10 @@ class HttpClient:
     answer has a size limit.
 
     It opens as many connections as there are calls. With a thousand at a time, a call costs about a
-    millisecond of processor time (bench/rollout/server_client.py). It uses no proxy, because servers
-    are in the cluster, and it follows no redirects. It keeps no cookies, because one server's
-    cookies would be sent to others on the same machine. Use it on one event loop only. `user` says
-    who needs it. If aiohttp is not installed, the UserError begins with `user`.
+    millisecond of processor time (bench/rollout/server_client.py). It uses no proxy, because
+    servers are in the cluster, and it follows no redirects. It keeps no cookies, because one
+    server's cookies would be sent to others on the same machine. Use it on one event loop only.
+    `user` says who needs it. If aiohttp is not installed, the UserError begins with `user`.
     """
 
     def __init__(self, user: str, *, timeout_s: float) -> None:

@@ -87,7 +87,10 @@ class Household:
         """
         self.object_location = set(game.object_location)
         self.taken_from: set[tuple[str, str]] = set()
-        """Pairs (object, receptacle) that an action made false: the only ones the grammar's not_inreceptacle knows."""
+        """Pairs (object, receptacle) that an action made false.
+
+        The grammar's not_inreceptacle knows only these.
+        """
         self.opened = set(game.opened)
         self.states = dict(game.states)
         self._won: bool | None = None
@@ -234,10 +237,12 @@ class Household:
             for receptacle in here
             if (thing, receptacle) in self.taken_from
         ]
-        return f"You are facing the {_join([game.names[r] for r in here])}. Next to it, you see {_listing(beside)}."
+        faced = _join([game.names[receptacle] for receptacle in here])
+        return f"You are facing the {faced}. Next to it, you see {_listing(beside)}."
 
     def _in_the_middle(self, names: Iterable[str]) -> str:
-        return f"You are in the middle of a room. Looking quickly around you, you see {_listing(names)}."
+        seen = _listing(names)
+        return f"You are in the middle of a room. Looking quickly around you, you see {seen}."
 
     def _examine_receptacle(self, receptacle: str) -> str:
         name = self._name(receptacle)
@@ -251,7 +256,8 @@ class Household:
     def _examine_object(self, thing: str) -> str:
         name, states, inner = self._name(thing), self.state_of(thing), self.game.inner
         if thing in inner:
-            return f"This is a normal {name}. In it, you see {_listing([self.game.names[i] for i in inner[thing]])}."
+            seen = _listing([self.game.names[i] for i in inner[thing]])
+            return f"This is a normal {name}. In it, you see {seen}."
         for needed, adjective in _ADJECTIVES:
             if needed <= states:
                 return f"This is a {adjective} {name}."

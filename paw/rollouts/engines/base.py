@@ -56,7 +56,8 @@ class Request:
     """Whether these tokens are a complete response. If so, sampling stops before an end token."""
     episode: tuple[int, int] | None = None
     """The episode that asks, as (index of the group, number of the member). In many environments an
-    episode's next request begins with the tokens of this one. First requests of a group are equal."""
+    episode's next request begins with the tokens of this one. First requests of a group are
+    equal."""
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,8 @@ class ServerPool:
             )
         if not 0 <= cached_tokens <= len(request.prompt_ids):
             raise WrongAnswer(
-                f"{short_repr(cached_tokens)} cached tokens of {len(request.prompt_ids)} in the prompt"
+                f"{short_repr(cached_tokens)} cached tokens "
+                f"of {len(request.prompt_ids)} in the prompt"
             )
 
     def _versions(self, choice: Choice, oldest_version: int) -> list[int]:
