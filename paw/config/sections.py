@@ -25,12 +25,10 @@ from paw.config import plugins
 from paw.config.keys import OnlyPlugins, flatten, keys_of, section_type
 from paw.config.tool_sections import (
     EndpointConfig,
-    EngineConfig,
     RwmlConfig,
     SftConfig,
     TrackingConfig,
     WarmupConfig,
-    listed,
 )
 from paw.config.traits import EstimatorTraits, Need, traits_of
 from paw.config.values import (
@@ -45,6 +43,7 @@ from paw.config.values import (
     Section,
     Seed,
     Share,
+    listed,
 )
 from paw.errors import UserError
 
@@ -262,6 +261,32 @@ class RolloutConfig(Section):
     """Maximum number of tokens in a prompt. A longer prompt loses its beginning."""
     max_response_tokens: Count = 512
     """Maximum number of tokens in a response."""
+
+
+class EngineConfig(PluginSection):
+    """The engine that samples responses. Each has further keys of its own."""
+
+    KIND = "engines"
+    KEY = "type"
+    type: str = "transformers"
+    """transformers samples with the trainer's own weights. vllm is an engine in each rank, beside
+    the trainer. server uses vLLM servers on their own devices or machines (docs/scale.md). Or your
+    own engine, "module:name" or "FILE.py:name" (docs/bring-your-own.md)."""
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that the run leaves to engines that it starts."""
+        return 0
+
+    @property
+    def weight_folders(self) -> list[Path]:
+        """Folders, besides memory, in which the run may put weights for its engines."""
+        return []
+
+    @property
+    def contradiction(self) -> str:
+        """Say which keys do not go together, and what would; "" if all do."""
+        return ""
 
 
 class AdvantageConfig(PluginSection):

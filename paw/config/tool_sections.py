@@ -1,9 +1,6 @@
-"""Sections that are not about training itself: engines, warm-up, endpoints, fine-tuning, trackers,
-and the stages of RWML.
-"""
+"""The sections of the tools: [warmup], [endpoint], [sft], [tracking] and [rwml]."""
 
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -12,7 +9,6 @@ from paw.config.values import (
     Natural,
     NonNegative,
     Only,
-    PluginSection,
     Positive,
     Rate,
     Seconds,
@@ -20,38 +16,8 @@ from paw.config.values import (
     Seed,
     Share,
     Url,
+    listed,
 )
-
-
-def listed(value: Any) -> Any:
-    """Return a list of one for a single text, and anything else unchanged."""
-    return [value] if isinstance(value, str) else value
-
-
-class EngineConfig(PluginSection):
-    """The engine that samples responses. Each has further keys of its own."""
-
-    KIND = "engines"
-    KEY = "type"
-    type: str = "transformers"
-    """transformers samples with the trainer's own weights. vllm is an engine in each rank, beside
-    the trainer. server uses vLLM servers on their own devices or machines (docs/scale.md). Or your
-    own engine, "module:name" or "FILE.py:name" (docs/bring-your-own.md)."""
-
-    @property
-    def gpus(self) -> int:
-        """Number of GPUs that the run leaves to engines that it starts."""
-        return 0
-
-    @property
-    def weight_folders(self) -> list[Path]:
-        """Folders, besides memory, in which the run may put weights for its engines."""
-        return []
-
-    @property
-    def contradiction(self) -> str:
-        """Say which keys do not go together, and what would; "" if all do."""
-        return ""
 
 
 class WarmupConfig(Section):

@@ -50,6 +50,11 @@ def _check_text(text: str) -> None:
         raise ValueError(f"a name in it has more than {LONGEST_NAME} bytes")
 
 
+def listed(value: Any) -> Any:
+    """Return a list of one for a single text, and anything else unchanged."""
+    return [value] if isinstance(value, str) else value
+
+
 @dataclass(frozen=True)
 class Only:
     """Metadata of a key that applies only if `key` has one of `values`, or none of `excluded`.

@@ -25,7 +25,7 @@ from typing import Annotated, Any, NoReturn
 
 from pydantic import Field, field_validator
 
-from paw.config.tool_sections import listed
+from paw.config.values import listed
 from paw.envs.base import Endless, EnvFactory, Sized, Tasks, seeds
 from paw.envs.checked import Strict, checked
 from paw.envs.conversation import Conversation, Message, invalid, opening

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import field_validator
 
-from paw.config.tool_sections import EngineConfig, listed
-from paw.config.values import Count, Natural, Only, Rate, Seconds, Url
+from paw.config.sections import EngineConfig
+from paw.config.values import Count, Natural, Only, Rate, Seconds, Url, listed
 
 STARTED = Only("engine.servers")
 
