@@ -349,7 +349,8 @@ class PolicyConfig(PluginSection):
     unless something else needs it."""
     tis_cap: Annotated[float, Field(gt=1.0)] | None = None
     """Truncated importance sampling: tokens are weighted by min(pi_old / pi_sampler, cap). With
-    old_logp = "engine", min(pi / pi_sampler, cap) replaces PPO's clipped ratio."""
+    old_logp = "engine", min(pi / pi_sampler, cap) replaces PPO's clipped ratio; other losses, and
+    those of your own, then refuse the cap."""
     is_mask: tuple[Positive, Positive] | None = None
     """[low, high]: tokens whose pi_old / pi_sampler is outside this range have no policy loss."""
     is_level: Literal["token", "response"] = "token"
@@ -534,8 +535,9 @@ class Config(Section):
                 raise ValueError(
                     "policy.is_mask and policy.is_level need policy.old_logp = 'trainer'"
                 )
-            # Only ppo's ratio is replaced, see `learn.Objective`.
-            if policy.tis_cap and policy.loss in plugins.POLICY_LOSSES and policy.loss != "ppo":
+            # There pi_old is pi_sampler, so the cap has nothing to weight. For ppo it replaces the
+            # clip, see `learn.Objective`.
+            if policy.tis_cap and policy.loss != "ppo":
                 raise ValueError(
                     f"policy.tis_cap and policy.loss = '{policy.loss}' need "
                     "policy.old_logp = 'trainer'"

@@ -515,7 +515,11 @@ def test_a_program_hands_over_what_it_made():
         ({"policy.is_level": "response"}, "policy.tis_cap and policy.is_mask"),
         (
             {"policy.loss": "gspo", "policy.old_logp": "engine", "policy.tis_cap": "2"},
-            "policy.tis_cap and policy.loss = ",
+            "policy.tis_cap and policy.loss = 'gspo' need policy.old_logp = 'trainer'",
+        ),
+        (
+            {"policy.loss": "math:exp", "policy.old_logp": "engine", "policy.tis_cap": "2"},
+            "policy.tis_cap and policy.loss = 'math:exp' need policy.old_logp = 'trainer'",
         ),
         ({"policy.loss": "gspo", "policy.dual_clip": "2"}, "it needs policy.loss = 'ppo'"),
         ({"rollout.ahead": "1"}, "it needs engine.type = 'server'"),
