@@ -16,18 +16,29 @@ import inspect
 import re
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import chdir
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field, create_model
 from pydantic.errors import PydanticUserError
 
 from paw.config.values import Section
 from paw.errors import OURS, UserError, clean, describe, nearest
+
+
+class BuiltInPlugin(NamedTuple):
+    """A built-in plug-in of a kind whose key says what each one does."""
+
+    target: str
+    """module:name"""
+    meaning: str
+    """What it does, in a few words."""
+
 
 ENVS = {
     "alfworld": "paw.envs.alfworld.factory:AlfworldFactory",
@@ -59,31 +70,41 @@ CALLBACKS = {
     "trackio": "paw.tools.train.trackers:Trackio",
     "mlflow": "paw.tools.train.trackers:Mlflow",
 }
+ENGINES = {
+    "transformers": BuiltInPlugin(
+        "paw.rollouts.engines.transformers:TransformersEngine",
+        meaning="the trainer's own model",
+    ),
+    "vllm": BuiltInPlugin(
+        "paw.rollouts.engines.vllm:VllmEngine",
+        meaning="an engine in each rank, beside the trainer",
+    ),
+    "server": BuiltInPlugin(
+        "paw.rollouts.engines.server:ServerEngine",
+        meaning="vLLM servers on their own devices or machines (docs/scale.md)",
+    ),
+}
 POLICY_LOSSES = {
     "ppo": "paw.algo.loss:ppo",
     "cispo": "paw.algo.loss:cispo",
     "gspo": "paw.algo.loss:gspo",
 }
 WORLD_LOSSES = {
-    "cmae": "paw.algo.loss:cmae",
-    "mae": "paw.algo.loss:mae",
-    "ce": "paw.algo.loss:ce",
-    "gce": "paw.algo.loss:gce",
+    "cmae": BuiltInPlugin("paw.algo.loss:cmae", meaning="[p <= rho] (1 - p)"),
+    "mae": BuiltInPlugin("paw.algo.loss:mae", meaning="1 - p"),
+    "ce": BuiltInPlugin("paw.algo.loss:ce", meaning="-log p"),
+    "gce": BuiltInPlugin("paw.algo.loss:gce", meaning="(1 - p^q) / q (arXiv 1805.07836)"),
 }
 BUILT_IN: dict[str, dict[str, str]] = {
     "envs": ENVS,
-    "engines": {
-        "transformers": "paw.rollouts.engines.transformers:TransformersEngine",
-        "vllm": "paw.rollouts.engines.vllm:VllmEngine",
-        "server": "paw.rollouts.engines.server:ServerEngine",
-    },
+    "engines": {name: engine.target for name, engine in ENGINES.items()},
     "advantages": {
         "grpo": "paw.algo.advantages:grpo",
         "rloo": "paw.algo.advantages:rloo",
         "gigpo": "paw.algo.advantages:gigpo",
         "ppo": "paw.algo.gae:gae",  # one per token, from the critic's values
     },
-    "losses": POLICY_LOSSES | WORLD_LOSSES,
+    "losses": POLICY_LOSSES | {name: loss.target for name, loss in WORLD_LOSSES.items()},
     "agents": {
         "plain": "paw.rollouts.episode:plain",
         "react": "paw.agents.react:React",
@@ -107,6 +128,11 @@ _files: dict[tuple[str, int, int], ModuleType] = {}
 """(path, modification time, size) of a file -> its module."""
 _handed_over: dict[str, Any] = {}
 """Name -> plug-in that a program has passed."""
+
+
+def meanings(table: Mapping[str, BuiltInPlugin]) -> str:
+    """Return "name: meaning" of each plug-in of a table, for the description of a key."""
+    return "; ".join(f"{name}: {plugin.meaning}" for name, plugin in table.items())
 
 
 def names(kind: str) -> list[str]:

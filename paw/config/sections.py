@@ -268,10 +268,11 @@ class EngineConfig(PluginSection):
 
     KIND = "engines"
     KEY = "type"
-    type: str = "transformers"
-    """transformers samples with the trainer's own weights. vllm is an engine in each rank, beside
-    the trainer. server uses vLLM servers on their own devices or machines (docs/scale.md). Or your
-    own engine, "module:name" or "FILE.py:name" (docs/bring-your-own.md)."""
+    type: str = Field(
+        "transformers",
+        description=f"What samples. {plugins.meanings(plugins.ENGINES)}. Or your own engine, "
+        '"module:name" or "FILE.py:name" (docs/bring-your-own.md).',
+    )
 
     @property
     def gpus(self) -> int:
@@ -372,9 +373,11 @@ class WorldConfig(PluginSection):
     alpha: Annotated[Rate, WM] = 0.75
     """Share of the update's transitions to learn from. Those with the highest action entropy are
     chosen."""
-    loss: Annotated[str, WM] = "cmae"
-    """Loss of an observation token of probability p: cmae [p <= rho] (1 - p), mae 1 - p, ce -log p,
-    gce (1 - p^q) / q (arXiv 1805.07836), or your own loss."""
+    loss: Annotated[str, WM] = Field(
+        "cmae",
+        description="Loss of an observation token of probability p. "
+        f"{plugins.meanings(plugins.WORLD_LOSSES)}. Or your own loss (docs/algorithm.md).",
+    )
     rho: Annotated[Rate, WM, CMAE] = 0.2
     """Tokens with a higher probability have no loss."""
     q: Annotated[Rate, WM, GCE] = 0.7
