@@ -6,6 +6,7 @@ another key; with other values it is an unknown key. `paw.config.recipe` reads r
 imports no torch.
 """
 
+import inspect
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,10 +76,31 @@ class OnlyEstimators(Only):
         return estimator_traits(value).needs == self.needs
 
 
+@dataclass(frozen=True)
+class SettingOfPpo(Only):
+    """Metadata of a setting of `ppo` in the section itself.
+
+    A loss with a parameter of that name brings the key with a default of its own, so this key
+    applies only with ppo.
+    """
+
+    key: str = "policy.loss"
+    values: tuple[str, ...] = ("ppo",)
+    setting: str = ""
+
+    def __str__(self) -> str:
+        """Name the built-in losses that have the setting. Imports torch."""
+        having = []
+        for name in plugins.POLICY_LOSSES:
+            parameters = inspect.signature(plugins.load("losses", name)).parameters
+            if self.setting in parameters:
+                having.append(name)
+        return str(Only(self.key, tuple(having)))
+
+
 WM = Only("wm.enabled", (True,))
 CMAE = Only("wm.loss", ("cmae",))
 GCE = Only("wm.loss", ("gce",))
-PPO = Only("policy.loss", ("ppo",))
 FLASH = Only("optim.name", ("flash-adamw",))
 LORA = Only("lora.rank")
 GROUPS = OnlyEstimators(needs="groups")
@@ -330,11 +352,11 @@ class PolicyConfig(PluginSection):
         description=f"Loss of responses: {', '.join(CHOICES)}, or one of your own, "
         '"module:name" or "FILE.py:name" (docs/algorithm.md).',
     )
-    clip_low: Annotated[Share, PPO] = 0.2
+    clip_low: Annotated[Share, SettingOfPpo(setting="clip_low")] = 0.2
     """Ratios below 1 - clip_low are clipped."""
-    clip_high: Annotated[NonNegative, PPO] = 0.2
+    clip_high: Annotated[NonNegative, SettingOfPpo(setting="clip_high")] = 0.2
     """Ratios above 1 + clip_high are clipped."""
-    dual_clip: Annotated[float, Field(gt=1.0), PPO] = 3.0
+    dual_clip: Annotated[float, Field(gt=1.0), SettingOfPpo(setting="dual_clip")] = 3.0
     """If the advantage is negative, the loss is at most this factor times its size."""
     kl_coef: NonNegative = 0.01
     """Weight of the KL term to the start model; 0 needs no reference model."""

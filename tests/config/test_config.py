@@ -629,7 +629,7 @@ def test_a_loss_has_its_own_clip_and_not_the_one_of_another_loss(recipe, tmp_pat
     plain = f"{tmp_path / 'own.py'}:plain"
     assert "clip_high" not in dump(load("quickstart", {"policy.loss": plain}))
     message = problem("quickstart", {"policy.loss": plain, "policy.clip_high": "0.1"})
-    assert message.endswith("'policy.clip_high'; it needs policy.loss = 'ppo'")
+    assert message.endswith("'policy.clip_high'; it needs policy.loss = 'ppo' or 'cispo' or 'gspo'")
     own_clip = load("quickstart", {"policy.loss": f"{tmp_path / 'own.py'}:own_clip"})
     assert own_clip.policy.clip_high == 3.0
 
