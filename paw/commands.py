@@ -270,7 +270,7 @@ def _sft(parser: argparse.ArgumentParser) -> Command:
         "--out",
         type=Path,
         required=True,
-        help="folder to write; if stopped, the same command continues from there",
+        help="folder to write; if stopped, the same command continues",
     )
     return _run_of("paw.tools.sft.sft")
 

@@ -212,9 +212,7 @@ class Run(Parts, RunProgress):
         if self.config.rollout.ahead or not self.engine.exclude(error.servers):
             raise error
         servers = ", ".join(error.servers)
-        self.say(
-            f"update {self.step + 1}: {error}; {servers} excluded; its episodes are played again"
-        )
+        self.say(f"update {self.step + 1}: {error}; {servers} excluded; the update is played again")
 
     # --- between updates
     # ---------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for name in options.runs or RUNS:
-            if name == "resume":  # stopped by the end after one update, then goes on
+            if name == "resume":  # stopped by the end after one update, then continues
                 train(folder, name, folder / "cache", RUNS[name] | {"run.updates": 1})
                 train(folder, name, folder / "cache", RUNS[name], "--resume", "auto")
             else:

@@ -27,7 +27,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """The signals that ask a command to stop."""
 KEPT = {
     "train": "; checkpoints are kept (--resume auto)",
-    "sft": "; the same command continues from what it has saved",
+    "sft": "; the same command continues",
 }
 """Command -> text added to a line about its end."""
 WATCHED = (

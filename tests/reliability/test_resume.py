@@ -1,4 +1,4 @@
-"""A run that is killed or stopped goes on bit for bit; one that meets non-finite numbers stops
+"""A run that is killed or stopped continues bit for bit; one that meets non-finite numbers stops
 unharmed."""
 
 import json

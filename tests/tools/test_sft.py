@@ -122,7 +122,7 @@ def test_expert_play_is_learnt_and_a_stopped_run_goes_on_to_the_same_model(
     with monkeypatch.context() as patch:
         patch.setattr(sft, "step", told_to_stop)
         err = learn("parts", code=2, sft__epochs=4).stderr
-    assert "stopped by SIGINT after step 7 of 16: the same command goes on from there" in err
+    assert "stopped by SIGINT after step 7 of 16: the same command continues" in err
     assert not (tmp_path / "parts" / "config.json").exists()
     err = learn("parts", code=2, sft__epochs=5).stderr
     assert "step_000007 there is from other data or settings" in err

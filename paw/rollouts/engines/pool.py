@@ -371,7 +371,7 @@ class SendingPool(ServerPool):
         """Send every parameter from rank 0 to every server, including those that failed before.
 
         A call of all ranks. Raises UserError if a server does not take the first weights, or later
-        ones while a router goes on asking it.
+        ones while a router keeps asking it.
         """
         self.expect(version)
         if self._ranks.first and self._started:
@@ -396,7 +396,7 @@ class SendingPool(ServerPool):
             if self._behind_router:
                 raise UserError(
                     f"engine.urls: {url} has not taken the weights of update {version}: {fault}; "
-                    "engine.router would go on asking it: take it out there, or restart it"
+                    "engine.router would keep asking it: take it out there, or restart it"
                 )
             if self._ranks.first:
                 to_stderr(f"{url} did not take the weights of update {version}: {fault}")

@@ -1,7 +1,7 @@
 """Sends weights to rollout servers, by NCCL between GPUs, or as files that both sides see.
 
 Both ways use interfaces of vLLM 0.32 (VLLM_SERVER_DEV_MODE=1): its weight transfer engine, or
-`reload_weights`. If a server fails, `send` goes on with the others and returns which ones failed.
+`reload_weights`. If a server fails, `send` continues with the others and returns which ones failed.
 Every answer of a server is checked, and bounded in time and size.
 """
 

@@ -1,7 +1,7 @@
 """`paw doctor --kernels`: check every backend of the head against float64 here, then time them.
 
 Cases run one after another in a child process. A case that crashes, hangs or does not compile
-becomes a line of the table, and the others go on.
+becomes a line of the table, and the others continue.
 """
 
 import importlib.util

@@ -304,9 +304,7 @@ class _Processes:
         for line in job.log.read_text(errors="replace").splitlines()[-10:]:
             to_stderr(line)
         ending = f"failed (exit code {exit_code})" if exit_code else "was stopped"
-        raise UserError(
-            f"run {job.directory} {ending}, see {job.log}; the same command continues from here"
-        )
+        raise UserError(f"run {job.directory} {ending}, see {job.log}; the same command continues")
 
     def stop(self) -> None:
         """Start no further job, and ask the running ones to stop."""

@@ -80,7 +80,7 @@ def fine_tune(
     log = _ProgressLog(first=done, total=total)
 
     packing = Packing.of(optim, policy)
-    with StopSignal("step", "the same command goes on") as stop:
+    with StopSignal("step", "the same command continues") as stop:
         for batch in batches[done:]:
             loss = step(
                 policy,
@@ -99,7 +99,7 @@ def fine_tune(
             log.step(done, loss, always=stop.requested)
             if stop.requested and done < total:
                 progress.save(done)
-                outcome = "the same command goes on from there" if out else "nothing was written"
+                outcome = "the same command continues" if out else "nothing was written"
                 raise UserError(f"stopped by {stop.name} after step {done} of {total}: {outcome}")
             if settings.save_every and done % settings.save_every == 0 and done < total:
                 progress.save(done)
@@ -109,7 +109,7 @@ def fine_tune(
 def _batches(
     rows: Sequence[Sample], optim: OptimConfig, *, epochs: int, run_seed: int
 ) -> list[list[Sample]]:
-    """Yield the mini-batches of all epochs. Each epoch has its own order of the rows."""
+    """Return the mini-batches of all epochs. Each epoch has its own order of the rows."""
     batches: list[list[Sample]] = []
     for epoch in range(epochs):
         seed = run_seed * 1_000_003 + epoch
