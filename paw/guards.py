@@ -60,26 +60,46 @@ class UpdateGuard:
         self.in_a_row = in_a_row
 
 
-VLLM = "--engine.gpu_memory_utilization"
 MEMORY_SETTINGS = {
-    "start": f"--optim.name flash-adamw, --policy.offload_reference true, {VLLM} or more --gpus",
-    "rollout": f"{VLLM} or --engine.max_batch_tokens",
-    "score": "--optim.micro_batch_tokens",
-    "update": "--optim.micro_batch_tokens, --model.checkpointing full or --optim.offload true",
-    "sync": VLLM,
-    "eval": f"{VLLM} or --engine.max_batch_tokens",
+    "start": ("--optim.name flash-adamw", "--policy.offload_reference true", "more --gpus"),
+    "score": ("--optim.micro_batch_tokens",),
+    "update": (
+        "--optim.micro_batch_tokens",
+        "--model.checkpointing full",
+        "--optim.offload true",
+    ),
 }
-"""Settings to change if memory runs out, by phase."""
+"""Settings of the trainer to change if memory runs out, by phase."""
+ENGINE_PHASES = ("start", "rollout", "sync", "eval")
+"""Phases in which the engine has memory too."""
 COLLAPSE_WINDOW = 5
 """Number of updates that the signature of a collapse must last."""
 
 
-def memory_message(phase: str, *, update: int, rank: int, peak_gib: float, saved: int) -> str:
-    """Return one line for the user: where memory ran out, how much was in use, what to change."""
-    settings = MEMORY_SETTINGS.get(phase, MEMORY_SETTINGS["update"])
+def memory_message(
+    phase: str,
+    *,
+    update: int,
+    rank: int,
+    peak_gib: float,
+    saved: int,
+    engine_keys: Sequence[str],
+) -> str:
+    """Return one line for the user: where memory ran out, how much was in use, what to change.
+
+    `engine_keys` are the engine's `memory_keys`.
+    """
+    settings: list[str] = []
+    if phase in ENGINE_PHASES:
+        settings += [f"--engine.{key}" for key in engine_keys]
+    settings += MEMORY_SETTINGS.get(phase, ())
+    if not settings:
+        settings += MEMORY_SETTINGS["update"]
+    *others, last = settings
+    advice = f"{', '.join(others)} or {last}" if others else last
     return (
         f"out of memory in phase '{phase}' of update {update} on rank {rank}, "
-        f"peak {peak_gib:.1f} GiB: lower or set {settings} (`paw plan` finds settings that fit); "
+        f"peak {peak_gib:.1f} GiB: lower or set {advice} (`paw plan` finds settings that fit); "
         f"{what_is_saved(saved)}"
     )
 

@@ -52,6 +52,7 @@ from paw.model.policy import Policy, full_parameters, pick_device
 from paw.progress import RunProgress
 from paw.rollouts.background.ahead import AsyncRollouts
 from paw.rollouts.base import RolloutSource
+from paw.rollouts.engines import find_engine
 from paw.rollouts.engines.weight_folders import remove_abandoned
 from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import more_context, success_metrics, success_text
@@ -465,6 +466,7 @@ def open_run(
             rank=int(os.environ.get("RANK", "0")),
             peak_gib=peak_gib(pick_device(config.model.device)),
             saved=reached.saved,
+            engine_keys=find_engine(config.engine.type).memory_keys,
         )
         raise UserError(message) from None
 

@@ -16,7 +16,8 @@ import torch
 from paw.config.sections import AdvantageConfig
 from paw.distributed.ranks import out_of_memory
 from paw.errors import UserError
-from paw.guards import TrainingStopped, UpdateGuard, alarms, collapse_warning
+from paw.guards import TrainingStopped, UpdateGuard, alarms, collapse_warning, memory_message
+from paw.rollouts.engines import find_engine
 from paw.rundir.signals import StopSignal
 
 
@@ -174,6 +175,31 @@ def test_an_ignored_hangup_stays_ignored():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("phase", "engine", "advice"),
+    [
+        ("rollout", "vllm", "--engine.gpu_memory_utilization"),
+        ("rollout", "transformers", "--engine.max_batch_tokens"),
+        ("score", "vllm", "--optim.micro_batch_tokens"),
+        (
+            "eval",
+            "server",  # has no memory on the trainer's GPUs
+            "--optim.micro_batch_tokens, --model.checkpointing full or --optim.offload true",
+        ),
+        (
+            "start",
+            "vllm",
+            "--engine.gpu_memory_utilization, --optim.name flash-adamw, "
+            "--policy.offload_reference true or more --gpus",
+        ),
+    ],
+)
+def test_out_of_memory_names_the_keys_of_the_engine_in_use(phase, engine, advice):
+    keys = find_engine(engine).memory_keys
+    message = memory_message(phase, update=3, rank=0, peak_gib=79.1, saved=2, engine_keys=keys)
+    assert f"peak 79.1 GiB: lower or set {advice} (`paw plan` finds" in message
 
 
 def test_what_counts_as_out_of_memory():

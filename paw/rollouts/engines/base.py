@@ -219,8 +219,14 @@ class Engine(ABC):
     sized_by_share: ClassVar[bool] = False
     """Whether its key engine.gpu_memory_utilization is its share of the training GPUs. If so, `paw
     plan` may change it."""
+    memory_keys: ClassVar[tuple[str, ...]] = ()
+    """Its keys of [engine] that bound its memory on the training GPUs. If a GPU's memory runs out
+    while it works, the run's last line names them."""
     replaceable: ClassVar[bool] = False
     """Whether `paw plan` may propose servers instead of it."""
+    starts_servers: ClassVar[bool] = False
+    """Whether it starts `engine.servers` servers of `engine.tensor_parallel` GPUs each. `paw plan`
+    proposes the built-in engine that does."""
 
     # Known once an engine is running.
 

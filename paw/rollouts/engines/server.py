@@ -45,6 +45,7 @@ class ServerEngine(Engine):
     gives_versions = True
     has_pool = True
     takes_adapters = True
+    starts_servers = True
     continuous = True
     checkpoint_names = True
 

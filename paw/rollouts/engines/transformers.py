@@ -29,6 +29,7 @@ class TransformersEngine(Engine):
     Config = TransformersConfig
     runs_policy = True
     gives_entropy = True
+    memory_keys = ("max_batch_tokens",)
     replaceable = True
 
     @classmethod

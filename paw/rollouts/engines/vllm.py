@@ -75,6 +75,7 @@ class VllmEngine(Engine):
     gives_entropy = True
     takes_adapters = True
     sized_by_share = True
+    memory_keys = ("gpu_memory_utilization",)
     replaceable = True
     continuous = True
     checkpoint_names = True

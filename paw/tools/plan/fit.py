@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from paw.config import plugins
 from paw.config.keys import flatten
 from paw.config.recipe import known_keys, layered, validate
 from paw.config.sections import Config
@@ -169,8 +170,16 @@ def with_servers(
 
 def _with_server_keys(config: Config, count: int, size: int, ahead: int) -> Config:
     """Return the configuration with `count` servers of `size` cards."""
-    values = ("server", count, size, ahead)
+    values = (_type_of_servers(), count, size, ahead)
     return changed(config, dict(zip(ENGINE, values, strict=True)))
+
+
+def _type_of_servers() -> str:
+    """Return the `engine.type` of the built-in engine that starts servers."""
+    for name in plugins.BUILT_IN["engines"]:
+        if find_engine(name).starts_servers:
+            return name
+    raise ValueError("no built-in engine starts servers")
 
 
 def _same_learning(one: Config, other: Config) -> bool:
