@@ -161,56 +161,61 @@ class Household:
         """Return, by admissible command, the method that plays it and its arguments."""
         if self._admissible is not None:
             return self._admissible
-        game, names, location, held = self.game, self.game.names, self.game.location, self.held
-        able, here = game.able, game.at.get(self.location, ())
         actions: dict[str, tuple] = {
             command: (self._go, receptacle)
-            for command, receptacle in game.destinations.items()
-            if location[receptacle] != self.location
+            for command, receptacle in self.game.destinations.items()
+            if self.game.location[receptacle] != self.location
         }
         actions |= {"look": (self._look,), "inventory": (self._inventory,), "help": (lambda: HELP,)}
-        for receptacle in here:
-            name, shut = names[receptacle], self.is_shut(receptacle)
-            actions[f"examine {name}"] = (self._examine_receptacle, receptacle)
-            if shut:
-                actions[f"open {name}"] = (self._open, receptacle)
-            elif receptacle in able["openable"]:
-                actions[f"close {name}"] = (self._close, receptacle)
-            for thing in self.contents[receptacle]:
-                if held is None and not shut and thing in able["pickupable"]:
-                    actions[f"take {names[thing]} from {name}"] = (self._take, thing, receptacle)
-                if thing in able["toggleable"]:
-                    actions[f"use {names[thing]}"] = (
-                        self._add,
-                        thing,
-                        "toggled",
-                        f"You turn on the {names[thing]}.",
-                    )
-            if held is None:
-                continue
-            if not shut and self.can_hold(receptacle, held):
-                actions[f"move {names[held]} to {name}"] = (self._put, held, receptacle)
-            for verb, tools in game.tools.items():
-                if game.receptacle_type.get(receptacle) in tools and held in able[f"{verb}able"]:
-                    actions[f"{verb} {names[held]} with {name}"] = (
-                        self._treat,
-                        held,
-                        receptacle,
-                        verb,
-                    )
-        if held is not None:
-            actions[f"examine {names[held]}"] = (self._examine_object, held)
-            if game.object_type.get(held) in _KNIVES:
-                for thing in able["sliceable"]:
-                    if (thing, self.location) in self.object_location:
-                        said = f"You sliced the {names[thing]} with the {names[held]}."
-                        actions[f"slice {names[thing]} with {names[held]}"] = (
-                            self._add,
-                            thing,
-                            "sliced",
-                            said,
-                        )
+        for receptacle in self.game.at.get(self.location, ()):
+            actions |= self._actions_at(receptacle)
+        if self.held is not None:
+            actions |= self._actions_with(self.held)
         self._admissible = actions
+        return actions
+
+    def _actions_at(self, receptacle: str) -> dict[str, tuple]:
+        """Return the actions on a receptacle, on what is in it, and with what is held there."""
+        names = self.game.names
+        able = self.game.able
+        name = names[receptacle]
+        is_shut = self.is_shut(receptacle)
+        actions: dict[str, tuple] = {f"examine {name}": (self._examine_receptacle, receptacle)}
+        if is_shut:
+            actions[f"open {name}"] = (self._open, receptacle)
+        elif receptacle in able["openable"]:
+            actions[f"close {name}"] = (self._close, receptacle)
+
+        for thing in self.contents[receptacle]:
+            if self.held is None and not is_shut and thing in able["pickupable"]:
+                actions[f"take {names[thing]} from {name}"] = (self._take, thing, receptacle)
+            if thing in able["toggleable"]:
+                message = f"You turn on the {names[thing]}."
+                actions[f"use {names[thing]}"] = (self._add, thing, "toggled", message)
+
+        held = self.held
+        if held is None:
+            return actions
+        if not is_shut and self.can_hold(receptacle, held):
+            actions[f"move {names[held]} to {name}"] = (self._put, held, receptacle)
+        for verb, tools in self.game.tools.items():
+            is_tool = self.game.receptacle_type.get(receptacle) in tools
+            if is_tool and held in able[f"{verb}able"]:
+                command = f"{verb} {names[held]} with {name}"
+                actions[command] = (self._treat, held, receptacle, verb)
+        return actions
+
+    def _actions_with(self, held: str) -> dict[str, tuple]:
+        """Return the actions on the held object, and on others with it."""
+        names = self.game.names
+        actions: dict[str, tuple] = {f"examine {names[held]}": (self._examine_object, held)}
+        if self.game.object_type.get(held) not in _KNIVES:
+            return actions
+        for thing in self.game.able["sliceable"]:
+            if (thing, self.location) in self.object_location:
+                message = f"You sliced the {names[thing]} with the {names[held]}."
+                command = f"slice {names[thing]} with {names[held]}"
+                actions[command] = (self._add, thing, "sliced", message)
         return actions
 
     # ---- what is only described
