@@ -81,7 +81,8 @@ class Table:
         self._done: set[tuple[str, ...]] = set()
         if keep and path.exists():
             with path.open(newline="", encoding="utf-8") as file:
-                self._done = {tuple(row[name] for name in KEY) for row in csv.DictReader(file)}
+                for row in csv.DictReader(file):
+                    self._done.add(tuple(row[name] for name in KEY))
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
@@ -140,10 +141,12 @@ def check_only(options: argparse.Namespace, device: torch.device, dtype: torch.d
         labels += [case.label() for case in cases(group, device, dtype)]
     for columns, _ in without_matmul(device, 0.0):
         labels.append(label_without_matmul(columns))
-    if not any(all(word in label for word in options.only) for label in labels):
-        raise SystemExit(
-            f"--only {' '.join(options.only)}: no case has all of that in its name, as in '{labels[0]}'"
-        )
+    for label in labels:
+        if all(word in label for word in options.only):
+            return
+    raise SystemExit(
+        f"--only {' '.join(options.only)}: no case has all of that in its name, as in '{labels[0]}'"
+    )
 
 
 def label_without_matmul(columns: Row) -> str:

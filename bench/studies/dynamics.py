@@ -64,7 +64,10 @@ def dynamics(folders: list[Path], out: Path) -> None:
     """Write dynamics.{csv,png,md}: a line for each run and update; a panel for each metric; first
     and last means."""
     groups = read(folders)
-    logged = {key for group in groups.values() for run in group for key in run.metrics}
+    logged: set[str] = set()
+    for group in groups.values():
+        for run in group:
+            logged |= run.metrics.keys()
     logged_curves = {key: label for key, label in CURVES.items() if key in logged}
     if not logged_curves:
         raise UserError(f"{folders[0]}: none of its metrics is a training curve")
@@ -83,9 +86,10 @@ def dynamics(folders: list[Path], out: Path) -> None:
     records = []
     for name, group in groups.items():
         for run in group:
-            for step in sorted(
-                {step for key in logged_curves for step in run.metrics.get(key, {})}
-            ):
+            steps: set[int] = set()
+            for key in logged_curves:
+                steps |= run.metrics.get(key, {}).keys()
+            for step in sorted(steps):
                 record = {"group": name, "run": run.name, "update": step}
                 for key in logged_curves:
                     record[key] = run.at(key, step)

@@ -42,6 +42,7 @@ from paw.tools.evaluate.results import markdown
 from paw.tools.experiment.results import Record, percent, write
 from paw.tools.report.plots import PALETTE, legend, styled
 from paw.tools.train.preparation import start_model
+from paw.types import Group, Turn
 
 Rule = Callable[[str, str, str], list[tuple[int, int]]]
 """(prompt, action, observation) -> the characters [start, end) of the observation that are
@@ -138,10 +139,19 @@ def find_rule(name: str) -> Rule:
 def noisy(tokens: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
     """Whether each token (its characters [start, end)) overlaps a span; one such character makes it
     all a guess."""
-    return [
-        any(start < span_end and span_start < end for span_start, span_end in spans)
-        for start, end in tokens
-    ]
+    flags = []
+    for token_start, token_end in tokens:
+        flags.append(any(token_start < end and start < token_end for start, end in spans))
+    return flags
+
+
+def turns_of(groups: Sequence[Group]) -> list[Turn]:
+    """All turns, in the order of `to_samples`."""
+    turns: list[Turn] = []
+    for group in groups:
+        for episode in group.trajectories:
+            turns += episode.turns
+    return turns
 
 
 def measure(
@@ -166,7 +176,7 @@ def measure(
     samples = to_samples(
         groups, separator_ids=chat.separator_ids, encode_observation=encode, invalid_penalty=0.0
     )
-    turns = [turn for group in groups for episode in group.trajectories for turn in episode.turns]
+    turns = turns_of(groups)
     noise: list[list[bool]] = []  # of each sample's observation tokens
     for sample, turn in zip(samples, turns, strict=True):
         sample.wm_weight = 1.0
@@ -183,7 +193,9 @@ def measure(
     tokens = []
     with torch.no_grad():
         for batch in batches:
-            flags = [flag for i in batch.indices for flag in noise[i]]
+            flags: list[bool] = []
+            for i in batch.indices:
+                flags += noise[i]
             rated = policy(partial(p_and_spread, policy, batch, config.rollout.temperature))
             for flag, (p, spread) in zip(flags, rated, strict=True):
                 tokens.append(Token(noise=flag, p=p, spread=spread))

@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, flags, paw, write
-from bench.studies.noise_gradient import SLOPES, household, noisy
+from bench.studies.noise_gradient import SLOPES, household, noisy, turns_of
 from paw.algo import advantages
 from paw.algo.loss import ce, cmae, joint, ppo, token_batch
 from paw.algo.packing import Packing
@@ -145,7 +145,7 @@ def choose_turns(
     )
     for sample, advantage in zip(samples, advantages.grpo(samples), strict=True):
         sample.advantage = advantage
-    turns = [turn for group in groups for episode in group.trajectories for turn in episode.turns]
+    turns = turns_of(groups)
     last_step = {sample.trajectory: sample.step for sample in samples}
 
     chosen = []
