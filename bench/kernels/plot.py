@@ -405,14 +405,14 @@ def tiles(rows_before: Rows, rows_now: Rows) -> Figure:
 
     figure, axes = plt.subplots(figsize=(4.6, 4.8), dpi=150, layout="constrained")
     names = []
-    for place, row in enumerate(rows_before):
+    for position, row in enumerate(rows_before):
         old = int(row["tile"])
         new = tiles_now[tuple(row[name] for name in key)]
-        is_first = place == 0  # a label for all bars of a colour
-        axes.barh(place - 0.19, old, 0.36, color="#BBBBBB", label="before" if is_first else None)
-        axes.barh(place + 0.19, new, 0.36, color=OURS, label="now" if is_first else None)
+        is_first = position == 0  # a label for all bars of a colour
+        axes.barh(position - 0.19, old, 0.36, color="#BBBBBB", label="before" if is_first else None)
+        axes.barh(position + 0.19, new, 0.36, color=OURS, label="now" if is_first else None)
         change = f"{new / old - 1:.0%}".replace("-", "\N{MINUS SIGN}")
-        axes.text(new, place + 0.19, f" {new:,} ({change})", va="center", fontsize=8)
+        axes.text(new, position + 0.19, f" {new:,} ({change})", va="center", fontsize=8)
         name = f"{row['arch']}, D {row['D']},\nV {int(row['V']):,}"
         if row["bias"] == "True":
             name += ", bias"

@@ -165,7 +165,8 @@ def learn(seeds: list[int]) -> None:
             }
             train(load("quickstart-long", overrides))
         of_seed = evaluations(seed, load_run(folder))
-        before, after = of_seed[0]["success"], of_seed[-1]["success"]
+        before = of_seed[0]["success"]
+        after = of_seed[-1]["success"]
         print(f"seed {seed}: {before:.1%} -> {after:.1%}", flush=True)
         rows += of_seed
     write(RESULTS / "ahead_learning.csv", rows)

@@ -124,8 +124,8 @@ def run(options: argparse.Namespace, *, gpu: bool) -> list[dict[str, Any]]:
     rows = []
     for repeat in range(options.repeats):
         first_groups = None
-        for place in range(3):
-            mode = MODES[(place + repeat) % 3]
+        for position in range(3):
+            mode = MODES[(position + repeat) % 3]
             factory = SimulatedFactory(words, seed=repeat, env_ms=options.env_ms)
             groups, measured = play(engine, lm, chat, factory, options.envs, options.group, mode)
             first_groups = first_groups or groups

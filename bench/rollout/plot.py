@@ -137,12 +137,12 @@ def draw_batches(axes: Axes, case: str, rows: Rows) -> None:
 
 def draw_speeds(axes: Axes, by_case: dict[str, Rows]) -> None:
     """Environment steps a second of each case and mode."""
-    for place, (mode, colour) in enumerate(COLOURS.items()):
+    for position, (mode, colour) in enumerate(COLOURS.items()):
         medians = []
         for rows in by_case.values():
             speeds = values_of(rows, mode, "env_steps_s")
             medians.append(median(speeds) if speeds else 0.0)
-        positions = [x + 0.27 * (place - 1) for x in range(len(by_case))]
+        positions = [x + 0.27 * (position - 1) for x in range(len(by_case))]
         bars = axes.bar(positions, medians, 0.25, color=colour)
         axes.bar_label(bars, [f"{value:.0f}" for value in medians], fontsize=7, padding=2)
     labels = [wrapped(case) for case in by_case]

@@ -484,8 +484,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         (memory, "peak_gib", "GiB", "Peak memory, GiB"),
     ):
         values = [by_side[side][key] for side in sides]
-        for place, value in enumerate(values):
-            axes.text(value, place, f" {value:.3g} {unit}", va="center", color=INK)
+        for position, value in enumerate(values):
+            axes.text(value, position, f" {value:.3g} {unit}", va="center", color=INK)
         axes.set(xlabel=label, xlim=(0, 1.25 * max(values)))
         axes.grid(visible=False)
     times.legend(

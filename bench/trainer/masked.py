@@ -103,8 +103,8 @@ class Watch:
     def joint_loss(self, model: Any, batch: Any, tokens: Any, *rest: Any, **options: Any) -> Any:
         out = self._joint_loss(model, batch, tokens, *rest, **options)
         self._counts["tokens"] += len(batch.input_ids)
-        for place, i in enumerate(batch.indices):
-            is_observation = tokens.observation & (tokens.sample == place)
+        for position, i in enumerate(batch.indices):
+            is_observation = tokens.observation & (tokens.sample == position)
             if is_observation.any():
                 masked = bool((out.logp[is_observation].exp() > self.rho).all())
                 self._count(self._minibatch[i], masked)

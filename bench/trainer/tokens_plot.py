@@ -43,8 +43,8 @@ def conversations(figure: Figure) -> None:
         names = list(LAYOUTS.values())
         axes.barh(names, without, 0.62, color=BLUE, label="without the world model")
         axes.barh(names, added, 0.62, without, color=VERMILLION, label="added by PaW")
-        for place, label in enumerate(labels):
-            axes.text(without[place] + added[place], place, label, va="center", color=INK)
+        for position, label in enumerate(labels):
+            axes.text(without[position] + added[position], position, label, va="center", color=INK)
         axes.set(title=f"{name}, {of_layouts[0]['episodes']} episodes", xlim=(0, 140))
         axes.invert_yaxis()
         axes.grid(visible=False)

@@ -139,14 +139,16 @@ class Household:
         return receptacle in self.game.able["openable"] and receptacle not in self.opened
 
     def _goal_holds(self) -> bool:
-        game, goal = self.game, self.game.goal
+        game = self.game
+        goal = game.goal
         if goal.kind == "look":
             return self.held in game.candidates and any(
                 lamp in game.targets and "toggled" in self.state_of(lamp)
                 for receptacle in game.at.get(self.location, ())
                 for lamp in self.contents[receptacle]
             )
-        state, needed = REQUIRED_STATE.get(goal.kind), 2 if goal.kind == "two" else 1
+        state = REQUIRED_STATE.get(goal.kind)
+        needed = 2 if goal.kind == "two" else 1
 
         def done(thing: str) -> bool:
             return thing in game.candidates and (state is None or state in self.state_of(thing))
@@ -221,28 +223,27 @@ class Household:
     # ---- what is only described
 
     def _inventory(self) -> str:
-        return (
-            f"You are carrying: a {self._name(self.held)}."
-            if self.held
-            else "You are not carrying anything."
-        )
+        if self.held:
+            return f"You are carrying: a {self._name(self.held)}."
+        return "You are not carrying anything."
 
     def _look(self) -> str:
         return self._facing() or self._in_the_middle(())
 
     def _facing(self) -> str:
         """Return the view from in front of receptacles; "" if there are none."""
-        game, here = self.game, self.game.at.get(self.location, ())
-        if not here:
+        names = self.game.names
+        receptacles = self.game.at.get(self.location, ())
+        if not receptacles:
             return ""
-        beside = [
-            game.names[thing]
-            for thing, place in sorted(self.object_location if self.taken_from else ())
-            if place == self.location
-            for receptacle in here
-            if (thing, receptacle) in self.taken_from
-        ]
-        faced = _join([game.names[receptacle] for receptacle in here])
+        beside = []
+        for thing, location in sorted(self.object_location if self.taken_from else ()):
+            if location != self.location:
+                continue
+            for receptacle in receptacles:
+                if (thing, receptacle) in self.taken_from:
+                    beside.append(names[thing])
+        faced = _join([names[receptacle] for receptacle in receptacles])
         return f"You are facing the {faced}. Next to it, you see {_listing(beside)}."
 
     def _in_the_middle(self, names: Iterable[str]) -> str:
@@ -259,20 +260,20 @@ class Household:
         return f"On the {name}, you see {seen}."
 
     def _examine_object(self, thing: str) -> str:
-        name, states, inner = self._name(thing), self.state_of(thing), self.game.inner
+        name = self._name(thing)
+        states = self.state_of(thing)
+        inner = self.game.inner
         if thing in inner:
-            seen = _listing([self.game.names[i] for i in inner[thing]])
+            seen = _listing([self._name(content) for content in inner[thing]])
             return f"This is a normal {name}. In it, you see {seen}."
         for needed, adjective in _ADJECTIVES:
             if needed <= states:
                 return f"This is a {adjective} {name}."
         if "toggled" in states:
             return f"This {name} is on."
-        return (
-            f"This is a sliced {name}."
-            if "sliced" in states
-            else f"There's nothing special about {name}."
-        )
+        if "sliced" in states:
+            return f"This is a sliced {name}."
+        return f"There's nothing special about {name}."
 
     def _name(self, thing: str) -> str:
         return self.game.names[thing]

@@ -370,17 +370,17 @@ def findings_of(subject: Subject, start: Callable[[str], object]) -> Iterator[Fi
         started = time.monotonic()
         ok = False
         try:
-            seen = rule(subject)
+            result = rule(subject)
             ok = True
         except OthersCodeError as error:
-            seen = str(error)
+            result = str(error)
         except OURS:
             raise
         except Broken as error:
-            seen = str(error)
+            result = str(error)
         except BaseException as error:
-            seen = f"raised {describe(error)}{user_location(error)}"
-        yield Finding(name, ok, seen, seconds=time.monotonic() - started)
+            result = f"raised {describe(error)}{user_location(error)}"
+        yield Finding(name, ok, result, seconds=time.monotonic() - started)
         if not ok and rule in VITAL:
             return
 
