@@ -110,7 +110,7 @@ def test_what_two_ranks_saved_one_and_three_go_on_with_and_back(start, tmp_path,
 
 
 def test_a_file_that_is_missing_or_damaged_is_refused_by_all_ranks_in_one_line(start, tmp_path):
-    train(tmp_path, start, "whole", run_updates=1, **PPO)  # for its recipe
+    words_of(tmp_path, start, "whole", run_updates=1, **PPO)  # writes the recipe
     recipe = tmp_path / "whole.toml"
     checkpoints = tmp_path / "runs" / "run" / "checkpoints"
     saving = ("--run.updates", "2", "--run.save_every", "1")

@@ -133,7 +133,7 @@ def test_an_update_on_vllm_and_its_export_there(
     # vLLM's worker replaces this function.
     monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)
     llm = vllm_here.LLM(
-        str(exported), dtype="float32", enforce_eager=True, max_model_len=512, block_size=32,
+        str(exported), dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=4, block_size=32,
         enable_chunked_prefill=False,
     )  # fmt: skip
     greedy = vllm_here.SamplingParams(temperature=0.0, max_tokens=6, logprobs=0)
