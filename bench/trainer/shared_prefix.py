@@ -1,27 +1,30 @@
 """What computing shared prefixes once saves: scoring and update passes of a group's rows, with and without.
 
-    python bench/trainer/shared_prefix.py       renews alfworld and conversation
-    python bench/trainer/shared_prefix.py --cases search --layers 2     renews search
+    python bench/trainer/shared_prefix.py --layers 2      renews bench/results/shared_prefix_cpu.csv
+    python bench/trainer/shared_prefix.py --short         alfworld and conversation in all 30 layers
 
 Rows of one group of eight, in SmolLM2-135M's shape with random weights, through the trainer's own
 micro-batches, body, head and loss:
 
-    alfworld       the paper's prompts (Figure 8): the third turn of each member, which shares with
-                   others about as much as the first four turns together
+    alfworld       the paper's prompts (Figure 8): a row a turn
     search         the paper's search prompts (Figure 9): a row a turn; a share `same` of the members
                    asks the same, the others have their own queries
-    conversation   a row an episode, after a system prompt of 600 tokens, twice as long as what
-                   follows it, as with tau2-bench's policy of an airline (1,200 tokens)
+    conversation   a row an episode, after a system prompt of 1,200 tokens, tau2-bench's policy of an
+                   airline in size
+
+With `--short`, alfworld is the third turn of each member, which shares about as much as the first
+four together, and all texts of a conversation have half the length.
 
 Texts are random words of docs/. Both ways give the same gradient, or this ends with an error. Each
 round is a pair, with and without sharing; rounds change the order. Ratios of processor time hold on a
-busy machine too, those of wall time do not. Results are in bench/results/shared_prefix_cpu.csv.
+busy machine too, those of wall time do not.
 """
 
 import argparse
 import random
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -33,7 +36,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.common import RESULTS, ROOT, cpu_name, read, write
+from bench.common import RESULTS, ROOT, cpu_name, write
 from bench.trainer.conversations import make_chat
 from paw.algo import loss as losses
 from paw.algo.packing import Packing
@@ -61,12 +64,12 @@ CASES = (
 )
 """(rows, same)"""
 FILE = "shared_prefix_cpu.csv"
-ALFWORLD_TURN = 2
-"""Number of the turn that is measured, from 0."""
-SYSTEM_TOKENS = 600
+SHORT_FILE = "shared_prefix_depth_cpu.csv"
+SHORT_CASES = (("alfworld", None), ("conversation", None))
+SYSTEM_TOKENS = 1200
 TURNS = 4
-"""Of a conversation."""
-WORDS = 30
+"""Of a member, in ALFWorld or a conversation."""
+WORDS = 60
 """Of a message in a conversation."""
 
 
@@ -92,7 +95,7 @@ def sample(
     )
 
 
-def alfworld_rows(chat: Any, draw: random.Random) -> list[Sample]:
+def alfworld_rows(chat: Any, draw: random.Random, *, turns: Collection[int]) -> list[Sample]:
     """A group plays one of the embedded games: half the actions are the oracle's, half are random."""
     overrides = {"model.path": "-", "env.data": "none"}
     factory = make_factory(load("alfworld-grpo-paw", overrides))
@@ -102,13 +105,13 @@ def alfworld_rows(chat: Any, draw: random.Random) -> list[Sample]:
     for member in range(MEMBERS):
         environment = factory.make()
         environment.reset(task)
-        for turn in range(ALFWORLD_TURN + 1):
+        for turn in range(1 + max(turns)):
             prompt_ids = chat.prompt_ids(environment.context())
             action = environment.oracle().partition("<action>")[2].partition("</action>")[0]
             if draw.random() < 0.5:
                 action = draw.choice(environment.admissible_actions())
             response = f"<think>{random_text(words, 40, draw)}</think><action>{action}</action>"
-            if turn == ALFWORLD_TURN:
+            if turn in turns:
                 response_ids = chat.response_ids(response)
                 rows.append(sample(prompt_ids, response_ids, trajectory=member, draw=draw))
             if environment.step(response).done:
@@ -142,17 +145,17 @@ def search_rows(chat: Any, same: float, draw: random.Random) -> list[Sample]:
     return rows
 
 
-def conversation_rows(chat: Any, draw: random.Random) -> list[Sample]:
+def conversation_rows(chat: Any, draw: random.Random, *, part: int) -> list[Sample]:
     """A group has conversations after the same system prompt, and the same request of a customer."""
     words = docs_words()
     vocabulary = [i for word in words[:2000] for i in chat.response_ids(word)]
-    system_ids = [draw.choice(vocabulary) for _ in range(SYSTEM_TOKENS)]
-    request_ids = chat.response_ids(random_text(words, WORDS, draw))
+    system_ids = [draw.choice(vocabulary) for _ in range(SYSTEM_TOKENS // part)]
+    request_ids = chat.response_ids(random_text(words, WORDS // part, draw))
     rows: list[Sample] = []
     for member in range(MEMBERS):
         ids: list[int] = []
         for _ in range(TURNS):
-            ids += chat.response_ids(random_text(words, WORDS, draw))
+            ids += chat.response_ids(random_text(words, WORDS // part, draw))
         rows.append(sample(system_ids + request_ids, ids, trajectory=member, draw=draw))
     return rows
 
@@ -223,7 +226,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--cases", nargs="+", default=["alfworld", "conversation"])
+    parser.add_argument("--short", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -231,14 +234,10 @@ def main() -> None:
     settings = hf_config(SHAPES["SmolLM2-135M"])
     settings.num_hidden_layers = options.layers
     policy = Policy(AutoModelForCausalLM.from_config(settings))
-    table: list[dict[str, Any]] = [
-        row for row in read(RESULTS / FILE) if row["rows"] not in options.cases
-    ]
-    for name, same in CASES:
-        if name not in options.cases:
-            continue
+    table: list[dict[str, Any]] = []
+    for name, same in SHORT_CASES if options.short else CASES:
         row: dict[str, Any] = {"rows": name, "same": same, "members": MEMBERS}
-        samples = make_rows(name, chat, same=same or 0.0)
+        samples = make_rows(name, chat, same=same or 0.0, short=options.short)
         row |= compare(policy, samples, rounds=options.rounds)
         row |= {
             "layers": options.layers,
@@ -249,16 +248,16 @@ def main() -> None:
         }
         print(row, flush=True)
         table.append(row)
-        write(RESULTS / FILE, table)
+        write(RESULTS / (SHORT_FILE if options.short else FILE), table)
 
 
-def make_rows(name: str, chat: Any, *, same: float) -> list[Sample]:
+def make_rows(name: str, chat: Any, *, same: float, short: bool) -> list[Sample]:
     draw = random.Random(0)
     if name == "alfworld":
-        return alfworld_rows(chat, draw)
+        return alfworld_rows(chat, draw, turns=(2,) if short else range(TURNS))
     if name == "search":
         return search_rows(chat, same, draw)
-    return conversation_rows(chat, draw)
+    return conversation_rows(chat, draw, part=2 if short else 1)
 
 
 if __name__ == "__main__":
