@@ -91,6 +91,7 @@ def learn(run: Run, groups: list[Group]) -> bool:
         with run.stage("update"), hooks.users_losses(run.config):
             run.metrics.update(optimize(run, samples))
     except StaleWeightsError as error:
+        run.ranks.reshard(run.policy)  # its backward pass will not come
         run.exclude_stale_servers(error)
         return False
     return True

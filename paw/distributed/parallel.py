@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from itertools import accumulate, chain, pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -170,10 +170,12 @@ class DistributedRanks(Ranks):
 
         The rest is the embedding, the last norm and the head.
 
-        `policy` is in host memory. Rank 0's parameters replace those of the other ranks. Full
-        weights exist only inside calls of `policy`. Everything, including the root, is resharded
-        after each forward pass. So between calls, `parameters()` are the shards that the optimizer
-        updates.
+        `policy` is in host memory. Rank 0's parameters replace those of the other ranks. The layers
+        are resharded after their forward pass, and gathered again in the backward pass. The rest is
+        gathered once for both, because the head's weight is read at the end of the one and at the
+        beginning of the other. It is resharded at the end of the backward pass, or, without a
+        gradient, of the forward pass. So after either, `parameters()` are the shards that the
+        optimizer updates.
 
         With `offload`, the shards stay in host memory. `sharers` is the number of ranks that
         together hold one full model. It divides the world size (default: all ranks). Gradients are
@@ -189,7 +191,8 @@ class DistributedRanks(Ranks):
         full_values = {name: parameter.data for name, parameter in policy.named_parameters()}
         for layer in layers:
             fully_shard(layer, **options)
-        fully_shard(policy, reshard_after_forward=True, **options)
+        fully_shard(policy, reshard_after_forward=False, **options)
+        policy.register_forward_hook(_reshard_without_gradient)
 
         for name, parameter in policy.named_parameters():
             assert isinstance(parameter, DTensor)
@@ -226,6 +229,10 @@ class DistributedRanks(Ranks):
             groups, self._device.type, mesh=grid, mesh_dim_names=("copy", "rank")
         )
 
+    def reshard(self, policy: nn.Module) -> None:
+        if isinstance(policy, FSDPModule):
+            policy.reshard()
+
     def sync_gradients(self, policy: nn.Module, last: bool) -> None:
         if isinstance(policy, FSDPModule):
             policy.set_requires_gradient_sync(last)
@@ -251,6 +258,12 @@ class DistributedRanks(Ranks):
         self._watchdog.close()
         if dist.is_initialized():  # vLLM may have destroyed it when it shut down
             dist.destroy_process_group()
+
+
+def _reshard_without_gradient(policy: nn.Module, args: Any, output: Any) -> None:
+    """Reshard the root of an FSDP model after a forward pass that no backward pass follows."""
+    if not torch.is_grad_enabled():
+        cast(FSDPModule, policy).reshard()
 
 
 _adapter = cache(TypeAdapter)

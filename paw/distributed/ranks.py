@@ -137,6 +137,9 @@ class Ranks:
     ) -> None:
         """Shard the parameters of `policy` over the ranks, see `parallel.DistributedRanks`."""
 
+    def reshard(self, policy: nn.Module) -> None:
+        """Reshard after a forward pass with gradients whose backward pass will not come."""
+
     def sync_gradients(self, policy: nn.Module, last: bool) -> None:
         """Set whether the next backward pass reduces gradients over the ranks.
 

@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paw.config.sections import LoraConfig
-from paw.distributed.ranks import full_tensor
+from paw.distributed.gather import Shard, gather_in_buckets
 from paw.errors import UserError, nearest, needed
+
+BASE_WEIGHT = ".base_layer.weight"
+"""How the name of a weight ends if peft has put an adapter beside it."""
 
 
 def check_targets(lm: PreTrainedModel, config: LoraConfig) -> None:
@@ -95,26 +98,39 @@ def adapters_off(lm: PreTrainedModel) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
-    """Return parameter `name` of a peft layer, with its adapter added, as a new full tensor.
-
-    A bias is returned unchanged.
-    """
-    if name.endswith(".bias"):
-        return weight
-    layer: Any = model.get_submodule(name.removesuffix(".base_layer.weight"))
+def adapter_of(model: nn.Module, name: str) -> list[Tensor]:
+    """Return [A, B] beside the weight `name`, as shards if they are sharded; [] if it has none."""
+    if not name.endswith(BASE_WEIGHT):
+        return []
+    layer: Any = model.get_submodule(name.removesuffix(BASE_WEIGHT))
     (adapter,) = layer.scaling
-    a = full_tensor(layer.lora_A[adapter].weight.detach())
-    b = full_tensor(layer.lora_B[adapter].weight.detach())
-    return torch.addmm(weight.float(), b, a, alpha=layer.scaling[adapter]).to(weight.dtype)
+    return [layer.lora_A[adapter].weight.detach(), layer.lora_B[adapter].weight.detach()]
+
+
+def merged(model: nn.Module, name: str, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return weight [out, in] `name` with A [rank, in] and B [out, rank] added, as a new tensor.
+
+    All are full. The sum is made in float32 and has the dtype of `weight`.
+    """
+    layer: Any = model.get_submodule(name.removesuffix(BASE_WEIGHT))
+    (adapter,) = layer.scaling
+    total = weight.to(torch.float32, copy=True)
+    total.addmm_(b, a, alpha=layer.scaling[adapter])
+    return total.to(weight.dtype)
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name as in peft's files, full tensor) of every A and B, gathered one at a time."""
+    """Yield (name as in peft's files, full tensor) of every A and B, gathered in buckets."""
+    for name, (tensor,) in gather_in_buckets(_adapter_shards(model)):
+        yield name, tensor
+
+
+def _adapter_shards(model: nn.Module) -> Iterator[tuple[str, list[Shard]]]:
+    """Yield (name as in peft's files, [A or B])."""
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             peft_name = f"base_model.model.{name.replace('.default.', '.')}"
-            yield peft_name, full_tensor(parameter.detach())
+            yield peft_name, [Shard(parameter.detach(), parameter.dtype)]
 
 
 def _lora_layers(lm: nn.Module) -> list[Any]:

@@ -16,12 +16,13 @@ from torch.autograd.graph import save_on_cpu
 from transformers import AutoConfig, PreTrainedModel
 
 from paw.config.sections import Config
-from paw.distributed.ranks import full_tensor, local_tensor, rows_like
+from paw.distributed.gather import Shard, gather_in_buckets
+from paw.distributed.ranks import local_tensor, rows_like
 from paw.errors import UserError
 from paw.io.hub import check_hub
 from paw.model.attention import ATTENTION, decoder_layers, pack_rows, pack_tree, token_mixers
 from paw.model.logits import LogitTransform
-from paw.model.lora import merged
+from paw.model.lora import adapter_of, merged
 from paw.model.mixers import separate_rows
 from paw.model.precision import run_in
 from paw.model.selective import selective_contexts
@@ -198,27 +199,40 @@ def _enable_checkpointing(
 def full_parameters(
     model: nn.Module, *, once: bool = False, merge: bool = True, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full tensor) of each parameter, gathered one at a time.
+    """Yield (Hugging Face name, full tensor) of each parameter, gathered a bucket at a time.
 
-    LoRA adapters are merged into the weights, or left out without `merge`. Unless `once`, a tied
-    head is also yielded under its own name. vLLM on a CPU needs this, because the embedding's name
-    does not reach its repacked copy of the head. With `dtype`, matrices are cast before they are
-    gathered, which halves the bytes sent for bfloat16. Vectors are not cast, because engines keep
-    some of them in float32. Neither are weights that adapters are merged into.
+    If the model is sharded, this is a collective call of all ranks (`paw.distributed.gather`). LoRA
+    adapters are merged into the weights, or left out without `merge`. Unless `once`, a tied head is
+    also yielded under its own name. vLLM on a CPU needs this, because the embedding's name does not
+    reach its repacked copy of the head. With `dtype`, matrices are cast before they are gathered,
+    which halves the bytes sent for bfloat16. Vectors are not cast, because engines keep some of
+    them in float32. Neither are weights that adapters are merged into.
     """
+    shards = _parameter_shards(model, once=once, merge=merge, dtype=dtype)
+    for name, tensors in gather_in_buckets(shards):
+        weight, *adapter = tensors
+        if adapter:
+            weight = merged(model, name, weight, *adapter)
+        yield name.replace(".base_layer.", "."), weight
+
+
+def _parameter_shards(
+    model: nn.Module, *, once: bool, merge: bool, dtype: torch.dtype | None
+) -> Iterator[tuple[str, list[Shard]]]:
+    """Yield (name, [weight]) of each parameter but adapters, or [weight, A, B] to be merged."""
     for name, parameter in model.named_parameters(remove_duplicate=once):
         if ".lora_" in name:
             continue
-        shard = parameter.detach()
-        is_merged = merge and ".base_layer." in name
-        if dtype is not None and shard.dim() > 1 and not is_merged:
-            shard = shard.to(dtype)
-        weight = full_tensor(shard)
-        if ".base_layer." in name:
-            if is_merged:
-                weight = merged(model, name, weight)
-            name = name.replace(".base_layer.", ".")
-        yield name, weight
+        weight = parameter.detach()
+        adapter: list[Tensor] = []
+        if merge:
+            adapter = adapter_of(model, name)
+        sent_dtype = weight.dtype
+        if dtype is not None and weight.dim() > 1 and not adapter:
+            sent_dtype = dtype
+        shards = [Shard(weight, sent_dtype)]
+        shards += [Shard(matrix, matrix.dtype) for matrix in adapter]
+        yield name, shards
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -30,11 +30,23 @@ class Weights:
         self._checkpoint_names = checkpoint_names
         self._merge = merge
         self._dtype = dtype
+        self.taken = 0
+        """Number of parameters that the newest pass has yielded."""
+        self.last_taken = ""
+        """The name of the last of them."""
+        self.exhausted = False
+        """Whether that pass went to the end."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor), gathering one tensor at a time."""
+        """Yield (Hugging Face name, full tensor), gathered a bucket at a time."""
+        self.taken = 0
+        self.exhausted = False
         parameters = full_parameters(self._model, merge=self._merge, dtype=self._dtype)
-        return self._named(parameters)
+        for name, tensor in self._named(parameters):
+            self.taken += 1
+            self.last_taken = name
+            yield name, tensor
+        self.exhausted = True
 
     @property
     def base(self) -> "Weights":

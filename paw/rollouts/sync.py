@@ -23,6 +23,19 @@ TOLERATED = 0.05
 Rounding puts few tokens beyond it, wrong weights put many.
 """
 
+CAUSES = (
+    "each token's log_softmax(logits / temperature) over the full vocabulary was compared, or its "
+    "entropy, not the parameters themselves. In an engine of your own, look at three things: `sync` "
+    "copies every tensor into the parameter of that name, also a head that is tied to the "
+    "embedding; it drops cached keys and values of older weights; `logp` and `entropy` are those "
+    "of the request's temperature, without top-p or top-k (docs/bring-your-own.md)"
+)
+"""What may be wrong with an engine in this process."""
+SERVER_CAUSES = (
+    "it does not hold the weights it was sent, or reports numbers of another temperature"
+)
+"""What may be wrong with a server."""
+
 
 class StaleWeightsError(UserError):
     """The log-probs of tokens sampled by `servers` are not those of the trainer's weights."""
@@ -38,9 +51,20 @@ def push_weights(
     """Send every parameter of a Hugging Face causal LM to `engine`, matrices in `dtype` (default:
     that of the parameter).
 
-    With FSDP2, this is a collective call of all ranks.
+    With FSDP2, this is a collective call of all ranks. Raises UserError if `engine` stopped before
+    it had taken all parameters.
     """
-    engine.sync(Weights(model, engine.checkpoint_names, dtype=dtype), version)
+    weights = Weights(model, engine.checkpoint_names, dtype=dtype)
+    engine.sync(weights, version)
+    if not weights.taken or weights.exhausted:
+        return
+    total = len(weights.shapes())
+    if weights.taken < total:
+        raise UserError(
+            f"sync of {type(engine).__name__} took {weights.taken} of {total} parameters and"
+            f" stopped after '{weights.last_taken}'; it must go through all (name, tensor) pairs,"
+            " or none if it samples with the trainer's model"
+        )
 
 
 def sampled_by(samples: Sequence[Sample], version: int) -> list[list[str | None]]:
@@ -94,8 +118,7 @@ def sampler_mismatch(
         raise StaleWeightsError(
             f"stale weights: the sampler's {what} differ from the trainer's "
             f"by more than {LIMIT} nats on {', '.join(shares)} "
-            f"(mean {mean:.3g}, max {largest:.3g}); "
-            "the engine does not hold the weights it was sent",
+            f"(mean {mean:.3g}, max {largest:.3g}); {SERVER_CAUSES if stale[0] else CAUSES}",
             stale,
         )
     return {"health/sampler_mismatch": largest, "health/sampler_mismatch_mean": mean}

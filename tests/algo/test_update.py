@@ -277,7 +277,7 @@ def test_stale_weights_are_seen_without_a_scoring_pass(start, tmp_path, wm_enabl
             for name, parameter in run.policy.named_parameters_once().items()
         }
         with pytest.raises(
-            StaleWeightsError, match="the engine does not hold the weights it was sent"
+            StaleWeightsError, match="`sync` copies every tensor into the parameter"
         ):
             update(run, Rollouts(run.factory, run.engine, run.chat, config))
         assert all(

@@ -15,7 +15,7 @@ from paw.rollouts.engines.base import Completion, Request
 from paw.rollouts.engines.generation import sample, uniforms
 from paw.rollouts.engines.transformers import TransformersEngine
 from paw.rollouts.engines.vllm import VllmEngine
-from paw.rollouts.sync import StaleWeightsError, sampler_mismatch
+from paw.rollouts.sync import StaleWeightsError, push_weights, sampler_mismatch
 
 VOCAB = 61
 END = 3
@@ -234,6 +234,33 @@ def test_one_odd_token_of_many_is_tolerated_many_are_stale_weights():
         sampler_mismatch([[float("nan")]], [[-1.0]])
     with pytest.raises(ValueError, match="zip"):
         sampler_mismatch([[-1.0]], [[-1.0, -1.0]])
+
+
+def test_stale_weights_say_what_was_compared_and_where_to_look():
+    with pytest.raises(
+        StaleWeightsError, match=r"log_softmax\(logits / temperature\).*`sync` copies"
+    ):
+        sampler_mismatch([[-1.0]], [[-3.0]])
+    with pytest.raises(StaleWeightsError) as error:
+        sampler_mismatch([[-1.0]], [[-3.0]], [["http://a"]])
+    assert "`sync`" not in str(error.value)  # which the user has not written
+
+
+class TakesTheFirst(TransformersEngine):
+    """Its sync forgets the others."""
+
+    def sync(self, parameters, version):
+        next(iter(parameters))
+
+
+def test_a_sync_that_stops_early_is_named_with_the_parameter():
+    model = make_model()
+    engine = TakesTheFirst(model, end_ids={END})
+    match = r"sync of TakesTheFirst took 1 of 27 parameters and stopped after 'model.embed_tokens"
+    with pytest.raises(UserError, match=match):
+        push_weights(model, engine, version=1)
+    for own_weights in (False, True):  # takes none, all
+        push_weights(model, TransformersEngine(model, end_ids={END}, own_weights=own_weights), 1)
 
 
 def test_missing_vllm_names_the_extra(monkeypatch, tmp_path):

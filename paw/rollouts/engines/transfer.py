@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from paw.config.sections import LoraConfig
+from paw.distributed.gather import BUCKET_BYTES
 from paw.envs.checked import Strict, problem
 from paw.errors import clean, describe
 from paw.io.files import writing
@@ -252,6 +253,8 @@ class AdapterTransfer(FileTransfer):
 class NcclTransfer(Transfer):
     """vLLM's own NCCL broadcast. Rank 0's GPU and those of all servers form one group.
 
+    Tensors travel in buffers of BUCKET_BYTES, many in one broadcast. Both sides hold two buffers.
+
     The group is made again if the reachable servers have changed, because a server that restarted
     is not in it. Servers need --weight-transfer-config '{"backend": "nccl"}'. A server that dies
     while weights are on their way holds up the run.
@@ -310,7 +313,14 @@ class NcclTransfer(Transfer):
         world_size = 1 + sum(sizes.values())
         no_weights: Any = _Source((), self.dtype)  # `_load` sets the source of each version
         self._engine = nccl.NCCLTrainerWeightTransferEngine.trainer_init(
-            nccl.NCCLTrainerInitInfo(self._address, port, world_size, rank=0),
+            nccl.NCCLTrainerInitInfo(
+                self._address,
+                port,
+                world_size,
+                rank=0,
+                packed=True,
+                packed_buffer_size_bytes=BUCKET_BYTES,
+            ),
             client=_Servers(self, sizes),
             source=no_weights,
         )

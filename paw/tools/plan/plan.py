@@ -254,7 +254,7 @@ class Plan(Memory):
         learning = passes * (turns * tokens * body + critic_forward) + 3 * turns * targets * head
         rate = self.flops * MFU * (1 if config.model.compile else EAGER)
 
-        gather, reduce = self._communication()
+        gather, gather_again, reduce = self._communication()
         offloaded = 0.0
         if config.model.offload_activations:
             offloaded = 2 * self._kept() * micro_batches / PCIE
@@ -270,7 +270,7 @@ class Plan(Memory):
             checkpoint_s = self.saved / PCIE
 
         scoring_s = (policy_forward * scored + critic_forward) / rate
-        learning_s = max(learning / rate, micro_batches * (2 * gather + reduce))
+        learning_s = max(learning / rate, micro_batches * (gather + gather_again + reduce))
         return {
             "score": max(scoring_s, scored * micro_batches * gather),
             "update": epochs * (learning_s + offloaded),
@@ -287,21 +287,24 @@ class Plan(Memory):
         from_engine = self.config.policy.old_logp == "engine"
         return not from_engine or (needs_entropy and not self.engine_type.gives_entropy)
 
-    def _communication(self) -> tuple[float, float]:
-        """Return seconds to (gather the weights for a pass of a micro-batch, reduce its gradients).
+    def _communication(self) -> tuple[float, float, float]:
+        """Return a micro-batch's seconds to (gather weights, gather them again, reduce gradients).
 
-        Both overlap with the arithmetic. In the published runs adapters do not save any of the
-        arithmetic.
+        The backward pass gathers all but embedding and head again. All of this overlaps with the
+        arithmetic. In the published runs adapters do not save any of the arithmetic.
         """
         trained = self.trained_parameters + self.critic_parameters
-        gather = reduce = 0.0
+        gather = gather_again = reduce = 0.0
         if self.shards > 1:
+            models = 2 if self.critic_parameters else 1
+            layers = models * self.shape.layers * self.shape.layer
             gather = self.c * (self.shape.parameters + self.critic_parameters) / self.link
+            gather_again = self.c * layers / self.link
             reduce = 4 * trained / self.link
         if self.shards < self.N:
             # Each card sums its shard over the copies, so the shard is sent and received.
             reduce += 2 * 4 * trained / self.shards / (NETWORK if self.hosts > 1 else self.link)
-        return gather, reduce
+        return gather, gather_again, reduce
 
     def _sync(self) -> float:
         """Return the seconds to send the weights to the engines."""
