@@ -40,7 +40,7 @@ lint: $(VENV)/.test
 
 # torch first and pinned: an unpinned one would bring gigabytes of CUDA along. The pip of Python 3.11 takes three times as
 # long as 26 to find what fits together; 26.2 builds no package from source beside an editable one (its sitecustomize
-# empties sys.path before it reads our .pth).
+# empties sys.path before it reads our .pth). While pip installs the rest, another core compiles torch's bytecode.
 $(VENV)/.base: pyproject.toml constraints.txt setup.py csrc/rows.cpp
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "paw needs Python 3.11 or later, \
 	  and $(PYTHON) is $$($(PYTHON) --version 2>&1): make train PYTHON=python3.11" >&2; exit 1; }
@@ -50,7 +50,7 @@ $(VENV)/.base: pyproject.toml constraints.txt setup.py csrc/rows.cpp
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) "pip>=26,<26.2"
 	$(PIP_INSTALL) $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP_INSTALL) $(CONSTRAINTS) -e .
+	$(PY) -c "import torch.distributed.fsdp" >/dev/null 2>&1 & $(PIP_INSTALL) $(CONSTRAINTS) -e . && wait
 	touch $@
 
 # A folder for the processes that the tests start with it in front: openenv wants mcp 1, vLLM mcp 2. Of what it depends
