@@ -16,6 +16,7 @@ import sys
 import tempfile
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,35 +60,46 @@ SMALL = {
 """In place of LARGE for the model "quickstart"."""
 
 
-def measure(model: str, folder: Path, out: Path) -> None:
-    sizes = SMALL if model == "quickstart" else LARGE
-    path = make_folder(model, folder / "model")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    dtype = "bfloat16" if gpus else "float32"
-    command = vllm_command(
-        path,
-        max_model_len=sizes["rollout.max_prompt_tokens"] + sizes["rollout.max_response_tokens"],
-        dtype=dtype,
-        on_cpu=not gpus,
-        gpu_memory_utilization=0.9 if gpus > 1 else SHARE,
-        nccl=gpus > 1,
-    )
-    server_gpu = [] if not gpus else ["1" if gpus > 1 else "0"]
-    results: dict[str, dict[str, float]] = {}
-    with closing(Servers(command, [server_gpu], folder)) as servers:
-        servers.wait()
-        settings = OPTIONS | sizes
-        settings |= {
+def settings(path: str, urls: list[str], folder: Path, *, gpus: int, small: bool) -> dict[str, Any]:
+    """Keys of a run with the model at `path` whose episodes the servers at `urls` play."""
+    return (
+        OPTIONS
+        | (SMALL if small else LARGE)
+        | {
             "model.path": path,
-            "model.dtype": dtype,
-            "engine.urls": json.dumps(servers.urls),
+            "model.dtype": "bfloat16" if gpus else "float32",
+            "engine.urls": json.dumps(urls),
             # NCCL does not connect two processes on one GPU.
             "engine.transfer": "nccl" if gpus > 1 else "files",
             "run.dir": folder,
         }
+    )
+
+
+def measure(model: str, folder: Path, out: Path) -> None:
+    small = model == "quickstart"
+    sizes = SMALL if small else LARGE
+    path = make_folder(model, folder / "model")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    command = vllm_command(
+        path,
+        max_model_len=sizes["rollout.max_prompt_tokens"] + sizes["rollout.max_response_tokens"],
+        dtype="bfloat16" if gpus else "float32",
+        on_cpu=not gpus,
+        gpu_memory_utilization=0.9 if gpus > 1 else SHARE,
+        nccl=gpus > 1,
+    )
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
+    server_gpus = []
+    if gpus:
+        server_gpus.append(visible[1] if gpus > 1 else visible[0])
+    results: dict[str, dict[str, float]] = {}
+    with closing(Servers(command, [server_gpus], folder)) as servers:
+        servers.wait()
+        keys = settings(path, servers.urls, folder, gpus=gpus, small=small)
         for ahead in AHEAD:
             last = {"rollout.ahead": ahead, "run.name": f"ahead-{ahead}"}
-            paw("train", "alfworld-grpo-paw", *flags(settings | last))
+            paw("train", "alfworld-grpo-paw", *flags(keys | last))
             seconds = phase_seconds(folder / f"ahead-{ahead}" / "metrics.jsonl")
             results[str(ahead)] = {"update": sum(seconds.values())} | seconds
             print(ahead, results[str(ahead)], flush=True)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from paw.config.recipe import load
+
 first_hour, parts_module = (
     importlib.import_module(f"bench.gpu.{name}") for name in ("first_hour", "parts")
 )
@@ -175,10 +177,17 @@ def test_the_page_has_the_table_of_today():
     assert "not measured (" in page
 
 
-def test_every_key_of_an_updates_command_is_one_of_today():
-    load = importlib.import_module("paw.config.recipe").load
+@pytest.mark.slow
+def test_every_key_of_the_commands_is_one_of_today(tmp_path):
     for keys in parts_module.UPDATE_KEYS.values():
         load("alfworld-grpo-paw", parts_module.PLAIN | keys)
+    server = importlib.import_module("bench.gpu.server")
+    for gpus, small in ((0, True), (1, False), (2, False)):
+        keys = server.settings("model", ["http://127.0.0.1:1"], tmp_path, gpus=gpus, small=small)
+        keys |= {"rollout.ahead": 1, "run.name": "ahead-1"}
+        config = load("alfworld-grpo-paw", {key: str(value) for key, value in keys.items()})
+        assert config.rollout.ahead == 1
+        assert config.engine.transfer == ("nccl" if gpus == 2 else "files")
 
 
 @pytest.mark.slow
