@@ -18,7 +18,7 @@ JOBS ?= 3
 # process than cores: many tests wait for processes of their own.
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check fast lint docs lines constraints soak gpu clean
+.PHONY: train test check fast lint docs lines constraints soak gpu gpu-is-there clean
 
 train: $(VENV)/.base  ## train the quickstart recipe and write a report
 	$(PY) -m paw train quickstart $(PROCESSES) $(ARGS)
@@ -40,7 +40,7 @@ lint: $(VENV)/.test
 
 # torch first and pinned: an unpinned one would bring gigabytes of CUDA along. The pip of Python 3.11 takes three times as
 # long as 26 to find what fits together; 26.2 builds no package from source beside an editable one (its sitecustomize
-# empties sys.path before it reads our .pth).
+# empties sys.path before it reads our .pth). While pip installs the rest, another core compiles torch's bytecode.
 $(VENV)/.base: pyproject.toml constraints.txt setup.py csrc/rows.cpp
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "paw needs Python 3.11 or later, \
 	  and $(PYTHON) is $$($(PYTHON) --version 2>&1): make train PYTHON=python3.11" >&2; exit 1; }
@@ -50,7 +50,7 @@ $(VENV)/.base: pyproject.toml constraints.txt setup.py csrc/rows.cpp
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) "pip>=26,<26.2"
 	$(PIP_INSTALL) $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP_INSTALL) $(CONSTRAINTS) -e .
+	$(PY) -c "import torch.distributed.fsdp" >/dev/null 2>&1 & $(PIP_INSTALL) $(CONSTRAINTS) -e . && wait
 	touch $@
 
 # A folder for the processes that the tests start with it in front: openenv wants mcp 1, vLLM mcp 2. Of what it depends
@@ -86,13 +86,19 @@ docs: $(VENV)/.test  ## the pages of docs/ as a site in build/site; a warning is
 lines: $(VENV)/.test  ## how long the core, each package and the tests are
 	$(PY) bench/lines.py
 
-gpu:  ## on a machine with a GPU: the tests and benchmarks that wait for one (PY=python3 runs them without .venv)
-	$(PY) -m paw doctor --kernels --shape 151936x1536
-	$(PY) -m pytest -m gpu
-	$(PY) bench/kernels/compare.py
-	$(PY) bench/trainer/memory.py --device cuda
-	$(PY) -m paw profile alfworld-grpo-paw --synthetic --repeats 5 --out bench/results/profile_gpu
-	$(PY) bench/rollout/continuous.py --model qwen2.5-1.5b --envs 128
+# PY=python3 takes what is installed there (a container with torch) and installs nothing.
+gpu: gpu-is-there $(if $(filter $(VENV)/%,$(PY)),$(VENV)/.gpu)  ## a GPU's first hour: what waits for one, as one table
+	@$(PY) bench/gpu/first_hour.py $(ARGS)
+
+gpu-is-there:
+	@test -z "$(filter $(VENV)/%,$(PY))" || command -v nvidia-smi >/dev/null || \
+	  { echo "make gpu: no NVIDIA GPU: nvidia-smi is missing (if torch sees one: make gpu PY=python3)" >&2; exit 2; }
+
+# A missing vLLM or flash-attn is a row of the table.
+$(VENV)/.gpu: $(VENV)/.base
+	$(PIP_INSTALL) $(CONSTRAINTS) "paw-trainer[test,flash,lora,liger,servers]"
+	$(PIP_INSTALL) $(CONSTRAINTS) "paw-trainer[vllm]" || echo "make gpu: vLLM was not installed; the table will say so" >&2
+	touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

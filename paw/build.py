@@ -46,15 +46,16 @@ from paw.rundir.resume import recorded_dtype
 class Preparation:
     """What a run needs from the tools before it loads a model. The core does not import tools."""
 
-    start_model: Callable[[Path | None, Config, Callable[[str], None]], str]
-    """(directory of a run to resume, configuration, message) -> the model's folder, or its Hugging
-    Face name. `message` is called with each line of progress."""
+    start_model: Callable[[Path | None, Config, Callable[[str], None], Ranks], str]
+    """(directory of a run to resume, configuration, message, ranks) -> the model's folder, or its
+    Hugging Face name. All ranks call it, and get what it is on the first. `message` is called with
+    each line of progress."""
     check_memory: Callable[[Config, torch.device, Ranks], None]
     """Raises UserError if model and optimizer cannot fit this machine."""
 
 
 WITHOUT_TOOLS = Preparation(
-    start_model=lambda resumed, config, message: config.model.path,
+    start_model=lambda resumed, config, message, ranks: config.model.path,
     check_memory=lambda config, device, ranks: None,
 )
 """For configurations that name their model. It does not plan memory."""
@@ -184,7 +185,7 @@ def build(
     kernels = _agree_on_kernels(config, device, ranks)
 
     warmup_start = time.monotonic()
-    start = ranks.broadcast_from_rank0(lambda: preparation.start_model(resumed, config, message))
+    start = preparation.start_model(resumed, config, message, ranks)
     warmup_s = round(time.monotonic() - warmup_start, 1)
     path = copy_to_this_machine(start, ranks) if ranks.world_size > 1 else start
 

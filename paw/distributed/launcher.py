@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import BinaryIO
 
 from paw.errors import UserError, to_stderr
@@ -20,6 +21,12 @@ from paw.processes.lifeline import die_with_parent
 
 LAUNCHER = "PAW_LAUNCHER"
 """Environment variable of a rank that holds the id of the process that started it."""
+STORE = "PAW_STORE_FD"
+"""Environment variable of rank 0 with the descriptor of the socket on which the store listens. The
+launcher has opened it."""
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
+"""Without any of these there is no GPU that torch could use: they belong to the drivers of NVIDIA,
+of WSL, of Jetson and of AMD."""
 GRACE_S = 3.0
 """Seconds that the other ranks have to report their own errors after one has failed."""
 
@@ -54,13 +61,20 @@ def launch(count: int, arguments: list[str], *, device: str = "auto") -> int:
 
 
 def _check_count(count: int, device: str) -> None:
-    import torch  # takes seconds, and `die_with_launcher` does not need it
-
     available = os.cpu_count() or 1
-    if device != "cpu" and torch.cuda.is_available():
-        available = torch.cuda.device_count()
+    if device != "cpu":
+        available = _count_gpus() or available
     if not 1 <= count <= available:
         raise UserError(f"--gpus {count}: this machine allows 1 to {available}; see `paw doctor`")
+
+
+def _count_gpus() -> int:
+    """Return the number of GPUs. Loads torch, which takes seconds, only if there may be one."""
+    if not any(Path(file).exists() for file in GPU_FILES):
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 class _StopSignals:
@@ -162,8 +176,6 @@ def _start_rank(
 
     Rank 0 has the terminal and the store's listening socket. Other ranks write to their `log`.
     """
-    from paw.distributed.parallel import STORE  # imports torch
-
     variables = variables | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

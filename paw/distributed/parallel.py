@@ -28,14 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from paw.distributed.launcher import STORE
 from paw.distributed.ranks import PeerLostError, Ranks
 from paw.distributed.watchdog import Watchdog
 from paw.errors import UserError
 
 T = TypeVar("T")
-STORE = "PAW_STORE_FD"
-"""Environment variable of rank 0 with the descriptor of the socket on which the store listens. `paw
-train --gpus` has opened it."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 MEETING = timedelta(minutes=60)
 """The time that ranks wait for each other at the start."""

@@ -363,6 +363,7 @@ def test_ranks_share_the_cores_of_this_process(monkeypatch):
     assert environments[-1]["OMP_NUM_THREADS"] == "3"
     with pytest.raises(UserError, match=r"--gpus 99: this machine allows 1 to 64"):
         launch(99, [])
+    monkeypatch.setattr("paw.distributed.launcher.GPU_FILES", [os.devnull])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(UserError, match=r"--gpus 2: this machine allows 1 to 1"):

@@ -10,13 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import call_in_ranks
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from toyworld import ENV, corpus, make_chat, make_factory, make_model, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from paw.build import join_ranks
 from paw.config.sections import Config, ModelConfig, RolloutConfig, WarmupConfig
+from paw.distributed.ranks import PeerLostError
 from paw.envs.settings import AlfworldConfig
+from paw.errors import UserError
 from paw.rollouts.text.chat import Chat
 from paw.tools.warmup import quickstart, warmup
 from paw.tools.warmup.warmup import Muon, demonstrations, ensure_warm_model
@@ -137,6 +141,82 @@ def test_the_warm_up_needs_no_setting_of_the_runs_engine(tmp_path, monkeypatch):
     folder = ensure_warm_model(config, make_factory(max_turns=4), lambda line: None)
 
     assert json.loads((folder / "warmup.json").read_text())["steps"] == 1
+
+
+def two_ranks_warm_up(rank, folder):
+    """In a rank: a model whose success is measured, one that stops early, and one that cannot be
+    measured."""
+    os.environ["PAW_CACHE"] = str(folder)
+    factory = make_factory(max_turns=4)
+    ranks = join_ranks(torch.device("cpu"), episodes=8)
+    with pytest.MonkeyPatch.context() as patch:
+        measure_often(patch)
+        folders = [ensure_warm_model(small_warm_up(max_steps=12), factory, quiet, ranks)]
+        patch.setattr(warmup, "_measure_success", rising)
+        folders.append(ensure_warm_model(stops_early(), factory, quiet, ranks))
+        # Found in the cache: nothing is measured.
+        folders.append(ensure_warm_model(stops_early(), factory, quiet, ranks))
+
+        patch.setattr(warmup, "_measure_success", failing)
+        error, words = (PeerLostError, "rank 1: no game") if rank == 0 else (UserError, "no game")
+        with pytest.raises(error, match=words):
+            ensure_warm_model(small_warm_up(max_steps=13), factory, quiet, ranks)
+    (folder / f"folders-{rank}.json").write_text(json.dumps([path.name for path in folders]))
+
+
+def measure_often(patch):
+    """A warm-up that is measured after 4, 8 and 12 steps, on few games."""
+    for name, value in (("CORPUS_TURNS", 1000), ("CHECK_GAMES", 8)):
+        patch.setattr(warmup, name, value)
+    for name in ("CHECK_FROM", "CHECK_EVERY"):
+        patch.setattr(warmup, name, 4)
+
+
+def quiet(line):
+    pass
+
+
+def rising(rollouts, config, step):
+    return step / 100
+
+
+def failing(rollouts, config, step):
+    raise UserError("no game can be played")
+
+
+def stops_early():
+    """Its success is 4, 8 and 12 % after so many steps: the mean of the first two is enough."""
+    config = small_warm_up(max_steps=12)
+    warm = config.warmup.model_copy(update={"stop_success": 0.06})
+    return config.model_copy(update={"warmup": warm})
+
+
+@pytest.mark.slow
+def test_a_second_rank_that_measures_changes_no_bit_of_the_model(tmp_path, monkeypatch):
+    measure_often(monkeypatch)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("PAW_CACHE", str(tmp_path / "one"))
+    factory = make_factory(max_turns=4)
+    expected = [ensure_warm_model(small_warm_up(max_steps=12), factory, quiet)]
+    with monkeypatch.context() as patch:
+        patch.setattr(warmup, "_measure_success", rising)
+        expected.append(ensure_warm_model(stops_early(), factory, quiet))
+
+    call_in_ranks(two_ranks_warm_up, 2, tmp_path / "two", on_host=2)
+
+    names = [path.name for path in expected]
+    for rank in (0, 1):
+        made = json.loads((tmp_path / "two" / f"folders-{rank}.json").read_text())
+        assert made == [*names, names[-1]]
+    for path, steps in zip(expected, (12, 8), strict=True):
+        other = tmp_path / "two" / path.name
+        for file in ("model.safetensors", "tokenizer.json"):
+            assert (other / file).read_bytes() == (path / file).read_bytes()
+        summaries = [json.loads((f / "warmup.json").read_text()) for f in (path, other)]
+        assert [summary.pop("seconds") > 0 for summary in summaries] == [True, True]
+        assert summaries[0] == summaries[1]
+        assert summaries[0]["steps"] == steps
 
 
 @pytest.mark.slow

@@ -20,20 +20,30 @@ PLANNED = 64
 
 
 def start_model(
-    resumed: Path | None, config: Config, message: Callable[[str], None] = to_stderr
+    resumed: Path | None,
+    config: Config,
+    message: Callable[[str], None] = to_stderr,
+    ranks: Ranks | None = None,
 ) -> str:
     """Return the model that a run starts from: config.model.path, or a warm-up model.
 
-    The warm-up model is made now if it is not cached. A run resumed from its directory `resumed`
-    keeps its original warm-up model if that still exists, because later code may make one with
-    another tokenizer.
+    All `ranks` must call it. The warm-up model is made now if it is not cached. A run resumed from
+    its directory `resumed` keeps its original warm-up model if that still exists, because later
+    code may make one with another tokenizer.
     """
-    if config.model.path != "quickstart":
-        return config.model.path
-    recorded = recorded_start_model(resumed) if resumed else ""
-    if recorded:
-        return recorded
-    return str(ensure_warm_model(config, make_factory(config), message).resolve())
+    ranks = ranks or Ranks()
+
+    def known_model() -> str:
+        if config.model.path != "quickstart":
+            return config.model.path
+        return recorded_start_model(resumed) if resumed else ""
+
+    known = ranks.broadcast_from_rank0(known_model)
+    if known:
+        return known
+    factory = ranks.run_on_all(lambda: make_factory(config))
+    folder = ensure_warm_model(config, factory, message, ranks)
+    return ranks.broadcast_from_rank0(lambda: str(folder.resolve()))
 
 
 def check_memory(config: Config, device: torch.device, ranks: Ranks) -> None:

@@ -4,6 +4,10 @@ The demonstrations are fresh games of the warm-up stream, which shares no game w
 evaluation. The expert takes a random action now and then, so the model sees states off the expert's
 path. These actions stay in the labels, so the policy starts with the entropy that RL needs to
 explore.
+
+If a run has two ranks on one machine, the second measures success while the first learns on. The
+model is bit for bit the one that a single process makes, so the cache does not depend on who made
+it.
 """
 
 import hashlib
@@ -11,8 +15,8 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from paw.config.sections import Config, WarmupConfig
+from paw.distributed.ranks import Ranks
 from paw.envs.base import EnvFactory, warmup_tasks
 from paw.io.cache import cache_dir, ensure_cached
 from paw.model.policy import Policy
@@ -32,6 +37,7 @@ from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import success_metrics
 from paw.rollouts.text.chat import Chat, context_text
 from paw.tools.warmup import expert_play, quickstart, supervised_step
+from paw.tools.warmup.examiner import Examiner, examine
 from paw.tools.warmup.expert_play import demonstrations, example
 from paw.tools.warmup.supervised_step import step as train_step
 from paw.types import Sample
@@ -66,8 +72,14 @@ Report = Callable[[str], None]
 """Called with each line of progress."""
 
 
-def ensure_warm_model(config: Config, factory: EnvFactory, report: Report) -> Path:
-    """Return the folder of this configuration's quickstart model, made now unless cached."""
+def ensure_warm_model(
+    config: Config, factory: EnvFactory, report: Report, ranks: Ranks | None = None
+) -> Path:
+    """Return the folder of this configuration's quickstart model, made now unless cached.
+
+    All `ranks` must call it. The first makes the model, on its machine.
+    """
+    ranks = ranks or Ranks()
     recipe = {
         "code": [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in MADE_BY],
         "warmup": config.warmup.model_dump(mode="json"),
@@ -77,12 +89,30 @@ def ensure_warm_model(config: Config, factory: EnvFactory, report: Report) -> Pa
     }
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     name = f"quickstart-{digest}"
-    if (cache_dir() / name).is_dir():
+
+    is_cached = ranks.broadcast_from_rank0(lambda: (cache_dir() / name).is_dir())
+    second_rank_examines = not is_cached and ranks.world_size == 2 and ranks.on_host == 2
+    if is_cached and ranks.first:
         report(f"warm-up: cached in {cache_dir() / name}")
-    return ensure_cached(name, partial(_warm_up, config, factory, report))
+
+    def take_part() -> str:
+        if not ranks.first:
+            if second_rank_examines:
+                _examine_for_first_rank(config, factory, ranks)
+            return ""
+        examiner = Examiner(ranks) if second_rank_examines else None
+        try:
+            return str(ensure_cached(name, partial(_warm_up, config, factory, report, examiner)))
+        finally:
+            if examiner:
+                examiner.dismiss()
+
+    return Path(ranks.gather_results(take_part, str)[0])
 
 
-def _warm_up(config: Config, factory: EnvFactory, report: Report, folder: Path) -> None:
+def _warm_up(
+    config: Config, factory: EnvFactory, report: Report, examiner: Examiner | None, folder: Path
+) -> None:
     """Make the model and write it to `folder`, with a summary in warmup.json."""
     started = time.monotonic()
     report(f"warm-up: {CORPUS_TURNS:,} turns of expert play, whose words are the vocabulary")
@@ -93,10 +123,24 @@ def _warm_up(config: Config, factory: EnvFactory, report: Report, folder: Path) 
     )
 
     chat = Chat(tokenizer)
-    trained = _train(lm, chat, config, factory, report, started=started)
+    trained = _train(lm, chat, config, factory, report, examiner, started=started)
     quickstart.save(lm, tokenizer, folder)
     summary = trained._asdict() | {"seconds": time.monotonic() - started}
     (folder / "warmup.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+
+
+def _examine_for_first_rank(config: Config, factory: EnvFactory, ranks: Ranks) -> None:
+    """Measure the models that the first rank sends, on the second."""
+    with ExitStack() as stack:
+
+        def prepare() -> tuple[Qwen3ForCausalLM, Callable[[int], float]]:
+            tokenizer = _learn_tokenizer(config, factory)  # as the first does at the same time
+            lm = quickstart.build_model(tokenizer, config.warmup)
+            rollouts = _make_rollouts(lm, Chat(tokenizer), config, factory)
+            stack.callback(rollouts.close)
+            return lm, lambda step: _measure_success(rollouts, config, step)
+
+        examine(ranks, prepare)
 
 
 def _learn_tokenizer(config: Config, factory: EnvFactory) -> PreTrainedTokenizerFast:
@@ -124,53 +168,99 @@ class _Trained(NamedTuple):
     """Share of the last measurement's games that were won."""
 
 
+class _Measured(NamedTuple):
+    """The model after a step, and its success."""
+
+    step: int
+    loss: float
+    success: float
+    weights: dict[str, Tensor] | None = None
+    """None if the model still has them."""
+
+
 def _train(
     lm: Qwen3ForCausalLM,
     chat: Chat,
     config: Config,
     factory: EnvFactory,
     report: Report,
+    examiner: Examiner | None,
     *,
     started: float,
 ) -> _Trained:
     """Train the model until it wins warmup.stop_success of its games, or for warmup.max_steps."""
     settings = config.warmup
     temperature = config.rollout.temperature
-    engine = TransformersEngine(lm, end_ids=chat.end_ids, max_batch_tokens=CHECK_BATCH_TOKENS)
 
-    step = 0
-    loss = 0.0
-    success = 0.0
-    with closing(Rollouts(factory, engine, chat, config, agent=plain)) as rollouts:
-        for step, loss in _optimizer_steps(lm, chat, config, factory):
-            progress = f"warm-up: step {step}, loss {loss:.3f}"
-            if not _is_measured(step, settings):
-                if step % CHECK_EVERY == 0:
-                    report(f"{progress}, {time.monotonic() - started:.0f} s")
-                continue
+    def progress(step: int, loss: float, success: str = "") -> None:
+        seconds = time.monotonic() - started
+        report(f"warm-up: step {step}, loss {loss:.3f}, {success}{seconds:.0f} s")
 
-            previous_success = success
-            success = _measure_success(rollouts, config, step)
-            report(
-                f"{progress}, success {success:.2f} at temperature {temperature:g}, "
-                f"{time.monotonic() - started:.0f} s"
-            )
+    steps = _optimizer_steps(lm, chat, config, factory, progress)
+    if examiner:
+        measurements = _measured_by_examiner(lm, steps, examiner)
+    else:
+        measurements = _measured_here(lm, steps, chat, config, factory)
+    trained = _Trained(0, 0.0, 0.0)
+    with closing(measurements):
+        for step, loss, success, weights in measurements:
+            progress(step, loss, f"success {success:.2f} at temperature {temperature:g}, ")
+            previous_success = trained.success
+            trained = _Trained(step, loss, success)
             # This is a mean of two, because a single measurement is off by 2.5 points.
             if (success + previous_success) / 2 >= settings.stop_success:
+                if weights is not None:
+                    lm.load_state_dict(weights)
                 _warn_of_overshoot(success, settings, report)
-                return _Trained(step, loss, success)
+                return trained
 
     report(
         "warm-up: success stayed below "
         f"warmup.stop_success = {settings.stop_success}; going on with it"
     )
-    return _Trained(step, loss, success)
+    return trained
+
+
+def _measured_here(
+    lm: Qwen3ForCausalLM,
+    steps: Iterator[tuple[int, float]],
+    chat: Chat,
+    config: Config,
+    factory: EnvFactory,
+) -> Generator[_Measured, None, None]:
+    """Yield the success after each of the steps, which wait for it."""
+    with closing(_make_rollouts(lm, chat, config, factory)) as rollouts:
+        for step, loss in steps:
+            yield _Measured(step, loss, _measure_success(rollouts, config, step))
+
+
+def _measured_by_examiner(
+    lm: Qwen3ForCausalLM, steps: Iterator[tuple[int, float]], examiner: Examiner
+) -> Generator[_Measured, None, None]:
+    """Yield the success after each of the steps, when the model has gone on to the next one."""
+    waiting: _Measured | None = None
+    for step, loss in steps:
+        if waiting:
+            yield waiting._replace(success=examiner.success())
+        weights = {name: tensor.clone() for name, tensor in lm.state_dict().items()}
+        examiner.send(step, weights)
+        waiting = _Measured(step, loss, success=0.0, weights=weights)
+    if waiting:
+        yield waiting._replace(success=examiner.success())
 
 
 def _optimizer_steps(
-    lm: Qwen3ForCausalLM, chat: Chat, config: Config, factory: EnvFactory
+    lm: Qwen3ForCausalLM,
+    chat: Chat,
+    config: Config,
+    factory: EnvFactory,
+    progress: Callable[[int, float], None],
 ) -> Iterator[tuple[int, float]]:
-    """Take warmup.max_steps optimizer steps. Yields (step from 1, its loss) after each."""
+    """Take warmup.max_steps optimizer steps.
+
+    Yields (step from 1, its loss) after those whose success is measured. `progress` gets some of
+    the others.
+    """
     settings = config.warmup
     policy = Policy(lm)
     optimizers = _optimizers(lm, settings)
@@ -186,7 +276,10 @@ def _optimizer_steps(
             by_row=True,
             packing=None,
         )
-        yield step, loss
+        if _is_measured(step, settings):
+            yield step, loss
+        elif step % CHECK_EVERY == 0:
+            progress(step, loss)
 
 
 def _is_measured(step: int, settings: WarmupConfig) -> bool:
@@ -203,6 +296,14 @@ def _warn_of_overshoot(success: float, settings: WarmupConfig, report: Report) -
             f"warmup.stop_success = {settings.stop_success:g}: the games are too easy, "
             "or the steps too large (warmup.lr), to stop in time"
         )
+
+
+def _make_rollouts(
+    lm: Qwen3ForCausalLM, chat: Chat, config: Config, factory: EnvFactory
+) -> Rollouts:
+    """Return what plays the games of measurements with the model as it then is."""
+    engine = TransformersEngine(lm, end_ids=chat.end_ids, max_batch_tokens=CHECK_BATCH_TOKENS)
+    return Rollouts(factory, engine, chat, config, agent=plain)
 
 
 def _measure_success(rollouts: Rollouts, config: Config, step: int) -> float:
