@@ -37,7 +37,7 @@ CASES = (
     # what is measured, kind of environment, env.threads, episodes, steps of each
     ("steps", "coroutine", 64, 10_000, 5),
     ("steps", "coroutine", 64, 1000, 5),
-    ("steps", "plain", 64, 1000, 5),
+    ("steps", "plain", 64, 1000, 1),
     ("steps", "plain", 512, 1000, 5),
     ("set-up", "coroutine", 64, 128, 1),
     ("set-up", "plain", 64, 128, 1),
