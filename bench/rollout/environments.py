@@ -1,6 +1,7 @@
 """Steps a second of many environments that wait: coroutine environments, and plain functions in threads.
 
     python bench/rollout/environments.py             renews bench/results/environments_cpu.csv
+    chrt -f 5 python bench/rollout/environments.py   the same, if other programs want the core
     python bench/rollout/environments.py --profile   where the time of the first case goes
 
 Each step of an environment sleeps a second, as if it waited for a sandbox. The engine answers at

@@ -34,6 +34,7 @@ from paw.rollouts.engine_model import EngineModel
 from paw.rollouts.engines.base import Completion, Request
 from paw.rollouts.episode import EnvHandle, Episode, Model, bind, find_agent
 from paw.rollouts.exchange import exchange
+from paw.rollouts.garbage import rarer_collections
 from paw.rollouts.guard import MAX_REWARD, CheckedEnv, make_threads, number
 from paw.rollouts.loop import EpisodeLoop
 from paw.rollouts.text.chat import ContextFull
@@ -357,7 +358,8 @@ class Rollouts:
         episode. KeyboardInterrupt, UserError, and any error of the engine or `on_end` end the play.
         """
         self._state = PlayState(unfinished=len(episodes))
-        slots = asyncio.Semaphore(at_once or len(episodes) or 1)
+        at_once = at_once or len(episodes) or 1
+        slots = asyncio.Semaphore(at_once)
         make_model = make_model or self._make_engine_model
 
         tasks: list[asyncio.Task[None]] = []
@@ -366,7 +368,8 @@ class Rollouts:
             tasks.append(self.loop.create_task(coroutine))
         driver = self.loop.create_task(self._drive())
         try:
-            self.loop.run_until_complete(driver)
+            with rarer_collections(min(at_once, len(episodes))):
+                self.loop.run_until_complete(driver)
         finally:
             self.end(asyncio.CancelledError())
             self._cancel([*tasks, driver])
