@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from paw.errors import EnvironmentFailure, describe, to_stderr
 from paw.io.threads import Threads
 from paw.rollouts.guard import CheckedEnv
-from paw.rollouts.loop import EpisodeLoop
+from paw.rollouts.loop import EpisodeLoop, ThreadUsage
 from paw.types import Outcome, Task
 
 BLOCKED_S = 0.25
@@ -227,17 +227,19 @@ class TimedCoroutine(Coroutine[Any, Any, Any]):
 
     def send(self, value: Any) -> Any:
         started = self._loop.code_time()
+        usage = ThreadUsage.now()
         try:
             return self._coroutine.send(value)
         finally:
-            self._check(started)
+            self._check(started, usage)
 
     def throw(self, *error: Any) -> Any:
         started = self._loop.code_time()
+        usage = ThreadUsage.now()
         try:
             return self._coroutine.throw(*error)
         finally:
-            self._check(started)
+            self._check(started, usage)
 
     def close(self) -> None:
         self._coroutine.close()
@@ -245,9 +247,9 @@ class TimedCoroutine(Coroutine[Any, Any, Any]):
     def __await__(self) -> Generator[Any, Any, Any]:
         return self._coroutine.__await__()
 
-    def _check(self, started: float) -> None:
+    def _check(self, started: float, usage: ThreadUsage) -> None:
         seconds = self._loop.code_time() - started
-        if seconds > BLOCKED_S and not self._loop.was_starved(seconds):
+        if seconds > BLOCKED_S and not usage.was_starved(seconds):
             self._report(self._environment, seconds)
 
 

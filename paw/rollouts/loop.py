@@ -8,13 +8,12 @@ fails and nothing else happens.
 
 import asyncio
 import gc
-import math
 import resource
 import selectors
 import time
 from collections.abc import Coroutine
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from paw.types import Trajectory
 
@@ -39,8 +38,6 @@ class ClockedSelector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self._busy_since = time.monotonic()
-        self._ran_s, self._waits = _thread_usage()
-        """At the start of this round of the loop."""
         self._held_s = 0.0
         """Seconds beyond HOLD_S in which past rounds of the loop were busy."""
 
@@ -48,13 +45,7 @@ class ClockedSelector(selectors.DefaultSelector):
         self._held_s += self._excess()
         events = super().select(timeout)
         self._busy_since = time.monotonic()
-        self._ran_s, self._waits = _thread_usage()
         return events
-
-    def was_starved(self, seconds: float) -> bool:
-        """Whether other programs kept this thread from running for most of the last `seconds`."""
-        ran_s, waits = _thread_usage()
-        return waits == self._waits and ran_s - self._ran_s < RUNS_SHARE * seconds
 
     def held_s(self) -> float:
         """Seconds so far in which the loop was busy for longer than HOLD_S without a wait."""
@@ -64,15 +55,32 @@ class ClockedSelector(selectors.DefaultSelector):
         return max(0.0, time.monotonic() - self._busy_since - HOLD_S)
 
 
-def _thread_usage() -> tuple[float, int]:
-    """Return (seconds of processor time of this thread, how often it has chosen to wait).
+class ThreadUsage(NamedTuple):
+    """What this thread has done so far."""
 
-    A system that does not count waits is taken for one where threads always do.
-    """
-    if not hasattr(resource, "RUSAGE_THREAD"):
-        return math.inf, 0
-    usage = resource.getrusage(resource.RUSAGE_THREAD)
-    return usage.ru_utime + usage.ru_stime, usage.ru_nvcsw
+    ran_s: float
+    """Seconds of processor time."""
+    waits: int
+    """How often it has chosen to wait."""
+    faults: int
+    """How often it has waited for memory to be read from a disk."""
+
+    @classmethod
+    def now(cls) -> "ThreadUsage":
+        """Return it; zeros on a system that does not count it for a thread."""
+        if not hasattr(resource, "RUSAGE_THREAD"):
+            return cls(0.0, 0, 0)
+        usage = resource.getrusage(resource.RUSAGE_THREAD)
+        return cls(usage.ru_utime + usage.ru_stime, usage.ru_nvcsw, usage.ru_majflt)
+
+    def was_starved(self, seconds: float) -> bool:
+        """Whether other programs kept the thread from running in most of the `seconds` since."""
+        now = ThreadUsage.now()
+        if now.faults > self.faults:
+            return True
+        ran = now.ran_s - self.ran_s > RUNS_SHARE * seconds
+        counts = hasattr(resource, "RUSAGE_THREAD")
+        return counts and not ran and now.waits == self.waits
 
 
 class GarbageClock:
@@ -117,10 +125,6 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
     def code_time(self) -> float:
         """Seconds on a clock that stands still while Python collects garbage."""
         return time.monotonic() - self._garbage.seconds
-
-    def was_starved(self, seconds: float) -> bool:
-        """Whether other programs kept the loop from running for most of the last `seconds`."""
-        return self._clock.was_starved(seconds)
 
     def acting(self) -> Trajectory | None:
         """The episode whose agent's code runs now, on this loop."""
