@@ -238,6 +238,10 @@ class EnvConfig(PluginSection):
     """Processes per rank for your own environments, for gymnasium and verifiers, and for questions
     with your own score. A process that dies, or hangs for env.step_timeout_s, is replaced, and its
     episodes are dropped. 0 runs them in threads of the trainer."""
+    threads: Annotated[int, Field(ge=1, le=1000)] = 64
+    """Threads per rank for environments with plain functions that may block (`may_block`): this
+    many are made, reset or stepped at the same time. Coroutine environments (`async def`) need
+    none."""
     max_text: Count = 1_000_000
     """Maximum number of characters. Of a longer prompt the end is kept, and of a longer observation
     or anchor the beginning."""

@@ -3,6 +3,7 @@
 """
 
 import functools
+import inspect
 import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,10 @@ UNREADABLE = "a task of env.name cannot be read"
 
 
 class Env(Protocol):
-    """An environment that plays one episode at a time. Its methods may be coroutines.
+    """An environment that plays one episode at a time. Its methods may be coroutine functions.
+
+    If `reset` or `step` is one, it is a coroutine environment: episodes await it on their event
+    loop, thousands at a time. Others run in threads.
 
     Optional members of every environment:
 
@@ -87,7 +91,7 @@ class EnvFactory(Protocol):
     env.invalid_penalty)."""
     may_block: bool = False
     """Whether its environments wait for something outside this process, such as a child or a
-    network. They then run in threads, many at once."""
+    network. They are then made and played in up to env.threads threads at once."""
     runs_others_code: bool = False
     """Whether its environments run code that is not ours, as a user's own always do. Each call is
     then made in a thread and may take up to env.step_timeout_s."""
@@ -145,6 +149,12 @@ def seeds(split: str, seed: int) -> Endless:
         return Task(name, payload={"seed": random.Random(name).getrandbits(31)})
 
     return Endless(task)
+
+
+def is_coroutine_env(environment: Any) -> bool:
+    """Whether an environment plays on the event loop: `reset` or `step` is a coroutine function."""
+    methods = (getattr(environment, name, None) for name in ("reset", "step"))
+    return any(inspect.iscoroutinefunction(method) for method in methods)
 
 
 def train_tasks(

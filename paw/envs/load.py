@@ -13,7 +13,7 @@ from typing import Any
 
 from paw.config import plugins
 from paw.config.sections import EnvConfig
-from paw.envs.base import Env, EnvFactory, Tasks, every_tenth, size
+from paw.envs.base import Env, EnvFactory, Tasks, every_tenth, is_coroutine_env, size
 from paw.errors import (
     OURS,
     OthersCodeError,
@@ -51,6 +51,11 @@ class UserFactory:
         self._is_factory = hasattr(self._object, "make")
         if self._is_factory:
             self._require(self._object, FACTORY_MEMBERS)
+            if inspect.iscoroutinefunction(self._object.make):
+                raise UserError(
+                    f"{origin}: make() is a coroutine function; make it a plain one, and await in "
+                    "`async def reset`"
+                )
         else:
             self._require(self._object, ("tasks", *ENV_MEMBERS))
         self._class_name = type(self._object).__name__
@@ -105,6 +110,8 @@ class UserFactory:
         environment = self._object.make() if self._is_factory else self._new_object()
         self._require(environment, ENV_MEMBERS)
         self.demonstrates = hasattr(environment, "oracle")
+        if is_coroutine_env(environment):
+            self.may_block = True
         return environment
 
     def fingerprint(self) -> str:

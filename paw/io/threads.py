@@ -37,7 +37,7 @@ class Threads:
         """Calls that wait for a thread. None ends a thread."""
         self._threads = 0
         """Number of threads that take calls."""
-        self._open_calls = 0
+        self.open_calls = 0
         """Number of calls that have not ended yet."""
         self._hanging: list[threading.Thread] = []
         """Threads that were abandoned and still run."""
@@ -70,11 +70,11 @@ class Threads:
             self._queue.put(None)
         self._queue = SimpleQueue()
         self._threads = 0
-        self._open_calls = 0
+        self.open_calls = 0
 
     def _submit(self, function: Callable[..., Any], *args: Any) -> "_Call":
         call = _Call(function, *args)
-        self._open_calls += 1
+        self.open_calls += 1
         if self.count:
             self._queue.put(call)
             self._start_threads()
@@ -84,7 +84,7 @@ class Threads:
 
     def _start_threads(self) -> None:
         """Start threads until there is one for each open call, or `count` threads."""
-        while self._threads < min(self.count, self._open_calls):
+        while self._threads < min(self.count, self.open_calls):
             self._threads += 1
             threading.Thread(target=_work, args=(self._queue,), daemon=True).start()
 
@@ -99,7 +99,7 @@ class Threads:
 
     def _result(self, call: "_Call") -> Any:
         """Return the result of a call that has ended. Abandons the call if it has not."""
-        self._open_calls -= 1
+        self.open_calls -= 1
         has_ended = not call.cancel()
         if not has_ended:
             self._give_up(call)

@@ -5,7 +5,6 @@ process checks what an environment returns, as the trainer does without processe
 one JSON object on a line.
 """
 
-import inspect
 import json
 import os
 import signal
@@ -24,7 +23,7 @@ from paw.config.keys import section_type
 from paw.config.sections import EnvConfig
 from paw.envs.base import EnvFactory
 from paw.envs.load import load_factory
-from paw.envs.workers.process import AT_ONCE, CLOSE_S, MAX_ANSWER_BYTES, NOT_SENT
+from paw.envs.workers.process import CLOSE_S, MAX_ANSWER_BYTES, NOT_SENT
 from paw.errors import (
     LINE_CHARS,
     EnvironmentFailure,
@@ -51,8 +50,8 @@ class Environments:
         self._send = send
         self.factory = _make_factory(config)
         self._by_number: dict[int, CheckedEnv] = {}
-        self._threads = ThreadPoolExecutor(AT_ONCE)
-        self._blocks = self.factory.may_block
+        self._threads = ThreadPoolExecutor(config.threads)
+        self.blocks = self.factory.may_block
         """Whether calls may block, so many of them run at once in threads."""
 
     def play(
@@ -64,7 +63,7 @@ class Environments:
         """
         for forgotten_number in forgotten:
             self._by_number.pop(forgotten_number, None)
-        if self._blocks:
+        if self.blocks:
             self._threads.submit(self._answer, key, method, number, arguments)
         else:
             self._answer(key, method, number, arguments)
@@ -115,11 +114,10 @@ class Environments:
                 )
 
     def _make(self, number: int) -> Fields:
-        environment = self.factory.make()
-        is_async = inspect.iscoroutinefunction(getattr(environment, "step", None))
-        self._blocks = self._blocks or is_async
-        self._by_number[number] = CheckedEnv(environment, self._config)
-        return {"blocks": self._blocks}
+        environment = CheckedEnv(self.factory.make(), self._config)
+        self.blocks = self.blocks or environment.is_coroutine_env
+        self._by_number[number] = environment
+        return {"blocks": self.blocks}
 
 
 def _failure(error: BaseException) -> Fields:
@@ -213,7 +211,8 @@ def _start(section: str, send: Callable[[Fields], None]) -> Environments | None:
     except BaseException as error:
         send({"key": 0, **_failure(error)})
         return None
-    send({"key": 0, "demonstrates": getattr(environments.factory, "demonstrates", True)})
+    demonstrates = getattr(environments.factory, "demonstrates", True)
+    send({"key": 0, "demonstrates": demonstrates, "blocks": environments.blocks})
     return environments
 
 

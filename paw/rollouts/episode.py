@@ -19,6 +19,7 @@ from paw.config.sections import Config, EnvConfig
 from paw.errors import OURS, EnvironmentFailure, UserError, describe, others_code, quietly
 from paw.io.threads import Threads
 from paw.rollouts.base import RolloutStats
+from paw.rollouts.coroutine_env import CoroutineEnv, LoopCalls
 from paw.rollouts.guard import CheckedEnv
 from paw.rollouts.text.chat import Context, context_text
 from paw.rollouts.text.stops import text_before
@@ -72,15 +73,20 @@ class Patience:
         self.seconds = seconds
         self._pauses = 0
         """Calls of the model or the environment in progress."""
+        self._since = 0.0
+        """When the present wait began, on the clock of the loop."""
         self._expired = False
         self._task: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        """Looks whether the present wait is too long; set during a play."""
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
         """Wrap an agent's whole play. Raises TimeoutError if one of its waits is too long."""
         self._task = asyncio.current_task()
-        self._restart()
+        loop = asyncio.get_running_loop()
+        self._since = loop.time()
+        self._timer = loop.call_later(self.seconds, self._look)
         try:
             yield
         except asyncio.CancelledError:
@@ -93,35 +99,30 @@ class Patience:
             ) from None
         finally:
             self._task = None
-            self._restart()
+            self._timer.cancel()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Wrap calls of the model or the environment, whose time does not count."""
         self._pauses += 1
-        self._restart()
         try:
             yield
         finally:
             self._pauses -= 1
-            self._restart()
+            if self._task and not self._pauses:
+                self._since = self._task.get_loop().time()
 
-    def _restart(self) -> None:
-        """Restart the count, unless the agent has ended or a pause is in progress."""
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
-        if self._task is None or self._pauses:
-            return
-        loop = self._task.get_loop()
-        if not loop.is_closed():
-            self._timer = loop.call_later(self.seconds, self._expire)
-
-    def _expire(self) -> None:
+    def _look(self) -> None:
+        """Cancel the agent if its wait is too long. Otherwise look again when it may be."""
         assert self._task and self._timer
-        lateness = self._task.get_loop().time() - self._timer.when()
-        if lateness > LATE_S:
-            self._restart()
+        loop = self._task.get_loop()
+        now = loop.time()
+        if self._pauses or now - self._timer.when() > LATE_S:
+            # A pause ends later, or the engine's batch or another agent held up this timer.
+            self._since = now
+        remaining_s = self._since + self.seconds - now
+        if remaining_s > 0:
+            self._timer = loop.call_later(remaining_s, self._look)
             return
         self._expired = True
         self._task.cancel()
@@ -134,7 +135,12 @@ class EnvHandle:
     """
 
     def __init__(
-        self, environment: CheckedEnv, threads: Threads, episode: Episode, config: EnvConfig
+        self,
+        environment: CheckedEnv,
+        threads: Threads,
+        loop_calls: LoopCalls,
+        episode: Episode,
+        config: EnvConfig,
     ) -> None:
         self.episode = episode
         self.config = config
@@ -146,6 +152,11 @@ class EnvHandle:
         self.patience = Patience(config.step_timeout_s)
         self._environment = environment
         self._threads = threads
+        self._loop_calls = loop_calls
+        self._coroutines: CoroutineEnv | None = None
+        """The environment's methods, if they are awaited on the event loop."""
+        if environment.is_coroutine_env:
+            self._coroutines = CoroutineEnv(environment, threads)
         self._context: Context = ""
 
     @property
@@ -171,9 +182,7 @@ class EnvHandle:
         """Begin a trial of the task. Returns the first observation."""
         self.episode.trials += 1
         self.episode.outcome = None
-        self.observation = await self._call(
-            self._environment.reset, self.task, updates_context=True
-        )
+        self.observation = await self._call("reset", self.task, updates_context=True)
         return self.observation
 
     def context(self) -> Context:
@@ -193,7 +202,7 @@ class EnvHandle:
         if isinstance(response, Response):
             response = str(response) if response.reply is None else response.reply
 
-        outcome = await self._call(self._environment.step, response, updates_context=True)
+        outcome = await self._call("step", response, updates_context=True)
         self.observation = outcome.observation
         episode.outcome = outcome
         if turns:
@@ -206,52 +215,68 @@ class EnvHandle:
 
     async def admissible_actions(self) -> list[str]:
         """Return the bare actions that have an effect now; [] if any text may be an action."""
-        return await self._call(self._environment.admissible_actions)
+        return await self._call("admissible_actions")
 
     async def format_action(self, action: str) -> str:
         """Return a well-formed response that plays the bare `action`."""
-        return await self._call(self._environment.format_action, action)
+        return await self._call("format_action", action)
 
-    async def _call(
-        self, method: Callable[..., Any], *args: Any, updates_context: bool = False
-    ) -> Any:
-        """Call a method of the environment in a thread, with a deadline.
+    async def _call(self, method: str, *args: Any, updates_context: bool = False) -> Any:
+        """Call a method of the environment with a deadline: on the event loop or in a thread.
 
         With `updates_context`, also gets what the model sees next. Raises EnvironmentFailure if
-        that fails. An environment that raised an error is closed.
+        that fails. An environment in a thread that raised an error is closed there.
         """
-
-        def call() -> Any:
-            try:
-                result = method(*args)
-                if updates_context:
-                    self._update_context(result)
-                return result
-            except BaseException:
-                with quietly():  # it is already broken
-                    self._environment.close()
-                raise
-
         trajectory = self.episode.trajectory
         try:
             with self.patience.pause():
-                return await self._threads.run(call)
+                if self._coroutines:
+                    call = partial(
+                        self._call_on_loop, self._coroutines, method, args, updates_context
+                    )
+                    return await self._loop_calls.run(self._coroutines, call)
+                return await self._threads.run(self._call_in_thread, method, args, updates_context)
         except (*OURS, asyncio.CancelledError):
             raise
         except BaseException as error:
             trajectory.failure = trajectory.failure or describe(error)
             raise EnvironmentFailure(trajectory.failure) from None
 
-    def _update_context(self, result: object) -> None:
-        """Get what the model sees after reset() or step(); nothing after the end."""
-        if isinstance(result, Outcome) and result.done:
-            self._context = ""
-            self.anchor = ""
-            return
-        context = self._environment.context()
-        anchor = self._environment.anchor()
+    def _call_in_thread(self, method: str, args: tuple[Any, ...], updates_context: bool) -> Any:
+        environment = self._environment
+        environment.is_busy = True
+        try:
+            result = getattr(environment, method)(*args)
+            if updates_context and _is_end(result):
+                self._show("", "")
+            elif updates_context:
+                self._show(environment.context(), environment.anchor())
+        except BaseException:
+            with quietly():  # it is already broken
+                environment.close()
+            raise
+        environment.is_busy = False
+        return result
+
+    async def _call_on_loop(
+        self, environment: CoroutineEnv, method: str, args: tuple[Any, ...], updates_context: bool
+    ) -> Any:
+        result = await getattr(environment, method)(*args)
+        if updates_context and _is_end(result):
+            self._show("", "")
+        elif updates_context:
+            self._show(await environment.context(), await environment.anchor())
+        return result
+
+    def _show(self, context: Context, anchor: str) -> None:
+        """Set what the model sees."""
         self._context = context
         self.anchor = anchor
+
+
+def _is_end(result: object) -> bool:
+    """Whether what reset() or step() returned ends the trial, so that nothing is shown any more."""
+    return isinstance(result, Outcome) and result.done
 
 
 class Response(str):

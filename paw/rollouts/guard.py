@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from paw.config.sections import EnvConfig
-from paw.envs.base import EnvFactory
+from paw.envs.base import EnvFactory, is_coroutine_env
 from paw.envs.tools import checked_reply, checked_tools
 from paw.errors import EnvironmentFailure, NoOracleError, clean, short_repr
 from paw.io.threads import Threads
@@ -44,6 +44,10 @@ def make_threads(factory: EnvFactory, config: EnvConfig, count: int = 1) -> Thre
 class CheckedEnv:
     """An Env whose results are checked. Its methods may be sync or async.
 
+    The methods here return when the environment's own have, and await on a loop of their own.
+    Episodes await a coroutine environment on their event loop instead
+    (`paw.rollouts.coroutine_env`), which uses the same checks, the methods `checked_...`.
+
     Optional methods have a default. A result that is not allowed raises EnvironmentFailure. Texts
     are cut to env.max_text, at the end that the tokenizer would cut, and lone surrogates become
     question marks. Turn env.max_turns is the last one. All other attributes are those of the
@@ -62,10 +66,26 @@ class CheckedEnv:
         self.texts_cut = 0
         self.tools: list[dict[str, Any]] = []
         """The environment's tools in this episode, as OpenAI function schemas."""
+        self.is_coroutine_env = is_coroutine_env(environment)
+        self.is_closed = False
+        """Whether it has been closed, or is being closed."""
+        self.is_busy = False
+        """Whether a thread is in one of its methods."""
+        self.last_call: asyncio.Task[Any] | None = None
+        """The last call of a coroutine environment."""
+
+    @property
+    def environment(self) -> Any:
+        """The environment itself, without checks."""
+        return self._environment
 
     def reset(self, task: Task) -> str:
+        return self.checked_start(self._call("reset", task))
+
+    def checked_start(self, observation: object) -> str:
+        """Check what reset() returned, and the tools. A new episode begins."""
         self._turns = 0
-        self._last = self._text("reset()", self._call("reset", task))
+        self._last = self._text("reset()", observation)
         self.tools = getattr(self._environment, "tools", None) or []
         if self.tools:
             try:
@@ -75,7 +95,9 @@ class CheckedEnv:
         return self._last
 
     def context(self) -> str | list[dict[str, Any]]:
-        context = self._call("context")
+        return self.checked_context(self._call("context"))
+
+    def checked_context(self, context: Any) -> str | list[dict[str, Any]]:
         if not isinstance(context, list):
             return self._text("context()", context, tail=True)
         if not context or not all(isinstance(message, Mapping) for message in context):
@@ -89,13 +111,25 @@ class CheckedEnv:
 
     def anchor(self) -> str:
         """The observation that GiGPO compares: the last one, unless the Env says otherwise."""
-        return self._text("anchor()", self._call("anchor", default=self._last))
+        return self.checked_anchor(self._call("anchor", default=self._last))
+
+    def checked_anchor(self, anchor: object) -> str:
+        return self._text("anchor()", anchor)
+
+    @property
+    def last_observation(self) -> str:
+        return self._last
 
     def step(self, response: str) -> Outcome:
         """Step the environment. If it has tools, it gets a Reply with checked calls."""
-        if self.tools:
-            response = checked_reply(response, self.tools)
-        outcome = self._call("step", response)
+        return self.checked_outcome(self._call("step", self.checked_response(response)))
+
+    def checked_response(self, response: str) -> str:
+        """Return the response as step() gets it: a Reply with checked calls if there are tools."""
+        return checked_reply(response, self.tools) if self.tools else response
+
+    def checked_outcome(self, outcome: Any) -> Outcome:
+        """Check what step() returned. One more turn of the episode has been played."""
         if not isinstance(outcome, Outcome):
             self._refuse("step()", outcome, "an Outcome (paw/types.py)")
 
@@ -128,18 +162,29 @@ class CheckedEnv:
         return self._answer("oracle()", self._call("oracle"))
 
     def admissible_actions(self) -> list[str]:
-        actions = self._call("admissible_actions", default=[])
+        return self.checked_actions(self._call("admissible_actions", default=[]))
+
+    def checked_actions(self, actions: Any) -> list[str]:
         return [self._text("admissible_actions()", action) for action in actions]
 
     def format_action(self, action: str) -> str:
         """Return a well-formed response that plays `action`, by default the action itself."""
-        return self._answer("format_action()", self._call("format_action", action, default=action))
+        return self.checked_action(self._call("format_action", action, default=action))
+
+    def checked_action(self, response: object) -> str:
+        return self._answer("format_action()", response)
 
     def close(self) -> None:
-        self._call("close")
-        if self._loop:
-            self._loop.close()
-            self._loop = None
+        """Close the environment, unless it is closed already."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        try:
+            self._call("close")
+        finally:
+            if self._loop:
+                self._loop.close()
+                self._loop = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)

@@ -7,21 +7,103 @@ fails and nothing else happens.
 """
 
 import asyncio
+import gc
+import resource
+import selectors
+import time
 from collections.abc import Coroutine
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from paw.types import Trajectory
 
 _acting: "ContextVar[tuple[EpisodeLoop, Trajectory] | None]" = ContextVar("_acting", default=None)
 """The loop and episode of the agent whose code runs; None for the scheduler's own code."""
 
+HOLD_S = 0.1
+"""Seconds of one round of the loop that count as waiting.
+
+What a round takes beyond that, such as a long batch of the engine, is not the fault of whoever
+waits meanwhile.
+"""
+
+
+RUNS_SHARE = 0.5
+"""Share of a time in which a thread that is not starved is running or has chosen to wait."""
+
+
+class ClockedSelector(selectors.DefaultSelector):
+    """Waits for events, and measures how long the loop is busy between its waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._busy_since = time.monotonic()
+        self._held_s = 0.0
+        """Seconds beyond HOLD_S in which past rounds of the loop were busy."""
+
+    def select(self, timeout: float | None = None) -> Any:
+        self._held_s += self._excess()
+        events = super().select(timeout)
+        self._busy_since = time.monotonic()
+        return events
+
+    def held_s(self) -> float:
+        """Seconds so far in which the loop was busy for longer than HOLD_S without a wait."""
+        return self._held_s + self._excess()
+
+    def _excess(self) -> float:
+        return max(0.0, time.monotonic() - self._busy_since - HOLD_S)
+
+
+class ThreadUsage(NamedTuple):
+    """What this thread has done so far."""
+
+    ran_s: float
+    """Seconds of processor time."""
+    waits: int
+    """How often it has chosen to wait."""
+    faults: int
+    """How often it has waited for memory to be read from a disk."""
+
+    @classmethod
+    def now(cls) -> "ThreadUsage":
+        """Return it; zeros on a system that does not count it for a thread."""
+        if not hasattr(resource, "RUSAGE_THREAD"):
+            return cls(0.0, 0, 0)
+        usage = resource.getrusage(resource.RUSAGE_THREAD)
+        return cls(usage.ru_utime + usage.ru_stime, usage.ru_nvcsw, usage.ru_majflt)
+
+    def was_starved(self, seconds: float) -> bool:
+        """Whether other programs kept the thread from running in most of the `seconds` since."""
+        now = ThreadUsage.now()
+        if now.faults > self.faults:
+            return True
+        ran = now.ran_s - self.ran_s > RUNS_SHARE * seconds
+        counts = hasattr(resource, "RUSAGE_THREAD")
+        return counts and not ran and now.waits == self.waits
+
+
+class GarbageClock:
+    """Measures how long Python collects garbage. It may do so in anybody's code."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        now = time.monotonic()
+        if phase == "stop":
+            self.seconds += now - self._started
+        self._started = now
+
 
 class EpisodeLoop(asyncio.SelectorEventLoop):
     """Runs the scheduler's tasks and those of agents, and knows whose code runs."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._clock = ClockedSelector()
+        self._garbage = GarbageClock()
+        super().__init__(self._clock)
         self._main: asyncio.Future[Any] | None = None
         """The future that the loop runs for."""
         self._refused: list[Trajectory] = []
@@ -35,6 +117,14 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
         task = asyncio.current_task()
         assert isinstance(task, SchedulerTask)
         task.trajectory = trajectory
+
+    def patient_time(self) -> float:
+        """Seconds on a clock that hardly runs while something holds the loop."""
+        return self.time() - self._clock.held_s()
+
+    def code_time(self) -> float:
+        """Seconds on a clock that stands still while Python collects garbage."""
+        return time.monotonic() - self._garbage.seconds
 
     def acting(self) -> Trajectory | None:
         """The episode whose agent's code runs now, on this loop."""
@@ -54,9 +144,11 @@ class EpisodeLoop(asyncio.SelectorEventLoop):
         self._main = main
         outer_loop = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
+        gc.callbacks.append(self._garbage)
         try:
             return super().run_until_complete(main)
         finally:
+            gc.callbacks.remove(self._garbage)
             asyncio._set_running_loop(outer_loop)
 
     def stop(self) -> None:

@@ -1,16 +1,17 @@
 """Episodes played in parallel: agents' coroutines on one event loop, over one engine.
 
 A finished response goes to its agent, which steps its environment, and the next turn's request
-enters the engine immediately. Environments that may block run in threads. Seeds come from (seed,
-stream, task, member, turn), so an episode's tokens do not depend on the others in its batch.
+enters the engine immediately. Environments that may block run in threads, and coroutine
+environments on the loop. Seeds come from (seed, stream, task, member, turn), so an episode's tokens
+do not depend on the others in its batch.
 """
 
 import asyncio
-import inspect
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paw.config import plugins
@@ -22,15 +23,18 @@ from paw.errors import (
     UserError,
     describe,
     others_code,
+    quietly,
     short_repr,
     to_stderr,
 )
 from paw.io.threads import Daemons, Threads
 from paw.rollouts.base import Progress, RolloutResult, RolloutStats
+from paw.rollouts.coroutine_env import CoroutineEnv, LoopCalls
 from paw.rollouts.engine_model import EngineModel
 from paw.rollouts.engines.base import Completion, Request
 from paw.rollouts.episode import EnvHandle, Episode, Model, bind, find_agent
 from paw.rollouts.exchange import exchange
+from paw.rollouts.garbage import rarer_collections
 from paw.rollouts.guard import MAX_REWARD, CheckedEnv, make_threads, number
 from paw.rollouts.loop import EpisodeLoop
 from paw.rollouts.text.chat import ContextFull
@@ -40,11 +44,6 @@ from paw.types import Group, Task, Trajectory
 if TYPE_CHECKING:
     from paw.distributed.ranks import Ranks
 
-THREADS = 64
-"""Environments stepped in parallel.
-
-Many more child processes, started together, would exceed their time limit.
-"""
 MOMENT_S = 2e-4
 """Seconds to wait after responses.
 
@@ -74,17 +73,13 @@ class PlayState:
     """Episodes that have not ended, whether started or not."""
     live: int = 0
     """Episodes in play."""
-    awaiting_environment: int = 0
-    """Episodes that wait for a new environment."""
     queue: list[QueuedRequest] = field(default_factory=list)
     in_flight: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
     """Completions that the engine owes, by the key of their request."""
     error: BaseException | None = None
     """The error that ends the play before all episodes have ended."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a request is queued, an environment is made, an episode ends or an error is set."""
-    making: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while an environment is made, so they are made one by one, in the order of episodes."""
+    """Set when a request is queued, an episode ends or an error is set."""
 
 
 class Rollouts:
@@ -118,14 +113,17 @@ class Rollouts:
         self.ranks = ranks
         self.encode_observation = encode_observation
         self.agent = agent or find_agent(config)
-        self.threads = make_threads(factory, config.env, THREADS)
+        self.threads = make_threads(factory, config.env, config.env.threads)
         self.loop = EpisodeLoop()
+        self._loop_calls = LoopCalls(self.loop, config.env.step_timeout_s)
         self.loop.set_default_executor(Daemons())
         self._request_keys = itertools.count()
-        self._judges = Threads(THREADS, config.env.step_timeout_s)
+        self._judges = Threads(config.env.threads, config.env.step_timeout_s)
         self._reward: Any = load_reward(config)
         self._idle: list[CheckedEnv] = []
         """Environments of episodes that have ended."""
+        self._open: set[CheckedEnv] = set()
+        """All environments that are not closed: idle, or in episodes."""
         self._cut_is_reported = False
         self._state = PlayState()
 
@@ -360,7 +358,8 @@ class Rollouts:
         episode. KeyboardInterrupt, UserError, and any error of the engine or `on_end` end the play.
         """
         self._state = PlayState(unfinished=len(episodes))
-        slots = asyncio.Semaphore(at_once or len(episodes) or 1)
+        at_once = at_once or len(episodes) or 1
+        slots = asyncio.Semaphore(at_once)
         make_model = make_model or self._make_engine_model
 
         tasks: list[asyncio.Task[None]] = []
@@ -369,7 +368,8 @@ class Rollouts:
             tasks.append(self.loop.create_task(coroutine))
         driver = self.loop.create_task(self._drive())
         try:
-            self.loop.run_until_complete(driver)
+            with rarer_collections(min(at_once, len(episodes))):
+                self.loop.run_until_complete(driver)
         finally:
             self.end(asyncio.CancelledError())
             self._cancel([*tasks, driver])
@@ -405,13 +405,14 @@ class Rollouts:
         state.changed.set()
 
     def _cancel(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """Cancel tasks that have not ended, and give them STOP_S to do so."""
+        """Cancel tasks that have not ended, and give them and their calls STOP_S to do so."""
         cancelled: list[asyncio.Task[Any]] = []
         for task in tasks:
             if not task.done() and task.cancel():
                 cancelled.append(task)
         if cancelled:
             self.loop.run_until_complete(asyncio.wait(cancelled, timeout=STOP_S))
+            self.loop.run_until_complete(self._loop_calls.settle(STOP_S))
 
     async def sample(
         self,
@@ -444,11 +445,40 @@ class Rollouts:
 
         Errors and hangs of environments no longer matter.
         """
-        self.threads.close(*(environment.close for environment in self._idle))
+        self.threads.close(*self.closing_calls())
         self._judges.close()
-        self._idle.clear()
-        if not self.loop.is_closed():
+        if not (self.loop.is_closed() or self.loop.is_running()):
             self.loop.close()
+
+    def closing_calls(self, *, busy: bool = False) -> list[Callable[[], None]]:
+        """Return functions that close the environments, to be called in any threads.
+
+        All coroutine environments are closed by one of them, on the loop, which must not be running
+        elsewhere. An environment with a thread in one of its methods is left alone unless `busy`,
+        because closing it may wait for that thread.
+        """
+        on_loop: list[CheckedEnv] = []
+        calls: list[Callable[[], None]] = []
+        for environment in self._open:
+            if environment.is_coroutine_env:
+                on_loop.append(environment)
+            elif busy or not environment.is_busy:
+                calls.append(environment.close)
+        self._open.clear()
+        self._idle.clear()
+        if on_loop or self._loop_calls.are_open:
+            calls.append(partial(self._close_on_loop, on_loop))
+        return calls
+
+    def _close_on_loop(self, environments: Sequence[CheckedEnv]) -> None:
+        async def close_all() -> None:
+            calls = []
+            for environment in environments:
+                calls.append(self._loop_calls.close(CoroutineEnv(environment, self.threads)))
+            await asyncio.gather(*calls)
+            await self._loop_calls.settle(STOP_S)
+
+        self.loop.run_until_complete(close_all())
 
     def end(self, error: BaseException) -> None:
         """End the play with this error, unless an earlier error already ends it."""
@@ -463,7 +493,8 @@ class Rollouts:
             if self._engine_may_step():
                 if self._step() and self.threads.count:
                     await _let_others_run()
-                    time.sleep(MOMENT_S)
+                    if self.threads.open_calls:
+                        time.sleep(MOMENT_S)
             elif state.unfinished and not state.error:
                 state.changed.clear()
                 await state.changed.wait()
@@ -473,13 +504,12 @@ class Rollouts:
     def _engine_may_step(self) -> bool:
         """Whether there are requests and the step need not wait for more.
 
-        Each step waits while environments are made, so the members of a group begin together and
-        share their prompt in the engine's cache. An engine that takes no request while it runs
-        waits for all live episodes.
+        An engine that takes no request while it runs waits for all live episodes, including those
+        whose environment is being made. Others work meanwhile.
         """
         state = self._state
         waiting = len(state.queue) + len(state.in_flight)
-        if not self.engine or not waiting or state.awaiting_environment:
+        if not self.engine or not waiting:
             return False
         return self.engine.continuous or waiting >= state.live
 
@@ -530,6 +560,19 @@ class Rollouts:
             environment.texts_cut = 0
             if trajectory.failure is None:
                 self._idle.append(environment)
+            else:
+                await self._drop(environment)
+
+    async def _drop(self, environment: CheckedEnv) -> None:
+        """Close the environment of an episode that failed, unless one of its calls hangs."""
+        if environment.is_busy and not environment.is_closed:
+            return
+        if environment.is_coroutine_env:
+            await self._loop_calls.close(CoroutineEnv(environment, self.threads))
+        elif not environment.is_closed:
+            with quietly():
+                await self.threads.run(environment.close)
+        self._open.discard(environment)
 
     async def _run_in_environment(
         self, environment: CheckedEnv, episode: Episode, make_model: Callable[[EnvHandle], Model]
@@ -539,7 +582,7 @@ class Rollouts:
         Raises an exception that says what is wrong with the episode.
         """
         trajectory = episode.trajectory
-        env = EnvHandle(environment, self.threads, episode, self.config.env)
+        env = EnvHandle(environment, self.threads, self._loop_calls, episode, self.config.env)
         model = make_model(env)
         try:
             async with env.patience.limit():
@@ -564,18 +607,12 @@ class Rollouts:
         return getattr(self.factory, "processes_lost", 0)
 
     async def _make_environment(self) -> CheckedEnv:
-        """Make a new, checked environment."""
-        state = self._state
-        state.awaiting_environment += 1
-        try:
-            async with state.making:
-                environment = await self.threads.run(self.factory.make)
-        finally:
-            state.awaiting_environment -= 1
-            state.changed.set()
-        if inspect.iscoroutinefunction(getattr(environment, "step", None)):
-            self.threads.count = THREADS
-        return CheckedEnv(environment, self.config.env)
+        """Make a new, checked environment, while others are made and played."""
+        environment = CheckedEnv(await self.threads.run(self.factory.make), self.config.env)
+        if environment.is_coroutine_env:
+            self.threads.count = self.config.env.threads
+        self._open.add(environment)
+        return environment
 
     async def _judge(self, trajectory: Trajectory) -> None:
         """Give the last turn the reward of reward.type instead of the environment's reward.

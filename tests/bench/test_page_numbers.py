@@ -463,7 +463,34 @@ def gradient_ratios(run: str) -> tuple[float, float]:
     return fmean(world[:10]) / fmean(policy[:10]), fmean(world[-10:]) / fmean(policy[-10:])
 
 
+def many_environments() -> Iterator[str]:
+    """Medians of the repeats of each case."""
+    rows = read("environments_cpu", what="steps")
+    for kind, threads, episodes in dict.fromkeys(
+        (row["environments"], row["threads"], row["episodes"]) for row in rows
+    ):
+        cells = {"environments": kind, "threads": f"{threads:.0f}", "episodes": f"{episodes:.0f}"}
+        repeats = read("environments_cpu", what="steps", **cells)
+        yield table_line(
+            "`async def`" if kind == "coroutine" else "plain",
+            "none" if kind == "coroutine" else f"{threads:.0f}",
+            f"{episodes:,.0f}",
+            f"{median(values(repeats, 'steps_s')):,.0f}",
+            f"{median(values(repeats, 'cpu_ms')):.2f} ms",
+        )
+
+    (episodes,) = distinct(read("environments_cpu", what="set-up"), "episodes")
+    (setup_s,) = distinct(read("environments_cpu", what="set-up"), "setup_s")
+    ready = []
+    for kind, threads in (("coroutine", "64"), ("plain", "64"), ("plain", "128")):
+        repeats = read("environments_cpu", what="set-up", environments=kind, threads=threads)
+        ready.append(f"{median(values(repeats, 'wall_s')):.1f} s")
+    yield f"{episodes:.0f} episodes whose environments take {setup_s:.0f} s to be reset"
+    yield f"have ended after {ready[0]} with coroutines, {ready[1]} in 64 threads and {ready[2]} in 128"
+
+
 def environments() -> Iterator[str]:
+    yield from many_environments()
     search = read("experiment_search", variant="paw")
     (shop,) = read("experiment_webshop")
     before = per_cent(fmean(values(search, "before")))

@@ -78,7 +78,8 @@ def setup(vllm_here, tmp_path_factory):
     model.save_pretrained(folder)
     torch_state = torch.get_rng_state()
     python_state = random.getstate()
-    engine = VllmEngine(folder, end_ids=[], max_model_len=LIMIT, dtype="float32")
+    engine = VllmEngine(folder, end_ids=[], max_model_len=LIMIT, dtype="float32", max_num_seqs=200)
+    assert engine._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 200
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert random.getstate() == python_state
     assert torch.get_num_threads() == 1

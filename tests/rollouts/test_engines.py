@@ -4,13 +4,17 @@ noticed."""
 import itertools
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from paw.config.recipe import load
+from paw.distributed.ranks import Ranks
 from paw.errors import UserError
 from paw.model.policy import full_parameters
+from paw.rollouts.engines import servers
 from paw.rollouts.engines.base import Completion, Request
 from paw.rollouts.engines.generation import sample, uniforms
 from paw.rollouts.engines.transformers import TransformersEngine
@@ -274,3 +278,31 @@ def test_missing_vllm_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r"pip install 'paw-trainer\[vllm\]'"):
         VllmEngine(tmp_path, end_ids=[1], max_model_len=8)
+
+
+def test_servers_are_started_with_engine_max_num_seqs(monkeypatch):
+    config = load(
+        "alfworld-grpo-paw",
+        {"engine.type": "server", "engine.servers": 1, "engine.max_num_seqs": 9000},
+    )
+    monkeypatch.setattr(servers, "Servers", lambda command, *_, **__: command)
+    command: Any = servers.start_servers(
+        config, "model", device=torch.device("cpu"), ranks=Ranks(), lora=None
+    )
+    assert command[command.index("--max-num-seqs") + 1] == "9000"
+    # vLLM refuses fewer tokens in a step than sequences.
+    assert command[command.index("--max-num-batched-tokens") + 1] == "9000"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many"])
+def test_a_number_of_sequences_that_is_none_is_one_line(value):
+    for engine in ({}, {"engine.type": "server", "engine.servers": 1}):
+        with pytest.raises(UserError, match=r"engine\.max_num_seqs") as error:
+            load("alfworld-grpo-paw", {**engine, "engine.max_num_seqs": value})
+        assert "\n" not in str(error.value)
+
+
+def test_servers_that_already_run_have_a_number_of_their_own():
+    urls = {"engine.type": "server", "engine.urls": "http://a:1"}
+    with pytest.raises(UserError, match=r"engine\.max_num_seqs"):
+        load("alfworld-grpo-paw", urls | {"engine.max_num_seqs": 8})

@@ -91,6 +91,24 @@ class Blocking(Deadly):
     may_block = True
 
 
+class Meeting(Blocking):
+    """Makes an environment when eight are being made, in all processes together.
+
+    The first of a process is made at once: that is the check of the environment.
+    """
+
+    is_checked = False
+
+    def make(self):
+        if self.is_checked:
+            folder = Path(os.environ["DEADLY_MEETING"])
+            (folder / f"{os.getpid()} {threading.get_ident()}").touch()
+            while len(list(folder.iterdir())) < 8:
+                time.sleep(0.01)
+        self.is_checked = True
+        return Counter()
+
+
 class AtOnce(Counter):
     async def step(self, response: str) -> Outcome:
         await asyncio.sleep(0.01)

@@ -23,6 +23,7 @@ COMMON, MEMORY, SIMULATION, PAGES = (
 )
 CARD = {"gpus": 1, "gpu_gib": 80.0}
 NAME = "Qwen/Qwen2.5-14B-Instruct"
+SERVERS_ELSEWHERE = {"engine.type": "server", "engine.urls": "http://a:1"}
 SERVERS = {"engine__type": "server", "engine__servers": 4}
 
 
@@ -409,8 +410,57 @@ def test_the_fallbacks_find_full_parameter_training_of_14b_on_one_card(tmp_path,
     assert plan["step_s"] > 0
     config = load(out)
     assert config.model.path == NAME
+    # Fewer than there are episodes: the cache is small.
+    assert 8 < config.engine.max_num_seqs == plan["settings"]["engine.max_num_seqs"] < 128
     share = {"engine.gpu_memory_utilization": config.engine.gpu_memory_utilization}
     assert {key: get(config, key) for key in plan["settings"]} | share == plan["settings"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "sequences"),
+    [
+        ({}, 1, 128),  # 16 tasks of 8 episodes
+        ({}, 4, 32),  # an engine in each rank
+        ({"rollout.tasks": 2, "eval.games": 5}, 1, 16),
+        ({"rollout.tasks": 2, "eval.games": 50}, 1, 50),
+        ({"rollout.tasks": 1000}, 1, 1024),
+        ({"engine.type": "server", "engine.servers": 2, "rollout.ahead": 1}, 4, 128),
+    ],
+)
+def test_as_many_sequences_at_a_time_as_there_are_episodes(changes, gpus, sequences):
+    config = changed(load("alfworld-grpo-paw"), changes)
+    shape = shape_of(config.model.path)
+    plan = fit(config, shape, Machine(gpus=gpus, gpu_gib=80.0))[-1][1]
+    assert plan.config.engine.max_num_seqs == plan.engine.sequences == sequences
+
+
+def test_no_more_sequences_at_a_time_than_the_cache_holds():
+    """With a cache for half of them, an update takes longer; a pinned number stays."""
+    config = changed(load("alfworld-grpo-paw"), {"rollout.tasks": 1000})
+    shape = shape_of(config.model.path)
+    machine = Machine(**CARD)
+    long = changed(
+        config, {"rollout.max_prompt_tokens": 16384, "rollout.max_response_tokens": 4096}
+    )
+    plan = fit(long, shape, machine)[-1][1]
+    sequences = plan.config.engine.max_num_seqs
+    assert 1 < sequences < 1024
+    assert sequences * plan.play.length <= plan.kv_tokens < (sequences + 1) * plan.play.length
+    assert not plan.reasons()
+
+    few = changed(config, {"engine.max_num_seqs": 7})
+    pinned = fit(few, shape, machine, pinned=["engine.max_num_seqs"])[-1][1]
+    chosen = fit(few, shape, machine)[-1][1]
+    assert pinned.config.engine.max_num_seqs == 7
+    assert chosen.config.engine.max_num_seqs == 1024
+    assert pinned.seconds["rollout"] > chosen.seconds["rollout"]
+
+
+def test_engines_without_such_a_number_are_planned_without_it():
+    for engine in ({"engine.type": "transformers"}, SERVERS_ELSEWHERE):
+        config = changed(load("alfworld-grpo-paw"), engine)
+        plan = fit(config, shape_of(config.model.path), Machine(**CARD))[-1][1]
+        assert "max_num_seqs" not in str(plan.config.model_dump(exclude_unset=True))
 
 
 def test_what_fits_is_left_alone_and_keys_on_the_command_line_stay(capsys):
@@ -422,6 +472,7 @@ def test_what_fits_is_left_alone_and_keys_on_the_command_line_stay(capsys):
     output = capsys.readouterr().out
     assert "as configured" in output
     assert "KV cache" in output
+    assert "128 responses at a time in each engine (engine.max_num_seqs)" in output
     assert "a prediction" in output
     assert all(f"{basis}: " in output for basis in ("published", "measured", "assumed"))
     words = [

@@ -9,6 +9,7 @@ import copy
 import hashlib
 import json
 import sys
+import threading
 from collections.abc import Callable
 from importlib import metadata
 from statistics import fmean
@@ -71,6 +72,8 @@ class VerifiersFactory(EnvFactory):
         """The context of the tool servers. It is kept because they end when it is collected."""
         self._shared_tools: dict[str, Any] | None = None
         """The tools of these servers; None until they are started."""
+        self._starting = threading.Lock()
+        """Held while the servers are started, since environments are made in many threads."""
         self._tasks: dict[str, list[Task]] = {}
         """Tasks of the splits that are loaded."""
         for split in (config.train_split, config.eval_split):
@@ -93,8 +96,9 @@ class VerifiersFactory(EnvFactory):
         return self._tasks[split]
 
     def make(self) -> InvertedEnv:
-        if self._shared_tools is None:
-            self._shared_tools = self._start_servers()
+        with self._starting:
+            if self._shared_tools is None:
+                self._shared_tools = self._start_servers()
         return InvertedEnv(self._play, self.config)
 
     def fingerprint(self) -> str:

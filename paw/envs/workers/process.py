@@ -42,8 +42,6 @@ NOT_SENT = (
     "env.processes: the arguments of {method}() cannot be sent to a process ({why}); make the "
     "payload of tasks plain data or objects of importable classes, or set env.processes = 0"
 )
-AT_ONCE = 64
-"""Number of simultaneous calls of blocking environments, in all workers together."""
 
 
 class OracleReply(Strict):
@@ -89,7 +87,8 @@ class Answer(Strict):
     demonstrates: bool = True
     """Whether the environments have an oracle."""
     blocks: bool = False
-    """Whether the environments may block, so several calls at once make sense."""
+    """Whether the environments may block, so several calls at once make sense. In the first answer,
+    and in those to `make`."""
     failure: Failure | None = None
 
 
@@ -119,7 +118,7 @@ class Worker:
     kernel ends the process.
     """
 
-    def __init__(self, start: Start, timeout_s: float) -> None:
+    def __init__(self, start: Start, timeout_s: float, at_once: int) -> None:
         self._start = start
         self._timeout_s = timeout_s
         self.environments = 0
@@ -132,8 +131,10 @@ class Worker:
         self._calls: dict[int, Call] = {}
         self._lock = threading.Lock()
         self._sending = threading.Lock()
-        self._at_once = 1
-        self._places = threading.Semaphore(self._at_once)
+        self._at_once = at_once
+        """Simultaneous calls, once the environments are known to block."""
+        self._blocks = False
+        self._places = threading.Semaphore(1)
         self._socket, self._theirs = socket.socketpair()
         self._requests = Connection(os.dup(self._socket.fileno()), readable=False)
         self._process: subprocess.Popen[bytes] | None = None
@@ -152,7 +153,7 @@ class Worker:
             pickled = bytes(ForkingPickler.dumps(arguments))
         except Exception as error:  # raised by pickle, or by a payload's own methods
             raise UserError(NOT_SENT.format(method=method, why=describe(error))) from None
-        self.started.result()
+        self.allow(self.started.result())
         with self._places:
             key = next(self._keys)
             answer = self._expect(key, self._timeout_s)
@@ -160,13 +161,15 @@ class Worker:
             self._send((key, method, environment, pickled, forgotten))
             return answer.result()
 
-    def allow(self, at_once: int) -> None:
-        """Allow up to `at_once` simultaneous calls."""
+    def allow(self, answer: Answer) -> None:
+        """Allow simultaneous calls if an answer says that the environments may block."""
+        if self._blocks or not answer.blocks:
+            return
         with self._lock:
-            added = max(0, at_once - self._at_once)
-            self._at_once += added
-        if added:
-            self._places.release(added)
+            is_first = not self._blocks
+            self._blocks = True
+        if is_first and self._at_once > 1:
+            self._places.release(self._at_once - 1)
 
     def forget(self, environment: int) -> None:
         """Note that an environment is no longer used. The next call tells the worker."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from paw.config.sections import EnvConfig
 from paw.envs.base import EnvFactory, Tasks
-from paw.envs.workers.process import AT_ONCE, CLOSE_S, Answer, Start, Worker
+from paw.envs.workers.process import CLOSE_S, Answer, Start, Worker
 from paw.errors import EnvironmentFailure, UserError
 from paw.types import Outcome, Task
 
@@ -55,7 +55,7 @@ class ProcessFactory(EnvFactory):
         self._replaced = 0
         self._numbers = itertools.count()
         self._opening = threading.Lock()
-        self._workers = [Worker(self._start, self._timeout_s)]
+        self._workers = [self._new_worker()]
         weakref.finalize(self, _end, self._workers)
         try:
             self._demonstrates = self._workers[0].started.result().demonstrates
@@ -82,15 +82,19 @@ class ProcessFactory(EnvFactory):
     def fingerprint(self) -> str:
         return self._factory.fingerprint()
 
+    def _new_worker(self) -> Worker:
+        at_once = max(1, self.config.threads // self._count)
+        return Worker(self._start, self._timeout_s, at_once)
+
     def open(self) -> tuple[Worker, int]:
         """Make an environment in the worker with the fewest. Returns (worker, its number there)."""
         with self._opening:
             for i, worker in enumerate(self._workers):
                 if worker.lost:
-                    self._workers[i] = Worker(self._start, self._timeout_s)
+                    self._workers[i] = self._new_worker()
                     self._replaced += 1
             while len(self._workers) < self._count:  # they all start at the same time
-                self._workers.append(Worker(self._start, self._timeout_s))
+                self._workers.append(self._new_worker())
             worker = min(self._workers, key=lambda worker: worker.environments)
             worker.environments += 1
             number = next(self._numbers)
@@ -99,8 +103,7 @@ class ProcessFactory(EnvFactory):
         except BaseException:
             worker.environments -= 1
             raise
-        if answer.blocks:
-            worker.allow(max(1, AT_ONCE // self._count))
+        worker.allow(answer)
         return worker, number
 
 

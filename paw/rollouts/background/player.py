@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
@@ -39,8 +39,7 @@ from paw.rollouts.background.messages import (
 from paw.rollouts.background.supervisor import CLOSE_S
 from paw.rollouts.engines.pool import ServerPool
 from paw.rollouts.engines.server import ServerEngine
-from paw.rollouts.guard import CheckedEnv
-from paw.rollouts.scheduler import THREADS, Rollouts
+from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.text.chat import Chat
 from paw.rundir.signals import ignore_stops
 
@@ -51,22 +50,16 @@ MARGIN_S = 2.0
 
 
 class PlayerRollouts(Rollouts):
-    """Rollouts that know all their environments, including those of episodes in play."""
+    """Rollouts in a thread of their own, which another thread watches and stops."""
 
     def __init__(
         self, factory: EnvFactory, engine: ServerEngine, chat: Chat, config: Config, ranks: Ranks
     ) -> None:
         super().__init__(factory, engine, chat, config, ranks)
-        self.environments: weakref.WeakSet[CheckedEnv] = weakref.WeakSet()
         self.playing: threading.Thread | None = None
         """The thread that plays an update."""
         self._awaits_sign = False
         """Whether the loop still owes a sign of life."""
-
-    async def _make_environment(self) -> CheckedEnv:
-        environment = await super()._make_environment()
-        self.environments.add(environment)
-        return environment
 
     def loop_goes_on(self) -> bool:
         """Whether nothing has blocked the event loop since the last call."""
@@ -137,11 +130,6 @@ class Player:
     def close(self) -> None:
         """Drop what is in play and close the environments, within CLOSE_S altogether."""
         deadline = time.monotonic() + MARGIN_S
-        # Listed before the episodes that hold them are dropped.
-        environments: list[CheckedEnv] = []
-        for rollouts in self._rollouts:
-            environments += list(rollouts.environments)
-
         for rollouts in self._rollouts:
             rollouts.stop()
         for rollouts in self._rollouts:
@@ -150,8 +138,11 @@ class Player:
                 playing.join(max(0.0, deadline - time.monotonic()))
 
         # In threads, in case closing raises or hangs.
-        threads = Threads(THREADS, CLOSE_S - 2 * MARGIN_S)
-        threads.close(*(environment.close for environment in environments))
+        threads = Threads(self._config.env.threads, CLOSE_S - 2 * MARGIN_S)
+        calls: list[Callable[[], None]] = []
+        for rollouts in self._rollouts:
+            calls += rollouts.closing_calls(busy=True)
+        threads.close(*calls)
 
     def _play(self, rollouts: PlayerRollouts, request: PlayUpdate) -> None:
         with suppress(OSError):  # the trainer has ended

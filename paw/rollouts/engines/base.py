@@ -174,7 +174,10 @@ class EnginePlan:
     own_card: tuple[float, float] | None = None
     """(weights, KV cache) on each GPU of an engine that does not share the training GPUs."""
     cache_tokens: float = float("inf")
-    """Tokens that an engine's KV cache holds. It limits how many sequences decode together."""
+    """Tokens that an engine's KV cache holds. It also limits how many sequences decode
+    together."""
+    sequences: float = float("inf")
+    """Maximum number of sequences that an engine decodes together."""
     cache_is_fixed: bool = False
     """Whether the cache has a fixed size that must hold PlannedRun.cache_wanted tokens."""
     least_step_s: float = 30e-3

@@ -86,6 +86,7 @@ class ServerEngine(Engine):
             own_card=cls._card_bytes(run, cards),
             cache_tokens=cls._cache_tokens(run, cards),
             cache_is_fixed=True,
+            sequences=settings.max_num_seqs,
             least_step_s=vllm_plan.STEP_S,
             sent_bytes=run.adapter_bytes if sends_adapters else None,
             sent_by="files" if sends_adapters or settings.transfer == "files" else "nccl",

@@ -60,6 +60,7 @@ def vllm_command(
     max_model_len: int,
     dtype: str,
     on_cpu: bool,
+    max_num_seqs: int = 256,
     gpu_memory_utilization: float = 0.9,
     tensor_parallel: int = 1,
     nccl: bool = False,
@@ -67,7 +68,14 @@ def vllm_command(
     lora: LoraConfig | None = None,
 ) -> list[str]:
     """Return the command that serves `model` (a folder or Hugging Face name), without the port."""
-    options = engine_options(max_model_len, dtype=dtype, on_cpu=on_cpu, entropy=entropy, lora=lora)
+    options = engine_options(
+        max_model_len,
+        max_num_seqs=max_num_seqs,
+        dtype=dtype,
+        on_cpu=on_cpu,
+        entropy=entropy,
+        lora=lora,
+    )
     options |= {
         "model": model,
         "host": "127.0.0.1",
@@ -122,6 +130,7 @@ def start_servers(
         max_model_len=limits.max_prompt_tokens + limits.max_response_tokens,
         dtype=config.model.dtype,
         on_cpu=device.type == "cpu",
+        max_num_seqs=settings.max_num_seqs,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         tensor_parallel=settings.tensor_parallel,
         nccl=settings.transfer == "nccl" or (settings.transfer == "auto" and on_gpus),

@@ -22,6 +22,8 @@ class VllmConfig(EngineConfig):
     sleep_level: Literal[1, 2] = 2
     """What vLLM does with its weights while the trainer works. 2 drops them (every update sends new
     ones), 1 keeps them in host memory."""
+    max_num_seqs: Count = 256
+    """Maximum number of responses that vLLM samples at the same time. `paw plan` proposes one."""
 
 
 class ServerConfig(EngineConfig):
@@ -37,6 +39,9 @@ class ServerConfig(EngineConfig):
     tensor_parallel: Annotated[Count, STARTED] = 1
     """GPUs per server. `paw train --gpus N` reserves servers * tensor_parallel of the N for
     them."""
+    max_num_seqs: Annotated[Count, STARTED] = 256
+    """Maximum number of responses that a server samples at the same time. `paw plan` proposes
+    one."""
     transfer: Literal["auto", "nccl", "files"] = "auto"
     """How weights reach the servers. nccl sends them between GPUs, files uses a folder that both
     sides see. auto is nccl on a GPU, else files."""

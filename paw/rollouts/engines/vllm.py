@@ -63,6 +63,7 @@ class VllmEngine(Engine):
         model_dir: only the architecture (config.json) is read; weights are random until the first
             `sync`.
         max_model_len: tokens of the longest prompt and response together.
+        max_num_seqs: responses that are sampled at the same time, at most.
         entropy: whether completions have it.
         lora: adapters that `sync` takes without the base weights. It takes those only if vLLM does
             not have them.
@@ -93,6 +94,7 @@ class VllmEngine(Engine):
             dtype=config.model.dtype,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             sleep_level=settings.sleep_level,
+            max_num_seqs=settings.max_num_seqs,
             entropy=wants_entropy(config),
             lora=parts.lora,
         )
@@ -111,6 +113,7 @@ class VllmEngine(Engine):
             host=run.weight_bytes if keeps_base_weights else 0,
             cache_tokens=cache / run.kv_bytes,
             cache_is_fixed=True,
+            sequences=settings.max_num_seqs,
             least_step_s=vllm_plan.STEP_S,
             sent_bytes=run.adapter_bytes if sends_adapters else None,
             sent_by="files" if sends_adapters else "memory",
@@ -125,6 +128,7 @@ class VllmEngine(Engine):
         dtype: str = "bfloat16",
         gpu_memory_utilization: float = 0.5,
         sleep_level: int = 2,
+        max_num_seqs: int = 256,
         entropy: bool = False,
         lora: LoraConfig | None = None,
     ):
@@ -140,7 +144,12 @@ class VllmEngine(Engine):
         self._adapters: Any = None
         """vLLM's request object for the newest adapters."""
         options = engine_options(
-            max_model_len, dtype=dtype, on_cpu=self._on_cpu, entropy=entropy, lora=lora
+            max_model_len,
+            max_num_seqs=max_num_seqs,
+            dtype=dtype,
+            on_cpu=self._on_cpu,
+            entropy=entropy,
+            lora=lora,
         )
         options |= {
             "gpu_memory_utilization": gpu_memory_utilization,

@@ -47,14 +47,20 @@ def wants_entropy(config: Config) -> bool:
 
 
 def engine_options(
-    max_model_len: int, *, dtype: str, on_cpu: bool, entropy: bool, lora: LoraConfig | None
+    max_model_len: int,
+    *,
+    max_num_seqs: int,
+    dtype: str,
+    on_cpu: bool,
+    entropy: bool,
+    lora: LoraConfig | None,
 ) -> dict[str, Any]:
     """Return vLLM's arguments, for the engine in this process and for servers."""
     options: dict[str, Any] = {
         "dtype": dtype,
         "max_model_len": max_model_len,
-        "max_num_seqs": 256,
-        "max_num_batched_tokens": max(8192, max_model_len),
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max(8192, max_model_len, max_num_seqs),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",

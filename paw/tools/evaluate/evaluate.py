@@ -30,7 +30,7 @@ from paw.errors import UserError, masked, to_stderr
 from paw.io.files import json_object, write_file
 from paw.processes import watcher
 from paw.rollouts.episode import Episode, find_agent
-from paw.rollouts.scheduler import THREADS, Rollouts
+from paw.rollouts.scheduler import Rollouts
 from paw.rollouts.success import more_context
 from paw.rundir.run_lock import lock
 from paw.tools.evaluate import results
@@ -243,7 +243,7 @@ def _play_agent(
                 from paw.tools.evaluate.player import open_player
 
                 rollouts = stack.enter_context(open_player(config, path, factory))
-                rollouts.run_episodes(episodes, at_once=THREADS, on_end=finished.add)
+                rollouts.run_episodes(episodes, at_once=config.env.threads, on_end=finished.add)
 
     _report_cut_prompts(episodes, config)
     seconds = time.monotonic() - started

@@ -44,6 +44,7 @@ OFFLOADS = {"policy.offload_reference", "optim.offload", "model.offload_activati
 ENGINE = ("engine.type", "engine.servers", "engine.tensor_parallel", "rollout.ahead")
 """Keys that put the engines on servers, in the order of `_with_server_keys`."""
 SHARE = "engine.gpu_memory_utilization"
+SEQUENCES = "engine.max_num_seqs"
 COARSE = 20
 """Steps into which a card is divided to find a share that fits."""
 FINE = 100
@@ -210,9 +211,9 @@ def _with_fallbacks(
 
     def attempt(changes: Sequence[Change]) -> Plan:
         plan = machine.plan(changed(config, *changes), shape)
-        if SHARE in pinned:
-            return plan
-        return _with_largest_share(plan, machine, steps)
+        if SHARE not in pinned:
+            plan = _with_largest_share(plan, machine, steps)
+        return with_sequences(plan, machine, pinned=pinned)
 
     best = attempt([])
     applied: list[Change] = []
@@ -295,6 +296,19 @@ def _with_largest_share(plan: Plan, machine: Machine, steps: int) -> Plan:
     fits_cache = shared.kv_tokens >= shared.kv_needed()
     if fits_card and fits_cache:
         return shared
+    return plan
+
+
+def with_sequences(plan: Plan, machine: Machine, *, pinned: Collection[str] = ()) -> Plan:
+    """Return the plan with as many sequences decoded together as are useful.
+
+    Returns the plan itself if its engine has no such key, or if the key is pinned.
+    """
+    if SEQUENCES in pinned or get(plan.config, SEQUENCES) in (None, plan.useful_sequences):
+        return plan
+    with suppress(UserError):  # servers that already run have a number of their own
+        config = changed(plan.config, {SEQUENCES: plan.useful_sequences})
+        return machine.plan(config, plan.shape)
     return plan
 
 

@@ -60,8 +60,11 @@ FLOPs for tokens (benchmarks/baselines at 30bf494f).
 """
 REDUCE_S = 20e-6
 """Seconds of an all-reduce among a server's cards, two in each layer. Assumed."""
-SEQUENCES = 256
-"""Sequences that vLLM decodes in parallel (paw.rollouts.engines)."""
+MOST_SEQUENCES = 1024
+"""Most sequences that a plan proposes to decode together.
+
+vLLM's own largest default, on cards of 70 GiB or more (vllm/engine/arg_utils.py).
+"""
 HOST_S = 1.5e-6
 """Seconds of a core per token, of which 1.25e-6 encode it.
 
@@ -208,6 +211,19 @@ class Plan(Memory):
                 )
         return reasons
 
+    @property
+    def useful_sequences(self) -> int:
+        """Sequences that an engine should decode together.
+
+        They are as many as its KV cache holds at the average length of a turn, and as there are
+        episodes at a time: those of an update, of the updates ahead with it, or of an evaluation.
+        """
+        config = self.config
+        episodes = self.play.episodes * (1 + config.rollout.ahead)
+        episodes_of_engine = math.ceil(max(episodes, config.eval.games) / self.engine.engines)
+        cached = self.engine.cache_tokens / self.play.length
+        return max(1, math.floor(min(episodes_of_engine, cached, MOST_SEQUENCES)))
+
     # --- the formulas, in seconds
 
     def _body(self) -> float:
@@ -227,7 +243,9 @@ class Plan(Memory):
             return 0.0
         cards = engine.cards
 
-        together = min(play.episodes / engine.engines, SEQUENCES, engine.cache_tokens / play.length)
+        together = min(
+            play.episodes / engine.engines, engine.sequences, engine.cache_tokens / play.length
+        )
         together = max(1.0, together)
         read_bytes = (self.c * s.parameters + together * play.length * s.kv_bytes) / cards
         reduce_s = 2 * s.layers * REDUCE_S if cards > 1 else 0

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from paw.tools.plan.fit import (
     BASE,
     ENGINE,
     FALLBACKS,
+    SEQUENCES,
     SHARE,
     Machine,
     Tried,
@@ -29,6 +31,7 @@ from paw.tools.plan.fit import (
     fit,
     get,
     with_adapters,
+    with_sequences,
     with_servers,
     words,
 )
@@ -152,6 +155,7 @@ def _quicker_ahead(search: Search, pinned: Collection[str]) -> list[Plan]:
     machine = search.machine
     if best.config.engine.gpus and not set(ENGINE) & set(pinned):
         ahead = machine.plan(changed(best.config, {"rollout.ahead": 1}), search.shape)
+        ahead = with_sequences(ahead, machine, pinned=pinned)
     else:
         ahead = with_servers(best.config, search.shape, machine, ahead=1, pinned=pinned)
     if ahead and ahead.step_s < best.step_s:
@@ -206,6 +210,13 @@ def lines(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> Itera
         yield f"training: {training}"
         yield f"servers: {engine.engines}, {_servers_cards(best)}{cache}"
 
+    starts_its_engines = bool(best.config.engine.gpus) or not best.served
+    if math.isfinite(engine.sequences) and starts_its_engines:
+        yield (
+            f"{engine.sequences} responses at a time in each engine ({SEQUENCES}); the KV cache"
+            f" holds {best.kv_tokens / best.play.length:,.0f} of average length"
+        )
+
     for reason in best.reasons():
         yield f"does not fit: {reason}"
     if adapters:
@@ -238,7 +249,7 @@ def _servers_cards(plan: Plan) -> str:
 def summary(best: Plan, quicker: Sequence[Plan] = (), adapters: str = "") -> dict[str, Any]:
     """Return what `--json` prints. Sizes are in GiB."""
 
-    searched_keys = {*ENGINE, SHARE}.union(*FALLBACKS)
+    searched_keys = {*ENGINE, SHARE, SEQUENCES}.union(*FALLBACKS)
     known = known_keys(best.config).keys()
     settings = {key: get(best.config, key) for key in sorted(searched_keys & known)}
     return {

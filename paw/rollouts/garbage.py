@@ -1,0 +1,43 @@
+"""How often Python looks for garbage while episodes are played.
+
+It looks after a number of new objects, 700 by default, and now and then looks at all objects there
+are. With 10,000 episodes this took more than half of the scheduler's time
+(bench/rollout/environments.py), since their objects are many and none of them is garbage.
+"""
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+OBJECTS_PER_EPISODE = 20
+"""New objects of an episode after which Python looks for garbage."""
+_lock = threading.Lock()
+_plays: list[int] = []
+"""The numbers of episodes of the plays in progress. There may be several, in threads."""
+_usual_threshold = 0
+"""What the threshold is when nothing is played."""
+
+
+@contextmanager
+def rarer_collections(episodes: int) -> Iterator[None]:
+    """While `episodes` are played at a time, look for garbage in proportion to their number."""
+    global _usual_threshold
+    with _lock:
+        if not _plays:
+            _usual_threshold = gc.get_threshold()[0]
+        _plays.append(episodes)
+        _set_threshold()
+    try:
+        yield
+    finally:
+        with _lock:
+            _plays.remove(episodes)
+            _set_threshold()
+
+
+def _set_threshold() -> None:
+    if _usual_threshold == 0:  # somebody has turned collections off
+        return
+    threshold = max(_usual_threshold, OBJECTS_PER_EPISODE * sum(_plays))
+    gc.set_threshold(threshold, *gc.get_threshold()[1:])
