@@ -5,12 +5,12 @@ its gradient are those of the whole mini-batch, however it is cut into micro-bat
 these are shared among ranks.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
+import numpy as np
 from torch.nn.utils import clip_grad_norm_
 
 from paw.algo import loss as losses
@@ -22,9 +22,9 @@ from paw.config.sections import Config
 from paw.distributed.ranks import Ranks, full_tensor
 from paw.model.optim import learning_rate, set_learning_rate
 from paw.rollouts.episode import bind
-from paw.rollouts.sync import sampled_by, sampler_mismatch
+from paw.rollouts.sync import SampledBy, sampled_by, sampler_mismatch
 from paw.run import Run
-from paw.types import Sample
+from paw.types import Sample, no_values
 from paw_kernels import TokenLoss
 
 
@@ -217,7 +217,7 @@ def has_no_gradient(config: Config, objective: Objective, sample: Sample) -> boo
         return False
     if not traits_of(objective.policy).zero_without_advantage:
         return False
-    return not any(sample.advantages) and not sample.wm_weight
+    return not sample.advantages.any() and not sample.wm_weight
 
 
 def compare_sampler(
@@ -231,34 +231,43 @@ def compare_sampler(
     reported entropies, they are compared too.
     """
     is_response = ~tokens.observation
-    servers: list[str | None] = []
-    for sample_servers in sampled_by(samples, version):
-        servers += sample_servers
-    sampled_entropy: list[float] = []
-    for sample in samples:
-        sampled_entropy += sample.sampled_entropy or []
-    entropy = out.entropy[is_response].tolist()
-    if len(sampled_entropy) != len(servers):  # the engine does not report all of them
-        sampled_entropy = []
-        entropy = []
+    sampled_entropies = [
+        sample.sampled_entropy for sample in samples if sample.sampled_entropy is not None
+    ]
+    entropy = no_values()
+    if len(sampled_entropies) == len(samples):
+        entropy = out.entropy[is_response].numpy(force=True)
+    else:  # the engine does not report all of them
+        sampled_entropies = []
 
     rank_rows = ranks.gather_rows(
         [
-            out.logp[is_response].tolist(),
-            tokens.sampled_logp[is_response].tolist(),
+            out.logp[is_response].numpy(force=True),
+            tokens.sampled_logp[is_response].numpy(force=True),
             entropy,
-            sampled_entropy,
+            np.concatenate([no_values(), *sampled_entropies]),
         ],
         float,
     )
-    rank_servers = ranks.gather(servers)
+    origins = sampled_by(samples, version)
+    rank_servers = ranks.gather(origins.servers, list[str])
+    rank_indices = ranks.gather_rows([origins.index], int)
 
     # From here on, all ranks have the same numbers and raise the same errors.
-    trainer_logp, sampled_logp, trainer_entropies, sampled_entropies = zip(*rank_rows, strict=True)
-    if not all(math.isfinite(logp) for row in trainer_logp for logp in row):
-        return {}
-    entropy_servers = [
-        rank_servers[rank] if row else [] for rank, row in enumerate(trainer_entropies)
+    rank_origins = [
+        SampledBy(servers, index)
+        for servers, (index,) in zip(rank_servers, rank_indices, strict=True)
     ]
-    sampler_mismatch(trainer_entropies, sampled_entropies, entropy_servers, what="entropies")
-    return sampler_mismatch(trainer_logp, sampled_logp, rank_servers)
+    trainer_logp, sampled_logp, trainer_entropy, sampled_entropy = (
+        np.concatenate(rows) for rows in zip(*rank_rows, strict=True)
+    )
+    if not np.isfinite(trainer_logp).all():
+        return {}
+    entropy_origins: list[SampledBy] = []
+    for origins, (_, _, entropy, _) in zip(rank_origins, rank_rows, strict=True):
+        if len(entropy):
+            entropy_origins.append(origins)
+    sampler_mismatch(
+        trainer_entropy, sampled_entropy, SampledBy.of_all(entropy_origins), what="entropies"
+    )
+    return sampler_mismatch(trainer_logp, sampled_logp, SampledBy.of_all(rank_origins))

@@ -18,6 +18,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -32,7 +33,7 @@ from paw.algo.world_model import select
 from paw.model.attention import pack_rows, pack_tree
 from paw.rollouts.sync import sampled_by, sampler_mismatch
 from paw.rundir.record import code_commit
-from paw.types import Group, Outcome, Sample, Task, Trajectory, Turn
+from paw.types import Group, Outcome, Sample, Task, Trajectory, Turn, Values
 from paw_kernels import TokenLoss
 
 GROUPS = 16
@@ -108,7 +109,7 @@ def update(groups: list[Group], packing: Packing, clock: Clock) -> dict[str, int
     policy = score(samples, packing, clock)
     reference = score(samples, packing, clock)
     with clock.part("comparing with the sampler"):
-        sampled = [sample.sampled_logp for sample in samples]
+        sampled = np.concatenate([sample.sampled_logp for sample in samples])
         sampler_mismatch(sampled, sampled, sampled_by(samples, 0))
     for sample, (logp, entropy), (ref_logp, _) in zip(samples, policy, reference, strict=True):
         sample.old_logp = logp
@@ -135,9 +136,9 @@ def update(groups: list[Group], packing: Packing, clock: Clock) -> dict[str, int
     return counts
 
 
-def score(samples: list[Sample], packing: Packing, clock: Clock) -> list[tuple[list[float], float]]:
+def score(samples: list[Sample], packing: Packing, clock: Clock) -> list[tuple[Values, float]]:
     """What a log-prob pass does beside the model."""
-    scored: dict[int, tuple[list[float], float]] = {}
+    scored: dict[int, tuple[Values, float]] = {}
     with clock.part("micro-batches"):
         batches = micro_batches(samples, packing, with_observation=False, device=CPU)
     for batch in batches:
@@ -150,7 +151,7 @@ def score(samples: list[Sample], packing: Packing, clock: Clock) -> list[tuple[l
             entropies = torch.segment_reduce(
                 entropy_N.double(), "mean", offsets=offsets, initial=0, unsafe=True
             )
-            logp = logp_N.tolist()
+            logp = logp_N.cpu().numpy()
             of_samples = zip(batch.indices, pairwise(ends), entropies.float().tolist(), strict=True)
             for i, (start, end), entropy in of_samples:
                 scored[i] = (logp[start:end], entropy)

@@ -37,7 +37,7 @@ from paw.algo.packing import Packing
 from paw.algo.samples import Batch, micro_batches
 from paw.config.values import NonNegative, Share
 from paw.errors import UserError, short_repr
-from paw.types import Sample
+from paw.types import Sample, Values, no_values
 from paw_kernels import Loss, TokenLoss, TokenStats, token_loss, token_stats
 
 T = TypeVar("T")
@@ -353,21 +353,19 @@ def token_batch(
     tokens_of_sample = token_counts.reshape(-1, 2).sum(1)
     sample_index = np.repeat(np.arange(len(samples)), tokens_of_sample)
 
+    token_weights = np.repeat(np.asarray(weights), token_counts)
+
     device = batch.target.device
+    is_response = np.repeat(np.arange(len(token_counts)) % 2 == 0, token_counts)
 
-    def float32(values: Sequence[float] | np.ndarray) -> Tensor:
-        return torch.from_numpy(np.asarray(values, np.float32)).to(device)
-
-    def of_responses(rows: Iterable[list[float]]) -> Tensor:
+    def of_responses(rows: Iterable[Values]) -> Tensor:
         """Return [N]: each sample's row of values on response tokens, 0 on observation tokens."""
-        values: list[float] = []
-        for row, count in zip(rows, target_counts, strict=True):
-            values += row
-            values += [0.0] * count
-        return float32(values)
+        values = np.zeros(len(is_response), np.float32)
+        values[is_response] = np.concatenate([no_values(), *rows])
+        return torch.from_numpy(values).to(device)
 
     return TokenBatch(
-        weight=float32(np.repeat(weights, token_counts)),
+        weight=torch.from_numpy(token_weights.astype(np.float32)).to(device),
         observation=batch.observation,
         advantage=of_responses(sample.advantages for sample in samples),
         old_logp=of_responses(sample.old_logp for sample in samples),
@@ -385,15 +383,15 @@ def _target_count(sample: Sample, with_observation: bool) -> int:
     return 0
 
 
-def _ref_logp(sample: Sample) -> list[float]:
+def _ref_logp(sample: Sample) -> Values:
     assert sample.ref_logp is not None, "kl_coef > 0 needs reference log-probs"
     return sample.ref_logp
 
 
-def _gaps(sample: Sample) -> list[float]:
+def _gaps(sample: Sample) -> Values:
     """Return the mean of log pi_old - log pi_sampler over the response, once per token."""
-    gap = fmean(sample.old_logp) - fmean(sample.sampled_logp)
-    return [gap] * len(sample.response_ids)
+    gap = fmean(sample.old_logp.tolist()) - fmean(sample.sampled_logp.tolist())
+    return np.full(len(sample.response_ids), gap)
 
 
 def _token_weights(
@@ -466,13 +464,13 @@ def log_probs(
     packing: Packing,
     *,
     temperature: float,
-) -> dict[int, tuple[list[float], float]]:
+) -> dict[int, tuple[Values, float]]:
     """Return, by sample index, (log-prob of each response token, their mean entropy), in nats.
 
     The entropy is over the full vocabulary. The result covers the samples in this rank's batches,
     in sample order.
     """
-    scored: dict[int, tuple[list[float], float]] = {}
+    scored: dict[int, tuple[Values, float]] = {}
     for batch in micro_batches(samples, packing, with_observation=False, device=model.device):
         stats = model(partial(_head_stats, model, batch, temperature))
         ends = [0, *accumulate(len(samples[i].response_ids) for i in batch.indices)]
@@ -481,7 +479,7 @@ def log_probs(
             stats.entropy.double(), "mean", offsets=offsets, initial=0, unsafe=True
         )
         entropies = entropies.float().tolist()
-        logp = stats.logp.tolist()
+        logp = stats.logp.cpu().numpy()
         for i, (start, end), entropy in zip(batch.indices, pairwise(ends), entropies, strict=True):
             scored[i] = (logp[start:end], entropy)
     return dict(sorted(scored.items()))

@@ -25,14 +25,14 @@ from torch import Tensor
 
 from paw.algo.packing import Packing
 from paw.algo.prefixes import clusters, prefix_tree
-from paw.types import Group, Sample, Turn
+from paw.types import Group, Ids, Sample, Turn, as_ids, no_ids
 
 
 def to_samples(
     groups: list[Group],
     *,
     separator_ids: list[int],
-    encode_observation: Callable[[str], list[int]] | None,
+    encode_observation: Callable[[str], Ids] | None,
     invalid_penalty: float,
 ) -> list[Sample]:
     """Return the samples of an update, ordered by group, trajectory and step.
@@ -41,31 +41,36 @@ def to_samples(
     raw next observation into target ids. If it is None (world model off), or if an observation is
     empty, samples have no target.
     """
+    template_separator = as_ids(separator_ids)
     samples: list[Sample] = []
     trajectory_index = 0
     for group_index, group in enumerate(groups):
         for trajectory in group.trajectories:
             episode_return = trajectory.episode_return
-            previous_ids: list[int] = []  # prompt and response of the previous turn
+            previous: Turn | None = None
             for step, turn in enumerate(trajectory.turns):
                 penalty = 0.0 if turn.outcome.valid else invalid_penalty
                 target = _target_ids(turn, encode_observation)
-                separator = separator_ids if turn.separator_ids is None else turn.separator_ids
-                prefix = turn.prompt_ids[: len(previous_ids)]
+                separator = turn.separator_ids
+                if separator is None:
+                    separator = template_separator
+                versions = turn.versions
+                if versions is None:
+                    versions = np.full(len(turn.response_ids), turn.version, np.int32)
                 samples.append(
                     Sample(
                         group=group_index,
                         trajectory=trajectory_index,
                         step=step,
-                        continues=step > 0 and prefix == previous_ids,
+                        continues=previous is not None and _begins_with(turn, previous),
                         prompt_ids=turn.prompt_ids,
                         response_ids=turn.response_ids,
-                        separator_ids=separator if target else [],
+                        separator_ids=separator if len(target) else no_ids(),
                         observation_ids=target,
-                        spans=turn.spans if target else [],
+                        spans=turn.spans if len(target) else [],
                         sampled_logp=turn.sampled_logp,
                         sampled_entropy=turn.entropy,
-                        versions=turn.versions or [turn.version] * len(turn.response_ids),
+                        versions=versions,
                         server=turn.server,
                         score=episode_return - penalty,
                         episode_return=episode_return,
@@ -74,10 +79,20 @@ def to_samples(
                         anchor=turn.anchor,
                     )
                 )
-                previous_ids = turn.prompt_ids + turn.response_ids
+                previous = turn
             trajectory_index += 1
     _fill_token_weights(samples, n_groups=len(groups))
     return samples
+
+
+def _begins_with(turn: Turn, previous: Turn) -> bool:
+    """Whether a turn's prompt begins with the prompt and response of the previous one."""
+    response_start = len(previous.prompt_ids)
+    response_end = response_start + len(previous.response_ids)
+    prompt_ids = turn.prompt_ids
+    return np.array_equal(prompt_ids[:response_start], previous.prompt_ids) and np.array_equal(
+        prompt_ids[response_start:response_end], previous.response_ids
+    )
 
 
 def _fill_token_weights(samples: list[Sample], *, n_groups: int) -> None:
@@ -89,10 +104,10 @@ def _fill_token_weights(samples: list[Sample], *, n_groups: int) -> None:
         sample.token_weight = 1.0 / (n_groups * group_tokens[sample.group])
 
 
-def _target_ids(turn: Turn, encode_observation: Callable[[str], list[int]] | None) -> list[int]:
+def _target_ids(turn: Turn, encode_observation: Callable[[str], Ids] | None) -> Ids:
     """Return the world model's target of a turn; empty without a world model."""
     if encode_observation is None:
-        return []
+        return no_ids()
     if turn.observation_ids is not None:
         return turn.observation_ids
     return encode_observation(turn.observation)
@@ -120,14 +135,14 @@ def _continues(previous: Sample, sample: Sample, with_observation: bool) -> bool
         return False
     appended = _appended_ids(previous, with_observation)
     start = len(previous.prompt_ids) + len(previous.response_ids)
-    return sample.prompt_ids[start : start + len(appended)] == appended
+    return np.array_equal(sample.prompt_ids[start : start + len(appended)], appended)
 
 
-def _appended_ids(sample: Sample, with_observation: bool) -> list[int]:
+def _appended_ids(sample: Sample, with_observation: bool) -> Ids:
     """Return the separator and observation to append after a response, if it is a target."""
     if with_observation and sample.wm_weight > 0.0:
-        return sample.separator_ids + sample.observation_ids
-    return []
+        return np.concatenate([sample.separator_ids, sample.observation_ids])
+    return no_ids()
 
 
 def minibatches(samples: Sequence[Sample], *, size: int, seed: int) -> list[list[Sample]]:
@@ -255,7 +270,7 @@ def _pack(
 def _row_ids(last: Sample, with_observation: bool) -> np.ndarray:
     """[n] int64: the tokens of a sequence, by its last sample, whose prompt holds the others."""
     appended = _appended_ids(last, with_observation)
-    return np.array(last.prompt_ids + last.response_ids + appended, np.int64)
+    return np.concatenate([last.prompt_ids, last.response_ids, appended], dtype=np.int64)
 
 
 def _target_spans(

@@ -9,12 +9,12 @@ V_old are the values at the time the sample was played, and R = A + V_old are th
 its head at random.
 """
 
-import math
 from collections.abc import Iterable
 from functools import partial
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -30,7 +30,7 @@ from paw.guards import TrainingStopped, UpdateGuard
 from paw.model.loading import load_policy
 from paw.model.optim import make_optimizer
 from paw.model.policy import Policy
-from paw.types import Sample
+from paw.types import Sample, Values, as_values, no_values
 
 
 def load_critic(path: str, **options: Any) -> Policy:
@@ -70,7 +70,7 @@ class Critic:
         is not finite.
         """
         values = self.ranks.gather_numbered(self._values_of_own_share(samples))
-        if not all(math.isfinite(value) for row in values for value in row):
+        if not all(np.isfinite(row).all() for row in values):
             raise TrainingStopped(
                 "stopped: the critic's values are not finite, so its weights have diverged; "
                 "resume an earlier checkpoint with a lower critic.lr"
@@ -78,35 +78,33 @@ class Critic:
 
         settings = self.config.advantage
         estimator = plugins.load("advantages", settings.type)
-        advantages: list[list[float]] = []
+        advantages: list[Values] = []
         for row, sample in zip(values, samples, strict=True):
-            returned = estimator(row, sample.score, **settings.settings())
-            advantages.append(
-                check_advantages(returned, settings.type, count=len(row), unit="token")
-            )
+            returned = estimator(row.tolist(), sample.score, **settings.settings())
+            checked = check_advantages(returned, settings.type, count=len(row), unit="token")
+            advantages.append(as_values(checked))
         whitened = whiten(advantages)
         for i, sample in enumerate(samples):
             sample.values = values[i]
             sample.token_advantage = whitened[i]
-            sample.returns = [
-                advantage + value for advantage, value in zip(advantages[i], values[i], strict=True)
-            ]
+            sample.returns = advantages[i] + values[i]
 
-        variance = torch.tensor([value for sample in samples for value in sample.returns]).var()
-        unexplained = torch.tensor([advantage for row in advantages for advantage in row]).var()
+        all_returns = np.concatenate([sample.returns for sample in samples])
+        variance = torch.from_numpy(all_returns).float().var()
+        unexplained = torch.from_numpy(np.concatenate(advantages)).float().var()
         if variance > 0:
             return {"critic/explained_variance": float(1.0 - unexplained / variance)}
         return {}
 
     @torch.no_grad()
-    def _values_of_own_share(self, samples: list[Sample]) -> dict[int, list[float]]:
+    def _values_of_own_share(self, samples: list[Sample]) -> dict[int, Values]:
         """Return the values before each response token of this rank's share, by sample index."""
-        values: dict[int, list[float]] = {}
+        values: dict[int, Values] = {}
         for batch in self._batches(samples):
             lengths = [len(samples[i].response_ids) for i in batch.indices]
             values_N = self.model(partial(self.values, batch)).cpu()
             for i, sample_values in zip(batch.indices, values_N.split(lengths), strict=True):
-                values[i] = sample_values.tolist()
+                values[i] = sample_values.numpy()
         return values
 
     def optimize(self, minibatches: Iterable[list[Sample]]) -> dict[str, float]:
@@ -170,16 +168,17 @@ class Critic:
 
     def loss(self, batch: Batch, minibatch: list[Sample]) -> tuple[Tensor, Tensor]:
         """Return (sum of the loss, number of clipped tokens). Only inside a call of the model."""
-        old_values: list[float] = []
-        returns: list[float] = []
-        for i in batch.indices:
-            old_values += minibatch[i].values
-            returns += minibatch[i].returns
+        samples = [minibatch[i] for i in batch.indices]
         device = batch.position.device
+
+        def float32(rows: Iterable[Values]) -> Tensor:
+            joined = np.concatenate([no_values(), *rows]).astype(np.float32)
+            return torch.from_numpy(joined).to(device)
+
         loss, clipped = value_loss(
             self.values(batch),
-            torch.tensor(old_values, device=device),
-            torch.tensor(returns, device=device),
+            float32(sample.values for sample in samples),
+            float32(sample.returns for sample in samples),
             clip=self.config.critic.value_clip,
         )
         return loss.sum(), clipped.sum()
