@@ -3,16 +3,20 @@
     python bench/trainer/host_part.py       renews bench/results/host_part_cpu.csv
 
 One rank, 128 episodes of 39 turns, ALFWorld's sizes: prompts of 1,000 tokens, responses of 150,
-observations of 50. The model's passes are left out: log-probs and entropies are drawn. Prompts are
-of random tokens, so that nothing is shared; in a second case all
-prompts of a group begin with the same 400 tokens.
+observations of 50. Included is what a turn costs when it is complete: its lists of tokens and
+numbers become arrays. The model's passes are left out: log-probs and entropies are drawn. Prompts
+are of random tokens, so that nothing is shared; in a second case all prompts of a group begin with
+the same 400 tokens.
+
+HOST_S of `paw plan` is the median without sharing, plus what encoding costs
+(`bench/trainer/host_time.py`).
 """
 
 import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -59,7 +63,7 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
 
 
-def make_groups(draw: random.Random, shared: int) -> list[Group]:
+def make_groups(draw: random.Random, shared: int, clock: Clock) -> list[Group]:
     """Groups of random tokens; the prompts of a group begin with `shared` tokens of its own."""
     pool = [draw.randrange(150_000) for _ in range(200_000)]
 
@@ -77,20 +81,23 @@ def make_groups(draw: random.Random, shared: int) -> list[Group]:
             for step in range(TURNS):
                 is_last = step == TURNS - 1
                 won = is_last and member % 2 == 1
-                turns.append(
-                    Turn(
-                        prompt_ids=beginning + ids(PROMPT - shared),
-                        response_ids=ids(RESPONSE),
-                        sampled_logp=[-0.5 - 0.001 * i for i in range(RESPONSE)],
+                parts: dict[str, Any] = {
+                    "prompt_ids": beginning + ids(PROMPT - shared),
+                    "response_ids": ids(RESPONSE),
+                    "sampled_logp": [-0.5 - 0.001 * i for i in range(RESPONSE)],
+                    "observation_ids": ids(OBSERVATION),
+                }
+                with clock.part("arrays of turns"):
+                    turn = Turn(
+                        **parts,
                         entropy=None,
                         prompt="",
                         response="",
                         outcome=Outcome("x", 10.0 * won, done=is_last, won=won),
                         anchor=f"anchor {step % 7}",
                         version=0,
-                        observation_ids=ids(OBSERVATION),
                     )
-                )
+                turns.append(turn)
             trajectories.append(Trajectory(task, member, turns))
         groups.append(Group(task, trajectories, number))
     return groups
@@ -128,7 +135,7 @@ def update(groups: list[Group], packing: Packing, clock: Clock) -> dict[str, int
     for minibatch in parts:
         with clock.part("micro-batches"):
             batches = micro_batches(minibatch, packing, with_observation=True, device=CPU)
-        for batch in batches:
+        for batch in made(batches, clock):
             optimize(batch, minibatch, len(samples), clock)
             counts["computed"] += len(batch.input_ids)
             counts["tokens"] += len(batch.input_ids) + batch.shared_tokens
@@ -141,7 +148,7 @@ def score(samples: list[Sample], packing: Packing, clock: Clock) -> list[tuple[V
     scored: dict[int, tuple[Values, float]] = {}
     with clock.part("micro-batches"):
         batches = micro_batches(samples, packing, with_observation=False, device=CPU)
-    for batch in batches:
+    for batch in made(batches, clock):
         bounds(batch, clock)
         logp_N = -torch.rand(len(batch.target))
         entropy_N = torch.rand(len(batch.target))
@@ -172,7 +179,18 @@ def optimize(batch: Batch, minibatch: list[Sample], update_samples: int, clock: 
         torch.ones(n, dtype=torch.bool),
     )
     with clock.part("metrics"):
-        token_sums(out, tokens, policy=losses.ppo, wm=losses.cmae)
+        token_sums(out, tokens, batch, policy=losses.ppo, wm=losses.cmae)
+
+
+def made(batches: Iterable[Batch], clock: Clock) -> Iterator[Batch]:
+    """The batches, which are made when the loop asks for them."""
+    iterator = iter(batches)
+    while True:
+        with clock.part("micro-batches"):
+            batch = next(iterator, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def bounds(batch: Batch, clock: Clock) -> None:
@@ -195,7 +213,7 @@ def main() -> None:
     for repeat in range(options.repeats):
         for shared in (0, 400):
             clock = Clock()
-            groups = make_groups(random.Random(0), shared)
+            groups = make_groups(random.Random(0), shared, clock)
             packing = Packing(budget=BUDGET, quadratic=1e-5, share_prefixes="auto")
             counts = update(groups, packing, clock)
             cpu_s = sum(clock.seconds.values())

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paw.algo.device import to_device
 from paw.algo.packing import Packing
 from paw.algo.samples import Batch, micro_batches
 from paw.config.values import NonNegative, Share
@@ -351,29 +352,27 @@ def token_batch(
         lengths += [len(sample.response_ids), count]
     token_counts = np.asarray(lengths, np.int64)
     tokens_of_sample = token_counts.reshape(-1, 2).sum(1)
-    sample_index = np.repeat(np.arange(len(samples)), tokens_of_sample)
-
-    token_weights = np.repeat(np.asarray(weights), token_counts)
-
-    device = batch.target.device
     is_response = np.repeat(np.arange(len(token_counts)) % 2 == 0, token_counts)
 
-    def of_responses(rows: Iterable[Values]) -> Tensor:
+    def of_responses(rows: Iterable[Values]) -> np.ndarray:
         """Return [N]: each sample's row of values on response tokens, 0 on observation tokens."""
         values = np.zeros(len(is_response), np.float32)
         values[is_response] = np.concatenate([no_values(), *rows])
-        return torch.from_numpy(values).to(device)
+        return values
 
-    return TokenBatch(
-        weight=torch.from_numpy(token_weights.astype(np.float32)).to(device),
-        observation=batch.observation,
-        advantage=of_responses(sample.advantages for sample in samples),
-        old_logp=of_responses(sample.old_logp for sample in samples),
-        sampled_logp=of_responses(sample.sampled_logp for sample in samples),
-        ref_logp=of_responses(map(_ref_logp, samples)) if reference else None,
-        sampler_gap=of_responses(map(_gaps, samples)) if ratio_level == "response" else None,
-        sample=torch.from_numpy(sample_index).to(device),
-    )
+    columns = {
+        "weight": np.repeat(np.asarray(weights), token_counts).astype(np.float32),
+        "advantage": of_responses(sample.advantages for sample in samples),
+        "old_logp": of_responses(sample.old_logp for sample in samples),
+        "sampled_logp": of_responses(sample.sampled_logp for sample in samples),
+        "sample": np.repeat(np.arange(len(samples)), tokens_of_sample),
+    }
+    if reference:
+        columns["ref_logp"] = of_responses(map(_ref_logp, samples))
+    if ratio_level == "response":
+        columns["sampler_gap"] = of_responses(map(_gaps, samples))
+    tensors = to_device(list(columns.values()), batch.target.device)
+    return TokenBatch(observation=batch.observation, **dict(zip(columns, tensors, strict=True)))
 
 
 def _target_count(sample: Sample, with_observation: bool) -> int:
@@ -468,21 +467,35 @@ def log_probs(
     """Return, by sample index, (log-prob of each response token, their mean entropy), in nats.
 
     The entropy is over the full vocabulary. The result covers the samples in this rank's batches,
-    in sample order.
+    in sample order. It is read from the device once, after the last batch.
     """
-    scored: dict[int, tuple[Values, float]] = {}
+    indices: list[int] = []
+    logps: list[Tensor] = []
+    entropies: list[Tensor] = []
     for batch in micro_batches(samples, packing, with_observation=False, device=model.device):
         stats = model(partial(_head_stats, model, batch, temperature))
-        ends = [0, *accumulate(len(samples[i].response_ids) for i in batch.indices)]
-        offsets: Any = torch.tensor(ends, device=model.device)
-        entropies = torch.segment_reduce(
-            stats.entropy.double(), "mean", offsets=offsets, initial=0, unsafe=True
-        )
-        entropies = entropies.float().tolist()
-        logp = stats.logp.cpu().numpy()
-        for i, (start, end), entropy in zip(batch.indices, pairwise(ends), entropies, strict=True):
-            scored[i] = (logp[start:end], entropy)
+        lengths = [len(samples[i].response_ids) for i in batch.indices]
+        indices += batch.indices
+        logps.append(stats.logp)
+        entropies.append(_means(stats.entropy, lengths))
+
+    if not indices:
+        return {}
+    all_logps = torch.cat(logps).numpy(force=True)
+    all_entropies = torch.cat(entropies).tolist()
+    ends = accumulate((len(samples[i].response_ids) for i in indices), initial=0)
+    scored: dict[int, tuple[Values, float]] = {}
+    for i, (start, end), entropy in zip(indices, pairwise(ends), all_entropies, strict=True):
+        scored[i] = (all_logps[start:end], entropy)
     return dict(sorted(scored.items()))
+
+
+def _means(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the mean of each segment of `values`, float32; 0 for an empty segment."""
+    ends = np.array([0, *accumulate(lengths)])
+    offsets: Any = to_device([ends], values.device)[0]
+    means = torch.segment_reduce(values.double(), "mean", offsets=offsets, initial=0, unsafe=True)
+    return means.float()
 
 
 def _head_stats(model: ScoredModel, batch: Batch, temperature: float) -> TokenStats:

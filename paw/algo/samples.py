@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paw.algo.device import to_device
 from paw.algo.packing import Packing
 from paw.algo.prefixes import clusters, prefix_tree
 from paw.types import Group, Ids, Sample, Turn, as_ids, no_ids
@@ -182,6 +183,10 @@ class Batch:
     """[N] int64: for each sample the tokens of its response, then those of its observation."""
     observation: Tensor
     """[N] bool: whether the target belongs to an observation, not to a response."""
+    response_index: Tensor
+    """[R] int64: the indices, among the N targets, of those of responses."""
+    observation_index: Tensor
+    """[N - R] int64: the indices of those of observations."""
     indices: list[int]
     """Indices of the samples, in the list that the batch was cut from."""
     with_observation: bool = True
@@ -219,7 +224,7 @@ def collate(
 def _pack(
     samples: Sequence[Sample],
     chosen: Sequence[Sequence[int]],
-    rows: Sequence[np.ndarray],
+    rows: Sequence[Ids],
     *,
     with_observation: bool,
     device: torch.device,
@@ -227,7 +232,7 @@ def _pack(
 ) -> Batch:
     """As `collate`, with the token ids of each chosen sequence."""
     if not rows:
-        rows = [np.zeros(1, np.int64)]
+        rows = [np.zeros(1, np.int32)]
     lengths = [len(row) for row in rows]
     if share_prefixes:
         tree = prefix_tree(rows)
@@ -241,25 +246,37 @@ def _pack(
         batch_lengths = lengths
         paths = None
 
-    position: list[np.ndarray] = []
-    target: list[np.ndarray] = []
-    observation: list[np.ndarray] = []
+    positions = [np.empty(0, np.int64)]
+    targets = [np.empty(0, np.int64)]
+    span_lengths: list[int] = []
+    is_observed: list[bool] = []
     for members, row, index in zip(chosen, rows, index_of_row, strict=False):
         for start, end, observed in _target_spans(samples, members, with_observation):
-            position.append(index[start - 1 : end - 1])
-            target.append(row[start:end])
-            observation.append(np.full(end - start, observed))
+            positions.append(index[start - 1 : end - 1])
+            targets.append(row[start:end])
+            span_lengths.append(end - start)
+            is_observed.append(observed)
 
-    def tensor(arrays: list[np.ndarray], dtype: type) -> Tensor:
-        joined = np.concatenate(arrays) if arrays else np.empty(0, dtype)
-        return torch.from_numpy(joined).to(device)
-
+    observation = np.repeat(np.array(is_observed, np.bool_), np.array(span_lengths, np.int64))
+    tensors = to_device(
+        [
+            input_ids.astype(np.int64),
+            np.concatenate(positions),
+            np.concatenate(targets),
+            observation,
+            np.flatnonzero(~observation),
+            np.flatnonzero(observation),
+        ],
+        device,
+    )
     return Batch(
-        input_ids=torch.from_numpy(input_ids).to(device),
+        input_ids=tensors[0],
         lengths=batch_lengths,
-        position=tensor(position, np.int64),
-        target=tensor(target, np.int64),
-        observation=tensor(observation, np.bool_),
+        position=tensors[1],
+        target=tensors[2],
+        observation=tensors[3],
+        response_index=tensors[4],
+        observation_index=tensors[5],
         indices=[i for members in chosen for i in members],
         with_observation=with_observation,
         paths=paths,
@@ -267,10 +284,10 @@ def _pack(
     )
 
 
-def _row_ids(last: Sample, with_observation: bool) -> np.ndarray:
-    """[n] int64: the tokens of a sequence, by its last sample, whose prompt holds the others."""
+def _row_ids(last: Sample, with_observation: bool) -> Ids:
+    """The tokens of a sequence, by its last sample, whose prompt holds the others."""
     appended = _appended_ids(last, with_observation)
-    return np.concatenate([last.prompt_ids, last.response_ids, appended], dtype=np.int64)
+    return np.concatenate([last.prompt_ids, last.response_ids, appended])
 
 
 def _target_spans(
@@ -295,7 +312,7 @@ def micro_batches(
     with_observation: bool,
     device: torch.device,
     skip: Callable[[Sample], bool] | None = None,
-) -> list[Batch]:
+) -> "MicroBatches":
     """Return this rank's batches, leaving out sequences whose samples are all skipped.
 
     `skip(sample)` says whether a sample needs no forward pass. If there are few samples, some
@@ -309,9 +326,8 @@ def micro_batches(
     rows = [_row_ids(samples[members[-1]], with_observation) for members in chosen]
     indices_of_batches, share_prefixes = _divide(samples, chosen, rows, packing)
 
-    batches: list[Batch] = []
-    for indices in indices_of_batches:
-        batch = _pack(
+    def make(indices: Sequence[int]) -> Batch:
+        return _pack(
             samples,
             [chosen[j] for j in indices],
             [rows[j] for j in indices],
@@ -319,14 +335,34 @@ def micro_batches(
             device=device,
             share_prefixes=share_prefixes,
         )
-        batches.append(batch)
-    return batches
+
+    return MicroBatches(indices_of_batches, make)
+
+
+class MicroBatches:
+    """Batches, each made when a loop asks for it.
+
+    Work on a GPU is launched, not waited for. So in a loop, the host makes batch i + 1 and starts
+    its copy while the device computes batch i, as long as the loop reads nothing from the device.
+    """
+
+    def __init__(
+        self, indices_of_batches: list[list[int]], make: Callable[[Sequence[int]], Batch]
+    ) -> None:
+        self._indices_of_batches = indices_of_batches
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._indices_of_batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self._make, self._indices_of_batches)
 
 
 def _divide(
     samples: Sequence[Sample],
     chosen: Sequence[Sequence[int]],
-    rows: Sequence[np.ndarray],
+    rows: Sequence[Ids],
     packing: Packing,
 ) -> tuple[list[list[int]], bool]:
     """Return (indices of the sequences in each batch, whether sequences share their prefixes)."""

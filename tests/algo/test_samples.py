@@ -236,7 +236,7 @@ def test_the_end_of_an_answer_that_was_cut_is_seen_and_has_no_loss(name, dtype):
     (batch,) = micro_batches(samples, Packing(budget=10**6), with_observation=True, device=CPU)
     out, tokens = objective.forward(policy, batch, samples, 30)
     policy_loss, wm_loss = objective.terms
-    sums = token_sums(out, tokens, policy=policy_loss, wm=wm_loss)
+    sums = token_sums(out, tokens, batch, policy=policy_loss, wm=wm_loss)
     assert sums["response_tokens"] == sum(len(sample.response_ids) for sample in samples)
     selected = [sample for sample in samples if sample.wm_weight]
     assert sums["observation_tokens"] == sum(len(sample.observation_ids) for sample in selected)

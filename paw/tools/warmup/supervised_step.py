@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paw.algo.device import to_device
 from paw.algo.loss import TokenBatch, ce, joint, joint_loss
 from paw.algo.packing import Packing
 from paw.algo.samples import micro_batches
@@ -129,7 +130,7 @@ def _weighted_rows(
 
 def _backward_fused_head(policy: Policy, rows: Sequence[_WeightedRow], packing: Packing) -> float:
     """Compute the gradients in micro-batches. Returns the answers' part of the loss."""
-    answer_loss = 0.0
+    answer_loss = torch.zeros((), dtype=torch.float64, device=policy.device)
     batches = micro_batches(
         [row.sample for row in rows],
         packing,
@@ -139,9 +140,8 @@ def _backward_fused_head(policy: Policy, rows: Sequence[_WeightedRow], packing: 
     for batch in batches:
         batch_rows = [rows[index] for index in batch.indices]
         weights = np.concatenate([row.weights for row in batch_rows])
-        flags = np.concatenate([row.is_answer for row in batch_rows])
-        weight = torch.from_numpy(weights).to(policy.device)
-        is_answer = torch.from_numpy(flags).to(policy.device)
+        is_answer = np.concatenate([row.is_answer for row in batch_rows])
+        weight, answer_index = to_device([weights, np.flatnonzero(is_answer)], policy.device)
 
         zero = torch.zeros_like(weight)
         tokens = TokenBatch(
@@ -153,8 +153,8 @@ def _backward_fused_head(policy: Policy, rows: Sequence[_WeightedRow], packing: 
         )
         out = joint_loss(policy, batch, tokens, LOSS, temperature=1.0)
         out.loss.backward()
-        answer_loss += float(out.token_loss[is_answer].sum())
-    return answer_loss
+        answer_loss += out.token_loss[answer_index].sum()
+    return float(answer_loss)
 
 
 def _backward_full_logits(policy: Policy, rows: Sequence[_WeightedRow]) -> float:
