@@ -7,9 +7,6 @@ observations of 50. Included is what a turn costs when it is complete: its lists
 numbers become arrays. The model's passes are left out: log-probs and entropies are drawn. Prompts
 are of random tokens, so that nothing is shared; in a second case all prompts of a group begin with
 the same 400 tokens.
-
-HOST_S of `paw plan` is the median without sharing, plus what encoding costs
-(`bench/trainer/host_time.py`).
 """
 
 import argparse

@@ -1,17 +1,18 @@
-"""What encoding prompts costs on a CPU core.
+"""What an update costs on a CPU core besides the model: tokenising prompts, advantages, selection, packing.
 
     python bench/trainer/host_time.py [--repeats 5]
 
-Prompts have ALFWorld's sizes (`paw.tools.plan.plan.Play`). They are text of docs/, encoded by a
-byte-level BPE of 32,000 tokens that is trained on it, as no pretrained tokenizer is at hand. Writes
-bench/results/host_cpu.csv. HOST_S of `paw plan` is the median, plus the rest of the host's part of
-an update (`bench/trainer/host_part.py`).
+One rank, episodes of ALFWorld's sizes (`paw.tools.plan.plan.Play`): 16 groups of eight. Prompts are text
+of docs/, encoded by a byte-level BPE of 32,000 tokens that is trained on it, as no pretrained
+tokenizer is at hand. Writes bench/results/host_cpu.csv; HOST_S of `paw plan` is the sum of the
+medians.
 """
 
 import argparse
 import random
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -22,8 +23,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.common import RESULTS, ROOT, cpu_name, write
+from paw.algo.advantages import gigpo
+from paw.algo.packing import Packing
+from paw.algo.samples import micro_batches, minibatches, to_samples
+from paw.algo.world_model import select
 from paw.config.recipe import load
 from paw.tools.plan.plan import Play
+from paw.types import Group, Outcome, Task, Trajectory, Turn
 
 CONFIG = load("alfworld-gigpo-paw")
 
@@ -38,17 +44,34 @@ def make_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def make_prompts(tokenizer: Tokenizer, text: str, play: Play) -> list[str]:
-    """As many prompts as an update has, each of about `play.prompt` tokens of the text."""
-    rng = random.Random(0)
-    episodes = CONFIG.rollout.tasks * CONFIG.rollout.group_size
-    characters_per_token = len(text) / len(tokenizer.encode(text))
-    size = round(play.prompt * characters_per_token)
-    prompts: list[str] = []
-    for _ in range(episodes * round(play.turns)):
-        start = rng.randrange(len(text) - size)
-        prompts.append(text[start : start + size])
-    return prompts
+def make_groups(play: Play, rng: random.Random) -> list[Group]:
+    """Groups of random tokens, of the sizes in `play`."""
+
+    def ids(count: float) -> list[int]:
+        return [rng.randrange(30_000) for _ in range(round(count))]
+
+    def turn(step: int) -> Turn:
+        response = ids(play.response)
+        outcome = Outcome(" ".join(map(str, ids(20))), 0.0, False, False, "")
+        logp = [-0.5] * len(response)
+        return Turn(
+            ids(play.prompt), response, logp, logp, "", "", outcome, f"anchor {step % 7}", version=0
+        )
+
+    groups = []
+    for number in range(CONFIG.rollout.tasks):
+        task = Task(f"task {number}", "kind")
+        trajectories = []
+        for member in range(CONFIG.rollout.group_size):
+            turns = [turn(step) for step in range(round(play.turns))]
+            trajectories.append(Trajectory(task, member, turns))
+        groups.append(Group(task, trajectories, number))
+    return groups
+
+
+def parse_ids(text: str) -> list[int]:
+    """The tokens of an observation, whose text is their numbers."""
+    return [int(word) for word in text.split()]
 
 
 def main() -> None:
@@ -58,27 +81,71 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats
     torch.set_num_threads(1)
+    rng = random.Random(0)
+    play = Play.of(CONFIG)
     texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
+    text = "".join(texts)
     tokenizer = make_tokenizer(texts)
-    prompts = make_prompts(tokenizer, "".join(texts), Play.of(CONFIG))
+    groups = make_groups(play, rng)
+    prompt_count = 0
+    for group in groups:
+        prompt_count += sum(len(trajectory.turns) for trajectory in group.trajectories)
+    starts = [rng.randrange(len(text) - 4000) for _ in range(prompt_count)]
+    characters_per_token = len(text) / len(tokenizer.encode(text))
+    size = round(play.prompt * characters_per_token)
+    prompts = [text[start : start + size] for start in starts]
 
     rows = []
     for repeat in range(repeats):
-        start = time.process_time()
-        tokens = sum(len(tokenizer.encode(prompt)) for prompt in prompts)
-        encode_s = time.process_time() - start
+        encode_s, _ = timed(lambda: sum(len(tokenizer.encode(prompt)) for prompt in prompts))
+        pack_s, packed = timed(lambda: pack(groups))
         row = {
             "date": datetime.now(UTC).date(),
             "cpu": cpu_name(),
             "torch": torch.__version__,
             "repeat": repeat,
-            "tokens": tokens,
-            "encode_us": round(1e6 * encode_s / tokens, 4),
+            "tokens": packed,
+            "encode_us": round(1e6 * encode_s, 4),
+            "pack_us": round(1e6 * pack_s, 4),
         }
         print(row, flush=True)
         rows.append(row)
     write(RESULTS / "host_cpu.csv", rows)
-    print(f"{median(row['encode_us'] for row in rows):.2f} us a token")
+    encode_us = median(row["encode_us"] for row in rows)
+    pack_us = median(row["pack_us"] for row in rows)
+    print(f"{encode_us + pack_us:.2f} us a token")
+
+
+def timed(work: Callable[[], int]) -> tuple[float, int]:
+    """Processor seconds a token of `work`, and its number of tokens, which it returns."""
+    start = time.process_time()
+    tokens = work()
+    return (time.process_time() - start) / tokens, tokens
+
+
+def pack(groups: list[Group]) -> int:
+    """What an update does before the model runs; returns the number of packed tokens."""
+    samples = to_samples(
+        groups, separator_ids=[1, 2, 3, 4], encode_observation=parse_ids, invalid_penalty=0.1
+    )
+    for sample, advantage in zip(samples, gigpo(samples), strict=True):
+        sample.advantage = advantage
+    selection = select(
+        samples, alpha=0.75, weight="adaptive", reward_max=10.0, n_groups=len(groups)
+    )
+    for sample, weight in zip(samples, selection.weights, strict=True):
+        sample.wm_weight = weight
+
+    tokens = 0
+    for minibatch in minibatches(samples, size=CONFIG.optim.minibatch_samples, seed=0):
+        batches = micro_batches(
+            minibatch,
+            Packing(budget=CONFIG.optim.micro_batch_tokens),
+            with_observation=True,
+            device=torch.device("cpu"),
+        )
+        tokens += sum(len(batch.input_ids) for batch in batches)
+    return tokens
 
 
 if __name__ == "__main__":
